@@ -1,4 +1,4 @@
-"""What the size of chunks changes in a step, in virtual time: simulated, nothing here was measured.
+"""What the size of chunks changes in a step: simulated, nothing here was measured.
 
 Plans of the same training with the size that ``chunk_numel="auto"`` chooses, and with sizes that hold the matrices of
 half a decoder block, of one block and of two blocks. First it finds the least device memory that each size needs; then
@@ -42,7 +42,7 @@ MOST_LENGTH = 1024
 
 
 def plan_of(name, num_tokens, machine, device_nbytes, chunk_numel):
-    """The plan with so much device memory, and its recording if it fits."""
+    """The plan with so much device memory, and its simulation if it fits."""
     length = min(num_tokens, MOST_LENGTH)
     return plan_and_simulate(
         *arrange(
@@ -68,21 +68,21 @@ def row_of(name, num_tokens, machine, size, chunk_numel, budget, device_nbytes, 
     """One line of the table."""
     row = {"model": name, "tokens": num_tokens, "machine": machine, "size": size, "least_nbytes": least_nbytes}
     row |= {"budget": budget, "device_nbytes": device_nbytes}
-    plan, recording = plan_of(name, num_tokens, machine, device_nbytes, chunk_numel)
-    if recording is None:
+    plan, simulated = plan_of(name, num_tokens, machine, device_nbytes, chunk_numel)
+    if simulated is None:
         return {**row, "seconds": None}
-    busy, spans = recording.timeline.busy_ns(), recording.timeline.own_spans
+    busy, spans = simulated.timeline.busy_ns(), simulated.timeline.own_spans
     return {
         **row,
         "seconds": plan.speed.seconds,
         "num_chunks": plan.chunks.num,
         "chunk_numel": plan.chunks.numel,
-        "largest_chunk_nbytes": max(load.nbytes for load in recording.loads),
-        "median_chunk_nbytes": statistics.median(load.nbytes for load in recording.loads),
+        "largest_chunk_nbytes": max(load.nbytes for load in simulated.loads),
+        "median_chunk_nbytes": statistics.median(load.nbytes for load in simulated.loads),
         "utilisation": plan.chunks.utilisation,
         "on_device": plan.chunks.num_on_device,
         "num_copies": sum(span.lane in (Lane.TO_DEVICE, Lane.TO_HOST) for span in spans),
-        "moved_nbytes": sum(recording.moved_nbytes),
+        "moved_nbytes": sum(simulated.moved_nbytes),
         "host_s": busy[Lane.HOST] / 1e9,
     }
 
@@ -121,7 +121,7 @@ def main():
     parser.add_argument("--tokens", nargs="+", type=int, default=[512, 4096], help="of a step")
     parser.add_argument("--machines", nargs="+", default=["rtx4090", "h100"], help="known names, or JSON files")
     options = parser.parse_args()
-    print("simulated: virtual time")
+    print("simulated")
     print(
         f"{'model':>10}{'tokens':>7}{'machine':>9}{'budget':>8}{'GiB':>7}  {'size':10}{'least':>6} {'chunks':>6}"
         f"{'MiB':>8}{'used':>8}{'copies':>7}{'GiB':>7}{'host s':>7}{'seconds':>9}"

@@ -12,7 +12,7 @@ back, since a virtual machine gets memory from its host when it is touched for t
 bits in all processes; ``peak`` is the most memory of a process over its yardstick's 14 bytes per parameter.
 
 The last lines are simulated: the same for a model that does not fit this machine, from rates: ``--disk_rate`` and
-``--pin_rate`` are bytes per second, the others are those of a machine in virtual time, which also has the step.
+``--pin_rate`` are bytes per second, the others are those of a machine that is simulated, which also has the step.
 
     python benchmarks/bench_construction.py [--threads 1 2] [--rounds 5] [--before DIR] [--simulate 8b]
 """
@@ -163,13 +163,13 @@ def make_row(key, samples, num_parameters):
 
 def simulate(options):
     """Seconds until the first step has ended on a machine that is not here: phases that follow each other."""
-    from bench_timeline import record
+    from bench_timeline import simulation_of
 
     from hf_patrickstar.machine import find_machine
 
     machine = find_machine(options.machine)
-    recording = record(options.simulate, 4096, 1, 1)
-    numel = recording.num_parameters
+    simulated = simulation_of(options.simulate, 4096, 1, 1, machine, placement="host")
+    numel = simulated.num_parameters
     written = machine.host_ns(0, numel * WRITTEN_NBYTES) / 1e9
     pinned = numel * READ_NBYTES / options.pin_rate
     disk = numel * READ_NBYTES / options.disk_rate
@@ -178,7 +178,7 @@ def simulate(options):
     phases = {
         "zeros beside page-locking": max(written, pinned),
         "reading beside conversion": max(disk, converted),
-        "step": recording.on(machine).duration_ns / 1e9,
+        "step": simulated.timeline.duration_ns / 1e9,
     }
     print(
         f"simulated: {machine.name}, {options.simulate} with {numel / 1e9:.2f} B parameters, "
@@ -200,7 +200,7 @@ def make_parser():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--before", metavar="DIR", help="another checkout, measured in turns with this one")
     parser.add_argument("--folder", help="where the model is written; by default a folder that is removed afterwards")
-    parser.add_argument("--simulate", metavar="MODEL", help="a model of bench_timeline.py, in virtual time")
+    parser.add_argument("--simulate", metavar="MODEL", help="a model of bench_timeline.py")
     parser.add_argument("--machine", default="h100", help="the machine of the simulation")
     parser.add_argument("--disk_rate", type=float, default=2e9, help="bytes per second, for the simulation")
     parser.add_argument("--pin_rate", type=float, default=4e9, help="bytes per second, for the simulation")

@@ -7,7 +7,7 @@ CPU, if DeepSpeed is installed; both compute in bf16 without autocast, in one pr
 the result says so, and that is no failure. Under this package and DeepSpeed the largest model is loaded in bf16, since
 its fp32 values beside its chunks would be more than most hosts have.
 
-``--record FILE`` trains nothing: it records the same training under this package in virtual time, on any machine, and
+``--record FILE`` trains nothing: it simulates the same training under this package, on any machine, and
 writes it to a file. A run with ``--plan FILE`` reads it, and puts its time at the rates of ``--rates``, and the planned
 peak of the device, beside what was measured.
 
@@ -39,7 +39,12 @@ from hf_patrickstar.integrations.trainer_lanes import LaneWatch
 from hf_patrickstar.machine import find_machine, machine_of
 from hf_patrickstar.memory.accelerator import device_name
 from hf_patrickstar.memory.tiers import DEVICE_SHARE, available_host_nbytes
-from hf_patrickstar.virtual.recording import record_step
+from hf_patrickstar.planner.planning import make_adamw
+from hf_patrickstar.planner.simulation import Trained
+from hf_patrickstar.planner.simulation import simulate as simulate_step
+from hf_patrickstar.schedule.replay import replay
+from hf_patrickstar.tracing.fake import FakeTensors
+from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
 
 MAX_NORM = 1.0
 SIZES = {
@@ -227,7 +232,7 @@ def is_shortage(error):
 
 
 def record(options):
-    """Records the training in virtual time, and writes it to a file.
+    """Simulates the training, and writes that to a file.
 
     The device has the bytes that ``device_budget="auto"`` takes of an empty one, unless the settings say otherwise. On
     a device with fewer bytes the plan has no time.
@@ -245,33 +250,40 @@ def record(options):
         return {"input_ids": tokens, "labels": tokens}
 
     config = {"device_budget": int(machine.device_nbytes * DEVICE_SHARE), **options.settings}
-    recording = record_step(make_model, make_inputs, machine, config=config, max_norm=MAX_NORM)
+
+    def ops_of(looked_up):
+        micro_batch = MicroBatch(make_model, make_inputs, lambda model, inputs: model(**inputs).loss, config)
+        with FakeTensors():
+            return trace(micro_batch, looked_up=looked_up)
+
+    simulated = simulate_step(Trained(make_model, make_adamw, config, max_norm=MAX_NORM), machine, ops_of)
     path = pathlib.Path(options.record)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(pickle.dumps(recording))
-    print(f"{path}: {recording.timeline.duration_ns / 1e9:.4f} s per step on {machine.name}")
+    path.write_bytes(pickle.dumps(simulated))
+    print(f"{path}: {simulated.timeline.duration_ns / 1e9:.4f} s per step on {machine.name}")
 
 
 def simulate(options, device, found):
-    """The training that was recorded beforehand, at other rates, with the bytes of the device of the one that ran.
+    """The training that was simulated beforehand, at other rates, with the bytes of the device of the one that ran.
 
     Args:
         options: Those of the benchmark.
         device: Where it trained.
         found: What was measured.
     """
-    recording = pickle.loads(pathlib.Path(options.plan).read_bytes())
+    told = pickle.loads(pathlib.Path(options.plan).read_bytes())
     is_measured = options.rates is not None and pathlib.Path(options.rates).exists()
     machine = find_machine(options.rates) if is_measured else machine_of(device_name(device)).with_cores(own_cores(1))
-    timeline = recording.on(machine, found["stats"]["device_budget_nbytes"])
+    plans = told.rules.plans(told.traces, found["stats"]["device_budget_nbytes"])
+    timeline = replay(told.script, plans, told.loads, machine)
     simulated_s = timeline.duration_ns / 1e9
     return {
         "simulated_seconds_per_step": simulated_s,
         "simulated_over_measured": simulated_s / statistics.median(found["seconds_per_step"]),
         "simulated_busy_shares": busy_shares(timeline),
         "simulated_on": f"{machine.name}, {'measured' if is_measured else 'known'} rates",
-        "planned_homes": recording.reasons[-1],
-        "planned_device_peak_nbytes": recording.device_nbytes,
+        "planned_homes": told.reasons[-1],
+        "planned_device_peak_nbytes": told.device_nbytes,
     }
 
 
@@ -333,7 +345,7 @@ def main():
     parser.add_argument("--size", choices=list(SIZES), default="3b")
     parser.add_argument("--kind", choices=KINDS, default="patrickstar")
     parser.add_argument("--settings", type=json.loads, default=SETTINGS, metavar="JSON", help="for --kind patrickstar")
-    parser.add_argument("--record", metavar="FILE", help="record the training in virtual time instead of training")
+    parser.add_argument("--record", metavar="FILE", help="simulate instead of training, and write that to a file")
     parser.add_argument("--machine", default="h100", help="for --record: a known machine, or a JSON file of rates")
     parser.add_argument("--plan", metavar="FILE", help="for --kind patrickstar: what --record has written")
     parser.add_argument("--rates", metavar="FILE", help="for --plan: rates; without it those of the known device")

@@ -1,7 +1,6 @@
 """The largest models that machines of the papers, and of today, can train: simulated, beside other ways to place bytes.
 
-Model data of this package is placed by its planner (``hf_patrickstar.planner``): the engine runs in virtual time with
-tensors that have no bytes. Other systems are arithmetic, bytes per parameter times parameters, with the activations
+Model data of this package is placed by its planner (``hf_patrickstar.planner``), which simulates a step. Other systems are arithmetic, bytes per parameter times parameters, with the activations
 that the planner found for the same model:
 
 * static: 16-bit parameters and activations on the device, 2 M; gradients and optimizer states on the host, 14 M, of all
@@ -404,14 +403,14 @@ def speed_of(figure, factor):
         factor: How much slower the papers' programs compute than our plan; ``None`` if this figure tells.
     """
     machine = figure.machine
-    plan, recording = plan_and_simulate(*arranged(figure.model, machine, False, figure.batch_size))
-    if recording is None:
+    plan, simulated = plan_and_simulate(*arranged(figure.model, machine, False, figure.batch_size))
+    if simulated is None:
         raise SystemExit(f"{figure.model} does not fit {machine.name} with a batch of {figure.batch_size}")
-    timeline = recording.timeline
+    timeline = simulated.timeline
     critical = {lane: nanoseconds / 1e9 for lane, nanoseconds in timeline.critical_ns().items()}
     busy = {lane: nanoseconds / 1e9 for lane, nanoseconds in timeline.busy_ns().items()}
     hidden = {
-        "optimizer": machine.host_ns(0, ADAM_NBYTES * recording.num_on_host) / 1e9,
+        "optimizer": machine.host_ns(0, ADAM_NBYTES * simulated.num_on_host) / 1e9,
         "copies": busy[Lane.TO_DEVICE] + busy[Lane.TO_HOST],
         "between devices": busy[Lane.GATHERS] + busy[Lane.REDUCTIONS],
     }

@@ -24,10 +24,10 @@ import torch.multiprocessing
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner.planning import arrange, plan_and_simulate, time_operators
+from hf_patrickstar.planner.visits import seconds_of_a_visit
 from hf_patrickstar.report.links import measure_together
 from hf_patrickstar.report.measure import measure_machine
 from hf_patrickstar.units import format_nbytes
-from hf_patrickstar.virtual.visits import seconds_of_a_visit
 
 MAX_NORM = 1.0
 MODELS = {
@@ -96,11 +96,11 @@ def arrange_cell(cell, machine, device_memory):
 
 def plan_cell(cell, machine, times):
     """The budget of a cell, and what is planned; ``None`` if it does not fit."""
-    whole, recording = plan_and_simulate(*arrange_cell(cell, machine, "8GiB"))
-    others_nbytes = max(trace.non_model_peak_nbytes for trace in recording.traces)
+    whole, simulated = plan_and_simulate(*arrange_cell(cell, machine, "8GiB"))
+    others_nbytes = max(trace.non_model_peak_nbytes for trace in simulated.traces)
     budget = others_nbytes + int(cell["share"] * (whole.tier(Tier.DEVICE).need_nbytes - others_nbytes))
     subject, given = arrange_cell(cell, machine, budget)
-    plan, recording = plan_and_simulate(subject, dataclasses.replace(given, times=times))
+    plan, simulated = plan_and_simulate(subject, dataclasses.replace(given, times=times))
     if not plan.fits:
         return budget, None
     return budget, {
@@ -108,7 +108,7 @@ def plan_cell(cell, machine, times):
         "host_nbytes": plan.tier(Tier.HOST).need_nbytes,
         "host_to_device_nbytes": plan.speed.to_device_nbytes,
         "device_to_host_nbytes": plan.speed.to_host_nbytes,
-        "chunk_loads": sum(made.num_loads for made in recording.plans),
+        "chunk_loads": sum(made.num_loads for made in simulated.plans),
         "seconds": plan.speed.seconds,
     }
 

@@ -8,8 +8,8 @@ are wall seconds and the most memory of the process (``ru_maxrss``), beside the 
 
 **Runs.** A new process makes a model of fake tensors and an engine of it, which stops where it has decided everything
 and would allocate chunks (``ModelDecided``). Timed is the construction of the engine up to there, without traces of a
-plan and with those that a plan has left in the cache, beside the budget of ``RUN_BUDGET_S``. The machine is not here
-either: the engine runs over a driver in virtual time, as for a plan.
+plan and with those that a plan has left in the cache, beside the budget of ``RUN_BUDGET_S``. The machine is not here:
+the engine gets streams of a device that carry nothing.
 
 Both depend on what else the machine does; ``--rounds`` repeats everything, and all values are written down.
 
@@ -134,6 +134,13 @@ def show_plan(row):
     )
 
 
+class _NoDriver:
+    """Below streams that carry nothing."""
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: None
+
+
 class _DecidedError(Exception):
     """Ends the construction of an engine where everything is decided."""
 
@@ -176,7 +183,7 @@ def construct_here(name):
     from hf_patrickstar import PatrickStarEngine
     from hf_patrickstar.events import ModelDecided
     from hf_patrickstar.memory.streams import DeviceStreams
-    from hf_patrickstar.virtual.driver import VirtualDriver
+    from hf_patrickstar.tracing.answers import AnsweringMode
 
     subject, given = arranged(name)
     machine = given.machine
@@ -195,15 +202,13 @@ def construct_here(name):
             texts.append((time.perf_counter(), event.text))
             raise _DecidedError
 
-    driver = VirtualDriver(machine)
-    with FakeTensorMode(), driver.watching():
+    streams = DeviceStreams(torch.device("cpu"), _NoDriver())
+    with FakeTensorMode(), AnsweringMode():
         model = subject.make_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         begin = time.perf_counter()
         try:
-            PatrickStarEngine(
-                model, settings, optimizer, device=DeviceStreams(torch.device("cpu"), driver), listener=listen
-            )
+            PatrickStarEngine(model, settings, optimizer, device=streams, listener=listen)
         except _DecidedError:
             end, text = texts[0]
             return {"seconds": end - begin, "expected": text}

@@ -3,13 +3,13 @@
 A machine of several devices trains with a process on each of them, and what is said is of one of these processes:
 tokens are its own, and bounds and lanes are those of its device and its part of the host.
 
-The engine trains Llama-like models with tensors that have no bytes; the script of a step is then replayed on every
-machine by the plan for its device memory. All chunks are at home on the host (placement=host), clipping by norm is on,
-blocks are recomputed. With ``--placement auto`` every machine has a step of its own, since what it has room for
-decides which chunks live on its device; chunks take at most ``--chunk_budget`` bytes there. With ``--updates backward``
-clipping is off and ``overlap_optimizer="backward"``; every machine then has a step of its own, too. A step is what lies
-between two calls of ``optimizer.step()``. "serial" is a schedule that overlaps nothing: computation, copies, the whole
-optimizer, copies. The figures are simulated: nothing here was measured on these machines.
+Llama-like models are simulated on every machine by the plan for its memory (``hf_patrickstar.planner.simulation``);
+what a micro-batch does is traced once. All chunks are at home on the host (placement=host), and have 16 GiB of the
+devices of all processes; clipping by norm is on, blocks are recomputed. With ``--placement auto`` a machine has chunks
+at home on its device, too, where it has room. ``--chunk_budget`` says how many bytes chunks take there at most. With
+``--updates backward`` clipping is off and ``overlap_optimizer="backward"``. A step is what lies between two calls of
+``optimizer.step()``. "serial" is a schedule that overlaps nothing: computation, copies, the whole optimizer, copies.
+The figures are simulated: nothing here was measured on these machines.
 """
 
 import functools
@@ -24,14 +24,14 @@ from transformers.optimization import Adafactor
 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.machine import MACHINES, find_machine
+from hf_patrickstar.planner.planning import make_adamw
+from hf_patrickstar.planner.simulation import Trained, simulate
 from hf_patrickstar.report.timeline import write_picture, write_trace
 from hf_patrickstar.schedule.bounds import bounds_of
 from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.tracing.fake import FakeTensors
-from hf_patrickstar.tracing.micro_batch import trace
+from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
 from hf_patrickstar.units import GIB, format_nbytes
-from hf_patrickstar.virtual.recording import record_step
-from hf_patrickstar.virtual.training import Training, make_adamw
 
 VOCABULARY = 32_000
 LENGTH = 4096
@@ -51,47 +51,40 @@ OPTIMIZERS = {
     "adafactor": lambda parameters: Adafactor(parameters, lr=1e-3, relative_step=False, scale_parameter=False),
 }
 USUAL = ("1.5b", "8b", "14b")
-RECORDED_ON = 1024 * GIB
-"""The device budget of the recorded step: activations have room, however many tokens there are."""
-CHUNKS_RECORDED_ON = 16 * GIB
-"""Bytes of chunks on the devices of all processes: less than any of these models needs with its optimizer states."""
 
 
-def record(name, num_tokens, num_micro_batches, num_processes, machine=None, optimizer="adamw", **settings):
-    """Records a step of a model with so many tokens in each micro-batch of each process.
+CHUNK_NBYTES = 16 * GIB
+"""Bytes of chunks on the devices of all processes for ``--placement host``.
 
-    With a machine it is recorded there, and by default chunks live where that machine has room.
+Any of these models needs more with its optimizer states, which are then at home on the host.
+"""
+
+
+def simulation_of(name, num_tokens, num_micro_batches, num_processes, machine, optimizer="adamw", **settings):
+    """Simulates a step of a model with so many tokens in each micro-batch of each process.
+
+    Raises:
+        BudgetError: If the device has too little memory.
     """
     config = {"dtype": "bf16", "host_budget": 2048 * GIB}
-    if machine is None:
-        config |= {"placement": "host", "device_budget": RECORDED_ON}
-        config["chunk_budget"] = CHUNKS_RECORDED_ON // num_processes
-        machine = MACHINES["h100" if num_processes == 1 else "8xh100"]
+    if settings.get("placement") == "host":
+        config["chunk_budget"] = CHUNK_NBYTES // num_processes
     config |= {key: value for key, value in settings.items() if value is not None}
-    training = training_of(name, num_tokens, num_micro_batches)
-    return record_step(
-        training.make_model,
-        training.make_inputs,
-        machine,
-        config=config,
-        max_norm=None if config.get("overlap_optimizer") == "backward" else 1.0,
-        num_micro_batches=num_micro_batches,
-        make_optimizer=OPTIMIZERS[optimizer],
-        world_size=num_processes,
-        notes=functools.partial(traced, name, num_tokens, num_micro_batches),
-    )
+    max_norm = None if config.get("overlap_optimizer") == "backward" else 1.0
+    make_model = micro_batch_of(name, num_tokens, num_micro_batches).make_model
+    trained = Trained(make_model, OPTIMIZERS[optimizer], config, num_micro_batches, max_norm, num_processes)
+    return simulate(trained, machine, functools.partial(traced, name, num_tokens, num_micro_batches))
 
 
 @functools.cache
 def traced(name, num_tokens, num_micro_batches, looked_up):
-    """What torch tells an engine in a micro-batch, which is the same on every machine."""
+    """What a model does in a micro-batch, which is the same on every machine."""
     with FakeTensors():
-        return trace(training_of(name, num_tokens, num_micro_batches).micro_batch, looked_up=looked_up)
+        return trace(micro_batch_of(name, num_tokens, num_micro_batches), looked_up=looked_up)
 
 
-def training_of(name, num_tokens, num_micro_batches):
+def micro_batch_of(name, num_tokens, num_micro_batches):
     """What is trained: a Llama-like model, on so many tokens in each micro-batch."""
-    shape = (num_tokens // LENGTH, LENGTH)
 
     def make_model():
         sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": LENGTH, "use_cache": False, **MODELS[name]}
@@ -99,44 +92,37 @@ def training_of(name, num_tokens, num_micro_batches):
         model.gradient_checkpointing_enable({"use_reentrant": False})
         return model
 
-    def make_inputs():
-        tokens = torch.zeros(shape, dtype=torch.long)
-        return {"input_ids": tokens, "labels": tokens}
-
-    return Training(
-        make_model,
-        make_inputs,
-        make_adamw,
-        lambda model, inputs: model(**inputs).loss,
-        {"dtype": "bf16"},
-        num_micro_batches,
-    )
+    make_inputs = functools.partial(zeros, (num_tokens // LENGTH, LENGTH))
+    return MicroBatch(make_model, make_inputs, loss_of, {"dtype": "bf16"}, num_micro_batches=num_micro_batches)
 
 
-def row_of(recording, machine, name, num_tokens, timeline=None):
-    """One line of the table as data; ``timeline`` is how it went, by default by a plan for the machine's memory."""
+def zeros(shape):
+    """A batch of tokens."""
+    tokens = torch.zeros(shape, dtype=torch.long)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def loss_of(model, inputs):
+    """The loss of a batch."""
+    return model(**inputs).loss
+
+
+def row_of(simulated, machine, num_tokens):
+    """What a line of the table says of a step, as data."""
     row = {
-        "machine": machine.name,
-        "model": name,
-        "tokens": num_tokens,
-        "accumulation": len(recording.plans),
-        "processes": recording.world_size,
-        "parameters": recording.num_parameters,
-        "on_device": 1 - recording.num_on_host * recording.world_size / recording.num_parameters,
+        "parameters": simulated.num_parameters,
+        "on_device": 1 - simulated.num_on_host * simulated.world_size / simulated.num_parameters,
     }
-    if recording.host_nbytes > machine.host_nbytes:
-        missing = format_nbytes(recording.host_nbytes - machine.host_nbytes)
+    if simulated.host_nbytes > machine.host_nbytes:
+        missing = format_nbytes(simulated.host_nbytes - machine.host_nbytes)
         return {**row, "refused": f"the host has {missing} too little"}
-    try:
-        timeline = recording.on(machine) if timeline is None else timeline
-    except BudgetError as error:
-        return {**row, "refused": f"the device has too little: {str(error).partition(';')[0]}"}
-    bounds = bounds_of(recording.script, timeline, machine, recording.num_on_host)
+    timeline = simulated.timeline
+    bounds = bounds_of(simulated.script, timeline, machine, simulated.num_on_host)
     seconds = timeline.duration_ns / 1e9
     return {
         **row,
         "seconds": seconds,
-        "tokens_per_s": num_tokens * len(recording.plans) * recording.world_size / seconds,
+        "tokens_per_s": num_tokens * len(simulated.plans) * simulated.world_size / seconds,
         "lower_bound_s": bounds.lower_ns / 1e9,
         "binding": bounds.binding,
         "over_lower_bound": timeline.duration_ns / bounds.lower_ns,
@@ -167,11 +153,10 @@ def show(row, bound="clipped"):
     )
 
 
-def draw(recording, machine, folder, row):
+def draw(timeline, machine, folder, row):
     """Writes the timeline of a row as a trace and as a picture."""
     folder.mkdir(parents=True, exist_ok=True)
     what = "_".join(str(row[key]) for key in ("machine", "model", "tokens", "accumulation", "processes"))
-    timeline = recording.on(machine)
     write_trace(timeline, folder / f"{what}.json")
     write_picture(timeline, folder / f"{what}.png", f"simulated: {machine.name}, {row['model']}")
 
@@ -190,9 +175,10 @@ PAPER_TFLOPS = {"1B": (51, None), "6B": (40, 56), "8B": (34, 40), "10B": (32, 44
 """TFLOP/s on one V100, the best of several batch sizes: the first paper's section 9.2.2, and the later one's."""
 
 
-def record_paper(name: str, batch_size: int):
-    """Records a step of one of the papers' models on their machine, chunks and optimizer states where they fit."""
+def simulate_paper(name: str, batch_size: int):
+    """Simulates a step of one of the papers' models on their machine, chunks and optimizer states where they fit."""
     num_layers, hidden = PAPER_MODELS[name]
+    config = {"dtype": "fp16"}
 
     def make_model():
         sizes = {"n_layer": num_layers, "n_embd": hidden, "n_head": 16, "n_positions": PAPER_LENGTH, "use_cache": False}
@@ -201,11 +187,12 @@ def record_paper(name: str, batch_size: int):
         model.gradient_checkpointing_enable({"use_reentrant": False})
         return model
 
-    def make_inputs():
-        tokens = torch.zeros((batch_size, PAPER_LENGTH), dtype=torch.long)
-        return {"input_ids": tokens, "labels": tokens}
+    def ops_of(looked_up):
+        make_inputs = functools.partial(zeros, (batch_size, PAPER_LENGTH))
+        with FakeTensors():
+            return trace(MicroBatch(make_model, make_inputs, loss_of, config), looked_up=looked_up)
 
-    return record_step(make_model, make_inputs, MACHINES["v100"], config={"dtype": "fp16"})
+    return simulate(Trained(make_model, make_adamw, config), MACHINES["v100"], ops_of)
 
 
 def compare_with_papers(names, batch_size):
@@ -216,12 +203,12 @@ def compare_with_papers(names, batch_size):
     print(f"{'model':>6}{'seconds':>9}{'TFLOP/s':>9}{'papers':>10}   critical path")
     rows = []
     for name in names:
-        recording = record_paper(name, batch_size)
-        timeline = recording.timeline
-        flops = 8 * recording.num_parameters * batch_size * PAPER_LENGTH  # with recomputation, as the papers count
+        simulated = simulate_paper(name, batch_size)
+        timeline = simulated.timeline
+        flops = 8 * simulated.num_parameters * batch_size * PAPER_LENGTH  # with recomputation, as the papers count
         row = {
             "model": name,
-            "parameters": recording.num_parameters,
+            "parameters": simulated.num_parameters,
             "batch_size": batch_size,
             "seconds": timeline.duration_ns / 1e9,
             "tflops": flops / timeline.duration_ns / 1e3,
@@ -255,7 +242,7 @@ def main():
     parser.add_argument(
         "--no-overlap", dest="overlap_optimizer", action="store_false", help="update chunks before step() returns"
     )
-    parser.add_argument("--chunk_budget", help="bytes of chunks on the device at most, for --placement auto")
+    parser.add_argument("--chunk_budget", help="bytes of chunks on each device at most")
     parser.add_argument("--processes", type=int, help="processes; by default one on every device of the machine")
     parser.add_argument("--machines", nargs="+", default=list(MACHINES), help="known names, or JSON files")
     parser.add_argument("--traces", metavar="DIR", help="write a Perfetto trace and a picture of every row there")
@@ -289,23 +276,24 @@ def main():
         options.models, options.tokens, options.accumulation, by_processes
     ):
         begin = time.time()
-        is_shared = options.placement == "host" and not is_early
-        settings = {"optimizer": options.optimizer}
+        settings = {"optimizer": options.optimizer, "placement": options.placement}
         settings |= {} if options.overlap_optimizer else {"overlap_optimizer": False}
-        recording = record(name, num_tokens, num, num_processes, **settings) if is_shared else None
-        recorded = time.time() - begin
+        settings |= {"chunk_budget": options.chunk_budget}
+        settings |= {"overlap_optimizer": "backward"} if is_early else {}
         for machine in by_processes[num_processes]:
-            if not is_shared:
-                settings |= {"placement": options.placement, "chunk_budget": options.chunk_budget}
-                settings |= {"overlap_optimizer": "backward"} if is_early else {}
-                recording = record(name, num_tokens, num, num_processes, machine, **settings)
-                rows.append(row_of(recording, machine, name, num_tokens, recording.timeline))
+            row = {"machine": machine.name, "model": name, "tokens": num_tokens}
+            rows.append(row | {"accumulation": num, "processes": num_processes})
+            try:
+                simulated = simulation_of(name, num_tokens, num, num_processes, machine, **settings)
+            except BudgetError as error:
+                rows[-1]["refused"] = f"the device has too little: {str(error).partition(';')[0]}"
             else:
-                rows.append(row_of(recording, machine, name, num_tokens))
+                rows[-1] |= row_of(simulated, machine, num_tokens)
             show(rows[-1], bound)
             if options.traces is not None and "refused" not in rows[-1]:
-                draw(recording, machine, pathlib.Path(options.traces), rows[-1])
-        print(f"{name} with {num} x {num_tokens} tokens, {num_processes} processes: recorded in {recorded:.0f} s")
+                draw(simulated.timeline, machine, pathlib.Path(options.traces), rows[-1])
+        seconds = time.time() - begin
+        print(f"{name} with {num} x {num_tokens} tokens, {num_processes} processes: simulated in {seconds:.0f} s")
     name = "bench_timeline" if options.accumulation == [1] else "bench_timeline_accumulation"
     name += "_backward" if is_early else ""
     common.finish(name if options.placement == "host" else f"{name}_margin", options, {"simulated": True, "rows": rows})

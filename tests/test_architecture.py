@@ -32,7 +32,6 @@ LEVELS = dict.fromkeys(_BASE, 0) | {
     "membership": 8,
     "engine": 9,
     "prepared": 10,
-    "virtual": 10,
     "integrations": 10,
     "planner": 11,
     "cli": 12,

@@ -15,7 +15,7 @@ _are_hidden = contextvars.ContextVar("_are_hidden", default=False)
 
 @contextlib.contextmanager
 def no_bars() -> Iterator[None]:
-    """Hides the bars of this package inside of the block: what an engine in virtual time does takes no time."""
+    """Hides the bars of this package inside of the block: what is done on tensors without bytes takes no time."""
     token = _are_hidden.set(True)
     try:
         yield

@@ -15,7 +15,7 @@ from hf_patrickstar.cli.settings import settings_of
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.report.timeline import check_plots
-from hf_patrickstar.virtual.garbage import no_collections, objects_set_aside
+from hf_patrickstar.tracing.garbage import no_collections, objects_set_aside
 
 if TYPE_CHECKING:
     from hf_patrickstar.planner.plan import Plan

@@ -40,27 +40,6 @@ class Meter:
     def start(self, tensors: Iterable[torch.Tensor]) -> None:
         """Begins to follow what operators allocate; ``tensors`` are there already and count."""
 
-    def record(self, results: Any) -> None:
-        """Takes the results of an operator.
-
-        Args:
-            results: A tensor, or a sequence of tensors or of such sequences; anything else is passed over.
-        """
-
-    def add(self, nbytes: int) -> bool:
-        """Counts bytes that a simulated operator has allocated.
-
-        Args:
-            nbytes: How many.
-
-        Returns:
-            Whether they count, and are to be removed when they are free.
-        """
-        return False
-
-    def remove(self, nbytes: int) -> None:
-        """Counts bytes no more that ``add`` has counted."""
-
     def pause(self) -> None:
         """Stops following new allocations; known ones count until they are freed."""
 
@@ -182,7 +161,11 @@ class StorageMeter(Meter):
             _pop_mode()
 
     def record(self, results: Any) -> None:
-        """See ``Meter``."""
+        """Takes the results of an operator.
+
+        Args:
+            results: A tensor, or a sequence of tensors or of such sequences; anything else is passed over.
+        """
         if not self.is_on:
             return
         before = self._total
@@ -194,29 +177,10 @@ class StorageMeter(Meter):
                     if isinstance(item, torch.Tensor):
                         self._note(item)
         if self._total > before:
-            self._grow()
-
-    def add(self, nbytes: int) -> bool:
-        """See ``Meter``."""
-        if self.is_on and nbytes:
-            self._total += nbytes
-            try:
-                self._grow()
-            except BaseException:  # the caller never hears that they count
-                self._total -= nbytes
-                raise
-            return True
-        return False
-
-    def remove(self, nbytes: int) -> None:
-        """See ``Meter``."""
-        self._total -= nbytes
-
-    def _grow(self) -> None:
-        self._peak = max(self._peak, self._total)
-        self.is_on = False  # ``on_growth`` is not measured, and after an error not called again
-        self._on_growth()
-        self.is_on = True
+            self._peak = max(self._peak, self._total)
+            self.is_on = False  # ``on_growth`` is not measured, and after an error not called again
+            self._on_growth()
+            self.is_on = True
 
     def _note(self, tensor: torch.Tensor) -> None:
         for owner, key, nbytes in storages_of(tensor):

@@ -27,7 +27,7 @@ from hf_patrickstar.optim.kernel import Kernel, settings_of
 from hf_patrickstar.optim.workers import SMALL_NUMEL, HostWorkers
 from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, ManagedTensor, round_masters
 from hf_patrickstar.runtime.gradient_place import AT_HOME, GradientPlace
-from hf_patrickstar.runtime.update import Likeness, Update
+from hf_patrickstar.runtime.update import Update
 from hf_patrickstar.units import ALIGNMENT_NUMEL, align
 
 EXP_AVG = "exp_avg"
@@ -98,28 +98,6 @@ def _named(segments: Sequence[_Segment]) -> str:
     (first, chunk), (last, last_chunk) = (ends[0][0][0], ends[0][1]), (ends[1][0][-1], ends[1][1])
     same = (first, chunk) == (last, last_chunk)
     return f"'{first}' (chunk {chunk})" + ("" if same else f" to '{last}' (chunk {last_chunk})")
-
-
-def _likeness(segments: Sequence[_Segment], coefficient: torch.Tensor | None, keeps: bool) -> Likeness:
-    """Identifies what an update of segments does. Ranges in a chunk's payloads are counted from its first segment."""
-    memory: dict[int, tuple[int, torch.Tensor, int]] = {}
-    first: dict[int, int] = {}
-    alike = []
-
-    def place_of(tensor: torch.Tensor, begin: int) -> int:
-        return memory.setdefault(id(tensor), (len(memory), tensor, begin * tensor.itemsize))[0]
-
-    for segment in segments:
-        begin = first.setdefault(id(segment.chunk), segment.start)
-        numbers = [segment.step] if coefficient is None else [segment.step, coefficient]
-        payloads = segment.payloads.values()
-        places = tuple([place_of(number, 0) for number in numbers] + [place_of(payload, begin) for payload in payloads])
-        sizes = tuple((tensor.dtype, tensor.device) for tensor in (*numbers, *payloads))
-        settings = repr(sorted(segment.options.items()))
-        where = segment.start - begin, segment.stop - begin, segment.place, tuple(segment.payloads)
-        alike.append((where, places, sizes, settings))
-    key = tuple(alike), coefficient is None, keeps
-    return Likeness(key, [(tensor, begin) for _, tensor, begin in memory.values()])
 
 
 def _restore(segments: Iterable[_Segment]) -> None:
@@ -210,8 +188,6 @@ class AdamKernel(Kernel):
             functools.partial(self._update_all, joined, coefficient, keeps),
             functools.partial(self._count, indices, -1),
             functools.partial(_restore, joined),
-            functools.partial(_likeness, joined, coefficient, keeps),
-            functools.partial(self._parts, joined, coefficient, keeps),
         )
 
     def _count(self, indices: Iterable[int], num: int) -> None:
@@ -229,16 +205,8 @@ class AdamKernel(Kernel):
             work = functools.partial(self._update_tile, num=num, coefficient=coefficient, keeps=keeps)
             self._workers.submit(work, self._tiles(joined, tile_numel, num)).wait()
         else:
-            for part in self._parts(joined, coefficient, keeps):
-                part()
-
-    def _parts(self, joined: Sequence[_Segment], coefficient: torch.Tensor | None, keeps: bool) -> Iterator[Update]:
-        """The update as one thread does it: tile by tile."""
-        for tile in self._tiles(joined, self._tile_numel, 1):
-            yield Update(
-                functools.partial(self._update_tile, 0, tile, num=1, coefficient=coefficient, keeps=keeps),
-                likeness=functools.partial(_likeness, tile, coefficient, keeps),
-            )
+            for tile in self._tiles(joined, self._tile_numel, 1):
+                self._update_tile(0, tile, num=1, coefficient=coefficient, keeps=keeps)
 
     def _update_tile(
         self,

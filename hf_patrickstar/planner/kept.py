@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from hf_patrickstar import plan_cache
 from hf_patrickstar.planner.subject import Subject
-from hf_patrickstar.virtual.garbage import no_collections
+from hf_patrickstar.tracing.garbage import no_collections
 
 logger = logging.getLogger(__name__)
 

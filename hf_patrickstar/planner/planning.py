@@ -1,4 +1,4 @@
-"""Plans a training: the engine runs it in virtual time, on tensors that have no bytes."""
+"""Plans a training: simulates a step of it, and says what that takes."""
 
 import contextlib
 import dataclasses
@@ -25,6 +25,7 @@ from hf_patrickstar.planner.kept import kept
 from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse
 from hf_patrickstar.planner.simulation import OpsOf, Simulation, Trained, simulate, step_nbytes
 from hf_patrickstar.planner.subject import Subject, find_optimizer, find_subject, optimizer_name
+from hf_patrickstar.planner.visits import seconds_of_a_visit
 from hf_patrickstar.report.measure import measure_machine
 from hf_patrickstar.runtime import gradient_ring
 from hf_patrickstar.schedule.bounds import ADAM, bounds_of
@@ -35,9 +36,8 @@ from hf_patrickstar.tracing.answers import AnsweringMode
 from hf_patrickstar.tracing.fake import FakeTensors
 from hf_patrickstar.tracing.masks import masks_of_batches
 from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
+from hf_patrickstar.tracing.timing import OperatorTimes
 from hf_patrickstar.units import format_nbytes, format_need, parse_nbytes
-from hf_patrickstar.virtual.timing import OperatorTimes
-from hf_patrickstar.virtual.visits import seconds_of_a_visit
 
 BESIDE = "other modules"
 """The kind of bytes on the device that modules beside the model take."""

@@ -355,6 +355,7 @@ class _Simulator:
             self._num_micro_batches,
             self._in_flight_nbytes,
             self._resources.collectives.is_asynchronous,
+            self._config.reduce_dtype == "fp32" and self._machine.has_accelerator,
             self._trained.max_norm is not None,
             homed,
             {

@@ -259,9 +259,9 @@ class Collectives:
             return GlooTicket((), what, self._wait)
         slices = self._slices(buffer)
         with self._naming(what):
-            self._emit(SlicesReduced((self.world_size - 1) * _nbytes(slices[0])))
             if not self._is_gloo:
                 return self._reduce_beside(buffer, slices[self.rank], staging[1], what)
+            self._emit(SlicesReduced((self.world_size - 1) * _nbytes(slices[0])))
             self._reduce_in_rounds(slices, staging)
             return GlooTicket((), what, self._wait)
 
@@ -280,6 +280,7 @@ class Collectives:
                 self._last_reduction.join()  # it is in the same scratch space
             terms = wide[: buffer.numel()].copy_(buffer)
             total = self._slices(terms)[self.rank]
+        self._emit(SlicesReduced((self.world_size - 1) * _nbytes(total)))
 
         def finish() -> None:
             # By a tensor: a device multiplies with the rounded inverse of a number.

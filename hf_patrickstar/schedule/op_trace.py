@@ -4,8 +4,8 @@
 Which operators a model calls, which parameters its modules need and when, and what memory its activations take depend
 on the model and its batch, and on which embeddings are looked up at home, but not on chunks or budgets. So one
 micro-batch of the plain model is run with fake tensors (``tracing/recorder.py``), and all that torch would tell an
-engine is noted. Engines of any chunks and budgets are told it again (``virtual/playing.py``), which takes a fraction of
-the time, since no operator of the model runs: what they do is what they would have done with the model.
+engine is noted. ``schedule/step.py`` tells it again for any chunks and budgets, which takes a fraction of the time,
+since no operator of the model runs.
 
 The model runs twice, and the notes of both runs must be equal: what it does the first time alone, or otherwise each
 time, cannot be told again. A model whose blocks repeat does so with a few of them; see [Note: blocks that repeat].

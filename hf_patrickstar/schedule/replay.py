@@ -1,4 +1,4 @@
-"""Plays a step on a machine: puts its work on the clock, by any plan. The virtual driver uses the same player."""
+"""Plays a step on a machine: puts its work on the clock, by any plan."""
 
 from collections.abc import Iterable, Sequence
 
@@ -52,11 +52,6 @@ class Player:
         # by the id of their tuple. Nothing else has the id while the object is here.
         self._kernels: dict[int, tuple[Kernel, int, str]] = {}
         self._works: dict[int, tuple[tuple[HostWork, ...], int]] = {}
-
-    def forget(self) -> None:
-        """Lets go of the work that it has played."""
-        self._kernels.clear()
-        self._works.clear()
 
     def kernel(self, work: Kernel) -> None:
         """The host launches an operator on the device."""

@@ -98,6 +98,7 @@ class StepRules:
         in_flight_nbytes: Bytes of gradients whose copies to the host the compute stream does not wait for; with 0 it
             waits for each copy.
         overlaps_reduction: Whether averages of a group go home when the next group is reduced, beside computation.
+        widens_sums: Whether 16-bit gradients of a group are sent to other processes as fp32.
         has_norms: Whether the norm of every gradient is computed, because gradients are clipped.
         device_homed: Chunks that are at home on the device.
         updates: What it takes to update each chunk on the host, by index; nothing else is updated.
@@ -108,6 +109,7 @@ class StepRules:
     num_micro_batches: int = 1
     in_flight_nbytes: int = 0
     overlaps_reduction: bool = False
+    widens_sums: bool = False
     has_norms: bool = True
     device_homed: frozenset[int] = frozenset()
     updates: Mapping[int, HostWork] = dataclasses.field(default_factory=dict)
@@ -414,7 +416,8 @@ class _Telling:
         spec = self._chunks[chunk]
         del self._stored[chunk]
         number = next(self._numbers)
-        self._script.append(Reduce(self._sizes[chunk] - spec.chunk_numel * spec.types.itemsize))
+        itemsize = _SUM_ITEMSIZE if self._rules.widens_sums else spec.types.itemsize
+        self._script.append(Reduce((spec.world_size - 1) * spec.chunk_numel * itemsize))
         self._reduced.append(chunk)
         self._receive()
         self._under_way = chunk, number

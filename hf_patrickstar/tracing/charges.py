@@ -8,7 +8,7 @@ host, those of the device.
 import sys
 import types
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +25,6 @@ _ASKS = frozenset({_aten._local_scalar_dense, _aten.item, _aten.nonzero, _aten.i
 _HERE = frozenset(
     {
         *(__name__, "hf_patrickstar.tracing.answers", "hf_patrickstar.tracing.recorder"),
-        "hf_patrickstar.virtual.driver",
         *("hf_patrickstar.memory.streams", "hf_patrickstar.memory.threads", "hf_patrickstar.memory.meters"),
         "hf_patrickstar.runtime.chunk",
     }
@@ -71,15 +70,6 @@ class Charges:
         if key not in self._tiers:
             weakref.finalize(tensor.untyped_storage(), self._tiers.pop, key, None)
         self._tiers[key] = tier
-
-    def forget(self, tensor: torch.Tensor) -> None:
-        """Says that the memory of a tensor is free."""
-        self._tiers.pop(storage_key(tensor), None)
-
-    @property
-    def known(self) -> Collection[int]:
-        """The storages that somebody has put somewhere."""
-        return self._tiers.keys()
 
     # What operators cost
 

@@ -1,6 +1,5 @@
 """What an operator costs: the operations of its matrix products, and the bytes that it reads and writes."""
 
-import collections
 import functools
 import math
 from collections.abc import Callable, Iterable
@@ -9,12 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from hf_patrickstar.memory.operators import read_operands, storage_key, tensors_among, touches_nothing, written_operands
+from hf_patrickstar.memory.operators import read_operands, tensors_among, touches_nothing, written_operands
 from hf_patrickstar.tracing.grouped import GROUPED, grouped_flops
-from hf_patrickstar.units import MIB
 
 _aten = torch.ops.aten
-_READS_ROWS = frozenset({_aten.embedding, _aten.index_select, _aten.gather, _aten.index})
+READS_ROWS = frozenset({_aten.embedding, _aten.index_select, _aten.gather, _aten.index})
 """Operators that read as many bytes of their first operand as they write."""
 _READS_NOTHING = frozenset(
     {
@@ -25,7 +23,8 @@ _READS_NOTHING = frozenset(
 """Operators that ask their operand for its shape alone."""
 _WRITES_OVER = frozenset({_aten.copy_, _aten.fill_, _aten.zero_, _aten._foreach_copy_})
 """Operators that do not read what they write to, beside those that write to their argument ``out``."""
-_ADAMS = frozenset({_aten._fused_adam_, _aten._fused_adamw_})
+ADAMS = frozenset({_aten._fused_adam_, _aten._fused_adamw_})
+"""Operators that are given gradients beside what they write to, in one list after another."""
 _IS_FREE = frozenset(
     {
         *(_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided),
@@ -33,10 +32,6 @@ _IS_FREE = frozenset(
     }
 )
 """Operators that only allocate, or look at memory in another way without saying so."""
-
-
-HOST_CACHE_NBYTES = 16 * MIB
-"""Bytes that the caches of a core keep: a tile of Adam's lists, which is made to stay there (``adam_kernel.py``)."""
 
 
 class Cost(NamedTuple):
@@ -92,11 +87,11 @@ def cost_of(operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Co
     given = {id(tensor) for tensor in (*written, *read)}
     made = [tensor for tensor in tensors_among(result) if id(tensor) not in given]
     made_nbytes = _nbytes(made)
-    read_nbytes = made_nbytes + _nbytes(read[1:]) if packet in _READS_ROWS else _nbytes(read)
+    read_nbytes = made_nbytes + _nbytes(read[1:]) if packet in READS_ROWS else _nbytes(read)
     count = _FLOPS.get(packet)
     flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
-    written_nbytes = _nbytes(written) * (1 if _writes_over(operator) else 2)
-    if packet in _ADAMS:
+    written_nbytes = _nbytes(written) * (1 if writes_over(operator) else 2)
+    if packet in ADAMS:
         written_nbytes -= _nbytes(args[1])  # gradients, which change only where the kernel unscales them
     return Cost(flops, read_nbytes + written_nbytes + made_nbytes, _dtype_of((*read, *written, *made)))
 
@@ -108,117 +103,10 @@ def _costs_nothing(operator: Any) -> bool:
 
 
 @functools.cache
-def _writes_over(operator: Any) -> bool:
+def writes_over(operator: Any) -> bool:
+    """Whether an operator does not read what it writes to."""
     is_out = any(argument.is_out for argument in operator._schema.arguments)
     return is_out or operator._overloadpacket in _WRITES_OVER
-
-
-class Touch(NamedTuple):
-    """A range of memory that an operator on the host works with.
-
-    Attributes:
-        storage: A number of the storage that it is in.
-        begin: Its first byte.
-        end: One after the last.
-        is_write: Whether the operator writes to it.
-        is_read: Whether it reads it.
-    """
-
-    storage: int
-    begin: int
-    end: int
-    is_write: bool
-    is_read: bool
-
-
-def touches_of(operator: Any, args: Any, kwargs: dict[str, Any]) -> list[Touch]:
-    """What an operator works with that may be in a cache, in order.
-
-    Args:
-        operator: The overload that was called.
-        args: Its positional arguments.
-        kwargs: Its named arguments.
-    """
-    packet = operator._overloadpacket
-    if packet in _READS_ROWS:
-        return []
-    written = written_operands(operator, args, kwargs)
-    only_read = {id(tensor) for tensor in (args[1] if packet in _ADAMS else ())}
-    touches = [_touch(tensor, is_write=False, is_read=True) for tensor in read_operands(written, args, kwargs)]
-    is_read = not _writes_over(operator)
-    for tensor in written:
-        is_write = id(tensor) not in only_read
-        touches.append(_touch(tensor, is_write=is_write, is_read=is_read or not is_write))
-    return touches
-
-
-def _touch(tensor: torch.Tensor, *, is_write: bool, is_read: bool) -> Touch:
-    begin = int(tensor.storage_offset()) * tensor.element_size()
-    return Touch(storage_key(tensor), begin, begin + tensor.nbytes, is_write, is_read)
-
-
-class Line(NamedTuple):
-    """A range of memory that is in a cache.
-
-    Attributes:
-        storage: A number of the storage that it is in.
-        begin: Its first byte.
-        end: One after the last.
-        is_written: Whether it was written to, and has yet to come to memory.
-    """
-
-    storage: int
-    begin: int
-    end: int
-    is_written: bool
-
-
-class HostCache:
-    """What operators on the host have touched last, and need not fetch from memory again.
-
-    What was written there comes to memory once, whatever is written over it meanwhile.
-
-    Args:
-        nbytes: Bytes that it has.
-    """
-
-    def __init__(self, nbytes: int = HOST_CACHE_NBYTES) -> None:
-        self._nbytes = nbytes
-        self._used = 0
-        self._lines: collections.OrderedDict[tuple[int, int, int], bool] = collections.OrderedDict()  # is it written?
-
-    def lines(self) -> list[Line]:
-        """What is there, the oldest first."""
-        return [Line(*key, is_written) for key, is_written in self._lines.items()]
-
-    def fill(self, lines: Iterable[Line]) -> None:
-        """Exchanges what is there.
-
-        Args:
-            lines: What is there instead, the oldest first.
-        """
-        self._lines = collections.OrderedDict((line[:3], line.is_written) for line in lines)
-        self._used = sum(end - begin for _, begin, end in self._lines)
-
-    def saved_nbytes(self, touches: Iterable[Touch]) -> int:
-        """Bytes of an operator's cost that stay in the cache; what it touches is there from now on.
-
-        Args:
-            touches: What it works with.
-        """
-        saved = 0
-        for storage, begin, end, is_write, is_read in touches:
-            key = (storage, begin, end)
-            was_written = self._lines.pop(key, None)
-            if was_written is None:
-                self._used += end - begin
-            else:
-                saved += (end - begin) * (is_read + (is_write and was_written))
-            self._lines[key] = bool(was_written) or is_write
-            while self._used > self._nbytes:
-                (_, first, last), _ = self._lines.popitem(last=False)
-                self._used -= last - first
-        return saved
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -45,7 +45,6 @@ PARTS = {
     "units": "Settings",
     "cli": "Commands",
     "planner": "Plans",
-    "virtual": "Plans",
     "schedule": "Plans of a step",
     "tracing": "Plans of a step",
     "report": "Pages, records and pictures",

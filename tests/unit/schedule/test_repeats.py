@@ -7,8 +7,7 @@ import logging
 import pytest
 import torch
 from models import IDS, VOCAB
-from test_playing import compute_loss, make_training, traced
-from test_recording import SMALL
+from oracle.training import SMALL, Training, compute_loss, make_training
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import (
@@ -27,6 +26,7 @@ from transformers import (
 
 from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.planner.adapters import with_adapters
+from hf_patrickstar.planner.planning import make_adamw
 from hf_patrickstar.schedule.op_trace import (
     Acquire,
     Allocate,
@@ -45,7 +45,6 @@ from hf_patrickstar.schedule.script import Begin, Part
 from hf_patrickstar.tracing import micro_batch, stacks
 from hf_patrickstar.tracing.fake import as_fake
 from hf_patrickstar.tracing.stacks import cut, find_stacks
-from hf_patrickstar.virtual.training import Training, make_adamw
 
 H100 = MACHINES["h100"]
 DEPTH = 12
@@ -111,9 +110,9 @@ def training_of(make, checkpointing=False, adapters=None, loss=compute_loss, num
     def make_optimizer(parameters):
         return make_adamw([parameter for parameter in parameters if parameter.requires_grad])
 
-    config = {**SMALL, "device_budget": "1GiB", **settings}
+    config = {**SMALL, **settings}
     inputs = make_training("bert_mlm").make_inputs
-    return Training(make_model, inputs, make_optimizer, loss, config, num_micro_batches)
+    return Training(make_model, inputs, config, make_optimizer, loss, num_micro_batches)
 
 
 @contextlib.contextmanager
@@ -135,7 +134,7 @@ def runs():
 def trace_in_full(training, machine=H100):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(micro_batch, "find_stacks", lambda model: ())
-        return traced(training, machine)
+        return training.trace(machine)
 
 
 def differing(found, expected):
@@ -149,7 +148,7 @@ def check_extended(training):
     expected = trace_in_full(training)
     assert expected is not None
     with runs() as made:
-        found = traced(training, H100)
+        found = training.trace(H100)
     assert [made.count(num) for num in sorted(set(made))] == [2, 1, 1], "few blocks, one more, and all in forward"
     assert found == expected, differing(found, expected)
 
@@ -158,7 +157,7 @@ def check_fallback(training, caplog):
     """The model runs in full, and the notes are the same."""
     expected = trace_in_full(training)
     with runs() as made, caplog.at_level(logging.INFO, "hf_patrickstar"):
-        found = traced(training, H100)
+        found = training.trace(H100)
     assert not _get_current_dispatch_mode_stack()
     assert made[-1] == made[-2], "all blocks, twice"
     assert found == expected
@@ -307,7 +306,7 @@ def test_a_script_whose_trainer_keeps_its_model_sees_all_blocks_last():
         made.append(llama(DEPTH))
         return made[-1]
 
-    traced(training_of(make), H100)
+    training_of(make).trace(H100)
     assert [len(model.model.layers) for model in made] == [DEPTH, 4, 5, DEPTH]
 
 

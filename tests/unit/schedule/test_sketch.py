@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from oracle.training import Training
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hf_patrickstar.machine import MACHINES
@@ -11,7 +12,6 @@ from hf_patrickstar.schedule.replay import replay
 from hf_patrickstar.schedule.script import Begin, HostWork, Kernel, Part, Reach, Reduce, Send, ThreadWork
 from hf_patrickstar.schedule.sketch import ChunkWork, num_rows, sketch, steps_of
 from hf_patrickstar.schedule.trace import Trace, Visit
-from hf_patrickstar.virtual.recording import record_step
 
 SIZES = (20, 20)
 HOST = ChunkWork(6, 8, 20, 0, "bfloat16", False)
@@ -108,7 +108,7 @@ def make_llama():
 
 @pytest.mark.parametrize("make_model", [make_gpt2, make_llama])
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
-def test_a_sketch_takes_about_as_long_as_what_was_recorded(make_model, num_micro_batches):
+def test_a_sketch_takes_about_as_long_as_what_was_simulated(make_model, num_micro_batches):
     """Attention, norms and dropout are left out; with few tokens, where copies and updates bind, they are hidden.
 
     Launches of operators, which bind in models as small as these, take hardly any time here.
@@ -118,18 +118,12 @@ def test_a_sketch_takes_about_as_long_as_what_was_recorded(make_model, num_micro
         tokens = torch.zeros((4, 128), dtype=torch.long)
         return {"input_ids": tokens, "labels": tokens}
 
-    recording = record_step(
-        make_model,
-        make_inputs,
-        MACHINES["rtx4090"],
-        config={"dtype": "bf16", "placement": "host", "chunk_budget": 2**26},
-        num_micro_batches=num_micro_batches,
-    )
-    works = [
-        ChunkWork(load.nbytes // 2, load.nbytes // 2, load.nbytes, 0, "bfloat16", False) for load in recording.loads
-    ]
-    script = sketch(recording.traces, works, overlaps_update=True)
+    config = {"dtype": "bf16", "placement": "host", "chunk_budget": 2**26}
+    training = Training(make_model, make_inputs, config, num_micro_batches=num_micro_batches)
+    told = training.simulate(MACHINES["rtx4090"])
+    works = [ChunkWork(load.nbytes // 2, load.nbytes // 2, load.nbytes, 0, "bfloat16", False) for load in told.loads]
+    script = sketch(told.traces, works, overlaps_update=True)
     for name in ("rtx4090", "h100", "v100"):
         machine = dataclasses.replace(MACHINES[name], operator_s=1e-7, kernel_s=1e-7)
-        estimated = replay(script, recording.plans, recording.loads, machine).duration_ns
-        assert 0.7 < estimated / recording.on(machine, 2**30, 2**26).duration_ns < 1.1
+        estimated, simulated = (replay(each, told.plans, told.loads, machine) for each in (script, told.script))
+        assert 0.7 < estimated.duration_ns / simulated.duration_ns < 1.1

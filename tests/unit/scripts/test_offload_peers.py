@@ -134,7 +134,10 @@ lanes.LaneWatch.begin_step = fail
 
 
 class Unfit:
-    """A recording that fits nowhere."""
+    """A simulation that fits nowhere."""
 
-    def on(self, machine, device_nbytes):
+    traces = ()
+
+    @property
+    def rules(self):
         raise BudgetError("too small")

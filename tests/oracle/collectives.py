@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from oracle.driver import VirtualDriver, VirtualEvent
 
 from hf_patrickstar.events import Listener, MessageExchanged
 from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.schedule.clock import Lane, Mark
-from hf_patrickstar.virtual.driver import VirtualDriver, VirtualEvent
 
 
 class VirtualPeers:
@@ -54,7 +54,7 @@ class VirtualWork:
 
     def wait(self) -> None:
         """Makes the compute lane go on after it."""
-        self._driver.join(Lane.COMPUTE, self._event)
+        self._driver.clock.follow(Lane.COMPUTE, self._event.mark)
 
 
 class VirtualCollectives(Collectives):
@@ -115,7 +115,7 @@ class VirtualCollectives(Collectives):
 
     def _send(self, piece: torch.Tensor, target: int) -> VirtualWork:
         """It ends with what is received, which has the link."""
-        return VirtualWork(self._driver, VirtualEvent(self._driver, Mark(), None))
+        return VirtualWork(self._driver, VirtualEvent(self._driver, Mark()))
 
     def _gather(self, buffer: torch.Tensor, own: torch.Tensor) -> VirtualWork:
         return VirtualWork(self._driver, self._driver.gather((self.world_size - 1) * own.nbytes))

@@ -23,8 +23,8 @@ from hf_patrickstar.memory.accelerator import find_device, is_accelerator
 from hf_patrickstar.memory.streams import seconds_of
 from hf_patrickstar.memory.tiers import available_host_nbytes
 from hf_patrickstar.report.sweeps import SWEPT_NBYTES
-from hf_patrickstar.virtual.calls import Operand, OperatorCall, as_they_are
-from hf_patrickstar.virtual.companions import Companions
+from hf_patrickstar.tracing.calls import Operand, OperatorCall, as_they_are
+from hf_patrickstar.tracing.companions import Companions
 
 logger = logging.getLogger(__name__)
 

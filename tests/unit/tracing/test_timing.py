@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hf_patrickstar.machine import CPU_TIER, MACHINES
+from hf_patrickstar.machine import CPU_TIER
 from hf_patrickstar.planner.planning import arrange, plan_and_simulate
 from hf_patrickstar.schedule.script import Kernel
-from hf_patrickstar.virtual import timing
-from hf_patrickstar.virtual.calls import OperatorCall
-from hf_patrickstar.virtual.driver import VirtualDriver
-from hf_patrickstar.virtual.timing import OperatorTimes
+from hf_patrickstar.tracing import timing
+from hf_patrickstar.tracing.calls import OperatorCall
+from hf_patrickstar.tracing.charges import Charges
+from hf_patrickstar.tracing.costs import cost_of
+from hf_patrickstar.tracing.timing import OperatorTimes
 
 aten = torch.ops.aten
 MODEL = "gpt2:n_layer=2,n_embd=64,n_head=2,vocab_size=200"
@@ -112,18 +113,16 @@ def test_slow_ones_are_not_repeated(monkeypatch):
     assert len(calls) == 2
 
 
-def test_the_clock_charges_what_was_measured(seconds):
-    driver = VirtualDriver(CPU_TIER, OperatorTimes())
-    with driver.watching():
-        a = torch.zeros(10)
-        driver.begin()
-        a.neg()
-    assert driver.script == [Kernel("aten.neg", 0, 80, "float32", "", 1_500_000_000)]
-    assert driver.end().duration_ns == 1_500_000_000 + CPU_TIER.operator_ns
-    assert driver.measured_on == CPU_TIER
+def test_what_was_measured_is_charged(seconds):
+    args, result = (fake(10),), fake(10)
+    cost = cost_of(aten.neg.default, args, {}, result)
+    charges = Charges(has_accelerator=False, times=OperatorTimes())
+    assert list(charges.charge(aten.neg.default, args, {}, result, cost)) == [
+        Kernel("aten.neg", 0, 80, "float32", "", 1_500_000_000)
+    ]
 
 
-def test_plans_for_this_machine_are_timed_and_other_machines_go_by_their_rates():
+def test_plans_for_this_machine_are_timed():
     arguments = {
         **{"task": None, "batch_size": 1, "length": 32, "num_micro_batches": 1, "world_size": 1, "max_norm": 1.0},
         **{"checkpointing": False, "dtype": "fp32", "optimizer": "adamw", "settings": None},
@@ -133,12 +132,9 @@ def test_plans_for_this_machine_are_timed_and_other_machines_go_by_their_rates()
     assert given.times is None
     by_rates = plan_and_simulate(subject, given)[1]
     timed = plan_and_simulate(subject, dataclasses.replace(given, times=OperatorTimes()))[1]
-    kernels = [entry for entry in timed.script if isinstance(entry, Kernel)]
+    kernels = [entry for entry in timed.script if isinstance(entry, Kernel) and entry.name.startswith("aten.")]
     assert sum(kernel.measured_ns is not None for kernel in kernels) > 0.9 * len(kernels)
-    assert timed.on(given.machine).duration_ns == timed.timeline.duration_ns
     assert timed.moved_nbytes == by_rates.moved_nbytes
-    other = MACHINES["rtx4090"]
-    assert timed.on(other, 2**40).duration_ns == by_rates.on(other, 2**40).duration_ns
 
 
 def test_operators_are_timed_with_the_threads_of_the_planned_process():

@@ -2,15 +2,14 @@
 
 import pytest
 import torch
+from oracle.collectives import VirtualPeers
+from oracle.driver import VirtualDriver
 
 from hf_patrickstar.events import MessageExchanged, SlicesGathered, SlicesReduced
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.schedule.clock import Lane
-from hf_patrickstar.schedule.script import BlockingCopy, HostWork, Join, Kernel, Message, Reduce
-from hf_patrickstar.virtual.collectives import VirtualPeers
-from hf_patrickstar.virtual.driver import VirtualDriver
 
 CPU = torch.device("cpu")
 SECOND = 10**9
@@ -59,12 +58,9 @@ def test_a_reduction_sends_a_slice_to_every_other_process_and_is_divided_where_i
     buffer = torch.zeros(20)
     driver.begin()
     ticket = collectives.reduce_scatter(buffer, (None, None), "a test")
-    assert driver.script == [Reduce(3 * 5 * 4)]
     assert not ticket.is_done
     ticket.join()
     timeline = driver.end()
-    assert driver.script[1] == Join(0)
-    assert driver.script[-1] == Kernel("aten.div_", 0, 44, "float32"), "the average, in place, by a number"
     # 0.5 to start it, 1 and 60 bytes at 60; then the divisor and the division of 44 bytes at 100.
     assert seconds(timeline) == pytest.approx(0.5 + 2 + 0.25 + 0.44)
     assert timeline.busy_ns()[Lane.REDUCTIONS] == 2 * SECOND
@@ -72,12 +68,14 @@ def test_a_reduction_sends_a_slice_to_every_other_process_and_is_divided_where_i
 
 
 def test_sixteen_bit_sums_in_fp32_send_twice_the_bytes(driver):
-    collectives, _ = connect(driver, reduce_dtype="fp32")
+    collectives, events = connect(driver, reduce_dtype="fp32")
     assert collectives.staging_numel(5, torch.bfloat16) == (0, 20)
     buffer, wide = torch.zeros(20, dtype=torch.bfloat16), torch.zeros(20)
     driver.begin()
     collectives.reduce_scatter(buffer, (None, wide), "a test")
-    assert driver.script[-1] == Reduce(60)
+    reduction = [span for span in driver.end().own_spans if span.lane is Lane.REDUCTIONS]
+    assert [span.what for span in reduction] == ["reduce, 60 bytes sent"]
+    assert events == [SlicesReduced(60)], "twice the bytes of a slice of bfloat16 for each of the others"
 
 
 def test_a_gather_comes_after_the_copy_of_the_own_slice(driver):
@@ -107,8 +105,8 @@ def test_a_message_stops_the_host_and_everybody_says_the_same(driver):
     collectives.all_reduce(torch.zeros(3), "a test")
     collectives.broadcast(torch.zeros(3), 0, "a test")
     collectives.begin_broadcast(torch.zeros(3), 0, "a test")()
-    assert [entry for entry in driver.script if isinstance(entry, Message)] == [Message()] * 5
-    assert driver.end().busy_ns()[Lane.HOST] >= 5 * 3 * SECOND
+    messages = [span for span in driver.end().own_spans if span.what == "exchange a message"]
+    assert [span.duration_ns for span in messages] == [3 * SECOND] * 5
     assert events == [MessageExchanged()] * 3
 
 
@@ -120,10 +118,10 @@ def test_what_the_device_computes_is_sent_by_the_host_when_it_is_there(driver):
     collectives.all_reduce(norms, "a test")  # 1 and 400 bytes at 5 until 89.5, then the message
     assert driver.clock.now_ns - driver._begin[0] == int((8.5 + 81 + 3) * SECOND)
     norms.neg_()
-    assert [type(entry) for entry in driver.script] == [Kernel, BlockingCopy, Message, HostWork]
     collectives.all_reduce(norms, "a test")
-    assert type(driver.script[-1]) is Message, "it is on the host already"
-    assert [type(entry) for entry in driver.script].count(BlockingCopy) == 1
+    whats = [span.what for span in driver.end().own_spans]
+    assert whats.count("a blocking copy") == 1, "it is on the host then"
+    assert whats[-1] == "exchange a message"
 
 
 def test_one_process_sends_nothing(driver):
@@ -134,4 +132,4 @@ def test_one_process_sends_nothing(driver):
     collectives.all_reduce(buffer, "a test")
     collectives.all_gather(buffer, "a test").join()
     collectives.reduce_scatter(buffer, (None, None), "a test").join()
-    assert (driver.script, events) == ([], [])
+    assert (driver.end().own_spans, events) == ((), [])

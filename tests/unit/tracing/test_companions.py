@@ -11,10 +11,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_patrickstar.planner import planning
-from hf_patrickstar.virtual import companions
-from hf_patrickstar.virtual.calls import Operand, OperatorCall, as_they_are
-from hf_patrickstar.virtual.companions import Companions
-from hf_patrickstar.virtual.timing import OperatorTimes
+from hf_patrickstar.tracing import companions
+from hf_patrickstar.tracing.calls import Operand, OperatorCall, as_they_are
+from hf_patrickstar.tracing.companions import Companions
+from hf_patrickstar.tracing.timing import OperatorTimes
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -113,7 +113,7 @@ def test_where_one_companion_refuses_the_others_do_not_go_on(processes, monkeypa
 def test_a_companion_that_has_ended_is_said_once(started, caplog):
     made, pids = started
     os.kill(pids[0], signal.SIGKILL)
-    with caplog.at_level(logging.WARNING, "hf_patrickstar.virtual.companions"):
+    with caplog.at_level(logging.WARNING, "hf_patrickstar.tracing.companions"):
         for _ in range(3):
             with made.calling(product()):
                 pass

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, Pipe
 
 import torch
 
-from hf_patrickstar.virtual.calls import OperatorCall, as_they_are
+from hf_patrickstar.tracing.calls import OperatorCall, as_they_are
 
 logger = logging.getLogger(__name__)
 

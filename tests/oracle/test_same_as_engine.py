@@ -1,0 +1,184 @@
+"""The simulator decides, plans and moves what an engine in virtual time does: in bytes, loads and order.
+
+Seconds differ a little: the host of an engine also launches small operators of the engine itself, which the simulator
+leaves out. The models are tiny, so a launch takes longer than most of their operators.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from models import make_batch, make_model
+from oracle.training import make_training, record_step
+from trainers import smallest_budget
+
+from hf_patrickstar.machine import CPU_TIER, MACHINES
+from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.schedule.clock import Lane
+
+NODE = MACHINES["8xh100"]
+SLOW_BUS = dataclasses.replace(NODE, to_device_bandwidth=1e7)
+BACKWARD = {"overlap_optimizer": "backward", "max_norm": None, "placement": "host", "machine": SLOW_BUS, "factor": 4}
+MOVES = (Lane.TO_DEVICE, Lane.TO_HOST, Lane.GATHERS, Lane.REDUCTIONS)
+
+
+def freeze(model):
+    model.transformer.h[0].requires_grad_(False)
+    model.enable_input_require_grads()
+
+
+CASES = {
+    "gpt2": {},
+    "gpt2, little room": {"factor": 1.3},
+    "gpt2, more room": {"factor": 8},
+    "gpt2, at home on the host": {"placement": "host"},
+    "gpt2, recomputed": {"checkpointing": True},
+    "llama": {"name": "llama"},
+    "llama, recomputed": {"name": "llama", "checkpointing": True},
+    "t5": {"name": "t5"},
+    "bert": {"name": "bert"},
+    "mixtral": {"name": "mixtral"},
+    "fp32": {"dtype": "fp32"},
+    "no clipping": {"max_norm": None},
+    "two micro-batches": {"num_micro_batches": 2},
+    "two micro-batches, recomputed": {"num_micro_batches": 2, "checkpointing": True},
+    "two micro-batches, no clipping": {"num_micro_batches": 2, "max_norm": None},
+    "two micro-batches, more room": {"num_micro_batches": 2, "factor": 8},
+    "two micro-batches, by age": {"num_micro_batches": 2, "eviction": "lru", "prefetch_depth": 0},
+    "two processes": {"world_size": 2, "factor": 8},
+    "two processes that reshard": {"world_size": 2, "factor": 8, "reshard_after_forward": True},
+    "two processes, fp32 sums": {"world_size": 2, "factor": 8, "reduce_dtype": "fp32"},
+    "two processes, on demand": {"world_size": 2, "factor": 8, "prefetch_depth": 0},
+    "four processes and two micro-batches": {"world_size": 4, "num_micro_batches": 2, "factor": 8},
+    "four processes, recomputed, no clipping": {"world_size": 4, "checkpointing": True, "max_norm": None, "factor": 12},
+    "bert, lookups on the CPU": {"name": "bert", "cpu_embedding": True, "checkpointing": True},
+    "updates in backward": BACKWARD,
+    "updates in backward, recomputed": {**BACKWARD, "checkpointing": True},
+    "updates in backward, two micro-batches": {**BACKWARD, "num_micro_batches": 2},
+    "updates in backward, in the margin": {**BACKWARD, "placement": "auto", "factor": 8},
+    "on demand": {"prefetch_depth": 0},
+    "far ahead": {"prefetch_depth": 6},
+    "by age": {"eviction": "lru"},
+    "slow bus": {"machine": dataclasses.replace(SLOW_BUS, to_host_bandwidth=3e7)},
+    "frozen parameters": {"change": freeze},
+    "SGD with momentum": {"make_optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)},
+    "Adagrad": {"make_optimizer": torch.optim.Adagrad},
+    "Adagrad and two micro-batches": {"make_optimizer": torch.optim.Adagrad, "num_micro_batches": 2},
+}
+
+
+def both(name="gpt2", factor=2, machine=NODE, **how):
+    """The step of a training by the simulator, and as an engine in virtual time does it.
+
+    ``factor`` says how much room chunks have: so many times what those need that are in use at one moment.
+    """
+    smallest = smallest_budget(make_model(name), how.get("dtype", "bf16"), checkpointing=True)
+    training = make_training(name, **{"chunk_budget": int(factor * smallest), **how})
+    return training.simulate(machine), record_step(training, machine)
+
+
+def moves(timeline):
+    """The bytes of each copy and collective, in order, by lane, without copies that the host stops for."""
+    spans = [span for span in timeline.own_spans if span.lane in MOVES and span.what != "a blocking copy"]
+    return {lane: [span.what.rpartition(", ")[2] for span in spans if span.lane is lane] for lane in MOVES}
+
+
+def check(told, done, in_order=lambda found: found):
+    """All is the same but what traces say of non-model data; ``in_order`` puts what moves into an order."""
+    assert told.layout == done.layout
+    assert {index for index, load in enumerate(told.loads) if load.is_here} == done.at_home
+    assert told.static == done.static
+    assert told.num_on_host == done.num_on_host
+    assert told.known.lookups == done.lookups
+    assert [plan.moments for plan in told.plans] == [plan.moments for plan in done.plans]
+    assert in_order(moves(told.timeline)) == in_order(moves(done.timeline))
+    assert told.moved_nbytes == done.moved_nbytes
+    assert told.sent_nbytes == done.sent_nbytes
+    # Numbers of steps of an optimizer that torch computes are left out.
+    assert told.owners[Tier.HOST] == pytest.approx(done.on_host, rel=1e-3)
+    # The engine still has the batch of the step before. With several processes it gives buffers back earlier.
+    assert 0.99 <= told.device_nbytes / done.device_nbytes <= (1.01 if told.world_size == 1 else 1.05)
+    assert told.timeline.duration_ns == pytest.approx(done.timeline.duration_ns, rel=0.13)
+
+
+def gaps(told, done):
+    """What the simulator has more of non-model data at the visits of each micro-batch."""
+    found = []
+    for mine, theirs in zip(told.traces, done.traces, strict=True):
+        pairs = [
+            (visit, dataclasses.replace(other, non_model_nbytes=visit.non_model_nbytes))
+            for visit, other in zip(mine.visits, theirs.visits, strict=True)
+        ]
+        assert [visit for visit, _ in pairs] == [other for _, other in pairs]
+        numbers = zip(mine.visits, theirs.visits, strict=True)
+        found.append({visit.non_model_nbytes - other.non_model_nbytes for visit, other in numbers})
+    return found
+
+
+@pytest.mark.parametrize("how", CASES.values(), ids=CASES)
+def test_simulator_does_what_an_engine_does(how):
+    told, done = both(**how)
+    check(told, done)
+    assert list(told.traces) == done.traces
+    assert list(told.plans) == done.plans
+    assert how.get("factor", 2) > 4 or any(plan.num_loads for plan in told.plans)
+
+
+def test_batches_of_earlier_micro_batches_are_still_there():
+    """The engine measures the first three micro-batches alone, of which each has a trace: later ones follow these."""
+    told, done = both(num_micro_batches=4)
+    check(told, done)
+    nbytes = sum(value.nbytes for value in make_batch("gpt2", seed=0).values())
+    assert gaps(told, done) == [{0}, {nbytes}, {nbytes}, {nbytes}]
+
+
+def test_gradients_that_stay_on_the_device_are_counted_as_if_they_left_it():
+    """Where all chunks are at home on the device from the beginning, the simulator counts a little more in backward."""
+    told, done = both(factor=40)
+    check(told, done)
+    assert len(done.static) == len(told.loads)
+    assert min(gaps(told, done)[0]) == 0
+    assert max(visit.non_model_nbytes for visit in told.traces[0].visits) == max(
+        visit.non_model_nbytes for visit in done.traces[0].visits
+    )
+
+
+def test_gradients_of_a_tied_embedding_that_is_looked_up_at_home_leave_in_another_order():
+    """The engine sends the gradient of the head at the end of backward; the simulator does as soon as it is there."""
+    told, done = both(cpu_embedding=True)
+    check(told, done, lambda found: {lane: sorted(moved) for lane, moved in found.items()})
+    assert list(told.traces) == done.traces
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_so_it_is_without_an_accelerator(num_micro_batches):
+    """There the host stops for copies of gradients, which the simulator puts into a lane."""
+    told, done = both(machine=CPU_TIER, num_micro_batches=num_micro_batches)
+    check(told, done, lambda found: found[Lane.TO_DEVICE])
+    assert list(told.traces) == done.traces
+
+
+def test_carried_chunks_are_there_when_a_step_begins():
+    told, _ = both(**BACKWARD)
+    plan = told.plans[-1]
+    assert plan.ahead.carried
+    first = {index for actions in told.plans[0].moments for index in actions.load}
+    assert set(plan.ahead.carried) - first
+
+
+@pytest.mark.parametrize("max_norm", [1.0, None])
+def test_the_host_waits_for_updates_alone(max_norm):
+    """Forward waits until a chunk's own update has ended. Nothing else stops the host of an engine in a step."""
+    training = make_training(chunk_budget=20_000, max_norm=max_norm, num_micro_batches=3, placement="host")
+    timeline = record_step(training, NODE).timeline
+    additions = [span.begin_ns for span in timeline.own_spans if span.what == "add gradients"]
+    assert len(additions) > 10, "backward has begun when the first gradients are added"
+    updates = [span for span in timeline.own_spans if span.what.startswith("update chunks")]
+    assert [wait.begin_ns + wait.duration_ns for wait in timeline.waits] == [
+        span.begin_ns + span.duration_ns for span in updates
+    ]
+    assert updates[-1].begin_ns < min(additions), "a recorded step begins with its update"
+
+
+def test_the_host_of_a_device_with_room_waits_for_nothing():
+    assert not record_step(make_training(num_micro_batches=3), NODE).timeline.waits

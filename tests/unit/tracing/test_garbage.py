@@ -1,0 +1,51 @@
+"""How often Python looks for garbage while the command loads libraries and plans."""
+
+import gc
+
+import pytest
+
+from hf_patrickstar.cli import plan
+from hf_patrickstar.cli.main import main
+from hf_patrickstar.tracing.garbage import no_collections, objects_set_aside
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_none_are_made_while_libraries_are_loaded(is_enabled):
+    if not is_enabled:
+        gc.disable()
+    try:
+        with no_collections():
+            assert not gc.isenabled()
+        assert gc.isenabled() == is_enabled
+    finally:
+        gc.enable()
+
+
+@pytest.fixture
+def unfrozen():
+    gc.unfreeze()
+    yield
+    assert not gc.get_freeze_count()
+
+
+@pytest.mark.usefixtures("unfrozen")
+def test_objects_are_set_aside_inside_alone():
+    with objects_set_aside():
+        assert gc.get_freeze_count() > 1000
+        with objects_set_aside():
+            pass
+        assert gc.get_freeze_count() > 1000, "the outer block goes on"
+    assert not gc.get_freeze_count()
+
+
+@pytest.mark.usefixtures("unfrozen")
+def test_the_command_plans_with_the_objects_of_libraries_set_aside(monkeypatch):
+    seen = []
+
+    def tell(options, subject, circumstances, plan, recording):
+        seen.append((gc.get_freeze_count() > 1000, gc.isenabled()))
+        return 1
+
+    monkeypatch.setattr(plan, "_tell", tell)
+    assert main(["plan", "gpt2:n_layer=2,n_embd=32,n_head=2", "--device-memory", "1GiB"]) == 1
+    assert seen == [(True, True)]

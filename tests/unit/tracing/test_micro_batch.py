@@ -1,0 +1,76 @@
+"""Micro-batches that are traced: how often their model runs, and which are not told again."""
+
+import dataclasses
+
+import pytest
+import torch
+from oracle.training import compute_loss, make_training
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from hf_patrickstar.machine import MACHINES
+
+H100 = MACHINES["h100"]
+
+
+def test_an_embedding_that_writes_to_its_rows_is_not_told_again():
+    def limit(model):
+        model.transformer.wpe.max_norm = 1.0
+
+    training = make_training(change=limit, placement="host")
+    assert training.trace(H100, frozenset({"transformer.wpe.weight"})) is None
+
+
+def test_a_model_that_is_evaluated_in_its_loss_is_not_told_again():
+    def compute(model, inputs):
+        with torch.no_grad():
+            expected = model(**inputs).logits
+        return (model(**inputs).logits - expected).square().mean()
+
+    training = dataclasses.replace(make_training(), compute_loss=compute)
+    assert training.trace(H100) is None
+
+
+@pytest.mark.parametrize("loss", [compute_loss, None], ids=["told", "run"])
+def test_no_mode_of_operators_stays(loss):
+    def compute(model, inputs):
+        with torch.no_grad():
+            model(**inputs)
+        return compute_loss(model, inputs)
+
+    dataclasses.replace(make_training(), compute_loss=loss or compute).trace(H100)
+    assert not _get_current_dispatch_mode_stack()
+
+
+def test_what_a_model_does_the_first_time_alone_is_not_told_again():
+    made = []
+
+    def compute(model, inputs):
+        if not made:
+            made.append(torch.ones(8, 8, device="cpu") @ torch.ones(8, 8, device="cpu"))
+        return compute_loss(model, inputs)
+
+    assert dataclasses.replace(make_training(), compute_loss=compute).trace(H100) is None
+
+
+def test_a_model_that_runs_other_layers_each_time_is_not_told_again():
+    calls = []
+
+    def compute(model, inputs):
+        calls.append(None)
+        hidden = model.transformer.wte(inputs["input_ids"])
+        block = model.transformer.h[len(calls) % len(model.transformer.h)]
+        found = block(hidden)
+        return (found[0] if isinstance(found, tuple) else found).square().mean()
+
+    assert dataclasses.replace(make_training(), compute_loss=compute).trace(H100) is None
+
+
+def test_the_model_runs_twice_and_no_more():
+    calls = []
+
+    def compute(model, inputs):
+        calls.append(None)
+        return compute_loss(model, inputs)
+
+    assert dataclasses.replace(make_training(), compute_loss=compute).trace(H100) is not None
+    assert len(calls) == 2, "the third time nothing of the model runs"
