@@ -45,9 +45,9 @@ from hf_patrickstar.schedule.step import Places, StepRules, kinds_of, traces_of,
 from hf_patrickstar.schedule.trace import StepKind, Trace, Visit, trace_key
 from hf_patrickstar.tracing.answers import AnsweringMode
 from hf_patrickstar.tracing.fake import FakeTensors
+from hf_patrickstar.tracing.garbage import no_collections
 from hf_patrickstar.tracing.updates import UpdateCost, cost_of_update
 from hf_patrickstar.units import KIB, MIB
-from hf_patrickstar.virtual.garbage import no_collections
 
 OpsOf = Callable[[frozenset[str]], OpTrace]
 """Finds what a micro-batch does in which these embeddings are looked up at home, by the name of the weight."""

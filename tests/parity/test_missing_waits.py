@@ -738,7 +738,6 @@ ELSEWHERE = {
     "schedule/replay.py": "virtual time",
     "tracing/companions.py": "waits for processes",
     "schedule/repeats.py": "joins words",
-    "planner/simulation.py": "simulates: no copy is under way",
     "schedule/step.py": "tells of copies, and makes none",
     "tracing/answers.py": "notes operators on tensors without bytes",
     "tracing/micro_batch.py": "notes a micro-batch of tensors without bytes",
