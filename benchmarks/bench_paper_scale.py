@@ -1,8 +1,7 @@
 """The largest models that machines of the papers, and of today, can train: simulated, beside other ways to place bytes.
 
-Model data of this package is placed by its planner (``hf_patrickstar.planner``), which simulates a step. Other
-systems are arithmetic, bytes per parameter times parameters, with the activations that the planner found for the same
-model:
+Model data of this package is placed by its planner (``hf_patrickstar.planner``), which simulates a step. Other systems
+are arithmetic, bytes per parameter times parameters, with the activations that the planner found for the same model:
 
 * static: 16-bit parameters and activations on the device, 2 M; gradients and optimizer states on the host, 14 M, of all
   devices together (Figure 3 and section 4 of the paper, of ZeRO-Offload).

@@ -114,7 +114,7 @@ class PatrickStarConfig:
             keeps them beside the values, 4 bytes per trainable parameter; ``False`` lets the step consume them, as if
             ``zero_grad`` followed; ``"auto"`` keeps them, where the host has room, until the first call of
             ``zero_grad``. After that call the step consumes gradients, and reading a consumed one is an error.
-        reuse_plan: Whether the first steps follow what ``hf-patrickstar plan``, or an earlier run, has traced of the same
+        reuse_plan: Whether the first steps follow what ``hf-patrickstar plan`` or an earlier run has traced of the same
             training: same model, batches, processes, types and versions, and a budget that gives the same chunks.
             ``False`` traces the model anew, and keeps nothing.
         background_save: Whether checkpoints (of the Trainer, ``save_state`` and ``save_checkpoint``) write the training
