@@ -286,8 +286,9 @@ class PatrickStarEngine:
             if self.config.overlap_optimizer == "backward":
                 self.hooks.on_gradient = update_in_backward(self.manager, self.optimizers)
             self.hooks.attach()
-            reuses = self.config.reuse_plan
-            self.manager.steps.foresight = make_foresight(self.model, self.manager, casting, self.resources, reuses)
+            of_copy = self._decisions.precision.casting(torch.device("cpu"))
+            resources, reuses = self.resources, self.config.reuse_plan
+            self.manager.steps.foresight = make_foresight(self.model, self.manager, of_copy, resources, reuses)
             self._move_in()
             for optimizer in self.optimizers:
                 optimizer.take_inner_state()

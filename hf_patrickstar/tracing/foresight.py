@@ -11,11 +11,13 @@ stands in for it, which takes as much memory as a cross entropy. The first step 
 was foreseen. Where a model cannot be copied, or its control flow needs values, its first step is recorded instead.
 """
 
+import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._guards import detect_fake_mode
@@ -47,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 _PATIENCE_S = 60.0
 """Seconds after which the first step is recorded instead."""
+_PLACE_OF_DROPOUT = 4
+"""Of the probability among the arguments of ``scaled_dot_product_attention``."""
 _ROUNDING = 0.05
 _WORKSPACES_NBYTES = 64 * MIB
 """What is added on an accelerator until the first step is measured: its allocator rounds up, libraries take space."""
@@ -62,7 +66,7 @@ def make_foresight(
     Args:
         model: The model.
         manager: Knows its parameters and their chunks.
-        casting: The types that forwards compute in.
+        casting: The types that forwards compute in, on the CPU, where the copies are.
         resources: What the engine runs on.
         keeps: Whether traces of training are kept for later runs, which know them before chunks are allocated.
     """
@@ -179,8 +183,9 @@ class Foresight:
         )
         looked_up = [tensor.spec.name for tensor in self._manager.tensors if tensor.is_cpu_embedding]
         masks = masks_of_batches(has_padding=has_padding(call.kwargs), is_packed="position_ids" in call.kwargs)
-        with _Bar(is_first=self._rank == 0) as bar, unobserved(self._model), FakeTensors(), masks:
-            is_apart = self._device.type != "cpu"
+        is_apart = self._device.type != "cpu"
+        attention = fused_attention() if is_apart else contextlib.nullcontext()
+        with _Bar(is_first=self._rank == 0) as bar, unobserved(self._model), FakeTensors(), masks, attention:
             ops = trace(what, looked_up=looked_up, has_accelerator=is_apart, deadline=bar, is_checked=False)
         return ops, specs
 
@@ -246,6 +251,20 @@ def has_padding(kwargs: Mapping[str, Any]) -> bool:
     """
     mask = kwargs.get("attention_mask")
     return isinstance(mask, torch.Tensor) and mask.dim() == 2 and not bool(mask.all())
+
+
+@contextlib.contextmanager
+def fused_attention() -> Iterator[None]:
+    """Inside, attention drops no scores: an accelerator drops them inside of its kernel, and writes none of them."""
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def attend_to_all(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if len(args) > _PLACE_OF_DROPOUT:
+            args = (*args[:_PLACE_OF_DROPOUT], 0.0, *args[_PLACE_OF_DROPOUT + 1 :])
+        return attend(*args, **{**kwargs, **({"dropout_p": 0.0} if "dropout_p" in kwargs else {})})
+
+    with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", attend_to_all):
+        yield
 
 
 def loss_in(output: Any) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hf_patrickstar import PatrickStarEngine
+from hf_patrickstar.tracing.foresight import fused_attention
 
 
 def read_numbers(hidden):
@@ -87,3 +88,12 @@ def test_an_error_of_a_forward_is_raised_once_and_as_it_is():
     with pytest.raises(ValueError, match="of the forward itself"):
         train(model, engine.optimizer)
     assert [type(hidden) for hidden in seen][-1] is torch.Tensor, "raised by the forward of the model"
+
+
+@pytest.mark.parametrize("call", [lambda x: ((x, x, x, None, 0.5), {}), lambda x: ((x, x, x), {"dropout_p": 0.5})])
+def test_attention_of_an_accelerator_writes_no_scores(call):
+    args, kwargs = call(torch.ones(1, 1, 4, 4))
+    attend = nn.functional.scaled_dot_product_attention
+    with fused_attention():
+        assert torch.equal(nn.functional.scaled_dot_product_attention(*args, **kwargs), torch.ones(1, 1, 4, 4))
+    assert nn.functional.scaled_dot_product_attention is attend
