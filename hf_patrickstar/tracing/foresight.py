@@ -35,7 +35,7 @@ from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.steps import Call, Foreseen
 from hf_patrickstar.schedule.known import KnownTraces
-from hf_patrickstar.schedule.op_trace import LookedUp, OpTrace
+from hf_patrickstar.schedule.op_trace import EnterForward, LookedUp, OpTrace
 from hf_patrickstar.schedule.step import Places, StepRules, kinds_of, micro_batch
 from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace
 from hf_patrickstar.tracing.fake import FakeTensors
@@ -55,7 +55,7 @@ _ROUNDING = 0.05
 _WORKSPACES_NBYTES = 64 * MIB
 """What is added on an accelerator until the first step is measured: its allocator rounds up, libraries take space."""
 _MOST_WORKSPACES = 1 / 16
-"""How much of the budget that is at most: a small one would have no room for chunks."""
+"""How much of what is free that is at most: a small budget would have no room for chunks."""
 
 
 def make_foresight(
@@ -146,6 +146,13 @@ class Foresight:
             self._said.add(what)
             logger.info("patrickstar: %s", what)
 
+    def _beside_nbytes(self, ops: OpTrace) -> int:
+        """What is on an accelerator beside a step: memory of others that is there, and of libraries that will be."""
+        ledger = self._manager.ledger
+        there = next((note.nbytes + note.buffers_nbytes for note in ops.notes if isinstance(note, EnterForward)), 0)
+        workspaces = min(_WORKSPACES_NBYTES, int(_MOST_WORKSPACES * max(ledger.available(Tier.DEVICE), 0)))
+        return max(ledger.non_model_nbytes() - there, 0) + workspaces
+
     # A copy of the model
 
     def _trace(self, call: Call, shapes: Shapes) -> tuple[OpTrace | None, list[TensorSpec]]:
@@ -226,9 +233,7 @@ class Foresight:
         kinds = kinds_of(self._num_micro_batches) if call.is_training else (StepKind.EVALUATION,)
         traces = [micro_batch(ops, places, self._rules, kind, name=name).trace for kind in kinds]
         if self._device.type != "cpu":
-            limit = self._manager.ledger.limit(Tier.DEVICE, cautious=False)
-            workspaces_nbytes = min(_WORKSPACES_NBYTES, int(_MOST_WORKSPACES * limit))
-            traces = [_with_rounding(made, workspaces_nbytes) for made in traces]
+            traces = [_as_allocated(made, self._beside_nbytes(ops)) for made in traces]
         lookups: dict[int, int] = {}
         for note in ops.notes:
             if isinstance(note, LookedUp):
@@ -237,9 +242,9 @@ class Foresight:
         return Foreseen(traces, lookups, self._device.type == "cpu")
 
 
-def _with_rounding(made: Trace, workspaces_nbytes: int) -> Trace:
-    """A trace with what an accelerator takes beside the bytes of tensors."""
-    nbytes = (int((1 + _ROUNDING) * visit.non_model_nbytes) + workspaces_nbytes for visit in made.visits)
+def _as_allocated(made: Trace, beside_nbytes: int) -> Trace:
+    """A trace with what an accelerator's allocator takes for tensors, and so many bytes beside them."""
+    nbytes = (int((1 + _ROUNDING) * visit.non_model_nbytes) + beside_nbytes for visit in made.visits)
     return made.with_non_model_nbytes(list(nbytes))
 
 
