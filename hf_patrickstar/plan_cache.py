@@ -150,7 +150,8 @@ def find_traces(model: torch.nn.Module, decisions: Decisions, situation: Circums
     except (ConfigError, UnicodeDecodeError) as error:
         logger.info("patrickstar: the traces of a plan cannot be read, and the first step is recorded: %s", error)
         return KnownTraces(key)
-    if known.key != key:
+    sizes = tuple(chunk.nbytes for chunk in decisions.choice.layout.chunks)
+    if known.key != key or any(trace.chunk_nbytes != sizes for trace in known.traces.values()):
         return KnownTraces(key)
     kinds = dict.fromkeys(trace.kind for trace in known.traces.values())
     logger.info("patrickstar: reuse_plan: the first steps follow a plan made before (%s)", ", ".join(kinds))

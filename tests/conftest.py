@@ -23,6 +23,8 @@ from processes import Workers
 from simulated import streams_of
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
+from hf_patrickstar.plan_cache import keep_traces
+
 
 def pytest_addoption(parser):
     parser.addoption(
@@ -54,6 +56,18 @@ def _streams(request):
     """Runs the test over the streams that were asked for; tests that are about one kind are marked ``own_streams``."""
     with streams_of("threads" if "own_streams" in request.keywords else request.config.getoption("--streams")):
         yield
+
+
+@pytest.fixture(autouse=True)
+def _no_traces(monkeypatch):
+    """Engines of a test keep no traces, which those of other tests would begin with; see ``keeping``."""
+    monkeypatch.setattr("hf_patrickstar.tracing.foresight.keep_traces", lambda known: None)
+
+
+@pytest.fixture
+def keeping(monkeypatch):
+    """Engines of the test keep the traces of steps that they foresee."""
+    monkeypatch.setattr("hf_patrickstar.tracing.foresight.keep_traces", keep_traces)
 
 
 @pytest.fixture

@@ -227,7 +227,8 @@ class Placement:
             for nbytes, chunk in zip(self.nbytes, self._chunks, strict=True)
         ]
         try:
-            plan = self._prospect().margin(self._at_home_on_device() - self.in_margin, self._limits())
+            kept, current = self._at_home_on_device() - self.in_margin, frozenset(self.in_margin)
+            plan = self._prospect().margin(kept, self._limits(), current)
         except BudgetError as error:
             if is_certain:
                 raise

@@ -133,7 +133,7 @@ class Tracer:
         self._order = order
         self._emit = emit
         self._diverged_in_a_row: dict[str, int] = {}
-        self._learnt: set[str] = set()  # traces made beforehand that no step has followed yet
+        self._learnt = set(known.traces)  # traces made beforehand that no step has followed yet
         self._wrong: set[str] = set()  # steps whose traces, made beforehand, were not what they did
         self._interrupted: list[Step | None] = []
         self._num_begun = 0

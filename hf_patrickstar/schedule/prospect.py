@@ -100,12 +100,16 @@ class Prospect:
             raise BudgetError(too_small(chunks, tiers, limits or Limits.of(tiers)))
         return found
 
-    def margin(self, kept: frozenset[int], limits: Limits | None = None) -> MarginPlan | None:
+    def margin(
+        self, kept: frozenset[int], limits: Limits | None = None, current: frozenset[int] = frozenset()
+    ) -> MarginPlan | None:
         """Decides which chunks are to live in the margin: those that the host cannot hold, and others worth it.
 
         Args:
             kept: Chunks that are at home on the device whatever happens.
             limits: The settings that the bytes of both tiers come from, for the error.
+            current: Chunks that live there now: they stay where the host has no room for all, if they may. Full tiers
+                have no room to exchange chunks.
 
         Returns:
             The decision, or ``None`` if no chunk may move.
@@ -116,7 +120,7 @@ class Prospect:
         movable = [index for index, work in enumerate(self.works) if work.may_move and index not in kept]
         if not movable:
             return None
-        spilled = self.spilled(kept, limits)
+        spilled = current if self._may_stay(current, kept) else self.spilled(kept, limits)
         kept = kept | spilled
         chunks = [self.nbytes[index] for index in movable if index not in spilled]
         largest = max((work.gradient_nbytes + work.sent_nbytes for work in self.works), default=0)
@@ -134,6 +138,14 @@ class Prospect:
             return plan
         reason = f"the host has no room for {len(spilled)} chunks, which live on the device; beside them {plan.reason}"
         return MarginPlan((*in_order(spilled, self.traces), *plan.chunk_indices), reason)
+
+    def _may_stay(self, current: frozenset[int], kept: frozenset[int]) -> bool:
+        """Whether the host needs that chunks live on the device, and those that do are enough, and have room."""
+        on_host = [chunk for chunk in self.nbytes if chunk.chunk_index not in kept]
+        workspace = self.rules.host_workspace_nbytes
+        need = sum(chunk.host_nbytes for chunk in on_host) + workspace
+        left = need - sum(chunk.host_nbytes for chunk in on_host if chunk.chunk_index in current)
+        return left <= self.host_nbytes < need and self.fits(kept | current)
 
     def fits(self, at_home: frozenset[int]) -> bool:
         """Whether the device has room for every moment, if these chunks are at home there.

@@ -105,6 +105,7 @@ class Foresight:
         in_flight = streams.most_in_flight_nbytes if isinstance(streams, DeviceStreams) else 0
         self._rules = StepRules(num_micro_batches, in_flight, collectives.is_asynchronous)
         self._keeps = keeps and collectives.rank == 0
+        self._first_chunks = [chunk.spec for chunk in manager.chunks]  # those of the key under which traces are kept
         self._said: set[str] = set()
 
     def foresee(self, call: Call, shapes: Shapes) -> Foreseen | None:
@@ -131,7 +132,8 @@ class Foresight:
             max(made.non_model_peak_nbytes for made in found.traces) / MIB,
             seconds,
         )
-        if call.is_training and self._keeps:
+        has_changed = [chunk.spec for chunk in self._manager.chunks] != self._first_chunks
+        if call.is_training and self._keeps and not has_changed:
             self._keep(found.traces, has_padding(call.kwargs))
         return found
 

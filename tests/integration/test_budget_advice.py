@@ -204,6 +204,7 @@ class Hoarder(torch.nn.Module):
         return held[-1].square().mean()
 
 
+@pytest.mark.usefixtures("recorded")
 def test_chunks_that_are_in_use_together_although_no_module_says_so():
     def run(config):
         model = Hoarder()

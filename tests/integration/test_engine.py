@@ -525,6 +525,7 @@ def test_the_engine_goes_when_the_model_goes():
     assert reference() is None
 
 
+@pytest.mark.usefixtures("recorded")  # as the engine of tensors without bytes does it
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_one_step_under_fake_tensors(dtype):
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -97,3 +97,31 @@ def test_attention_of_an_accelerator_writes_no_scores(call):
     with fused_attention():
         assert torch.equal(nn.functional.scaled_dot_product_attention(*args, **kwargs), torch.ones(1, 1, 4, 4))
     assert nn.functional.scaled_dot_product_attention is attend
+
+
+@pytest.mark.usefixtures("keeping")
+def test_a_later_run_begins_with_what_was_foreseen(caplog):
+    config = {"device_budget": 2**20, "chunk_numel": 64}
+    for number in range(2):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        made = torch.optim.AdamW(model.parameters())
+        with caplog.at_level(logging.INFO, logger="hf_patrickstar"):
+            engine = PatrickStarEngine(model, config, made, device="cpu")
+            train(model, engine.optimizer)
+        assert ("first steps follow a plan" in caplog.text) is bool(number)
+        assert engine.stats()["recorded_steps"] == engine.stats()["diverged_steps"] == 0
+        engine.detach()
+
+
+@pytest.mark.usefixtures("keeping")
+def test_traces_of_a_model_that_has_grown_are_not_kept_for_the_one_before(monkeypatch):
+    kept = []
+    monkeypatch.setattr("hf_patrickstar.tracing.foresight.keep_traces", kept.append)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    engine = PatrickStarEngine(
+        model, {"device_budget": 2**20, "chunk_numel": 64}, torch.optim.AdamW(model.parameters()), device="cpu"
+    )
+    model.append(nn.Linear(8, 8))
+    train(model, engine.optimizer)
+    assert not kept
