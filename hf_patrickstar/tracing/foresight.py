@@ -132,9 +132,6 @@ class Foresight:
             max(made.non_model_peak_nbytes for made in found.traces) / MIB,
             seconds,
         )
-        has_changed = [chunk.spec for chunk in self._manager.chunks] != self._first_chunks
-        if call.is_training and self._keeps and not has_changed:
-            self._keep(found.traces, has_padding(call.kwargs))
         return found
 
     def _keep(self, traces: Sequence[Trace], is_padded: bool) -> None:
@@ -234,6 +231,9 @@ class Foresight:
         name = "" if call.module is self._model else call.name
         kinds = kinds_of(self._num_micro_batches) if call.is_training else (StepKind.EVALUATION,)
         traces = [micro_batch(ops, places, self._rules, kind, name=name).trace for kind in kinds]
+        has_changed = [chunk.spec for chunk in self._manager.chunks] != self._first_chunks
+        if call.is_training and self._keeps and not has_changed:
+            self._keep(traces, has_padding(call.kwargs))
         if self._device.type != "cpu":
             traces = [_as_allocated(made, self._beside_nbytes(ops)) for made in traces]
         lookups: dict[int, int] = {}
