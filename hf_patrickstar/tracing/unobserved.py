@@ -31,6 +31,7 @@ from torch._C._autograd import (
 from torch._C._functorch import peek_interpreter_stack
 from torch._C._profiler import ActiveProfilerType
 from torch.nn.modules import module as torch_module
+from torch.nn.utils import parametrize
 from torch.utils._device import DeviceContext
 
 from hf_patrickstar.errors import TraceError
@@ -64,9 +65,22 @@ def unobserved(model: torch.nn.Module | None = None) -> Iterator[None]:
         for context in (
             *(_quiet_warnings, _quiet_logs, _quiet_streams, _without_modes, _without_saved_tensors_hooks),
             *(_without_global_hooks, same_state, _same_random_numbers, _same_settings, _eager, _without_profile),
+            _without_cached_parametrizations,
         ):
             stack.enter_context(context())
         yield
+
+
+@contextlib.contextmanager
+def _without_cached_parametrizations() -> Iterator[None]:
+    # Inside of ``parametrize.cached()`` torch finds values by the addresses of modules, and other modules may get those
+    # of the copy's.
+    before = parametrize._cache_enabled, parametrize._cache
+    parametrize._cache_enabled, parametrize._cache = 0, {}
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled, parametrize._cache = before
 
 
 # What is shown
