@@ -719,9 +719,9 @@ ELSEWHERE = {
     "memory/threads.py": "waits for its own threads",
     "optim/adam_kernel.py": "waits for its workers",
     "optim/ahead.py": "waits for a checkpoint that is written (tests/parity/test_updates_in_backward.py for the rest)",
-    "planner/simulation.py": "holds no gradients without an accelerator: tests/unit/planner/test_plan_exactness.py",
     "optim/workers.py": "waits for its own threads",
     "payloads.py": "waits for workspace that is about to go (tests/parity/test_overlapped_updates.py) and for zeros",
+    "planner/imagined.py": "limits what may be in flight on a machine that is not here",
     "resources.py": "limits what may be in flight: tests/unit/memory/test_streams.py",
     "report/links.py": "measures, with nobody beside it",
     "report/measure.py": "measures, with nobody beside it",
@@ -739,8 +739,6 @@ ELSEWHERE = {
     "tracing/companions.py": "waits for processes",
     "schedule/repeats.py": "joins words",
     "schedule/step.py": "tells of copies, and makes none",
-    "tracing/answers.py": "notes operators on tensors without bytes",
-    "tracing/micro_batch.py": "notes a micro-batch of tensors without bytes",
 }
 """Modules that wait for something else."""
 
