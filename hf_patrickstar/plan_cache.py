@@ -141,7 +141,7 @@ def find_traces(model: torch.nn.Module, decisions: Decisions, situation: Circums
         decisions: What was decided about it.
         situation: What the decisions depended on.
     """
-    key = _key(model, decisions, situation)
+    key = key_of(computation_of(model, has_lanes=situation.resources.has_lanes), decisions, situation)
     found = read(_TRACES, key) if situation.config.reuse_plan else None
     if found is None:
         return KnownTraces(key)
@@ -167,8 +167,14 @@ def keep_traces(known: KnownTraces) -> None:
     write(_TRACES, known.key, known.to_json().encode())
 
 
-def _key(model: torch.nn.Module, decisions: Decisions, situation: Circumstances) -> str:
-    """Names what the traces of a training depend on, as far as the engine can see it."""
+def key_of(computation: list[object], decisions: Decisions, situation: Circumstances) -> str:
+    """Names what the traces of a training depend on, as far as the engine can see it.
+
+    Args:
+        computation: What the model computes; see ``computation_of``.
+        decisions: What was decided about it.
+        situation: What the decisions depended on.
+    """
     resources, precision = situation.resources, decisions.precision
     return digest(
         [
@@ -177,7 +183,7 @@ def _key(model: torch.nn.Module, decisions: Decisions, situation: Circumstances)
             decisions.embeddings,
             sorted(decisions.lists.items()),
             (precision.dtype, precision.autocast),
-            computation_of(model, has_lanes=resources.has_lanes),
+            computation,
             [type(kernel).__name__ for kernel in situation.kernels],
             situation.num_micro_batches,
             (resources.collectives.world_size, resources.has_lanes, resources.is_metered),

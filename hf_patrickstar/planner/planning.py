@@ -506,7 +506,8 @@ def _of_model(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _same_model(given: Circumstances, settings: Mapping[str, Any]) -> object:
-    return _of_model({**given.settings, **settings}), given.optimizer, given.num_micro_batches > 1
+    has_lanes, accumulates = given.machine.has_accelerator, given.num_micro_batches > 1
+    return _of_model({**given.settings, **settings}), given.optimizer, accumulates, has_lanes
 
 
 def make_adamw(parameters: Any) -> torch.optim.Optimizer:

@@ -24,6 +24,7 @@ from hf_patrickstar.optim.adam_kernel import AdamKernel
 from hf_patrickstar.optim.kernel import WORKSPACE, Kernel
 from hf_patrickstar.optim.kernels import make_kernel
 from hf_patrickstar.optim.torch_kernel import OWN_STATE
+from hf_patrickstar.plan_cache import computation_of, key_of
 from hf_patrickstar.planner.imagined import resources_of, settings_for
 from hf_patrickstar.report.survey import NON_MODEL, Survey, SurveyedChunk, Tide
 from hf_patrickstar.runtime import gradient_ring
@@ -76,8 +77,8 @@ class Trained:
     keep: Callable[[Callable[[], "Known"]], "Known"] = lambda make: make()
 
 
-Known = tuple[ModelNumbers, UpdateCost]
-"""A model as numbers, and what its optimizer costs."""
+Known = tuple[ModelNumbers, UpdateCost, list[object]]
+"""A model as numbers, what its optimizer costs, and what the model computes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -280,9 +281,10 @@ class _Simulator:
                 of = holders([optimizer])
                 situation = Circumstances(self._config, self._resources, [kernel], of, self._num_micro_batches)
                 made.append(kernel)
-                return inspect(model, "no", situation)[0], _cost_of(kernel, optimizer)
+                computation = computation_of(model, has_lanes=self._resources.has_lanes)
+                return inspect(model, "no", situation)[0], _cost_of(kernel, optimizer), computation
 
-        numbers, cost = trained.keep(look)
+        numbers, cost, self._computation = trained.keep(look)
         return numbers, cost, made[0] if made else self._kernel_of(trained.make_optimizer([_a_parameter()]))
 
     def _kernel_of(self, optimizer: torch.optim.Optimizer) -> Kernel:
@@ -299,7 +301,8 @@ class _Simulator:
         decisions, situation = self._decisions, self._situation
         rules = self._rules(frozenset())
         traces = traces_of(ops, self._places, rules)
-        known = KnownTraces("", {made.key: made for made in (*traces, self._update_trace(traces[0]))}, lookups)
+        key = key_of(self._computation, decisions, situation)
+        known = KnownTraces(key, {made.key: made for made in (*traces, self._update_trace(traces[0]))}, lookups)
         placement = decisions.rules(situation)
         decisions = decisions.with_tide(situation, known, placement)
         homed = decisions.homes.device_homed
