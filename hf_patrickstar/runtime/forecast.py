@@ -122,7 +122,7 @@ class Forecast:
     def _unvisited_nbytes(self) -> int:
         """Bytes of chunks not visited yet: the step holds more than its modules need, and may hold these too."""
         step = self._tracer.step
-        visited = {index for index, _ in step.visits} if step is not None and step.has_moments else set()
+        visited = {index for index, _ in step.visits} if step is not None and step.is_recorded else set()
         coming = (chunk for chunk in self._chunks if chunk.compute is None and chunk.spec.index not in visited)
         return sum(chunk.copy_nbytes for chunk in coming)
 
