@@ -13,6 +13,8 @@ import enum
 from collections.abc import Sequence
 from typing import NamedTuple
 
+_new = tuple.__new__
+
 
 class Lane(enum.StrEnum):
     """What works beside the others."""
@@ -177,8 +179,8 @@ class Clock:
         Returns:
             When it ends.
         """
-        begin = _later(self._free[lane], self._free[Lane.HOST])
-        return self._append(lane, begin, duration_ns, what)
+        begin, host = self._free[lane], self._free[Lane.HOST]
+        return self._append(lane, host if host[0] > begin[0] else begin, duration_ns, what)
 
     def follow(self, lane: Lane, mark: Mark) -> None:
         """Makes the next work of a lane begin after a mark; the host is no lane here, see ``wait``."""
@@ -213,9 +215,10 @@ class Clock:
         return Timeline(begin_ns, end_ns, tuple(self.spans), first, waits)
 
     def _append(self, lane: Lane, begin: Mark, duration_ns: int, what: str) -> Mark:
-        end = Mark(begin.time_ns + duration_ns, len(self.spans))
-        self.spans.append(Span(lane, begin.time_ns, end.time_ns, what, begin.span))
-        self._free[lane] = end
+        begin_ns, after = begin
+        end_ns = begin_ns + duration_ns
+        end = self._free[lane] = _new(Mark, (end_ns, len(self.spans)))  # without the call that names its fields
+        self.spans.append(_new(Span, (lane, begin_ns, end_ns, what, after)))
         return end
 
 
