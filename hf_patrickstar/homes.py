@@ -227,7 +227,7 @@ class Arranger:
         """See ``Arrangement.need_at``."""
         room = self._room_of(device_nbytes, chunk_nbytes)
         fits = self._fits(room)
-        if fits and not _can_move_homes(self._situation):
+        if fits and not can_move_homes(self._situation):
             return self._total_nbytes + workspace_nbytes
         choice = self._choose_layout(embeddings.apart, room.limit, fits)
         return choice.working_set_nbytes + branches_nbytes(choice.layout.chunks)
@@ -347,8 +347,12 @@ def taken_by_others(situation: Circumstances, parameters: list[torch.nn.Paramete
     return max(taken - own, 0)
 
 
-def _can_move_homes(situation: Circumstances) -> bool:
-    """Whether chunks that live on the device can leave it later."""
+def can_move_homes(situation: Circumstances) -> bool:
+    """Whether chunks that live on the device can leave it later.
+
+    Args:
+        situation: What decisions depend on.
+    """
     config = situation.config
     return config.placement != "host" and all(kernel.follows_homes for kernel in situation.kernels)
 

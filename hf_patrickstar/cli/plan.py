@@ -2,13 +2,12 @@
 
 import argparse
 import dataclasses
-import pathlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from hf_patrickstar.cli.files import check_files, trace_beside
+from hf_patrickstar.cli.files import check_files, trace_beside, write_text
 from hf_patrickstar.cli.plan_script import arrange_from, in_words_of_the_script
 from hf_patrickstar.cli.plan_search import run_search, showing
 from hf_patrickstar.cli.settings import settings_of
@@ -111,7 +110,7 @@ def _tell(
     simulation: "Simulation | None",
 ) -> int:
     """Prints a plan and what was tried beside it, and writes the files that were asked for."""
-    from hf_patrickstar.cli.plan_page import write_plan_page, write_plan_picture
+    from hf_patrickstar.cli.plan_page import show_plan
     from hf_patrickstar.planner.screen import changes_of, describe, describe_changes, largest_of
 
     words = in_words_of_the_script if options.script else str
@@ -120,17 +119,9 @@ def _tell(
         plan = _with_tried(plan, subject, circumstances, words)
         print(f"\n{words(describe_changes(plan))}")
     if options.json is not None:
-        try:
-            pathlib.Path(options.json).write_text(plan.to_json(), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"--json: '{options.json}' cannot be written: {error.strerror}; name another file"
-            ) from error
-    if options.html is not None:
-        largest = [words(text) for text in largest_of(plan)]
-        write_plan_page(plan, simulation, options.html, changes=changes_of(plan), largest=largest)
-    if options.png is not None:
-        write_plan_picture(plan, simulation, options.png)
+        write_text(options.json, plan.to_json(), "--json")
+    largest = [words(text) for text in largest_of(plan)]
+    show_plan(options, plan, simulation, changes=changes_of(plan), largest=largest)
     return 0 if plan.fits else 1
 
 
@@ -138,9 +129,9 @@ def _with_tried(
     plan: "Plan", subject: "Subject", circumstances: "Circumstances", words: Callable[[str], str]
 ) -> "Plan":
     """The plan with what was tried beside it, in the words of who asked."""
-    from hf_patrickstar.planner.advice import advise, largest_that_fit, with_tried
+    from hf_patrickstar.planner.advice import advise, largest_that_fit
 
-    advice = advise(
+    tried = advise(
         subject,
         circumstances,
         plan,
@@ -148,7 +139,8 @@ def _with_tried(
     )
     with showing("searching what fits") as progress:
         largest = largest_that_fit(plan, subject, circumstances, progress)
-    return with_tried(plan, [dataclasses.replace(item, text=words(item.text)) for item in advice], largest)
+    changes = tuple(dataclasses.replace(change, text=words(change.text)) for change in tried)
+    return dataclasses.replace(plan, changes=changes, largest=largest)
 
 
 def _arrange(options: argparse.Namespace) -> "tuple[Subject, Circumstances]":

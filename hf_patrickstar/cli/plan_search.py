@@ -2,12 +2,12 @@
 
 import argparse
 import contextlib
-import pathlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
+from hf_patrickstar.cli.files import write_text
 from hf_patrickstar.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,12 +37,7 @@ def run_search(options: argparse.Namespace, subject: "Subject", given: "Circumst
         print()
         print(describe(found.plan))
     if options.json is not None:
-        try:
-            pathlib.Path(options.json).write_text(found.to_json(), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"--json: '{options.json}' cannot be written: {error.strerror}; name another file"
-            ) from error
+        write_text(options.json, found.to_json(), "--json")
     if options.html is not None or options.png is not None:
         _show(options, found, subject, given)
     return 0 if found.plan is not None else 1
@@ -50,7 +45,7 @@ def run_search(options: argparse.Namespace, subject: "Subject", given: "Circumst
 
 def _show(options: argparse.Namespace, found: "Found", subject: "Subject", given: "Circumstances") -> None:
     """Writes the page and the picture of what was found, whose step is simulated once more to be recorded."""
-    from hf_patrickstar.cli.plan_page import write_plan_page, write_plan_picture
+    from hf_patrickstar.cli.plan_page import show_plan
     from hf_patrickstar.planner.planning import plan_and_simulate
     from hf_patrickstar.planner.screen import describe_found
     from hf_patrickstar.planner.search import answered
@@ -59,10 +54,7 @@ def _show(options: argparse.Namespace, found: "Found", subject: "Subject", given
         print("Nothing is written for --html or --png; a plan without --search says what is missing.")
         return
     plan, simulation = plan_and_simulate(*answered(found, subject, given))
-    if options.html is not None:
-        write_plan_page(plan, simulation, options.html, found=describe_found(found))
-    if options.png is not None:
-        write_plan_picture(plan, simulation, options.png)
+    show_plan(options, plan, simulation, found=describe_found(found))
 
 
 @contextlib.contextmanager

@@ -1,8 +1,7 @@
 """What to change about a plan: each change is planned, and named with what it would bring."""
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 
 from hf_patrickstar.errors import ConfigError, EngineError
 from hf_patrickstar.machine import MACHINES
@@ -37,27 +36,12 @@ class Change:
     circumstances: Circumstances
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Advice:
-    """A change that was planned.
-
-    Attributes:
-        text: What to do.
-        plan: The plan then.
-        gain: Tokens per second then, as a multiple of what they are; infinite if it did not fit before.
-    """
-
-    text: str
-    plan: Plan
-    gain: float
-
-
 def advise(
     subject: Subject,
     circumstances: Circumstances,
     plan: Plan,
     progress: Callable[[list[Change]], Iterable[Change]] = lambda changes: changes,
-) -> list[Advice]:
+) -> tuple[TriedChange, ...]:
     """Plans changes and returns those that are worth most, the best first.
 
     Args:
@@ -74,11 +58,10 @@ def advise(
             continue
         if other is None or other.speed is None:
             continue
-        before = 0.0 if plan.speed is None else plan.speed.tokens_per_s
-        gain = other.speed.tokens_per_s / before if before else float("inf")
-        if gain > _WORTH:
-            found.append(Advice(change.text, other, gain))
-    return sorted(found, key=lambda advice: (-advice.gain, -_tokens_per_s(advice.plan)))[:MOST]
+        gain = None if plan.speed is None else other.speed.tokens_per_s / plan.speed.tokens_per_s
+        if gain is None or gain > _WORTH:
+            found.append(TriedChange(change.text, other.speed.tokens_per_s, gain))
+    return tuple(sorted(found, key=lambda tried: -tried.tokens_per_s)[:MOST])
 
 
 def largest_that_fit(
@@ -105,25 +88,6 @@ def largest_that_fit(
 def _number(answer: int | str | None) -> int | None:
     assert not isinstance(answer, str)
     return answer
-
-
-def with_tried(plan: Plan, advice: Iterable[Advice], largest: Mapping[str, int | None] | None) -> Plan:
-    """The plan with what was tried beside it.
-
-    Args:
-        plan: The plan.
-        advice: What to change, the best first.
-        largest: See ``largest_that_fit``.
-    """
-    changes = tuple(
-        TriedChange(item.text, _tokens_per_s(item.plan), None if math.isinf(item.gain) else item.gain)
-        for item in advice
-    )
-    return dataclasses.replace(plan, changes=changes, largest=largest)
-
-
-def _tokens_per_s(plan: Plan) -> float:
-    return plan.speed.tokens_per_s if plan.speed is not None else 0.0
 
 
 def changes(subject: Subject, given: Circumstances, plan: Plan) -> Iterator[Change]:

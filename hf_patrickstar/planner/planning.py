@@ -20,7 +20,6 @@ from hf_patrickstar.machine import Machine, find_machine
 from hf_patrickstar.memory.operators import without_modes
 from hf_patrickstar.memory.tiers import DEVICE_SHARE, HOST_SHARE, Tier
 from hf_patrickstar.plan_cache import keep_traces
-from hf_patrickstar.planner.arguments import check_types
 from hf_patrickstar.planner.kept import kept
 from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse
 from hf_patrickstar.planner.simulation import OpsOf, Simulation, Trained, simulate, step_nbytes
@@ -142,40 +141,28 @@ def _also_without_mask(known: KnownTraces, subject: Subject) -> KnownTraces:
 
 
 def arrange(
-    model: str | PretrainedConfig | torch.nn.Module,
+    model: str | PretrainedConfig,
     machine: str | Machine,
     *,
-    task: str | None,
-    batch_size: int,
-    length: int | None,
-    num_micro_batches: int,
-    world_size: int,
-    checkpointing: bool,
-    dtype: str,
-    optimizer: str,
-    max_norm: float | None,
-    device_memory: int | str | None,
-    host_memory: int | str | None,
-    settings: Mapping[str, Any] | None,
+    task: str | None = None,
+    batch_size: int = 1,
+    length: int | None = None,
+    num_micro_batches: int = 1,
+    world_size: int = 1,
+    checkpointing: bool = False,
+    dtype: str = "bf16",
+    optimizer: str = "adamw",
+    max_norm: float | None = 1.0,
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    settings: Mapping[str, Any] | None = None,
     adapters: Mapping[str, Any] | None = None,
 ) -> tuple[Subject, Circumstances]:
-    """Checks the arguments of ``plan``, and finds the model and the machine.
+    """Finds the model and the machine of what ``plan`` is asked.
 
     Raises:
         ConfigError: If an argument makes no sense.
     """
-    model = check_types(
-        model=model,
-        machine=machine,
-        optimizer=optimizer,
-        max_norm=max_norm,
-        batch_size=batch_size,
-        length=length,
-        num_micro_batches=num_micro_batches,
-        world_size=world_size,
-        settings=settings,
-        adapters=adapters,
-    )
     if num_micro_batches < 1 or world_size < 1:
         raise ConfigError(f"micro-batches ({num_micro_batches}) and processes ({world_size}) must be at least 1")
     if max_norm is not None and not max_norm > 0:
@@ -306,7 +293,7 @@ def _chunks(simulation: Simulation) -> Chunks:
         layout["chunk_numel"],
         layout["chunk_utilisation"],
         simulation.world_size * sum(load.is_here for load in simulation.loads),
-        simulation.reasons,
+        simulation.survey.reasons,
     )
 
 
@@ -340,13 +327,10 @@ _WORDS_OF_SEVERAL = {Lane.GATHERS: "gathers", Lane.REDUCTIONS: "reductions"}
 
 
 def _owners(given: Circumstances, simulation: Simulation) -> Mapping[str, Mapping[str, int]]:
-    """The most bytes of each kind by the name of the tier; what is not booked on the device is non-model data."""
-    owners = {tier.value: dict(simulation.owners[tier]) for tier in Tier}
-    on_device = owners[Tier.DEVICE.value]
-    on_device["non-model data"] = max(trace.non_model_peak_nbytes for trace in simulation.traces)
-    if given.beside_nbytes:
-        on_device[BESIDE] = given.beside_nbytes
-    return owners
+    """The most bytes of each kind by the name of the tier."""
+    beside = {BESIDE: given.beside_nbytes} if given.beside_nbytes else {}
+    owners = simulation.survey.owners
+    return {**owners, Tier.DEVICE.value: {**owners[Tier.DEVICE.value], **beside}}
 
 
 def _refusal(subject: Subject, given: Circumstances) -> Plan:
@@ -371,11 +355,11 @@ def _refusal_by_memory(subject: Subject, given: Circumstances, *, is_short: bool
     most = _COPY_NBYTES * numel if asked == "auto" else min(_COPY_NBYTES * numel, int(asked))
     simulation = _with_plenty(subject, given, None if asked == "auto" else int(asked), most)
     if all(load.is_here for load in simulation.loads):  # few parameters are trained, and states take little
-        most = min(most, simulation.owners[Tier.DEVICE]["param"])
+        most = min(most, simulation.survey.owners[Tier.DEVICE.value]["param"])
         simulation = _off_device(subject, given, simulation, most)
     simulation, least = _smallest(subject, given, simulation, most)
     # What gradients leave through takes what is free there, and nothing where there is little.
-    host_nbytes = simulation.host_nbytes - simulation.owners[Tier.HOST].get(gradient_ring.OWNER, 0)
+    host_nbytes = simulation.host_nbytes - simulation.survey.owners[Tier.HOST.value].get(gradient_ring.OWNER, 0)
     machine = given.machine
     if is_short and host_nbytes <= machine.host_nbytes:  # it is short of something, if only of a little
         least = max(least, machine.device_nbytes + step_nbytes(machine.device_nbytes))

@@ -30,9 +30,9 @@ from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import ConfigError, EngineError, PatrickStarError
 from hf_patrickstar.integrations.script import StopScript, run_script, set_known, touch_nothing
 from hf_patrickstar.machine import Machine
+from hf_patrickstar.planner.arguments import OF_THE_MACHINE, is_checkpointing, settings_of
 from hf_patrickstar.planner.planning import THIS, Circumstances, arrange_machine, time_operators
 from hf_patrickstar.planner.subject import MakeOptimizer, Subject
-from hf_patrickstar.planner.training_args import OF_THE_MACHINE, is_checkpointing, settings_of
 from hf_patrickstar.tracing.fake import as_fake, copying
 
 NUM_BATCHES = 8

@@ -1,7 +1,5 @@
 """A timeline, of the virtual clock or measured, for people: as a trace for Perfetto, and as a picture."""
 
-import json
-import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -66,39 +64,6 @@ def to_trace(timeline: Timeline, process: str = VIRTUAL) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ns"}
 
 
-def write_trace(timeline: Timeline, path: str | os.PathLike[str], process: str = VIRTUAL) -> None:
-    """Writes a timeline as JSON that https://ui.perfetto.dev and chrome://tracing show.
-
-    Args:
-        timeline: What happened.
-        path: The file; an older one is replaced.
-        process: What the times are of.
-    """
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(to_trace(timeline, process), file)
-
-
-def draw(timeline: Timeline, title: str = "timeline") -> "Figure":
-    """Draws a timeline: a row of bars for each lane that worked, dark where the end had to wait for them.
-
-    Waits of the host are hatched. Shades and hatching are all that tells things apart, so the picture needs no colours.
-
-    Args:
-        timeline: What happened.
-        title: What it is; the duration, and the share of it that each lane was busy, are added.
-
-    Returns:
-        The figure, 12 by 5 inches.
-
-    Raises:
-        ConfigError: If matplotlib is not installed.
-    """
-    figure = new_figure(5)
-    legend = draw_lanes(figure.add_subplot(), timeline, title)
-    figure.legend(handles=legend, loc="outside lower center", ncols=len(legend))
-    return figure
-
-
 def check_plots() -> None:
     """Makes sure that pictures can be drawn, before the work whose outcome they show.
 
@@ -132,12 +97,15 @@ def new_figure(height: float) -> "Figure":
 
 
 def draw_lanes(axis: Any, timeline: Timeline, title: str) -> list[Any]:
-    """Draws a timeline into a part of a figure; see ``draw``.
+    """Draws a timeline into a part of a figure: a row of bars for each lane that worked.
+
+    Bars are dark where the end had to wait for them, and waits of the host are hatched: shades and hatching are all
+    that tells things apart, so the picture needs no colours.
 
     Args:
         axis: The axes of matplotlib.
         timeline: What happened.
-        title: What it is.
+        title: What it is; the duration, and the share of it that each lane was busy, are added.
 
     Returns:
         Patches for a legend.
@@ -177,20 +145,6 @@ def _bars(timeline: Timeline, lane: Lane) -> Iterator[tuple[Mapping[str, Any], l
     waits = timeline.waits_of(lane)
     if waits:
         yield _WAIT, [(wait.begin_ns, wait.duration_ns) for wait in waits]
-
-
-def write_picture(timeline: Timeline, path: str | os.PathLike[str], title: str = "timeline") -> None:
-    """Writes a timeline as a PNG of 1440 by 600 pixels; see ``draw``.
-
-    Args:
-        timeline: What happened.
-        path: The file; an older one is replaced.
-        title: What it is.
-
-    Raises:
-        ConfigError: If matplotlib is not installed.
-    """
-    draw(timeline, title).savefig(path, dpi=120, format="png")
 
 
 def _unit(duration_ns: int) -> tuple[int, str]:
