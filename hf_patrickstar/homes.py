@@ -85,6 +85,12 @@ class Arrangement:
     device_workspace_nbytes: int
     need_at: Callable[[int, int | None], int]
 
+    def at_home_nbytes(self, tier: Tier) -> int:
+        """Bytes of the chunks that have their home on a tier."""
+        on_device = tier is Tier.DEVICE
+        at_home = [chunk for chunk in self.chunk_nbytes if (chunk.chunk_index in self.homes.device_homed) is on_device]
+        return sum(chunk.device_nbytes if on_device else chunk.host_nbytes for chunk in at_home)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Room:
