@@ -12,7 +12,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from hf_patrickstar.errors import BudgetError, ConfigError, EngineError
-from hf_patrickstar.homes import FROZEN, Arrangement, Arranger, Circumstances, taken_by_others
+from hf_patrickstar.homes import FROZEN, Arrangement, Arranger, Circumstances, ModelNumbers, taken_by_others
 from hf_patrickstar.layout.packing import ChunkSpec, Layout
 from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec, collect_specs
 from hf_patrickstar.memory.tiers import Tier
@@ -229,27 +229,6 @@ def _in_words(num: int) -> str:
     return f"{num / 1e9:.2f} B" if num >= 10**9 else f"{num / 1e6:.2f} M"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ModelNumbers:
-    """What decisions depend on of a model: numbers, and no parameter.
-
-    Attributes:
-        tensors: One spec per parameter, in model order.
-        modules: The modules that own parameters.
-        precision: The types of parameters, and the type that forward computes in.
-        is_restorable: Whether values in chunks have the types that the model was loaded in.
-        embeddings: The places of embeddings in ``model.modules()``.
-        outlines: What all processes must have alike beside these: types before training, and buffers.
-    """
-
-    tensors: list[TensorSpec]
-    modules: list[ModuleSpec]
-    precision: Precision
-    is_restorable: bool
-    embeddings: frozenset[int]
-    outlines: Mapping[str, Any]
-
-
 def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> Decisions:
     """Decides types, layout and homes for a model.
 
@@ -304,7 +283,7 @@ def decide_for(numbers: ModelNumbers, situation: Circumstances, others_nbytes: i
     """
     ledger, tensors = situation.resources.ledger, numbers.tensors
     lists = _choose_lists(situation, is_restorable=numbers.is_restorable)
-    arranger = Arranger(tensors, numbers.modules, numbers.embeddings, lists, situation, others_nbytes)
+    arranger = Arranger(numbers, lists, situation, others_nbytes)
     found = arranger.arrange(functools.partial(_agree, numbers, situation))
     ledger.spilled_nbytes = sum(found.chunk_nbytes[index].host_nbytes for index in found.homes.spilled)
     if not situation.resources.is_metered:

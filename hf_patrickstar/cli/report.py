@@ -57,10 +57,8 @@ def _read_plan(path: str) -> Mapping[str, Any]:
         raise ConfigError(
             f"--plan: '{path}' cannot be read: {error.strerror}; name a file of 'hf-patrickstar plan --json'"
         ) from error
-    except ValueError as error:
-        raise ConfigError(
-            f"--plan: '{path}' is not a plan that 'hf-patrickstar plan --json' has written; name such a file"
-        ) from error
+    except ValueError:
+        plan = None
     if not _is_plan(plan):
         raise ConfigError(
             f"--plan: '{path}' is not a plan that 'hf-patrickstar plan --json' has written; name such a file"

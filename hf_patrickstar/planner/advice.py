@@ -101,8 +101,14 @@ def changes(subject: Subject, given: Circumstances, plan: Plan) -> Iterator[Chan
     yield from _of_activations(subject, given, plan)
     yield from _of_batches(subject, given, plan)
     yield from _of_budgets(subject, given)
-    yield from _of_processes(subject, given)
-    yield from _of_adapters(subject, given)
+    num = given.machine.num_devices
+    if given.world_size < num:
+        more = dataclasses.replace(given, world_size=num)
+        yield Change(f"a process on every device (--processes {num}), of the same batch each", subject, more)
+    if subject.can_have_adapters and has_peft():
+        text = f"train adapters over a frozen model, which trains other weights (--lora r={_RANK},targets=all-linear)"
+        adapters = {"peft_type": "LORA", "r": _RANK, "target_modules": "all-linear"}
+        yield Change(text, dataclasses.replace(subject, adapters=adapters), given)
 
 
 def _of_activations(subject: Subject, given: Circumstances, plan: Plan) -> Iterator[Change]:
@@ -156,17 +162,3 @@ def _of_budgets(subject: Subject, given: Circumstances) -> Iterator[Change]:
         if getattr(machine, field) < there:
             larger = dataclasses.replace(given, machine=dataclasses.replace(machine, **{field: there}))
             yield Change(f"take all that the machine has (without {option}: {format_nbytes(there)})", subject, larger)
-
-
-def _of_processes(subject: Subject, given: Circumstances) -> Iterator[Change]:
-    num = given.machine.num_devices
-    if given.world_size < num:
-        more = dataclasses.replace(given, world_size=num)
-        yield Change(f"a process on every device (--processes {num}), of the same batch each", subject, more)
-
-
-def _of_adapters(subject: Subject, given: Circumstances) -> Iterator[Change]:
-    if subject.can_have_adapters and has_peft():
-        text = f"train adapters over a frozen model, which trains other weights (--lora r={_RANK},targets=all-linear)"
-        adapters = {"peft_type": "LORA", "r": _RANK, "target_modules": "all-linear"}
-        yield Change(text, dataclasses.replace(subject, adapters=adapters), given)

@@ -219,13 +219,8 @@ def _share(given: int | str | None, nbytes: int, share: float, name: str) -> int
     return int(share * nbytes) if given is None else parse_nbytes(given, name)
 
 
-def plan_subject(subject: Subject, circumstances: Circumstances) -> Plan:
-    """Plans the training of a model that was found already."""
-    return plan_and_simulate(subject, circumstances)[0]
-
-
 def plan_and_simulate(subject: Subject, circumstances: Circumstances) -> tuple[Plan, Simulation | None]:
-    """Plans as ``plan_subject`` does; returns the step that the plan was made from, too, if it fits."""
+    """Plans the training of a model that was found already; returns the step of the plan, too, if it fits."""
     is_measured = circumstances.times is not None
     return kept("simulations", subject, circumstances, is_measured, lambda: _plan_and_simulate(subject, circumstances))
 
@@ -240,7 +235,7 @@ def _plan_and_simulate(subject: Subject, circumstances: Circumstances) -> tuple[
 
 
 def plan_if_fits(subject: Subject, circumstances: Circumstances) -> Plan | None:
-    """Plans as ``plan_subject`` does; ``None`` if it does not fit, without finding out by how much."""
+    """Plans as ``plan_and_simulate`` does; ``None`` if it does not fit, without finding out by how much."""
     is_measured = circumstances.times is not None
     return kept("plans", subject, circumstances, is_measured, lambda: _plan_if_fits(subject, circumstances))
 
@@ -356,7 +351,8 @@ def _refusal_by_memory(subject: Subject, given: Circumstances, *, is_short: bool
     simulation = _with_plenty(subject, given, None if asked == "auto" else int(asked), most)
     if all(load.is_here for load in simulation.loads):  # few parameters are trained, and states take little
         most = min(most, simulation.survey.owners[Tier.DEVICE.value]["param"])
-        simulation = _off_device(subject, given, simulation, most)
+        with contextlib.suppress(BudgetError, EngineError):  # there may be no plan with all of them on the host
+            simulation = _within(subject, given, _PLENTY_NBYTES, chunk_budget=most)
     simulation, least = _smallest(subject, given, simulation, most)
     # What gradients leave through takes what is free there, and nothing where there is little.
     host_nbytes = simulation.host_nbytes - simulation.survey.owners[Tier.HOST.value].get(gradient_ring.OWNER, 0)
@@ -394,26 +390,16 @@ def _with_plenty(subject: Subject, given: Circumstances, asked: int | None, most
         ) from error
 
 
-def _off_device(subject: Subject, given: Circumstances, simulation: Simulation, most: int) -> Simulation:
-    """Records a step whose chunks may take so little of the device that they live on the host, if there is a plan."""
-    try:
-        return _within(subject, given, _PLENTY_NBYTES, chunk_budget=most)
-    except (BudgetError, EngineError):
-        return simulation
-
-
 def _smallest(subject: Subject, given: Circumstances, simulation: Simulation, most: int) -> tuple[Simulation, int]:
     """The simulation that needs the least device memory, and how much; chunks are chosen by the room that there is."""
     least = given.beside_nbytes + simulation.least_nbytes()
-    for _ in range(_MOST_ROUNDS):
-        try:
+    with contextlib.suppress(BudgetError, EngineError):  # no step follows a plan so close to the least
+        for _ in range(_MOST_ROUNDS):
             smaller = _within(subject, given, least, chunk_budget=most)
-        except (BudgetError, EngineError):  # no step follows a plan so close to the least
-            break
-        found = given.beside_nbytes + smaller.least_nbytes()
-        if found >= least:
-            break
-        simulation, least = smaller, found
+            found = given.beside_nbytes + smaller.least_nbytes()
+            if found >= least:
+                break
+            simulation, least = smaller, found
     return simulation, least
 
 
@@ -472,6 +458,9 @@ def _quiet() -> Iterator[None]:
 
 
 def _simulated(subject: Subject, given: Circumstances, settings: Mapping[str, Any]) -> Simulation:
+    # What changes what the model does, or its parameters, and not only what becomes of chunks.
+    of_model = {name: value for name, value in given.settings.items() if name not in _OF_CHUNKS}
+    same = of_model, given.num_micro_batches > 1, given.machine.has_accelerator
     trained = Trained(
         subject.make_model,
         subject.find_optimizer(given.optimizer) or make_adamw,
@@ -479,19 +468,9 @@ def _simulated(subject: Subject, given: Circumstances, settings: Mapping[str, An
         given.num_micro_batches,
         given.max_norm,
         given.world_size,
-        functools.partial(kept, "models", subject, _same_model(given, settings), given.times is not None),
+        functools.partial(kept, "models", subject, (*same, given.optimizer), given.times is not None),
     )
-    return simulate(trained, given.machine_of_model(), _ops_of(subject, given))
-
-
-def _of_model(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that change what the model does, or its parameters, and not only what becomes of chunks."""
-    return {name: value for name, value in settings.items() if name not in _OF_CHUNKS}
-
-
-def _same_model(given: Circumstances, settings: Mapping[str, Any]) -> object:
-    has_lanes, accumulates = given.machine.has_accelerator, given.num_micro_batches > 1
-    return _of_model({**given.settings, **settings}), given.optimizer, accumulates, has_lanes
+    return simulate(trained, given.machine_of_model(), _ops_of(subject, given, of_model, same))
 
 
 def make_adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -499,11 +478,9 @@ def make_adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
 
-def _ops_of(subject: Subject, given: Circumstances) -> OpsOf:
+def _ops_of(subject: Subject, given: Circumstances, settings: dict[str, Any], same: tuple[object, ...]) -> OpsOf:
     """What the model does in a micro-batch; kept for plans of other budgets and machines."""
     is_measured = given.times is not None
-    settings = _of_model(given.settings)
-    same = (settings, given.num_micro_batches > 1, given.machine.has_accelerator)
     micro_batch = MicroBatch(
         subject.make_model,
         subject.make_inputs,

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from hf_patrickstar.config import PatrickStarConfig
-from hf_patrickstar.decisions import Decisions, ModelNumbers, decide_for, inspect
+from hf_patrickstar.decisions import Decisions, decide_for, inspect
 from hf_patrickstar.errors import BudgetError
-from hf_patrickstar.homes import Circumstances, can_move_homes, lists_of
+from hf_patrickstar.homes import Circumstances, ModelNumbers, can_move_homes, lists_of, staging_nbytes
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.membership import holders
 from hf_patrickstar.memory.tiers import Tier
@@ -28,7 +28,7 @@ from hf_patrickstar.plan_cache import computation_of, key_of
 from hf_patrickstar.planner.imagined import resources_of, settings_for
 from hf_patrickstar.report.survey import NON_MODEL, Survey, SurveyedChunk
 from hf_patrickstar.runtime import gradient_ring
-from hf_patrickstar.runtime.chunk import GRADIENTS, STAGING, torch_dtype
+from hf_patrickstar.runtime.chunk import GRADIENTS, STAGING
 from hf_patrickstar.runtime.order import Room
 from hf_patrickstar.schedule.ahead import plan_ahead
 from hf_patrickstar.schedule.bounds import ADAM_NBYTES
@@ -169,22 +169,12 @@ class PlanRules:
     Attributes:
         fixed_nbytes: Bytes of the device that are no copies of chunks.
         chunk_nbytes: Bytes that chunks may take on the device at most, or ``None``.
-        policy: Which chunk leaves.
-        updated: Chunks that the optimizer changes.
-        static: Chunks that are computed with where they are at home.
-        prefetch_depth: How many loads may be under way ahead.
-        reshard_after_forward: Whether chunks leave when forward has done with them.
-        ahead: What the last micro-batch does in backward for the next step.
+        asked: What else ``repeated_plans`` is given, by its names.
     """
 
     fixed_nbytes: int
     chunk_nbytes: int | None
-    policy: str
-    updated: frozenset[int]
-    static: frozenset[int]
-    prefetch_depth: int
-    reshard_after_forward: bool
-    ahead: Ahead = NOTHING_AHEAD
+    asked: Mapping[str, Any]
 
     def capacities(self, made: Trace, device_nbytes: int) -> tuple[int, ...]:
         """Bytes that moving chunks may take at each moment.
@@ -206,16 +196,7 @@ class PlanRules:
         Raises:
             BudgetError: If the chunks in use at one moment do not fit.
         """
-        return repeated_plans(
-            traces,
-            [self.capacities(made, device_nbytes) for made in traces],
-            self.policy,
-            dropped_after=self.updated,
-            static=self.static,
-            prefetch_depth=self.prefetch_depth,
-            reshard_after_forward=self.reshard_after_forward,
-            ahead=self.ahead,
-        )
+        return repeated_plans(traces, [self.capacities(made, device_nbytes) for made in traces], **self.asked)
 
 
 def simulate(trained: Trained, machine: Machine, ops_of: OpsOf) -> Simulation:
@@ -356,9 +337,9 @@ class _Simulator:
         chunks = self._layout.chunks
         order = dict.fromkeys([visit.chunk_index for visit in made.visits] + [spec.index for spec in chunks])
         updated = [chunks[index] for index in order if chunks[index].is_updated]
-        nbytes = [round(self._cost.temporary_nbytes * spec.chunk_numel) for spec in updated]
-        visits = (Visit(spec.index, non_model_nbytes=taken) for spec, taken in zip(updated, nbytes, strict=True))
-        return Trace(trace_key(StepKind.UPDATE, ()), made.chunk_nbytes, tuple(visits))
+        taken = self._cost.temporary_nbytes
+        visits = tuple(Visit(spec.index, non_model_nbytes=round(taken * spec.chunk_numel)) for spec in updated)
+        return Trace(trace_key(StepKind.UPDATE, ()), made.chunk_nbytes, visits)
 
     # Plans
 
@@ -401,22 +382,20 @@ class _Simulator:
 
     def _plan_rules(self, prospect: Prospect, homed: frozenset[int], last: Trace) -> PlanRules:
         alone = self._trained.world_size == 1
-        rules = PlanRules(
-            sum(self._fixed(homed, Tier.DEVICE).values()),
-            self._resources.ledger.chunk_budget,
-            self._config.eviction,
-            prospect.updated,
-            homed if alone else frozenset(),
-            self._depth,
-            self._config.reshard_after_forward and not alone,
-        )
+        asked: dict[str, Any] = {
+            "policy": self._config.eviction,
+            "dropped_after": prospect.updated,
+            "static": homed if alone else frozenset(),
+            "prefetch_depth": self._depth,
+            "reshard_after_forward": self._config.reshard_after_forward and not alone,
+        }
+        rules = PlanRules(sum(self._fixed(homed, Tier.DEVICE).values()), self._resources.ledger.chunk_budget, asked)
         in_backward = self._config.overlap_optimizer == "backward" and self._resources.has_streams
-        if not in_backward or self._trained.max_norm is not None:
-            return rules
-        works = [dataclasses.replace(w, is_static=i in homed) for i, w in enumerate(prospect.works)]
-        capacities = rules.capacities(last, prospect.device_nbytes)
-        ahead = plan_ahead(last, capacities, works, self._resources.machine, self._depth if alone else 0)
-        return dataclasses.replace(rules, ahead=ahead)
+        if in_backward and self._trained.max_norm is None:
+            works = [dataclasses.replace(w, is_static=i in homed) for i, w in enumerate(prospect.works)]
+            capacities, depth = rules.capacities(last, prospect.device_nbytes), self._depth if alone else 0
+            asked["ahead"] = plan_ahead(last, capacities, works, self._resources.machine, depth)
+        return rules
 
     @property
     def _depth(self) -> int:
@@ -446,14 +425,11 @@ class _Simulator:
             staging = self._staging_nbytes()
             nbytes.update({STAGING: staging} if staging else {})
         elif updates and self._trained.num_micro_batches > 1 and self._machine.has_accelerator:
-            nbytes[gradient_ring.OWNER] = self._ring_nbytes(at_home, sum(nbytes.values()))
+            # What gradients leave through on their way to lists.
+            lists = sum(spec.chunk_numel * spec.types.state_itemsize for spec in self._layout.chunks if spec.trainable)
+            free = self._resources.ledger.limit(Tier.HOST) - sum(nbytes.values())
+            nbytes[gradient_ring.OWNER] = gradient_ring.planned_nbytes(lists, free)
         return nbytes
-
-    def _ring_nbytes(self, at_home: Sequence[Any], taken: int) -> int:
-        """What gradients leave through on their way to lists; see ``gradient_ring.py``."""
-        lists = sum(spec.chunk_numel * spec.types.state_itemsize for spec in self._layout.chunks if spec.trainable)
-        free = self._resources.ledger.limit(Tier.HOST) - taken
-        return gradient_ring.planned_nbytes(lists, free)
 
     def _staging_nbytes(self) -> int:
         """Scratch space in which slices of other processes arrive, for each type of gradients."""
@@ -461,11 +437,8 @@ class _Simulator:
         for spec in self._layout.chunks:
             if spec.trainable and spec.world_size > 1:
                 largest[spec.types.param] = max(spec.chunk_numel, largest.get(spec.types.param, 0))
-        total = 0
-        for name, numel in largest.items():
-            narrow, wide = self._resources.collectives.staging_numel(numel, torch_dtype(name))
-            total += narrow * torch_dtype(name).itemsize + wide * torch.float32.itemsize
-        return total
+        collectives = self._resources.collectives
+        return sum(staging_nbytes(collectives, numel, name) for name, numel in largest.items())
 
     def _owners(
         self, homed: frozenset[int], traces: Sequence[Trace], plans: Sequence[Plan]

@@ -1,10 +1,10 @@
 """A timeline, of the virtual clock or measured, for people: as a trace for Perfetto, and as a picture."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.schedule.clock import Lane, Timeline
+from hf_patrickstar.schedule.clock import Lane, Span, Timeline, Wait
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -115,8 +115,10 @@ def draw_lanes(axis: Any, timeline: Timeline, title: str) -> list[Any]:
     busy = timeline.busy_ns()
     lanes = [lane for lane in Lane if busy[lane] or lane is Lane.HOST]
     factor, unit = _unit(timeline.duration_ns)
+    outline = {"edgecolor": "white", "linewidth": 0.4 if len(timeline.own_spans) <= _MOST_OUTLINED else 0.0}
+    looks = ({**_OFF_PATH, **outline}, {**_ON_PATH, **outline}, _WAIT)
     for row, lane in enumerate(lanes):
-        for look, bars in _bars(timeline, lane):
+        for look, bars in zip(looks, bars_of(timeline, lane), strict=True):
             places = [((begin_ns - timeline.begin_ns) / factor, duration / factor) for begin_ns, duration in bars]
             axis.broken_barh(places, (row - _BAR / 2, _BAR), **look)
     axis.set_yticks(range(len(lanes)), [str(lane) for lane in lanes])
@@ -124,27 +126,30 @@ def draw_lanes(axis: Any, timeline: Timeline, title: str) -> list[Any]:
     axis.set_ylim(len(lanes) - 0.5, -0.5)
     shares = ", ".join(f"{lane} {busy[lane] / max(timeline.duration_ns, 1):.0%}" for lane in lanes)
     axis.set_title(f"{title}: {timeline.duration_ns / factor:.4g} {unit}; busy: {shares}")
-    looks = {f"work on the {CRITICAL}": _ON_PATH, "other work": _OFF_PATH, WAITS: _WAIT}
+    legend = {f"work on the {CRITICAL}": _ON_PATH, "other work": _OFF_PATH, WAITS: _WAIT}
     if not timeline.has_causes:
-        looks = {"work": _OFF_PATH, ANY_WAITS: _WAIT}
-    return [Patch(label=label, **look) for label, look in looks.items()]
+        legend = {"work": _OFF_PATH, ANY_WAITS: _WAIT}
+    return [Patch(label=label, **look) for label, look in legend.items()]
 
 
-def _bars(timeline: Timeline, lane: Lane) -> Iterator[tuple[Mapping[str, Any], list[tuple[int, int]]]]:
-    """The bars of a lane's row as beginnings and durations, those of one look at a time."""
+def bars_of(timeline: Timeline, lane: Lane) -> tuple[list[tuple[int, int]], ...]:
+    """Where there are bars in the row of a lane, as beginnings and durations.
+
+    Args:
+        timeline: What happened.
+        lane: Which one.
+
+    Returns:
+        The bars of work beside the critical path, of work on it, and of waits.
+    """
     on_path = {id(span) for span in timeline.critical_path()}
-    outline: Mapping[str, Any] = {
-        "edgecolor": "white",
-        "linewidth": 0.4 if len(timeline.own_spans) <= _MOST_OUTLINED else 0.0,
-    }
     spans = [span for span in timeline.own_spans if span.lane is lane and span.duration_ns]
-    for look, is_on_path in ((_OFF_PATH, False), (_ON_PATH, True)):
-        bars = [(span.begin_ns, span.duration_ns) for span in spans if (id(span) in on_path) == is_on_path]
-        if bars:
-            yield {**look, **outline}, bars
-    waits = timeline.waits_of(lane)
-    if waits:
-        yield _WAIT, [(wait.begin_ns, wait.duration_ns) for wait in waits]
+    found: list[Iterable[Span | Wait]] = [
+        [span for span in spans if id(span) not in on_path],
+        [span for span in spans if id(span) in on_path],
+        timeline.waits_of(lane),
+    ]
+    return tuple([(item.begin_ns, item.duration_ns) for item in items] for items in found)
 
 
 def _unit(duration_ns: int) -> tuple[int, str]:

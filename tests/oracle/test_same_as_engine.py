@@ -87,7 +87,7 @@ def check(told, done, in_order=lambda found: found):
     """All is the same but what traces say of non-model data; ``in_order`` puts what moves into an order."""
     assert told.layout == done.layout
     assert {index for index, load in enumerate(told.loads) if load.is_here} == done.at_home
-    assert told.rules.static == done.static
+    assert told.rules.asked["static"] == done.static
     assert told.num_on_host == done.num_on_host
     assert told.known.lookups == done.lookups
     assert [plan.moments for plan in told.plans] == [plan.moments for plan in done.plans]

@@ -112,7 +112,7 @@ def assert_exact(subject, given, plan, recording):
     engine, stats, moved = run_within(subject, given)
     for trace in recording.traces:
         assert trace == engine.manager.tracer.traces[trace.key]
-    assert recording.rules.static == {chunk.spec.index for chunk in engine.manager.chunks if chunk.is_static}
+    assert recording.rules.asked["static"] == {chunk.spec.index for chunk in engine.manager.chunks if chunk.is_static}
     assert recording.moved_nbytes == moved
     assert sum(moved) > 0
     assert plan.tier(Tier.DEVICE).need_nbytes == stats["device_total_step_peak_nbytes"]

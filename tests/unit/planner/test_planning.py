@@ -23,7 +23,7 @@ from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner.advice import advise
 from hf_patrickstar.planner.plan import TierUse
-from hf_patrickstar.planner.planning import arrange, plan_if_fits, plan_subject
+from hf_patrickstar.planner.planning import arrange, plan_and_simulate, plan_if_fits
 from hf_patrickstar.planner.screen import describe, describe_changes
 from hf_patrickstar.units import MIB, format_nbytes
 
@@ -35,6 +35,11 @@ ARGUMENTS = {
     **{"dtype": "bf16", "optimizer": "adamw", "max_norm": 1.0, "settings": None, "device_memory": None},
     "host_memory": None,
 }
+
+
+def plan_subject(*arranged):
+    """The plan of a model that was found already."""
+    return plan_and_simulate(*arranged)[0]
 
 
 @pytest.fixture(scope="module")

@@ -73,6 +73,7 @@ PAGES = {
     "plan": lambda: plan_page(
         PLAN,
         f"{EVIL}: 144 parameters",
+        "fits",
         SURVEY,
         make_timeline(),
         changes=[EVIL],
@@ -151,8 +152,6 @@ def test_planned_is_beside_measured():
     assert "not one of this run" not in "".join(PageReader(render(run_page(RUN, EARLIER_PLAN))).text)
     refused = run_page(RUN, {**PLAN, "speed": None, "chunks": None, "fits": False})
     assert PageReader(render(refused)).table("Planned for").rows[0][1] == "not known"
-    with pytest.raises(ConfigError, match="this is not a plan that 'hf-patrickstar plan --json' has written"):
-        run_page(RUN, {"tiers": {}})
 
 
 def test_beside_a_run_that_evaluates_the_page_says_what_is_not_planned():
