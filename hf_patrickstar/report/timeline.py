@@ -120,7 +120,8 @@ def draw_lanes(axis: Any, timeline: Timeline, title: str) -> list[Any]:
     for row, lane in enumerate(lanes):
         for look, bars in zip(looks, bars_of(timeline, lane), strict=True):
             places = [((begin_ns - timeline.begin_ns) / factor, duration / factor) for begin_ns, duration in bars]
-            axis.broken_barh(places, (row - _BAR / 2, _BAR), **look)
+            if places:
+                axis.broken_barh(places, (row - _BAR / 2, _BAR), **look)
     axis.set_yticks(range(len(lanes)), [str(lane) for lane in lanes])
     axis.set(xlabel=f"time in {unit}", ylabel="lane", xlim=(0, max(timeline.duration_ns, 1) / factor))
     axis.set_ylim(len(lanes) - 0.5, -0.5)
