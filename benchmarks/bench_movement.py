@@ -9,12 +9,13 @@ n distinct chunks that forward visits, plus those that backward visits, less the
 together at the turn. In bytes: what forward visits, plus what backward visits, less what the budget can carry over. No
 device copy outlives the step, since every parameter is trained.
 
-``--save_traces DIR`` writes each recorded trace to DIR/MODEL_KIND.json (``Trace.to_json``). ``--traces DIR`` simulates
-the traces in such files (``Trace.from_json``) and records nothing, so that there is no engine to compare with.
+``--save_traces DIR`` writes each recorded trace to DIR/MODEL_KIND.pickle. ``--traces DIR`` simulates
+the traces in such files and records nothing, so that there is no engine to compare with.
 """
 
 import itertools
 import pathlib
+import pickle
 import time
 
 import common
@@ -23,7 +24,6 @@ import torch
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.schedule.simulator import simulate
-from hf_patrickstar.schedule.trace import Trace
 from hf_patrickstar.units import format_nbytes
 
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
@@ -98,7 +98,7 @@ def read(folder, name, checkpointing):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     try:
-        trace = Trace.from_json(trace_path(folder, name, checkpointing).read_text())
+        trace = pickle.loads(trace_path(folder, name, checkpointing).read_bytes())
     except OSError as error:
         raise SystemExit(f"bench_movement: {error}; write it with --save_traces") from None
     with FakeTensorMode():
@@ -113,7 +113,7 @@ def kind_of(checkpointing):
 
 def trace_path(folder, name, checkpointing):
     """Where the trace of a model is written."""
-    return pathlib.Path(folder) / f"{name}_{kind_of(checkpointing)}.json"
+    return pathlib.Path(folder) / f"{name}_{kind_of(checkpointing)}.pickle"
 
 
 def trace_of(engine):
@@ -197,7 +197,7 @@ def main():
             if options.save_traces is not None:
                 path = trace_path(options.save_traces, name, checkpointing)
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(trace.to_json() + "\n")
+                path.write_bytes(pickle.dumps(trace))
             rows += compare(name, checkpointing, trace, numel, counted)
             done = "recorded and replayed" if options.traces is None else "replayed"
             print(f"{name:>6} {done} in {time.time() - begin:.0f} s")

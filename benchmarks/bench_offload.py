@@ -282,7 +282,7 @@ def simulate(options, device, found):
         "simulated_over_measured": simulated_s / statistics.median(found["seconds_per_step"]),
         "simulated_busy_shares": busy_shares(timeline),
         "simulated_on": f"{machine.name}, {'measured' if is_measured else 'known'} rates",
-        "planned_homes": told.reasons[-1],
+        "planned_homes": told.survey.reasons[-1],
         "planned_device_peak_nbytes": told.device_nbytes,
     }
 

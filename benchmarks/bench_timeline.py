@@ -14,6 +14,7 @@ The figures are simulated: nothing here was measured on these machines.
 
 import functools
 import itertools
+import json
 import pathlib
 import time
 
@@ -26,7 +27,7 @@ from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.machine import MACHINES, find_machine
 from hf_patrickstar.planner.planning import make_adamw
 from hf_patrickstar.planner.simulation import Trained, simulate
-from hf_patrickstar.report.timeline import write_picture, write_trace
+from hf_patrickstar.report.timeline import draw_lanes, new_figure, to_trace
 from hf_patrickstar.schedule.bounds import bounds_of
 from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.tracing.fake import FakeTensors
@@ -157,8 +158,11 @@ def draw(timeline, machine, folder, row):
     """Writes the timeline of a row as a trace and as a picture."""
     folder.mkdir(parents=True, exist_ok=True)
     what = "_".join(str(row[key]) for key in ("machine", "model", "tokens", "accumulation", "processes"))
-    write_trace(timeline, folder / f"{what}.json")
-    write_picture(timeline, folder / f"{what}.png", f"simulated: {machine.name}, {row['model']}")
+    (folder / f"{what}.json").write_text(json.dumps(to_trace(timeline)))
+    figure = new_figure(5)
+    legend = draw_lanes(figure.add_subplot(), timeline, f"simulated: {machine.name}, {row['model']}")
+    figure.legend(handles=legend, loc="outside lower center", ncols=len(legend))
+    figure.savefig(folder / f"{what}.png", dpi=120)
 
 
 PAPER_LENGTH = 1024

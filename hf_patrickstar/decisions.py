@@ -12,10 +12,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from hf_patrickstar.errors import BudgetError, ConfigError, EngineError
-from hf_patrickstar.homes import FROZEN, Arranger, Circumstances, taken_by_others
-from hf_patrickstar.layout.embedding import EmbeddingChoice
+from hf_patrickstar.homes import FROZEN, Arrangement, Arranger, Circumstances, ModelNumbers, taken_by_others
 from hf_patrickstar.layout.packing import ChunkSpec, Layout
-from hf_patrickstar.layout.search import ChunkSizeChoice
 from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec, collect_specs
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import Kernel
@@ -27,7 +25,7 @@ from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.margin import StepCost
 from hf_patrickstar.schedule.pace import choose_depth
-from hf_patrickstar.schedule.placement import ChunkBytes, HomePlan
+from hf_patrickstar.schedule.placement import HomePlan
 from hf_patrickstar.schedule.prospect import PlacementRules, Prospect
 from hf_patrickstar.schedule.sketch import ChunkWork
 from hf_patrickstar.units import format_nbytes, format_seconds
@@ -36,20 +34,13 @@ logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Decisions:
-    """The decisions for a model.
+class Decisions(Arrangement):
+    """The decisions for a model; see ``Arrangement``.
 
     Attributes:
         tensors: One spec per parameter, in model order.
         parameters: The parameters, in the same order.
         precision: The types of parameters, and the type that forward computes in.
-        choice: The layout.
-        embeddings: Which embeddings are looked up on the CPU.
-        chunk_nbytes: Bytes of this rank's chunks over all lists.
-        homes: The tier where each chunk has its home.
-        workspace_nbytes: Bytes of scratch space that the optimizer needs on the host, where it updates chunks there.
-        device_workspace_nbytes: Bytes of it that it needs on the device: none for gradients that are wide.
-        need_at: Returns the bytes that chunks would need at once with another device budget and chunk budget.
         lists: The lists that chunks have beside ``param``, by the index of their optimizer; see ``lists_of``.
         widens_gradients: Whether optimizers have to widen gradients to fp32; those of an accumulation list are wide.
         prefetch_depth: How many chunks are loaded ahead.
@@ -59,13 +50,6 @@ class Decisions:
     tensors: list[TensorSpec]
     parameters: list[torch.nn.Parameter]
     precision: Precision
-    choice: ChunkSizeChoice
-    embeddings: EmbeddingChoice
-    chunk_nbytes: list[ChunkBytes]
-    homes: HomePlan
-    workspace_nbytes: int
-    device_workspace_nbytes: int
-    need_at: Callable[[int, int | None], int]
     lists: dict[int, tuple[str, ...]]
     widens_gradients: bool
     prefetch_depth: int
@@ -180,15 +164,14 @@ class Decisions:
         num, num_trained = (
             sum(spec.numel for spec in self.tensors if spec.trainable or everything) for everything in (True, False)
         )
-        on_host = sum(chunk.host_nbytes for chunk in self.chunk_nbytes if chunk.chunk_index not in homed)
-        on_device = sum(chunk.device_nbytes for chunk in self.chunk_nbytes if chunk.chunk_index in homed)
-        if on_host:
-            on_host += self.workspace_nbytes
-            on_device += self.choice.working_set_nbytes
+        on_host, on_device = map(self.at_home_nbytes, (Tier.HOST, Tier.DEVICE))
         training = [trace for trace in known.traces.values() if trace.kind.is_training]
         in_step = max((trace.least_nbytes(homed) for trace in training), default=0)
         if in_step:
-            on_device = sum(chunk.device_nbytes for chunk in self.chunk_nbytes if chunk.chunk_index in homed) + in_step
+            on_device += in_step
+        elif on_host:
+            on_device += self.choice.working_set_nbytes
+        on_host += self.workspace_nbytes if on_host else 0
         beside = "with" if in_step else "beside"
         limits = [limit.nbytes for limit in ledger.limits(Tier.DEVICE)]
         room = limits[0] if in_step else min(limits)  # the second limit is that of chunks alone
@@ -246,27 +229,6 @@ def _in_words(num: int) -> str:
     return f"{num / 1e9:.2f} B" if num >= 10**9 else f"{num / 1e6:.2f} M"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ModelNumbers:
-    """What decisions depend on of a model: numbers, and no parameter.
-
-    Attributes:
-        tensors: One spec per parameter, in model order.
-        modules: The modules that own parameters.
-        precision: The types of parameters, and the type that forward computes in.
-        is_restorable: Whether values in chunks have the types that the model was loaded in.
-        embeddings: The places of embeddings in ``model.modules()``.
-        outlines: What all processes must have alike beside these: types before training, and buffers.
-    """
-
-    tensors: list[TensorSpec]
-    modules: list[ModuleSpec]
-    precision: Precision
-    is_restorable: bool
-    embeddings: frozenset[int]
-    outlines: Mapping[str, Any]
-
-
 def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> Decisions:
     """Decides types, layout and homes for a model.
 
@@ -321,28 +283,23 @@ def decide_for(numbers: ModelNumbers, situation: Circumstances, others_nbytes: i
     """
     ledger, tensors = situation.resources.ledger, numbers.tensors
     lists = _choose_lists(situation, is_restorable=numbers.is_restorable)
-    arranger = Arranger(tensors, numbers.modules, numbers.embeddings, lists, situation, others_nbytes)
+    arranger = Arranger(numbers, lists, situation, others_nbytes)
     found = arranger.arrange(functools.partial(_agree, numbers, situation))
-    nbytes, homes = found.chunk_nbytes, found.homes
-    ledger.spilled_nbytes = sum(nbytes[index].host_nbytes for index in homes.spilled)
+    ledger.spilled_nbytes = sum(found.chunk_nbytes[index].host_nbytes for index in found.homes.spilled)
     if not situation.resources.is_metered:
         # Both tiers are the same memory: the compute tier cannot have the bytes that are at home on the host.
-        on_host = sum(chunk.host_nbytes for chunk in nbytes if chunk.chunk_index not in homes.device_homed)
+        on_host = found.at_home_nbytes(Tier.HOST)
         ledger.lower_limit(Tier.DEVICE, max(ledger.limit(Tier.DEVICE) - on_host, found.choice.working_set_nbytes))
+    depth, depth_reason = _choose_depth(situation, found.choice.layout)
     return Decisions(
-        tensors,
-        [],
-        numbers.precision,
-        found.choice,
-        found.embeddings,
-        found.chunk_nbytes,
-        found.homes,
-        found.workspace_nbytes,
-        found.device_workspace_nbytes,
-        found.need_at,
-        lists,
-        situation.num_micro_batches == 1,
-        *_choose_depth(situation, found.choice.layout),
+        **{field.name: getattr(found, field.name) for field in dataclasses.fields(found)},
+        tensors=tensors,
+        parameters=[],
+        precision=numbers.precision,
+        lists=lists,
+        widens_gradients=situation.num_micro_batches == 1,
+        prefetch_depth=depth,
+        depth_reason=depth_reason,
     )
 
 

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -18,8 +18,10 @@ from hf_patrickstar.memory.accelerator import is_accelerator
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import Kernel
+from hf_patrickstar.precision import Precision
 from hf_patrickstar.resources import Resources
 from hf_patrickstar.runtime.chunk import torch_dtype
+from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.schedule.pace import exposed_ns
 from hf_patrickstar.schedule.placement import ChunkBytes, HomePlan, Limits, Tiers, plan_homes
 from hf_patrickstar.shortage import Limit
@@ -64,6 +66,27 @@ class Circumstances:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ModelNumbers:
+    """What decisions depend on of a model: numbers, and no parameter.
+
+    Attributes:
+        tensors: One spec per parameter, in model order.
+        modules: The modules that own parameters.
+        precision: The types of parameters, and the type that forward computes in.
+        is_restorable: Whether values in chunks have the types that the model was loaded in.
+        embeddings: The places of embeddings in ``model.modules()``.
+        outlines: What all processes must have alike beside these: types before training, and buffers.
+    """
+
+    tensors: list[TensorSpec]
+    modules: list[ModuleSpec]
+    precision: Precision
+    is_restorable: bool
+    embeddings: frozenset[int]
+    outlines: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Arrangement:
     """A layout, and a home for each of its chunks.
 
@@ -85,6 +108,12 @@ class Arrangement:
     device_workspace_nbytes: int
     need_at: Callable[[int, int | None], int]
 
+    def at_home_nbytes(self, tier: Tier) -> int:
+        """Bytes of the chunks that have their home on a tier."""
+        on_device = tier is Tier.DEVICE
+        at_home = [chunk for chunk in self.chunk_nbytes if (chunk.chunk_index in self.homes.device_homed) is on_device]
+        return sum(chunk.device_nbytes if on_device else chunk.host_nbytes for chunk in at_home)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Room:
@@ -105,38 +134,33 @@ class _Room:
     for_homes: int
 
 
+@dataclasses.dataclass(frozen=True)
 class Arranger:
     """Finds a layout and homes with which the budgets have room for a model.
 
-    Args:
-        tensors: One spec per parameter.
-        modules: The modules that own parameters.
-        embeddings: The places of embeddings in ``model.modules()``.
+    Attributes:
+        numbers: The model.
         lists: The lists beside ``param``, by the index of the optimizer.
         situation: What decisions depend on.
         others_nbytes: Bytes of the device that are in use by others (another model, for example).
     """
 
-    def __init__(
-        self,
-        tensors: list[TensorSpec],
-        modules: list[ModuleSpec],
-        embeddings: frozenset[int],
-        lists: Mapping[int, tuple[str, ...]],
-        situation: Circumstances,
-        others_nbytes: int,
-    ) -> None:
-        self._embeddings = embeddings
-        self._tensors = tensors
-        self._modules = modules
-        self._lists = lists
-        self._situation = situation
-        self._others_nbytes = others_nbytes
-        total = sum(align(spec.numel) * (spec.types.itemsize + _state_itemsize(spec, lists)) for spec in tensors)
-        self._total_nbytes = -(-total // situation.resources.collectives.world_size)
-        ledger = situation.resources.ledger
-        self._room = self._room_of(ledger.limit(Tier.DEVICE), ledger.chunk_budget)
-        self._widens = situation.num_micro_batches == 1
+    numbers: ModelNumbers
+    lists: Mapping[int, tuple[str, ...]]
+    situation: Circumstances
+    others_nbytes: int
+
+    @functools.cached_property
+    def _total_nbytes(self) -> int:
+        """Bytes of all lists of this process."""
+        specs = self.numbers.tensors
+        total = sum(align(spec.numel) * (spec.types.itemsize + _state_itemsize(spec, self.lists)) for spec in specs)
+        return -(-total // self.situation.resources.collectives.world_size)
+
+    @functools.cached_property
+    def _room(self) -> _Room:
+        ledger = self.situation.resources.ledger
+        return self._room_of(ledger.limit(Tier.DEVICE), ledger.chunk_budget)
 
     def arrange(self, agree: Callable[[list[int]], list[int]]) -> Arrangement:
         """Finds them.
@@ -147,7 +171,7 @@ class Arranger:
         Raises:
             BudgetError: If a budget is too small.
         """
-        config, room, resources = self._situation.config, self._room, self._situation.resources
+        config, room, resources = self.situation.config, self._room, self.situation.resources
         host_nbytes, is_alone = resources.ledger.limit(Tier.HOST), resources.collectives.world_size == 1
         excess = max(self._total_nbytes - host_nbytes, 0) if self._total_nbytes > room.share else 0
         limit, left, least = agree([room.limit, max(room.for_homes - excess, 0), -excess])
@@ -174,32 +198,33 @@ class Arranger:
                     break
         raise refused.get(-1) or refused[limit]
 
-    def _fits(self, room: "_Room") -> bool:
+    def _fits(self, room: _Room) -> bool:
         """Whether all model data is to live on the device."""
         # If everything lived on the device, nothing would be evicted: debug_evict_all needs chunks that move.
-        return self._total_nbytes <= room.share and not self._situation.config.debug_evict_all
+        return self._total_nbytes <= room.share and not self.situation.config.debug_evict_all
 
-    def _room_of(self, device_nbytes: int, chunk_nbytes: int | None) -> "_Room":
+    def _room_of(self, device_nbytes: int, chunk_nbytes: int | None) -> _Room:
         """What the device has room for.
 
         Args:
             device_nbytes: The device budget.
             chunk_nbytes: Bytes that chunks may take, or ``None`` for all.
         """
-        whole = max(device_nbytes - self._others_nbytes, 0)
+        whole = max(device_nbytes - self.others_nbytes, 0)
         share, reserve = whole, 0
-        if self._situation.resources.is_metered:
+        if self.situation.resources.is_metered:
             share, reserve = int(whole * UNMEASURED_SHARE), int(whole * UNMEASURED_RESERVE)
         chunks = whole if chunk_nbytes is None else chunk_nbytes
         return _Room(min(share, chunks), min(whole, chunks), whole, reserve, min(whole - reserve, chunks))
 
     def _place(self, choice: ChunkSizeChoice, embeddings: EmbeddingChoice) -> Arrangement:
         """Gives each chunk of a layout a home."""
-        resources, room, others = self._situation.resources, self._room, self._others_nbytes
+        resources, room, others = self.situation.resources, self._room, self.others_nbytes
         ledger, is_alone = resources.ledger, resources.collectives.world_size == 1
-        nbytes = chunk_bytes(choice.layout.chunks, self._lists, resources.pool, embeddings)
-        workspace = _workspace_nbytes(self._situation, choice, self._widens)
-        device_workspace = workspace if self._widens else 0
+        nbytes = chunk_bytes(choice.layout.chunks, self.lists, resources.pool, embeddings)
+        widens = self.situation.num_micro_batches == 1
+        workspace = _workspace_nbytes(self.situation, choice, widens)
+        device_workspace = workspace if widens else 0
         host, for_homes = ledger.limit(Tier.HOST), room.for_homes
         if not resources.is_metered:
             for_homes = min(for_homes, max(room.whole - host, 0))  # both tiers are the same memory
@@ -208,10 +233,10 @@ class Arranger:
         device = dataclasses.replace(device, nbytes=room.whole - room.reserve, usable=usable, taken_nbytes=others)
         homes = plan_homes(
             nbytes,
-            Tiers(host, for_homes, _needs(choice, self._modules, nbytes, is_alone), workspace, device_workspace),
+            Tiers(host, for_homes, _needs(choice, self.numbers.modules, nbytes, is_alone), workspace, device_workspace),
             share_nbytes=room.share,
             gathered_nbytes=0 if is_alone else choice.working_set_nbytes,
-            keeps_off=self._situation.config.debug_evict_all,
+            keeps_off=self.situation.config.debug_evict_all,
             limits=Limits(ledger.limits(Tier.HOST)[0], [device, *chunks], room.reserve),
         )
         need_at = functools.partial(self._need_at, embeddings, device_workspace)
@@ -227,13 +252,13 @@ class Arranger:
         """See ``Arrangement.need_at``."""
         room = self._room_of(device_nbytes, chunk_nbytes)
         fits = self._fits(room)
-        if fits and not _can_move_homes(self._situation):
+        if fits and not can_move_homes(self.situation):
             return self._total_nbytes + workspace_nbytes
         choice = self._choose_layout(embeddings.apart, room.limit, fits)
         return choice.working_set_nbytes + branches_nbytes(choice.layout.chunks)
 
     def _choose_embeddings(self, setting: bool | Literal["auto"], *, everything_fits: bool) -> EmbeddingChoice:
-        world_size = self._situation.resources.collectives.world_size
+        world_size = self.situation.resources.collectives.world_size
         if world_size > 1:
             if setting is True:
                 raise ConfigError(
@@ -242,48 +267,42 @@ class Arranger:
                 )
             reason = f"cpu_embedding={setting}: off, embeddings are gathered with the other parameters"
             return EmbeddingChoice(frozenset(), frozenset(), True, reason)
-        return choose_embeddings(self._tensors, self._embeddings, setting, everything_fits)
+        return choose_embeddings(self.numbers.tensors, self.numbers.embeddings, setting, everything_fits)
 
     def _choose_layout(self, apart: frozenset[int], limit: int, everything_fits: bool) -> ChunkSizeChoice:
         """The layout for the chunk size of the settings; with ``auto``, the best layout within the limits."""
-        config, collectives = self._situation.config, self._situation.resources.collectives
+        config, collectives = self.situation.config, self.situation.resources.collectives
         limits, world_size = self._limits(), collectives.world_size
-
-        def staging(chunk_numel: int, name: str) -> int:
-            dtype = torch_dtype(name)
-            narrow, wide = collectives.staging_numel(chunk_numel, dtype)
-            return narrow * dtype.itemsize + wide * torch.float32.itemsize
-
-        itemsize = max((spec.types.itemsize for spec in self._tensors), default=0)
+        tensors, modules = self.numbers.tensors, self.numbers.modules
+        staging = functools.partial(staging_nbytes, collectives)
+        itemsize = max((spec.types.itemsize for spec in tensors), default=0)
 
         def exposed_of(num_chunks: int, chunk_numel: int) -> int:
-            return exposed_ns(num_chunks, chunk_numel, itemsize, self._situation.resources.machine)
+            return exposed_ns(num_chunks, chunk_numel, itemsize, self.situation.resources.machine)
 
-        exposed = exposed_of if self._situation.resources.has_lanes and not everything_fits else None
-        splits = world_size > 1 and all(kernel.splits_tensors for kernel in self._situation.kernels)
+        exposed = exposed_of if self.situation.resources.has_lanes and not everything_fits else None
+        splits = world_size > 1 and all(kernel.splits_tensors for kernel in self.situation.kernels)
         if config.chunk_numel != "auto":
             numel = int(config.chunk_numel)
-            return fixed_layout(self._tensors, self._modules, numel, limit, apart, limits, world_size, staging, splits)
+            return fixed_layout(tensors, modules, numel, limit, apart, limits, world_size, staging, splits)
         if world_size > 1:
             # Whole tensors make the fewest groups. If they waste much, or leave little room, large ones are spread.
             with contextlib.suppress(BudgetError):
                 room = int(limit * _WHOLE_SHARE)
-                choice = search_layout(
-                    self._tensors, self._modules, room, apart, limits, world_size, staging, exposed_ns=exposed
-                )
+                choice = search_layout(tensors, modules, room, apart, limits, world_size, staging, exposed_ns=exposed)
                 if not splits or choice.layout.utilisation >= _WELL_USED:
                     return choice
         most = None if everything_fits and world_size == 1 else limit
-        return search_layout(self._tensors, self._modules, most, apart, limits, world_size, staging, splits, exposed)
+        return search_layout(tensors, modules, most, apart, limits, world_size, staging, splits, exposed)
 
     def _limits(self) -> list[Limit]:
         """The settings that limit what chunks may take on the device, for errors."""
-        ledger, resources = self._situation.resources.ledger, self._situation.resources
+        ledger, resources = self.situation.resources.ledger, self.situation.resources
         device, *chunks = ledger.limits(Tier.DEVICE)
         device = dataclasses.replace(
             device,
-            nbytes=max(device.nbytes - self._others_nbytes, 0),
-            taken_nbytes=self._others_nbytes,
+            nbytes=max(device.nbytes - self.others_nbytes, 0),
+            taken_nbytes=self.others_nbytes,
             has_others=resources.is_metered,
         )
         return [device, *chunks]
@@ -347,8 +366,25 @@ def taken_by_others(situation: Circumstances, parameters: list[torch.nn.Paramete
     return max(taken - own, 0)
 
 
-def _can_move_homes(situation: Circumstances) -> bool:
-    """Whether chunks that live on the device can leave it later."""
+def staging_nbytes(collectives: Collectives, chunk_numel: int, name: str) -> int:
+    """Bytes of scratch space in which slices of other processes arrive.
+
+    Args:
+        collectives: The processes.
+        chunk_numel: Elements of a slice.
+        name: Their type.
+    """
+    dtype = torch_dtype(name)
+    narrow, wide = collectives.staging_numel(chunk_numel, dtype)
+    return narrow * dtype.itemsize + wide * torch.float32.itemsize
+
+
+def can_move_homes(situation: Circumstances) -> bool:
+    """Whether chunks that live on the device can leave it later.
+
+    Args:
+        situation: What decisions depend on.
+    """
     config = situation.config
     return config.placement != "host" and all(kernel.follows_homes for kernel in situation.kernels)
 

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
+import io
 import json
 import logging
 import os
@@ -19,9 +20,9 @@ from typing import Any
 import torch
 
 from hf_patrickstar.decisions import Decisions
-from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.homes import Circumstances
 from hf_patrickstar.schedule.known import KnownTraces
+from hf_patrickstar.schedule.trace import Trace, Visit
 from hf_patrickstar.units import MIB
 from hf_patrickstar.version import __version__
 
@@ -146,12 +147,10 @@ def find_traces(model: torch.nn.Module, decisions: Decisions, situation: Circums
     if found is None:
         return KnownTraces(key)
     try:
-        known = KnownTraces.from_json(found.decode())
-    except (ConfigError, UnicodeDecodeError) as error:
+        with torch.serialization.safe_globals([KnownTraces, Trace, Visit]):  # a file runs no code
+            known: KnownTraces = torch.load(io.BytesIO(found), weights_only=True)
+    except Exception as error:  # what a damaged file raises may be anything
         logger.info("patrickstar: the traces of a plan cannot be read, and the first step is recorded: %s", error)
-        return KnownTraces(key)
-    sizes = tuple(chunk.nbytes for chunk in decisions.choice.layout.chunks)
-    if known.key != key or any(trace.chunk_nbytes != sizes for trace in known.traces.values()):
         return KnownTraces(key)
     kinds = dict.fromkeys(trace.kind for trace in known.traces.values())
     logger.info("patrickstar: reuse_plan: the first steps follow a plan made before (%s)", ", ".join(kinds))
@@ -164,7 +163,9 @@ def keep_traces(known: KnownTraces) -> None:
     Args:
         known: The traces.
     """
-    write(_TRACES, known.key, known.to_json().encode())
+    buffer = io.BytesIO()
+    torch.save(known, buffer)
+    write(_TRACES, known.key, buffer.getvalue())
 
 
 def key_of(computation: list[object], decisions: Decisions, situation: Circumstances) -> str:

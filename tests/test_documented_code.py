@@ -14,7 +14,7 @@ from transformers import HfArgumentParser
 
 import hf_patrickstar
 from hf_patrickstar.cli import main as cli
-from hf_patrickstar.cli.plan_script import split_script
+from hf_patrickstar.cli.plan import split_script
 from hf_patrickstar.cli.run import split_program
 from hf_patrickstar.config import PatrickStarConfig
 

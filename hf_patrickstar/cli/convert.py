@@ -4,8 +4,7 @@ import argparse
 import json
 import sys
 
-from hf_patrickstar.cli.files import check_file
-from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.cli.files import check_file, write_text
 from hf_patrickstar.integrations.conversion.converted import Converted, convert
 from hf_patrickstar.integrations.conversion.files import read_configuration
 
@@ -39,11 +38,8 @@ def run(options: argparse.Namespace) -> None:
     print(explain(converted), file=sys.stderr)
     if path is None:
         print(text)
-        return
-    try:
-        path.write_text(f"{text}\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--output: '{path}' cannot be written: {error.strerror}; name another file") from error
+    else:
+        write_text(path, f"{text}\n", "--output")
 
 
 def explain(converted: Converted) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from tqdm import tqdm
 
-from hf_patrickstar.cli.files import check_file
+from hf_patrickstar.cli.files import check_file, write_text
 from hf_patrickstar.cores import usable_cores
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.integrations.launched import joined, num_launched
@@ -48,7 +48,7 @@ def env(measure: bool, json_file: str | None) -> None:
     for name, value in rates(machine).items():
         _print_row(name, value)
     if path is not None:
-        _write(machine, path)
+        write_text(path, machine.to_json() + "\n", "--json")
         print(f"\n{path}: written")
 
 
@@ -125,10 +125,3 @@ def _checked(json_file: str, measure: bool) -> pathlib.Path:
     if not measure:
         raise ConfigError("--json writes what was measured; add --measure")
     return check_file(json_file, "--json")
-
-
-def _write(machine: Machine, path: pathlib.Path) -> None:
-    try:
-        path.write_text(machine.to_json() + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--json: '{path}' cannot be written: {error.strerror}; name another file") from error

@@ -1,11 +1,14 @@
 """Files that a command will write."""
 
+import json
 import os
 import pathlib
 from collections.abc import Mapping
 
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.report.timeline import VIRTUAL, write_trace
+from hf_patrickstar.report.blocks import Page
+from hf_patrickstar.report.page import render
+from hf_patrickstar.report.timeline import to_trace
 from hf_patrickstar.schedule.clock import Timeline
 
 
@@ -60,19 +63,35 @@ def trace_beside(html_file: str | os.PathLike[str]) -> pathlib.Path:
     return pathlib.Path(html_file).with_suffix(".trace.json")
 
 
-def write_trace_beside(timeline: Timeline, html_file: str | os.PathLike[str], process: str = VIRTUAL) -> None:
-    """Writes the file for Perfetto beside a page; an older one is replaced.
+def write_text(path: str | os.PathLike[str], text: str, option: str) -> None:
+    """Writes a file; an older one is replaced.
 
     Args:
-        timeline: What happened.
-        html_file: The page.
-        process: What the times are of.
+        path: The file.
+        text: What is written.
+        option: The option that the file was given with, for errors.
 
     Raises:
         ConfigError: If the file cannot be written.
     """
-    path = trace_beside(html_file)
     try:
-        write_trace(timeline, path, process)
+        pathlib.Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--html: '{path}' cannot be written: {error.strerror}; name another file") from error
+        raise ConfigError(f"{option}: '{path}' cannot be written: {error.strerror}; name another file") from error
+
+
+def write_html(page: Page, timeline: Timeline | None, html_file: str | os.PathLike[str], process: str) -> None:
+    """Writes a page, and beside it the file of its timeline for Perfetto; older files are replaced.
+
+    Args:
+        page: What it says.
+        timeline: What happened in a step, or ``None``.
+        html_file: The page.
+        process: What the times are of.
+
+    Raises:
+        ConfigError: If a file cannot be written.
+    """
+    write_text(html_file, render(page), "--html")
+    if timeline is not None:
+        write_text(trace_beside(html_file), json.dumps(to_trace(timeline, process)), "--html")

@@ -9,7 +9,6 @@ from hf_patrickstar.checkpoint.export import export
 from hf_patrickstar.cli import check, convert, plan, report
 from hf_patrickstar.cli import run as run_command
 from hf_patrickstar.cli.env import env
-from hf_patrickstar.cli.plan_script import split_script
 from hf_patrickstar.errors import ConfigError, PatrickStarError
 from hf_patrickstar.units import format_nbytes
 from hf_patrickstar.version import __version__
@@ -31,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     script: list[str] = []
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["plan"]:
-        words, script = split_script(words)
+        words, script = plan.split_script(words)
     elif words[:1] == ["run"]:
         words, script = run_command.split_program(words)
     options = _parser().parse_args(words)

@@ -1,27 +1,12 @@
 """``hf-patrickstar plan``: whether a model fits, and how fast it trains, before it does."""
 
 import argparse
-import dataclasses
-import pathlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-from tqdm import tqdm
+from collections.abc import Sequence
 
 from hf_patrickstar.cli.files import check_files, trace_beside
-from hf_patrickstar.cli.plan_script import arrange_from, in_words_of_the_script
-from hf_patrickstar.cli.plan_search import run_search, showing
-from hf_patrickstar.cli.settings import settings_of
-from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.report.timeline import check_plots
 from hf_patrickstar.tracing.garbage import no_collections, objects_set_aside
-
-if TYPE_CHECKING:
-    from hf_patrickstar.planner.plan import Plan
-    from hf_patrickstar.planner.planning import Circumstances
-    from hf_patrickstar.planner.simulation import Simulation
-    from hf_patrickstar.planner.subject import Subject
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,95 +78,20 @@ def run(options: argparse.Namespace) -> int:
     check_files({option: name for option, name in given.items() if name is not None})
     if options.png is not None:
         check_plots()
-    with no_collections():  # transformers takes seconds to import, and other commands do without
-        from hf_patrickstar.planner.planning import plan_for_runs
+    with no_collections():
+        from hf_patrickstar.cli.plan_run import run_plan
     with objects_set_aside():
-        subject, circumstances = arrange_from(options) if options.script else _arrange(options)
-        if options.search is not None:
-            return run_search(options, subject, circumstances)
-        plan, simulation = plan_for_runs(subject, circumstances)
-        return _tell(options, subject, circumstances, plan, simulation)
+        return run_plan(options)
 
 
-def _tell(
-    options: argparse.Namespace,
-    subject: "Subject",
-    circumstances: "Circumstances",
-    plan: "Plan",
-    simulation: "Simulation | None",
-) -> int:
-    """Prints a plan and what was tried beside it, and writes the files that were asked for."""
-    from hf_patrickstar.cli.plan_page import write_plan_page, write_plan_picture
-    from hf_patrickstar.planner.screen import changes_of, describe, describe_changes, largest_of
+def split_script(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Splits a command line at the first ``--``.
 
-    words = in_words_of_the_script if options.script else str
-    print(describe(plan), flush=True)  # the changes take several times as long
-    if not options.no_advice:
-        plan = _with_tried(plan, subject, circumstances, words)
-        print(f"\n{words(describe_changes(plan))}")
-    if options.json is not None:
-        try:
-            pathlib.Path(options.json).write_text(plan.to_json(), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"--json: '{options.json}' cannot be written: {error.strerror}; name another file"
-            ) from error
-    if options.html is not None:
-        largest = [words(text) for text in largest_of(plan)]
-        write_plan_page(plan, simulation, options.html, changes=changes_of(plan), largest=largest)
-    if options.png is not None:
-        write_plan_picture(plan, simulation, options.png)
-    return 0 if plan.fits else 1
+    Args:
+        words: The command line.
 
-
-def _with_tried(
-    plan: "Plan", subject: "Subject", circumstances: "Circumstances", words: Callable[[str], str]
-) -> "Plan":
-    """The plan with what was tried beside it, in the words of who asked."""
-    from hf_patrickstar.planner.advice import advise, largest_that_fit, with_tried
-
-    advice = advise(
-        subject,
-        circumstances,
-        plan,
-        lambda changes: tqdm(changes, desc="trying changes", unit="plan", leave=False, delay=2),
-    )
-    with showing("searching what fits") as progress:
-        largest = largest_that_fit(plan, subject, circumstances, progress)
-    return with_tried(plan, [dataclasses.replace(item, text=words(item.text)) for item in advice], largest)
-
-
-def _arrange(options: argparse.Namespace) -> "tuple[Subject, Circumstances]":
-    from hf_patrickstar.planner.planning import arrange
-
-    if options.model is None:
-        raise ConfigError("what should be planned? Give MODEL, or -- SCRIPT ARGS...")
-    return arrange(
-        options.model,
-        options.machine,
-        task=options.task,
-        batch_size=options.batch_size,
-        length=options.seq_len,
-        num_micro_batches=options.accumulation,
-        world_size=options.processes,
-        checkpointing=options.gradient_checkpointing,
-        dtype=options.dtype,
-        optimizer=options.optimizer,
-        max_norm=options.max_grad_norm or None,
-        device_memory=options.device_memory,
-        host_memory=options.host_memory,
-        settings=settings_of(options.set),
-        adapters=_adapters(options),
-    )
-
-
-def _adapters(options: argparse.Namespace) -> dict[str, Any] | None:
-    from hf_patrickstar.planner.adapters import parse_lora, read_peft
-
-    if options.lora is not None and options.peft is not None:
-        raise ConfigError("--lora and --peft are both given; keep one of them")
-    if options.lora is not None:
-        if not options.lora.strip():
-            raise ConfigError("--lora: there are no settings of adapters; write at least one, such as r=16")
-        return parse_lora(options.lora)
-    return None if options.peft is None else read_peft(options.peft)
+    Returns:
+        What stands before it, and the script with its arguments.
+    """
+    place = words.index("--") if "--" in words else len(words)
+    return list(words[:place]), list(words[place + 1 :])

@@ -6,10 +6,9 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from hf_patrickstar.cli.files import trace_beside, write_trace_beside
+from hf_patrickstar.cli.files import trace_beside, write_html
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.report.page import write_page
 from hf_patrickstar.report.run_page import SAME, run_page
 from hf_patrickstar.report.run_record import read_run, record_folder
 
@@ -47,9 +46,7 @@ def run(options: argparse.Namespace) -> None:
             f"the record of a run in '{record_folder(options.directory)}' lacks {error}, which the page shows: "
             "was it changed by hand? Name the output_dir of another run"
         ) from error
-    write_page(page, path, "--html")
-    if found.timeline is not None:
-        write_trace_beside(found.timeline, path, f"measured on {found.about['device']}")
+    write_html(page, found.timeline, path, f"measured on {found.about['device']}")
     print(f"{path}: {len(found.steps)} logs of a training loss")
 
 
@@ -60,10 +57,8 @@ def _read_plan(path: str) -> Mapping[str, Any]:
         raise ConfigError(
             f"--plan: '{path}' cannot be read: {error.strerror}; name a file of 'hf-patrickstar plan --json'"
         ) from error
-    except ValueError as error:
-        raise ConfigError(
-            f"--plan: '{path}' is not a plan that 'hf-patrickstar plan --json' has written; name such a file"
-        ) from error
+    except ValueError:
+        plan = None
     if not _is_plan(plan):
         raise ConfigError(
             f"--plan: '{path}' is not a plan that 'hf-patrickstar plan --json' has written; name such a file"

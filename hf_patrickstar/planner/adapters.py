@@ -82,15 +82,6 @@ def read_peft(path: str) -> dict[str, Any]:
     return values
 
 
-def check_adapters(values: Mapping[str, Any]) -> None:
-    """Makes sure that PEFT is installed and understands the configuration, before anything takes time.
-
-    Raises:
-        ConfigError: If it does not.
-    """
-    _config_of(values)
-
-
 def with_adapters(base: Any, values: Mapping[str, Any]) -> torch.nn.Module:
     """Wraps a model on the meta device with adapters; everything else in it is frozen.
 
@@ -101,7 +92,7 @@ def with_adapters(base: Any, values: Mapping[str, Any]) -> torch.nn.Module:
     Raises:
         ConfigError: If PEFT cannot wrap this model so.
     """
-    config = _config_of(values)
+    config = config_of(values)
     import peft
 
     try:
@@ -115,7 +106,15 @@ def with_adapters(base: Any, values: Mapping[str, Any]) -> torch.nn.Module:
         ) from error
 
 
-def _config_of(values: Mapping[str, Any]) -> Any:
+def config_of(values: Mapping[str, Any]) -> Any:
+    """The configuration of PEFT with these fields.
+
+    Args:
+        values: The fields.
+
+    Raises:
+        ConfigError: If PEFT is not installed, or does not understand them.
+    """
     if not has_peft():
         raise ConfigError("adapters are planned with PEFT, which is not installed: pip install 'hf_patrickstar[peft]'")
     import peft

@@ -1,8 +1,7 @@
 """What to change about a plan: each change is planned, and named with what it would bring."""
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 
 from hf_patrickstar.errors import ConfigError, EngineError
 from hf_patrickstar.machine import MACHINES
@@ -37,27 +36,12 @@ class Change:
     circumstances: Circumstances
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Advice:
-    """A change that was planned.
-
-    Attributes:
-        text: What to do.
-        plan: The plan then.
-        gain: Tokens per second then, as a multiple of what they are; infinite if it did not fit before.
-    """
-
-    text: str
-    plan: Plan
-    gain: float
-
-
 def advise(
     subject: Subject,
     circumstances: Circumstances,
     plan: Plan,
     progress: Callable[[list[Change]], Iterable[Change]] = lambda changes: changes,
-) -> list[Advice]:
+) -> tuple[TriedChange, ...]:
     """Plans changes and returns those that are worth most, the best first.
 
     Args:
@@ -74,11 +58,10 @@ def advise(
             continue
         if other is None or other.speed is None:
             continue
-        before = 0.0 if plan.speed is None else plan.speed.tokens_per_s
-        gain = other.speed.tokens_per_s / before if before else float("inf")
-        if gain > _WORTH:
-            found.append(Advice(change.text, other, gain))
-    return sorted(found, key=lambda advice: (-advice.gain, -_tokens_per_s(advice.plan)))[:MOST]
+        gain = None if plan.speed is None else other.speed.tokens_per_s / plan.speed.tokens_per_s
+        if gain is None or gain > _WORTH:
+            found.append(TriedChange(change.text, other.speed.tokens_per_s, gain))
+    return tuple(sorted(found, key=lambda tried: -tried.tokens_per_s)[:MOST])
 
 
 def largest_that_fit(
@@ -107,25 +90,6 @@ def _number(answer: int | str | None) -> int | None:
     return answer
 
 
-def with_tried(plan: Plan, advice: Iterable[Advice], largest: Mapping[str, int | None] | None) -> Plan:
-    """The plan with what was tried beside it.
-
-    Args:
-        plan: The plan.
-        advice: What to change, the best first.
-        largest: See ``largest_that_fit``.
-    """
-    changes = tuple(
-        TriedChange(item.text, _tokens_per_s(item.plan), None if math.isinf(item.gain) else item.gain)
-        for item in advice
-    )
-    return dataclasses.replace(plan, changes=changes, largest=largest)
-
-
-def _tokens_per_s(plan: Plan) -> float:
-    return plan.speed.tokens_per_s if plan.speed is not None else 0.0
-
-
 def changes(subject: Subject, given: Circumstances, plan: Plan) -> Iterator[Change]:
     """The changes to try.
 
@@ -137,8 +101,14 @@ def changes(subject: Subject, given: Circumstances, plan: Plan) -> Iterator[Chan
     yield from _of_activations(subject, given, plan)
     yield from _of_batches(subject, given, plan)
     yield from _of_budgets(subject, given)
-    yield from _of_processes(subject, given)
-    yield from _of_adapters(subject, given)
+    num = given.machine.num_devices
+    if given.world_size < num:
+        more = dataclasses.replace(given, world_size=num)
+        yield Change(f"a process on every device (--processes {num}), of the same batch each", subject, more)
+    if subject.can_have_adapters and has_peft():
+        text = f"train adapters over a frozen model, which trains other weights (--lora r={_RANK},targets=all-linear)"
+        adapters = {"peft_type": "LORA", "r": _RANK, "target_modules": "all-linear"}
+        yield Change(text, dataclasses.replace(subject, adapters=adapters), given)
 
 
 def _of_activations(subject: Subject, given: Circumstances, plan: Plan) -> Iterator[Change]:
@@ -192,17 +162,3 @@ def _of_budgets(subject: Subject, given: Circumstances) -> Iterator[Change]:
         if getattr(machine, field) < there:
             larger = dataclasses.replace(given, machine=dataclasses.replace(machine, **{field: there}))
             yield Change(f"take all that the machine has (without {option}: {format_nbytes(there)})", subject, larger)
-
-
-def _of_processes(subject: Subject, given: Circumstances) -> Iterator[Change]:
-    num = given.machine.num_devices
-    if given.world_size < num:
-        more = dataclasses.replace(given, world_size=num)
-        yield Change(f"a process on every device (--processes {num}), of the same batch each", subject, more)
-
-
-def _of_adapters(subject: Subject, given: Circumstances) -> Iterator[Change]:
-    if subject.can_have_adapters and has_peft():
-        text = f"train adapters over a frozen model, which trains other weights (--lora r={_RANK},targets=all-linear)"
-        adapters = {"peft_type": "LORA", "r": _RANK, "target_modules": "all-linear"}
-        yield Change(text, dataclasses.replace(subject, adapters=adapters), given)

@@ -1,40 +1,16 @@
 """``hf_patrickstar.plan``: what ``hf-patrickstar plan`` does, from Python."""
 
-from collections.abc import Mapping
-from typing import Any, TypedDict, Unpack
+import dataclasses
+from typing import Any, Unpack
 
 import torch
 from transformers import PretrainedConfig, TrainingArguments
 
 from hf_patrickstar.machine import Machine
-from hf_patrickstar.planner.advice import advise, largest_that_fit, with_tried
+from hf_patrickstar.planner.advice import advise, largest_that_fit
+from hf_patrickstar.planner.arguments import Asked, asked_by, check_types
 from hf_patrickstar.planner.plan import Plan
 from hf_patrickstar.planner.planning import arrange, plan_for_runs
-from hf_patrickstar.planner.training_args import asked_by
-
-_DEFAULTS: Mapping[str, Any] = {
-    **{"task": None, "batch_size": 1, "length": None, "num_micro_batches": 1, "world_size": 1, "checkpointing": False},
-    **{"dtype": "bf16", "optimizer": "adamw", "max_norm": 1.0, "device_memory": None, "host_memory": None},
-    **{"settings": None, "adapters": None},
-}
-
-
-class Asked(TypedDict, total=False):
-    """How a model is trained; see ``plan``."""
-
-    task: str | None
-    batch_size: int
-    length: int | None
-    num_micro_batches: int
-    world_size: int
-    checkpointing: bool
-    dtype: str
-    optimizer: str
-    max_norm: float | None
-    device_memory: int | str | None
-    host_memory: int | str | None
-    settings: Mapping[str, Any] | None
-    adapters: Mapping[str, Any] | None
 
 
 def plan(
@@ -75,12 +51,13 @@ def plan(
         ConfigError: If an argument makes no sense.
     """
     said = {} if arguments is None else asked_by(arguments, has_optimizer="optimizer" in asked)
-    given: dict[str, Any] = {**_DEFAULTS, **said, **asked}
-    if said and isinstance(given["settings"], Mapping):
+    given: dict[str, Any] = {**said, **asked}
+    model = check_types(model, machine, given)
+    if said and given["settings"] is not None:
         given["settings"] = {**said["settings"], **given["settings"]}
     subject, circumstances = arrange(model, machine, **given)
     found, _ = plan_for_runs(subject, circumstances)
     if not advice:
         return found
     changes = advise(subject, circumstances, found)
-    return with_tried(found, changes, largest_that_fit(found, subject, circumstances))
+    return dataclasses.replace(found, changes=changes, largest=largest_that_fit(found, subject, circumstances))

@@ -16,11 +16,6 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
-def can_keep(subject: Subject, *, is_measured: bool) -> bool:
-    """Whether results are kept: neither of what a script trains nor of what was measured; see ``kept``."""
-    return not is_measured and type(subject) is Subject
-
-
 def kept(kind: str, subject: Subject, circumstances: object, is_measured: bool, make: Callable[[], _T]) -> _T:
     """A result that was kept, or else one that is made and kept.
 
@@ -34,7 +29,7 @@ def kept(kind: str, subject: Subject, circumstances: object, is_measured: bool, 
         is_measured: Whether it depends on measurements.
         make: Makes it.
     """
-    if not can_keep(subject, is_measured=is_measured):
+    if is_measured or type(subject) is not Subject:
         return make()
     key = plan_cache.digest([kind, *_parts_of(subject), circumstances])
     found = plan_cache.read(kind, key)

@@ -20,7 +20,6 @@ from hf_patrickstar.machine import Machine, find_machine
 from hf_patrickstar.memory.operators import without_modes
 from hf_patrickstar.memory.tiers import DEVICE_SHARE, HOST_SHARE, Tier
 from hf_patrickstar.plan_cache import keep_traces
-from hf_patrickstar.planner.arguments import check_types
 from hf_patrickstar.planner.kept import kept
 from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse
 from hf_patrickstar.planner.simulation import OpsOf, Simulation, Trained, simulate, step_nbytes
@@ -142,40 +141,28 @@ def _also_without_mask(known: KnownTraces, subject: Subject) -> KnownTraces:
 
 
 def arrange(
-    model: str | PretrainedConfig | torch.nn.Module,
+    model: str | PretrainedConfig,
     machine: str | Machine,
     *,
-    task: str | None,
-    batch_size: int,
-    length: int | None,
-    num_micro_batches: int,
-    world_size: int,
-    checkpointing: bool,
-    dtype: str,
-    optimizer: str,
-    max_norm: float | None,
-    device_memory: int | str | None,
-    host_memory: int | str | None,
-    settings: Mapping[str, Any] | None,
+    task: str | None = None,
+    batch_size: int = 1,
+    length: int | None = None,
+    num_micro_batches: int = 1,
+    world_size: int = 1,
+    checkpointing: bool = False,
+    dtype: str = "bf16",
+    optimizer: str = "adamw",
+    max_norm: float | None = 1.0,
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    settings: Mapping[str, Any] | None = None,
     adapters: Mapping[str, Any] | None = None,
 ) -> tuple[Subject, Circumstances]:
-    """Checks the arguments of ``plan``, and finds the model and the machine.
+    """Finds the model and the machine of what ``plan`` is asked.
 
     Raises:
         ConfigError: If an argument makes no sense.
     """
-    model = check_types(
-        model=model,
-        machine=machine,
-        optimizer=optimizer,
-        max_norm=max_norm,
-        batch_size=batch_size,
-        length=length,
-        num_micro_batches=num_micro_batches,
-        world_size=world_size,
-        settings=settings,
-        adapters=adapters,
-    )
     if num_micro_batches < 1 or world_size < 1:
         raise ConfigError(f"micro-batches ({num_micro_batches}) and processes ({world_size}) must be at least 1")
     if max_norm is not None and not max_norm > 0:
@@ -232,13 +219,8 @@ def _share(given: int | str | None, nbytes: int, share: float, name: str) -> int
     return int(share * nbytes) if given is None else parse_nbytes(given, name)
 
 
-def plan_subject(subject: Subject, circumstances: Circumstances) -> Plan:
-    """Plans the training of a model that was found already."""
-    return plan_and_simulate(subject, circumstances)[0]
-
-
 def plan_and_simulate(subject: Subject, circumstances: Circumstances) -> tuple[Plan, Simulation | None]:
-    """Plans as ``plan_subject`` does; returns the step that the plan was made from, too, if it fits."""
+    """Plans the training of a model that was found already; returns the step of the plan, too, if it fits."""
     is_measured = circumstances.times is not None
     return kept("simulations", subject, circumstances, is_measured, lambda: _plan_and_simulate(subject, circumstances))
 
@@ -253,7 +235,7 @@ def _plan_and_simulate(subject: Subject, circumstances: Circumstances) -> tuple[
 
 
 def plan_if_fits(subject: Subject, circumstances: Circumstances) -> Plan | None:
-    """Plans as ``plan_subject`` does; ``None`` if it does not fit, without finding out by how much."""
+    """Plans as ``plan_and_simulate`` does; ``None`` if it does not fit, without finding out by how much."""
     is_measured = circumstances.times is not None
     return kept("plans", subject, circumstances, is_measured, lambda: _plan_if_fits(subject, circumstances))
 
@@ -306,7 +288,7 @@ def _chunks(simulation: Simulation) -> Chunks:
         layout["chunk_numel"],
         layout["chunk_utilisation"],
         simulation.world_size * sum(load.is_here for load in simulation.loads),
-        simulation.reasons,
+        simulation.survey.reasons,
     )
 
 
@@ -340,13 +322,10 @@ _WORDS_OF_SEVERAL = {Lane.GATHERS: "gathers", Lane.REDUCTIONS: "reductions"}
 
 
 def _owners(given: Circumstances, simulation: Simulation) -> Mapping[str, Mapping[str, int]]:
-    """The most bytes of each kind by the name of the tier; what is not booked on the device is non-model data."""
-    owners = {tier.value: dict(simulation.owners[tier]) for tier in Tier}
-    on_device = owners[Tier.DEVICE.value]
-    on_device["non-model data"] = max(trace.non_model_peak_nbytes for trace in simulation.traces)
-    if given.beside_nbytes:
-        on_device[BESIDE] = given.beside_nbytes
-    return owners
+    """The most bytes of each kind by the name of the tier."""
+    beside = {BESIDE: given.beside_nbytes} if given.beside_nbytes else {}
+    owners = simulation.survey.owners
+    return {**owners, Tier.DEVICE.value: {**owners[Tier.DEVICE.value], **beside}}
 
 
 def _refusal(subject: Subject, given: Circumstances) -> Plan:
@@ -371,11 +350,12 @@ def _refusal_by_memory(subject: Subject, given: Circumstances, *, is_short: bool
     most = _COPY_NBYTES * numel if asked == "auto" else min(_COPY_NBYTES * numel, int(asked))
     simulation = _with_plenty(subject, given, None if asked == "auto" else int(asked), most)
     if all(load.is_here for load in simulation.loads):  # few parameters are trained, and states take little
-        most = min(most, simulation.owners[Tier.DEVICE]["param"])
-        simulation = _off_device(subject, given, simulation, most)
+        most = min(most, simulation.survey.owners[Tier.DEVICE.value]["param"])
+        with contextlib.suppress(BudgetError, EngineError):  # there may be no plan with all of them on the host
+            simulation = _within(subject, given, _PLENTY_NBYTES, chunk_budget=most)
     simulation, least = _smallest(subject, given, simulation, most)
     # What gradients leave through takes what is free there, and nothing where there is little.
-    host_nbytes = simulation.host_nbytes - simulation.owners[Tier.HOST].get(gradient_ring.OWNER, 0)
+    host_nbytes = simulation.host_nbytes - simulation.survey.owners[Tier.HOST.value].get(gradient_ring.OWNER, 0)
     machine = given.machine
     if is_short and host_nbytes <= machine.host_nbytes:  # it is short of something, if only of a little
         least = max(least, machine.device_nbytes + step_nbytes(machine.device_nbytes))
@@ -410,26 +390,16 @@ def _with_plenty(subject: Subject, given: Circumstances, asked: int | None, most
         ) from error
 
 
-def _off_device(subject: Subject, given: Circumstances, simulation: Simulation, most: int) -> Simulation:
-    """Records a step whose chunks may take so little of the device that they live on the host, if there is a plan."""
-    try:
-        return _within(subject, given, _PLENTY_NBYTES, chunk_budget=most)
-    except (BudgetError, EngineError):
-        return simulation
-
-
 def _smallest(subject: Subject, given: Circumstances, simulation: Simulation, most: int) -> tuple[Simulation, int]:
     """The simulation that needs the least device memory, and how much; chunks are chosen by the room that there is."""
     least = given.beside_nbytes + simulation.least_nbytes()
-    for _ in range(_MOST_ROUNDS):
-        try:
+    with contextlib.suppress(BudgetError, EngineError):  # no step follows a plan so close to the least
+        for _ in range(_MOST_ROUNDS):
             smaller = _within(subject, given, least, chunk_budget=most)
-        except (BudgetError, EngineError):  # no step follows a plan so close to the least
-            break
-        found = given.beside_nbytes + smaller.least_nbytes()
-        if found >= least:
-            break
-        simulation, least = smaller, found
+            found = given.beside_nbytes + smaller.least_nbytes()
+            if found >= least:
+                break
+            simulation, least = smaller, found
     return simulation, least
 
 
@@ -488,6 +458,9 @@ def _quiet() -> Iterator[None]:
 
 
 def _simulated(subject: Subject, given: Circumstances, settings: Mapping[str, Any]) -> Simulation:
+    # What changes what the model does, or its parameters, and not only what becomes of chunks.
+    of_model = {name: value for name, value in given.settings.items() if name not in _OF_CHUNKS}
+    same = of_model, given.num_micro_batches > 1, given.machine.has_accelerator
     trained = Trained(
         subject.make_model,
         subject.find_optimizer(given.optimizer) or make_adamw,
@@ -495,19 +468,9 @@ def _simulated(subject: Subject, given: Circumstances, settings: Mapping[str, An
         given.num_micro_batches,
         given.max_norm,
         given.world_size,
-        functools.partial(kept, "models", subject, _same_model(given, settings), given.times is not None),
+        functools.partial(kept, "models", subject, (*same, given.optimizer), given.times is not None),
     )
-    return simulate(trained, given.machine_of_model(), _ops_of(subject, given))
-
-
-def _of_model(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that change what the model does, or its parameters, and not only what becomes of chunks."""
-    return {name: value for name, value in settings.items() if name not in _OF_CHUNKS}
-
-
-def _same_model(given: Circumstances, settings: Mapping[str, Any]) -> object:
-    has_lanes, accumulates = given.machine.has_accelerator, given.num_micro_batches > 1
-    return _of_model({**given.settings, **settings}), given.optimizer, accumulates, has_lanes
+    return simulate(trained, given.machine_of_model(), _ops_of(subject, given, of_model, same))
 
 
 def make_adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -515,11 +478,9 @@ def make_adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
 
-def _ops_of(subject: Subject, given: Circumstances) -> OpsOf:
+def _ops_of(subject: Subject, given: Circumstances, settings: dict[str, Any], same: tuple[object, ...]) -> OpsOf:
     """What the model does in a micro-batch; kept for plans of other budgets and machines."""
     is_measured = given.times is not None
-    settings = _of_model(given.settings)
-    same = (settings, given.num_micro_batches > 1, given.machine.has_accelerator)
     micro_batch = MicroBatch(
         subject.make_model,
         subject.make_inputs,

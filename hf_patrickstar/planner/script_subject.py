@@ -30,9 +30,9 @@ from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import ConfigError, EngineError, PatrickStarError
 from hf_patrickstar.integrations.script import StopScript, run_script, set_known, touch_nothing
 from hf_patrickstar.machine import Machine
+from hf_patrickstar.planner.arguments import OF_THE_MACHINE, is_checkpointing, settings_of
 from hf_patrickstar.planner.planning import THIS, Circumstances, arrange_machine, time_operators
 from hf_patrickstar.planner.subject import MakeOptimizer, Subject
-from hf_patrickstar.planner.training_args import OF_THE_MACHINE, is_checkpointing, settings_of
 from hf_patrickstar.tracing.fake import as_fake, copying
 
 NUM_BATCHES = 8
@@ -120,14 +120,6 @@ class ScriptSubject(Subject):
 
         return make
 
-    def with_layers(self, num_layers: int) -> Subject:
-        """A script makes its own model, which cannot be made larger.
-
-        Raises:
-            ConfigError: Always.
-        """
-        raise ConfigError(f"'{self.name}' makes its own model, whose layers cannot be changed; plan MODEL instead")
-
     @property
     def can_have_adapters(self) -> bool:
         """A script adds adapters itself."""
@@ -137,11 +129,6 @@ class ScriptSubject(Subject):
     def num_layers(self) -> int:
         """Layers of the model; 0, since it cannot have others."""
         return 0
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of a micro-batch; examples if they are no sequences of tokens."""
-        return self.batch_size * self.length
 
     @property
     def unit(self) -> str:

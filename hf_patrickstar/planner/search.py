@@ -210,18 +210,19 @@ class _Search:
         while high - low > grain(low):
             plan = self._try(probe)
             if plan is not None:
+                low = probe
+                self._fitting.append((probe, plan))
                 # A guess that was too small: beyond it there is more than the line says.
-                low, guess = probe, self._guess_after(probe, plan)
-                probe = max(guess, low + stride * grain(low))
+                probe = max(self._guess(), low + stride * grain(low))
             else:
                 high = probe
-                guess = self._guess()
-                probe = min(guess, high - stride * grain(high)) if self._fitting else high // 2
+                probe = min(self._guess(), high - stride * grain(high)) if self._fitting else high // 2
             stride *= 2
-            is_beyond = not low < probe < high
-            if is_beyond:
+            if not low < probe < high:
                 probe = (low + high) // 2 if high <= self._scale.most else min(2 * low, high - 1)
-        return self._result(low, high)
+        plan = self._fitting[-1][1] if self._fitting else None
+        refused = self._scale.size(high) if high <= self._scale.most else None
+        return Found(self._goal, self._scale.size(low) or None, plan, refused, self._num_plans)
 
     def _try(self, steps: int) -> Plan | None:
         size = self._scale.size(steps)
@@ -229,19 +230,8 @@ class _Search:
         self._num_plans += 1
         return plan_if_fits(self._scale.change(size), self._given)
 
-    def _result(self, low: int, high: int) -> Found:
-        plan = self._fitting[-1][1] if self._fitting else None
-        refused = self._scale.size(high) if high <= self._scale.most else None
-        return Found(self._goal, self._scale.size(low) or None, plan, refused, self._num_plans)
-
-    def _guess_after(self, size: int, plan: Plan) -> int:
-        self._fitting.append((size, plan))
-        return self._guess()
-
     def _guess(self) -> int:
-        """The largest size that fits if bytes are linear in it, the smaller of both limits; 0 if nothing is known."""
-        if not self._fitting:
-            return 0
+        """The largest size that fits if bytes are linear in it, the smaller of both limits."""
         (before, earlier), (size, plan) = self._fitting[-2] if len(self._fitting) > 1 else (0, None), self._fitting[-1]
         used = self._bytes(plan)
         used_before = [(0, 0)] * len(used) if earlier is None else self._bytes(earlier)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from hf_patrickstar.config import PatrickStarConfig
-from hf_patrickstar.decisions import Decisions, ModelNumbers, decide_for, inspect
+from hf_patrickstar.decisions import Decisions, decide_for, inspect
 from hf_patrickstar.errors import BudgetError
-from hf_patrickstar.homes import Circumstances, lists_of
+from hf_patrickstar.homes import Circumstances, ModelNumbers, can_move_homes, lists_of, staging_nbytes
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.membership import holders
 from hf_patrickstar.memory.tiers import Tier
@@ -26,9 +26,9 @@ from hf_patrickstar.optim.kernels import make_kernel
 from hf_patrickstar.optim.torch_kernel import OWN_STATE
 from hf_patrickstar.plan_cache import computation_of, key_of
 from hf_patrickstar.planner.imagined import resources_of, settings_for
-from hf_patrickstar.report.survey import NON_MODEL, Survey, SurveyedChunk, Tide
+from hf_patrickstar.report.survey import NON_MODEL, Survey, SurveyedChunk
 from hf_patrickstar.runtime import gradient_ring
-from hf_patrickstar.runtime.chunk import GRADIENTS, STAGING, torch_dtype
+from hf_patrickstar.runtime.chunk import GRADIENTS, STAGING
 from hf_patrickstar.runtime.order import Room
 from hf_patrickstar.schedule.ahead import plan_ahead
 from hf_patrickstar.schedule.bounds import ADAM_NBYTES
@@ -95,16 +95,8 @@ class Simulation:
         num_parameters: Trainable parameters, of all processes.
         num_all_parameters: Trainable and frozen ones.
         num_on_host: Parameters that this process updates on the host.
-        static: Chunks that are computed with where they are at home, on the device.
-        fixed_nbytes: Bytes of the device that are no copies of chunks: chunks at home there, and scratch space.
-        device_nbytes: The most bytes on the device, activations included.
-        host_nbytes: The bytes on the host, scratch space included.
-        owners: The most bytes of each kind, by tier.
-        moved_nbytes: Bytes that cross in a step, to the device and to the host.
-        sent_nbytes: Bytes of parameters and gradients that this process sends to others in a step.
-        reasons: What was decided, a sentence each.
         layout: ``num_chunks``, ``chunk_numel``, ``chunk_utilisation`` as of ``PatrickStarEngine.stats``.
-        survey: Which parameter lives where, and what is on the device at each moment.
+        survey: Which parameter lives where, what is on the device at each moment, and what was decided.
         known: The traces, of updates too, for a run of the same training.
         precision: The type of most parameters on the device, without ``torch.``.
         rules: How plans are made.
@@ -119,19 +111,42 @@ class Simulation:
     num_parameters: int
     num_all_parameters: int
     num_on_host: int
-    static: frozenset[int]
-    fixed_nbytes: int
-    device_nbytes: int
-    host_nbytes: int
-    owners: Mapping[Tier, Mapping[str, int]]
-    moved_nbytes: tuple[int, int]
-    sent_nbytes: int
-    reasons: tuple[str, ...]
     layout: Mapping[str, Any]
     survey: Survey
     known: KnownTraces
     precision: str
     rules: "PlanRules"
+
+    @property
+    def device_nbytes(self) -> int:
+        """The most bytes on the device, activations included."""
+        return max(
+            self.rules.fixed_nbytes + copies + visit.gradient_nbytes + visit.non_model_nbytes
+            for made, plan in zip(self.traces, self.plans, strict=True)
+            for visit, copies in zip(made.visits, plan.chunk_nbytes, strict=True)
+        )
+
+    @property
+    def host_nbytes(self) -> int:
+        """The bytes on the host, scratch space included."""
+        return sum(self.survey.owners[Tier.HOST.value].values())
+
+    def _loaded(self) -> Iterator[Load]:
+        """The copies to the device."""
+        moments = (actions for plan in self.plans for actions in plan.moments)
+        return (self.loads[index] for actions in moments for index in (*actions.load, *actions.carry))
+
+    @property
+    def moved_nbytes(self) -> tuple[int, int]:
+        """Bytes that cross in a step, to the device and to the host."""
+        to_device = sum(load.nbytes for load in self._loaded() if not load.is_here)
+        return to_device, sum(entry.nbytes for entry in self.script if isinstance(entry, Send) and not entry.to_device)
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes of parameters and gradients that this process sends to others in a step."""
+        gathered = sum(load.sent_nbytes for load in self._loaded())
+        return gathered + sum(entry.nbytes for entry in self.script if isinstance(entry, Reduce))
 
     def least_nbytes(self) -> int:
         """The least bytes of the device for which there is a plan, with the same chunks and homes."""
@@ -154,22 +169,12 @@ class PlanRules:
     Attributes:
         fixed_nbytes: Bytes of the device that are no copies of chunks.
         chunk_nbytes: Bytes that chunks may take on the device at most, or ``None``.
-        policy: Which chunk leaves.
-        updated: Chunks that the optimizer changes.
-        static: Chunks that are computed with where they are at home.
-        prefetch_depth: How many loads may be under way ahead.
-        reshard_after_forward: Whether chunks leave when forward has done with them.
-        ahead: What the last micro-batch does in backward for the next step.
+        asked: What else ``repeated_plans`` is given, by its names.
     """
 
     fixed_nbytes: int
     chunk_nbytes: int | None
-    policy: str
-    updated: frozenset[int]
-    static: frozenset[int]
-    prefetch_depth: int
-    reshard_after_forward: bool
-    ahead: Ahead = NOTHING_AHEAD
+    asked: Mapping[str, Any]
 
     def capacities(self, made: Trace, device_nbytes: int) -> tuple[int, ...]:
         """Bytes that moving chunks may take at each moment.
@@ -191,16 +196,7 @@ class PlanRules:
         Raises:
             BudgetError: If the chunks in use at one moment do not fit.
         """
-        return repeated_plans(
-            traces,
-            [self.capacities(made, device_nbytes) for made in traces],
-            self.policy,
-            dropped_after=self.updated,
-            static=self.static,
-            prefetch_depth=self.prefetch_depth,
-            reshard_after_forward=self.reshard_after_forward,
-            ahead=self.ahead,
-        )
+        return repeated_plans(traces, [self.capacities(made, device_nbytes) for made in traces], **self.asked)
 
 
 def simulate(trained: Trained, machine: Machine, ops_of: OpsOf) -> Simulation:
@@ -217,40 +213,6 @@ def simulate(trained: Trained, machine: Machine, ops_of: OpsOf) -> Simulation:
     """
     machine.check_processes(trained.world_size)
     return _Simulator(trained, machine, ops_of).run()
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Planned:
-    """What a step does, and by which plans."""
-
-    script: tuple[Entry, ...]
-    traces: Sequence[Trace]
-    plans: Sequence[Plan]
-    rules: PlanRules
-    known: KnownTraces
-
-    def device_nbytes(self) -> int:
-        """The most bytes on the device."""
-        return max(
-            self.rules.fixed_nbytes + copies + visit.gradient_nbytes + visit.non_model_nbytes
-            for made, plan in zip(self.traces, self.plans, strict=True)
-            for visit, copies in zip(made.visits, plan.chunk_nbytes, strict=True)
-        )
-
-    def _loaded(self, loads: Sequence[Load]) -> Iterator[Load]:
-        """The copies to the device."""
-        moments = (actions for plan in self.plans for actions in plan.moments)
-        return (loads[index] for actions in moments for index in (*actions.load, *actions.carry))
-
-    def moved_nbytes(self, loads: Sequence[Load]) -> tuple[int, int]:
-        """Bytes that cross to the device, and to the host."""
-        to_device = sum(load.nbytes for load in self._loaded(loads) if not load.is_here)
-        return to_device, sum(entry.nbytes for entry in self.script if isinstance(entry, Send) and not entry.to_device)
-
-    def sent_nbytes(self, loads: Sequence[Load]) -> int:
-        """Bytes that this process sends to others."""
-        gathered = sum(load.sent_nbytes for load in self._loaded(loads))
-        return gathered + sum(entry.nbytes for entry in self.script if isinstance(entry, Reduce))
 
 
 class _Simulator:
@@ -305,16 +267,15 @@ class _Simulator:
         known = KnownTraces(key, {made.key: made for made in (*traces, self._update_trace(traces[0]))}, lookups)
         placement = decisions.rules(situation)
         decisions = decisions.with_tide(situation, known, placement)
-        homed = decisions.homes.device_homed
-        if self._moves_homes():
-            if not decisions.prospect(situation, known, placement).fits(homed):
+        prospect, homed = decisions.prospect(situation, known, placement), decisions.homes.device_homed
+        if can_move_homes(situation) and not self._config.debug_evict_all:
+            if not prospect.fits(homed):
                 reasons.append(left_device(len(homed), "beside what else a step takes"))
                 homed = frozenset()
-            margin = decisions.prospect(situation, known, placement).margin(homed)
+            margin = prospect.margin(homed)
             if margin is not None:
                 homed = homed.union(margin.chunk_indices)
                 reasons.append(margin.reason)
-        prospect = decisions.prospect(situation, known, placement)
         return self._planned(ops, known, prospect, homed, [*decisions.reasons, *reasons])
 
     # Decisions
@@ -339,17 +300,13 @@ class _Simulator:
         sizes = {index: decisions.chunk_nbytes[chunk_of[index]].param_nbytes for index in rows}
         choice = plan_lookups(
             {index: Lookups(sizes[index], rows[index], decisions.tensors[index].trainable) for index in rows},
-            self._machine_of_decisions,
+            self._resources.machine,
             frozenset(index for index in rows if sizes[index] > room),
         )
         lookups = {index: "home" if index in choice.at_home else "device" for index in rows}
         if any(place == "device" for place in lookups.values()):
             ops = self._ops_of(frozenset(names[index] for index in asked if lookups.get(index) != "device"))
         return ops, lookups, [choice.reason]
-
-    @property
-    def _machine_of_decisions(self) -> Machine:
-        return self._resources.machine
 
     def _rules(self, homed: frozenset[int], ahead: Ahead = NOTHING_AHEAD) -> StepRules:
         kernel, overlaps = self._kernel, bool(self._config.overlap_optimizer)
@@ -375,99 +332,76 @@ class _Simulator:
         own = self._places.own_numel
         return sum(own[index] for index in self._layout.chunks[chunk_index].tensor_indices)
 
-    def _moves_homes(self) -> bool:
-        config = self._config
-        return config.placement != "host" and not config.debug_evict_all and self._kernel.follows_homes
-
     def _update_trace(self, made: Trace) -> Trace:
         """What an update takes on the device beside chunks, in the order in which forward comes to them."""
         chunks = self._layout.chunks
         order = dict.fromkeys([visit.chunk_index for visit in made.visits] + [spec.index for spec in chunks])
         updated = [chunks[index] for index in order if chunks[index].is_updated]
-        nbytes = [round(self._cost.temporary_nbytes * spec.chunk_numel) for spec in updated]
-        visits = (Visit(spec.index, non_model_nbytes=taken) for spec, taken in zip(updated, nbytes, strict=True))
-        return Trace(trace_key(StepKind.UPDATE, ()), made.chunk_nbytes, tuple(visits))
+        taken = self._cost.temporary_nbytes
+        visits = tuple(Visit(spec.index, non_model_nbytes=round(taken * spec.chunk_numel)) for spec in updated)
+        return Trace(trace_key(StepKind.UPDATE, ()), made.chunk_nbytes, visits)
 
     # Plans
 
     def _planned(
         self, ops: OpTrace, known: KnownTraces, prospect: Prospect, homed: frozenset[int], reasons: list[str]
     ) -> Simulation:
-        trained, alone = self._trained, self._trained.world_size == 1
-        num = self._num_micro_batches
+        trained, tensors, layout = self._trained, self._decisions.tensors, self._layout
         by_kind = {made.kind: made for made in known.traces.values()}
-        kinds = list(kinds_of(num))
-        kinds[1:1] = kinds[1:-1] * max(num - 3, 0)
+        kinds = list(kinds_of(self._num_micro_batches))
+        kinds[1:1] = kinds[1:-1] * max(self._num_micro_batches - 3, 0)
         traces = [by_kind[kind] for kind in kinds]
-        rules = PlanRules(
-            self._fixed_nbytes(homed),
-            self._resources.ledger.chunk_budget,
-            self._config.eviction,
-            prospect.updated,
-            homed if alone else frozenset(),
-            self._depth,
-            self._config.reshard_after_forward and not alone,
-        )
-        if self._config.overlap_optimizer == "backward" and self._resources.has_streams and trained.max_norm is None:
-            works = [dataclasses.replace(w, is_static=i in homed) for i, w in enumerate(prospect.works)]
-            capacities = rules.capacities(traces[-1], prospect.device_nbytes)
-            depth = self._depth if alone else 0
-            ahead = plan_ahead(traces[-1], capacities, works, self._machine_of_decisions, depth)
-            rules = dataclasses.replace(rules, ahead=ahead)
+        rules = self._plan_rules(prospect, homed, traces[-1])
         plans = rules.plans(traces, prospect.device_nbytes)
-        told = whole_step(ops, self._places, self._rules(homed, plans[-1].ahead))
-        return self._summed_up(_Planned(told.script, traces, plans, rules, known), prospect, homed, reasons)
-
-    def _summed_up(
-        self, planned: "_Planned", prospect: Prospect, homed: frozenset[int], reasons: list[str]
-    ) -> Simulation:
-        trained, tensors, chunks = self._trained, self._decisions.tensors, self._layout.chunks
-        traces, plans, rules = planned.traces, planned.plans, planned.rules
+        script = whole_step(ops, self._places, self._rules(homed, plans[-1].ahead)).script
         loads = tuple(
             Load(size.param_nbytes, (trained.world_size - 1) * size.param_nbytes, size.chunk_index in homed)
             for size in self._decisions.chunk_nbytes
         )
-        owners = self._owners(homed, traces, plans)
+        updated_on_host = [spec.index for spec in layout.chunks if spec.is_updated and spec.index not in homed]
         return Simulation(
-            script=planned.script,
+            script=script,
             traces=tuple(traces),
             plans=tuple(plans),
             loads=loads,
-            timeline=replay(planned.script, plans, loads, self._machine),
+            timeline=replay(script, plans, loads, self._machine),
             world_size=trained.world_size,
             num_parameters=sum(spec.numel for spec in tensors if spec.trainable),
             num_all_parameters=sum(spec.numel for spec in tensors),
-            num_on_host=sum(
-                self._own_numel(spec.index) for spec in chunks if spec.is_updated and spec.index not in homed
-            ),
-            static=rules.static,
-            fixed_nbytes=rules.fixed_nbytes,
-            device_nbytes=planned.device_nbytes(),
-            host_nbytes=sum(owners[Tier.HOST].values()),
-            owners=owners,
-            moved_nbytes=planned.moved_nbytes(loads),
-            sent_nbytes=planned.sent_nbytes(loads),
-            reasons=tuple(reasons),
+            num_on_host=sum(map(self._own_numel, updated_on_host)),
             layout={
-                "num_chunks": len(chunks) * trained.world_size,
-                "chunk_numel": self._layout.chunk_numel,
-                "chunk_utilisation": self._layout.utilisation,
+                "num_chunks": len(layout.chunks) * trained.world_size,
+                "chunk_numel": layout.chunk_numel,
+                "chunk_utilisation": layout.utilisation,
             },
-            survey=self._survey(traces, plans, homed, prospect.device_nbytes - rules.fixed_nbytes, owners, reasons),
-            known=planned.known,
+            survey=self._survey(traces, plans, homed, prospect.device_nbytes - rules.fixed_nbytes, reasons),
+            known=known,
             precision=str(self._decisions.precision.dtype).removeprefix("torch."),
             rules=rules,
         )
+
+    def _plan_rules(self, prospect: Prospect, homed: frozenset[int], last: Trace) -> PlanRules:
+        alone = self._trained.world_size == 1
+        asked: dict[str, Any] = {
+            "policy": self._config.eviction,
+            "dropped_after": prospect.updated,
+            "static": homed if alone else frozenset(),
+            "prefetch_depth": self._depth,
+            "reshard_after_forward": self._config.reshard_after_forward and not alone,
+        }
+        rules = PlanRules(sum(self._fixed(homed, Tier.DEVICE).values()), self._resources.ledger.chunk_budget, asked)
+        in_backward = self._config.overlap_optimizer == "backward" and self._resources.has_streams
+        if in_backward and self._trained.max_norm is None:
+            works = [dataclasses.replace(w, is_static=i in homed) for i, w in enumerate(prospect.works)]
+            capacities, depth = rules.capacities(last, prospect.device_nbytes), self._depth if alone else 0
+            asked["ahead"] = plan_ahead(last, capacities, works, self._resources.machine, depth)
+        return rules
 
     @property
     def _depth(self) -> int:
         return 0 if self._config.debug_evict_all else self._decisions.prefetch_depth
 
     # Bytes
-
-    def _fixed_nbytes(self, homed: frozenset[int]) -> int:
-        on_device = self._fixed(homed, Tier.DEVICE)
-        return sum(on_device.values())
 
     def _fixed(self, homed: frozenset[int], tier: Tier) -> dict[str, int]:
         """Bytes on a tier that do not change in a step, by owner."""
@@ -491,14 +425,11 @@ class _Simulator:
             staging = self._staging_nbytes()
             nbytes.update({STAGING: staging} if staging else {})
         elif updates and self._trained.num_micro_batches > 1 and self._machine.has_accelerator:
-            nbytes[gradient_ring.OWNER] = self._ring_nbytes(at_home, sum(nbytes.values()))
+            # What gradients leave through on their way to lists.
+            lists = sum(spec.chunk_numel * spec.types.state_itemsize for spec in self._layout.chunks if spec.trainable)
+            free = self._resources.ledger.limit(Tier.HOST) - sum(nbytes.values())
+            nbytes[gradient_ring.OWNER] = gradient_ring.planned_nbytes(lists, free)
         return nbytes
-
-    def _ring_nbytes(self, at_home: Sequence[Any], taken: int) -> int:
-        """What gradients leave through on their way to lists; see ``gradient_ring.py``."""
-        lists = sum(spec.chunk_numel * spec.types.state_itemsize for spec in self._layout.chunks if spec.trainable)
-        free = self._resources.ledger.limit(Tier.HOST) - taken
-        return gradient_ring.planned_nbytes(lists, free)
 
     def _staging_nbytes(self) -> int:
         """Scratch space in which slices of other processes arrive, for each type of gradients."""
@@ -506,56 +437,38 @@ class _Simulator:
         for spec in self._layout.chunks:
             if spec.trainable and spec.world_size > 1:
                 largest[spec.types.param] = max(spec.chunk_numel, largest.get(spec.types.param, 0))
-        total = 0
-        for name, numel in largest.items():
-            narrow, wide = self._resources.collectives.staging_numel(numel, torch_dtype(name))
-            total += narrow * torch_dtype(name).itemsize + wide * torch.float32.itemsize
-        return total
+        collectives = self._resources.collectives
+        return sum(staging_nbytes(collectives, numel, name) for name, numel in largest.items())
 
     def _owners(
         self, homed: frozenset[int], traces: Sequence[Trace], plans: Sequence[Plan]
-    ) -> dict[Tier, dict[str, int]]:
-        """The most bytes of each kind by tier."""
-        on_device = self._fixed(homed, Tier.DEVICE)
+    ) -> dict[str, dict[str, int]]:
+        """The most bytes of each kind by tier; what is not booked on the device is non-model data."""
+        owners = {tier.value: self._fixed(homed, tier) for tier in Tier}
+        on_device = owners[Tier.DEVICE.value]
         on_device["param"] = on_device.get("param", 0) + max(max(plan.chunk_nbytes, default=0) for plan in plans)
         gradients = max(visit.gradient_nbytes for made in traces for visit in made.visits)
         if gradients:
             on_device[GRADIENTS] = gradients
-        return {Tier.DEVICE: on_device, Tier.HOST: self._fixed(homed, Tier.HOST)}
+        on_device[NON_MODEL] = max(made.non_model_peak_nbytes for made in traces)
+        return owners
 
     def _survey(
-        self,
-        traces: Sequence[Trace],
-        plans: Sequence[Plan],
-        homed: frozenset[int],
-        free: int,
-        owners: Mapping[Tier, Mapping[str, int]],
-        reasons: Sequence[str],
+        self, traces: Sequence[Trace], plans: Sequence[Plan], homed: frozenset[int], free: int, reasons: Sequence[str]
     ) -> Survey:
-        limit = self._resources.ledger.limit(Tier.DEVICE, cautious=False)
-        room = Room(free, None, 0, ())
-        by_kind = {made.kind: (made, plan) for made, plan in zip(traces, plans, strict=True)}
-        tides = tuple(Tide.of(made, plan, room, limit) for made, plan in by_kind.values())
-        found = {tier.value: dict(kinds) for tier, kinds in owners.items()}
-        found[Tier.DEVICE.value][NON_MODEL] = max(made.non_model_peak_nbytes for made in traces)
+        ledger, decisions = self._resources.ledger, self._decisions
+        by_kind = {made.kind: (made, plan, Room(free, None, 0, ())) for made, plan in zip(traces, plans, strict=True)}
         chunks = tuple(
-            SurveyedChunk(
-                index=spec.index,
-                home=(Tier.DEVICE if spec.index in homed else Tier.HOST).value,
-                dtype=spec.types.param,
-                numel=spec.capacity_numel,
-                used_numel=spec.used_numel,
-                param_nbytes=spec.chunk_numel * spec.types.itemsize,
-                state_nbytes=self._decisions.chunk_nbytes[spec.index].state_nbytes,
-                trainable=spec.trainable,
-                parameters=tuple(
-                    (self._decisions.tensors[i].name, self._decisions.tensors[i].numel) for i in spec.tensor_indices
-                ),
+            SurveyedChunk.of(
+                spec,
+                Tier.DEVICE if spec.index in homed else Tier.HOST,
+                spec.chunk_numel * spec.types.itemsize,
+                decisions.chunk_nbytes[spec.index].state_nbytes,
+                [decisions.tensors[index] for index in spec.tensor_indices],
             )
             for spec in self._layout.chunks
         )
-        budgets = {tier.value: self._resources.ledger.budget(tier) for tier in Tier}
-        return Survey(budgets, found, chunks, tides, tuple(reasons))
+        return Survey.of(chunks, ledger, by_kind.values(), self._owners(homed, traces, plans), reasons)
 
 
 _LEAST_STEP_NBYTES, _STEP_NBYTES, _STEPS = 64 * KIB, MIB, 64

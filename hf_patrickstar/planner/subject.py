@@ -21,7 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.plan_cache import ATTENTION_DROPOUTS
-from hf_patrickstar.planner.adapters import check_adapters, with_adapters
+from hf_patrickstar.planner.adapters import config_of, with_adapters
 from hf_patrickstar.schedule.bounds import ADAM
 from hf_patrickstar.tracing.fake import as_fake
 
@@ -147,7 +147,7 @@ class Subject:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a micro-batch, or images."""
+        """Tokens of a micro-batch, or what else it is counted in."""
         return self.batch_size * (self.length if self.unit == "tokens" else 1)
 
     @property
@@ -198,7 +198,7 @@ def find_subject(
     if found == "seq2seq-lm" and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0  # which token it is changes no shape
     if adapters is not None:
-        check_adapters(adapters)
+        config_of(adapters)  # before anything takes time
     return Subject(name, found, config, batch_size, length, checkpointing, adapters)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from hf_patrickstar.report.blocks import Chart, Entry, Shape, Table, Tick
 from hf_patrickstar.report.scales import Scale, of_bytes, of_steps
@@ -42,8 +43,7 @@ class Row:
     bars: Mapping[int, Sequence[tuple[float, float]]]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Words:
+class Words(NamedTuple):
     """What is written around a chart; see ``Chart``."""
 
     title: str
@@ -92,7 +92,8 @@ def stacked(
     legend = [Entry(label, look) for look, (label, values) in enumerate(columns.items()) if any(values)]
     legend += [Entry("limit of the budget", "budget", True)] if has_limit else []
     legend += [Entry("a forward ends", "mark", True)] if marks else []
-    return _chart(words, x_scale.ticks(), y_scale.ticks(), shapes, legend, table)
+    ticks = x_scale.ticks(), y_scale.ticks()
+    return Chart(*words, *ticks, tuple(shapes), tuple(legend), table)
 
 
 def lines(words: Words, found: Sequence[Line], y_scale: Scale, table: Table, limit: float | None = None) -> Chart:
@@ -112,7 +113,8 @@ def lines(words: Words, found: Sequence[Line], y_scale: Scale, table: Table, lim
     if limit is not None:
         shapes.append(Shape("budget", f"M0 {_n(HEIGHT - y_scale.at(limit, HEIGHT))}H{WIDTH}", True))
         legend.append(Entry("budget", "budget", True))
-    return _chart(words, x_scale.ticks(), y_scale.ticks(), shapes, legend, table)
+    ticks = x_scale.ticks(), y_scale.ticks()
+    return Chart(*words, *ticks, tuple(shapes), tuple(legend), table)
 
 
 def bars(
@@ -145,30 +147,9 @@ def bars(
     if limit is not None:
         shapes.append(Shape("budget", f"M{_n(x_scale.at(limit, WIDTH))} 0V{HEIGHT}", True))
         legend.append(Entry("budget", "budget", True))
-    y_ticks = [Tick((place + 0.5) * 100 / max(len(rows), 1), row.label) for place, row in enumerate(rows)]
-    chart = _chart(words, x_scale.ticks(4), y_ticks, shapes, legend, table)
-    return dataclasses.replace(chart, num_rows=len(rows))
-
-
-def _chart(
-    words: Words,
-    x_ticks: Iterable[Tick],
-    y_ticks: Iterable[Tick],
-    shapes: Iterable[Shape],
-    legend: Iterable[Entry],
-    table: Table,
-) -> Chart:
-    return Chart(
-        words.title,
-        words.summary,
-        words.x_label,
-        words.y_label,
-        tuple(x_ticks),
-        tuple(y_ticks),
-        tuple(shapes),
-        tuple(legend),
-        table,
-    )
+    y_ticks = tuple(Tick((place + 0.5) * 100 / max(len(rows), 1), row.label) for place, row in enumerate(rows))
+    ticks = x_scale.ticks(4), y_ticks
+    return Chart(*words, *ticks, tuple(shapes), tuple(legend), table, len(rows))
 
 
 def _area(

@@ -29,6 +29,7 @@ _CAVEAT = "Times are simulated; bytes of Python, of libraries and of the data ar
 def plan_page(
     plan: Mapping[str, Any],
     headline: str,
+    verdict: str,
     survey: Survey | None,
     timeline: Timeline | None,
     *,
@@ -42,6 +43,7 @@ def plan_page(
     Args:
         plan: The plan as ``hf-patrickstar plan --json`` writes it.
         headline: What is planned, in a sentence.
+        verdict: That it fits, or does not and why, as the end of a sentence that begins with "It".
         survey: What the engine did in the step that was simulated; ``None`` if the plan does not fit.
         timeline: The time of that step, likewise.
         changes: What to change, each tried.
@@ -51,14 +53,14 @@ def plan_page(
     """
     memory = [
         kinds_chart(name, use["budget_nbytes"], use["need_nbytes"], use["owners"], is_least=not plan["fits"])
-        for name, use in _tiers(plan)
+        for name, use in plan["tiers"].items()
     ]
     to_change: list[Block] = [Bullets(tuple(changes), is_ordered=True)] if changes else []
     to_change += [Text(sentence) for sentence in largest]
     return Page(
         title=f"Plan of {plan['model']}",
         subtitle=headline,
-        verdict=_verdict(plan),
+        verdict=f"It {verdict.rstrip('.')}.",
         is_good=plan["fits"],
         facts=tuple(_facts(plan)),
         sections=(
@@ -75,23 +77,6 @@ def plan_page(
     )
 
 
-def _tiers(plan: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    yield from plan["tiers"].items()
-
-
-def _verdict(plan: Mapping[str, Any]) -> str:
-    if plan["fits"]:
-        return "It fits."
-    missing = [
-        f"{format_nbytes(use['need_nbytes'] - use['budget_nbytes'])} too little on the {name}"
-        for name, use in _tiers(plan)
-        if use["need_nbytes"] > use["budget_nbytes"]
-    ]
-    if plan.get("shortage") is not None:
-        missing.append(plan["shortage"].rstrip("."))
-    return f"It does not fit: {', '.join(missing)}."
-
-
 def _facts(plan: Mapping[str, Any]) -> Iterator[Fact]:
     speed, chunks = plan["speed"], plan["chunks"]
     if speed is not None:
@@ -100,7 +85,7 @@ def _facts(plan: Mapping[str, Any]) -> Iterator[Fact]:
             f"{plan.get('unit', 'tokens')} per second", of_count(round(speed["tokens_per_s"])), "of all processes"
         )
         yield Fact("what binds", Cell(speed["binding"]), f"{speed['least_seconds']:.3g} s alone")
-    for name, use in _tiers(plan):
+    for name, use in plan["tiers"].items():
         at_least = "at most" if plan["fits"] else "at least"
         yield Fact(
             f"{name} memory", of_bytes(use["need_nbytes"]), f"{at_least}, of {format_nbytes(use['budget_nbytes'])}"

@@ -1,10 +1,9 @@
 """The page of a real run, from its record; with the figures of a plan beside it if there is one."""
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.report import scales
 from hf_patrickstar.report.blocks import (
@@ -50,9 +49,6 @@ def run_page(run: Run, plan: Mapping[str, Any] | None = None, trace_name: str | 
         run: What it has recorded.
         plan: A plan as ``hf-patrickstar plan --json`` writes it, whose figures are shown beside.
         trace_name: The name of a file beside the page with the timeline.
-
-    Raises:
-        ConfigError: If the plan is none.
     """
     about, survey = run.about, run.survey
     shown = _thinned(run.steps)
@@ -132,44 +128,46 @@ def _progress(run: Run, shown: Rows) -> Iterator[Block]:
         found.append(Line("evaluation loss", _points(evaluations, "eval_loss")))
     rows = [("training", row["step"], row.get("loss")) for row in shown]
     rows += [("evaluation", row["step"], row["eval_loss"]) for row in evaluations]
-    table = Table(
-        "Loss",
-        ("step", "of", "loss"),
-        tuple((of_count(step), Cell(of), of_number(loss, digits=7)) for of, step, loss in rows),
-    )
-    words = Words(
-        "Loss",
-        f"The last training loss is {of_number(_last(run, 'loss'), digits=5).text}.",
-        "step of the optimizer",
-        "loss",
-    )
-    yield lines(words, found, _scale(found), table)
-    seconds = [Line("seconds per step", _points(shown, "seconds"))]
-    names = {"samples_per_s": "samples"}
-    if any(row.get("tokens_per_s") is not None for row in shown):
-        names["tokens_per_s"] = "tokens"
-    table = Table(
-        "Seconds per step",
-        ("step", "seconds"),
-        tuple((of_count(row["step"]), of_number(row.get("seconds"), "s")) for row in shown),
-    )
-    words = Words(
+    cells: list[tuple[Cell, ...]] = [(of_count(step), Cell(of), of_number(loss, digits=7)) for of, step, loss in rows]
+    said = f"The last training loss is {of_number(_last(run, 'loss'), digits=5).text}."
+    yield _over_steps("Loss", said, "loss", found, _scale(found), ("of", "loss"), cells)
+    found = [Line("seconds per step", _points(shown, "seconds"))]
+    yield _over_steps(
         "Seconds per step",
         "Means from log to log, with the time that loading of data takes, and without evaluation and saving. "
         "The first steps are recorded, which takes longer.",
-        "step of the optimizer",
         "seconds",
+        found,
+        scales.of_seconds(_highest(found) * 1.05),
+        ("seconds",),
+        [(of_count(row["step"]), of_number(row.get("seconds"), "s")) for row in shown],
     )
-    yield lines(words, seconds, scales.of_seconds(_highest(seconds) * 1.05), table)
+    names = {"samples_per_s": "samples"}
+    if any(row.get("tokens_per_s") is not None for row in shown):
+        names["tokens_per_s"] = "tokens"
     for name, what in names.items():
-        found = [Line(f"{what} per second", _points(shown, name))]
-        table = Table(
-            f"Throughput in {what}",
-            ("step", f"{what} per second"),
-            tuple((of_count(row["step"]), of_number(row.get(name))) for row in shown),
-        )
-        words = Words(f"Throughput in {what}", "Of all processes together.", "step of the optimizer", "per second")
-        yield lines(words, found, scales.of_numbers(0, _highest(found) * 1.05), table)
+        label = f"{what} per second"
+        found = [Line(label, _points(shown, name))]
+        cells = [(of_count(row["step"]), of_number(row.get(name))) for row in shown]
+        scale = scales.of_numbers(0, _highest(found) * 1.05)
+        said = "Of all processes together."
+        yield _over_steps(f"Throughput in {what}", said, "per second", found, scale, (label,), cells)
+
+
+def _over_steps(
+    title: str,
+    summary: str,
+    y_label: str,
+    found: Sequence[Line],
+    scale: Scale,
+    header: Sequence[str],
+    cells: Iterable[tuple[Cell, ...]],
+    caption: str | None = None,
+    limit: float | None = None,
+) -> Chart:
+    """Figures of the logs, with a table of them that has the title of the chart, or another caption."""
+    table = Table(caption or title, ("step", *header), tuple(cells))
+    return lines(Words(title, summary, "step of the optimizer", y_label), found, scale, table, limit)
 
 
 def _movement(shown: Rows) -> Iterator[Block]:
@@ -177,25 +175,26 @@ def _movement(shown: Rows) -> Iterator[Block]:
         return
     ways = {_TO_DEVICE: "host to device", _TO_HOST: "device to host"}
     found = [Line(label, _points(shown, name)) for name, label in ways.items()]
-    table = Table(
-        "Bytes moved per step",
-        ("step", *ways.values(), "loads", "started ahead", "evictions"),
-        tuple(
-            (
-                of_count(row["step"]),
-                *(of_bytes(row[name]) for name in ways),
-                *(of_number(row[name]) for name in ("chunk_loads", "prefetches", "chunk_evictions")),
-            )
-            for row in shown
-        ),
-    )
-    words = Words("Bytes moved per step", "Means from log to log.", "step of the optimizer", "bytes")
-    yield lines(words, found, scales.of_bytes(_highest(found) * 1.05), table)
+    cells = [
+        (
+            of_count(row["step"]),
+            *(of_bytes(row[name]) for name in ways),
+            *(of_number(row[name]) for name in ("chunk_loads", "prefetches", "chunk_evictions")),
+        )
+        for row in shown
+    ]
+    scale = scales.of_bytes(_highest(found) * 1.05)
+    header = (*ways.values(), "loads", "started ahead", "evictions")
+    yield _over_steps("Bytes moved per step", "Means from log to log.", "bytes", found, scale, header, cells)
     found = [Line("waits for copies", _points(shown, _WAITED))]
-    table = Table(
+    yield _over_steps(
         "Waits per step",
-        ("step", "seconds waited", "late copies", "share of the step"),
-        tuple(
+        "How long the host waited for copies that had been started ahead and had not arrived; means from log to log.",
+        "seconds",
+        found,
+        scales.of_seconds(_highest(found) * 1.05),
+        ("seconds waited", "late copies", "share of the step"),
+        [
             (
                 of_count(row["step"]),
                 of_number(row[_WAITED], "s"),
@@ -203,15 +202,8 @@ def _movement(shown: Rows) -> Iterator[Block]:
                 of_share(row[_WAITED] / row["seconds"]) if row.get("seconds") else of_number(None),
             )
             for row in shown
-        ),
+        ],
     )
-    words = Words(
-        "Waits per step",
-        "How long the host waited for copies that had been started ahead and had not arrived; means from log to log.",
-        "step of the optimizer",
-        "seconds",
-    )
-    yield lines(words, found, scales.of_seconds(_highest(found) * 1.05), table)
 
 
 def _kinds(run: Run, tier: Tier) -> Chart:
@@ -225,32 +217,25 @@ def _peaks(run: Run, shown: Rows, tier: Tier) -> Chart:
     found = [Line(f"most bytes on the {tier.value} in a step", _points(shown, name))]
     highest = _highest(found)
     has_limit = fits(budget, highest)
-    table = Table(
-        f"Most bytes on the {tier.value} in a step",
-        ("step", "most bytes", "share of the budget"),
-        tuple((of_count(row["step"]), of_bytes(row[name]), of_share(row[name] / max(budget, 1))) for row in shown),
-    )
     beyond = "" if has_limit else f" The budget, {format_nbytes(budget)}, is far above."
-    words = Words(
+    return _over_steps(
         f"Peaks on the {tier.value}",
         f"The most bytes at once in the last step before each log, at most {format_nbytes(round(highest))}.{beyond}",
-        "step of the optimizer",
         "bytes",
+        found,
+        scales.of_bytes(max(highest, budget if has_limit else 0) * 1.05),
+        ("most bytes", "share of the budget"),
+        [(of_count(row["step"]), of_bytes(row[name]), of_share(row[name] / max(budget, 1))) for row in shown],
+        f"Most bytes on the {tier.value} in a step",
+        budget if has_limit else None,
     )
-    scale = scales.of_bytes(max(highest, budget if has_limit else 0) * 1.05)
-    return lines(words, found, scale, table, budget if has_limit else None)
 
 
 def _compared(run: Run, plan: Mapping[str, Any]) -> Iterator[Block]:
     """What was planned beside what was measured."""
-    try:
-        speed, chunks, tiers = plan["speed"] or {}, plan["chunks"] or {}, plan["tiers"]
-        needs = {tier: tiers[tier.value]["need_nbytes"] for tier in Tier}
-        planned = {name: plan[name] for name in SAME}
-    except (KeyError, TypeError) as error:
-        raise ConfigError(
-            "this is not a plan that 'hf-patrickstar plan --json' has written; write it again with this version"
-        ) from error
+    speed, chunks, tiers = plan["speed"] or {}, plan["chunks"] or {}, plan["tiers"]
+    needs = {tier: tiers[tier.value]["need_nbytes"] for tier in Tier}
+    planned = {name: plan[name] for name in SAME}
     peaks = {
         tier: max((row[name] for row in run.steps if row.get(name) is not None), default=None)
         for tier, name in _PEAKS.items()

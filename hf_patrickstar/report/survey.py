@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.layout.packing import ChunkSpec
+from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.pool import CACHE_OWNER
 from hf_patrickstar.memory.tiers import Tier
@@ -44,6 +46,24 @@ class SurveyedChunk:
     state_nbytes: int
     trainable: bool
     parameters: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(
+        cls, spec: ChunkSpec, home: Tier, param_nbytes: int, state_nbytes: int, tensors: Sequence[TensorSpec]
+    ) -> "SurveyedChunk":
+        """What is told of a chunk.
+
+        Args:
+            spec: The chunk.
+            home: Where its lists live.
+            param_nbytes: See ``SurveyedChunk``.
+            state_nbytes: See ``SurveyedChunk``.
+            tensors: Its parameters.
+        """
+        parameters = tuple((tensor.name, tensor.numel) for tensor in tensors)
+        used = sum(numel for _, numel in parameters)
+        numbers = spec.capacity_numel, used, param_nbytes, state_nbytes
+        return cls(spec.index, home.value, spec.types.param, *numbers, spec.trainable, parameters)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,6 +154,28 @@ class Survey:
     tides: tuple[Tide, ...]
     reasons: tuple[str, ...]
 
+    @classmethod
+    def of(
+        cls,
+        chunks: Iterable[SurveyedChunk],
+        ledger: Ledger,
+        followed: Iterable[tuple[Trace, Plan, Room]],
+        owners: Mapping[str, Mapping[str, int]],
+        reasons: Sequence[str],
+    ) -> "Survey":
+        """What is told of an engine.
+
+        Args:
+            chunks: The chunks that hold something.
+            ledger: The book of bytes.
+            followed: For each kind of micro-batch its trace, its plan, and the memory that the plan was made for.
+            owners: See ``Survey``.
+            reasons: What was decided.
+        """
+        limit = ledger.limit(Tier.DEVICE, cautious=False)
+        tides = tuple(Tide.of(trace, plan, room, limit) for trace, plan, room in followed)
+        return cls({tier.value: ledger.budget(tier) for tier in Tier}, owners, tuple(chunks), tides, tuple(reasons))
+
     def to_dict(self) -> dict[str, Any]:
         """The survey as plain data that ``from_dict`` takes back."""
         return dataclasses.asdict(self)
@@ -173,8 +215,6 @@ def take_survey(
         followed: For each kind of micro-batch its trace, its plan, and the memory that the plan was made for.
         reasons: What was decided.
     """
-    limit = ledger.limit(Tier.DEVICE, cautious=False)
-    tides = tuple(Tide.of(trace, plan, room, limit) for trace, plan, room in followed)
     owners = {
         tier.value: {name: nbytes for name, nbytes in ledger.owner_peaks(tier).items() if name != CACHE_OWNER}
         for tier in Tier
@@ -182,28 +222,14 @@ def take_survey(
     others = max((nbytes for trace, _, room in followed for nbytes in _others(trace, room)), default=0)
     if others:
         owners[Tier.DEVICE.value][NON_MODEL] = others
-    return Survey(
-        budgets={tier.value: ledger.budget(tier) for tier in Tier},
-        owners=owners,
-        chunks=tuple(_survey_chunk(chunk) for chunk in chunks if not chunk.is_retired),
-        tides=tides,
-        reasons=tuple(reasons),
-    )
-
-
-def _survey_chunk(chunk: Chunk) -> SurveyedChunk:
-    spec = chunk.spec
-    return SurveyedChunk(
-        index=spec.index,
-        home=chunk.home.value,
-        dtype=spec.types.param,
-        numel=spec.capacity_numel,
-        used_numel=sum(tensor.spec.numel for tensor in chunk.tensors),
-        param_nbytes=chunk.param_nbytes,
-        state_nbytes=chunk.state_nbytes,
-        trainable=spec.trainable,
-        parameters=tuple((tensor.spec.name, tensor.spec.numel) for tensor in chunk.tensors),
-    )
+    surveyed = [
+        SurveyedChunk.of(
+            chunk.spec, chunk.home, chunk.param_nbytes, chunk.state_nbytes, [tensor.spec for tensor in chunk.tensors]
+        )
+        for chunk in chunks
+        if not chunk.is_retired
+    ]
+    return Survey.of(surveyed, ledger, followed, owners, reasons)
 
 
 def _read_chunk(values: Mapping[str, Any]) -> SurveyedChunk:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from hf_patrickstar.report.blocks import Block, Cell, Chart, Table, of_number, of_share
 from hf_patrickstar.report.charts import Row, Words, bars
 from hf_patrickstar.report.scales import of_seconds
-from hf_patrickstar.report.timeline import ANY_WAITS, CRITICAL, WAITS
+from hf_patrickstar.report.timeline import ANY_WAITS, CRITICAL, WAITS, bars_of
 from hf_patrickstar.schedule.clock import Lane, Timeline
 
 _OTHER, _CRITICAL, _WAIT = 0, 1, 2
@@ -37,19 +37,11 @@ def lanes_chart(timeline: Timeline, *, is_measured: bool = False) -> Chart:
     """What works beside what; the path of spans that the end had to wait for is dark."""
     busy, critical = timeline.busy_ns(), timeline.critical_ns()
     lanes = [lane for lane in Lane if busy[lane] or lane is Lane.HOST]
-    on_path = {id(span) for span in timeline.critical_path()}
     has_path = timeline.has_causes
     rows = []
     for lane in lanes:
-        spans = [span for span in timeline.own_spans if span.lane is lane and span.duration_ns]
-        found = {
-            look: [(span.begin_ns, span.end_ns) for span in spans if (id(span) in on_path) == is_on_path]
-            for look, is_on_path in ((_OTHER, False), (_CRITICAL, True))
-        }
-        waits = timeline.waits_of(lane)
-        if waits or lane is Lane.HOST:
-            found[_WAIT] = [(wait.begin_ns, wait.begin_ns + wait.duration_ns) for wait in waits]
-        rows.append(Row(str(lane), {look: _joined(timeline, items) for look, items in found.items()}))
+        found = zip((_OTHER, _CRITICAL, _WAIT), bars_of(timeline, lane), strict=True)
+        rows.append(Row(str(lane), {look: _joined(timeline, items) for look, items in found}))
     whole = max(timeline.duration_ns, 1)
     table = Table(
         "How busy each lane is",
@@ -77,7 +69,7 @@ def _joined(timeline: Timeline, items: list[tuple[int, int]]) -> list[tuple[floa
     """Beginnings and lengths in seconds since the step began; what is too near to be told apart is one bar."""
     gap = timeline.duration_ns // _GRAIN
     joined: list[tuple[int, int]] = []
-    for begin, end in sorted(items):
+    for begin, end in sorted((begin, begin + duration) for begin, duration in items):
         if joined and begin - joined[-1][1] <= gap:
             joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
         else:

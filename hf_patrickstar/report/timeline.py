@@ -1,12 +1,10 @@
 """A timeline, of the virtual clock or measured, for people: as a trace for Perfetto, and as a picture."""
 
-import json
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.schedule.clock import Lane, Timeline
+from hf_patrickstar.schedule.clock import Lane, Span, Timeline, Wait
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -66,39 +64,6 @@ def to_trace(timeline: Timeline, process: str = VIRTUAL) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ns"}
 
 
-def write_trace(timeline: Timeline, path: str | os.PathLike[str], process: str = VIRTUAL) -> None:
-    """Writes a timeline as JSON that https://ui.perfetto.dev and chrome://tracing show.
-
-    Args:
-        timeline: What happened.
-        path: The file; an older one is replaced.
-        process: What the times are of.
-    """
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(to_trace(timeline, process), file)
-
-
-def draw(timeline: Timeline, title: str = "timeline") -> "Figure":
-    """Draws a timeline: a row of bars for each lane that worked, dark where the end had to wait for them.
-
-    Waits of the host are hatched. Shades and hatching are all that tells things apart, so the picture needs no colours.
-
-    Args:
-        timeline: What happened.
-        title: What it is; the duration, and the share of it that each lane was busy, are added.
-
-    Returns:
-        The figure, 12 by 5 inches.
-
-    Raises:
-        ConfigError: If matplotlib is not installed.
-    """
-    figure = new_figure(5)
-    legend = draw_lanes(figure.add_subplot(), timeline, title)
-    figure.legend(handles=legend, loc="outside lower center", ncols=len(legend))
-    return figure
-
-
 def check_plots() -> None:
     """Makes sure that pictures can be drawn, before the work whose outcome they show.
 
@@ -132,12 +97,15 @@ def new_figure(height: float) -> "Figure":
 
 
 def draw_lanes(axis: Any, timeline: Timeline, title: str) -> list[Any]:
-    """Draws a timeline into a part of a figure; see ``draw``.
+    """Draws a timeline into a part of a figure: a row of bars for each lane that worked.
+
+    Bars are dark where the end had to wait for them, and waits of the host are hatched: shades and hatching are all
+    that tells things apart, so the picture needs no colours.
 
     Args:
         axis: The axes of matplotlib.
         timeline: What happened.
-        title: What it is.
+        title: What it is; the duration, and the share of it that each lane was busy, are added.
 
     Returns:
         Patches for a legend.
@@ -147,50 +115,42 @@ def draw_lanes(axis: Any, timeline: Timeline, title: str) -> list[Any]:
     busy = timeline.busy_ns()
     lanes = [lane for lane in Lane if busy[lane] or lane is Lane.HOST]
     factor, unit = _unit(timeline.duration_ns)
+    outline = {"edgecolor": "white", "linewidth": 0.4 if len(timeline.own_spans) <= _MOST_OUTLINED else 0.0}
+    looks = ({**_OFF_PATH, **outline}, {**_ON_PATH, **outline}, _WAIT)
     for row, lane in enumerate(lanes):
-        for look, bars in _bars(timeline, lane):
+        for look, bars in zip(looks, bars_of(timeline, lane), strict=True):
             places = [((begin_ns - timeline.begin_ns) / factor, duration / factor) for begin_ns, duration in bars]
-            axis.broken_barh(places, (row - _BAR / 2, _BAR), **look)
+            if places:
+                axis.broken_barh(places, (row - _BAR / 2, _BAR), **look)
     axis.set_yticks(range(len(lanes)), [str(lane) for lane in lanes])
     axis.set(xlabel=f"time in {unit}", ylabel="lane", xlim=(0, max(timeline.duration_ns, 1) / factor))
     axis.set_ylim(len(lanes) - 0.5, -0.5)
     shares = ", ".join(f"{lane} {busy[lane] / max(timeline.duration_ns, 1):.0%}" for lane in lanes)
     axis.set_title(f"{title}: {timeline.duration_ns / factor:.4g} {unit}; busy: {shares}")
-    looks = {f"work on the {CRITICAL}": _ON_PATH, "other work": _OFF_PATH, WAITS: _WAIT}
+    legend = {f"work on the {CRITICAL}": _ON_PATH, "other work": _OFF_PATH, WAITS: _WAIT}
     if not timeline.has_causes:
-        looks = {"work": _OFF_PATH, ANY_WAITS: _WAIT}
-    return [Patch(label=label, **look) for label, look in looks.items()]
+        legend = {"work": _OFF_PATH, ANY_WAITS: _WAIT}
+    return [Patch(label=label, **look) for label, look in legend.items()]
 
 
-def _bars(timeline: Timeline, lane: Lane) -> Iterator[tuple[Mapping[str, Any], list[tuple[int, int]]]]:
-    """The bars of a lane's row as beginnings and durations, those of one look at a time."""
-    on_path = {id(span) for span in timeline.critical_path()}
-    outline: Mapping[str, Any] = {
-        "edgecolor": "white",
-        "linewidth": 0.4 if len(timeline.own_spans) <= _MOST_OUTLINED else 0.0,
-    }
-    spans = [span for span in timeline.own_spans if span.lane is lane and span.duration_ns]
-    for look, is_on_path in ((_OFF_PATH, False), (_ON_PATH, True)):
-        bars = [(span.begin_ns, span.duration_ns) for span in spans if (id(span) in on_path) == is_on_path]
-        if bars:
-            yield {**look, **outline}, bars
-    waits = timeline.waits_of(lane)
-    if waits:
-        yield _WAIT, [(wait.begin_ns, wait.duration_ns) for wait in waits]
-
-
-def write_picture(timeline: Timeline, path: str | os.PathLike[str], title: str = "timeline") -> None:
-    """Writes a timeline as a PNG of 1440 by 600 pixels; see ``draw``.
+def bars_of(timeline: Timeline, lane: Lane) -> tuple[list[tuple[int, int]], ...]:
+    """Where there are bars in the row of a lane, as beginnings and durations.
 
     Args:
         timeline: What happened.
-        path: The file; an older one is replaced.
-        title: What it is.
+        lane: Which one.
 
-    Raises:
-        ConfigError: If matplotlib is not installed.
+    Returns:
+        The bars of work beside the critical path, of work on it, and of waits.
     """
-    draw(timeline, title).savefig(path, dpi=120, format="png")
+    on_path = {id(span) for span in timeline.critical_path()}
+    spans = [span for span in timeline.own_spans if span.lane is lane and span.duration_ns]
+    found: list[Iterable[Span | Wait]] = [
+        [span for span in spans if id(span) not in on_path],
+        [span for span in spans if id(span) in on_path],
+        timeline.waits_of(lane),
+    ]
+    return tuple([(item.begin_ns, item.duration_ns) for item in items] for items in found)
 
 
 def _unit(duration_ns: int) -> tuple[int, str]:

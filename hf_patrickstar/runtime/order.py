@@ -463,16 +463,14 @@ class AgreedOrder:
 
     def agree_on_trace(self, trace: Trace) -> Trace:
         """See ``Order``."""
-        found = self._collectives.exchange_objects(trace.to_json(), f"compares what it has recorded ('{trace.key}')")
-        return common_trace([Trace.from_json(text) for text in found])
+        return common_trace(self._collectives.exchange_objects(trace, f"compares what it has recorded ('{trace.key}')"))
 
     def agree_on_foreseen(self, traces: Sequence[Trace]) -> Sequence[Trace]:
         """See ``Order``."""
-        texts = [trace.to_json() for trace in traces]
-        found = self._collectives.exchange_objects(texts, "compares what it foresees of a step")
+        found = self._collectives.exchange_objects(list(traces), "compares what it foresees of a step")
         if not all(found):
             return ()
-        return [common_trace([Trace.from_json(text) for text in same]) for same in zip(*found, strict=True)]
+        return [common_trace(same) for same in zip(*found, strict=True)]
 
     def check(self, collective: Collective, dtype: torch.dtype, numel: int) -> None:
         """See ``Order``."""

@@ -6,12 +6,8 @@ A visit's place in its trace is its moment (PatrickStar section 8.1).
 import bisect
 import dataclasses
 import enum
-import json
 import re
 from collections.abc import Container, Sequence
-from typing import Any
-
-from hf_patrickstar.errors import ConfigError
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -153,35 +149,6 @@ class Trace:
         kept = tuple(theirs for theirs in earlier.shapes if not self.covers(theirs))
         return dataclasses.replace(self, visits=visits, shapes=self.shapes + kept[: _MOST_SHAPES - 1])
 
-    def to_json(self) -> str:
-        """The trace as JSON text that ``from_json`` takes back."""
-        return json.dumps({**dataclasses.asdict(self), "visits": [dataclasses.astuple(visit) for visit in self.visits]})
-
-    @classmethod
-    def from_json(cls, text: str) -> "Trace":
-        """Reads a trace.
-
-        Raises:
-            ConfigError: If the text is not a trace.
-        """
-        try:
-            values: dict[str, Any] = json.loads(text)
-            visits = tuple(
-                Visit(int(index), _integers(pinned), int(non_model), int(gradients), _integers(reduced))
-                for index, pinned, non_model, gradients, reduced in values["visits"]
-            )
-            shapes = tuple(input_shapes(recorded) for recorded in values["shapes"])
-            sizes, forward_ends = _integers(values["chunk_nbytes"]), _integers(values["forward_ends"])
-            trace = cls(str(values["key"]), sizes, visits, shapes, forward_ends)
-        except (ValueError, TypeError, KeyError, IndexError) as error:
-            raise ConfigError(f"this is not a trace: {type(error).__name__}: {error}") from error
-        num_chunks = len(trace.chunk_nbytes)
-        for moment, visit in enumerate(trace.visits):
-            for index in (visit.chunk_index, *visit.pinned, *visit.reduced):
-                if not 0 <= index < num_chunks:
-                    raise ConfigError(f"trace '{trace.key}', moment {moment}: chunk {index} of {num_chunks}")
-        return trace
-
 
 def common_trace(traces: Sequence[Trace]) -> Trace:
     """One trace for several processes that recorded the same step; every process computes the same one.
@@ -273,10 +240,6 @@ class Cursor:
         if place < len(moments):
             return moments[place]
         return None if chunk_index in self._dropped_after else moments[0] + len(self.trace.visits)
-
-
-def _integers(values: Sequence[Any]) -> tuple[int, ...]:
-    return tuple(int(value) for value in values)
 
 
 def _covers(recorded: Shapes, shapes: Shapes) -> bool:

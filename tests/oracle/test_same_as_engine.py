@@ -87,7 +87,7 @@ def check(told, done, in_order=lambda found: found):
     """All is the same but what traces say of non-model data; ``in_order`` puts what moves into an order."""
     assert told.layout == done.layout
     assert {index for index, load in enumerate(told.loads) if load.is_here} == done.at_home
-    assert told.static == done.static
+    assert told.rules.asked["static"] == done.static
     assert told.num_on_host == done.num_on_host
     assert told.known.lookups == done.lookups
     assert [plan.moments for plan in told.plans] == [plan.moments for plan in done.plans]
@@ -95,7 +95,7 @@ def check(told, done, in_order=lambda found: found):
     assert told.moved_nbytes == done.moved_nbytes
     assert told.sent_nbytes == done.sent_nbytes
     # Numbers of steps of an optimizer that torch computes are left out.
-    assert told.owners[Tier.HOST] == pytest.approx(done.on_host, rel=1e-3)
+    assert told.survey.owners[Tier.HOST.value] == pytest.approx(done.on_host, rel=1e-3)
     # The engine still has the batch of the step before. With several processes it gives buffers back earlier.
     assert 0.99 <= told.device_nbytes / done.device_nbytes <= (1.01 if told.world_size == 1 else 1.05)
     assert told.timeline.duration_ns == pytest.approx(done.timeline.duration_ns, rel=0.13)

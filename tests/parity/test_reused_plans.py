@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hf_patrickstar import PatrickStarEngine, plan, plan_cache
 from hf_patrickstar.machine import CPU_TIER
 from hf_patrickstar.schedule.known import KnownTraces
+from hf_patrickstar.schedule.trace import Trace, Visit
 from hf_patrickstar.units import MIB, parse_nbytes
 
 pytestmark = [pytest.mark.own_streams, pytest.mark.usefixtures("recorded")]
@@ -169,9 +170,15 @@ def test_a_run_says_what_it_needs_with_the_activations_of_the_plan(caplog):
     assert chunks < everything <= run.stats["device_total_step_peak_nbytes"]
 
 
+def kept_traces():
+    """What a plan has left for a run."""
+    with torch.serialization.safe_globals([KnownTraces, Trace, Visit]):
+        return torch.load(next(plan_cache.directory("traces").iterdir()), weights_only=True)
+
+
 def test_where_embeddings_are_looked_up_is_taken_over():
     plan_it(LLAMA)
-    known = KnownTraces.from_json(next(plan_cache.directory("traces").iterdir()).read_text())
+    known = kept_traces()
     run = Run(LLAMA)
     assert known.lookups
     assert run.engine.manager.placement.lookups == known.lookups
@@ -222,8 +229,7 @@ def test_a_plan_that_is_wrong_costs_time_and_no_bits():
     """It visits the chunks in another order, and expects no activations."""
     before = Run(GPT2)
     plan_it(GPT2)
-    path = next(plan_cache.directory("traces").iterdir())
-    known = KnownTraces.from_json(path.read_text())
+    known = kept_traces()
     traces = {
         key: dataclasses.replace(
             trace, visits=tuple(dataclasses.replace(visit, non_model_nbytes=0) for visit in reversed(trace.visits))
@@ -237,7 +243,7 @@ def test_a_plan_that_is_wrong_costs_time_and_no_bits():
     assert_same(after, before)
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"key": "", "traces": [], "lookups": []}', b"\xff\xfe"])
+@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b"PK\x03\x04", b"\xff\xfe"])
 def test_a_damaged_file_is_no_plan(damage):
     plan_it(GPT2)
     next(plan_cache.directory("traces").iterdir()).write_bytes(damage)

@@ -103,7 +103,7 @@ def test_a_model_whose_modules_read_each_others_parameters_is_planned_for_an_acc
 def test_what_a_step_repeats_fits_as_it_does_in_a_run():
     """All model data fits half of the device, where it lives until activations of the first step find no room."""
     subject, given, plan, recording = plan_within("gpt2", 8_000_000, batch_size=8)
-    assert any("left the device" in reason for reason in recording.reasons)
+    assert any("left the device" in reason for reason in recording.survey.reasons)
     assert_exact(subject, given, plan, recording)
 
 
@@ -112,7 +112,7 @@ def assert_exact(subject, given, plan, recording):
     engine, stats, moved = run_within(subject, given)
     for trace in recording.traces:
         assert trace == engine.manager.tracer.traces[trace.key]
-    assert recording.static == {chunk.spec.index for chunk in engine.manager.chunks if chunk.is_static}
+    assert recording.rules.asked["static"] == {chunk.spec.index for chunk in engine.manager.chunks if chunk.is_static}
     assert recording.moved_nbytes == moved
     assert sum(moved) > 0
     assert plan.tier(Tier.DEVICE).need_nbytes == stats["device_total_step_peak_nbytes"]

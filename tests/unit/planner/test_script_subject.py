@@ -16,17 +16,22 @@ import hf_patrickstar
 from hf_patrickstar import plan
 from hf_patrickstar.checkpoint.deferred import DeferredTensor
 from hf_patrickstar.cli.main import main
-from hf_patrickstar.cli.plan_script import in_words_of_the_script
+from hf_patrickstar.cli.plan_run import in_words_of_the_script
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner import script_subject
 from hf_patrickstar.planner import search as searching
-from hf_patrickstar.planner.planning import BESIDE, plan_if_fits, plan_subject
+from hf_patrickstar.planner.planning import BESIDE, plan_and_simulate, plan_if_fits
 from hf_patrickstar.planner.script_subject import arrange_script
 from hf_patrickstar.planner.subject import with_batch
 from hf_patrickstar.units import MIB
 
 CHUNKS = ("--patrickstar", "--patrickstar_config", '{"chunk_numel": 8192}')
+
+
+def plan_subject(*arranged):
+    """The plan of a model that was found already."""
+    return plan_and_simulate(*arranged)[0]
 
 
 def arrange(tmp_path, more="", *arguments, **kwargs):

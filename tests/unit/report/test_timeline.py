@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from matplotlib.colors import to_rgb
 from PIL import Image
 
+from hf_patrickstar.cli.files import write_html
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.report.timeline import CRITICAL, WAITS, draw, to_trace, write_picture, write_trace
+from hf_patrickstar.report.blocks import Page
+from hf_patrickstar.report.timeline import CRITICAL, VIRTUAL, WAITS, draw_lanes, new_figure, to_trace
 from hf_patrickstar.schedule.clock import Clock, Lane
 
 fast = settings(deadline=None, max_examples=100, database=None, derandomize=True)
@@ -63,11 +65,16 @@ def expected_rows(timeline):
     return rows
 
 
-def test_a_trace_has_every_span_and_wait(tmp_path):
+def draw(timeline, title="timeline"):
+    """The lanes of a timeline as a figure of their own."""
+    figure = new_figure(5)
+    figure.legend(handles=draw_lanes(figure.add_subplot(), timeline, title))
+    return figure
+
+
+def test_a_trace_has_every_span_and_wait():
     timeline = make_timeline()
-    path = tmp_path / "trace.json"
-    write_trace(timeline, path)
-    trace = json.loads(path.read_text())
+    trace = json.loads(json.dumps(to_trace(timeline)))
     assert rows_of(trace) == expected_rows(timeline)
     assert rows_of(trace)["compute"][0] == ("layer 0", 4_500, 6_001, {"span": 3, "after": 1})
     assert [place for place, *_ in rows_of(trace)[WAITS]] == ["loss.item()", "end of step"]
@@ -92,9 +99,10 @@ def test_every_event_has_what_the_format_asks_for():
 
 
 def test_an_older_trace_is_replaced(tmp_path):
-    path = tmp_path / "trace.json"
+    path = tmp_path / "trace.trace.json"
     path.write_text("x" * 10**6)
-    write_trace(Clock().timeline(), path)
+    page = Page("t", "s", "v", None, (), ())
+    write_html(page, Clock().timeline(), tmp_path / "trace.html", VIRTUAL)
     assert rows_of(json.loads(path.read_text())) == expected_rows(Clock().timeline())
 
 
@@ -197,27 +205,19 @@ def test_the_unit_suits_the_duration(duration_ns, unit, number):
     assert axis.get_title() == f"work: {number}; busy: host 100%"
 
 
-def test_the_picture_is_a_png_of_its_size(tmp_path):
-    path = tmp_path / "picture.dat"
-    write_picture(make_timeline(), path, "one step")
-    with Image.open(path) as picture:
-        assert picture.format == "PNG"
-        assert picture.size == (1440, 600)
-        assert len(picture.convert("L").getcolors()) > 10, "something is drawn"
-
-
 def test_nothing_and_much_can_be_drawn(tmp_path):
     clock = Clock()
-    write_picture(clock.timeline(), tmp_path / "nothing.png")
+    draw(clock.timeline()).savefig(tmp_path / "nothing.png")
     for _ in range(3_000):
         clock.host(3, "launch")
         clock.put(Lane.COMPUTE, 5, "kernel")
-    write_picture(clock.timeline(), tmp_path / "much.png")
-    assert (tmp_path / "much.png").stat().st_size > 1_000
+    draw(clock.timeline()).savefig(tmp_path / "much.png")
+    with Image.open(tmp_path / "much.png") as picture:
+        assert len(picture.convert("L").getcolors()) > 10, "something is drawn"
 
 
-def test_without_matplotlib_there_is_a_sentence(tmp_path, monkeypatch):
+def test_without_matplotlib_there_is_a_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"matplotlib cannot be imported .*: pip install 'hf_patrickstar\[plots\]'"):
-        write_picture(make_timeline(), tmp_path / "picture.png")
-    write_trace(make_timeline(), tmp_path / "trace.json")
+        draw(make_timeline())
+    to_trace(make_timeline())

@@ -1,8 +1,5 @@
-import json
-
 import pytest
 
-from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.schedule.trace import StepKind, Trace, Visit, common_trace, input_shapes, trace_key
 
 
@@ -173,64 +170,6 @@ def test_what_is_recorded_again_keeps_the_most_gradients():
     visits = (Visit(0, (), 1, 6, (2,)), Visit(1, (), 2, 7))
     expected = Trace("t", (8, 8, 8), visits, forward_ends=(1,))
     assert new.merged(old) == expected, "what was reduced when, and the ends of forwards, are the new ones"
-
-
-# JSON
-
-
-def test_there_and_back_as_json():
-    trace = Trace(
-        "training/4x12",
-        (8, 0, 2**40),
-        (Visit(2, (0, 1), 2**33), Visit(0, (), 0, 9, (2, 1)), Visit(1, (), 7)),
-        (((4, 11), ()),),
-        (1, 2),
-    )
-    text = trace.to_json()
-    assert json.loads(text) == {
-        "key": "training/4x12",
-        "chunk_nbytes": [8, 0, 2**40],
-        "shapes": [[[4, 11], []]],
-        "visits": [[2, [0, 1], 2**33, 0, []], [0, [], 0, 9, [2, 1]], [1, [], 7, 0, []]],
-        "forward_ends": [1, 2],
-    }
-    assert Trace.from_json(text) == trace
-
-
-def test_a_trace_of_nothing_as_json():
-    assert Trace.from_json(Trace("t", (), ()).to_json()) == Trace("t", (), ())
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({}, None),
-        ({"visits": [[]]}, "this is not a trace: ValueError"),
-        ({"visits": [[0]]}, "this is not a trace: ValueError"),
-        ({"visits": [0]}, "this is not a trace: TypeError"),
-        ({"visits": [[0, [], "many", 0, []]]}, "this is not a trace: ValueError"),
-        ({"visits": [[0, 0, 0, 0, []]]}, "this is not a trace: TypeError"),
-        ({"shapes": None}, "this is not a trace: TypeError"),
-        ({"visits": [[0, [], 0, 0, []], [1, [], 0, 0, []]]}, "trace 't', moment 1: chunk 1 of 1"),
-        ({"visits": [[0, [-1], 0, 0, []]]}, "trace 't', moment 0: chunk -1 of 1"),
-        ({"visits": [[0, [0, 1], 0, 0, []]]}, "trace 't', moment 0: chunk 1 of 1"),
-        ({"visits": [[0, [], 0, 0, [1]]]}, "trace 't', moment 0: chunk 1 of 1"),
-    ],
-)
-def test_bad_values(change, message):
-    whole = {"key": "t", "chunk_nbytes": [1], "shapes": [], "forward_ends": [], "visits": [[0, [], 0, 0, []]]}
-    text = json.dumps(whole | change)
-    if message is None:
-        Trace.from_json(text)
-        return
-    with pytest.raises(ConfigError, match=message):
-        Trace.from_json(text)
-
-
-@pytest.mark.parametrize("text", ["nonsense", "[]", "7", '{"key": "t", "chunk_nbytes": [1], "visits": []}'])
-def test_bad_text(text):
-    with pytest.raises(ConfigError, match="this is not a trace"):
-        Trace.from_json(text)
 
 
 @pytest.mark.parametrize("kind", StepKind)

@@ -22,9 +22,6 @@ WITHOUT_REMEDY = {
     "<what>: needs scratch space of <number of elements of buffer> elements of fp32",
     "reduce_scatter: needs scratch space of <narrow numel and wide numel> elements",
     "a buffer of shape <shape of buffer> is not <world size> equal slices one after the other",
-    # No command reads traces from a user's file.
-    "this is not a trace: <type of error>: <error>",
-    "trace '<key>', moment <moment>: chunk <index> of <number of chunks>",
     # The first step is recorded then, and a log says it: there is nothing to do.
     "parameter '<spec>' is not managed",
     "no output of the model has a gradient",

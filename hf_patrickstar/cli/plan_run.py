@@ -1,0 +1,238 @@
+"""What ``hf-patrickstar plan`` does once its arguments are read; it imports transformers, which takes seconds."""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from hf_patrickstar.cli.files import trace_beside, write_html, write_text
+from hf_patrickstar.cli.settings import settings_of
+from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.integrations.unchanged import Defaults, install
+from hf_patrickstar.planner import advice
+from hf_patrickstar.planner.adapters import parse_lora, read_peft
+from hf_patrickstar.planner.plan import Plan
+from hf_patrickstar.planner.planning import Circumstances, arrange, plan_and_simulate, plan_for_runs
+from hf_patrickstar.planner.screen import (
+    changes_of,
+    describe,
+    describe_changes,
+    describe_found,
+    headline,
+    largest_of,
+)
+from hf_patrickstar.planner.search import Goal, answered, search
+from hf_patrickstar.planner.simulation import Simulation
+from hf_patrickstar.planner.subject import Subject
+from hf_patrickstar.report.picture import write_step_picture
+from hf_patrickstar.report.plan_page import plan_page
+from hf_patrickstar.report.timeline import VIRTUAL
+
+_ITS_OWN = {
+    "--gradient-checkpointing": "--gradient_checkpointing",
+    "--batch-size": "--per_device_train_batch_size",
+    "--accumulation": "--gradient_accumulation_steps",
+    "--max-grad-norm": "--max_grad_norm",
+    "--optimizer": "--optim",
+    "--dtype": "--bf16 or --fp16",
+    "--seq-len": "the one that cuts its sequences",
+    "--task": "a script that trains for it",
+    "--lora": "a script that adds adapters",
+    "--peft": "a script that adds adapters",
+}
+"""Options of the command that a script's own arguments take the place of."""
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    """Prints the plan, or what a search has found; returns 0 if it fits and 1 if it does not.
+
+    Raises:
+        ConfigError: If an argument makes no sense, or a file cannot be written.
+    """
+    subject, given = _arrange_script(options) if options.script else _arrange(options)
+    if options.search is not None:
+        return _search(options, subject, given)
+    plan, simulation = plan_for_runs(subject, given)
+    words = in_words_of_the_script if options.script else str
+    print(describe(plan), flush=True)  # the changes take several times as long
+    if not options.no_advice:
+        plan = _with_tried(plan, subject, given, words)
+        print(f"\n{words(describe_changes(plan))}")
+    if options.json is not None:
+        write_text(options.json, plan.to_json(), "--json")
+    largest = [words(text) for text in largest_of(plan)]
+    _show(options, plan, simulation, changes=changes_of(plan), largest=largest)
+    return 0 if plan.fits else 1
+
+
+def _with_tried(plan: Plan, subject: Subject, given: Circumstances, words: Callable[[str], str]) -> Plan:
+    """The plan with what was tried beside it, in the words of who asked."""
+    shown = functools.partial(tqdm, desc="trying changes", unit="plan", leave=False, delay=2)
+    tried = advice.advise(subject, given, plan, shown)
+    with _showing("searching what fits") as progress:
+        largest = advice.largest_that_fit(plan, subject, given, progress)
+    changes = tuple(dataclasses.replace(change, text=words(change.text)) for change in tried)
+    return dataclasses.replace(plan, changes=changes, largest=largest)
+
+
+def _search(options: argparse.Namespace, subject: Subject, given: Circumstances) -> int:
+    for option in ("device_memory", "host_memory"):
+        if options.search == Goal.CHEAPEST and getattr(options, option) is not None:
+            name = option.replace("_", "-")
+            raise ConfigError(f"--{name}: a search for the cheapest machine takes what each has; leave it out")
+    with _showing("searching") as progress:
+        found = search(options.search, subject, given, progress)
+    print(describe_found(found))
+    if found.plan is not None:
+        print()
+        print(describe(found.plan))
+    if options.json is not None:
+        write_text(options.json, found.to_json(), "--json")
+    if found.plan is None and (options.html is not None or options.png is not None):
+        print("Nothing is written for --html or --png; a plan without --search says what is missing.")
+    elif options.html is not None or options.png is not None:
+        # The step is simulated once more, to be recorded.
+        _show(options, *plan_and_simulate(*answered(found, subject, given)), found=describe_found(found))
+    return 0 if found.plan is not None else 1
+
+
+@contextlib.contextmanager
+def _showing(what: str) -> Iterator[Callable[[str], None]]:
+    """Shows on stderr which plan is being made, if it all takes longer than two seconds.
+
+    Args:
+        what: What the plans are for.
+    """
+    with tqdm(desc=what, unit="plan", leave=False, delay=2) as bar:
+
+        def progress(text: str) -> None:
+            bar.set_postfix_str(text, refresh=False)
+            bar.update()
+
+        yield progress
+
+
+def _show(
+    options: argparse.Namespace,
+    plan: Plan,
+    simulation: Simulation | None,
+    *,
+    changes: Sequence[str] = (),
+    largest: Sequence[str] = (),
+    found: str | None = None,
+) -> None:
+    """Writes the page of a plan and the picture of its step, as far as they were asked for.
+
+    Beside the page the timeline is written as ``NAME.trace.json`` if the plan fits. Where there is no step to draw, a
+    line on the console says so.
+
+    Args:
+        options: ``html`` and ``png`` name the files; older ones are replaced.
+        plan: The plan.
+        simulation: The step that it was made from; ``None`` if it does not fit.
+        changes: What to change, in words.
+        largest: The largest batch and the longest sequence that fit, in sentences.
+        found: What the search has found that the plan comes from, in a sentence.
+
+    Raises:
+        ConfigError: If matplotlib is not installed, or a file cannot be written.
+    """
+    title, verdict = headline(plan).split("\n", 1)
+    survey, timeline = (None, None) if simulation is None else (simulation.survey, simulation.timeline)
+    if options.html is not None:
+        page = plan_page(
+            json.loads(plan.to_json()),
+            title,
+            verdict,
+            survey,
+            timeline,
+            changes=changes,
+            largest=largest,
+            trace_name=None if timeline is None else trace_beside(options.html).name,
+            found=found,
+        )
+        write_html(page, timeline, options.html, VIRTUAL)
+    if options.png is not None and survey is not None and timeline is not None:
+        write_step_picture(options.png, title, survey, timeline)
+    elif options.png is not None:
+        print("Nothing is written for --png: there is no step to draw, because the plan does not fit.")
+
+
+def _arrange(options: argparse.Namespace) -> tuple[Subject, Circumstances]:
+    if options.model is None:
+        raise ConfigError("what should be planned? Give MODEL, or -- SCRIPT ARGS...")
+    return arrange(
+        options.model,
+        options.machine,
+        task=options.task,
+        batch_size=options.batch_size,
+        length=options.seq_len,
+        num_micro_batches=options.accumulation,
+        world_size=options.processes,
+        checkpointing=options.gradient_checkpointing,
+        dtype=options.dtype,
+        optimizer=options.optimizer,
+        max_norm=options.max_grad_norm or None,
+        device_memory=options.device_memory,
+        host_memory=options.host_memory,
+        settings=settings_of(options.set),
+        adapters=_adapters(options),
+    )
+
+
+def _adapters(options: argparse.Namespace) -> dict[str, Any] | None:
+    if options.lora is not None and options.peft is not None:
+        raise ConfigError("--lora and --peft are both given; keep one of them")
+    if options.lora is not None:
+        if not options.lora.strip():
+            raise ConfigError("--lora: there are no settings of adapters; write at least one, such as r=16")
+        return parse_lora(options.lora)
+    return None if options.peft is None else read_peft(options.peft)
+
+
+def _arrange_script(options: argparse.Namespace) -> tuple[Subject, Circumstances]:
+    """Runs the script up to its training; see ``arrange_script``.
+
+    Raises:
+        ConfigError: If an argument makes no sense, or the script never trains.
+    """
+    with contextlib.suppress(ConfigError):  # where transformers is imported already, scripts say what they use
+        install(Defaults())
+    # This imports the Trainer.
+    from hf_patrickstar.planner.script_subject import arrange_script
+
+    if options.model is not None:
+        raise ConfigError(f"'{options.model}' and a script after -- are both given; keep one of them")
+    for name, instead in _ITS_OWN.items():
+        key = name.removeprefix("--").replace("-", "_")
+        if getattr(options, key) != options.defaults[key]:
+            raise ConfigError(f"{name}: the script says this by its own arguments; give {instead} after SCRIPT")
+    path, *arguments = options.script
+    return arrange_script(
+        path,
+        arguments,
+        options.machine,
+        world_size=options.processes,
+        device_memory=options.device_memory,
+        host_memory=options.host_memory,
+        settings=settings_of(options.set),
+    )
+
+
+def in_words_of_the_script(text: str) -> str:
+    """A plan's text with the names that a Trainer's arguments have in place of the command's.
+
+    Args:
+        text: The text.
+    """
+    text = re.sub(r"--seq-len \d+", "by the script's own option that cuts sequences", text)
+    for name, instead in _ITS_OWN.items():
+        if instead.startswith("--"):
+            text = re.sub(rf"{name}\b", instead, text)
+    return text
