@@ -73,7 +73,7 @@ def train(subject, given, steps):
     engine.detach()
     return {
         "device_nbytes": after["device_total_step_peak_nbytes"],
-        "host_nbytes": after["host_peak_nbytes"],
+        "host_nbytes": after["host_step_peak_nbytes"],
         **{key: after[key] - before[key] for key in ("host_to_device_nbytes", "device_to_host_nbytes", "chunk_loads")},
         "seconds": statistics.median(seconds[steps // 2 :]),
     }
