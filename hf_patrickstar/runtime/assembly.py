@@ -102,7 +102,7 @@ def assemble(given: Foundation) -> ChunkManager:
     # Where chunks are.
     copies = Copies(chunks, pool, streams, emit, watch)
     tracer = Tracer((chunk.copy_nbytes for chunk in chunks), DeviceGauges(meter, ledger), order, emit, given.known)
-    forecast = Forecast(chunks, pool, meter, tracer, streams.device, given.need_at)
+    forecast = Forecast(chunks, pool, meter, tracer, given.need_at)
     placement = Placement(
         chunks, given.chunk_nbytes, copies, ledger, tracer, given.reserve, given.placement, given.fills_margin
     )
@@ -121,7 +121,7 @@ def assemble(given: Foundation) -> ChunkManager:
     in_use = ChunksInUse(copies, tracer, values)
     services = Services(chunks, pool, meter, given.collectives, order, copies, reclaim, tracer, in_use, given.policy)
     executor = Executor(services, gradients, gradient_mirrors, buckets, emit)
-    steps = Steps(services, executor, forecast, placement, given.num_micro_batches)
+    steps = Steps(services, executor, placement, given.num_micro_batches)
     data = Data(originals, values, mirrors, gradient_mirrors, watch, gradients, writes, buckets)
     turns = Turns()
     parameters = Parameters(chunks, steps, gradients, writes, turns)

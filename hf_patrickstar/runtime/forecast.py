@@ -1,31 +1,22 @@
 """Finds how much device memory a step needs, for the advice of the error when the step has run out of memory.
 
-A step that fails has not come to its largest moment: its forwards are run with fake tensors (``memory/rehearsal.py``).
+A step that fails has not come to its largest moment: its trace says what that takes.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import torch
 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.layout.packing import branches_nbytes
 from hf_patrickstar.memory.meters import Meter, UnmeteredTier
 from hf_patrickstar.memory.pool import PayloadPool
-from hf_patrickstar.memory.rehearsal import Rehearsal
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime.casting import Casting
 from hf_patrickstar.runtime.chunk import GRADIENTS, STAGING, Chunk
 from hf_patrickstar.runtime.tracer import Tracer
 from hf_patrickstar.shortage import Shortage
 
-_ROUNDING = 0.05
-"""Share added on an accelerator, where the allocator rounds up and libraries take workspaces."""
 _UNKNOWN = 2
-"""How many times the measured bytes are advised where a forward cannot be run with fake tensors."""
+"""How many times the measured bytes are advised for a step that follows no trace."""
 _MOST_ROUNDS = 32
-_MOST_CALLS = 32
-"""The most forwards of a step that are remembered; forwards without a backward do not end the step."""
 
 
 class Forecast:
@@ -35,8 +26,7 @@ class Forecast:
         chunks: All chunks.
         pool: Has the bytes taken on the device.
         meter: Measures non-model data.
-        tracer: Has the step that runs.
-        device: The compute device.
+        tracer: Has the step that runs, and its trace.
         need_at: For a device budget and a chunk budget, the bytes that chunks need at once in the layout for these.
     """
 
@@ -46,7 +36,6 @@ class Forecast:
         pool: PayloadPool,
         meter: Meter,
         tracer: Tracer,
-        device: torch.device,
         need_at: Callable[[int, int | None], int],
     ) -> None:
         self._chunk_need_at = need_at
@@ -54,30 +43,8 @@ class Forecast:
         self._pool = pool
         self._meter = meter
         self._tracer = tracer
-        self._device = device
-        self._calls: list[Rehearsal] = []
-        self._before_nbytes = 0
-        self._known: dict[Any, int | None] = {}
-
-    def note(self, module: torch.nn.Module, inputs: Any, casting: Casting, *, is_training: bool) -> None:
-        """Notes that an outermost forward begins; keeps only shapes and types of its tensors.
-
-        Args:
-            module: The module that is called.
-            inputs: Positional and named arguments.
-            casting: Changes the types of inputs and output.
-            is_training: Whether a backward will follow.
-        """
-        if isinstance(self._meter, UnmeteredTier):
-            return
-        if not self._calls:
-            self._before_nbytes = self._meter.live(self._pool.ledger.used(Tier.DEVICE))
-        del self._calls[: max(len(self._calls) + 1 - _MOST_CALLS, 0)]
-        self._calls.append(Rehearsal.of(module, inputs, self._device, casting, with_backward=is_training))
-
-    def clear(self, *, is_evaluation: bool = False) -> None:
-        """Forgets the forwards of a step that has ended, or only those of evaluations."""
-        self._calls = [call for call in self._calls if is_evaluation and call.with_backward]
+        self._known: dict[tuple[int, int | None], int | None] = {}
+        self._foreseen: dict[str, int] = {}  # the most non-model bytes of each step that followed a trace
 
     def shortage(self, in_use_nbytes: int) -> Shortage:
         """The budgets that are too small, and values that are large enough.
@@ -127,7 +94,7 @@ class Forecast:
         return sum(chunk.copy_nbytes for chunk in coming)
 
     def _need_at(self, device_nbytes: int, chunk_nbytes: int | None) -> int | None:
-        key = ("need", device_nbytes, chunk_nbytes)
+        key = (device_nbytes, chunk_nbytes)
         if key not in self._known:
             try:
                 self._known[key] = self._chunk_need_at(device_nbytes, chunk_nbytes)
@@ -137,22 +104,13 @@ class Forecast:
 
     def _non_model_nbytes(self) -> int:
         """The most non-model bytes of the whole step, as far as that can be told."""
-        ledger, step = self._pool.ledger, self._tracer.step
         if isinstance(self._meter, UnmeteredTier):
             return 0
+        ledger, step = self._pool.ledger, self._tracer.step
         seen = max(ledger.non_model_nbytes(), self._meter.peak(ledger.used(Tier.DEVICE)))
-        if step is not None:
-            trace = self._tracer.traces.get(step.key)
-            seen = max(seen, *step.non_model_nbytes, 0 if trace is None else trace.non_model_peak_nbytes)
-        grown = [self._growth(call) for call in self._calls]
-        known = [nbytes for nbytes in grown if nbytes is not None]
-        if len(known) < len(grown) or not grown:
-            nbytes = max(seen * _UNKNOWN, self._before_nbytes + sum(known))
-        else:
-            nbytes = max(seen, self._before_nbytes + sum(known))
-        return nbytes if self._device.type == "cpu" else int(nbytes * (1 + _ROUNDING))
-
-    def _growth(self, call: Rehearsal) -> int | None:
-        if call.key not in self._known:
-            self._known[call.key] = call.run()
-        return self._known[call.key]
+        if step is None:
+            return _UNKNOWN * seen
+        if step.cursor is not None:  # attempts that repeat the step have no trace
+            self._foreseen[step.key] = step.cursor.trace.non_model_peak_nbytes
+        seen, foreseen = max([seen, *step.non_model_nbytes]), self._foreseen.get(step.key, 0)
+        return foreseen if foreseen >= seen else _UNKNOWN * seen

@@ -398,9 +398,6 @@ class ModelHooks:
         frame.saved_tensors = self._autograd.kept_as_numbers()
         frame.saved_tensors.__enter__()
         self._begin_autocast(frame)
-        is_training = frame.stage is Stage.FORWARD
-        forecast = self._manager.steps.forecast
-        forecast.note(frame.module, (args, kwargs), self._casting, is_training=is_training)
 
     def _begin_autocast(self, frame: Frame) -> None:
         frame.autocast = self._casting.autocast(is_recomputed=frame.stage is Stage.BACKWARD)

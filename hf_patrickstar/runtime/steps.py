@@ -15,7 +15,6 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import GRADIENTS, Chunk
 from hf_patrickstar.runtime.durations import Durations
 from hf_patrickstar.runtime.executor import Executor, Services
-from hf_patrickstar.runtime.forecast import Forecast
 from hf_patrickstar.runtime.order import Beginning, Ending, Phase, Room, Subject
 from hf_patrickstar.runtime.placement import Placement
 from hf_patrickstar.runtime.ranges import named
@@ -113,7 +112,6 @@ class Steps:
     Args:
         services: What it works with.
         executor: Executes plans.
-        forecast: Remembers what a step has called.
         placement: Knows what is worth being done in backward for the next step.
         num_micro_batches: How many make a step of the optimizer.
     """
@@ -122,12 +120,10 @@ class Steps:
         self,
         services: Services,
         executor: Executor,
-        forecast: Forecast,
         placement: Placement,
         num_micro_batches: int,
     ) -> None:
         self.executor = executor
-        self.forecast = forecast
         self.tracer = services.tracer
         self.order = services.order
         self.num_micro_batches = num_micro_batches
@@ -238,7 +234,6 @@ class Steps:
         if is_whole:
             self.end_phase(Phase.EVALUATION)
         self.tracer.end_nested_evaluation(is_whole=is_whole)
-        self.forecast.clear(is_evaluation=True)
         step = self.tracer.step
         if step is None or not step.is_metered:
             self._meter.pause()
@@ -260,7 +255,6 @@ class Steps:
     def _finish(self) -> None:
         """Ends a step. It may be called inside of backward, where the meter cannot be stopped, only paused."""
         self.tracer.finish()
-        self.forecast.clear()
         self._meter.pause()
         self.executor.expect(None)
 
@@ -303,7 +297,6 @@ class Steps:
     def abandon_step(self) -> None:
         """Drops a step that came to nothing."""
         self.tracer.abandon()
-        self.forecast.clear()
         self.stop_idle_meter()
         self.executor.expect(None)
 

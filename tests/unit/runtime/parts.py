@@ -256,7 +256,7 @@ class Parts(Process):
 
     @functools.cached_property
     def forecast(self):
-        return Forecast(self.chunks, self.pool, self.others, self.tracer, CPU, lambda device, chunks: 0)
+        return Forecast(self.chunks, self.pool, self.others, self.tracer, lambda device, chunks: 0)
 
     @functools.cached_property
     def chunk_nbytes(self):
@@ -323,7 +323,7 @@ class Parts(Process):
 
     @functools.cached_property
     def steps(self):
-        return Steps(self.services, self.executor, self.forecast, self.placement, self.num_micro_batches)
+        return Steps(self.services, self.executor, self.placement, self.num_micro_batches)
 
     @functools.cached_property
     def data(self):

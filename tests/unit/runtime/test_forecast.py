@@ -1,23 +1,18 @@
-"""What a step needs in all, told from what is there, what a layout needs, and calls that are rehearsed."""
+"""What a step needs in all, told from what is there, what a layout needs, and the trace."""
 
 import types
 
 import pytest
-import torch
-from unit.runtime.data_parts import CPU
 from unit.runtime.parts import Parts
 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.memory.meters import UnmeteredTier
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime.casting import Casting
 from hf_patrickstar.runtime.forecast import Forecast
-from hf_patrickstar.schedule.trace import Trace, Visit
-
-AS_IT_IS = Casting(CPU, None, None)
+from hf_patrickstar.schedule.trace import Cursor, Trace, Visit
 
 
-def make(need_at=lambda device, chunks: 0, *, homes=(Tier.HOST,) * 3, loaded=(), step=None, device=CPU, **settings):
+def make(need_at=lambda device, chunks: 0, *, homes=(Tier.HOST,) * 3, loaded=(), step=None, **settings):
     """A forecast over chunks of 16 bytes and the parts that it is made of; ``asked`` has what the layout was asked."""
     parts = Parts(device_nbytes=settings.pop("device_nbytes", 100), **settings)
     for home in homes:
@@ -31,8 +26,8 @@ def make(need_at=lambda device, chunks: 0, *, homes=(Tier.HOST,) * 3, loaded=(),
         asked.append((device_nbytes, chunk_nbytes))
         return need_at(device_nbytes, chunk_nbytes)
 
-    parts.tracer = types.SimpleNamespace(step=step, traces={})
-    forecast = Forecast(parts.chunks, parts.pool, parts.others, parts.tracer, device, ask)
+    parts.tracer = types.SimpleNamespace(step=step)
+    forecast = Forecast(parts.chunks, parts.pool, parts.others, parts.tracer, ask)
     return forecast, parts
 
 
@@ -41,10 +36,15 @@ def needs(shortage):
     return {limit.setting: nbytes for limit, nbytes in shortage.needs}
 
 
-def step_of(*visits, key="training", nbytes=(), is_recorded=True):
+def step_of(*visits, nbytes=(), is_recorded=True, trace=None):
     """A step with visits so far, and what others took meanwhile."""
+    cursor = None if trace is None else Cursor(trace)
     return types.SimpleNamespace(
-        key=key, visits=[(index, ()) for index in visits], non_model_nbytes=list(nbytes), is_recorded=is_recorded
+        key="training",
+        visits=[(index, ()) for index in visits],
+        non_model_nbytes=list(nbytes),
+        is_recorded=is_recorded,
+        cursor=cursor,
     )
 
 
@@ -146,108 +146,24 @@ def test_of_a_step_of_which_nothing_is_known_twice_what_was_seen_is_foreseen(now
     assert others_at(forecast) == nbytes
 
 
-@pytest.mark.parametrize(("recorded", "known", "seen"), [((30, 20), None, 30), ((1,), 40, 40), ((), 3, 5)])
-def test_what_was_seen_at_any_moment_counts(recorded, known, seen):
+@pytest.mark.parametrize(("recorded", "seen"), [((30, 20), 30), ((1,), 5), ((), 5)])
+def test_what_was_seen_at_any_moment_counts(recorded, seen):
     forecast, parts = make(homes=(), step=step_of(nbytes=recorded))
     parts.others.nbytes = 5
-    if known is not None:
-        parts.tracer.traces["training"] = Trace("training", (), (Visit(0, (), known), Visit(0)))
     assert others_at(forecast) == 2 * seen
 
 
-def test_an_accelerator_takes_a_twentieth_more():
-    forecast, parts = make(homes=(), device=torch.device("cuda"))
-    parts.others.nbytes = 100
-    assert others_at(forecast) == 210
+@pytest.mark.parametrize(("known", "nbytes"), [(40, 40), (3, 10)])
+def test_of_a_step_that_follows_a_trace_the_largest_moment_is_known(known, nbytes):
+    trace = Trace("training", (), (Visit(0), Visit(0, (), known), Visit(0)))
+    forecast, parts = make(homes=(), step=step_of(is_recorded=False, trace=trace))
+    parts.others.nbytes = 5
+    assert others_at(forecast) == nbytes
+    parts.tracer.step = step_of(nbytes=(2,))
+    assert others_at(forecast) == nbytes, "also when the step is repeated without its trace"
 
 
 def test_where_nothing_is_measured_nothing_is_foreseen():
     forecast, parts = make(homes=(), others=UnmeteredTier())
     parts.ledger.reserved_nbytes = 50
-    forecast.note(torch.nn.ReLU(), ((torch.ones(2),), {}), AS_IT_IS, is_training=True)
     assert others_at(forecast) == 0
-
-
-# Calls that are rehearsed
-
-
-class Square(torch.nn.Module):
-    """Counts its calls: also those of its copies."""
-
-    def __init__(self, calls):
-        super().__init__()
-        self.calls = types.SimpleNamespace(append=calls.append, __deepcopy__=lambda memo: self.calls)
-
-    def forward(self, x, cache=None):
-        self.calls.append(tuple(x.shape))
-        return x * x
-
-
-def call(forecast, module, *inputs, is_training=False):
-    forecast.note(module, (inputs, {}), AS_IT_IS, is_training=is_training)
-
-
-def test_what_a_call_takes_is_added_to_what_was_there_before_it():
-    """Four floats, beside ten bytes; what was seen is less."""
-    forecast, parts = make(homes=())
-    parts.others.nbytes = 10
-    call(forecast, Square([]), torch.ones(4))
-    parts.others.nbytes = 12
-    assert others_at(forecast) == 10 + 16
-    parts.others.nbytes = 30
-    assert others_at(forecast) == 30
-
-
-def test_calls_of_one_step_add_up_and_each_is_rehearsed_once():
-    calls = []
-    forecast, _ = make(homes=())
-    square = Square(calls)
-    call(forecast, square, torch.ones(4))
-    call(forecast, square, torch.ones(2, 4))
-    call(forecast, square, torch.ones(4))
-    assert calls == [], "nothing is computed before somebody asks"
-    assert (others_at(forecast), others_at(forecast)) == (16 + 32 + 16, 16 + 32 + 16)
-    assert calls == [(4,), (2, 4)]
-
-
-@pytest.mark.parametrize(("seen", "nbytes"), [(5, 16), (9, 18)])
-def test_where_a_call_cannot_be_rehearsed_more_than_was_seen_is_foreseen(seen, nbytes):
-    """Twice as much, or what the other calls take."""
-    forecast, parts = make(homes=())
-    call(forecast, Square([]), torch.ones(4))
-    call(forecast, Square([]), torch.ones(4), object())
-    parts.others.nbytes = seen
-    assert others_at(forecast) == nbytes
-
-
-def test_calls_are_forgotten_when_their_step_has_ended():
-    """The end of an evaluation leaves those of the step that it interrupted."""
-    forecast, _ = make(homes=())
-    call(forecast, torch.nn.Identity(), torch.ones(4, requires_grad=True), is_training=True)
-    of_step = others_at(forecast)
-    assert of_step > 0
-    call(forecast, Square([]), torch.ones(8))
-    assert others_at(forecast) == of_step + 32
-    forecast.clear(is_evaluation=True)
-    assert others_at(forecast) == of_step
-    forecast.clear()
-    assert others_at(forecast) == 0
-
-
-@pytest.mark.parametrize(("num_calls", "num_remembered"), [(16, 16), (17, 17), (32, 32), (40, 32)])
-def test_of_forwards_that_never_meet_a_backward_the_last_are_remembered(num_calls, num_remembered):
-    forecast, _ = make(homes=())
-    square = Square([])
-    for _ in range(num_calls):
-        call(forecast, square, torch.ones(4))
-    assert others_at(forecast) == num_remembered * 16
-
-
-def test_a_new_step_begins_with_what_is_there_then():
-    forecast, parts = make(homes=())
-    parts.others.nbytes = 10
-    call(forecast, Square([]), torch.ones(4))
-    forecast.clear()
-    parts.others.nbytes = 2
-    call(forecast, Square([]), torch.ones(4))
-    assert others_at(forecast) == 2 + 16

@@ -81,7 +81,7 @@ class Hooked:
             tensors=self.tensors,
             find=self.find,
             tracer=types.SimpleNamespace(asks_padding=False),
-            steps=types.SimpleNamespace(forecast=fake("note"), announced=self.announced),
+            steps=types.SimpleNamespace(announced=self.announced),
             sharing=types.SimpleNamespace(is_alone=is_alone),
             gradient_mirrors=fake("follow_recorded"),
             has_new_groups=False,
@@ -118,7 +118,7 @@ class Hooked:
 
     def phases(self):
         """The same without what belongs to the beginning of every forward."""
-        return self.take("take", "follow_model", "note", "before_forward")
+        return self.take("take", "follow_model", "before_forward")
 
 
 def _raiser(error):
@@ -169,7 +169,7 @@ WEIGHTS = [["0.weight", "0.bias"], ["2.weight", "2.bias"]]
 def test_a_forward_of_training_tells_each_phase_in_order():
     hooked = Hooked()
     hooked.model(ones(3, 2))
-    told = hooked.take("before_forward", "note")
+    told = hooked.take("before_forward")
     assert told == [
         ("take", "the forward of Sequential"),
         ("follow_model", True),
@@ -197,9 +197,7 @@ def test_a_step_begins_while_its_call_is_announced():
 def test_the_outermost_forward_is_told_before_any_module():
     hooked = Hooked()
     hooked.model(ones(3, 2))
-    assert [name for name, *_ in hooked.take()][:5] == [
-        *("take", "follow_model", "before_forward", "note", "before_module")
-    ]
+    assert [name for name, *_ in hooked.take()][:4] == [*("take", "follow_model", "before_forward", "before_module")]
 
 
 @pytest.mark.parametrize(
@@ -214,14 +212,6 @@ def test_a_forward_begins_with_its_module_its_inputs_and_what_is_there_already(p
     assert [tuple(tensor.shape) for tensor in present] == [shape, (1,)]
 
 
-def test_the_forecast_gets_the_inputs():
-    hooked = Hooked()
-    hooked.model[0](ones(1, 2))
-    ((module, (args, kwargs), casting, is_training),) = [args for name, *args in hooked.told if name == "note"]
-    assert (module is hooked.model[0], args[0].tolist(), kwargs, is_training) == (True, [[1, 1]], {}, True)
-    assert isinstance(casting, Casting)
-
-
 def test_an_evaluation_is_told_as_one():
     hooked = Hooked()
     with torch.no_grad():
@@ -229,7 +219,7 @@ def test_an_evaluation_is_told_as_one():
     told = hooked.take()
     assert told[:3] == [("take", "the forward of 2"), ("follow_model", False), ("before_forward", *told[2][1:])]
     assert told[2][1:4] == (EVALUATION, "2", ((3, 2),))
-    assert told[4:] == [
+    assert told[3:] == [
         ("before_module", "2 EVALUATION", WEIGHTS[1], "2"),
         ("after_module", "2 EVALUATION"),
         ("after_forward", "2 EVALUATION", False),

@@ -19,11 +19,10 @@ NONE, RECORDED, FOLLOWED = "no step", "recorded", "followed"
 
 
 def make(num_chunks=3, *, homes=None, frozen=(), device_nbytes=48, collectives=None, **settings):
-    """Parts with chunks of eight elements; the executor and the forecast write to ``told``."""
+    """Parts with chunks of eight elements; the executor writes to ``told``."""
     told = []
     fakes = {
         "executor": Fake(told, "expect", "execute_until", "reduce_due", "ask", "perform", end_of_phase=7),
-        "forecast": Fake(told, "clear"),
         "reclaim": Fake(told, "evict_unused"),
         "watch": Fake([], "collect"),
     }
@@ -35,7 +34,7 @@ def make(num_chunks=3, *, homes=None, frozen=(), device_nbytes=48, collectives=N
 
 
 def told(parts):
-    """What the executor and the forecast were told since the last call; steps by their state."""
+    """What the executor was told since the last call; steps by their state."""
     found, parts.told[:] = list(parts.told), []
     return [(name, *(_told(argument) for argument in arguments)) for name, *arguments in found]
 
@@ -139,7 +138,7 @@ def test_the_first_step_is_recorded_and_measured_and_the_next_is_not():
     assert (metered(parts), told(parts)) == ([("start", 2), "restart"], [("expect", RECORDED)])
     parts.tracer.visit(0, tuple)
     parts.steps.end_micro_batch()
-    assert (metered(parts), told(parts)) == (["pause"], [("clear",), ("expect", NONE)])
+    assert (metered(parts), told(parts)) == (["pause"], [("expect", NONE)])
     assert parts.tracer.traces["training/2x4"].visits == (Visit(0),)
     step = begin(parts)
     assert step.plan == Plan((Actions(load=(0,)),), {0: 0}, (16,))
@@ -288,7 +287,7 @@ def test_an_evaluation_between_steps_makes_a_trace_and_ends_the_measuring():
     assert (metered(parts), told(parts)) == ([("start", 0), "restart"], [("expect", RECORDED)])
     parts.steps.end_nested_evaluation(is_whole=True)
     assert list(parts.tracer.traces) == ["evaluation/2x4"]
-    assert (metered(parts), told(parts)) == (["pause", "stop"], [("clear", True), ("expect", NONE)])
+    assert (metered(parts), told(parts)) == (["pause", "stop"], [("expect", NONE)])
 
 
 def test_an_evaluation_that_did_not_come_to_its_end_makes_none():
@@ -312,7 +311,7 @@ def test_the_step_that_an_evaluation_interrupted_goes_on(is_known, state, told_m
     told(parts), metered(parts)
     parts.steps.end_nested_evaluation(is_whole=True)
     assert parts.tracer.step is step
-    assert (told(parts), metered(parts)) == ([("clear", True), ("expect", state)], told_meter)
+    assert (told(parts), metered(parts)) == ([("expect", state)], told_meter)
 
 
 # What ends
@@ -383,7 +382,7 @@ def test_a_step_that_came_to_nothing_leaves_nothing():
     told(parts), metered(parts)
     parts.steps.abandon_step()
     assert (parts.tracer.step, parts.tracer.traces) == (None, {})
-    assert (metered(parts), told(parts)) == (["stop"], [("clear",), ("expect", NONE)])
+    assert (metered(parts), told(parts)) == (["stop"], [("expect", NONE)])
 
 
 def test_a_step_that_has_failed_is_not_measured_any_more():
