@@ -1,4 +1,4 @@
-"""What an update by an optimizer of torch costs: bytes of its operators, of its states, and of what it takes meanwhile."""
+"""What an update by an optimizer of torch costs: bytes of its operators and of its states."""
 
 import pytest
 import torch
