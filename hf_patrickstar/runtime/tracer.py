@@ -172,11 +172,25 @@ class Tracer:
 
     def learn(self, traces: Iterable[Trace]) -> None:
         """Takes traces that were made before the steps that follow them."""
+        traces = list(traces)
+        for key in self.outdated_by(traces):
+            self._learnt.discard(key)
+            del self.traces[key]
         for trace in traces:
             known = self.traces.get(trace.key)
             self.traces[trace.key] = trace if known is None else trace.merged(known)
             self._learnt.add(trace.key)
         self.version += 1
+
+    def outdated_by(self, traces: Iterable[Trace]) -> set[str]:
+        """Keys of known traces that no step has followed, and of batches of another size: those of an earlier run."""
+        sizes = {_batch_sizes(trace) for trace in traces if trace.kind.is_training}
+        unfollowed = {key: self.traces[key] for key in self._learnt & self.known.traces.keys() & self.traces.keys()}
+        return {
+            key
+            for key, trace in unfollowed.items()
+            if sizes and trace.kind.is_training and _batch_sizes(trace) not in sizes
+        }
 
     def learn_update(self, kind: str, chunk_indices: Sequence[int]) -> None:
         """Makes the trace of an optimizer's step, if none is known; see ``begin``.
@@ -368,3 +382,7 @@ class Tracer:
         elif step.visits:  # closed before, by an inner step
             step.non_model_nbytes[-1] = max(step.non_model_nbytes[-1], self._gauges.take_non_model_peak())
             step.gradient_nbytes[-1] = max(step.gradient_nbytes[-1], self._gauges.take_gradient_peak())
+
+
+def _batch_sizes(trace: Trace) -> tuple[tuple[int, ...], ...]:
+    return tuple(shape[:1] for shape in trace.shapes[0])

@@ -135,8 +135,9 @@ class Foresight:
         return found
 
     def _keep(self, traces: Sequence[Trace], is_padded: bool) -> None:
-        known = self._manager.tracer.known
-        of_all = {**known.traces, **{made.key: made for made in traces}}
+        known, outdated = self._manager.tracer.known, self._manager.tracer.outdated_by(traces)
+        earlier = {key: made for key, made in known.traces.items() if key not in outdated}
+        of_all = {**earlier, **{made.key: made for made in traces}}
         lookups = {**known.lookups, **self._manager.placement.lookups}
         keep_traces(KnownTraces(known.key, of_all, lookups, is_padded))
 

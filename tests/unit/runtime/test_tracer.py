@@ -3,6 +3,7 @@ import pytest
 from hf_patrickstar.events import StepDiverged, StepRecorded
 from hf_patrickstar.runtime import tracer as tracer_module
 from hf_patrickstar.runtime.tracer import Tracer
+from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.plan import Plan
 from hf_patrickstar.schedule.trace import Trace, Visit
 
@@ -21,9 +22,9 @@ class Agreement:
         self.agree_on_trace = agree
 
 
-def make_tracer(chunk_nbytes, non_model=lambda: 0, gradients=lambda: 0, agree=lambda trace: trace):
+def make_tracer(chunk_nbytes, non_model=lambda: 0, gradients=lambda: 0, agree=lambda trace: trace, **known):
     events = []
-    tracer = Tracer(chunk_nbytes, Gauge(non_model, gradients), Agreement(agree), events.append)
+    tracer = Tracer(chunk_nbytes, Gauge(non_model, gradients), Agreement(agree), events.append, **known)
     tracer.events = events
     return tracer
 
@@ -602,6 +603,18 @@ def test_what_is_foreseen_of_larger_inputs_covers_what_is_known():
     assert [visit.non_model_nbytes for visit in tracer.traces["training/3"].visits] == [9, 7]
 
 
+def test_known_traces_of_batches_of_another_size_go_when_a_step_is_foreseen():
+    def of(num_rows, length):
+        return foreseen((0,), (1,), shapes=(((num_rows, length),),), key=f"training/{num_rows}x{length}")
+
+    of_larger, of_longer, followed = of(4, 8), of(2, 16), of(8, 8)
+    known = KnownTraces("key", {trace.key: trace for trace in (of_larger, of_longer, followed)})
+    tracer = make_tracer([8, 8, 8], known=known)
+    run_step(tracer, [0, 1], shapes=((8, 8),))
+    tracer.learn([of(2, 8)])
+    assert tracer.traces.keys() == {"training/8x8", "training/2x16", "training/2x8"}
+
+
 def test_after_a_step_that_ran_out_of_memory_nothing_is_foreseen():
     tracer = make_tracer([8, 8, 8])
     tracer.learn([foreseen((0,), shapes=(((4,),),), key="training/4")])
@@ -613,13 +626,13 @@ def test_after_a_step_that_ran_out_of_memory_nothing_is_foreseen():
 
 def test_of_an_update_the_order_of_chunks_is_known_beforehand():
     tracer = make_tracer([8, 8, 8], lambda: 6)
-    tracer.learn_update("update", [2, 0])
+    tracer.learn_update("optimizer", [2, 0])
     version = tracer.version
-    tracer.learn_update("update", [2, 0])
+    tracer.learn_update("optimizer", [2, 0])
     assert tracer.version == version, "it is known"
-    step = run_step(tracer, [2, 0], "update", chunk_indices=[2, 0])
+    step = run_step(tracer, [2, 0], "optimizer", chunk_indices=[2, 0])
     assert not step.is_diverged
-    assert tracer.traces["update"].non_model_peak_nbytes == 6
-    tracer.learn_update("update", [0, 1, 2])
-    assert chunks_of(tracer, "update") == [0, 1, 2]
+    assert tracer.traces["optimizer"].non_model_peak_nbytes == 6
+    tracer.learn_update("optimizer", [0, 1, 2])
+    assert chunks_of(tracer, "optimizer") == [0, 1, 2]
     assert count(tracer, StepRecorded) == 0

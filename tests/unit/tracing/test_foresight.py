@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hf_patrickstar import PatrickStarEngine
+from hf_patrickstar.plan_cache import keep_traces
 from hf_patrickstar.tracing.foresight import fused_attention
 
 
@@ -125,3 +126,23 @@ def test_traces_of_a_model_that_has_grown_are_not_kept_for_the_one_before(monkey
     model.append(nn.Linear(8, 8))
     train(model, engine.optimizer)
     assert not kept
+
+
+@pytest.mark.usefixtures("keeping")
+def test_batches_of_another_size_follow_no_kept_traces(monkeypatch):
+    """A run plans with the activations of its own batches, and leaves no others."""
+    kept = []
+    monkeypatch.setattr(
+        "hf_patrickstar.tracing.foresight.keep_traces", lambda known: (kept.append(known), keep_traces(known))
+    )
+    for num_rows in (4, 1, 1):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        made = torch.optim.AdamW(model.parameters())
+        engine = PatrickStarEngine(model, {"device_budget": 2**20, "chunk_numel": 64}, made, device="cpu")
+        model(torch.ones(num_rows, 8)).sum().backward()
+        engine.optimizer.step()
+        found = [trace.shapes for trace in engine.manager.tracer.traces.values() if trace.kind.is_training]
+        assert found == [(((num_rows, 8),),)]
+        assert [trace.shapes for trace in kept[-1].traces.values()] == found
+        engine.detach()
+    assert len(kept) == 2, "the third run follows what the second one has left"
