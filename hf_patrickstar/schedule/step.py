@@ -12,11 +12,10 @@ it waits in the buffer of its group until all gradients of the group are there.
 import collections
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from hf_patrickstar.layout.packing import ChunkSpec, Layout
-from hf_patrickstar.layout.specs import ITEMSIZES, TensorSpec
+from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.schedule.op_trace import (
     Acquire,
     Allocate,
@@ -304,7 +303,7 @@ class _Telling:
     def _take(self, note: Gradient) -> None:
         """A gradient is finished: it goes home, or to the buffer of its group."""
         spec = self._tensors[note.index]
-        nbytes = math.prod(note.size) * ITEMSIZES[note.dtype]
+        nbytes = note.nbytes
         if self._is_group(note.index):
             self._store(spec, nbytes)
         elif note.is_at_home:

@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -41,7 +41,6 @@ from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace
 from hf_patrickstar.tracing.fake import FakeTensors
 from hf_patrickstar.tracing.masks import masks_of_batches
 from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
-from hf_patrickstar.tracing.recorder import Deadline
 from hf_patrickstar.tracing.unobserved import copy_without_bytes, unobserved
 from hf_patrickstar.units import MIB
 
@@ -191,8 +190,9 @@ class Foresight:
         masks = masks_of_batches(has_padding=has_padding(call.kwargs), is_packed="position_ids" in call.kwargs)
         is_apart = self._device.type != "cpu"
         attention = fused_attention() if is_apart else contextlib.nullcontext()
-        with _Bar(is_first=self._rank == 0) as bar, unobserved(self._model), FakeTensors(), masks, attention:
-            ops = trace(what, looked_up=looked_up, has_accelerator=is_apart, deadline=bar, is_checked=False)
+        patience = _patience(is_first=self._rank == 0)
+        with patience as check_time, unobserved(self._model), FakeTensors(), masks, attention:
+            ops = trace(what, looked_up=looked_up, has_accelerator=is_apart, check_time=check_time, is_checked=False)
         return ops, specs
 
     def _dtype_of(self, parameter: torch.nn.Parameter) -> torch.dtype:
@@ -299,22 +299,15 @@ def _stand_in(output: torch.Tensor) -> torch.Tensor:
     return torch.log_softmax(wide, -1).mean() if wide.dim() else wide
 
 
-class _Bar(Deadline):
-    """Ends a recording that takes too long, and shows that one is made where it takes more than two seconds."""
+@contextlib.contextmanager
+def _patience(*, is_first: bool) -> Iterator[Callable[[], None]]:
+    """Gives what ends a recording that takes too long, and shows one that takes more than two seconds."""
+    end = time.monotonic() + _PATIENCE_S
 
-    def __init__(self, *, is_first: bool) -> None:
-        super().__init__(_PATIENCE_S)
-        self._bar = shown((), "planning the first step", "operators", is_first=is_first)
+    def check() -> None:
+        if time.monotonic() > end:
+            raise TraceError(f"recording a micro-batch with tensors without bytes took longer than {_PATIENCE_S:g} s")
+        bar.update()
 
-    def check(self) -> None:
-        """See ``Deadline``."""
-        super().check()
-        self._bar.update()
-
-    def __enter__(self) -> "_Bar":
-        """Returns itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Takes the bar away."""
-        self._bar.close()
+    with shown((), "planning the first step", "operators", is_first=is_first) as bar:
+        yield check

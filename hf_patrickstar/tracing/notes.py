@@ -94,7 +94,7 @@ class Notes:
     def __init__(self, inputs: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor], owned: set[int]) -> None:
         self.is_odd = False
         self._notes: list[Note] = []
-        self._inputs, self._buffers = list(map(storage_key, inputs)), set(map(storage_key, buffers))
+        self._inputs, self._buffers = set(map(storage_key, inputs)), set(map(storage_key, buffers))
         self._owned = owned
         self._live: dict[int, tuple[int, Any]] = {}  # storages -> their number, and who tells that they are free
         self._num_storages = 0
@@ -142,9 +142,9 @@ class Notes:
         live[key] = number, weakref.ref(owner, forget)
         return [(number, nbytes)]
 
-    def enter_forward(self, name: str, shapes: Shapes, present: Iterable[torch.Tensor], *, is_inner: bool) -> None:
+    def enter_forward(self, shapes: Shapes, present: Iterable[torch.Tensor], *, is_inner: bool) -> None:
         """An outermost forward begins; ``present`` is there already."""
-        inputs, others = [], []
+        others = []
         batch: dict[int, int] = {}
         buffers: dict[int, int] = {}
         for tensor in present:
@@ -153,14 +153,11 @@ class Notes:
                     buffers[key] = nbytes
                 elif key in self._inputs:
                     batch[key] = nbytes
-                if key in self._inputs:
-                    inputs.append(self._inputs.index(key))
                 elif key in self._live:
                     others.append(self._live[key][0])
-                elif key not in self._buffers and nbytes:
+                elif nbytes:
                     self.is_odd = True
-        nbytes, buffers_nbytes = sum(batch.values()), sum(buffers.values())
-        self.add(EnterForward(name, shapes, tuple(inputs), tuple(others), nbytes, buffers_nbytes, is_inner))
+        self.add(EnterForward(shapes, tuple(others), sum(batch.values()), sum(buffers.values()), is_inner))
 
     def note_use(self, watched: Watched) -> None:
         """Tensors may look into the memory of a parameter from now on."""
@@ -176,9 +173,7 @@ class Notes:
         if found is None:
             self.is_odd = True
             return
-        dtype = str(gradient.dtype).removeprefix("torch.")
-        size, stride, offset = tuple(gradient.shape), gradient.stride(), int(gradient.storage_offset())
-        self._notes.append(Gradient(watched.spec.index, found[0], dtype, size, stride, offset, is_at_home))
+        self._notes.append(Gradient(watched.spec.index, found[0], gradient.nbytes, is_at_home))
 
     def leave_backward(self) -> None:
         """A backward ends."""
