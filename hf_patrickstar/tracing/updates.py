@@ -59,7 +59,7 @@ class _Operators(AnsweringMode):
         self.nbytes = 0
         self.largest_nbytes = 0
 
-    def note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+    def has_run(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """See ``AnsweringMode``."""
         cost = cost_of(func, args, kwargs, result) if getattr(func, "_schema", None) is not None else None
         if cost is not None:
