@@ -386,7 +386,7 @@ class ModelHooks:
             inputs = list(tensors_in((args, kwargs)))
             shapes = input_shapes([tensor.shape for tensor in inputs])
             if self._manager.tracer.asks_padding and frame.stage is Stage.FORWARD:
-                self._manager.tracer.note_padding(_has_padding(kwargs.get("attention_mask")))
+                self._manager.tracer.note_padding(has_padding(kwargs.get("attention_mask")))
             present = itertools.chain(inputs, self._model.buffers())
             call = Call(frame.module, name, args, kwargs, frame.stage is Stage.FORWARD)
             with self._manager.steps.announced(call):
@@ -476,6 +476,6 @@ def _to(value: Any, device: torch.device) -> Any:
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
 
 
-def _has_padding(mask: Any) -> bool:
-    """Whether some tokens are masked; it waits for the device, and is asked once."""
+def has_padding(mask: Any) -> bool:
+    """Whether some tokens are masked by an attention mask, if there is one; it waits for the device."""
     return isinstance(mask, torch.Tensor) and mask.dim() == 2 and not bool(mask.all())

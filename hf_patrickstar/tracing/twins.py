@@ -22,7 +22,7 @@ import types
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._guards import detect_fake_mode
@@ -55,40 +55,23 @@ _OTHER_HOOKS = (
 _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
-class Twin(NamedTuple):
-    """A copy without bytes.
-
-    Attributes:
-        model: The copy of the model.
-        args: The copies of its positional inputs.
-        kwargs: The copies of its named inputs.
-    """
-
-    model: torch.nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
 def copy_without_bytes(
-    model: torch.nn.Module,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    value: Any,
     *,
     dtype_of: Callable[[torch.nn.Parameter], torch.dtype] | None = None,
     shapes: Mapping[int, Sequence[int]] | None = None,
     device: torch.device | None = None,
-) -> Twin:
-    """Copies a model and its inputs, with tensors that have no bytes; called under ``FakeTensorMode``.
+) -> Any:
+    """Copies a model, or inputs, with tensors that have no bytes; called under ``FakeTensorMode``.
 
     The model may have an engine: no parameter is read, and the copy is an ordinary model. See [Note: what a copy refers
     to].
 
     Args:
-        model: The model; its tensors may be those of an engine, on the meta device, or of ``deferred_weights``.
-        args: Positional inputs.
-        kwargs: Named inputs.
+        value: The model, its inputs, or a tuple of both; tensors may be those of an engine, on the meta device, or of
+            ``deferred_weights``.
         dtype_of: Returns the type that the copy of a parameter has; by default its own.
-        shapes: The shapes that some tensors among the inputs get, by their place among ``tensors_in((args, kwargs))``.
+        shapes: The shapes that some tensors among inputs get, by their place among ``tensors_in(value)``.
         device: The device of all tensors; by default each has its own.
 
     Raises:
@@ -97,14 +80,15 @@ def copy_without_bytes(
     mode: Any = detect_fake_mode()
     assert mode is not None
     copier = _Copier(mode, dtype_of, device)
-    inputs = (tuple(args), dict(kwargs or {}))
-    copier.names = {id(module): name or "the model" for name, module in model.named_modules()}
-    copied = copier.copy(model)
-    for place, tensor in enumerate(tensors_in(inputs)):
-        if place in (shapes or {}):
-            copier.make_tensor(tensor, (shapes or {})[place])
-    with _reported("an input of the model"):
-        return Twin(copied, *copier.copy(inputs))
+    for model in value if isinstance(value, tuple) else (value,):
+        if isinstance(model, torch.nn.Module):
+            copier.names |= {id(module): name or "the model" for name, module in model.named_modules()}
+    if shapes:
+        tensors = list(tensors_in(value))
+        for place, shape in shapes.items():
+            copier.make_tensor(tensors[place], shape)
+    with _reported("the model" if isinstance(value, torch.nn.Module) else "an input of the model"):
+        return copier.copy(value)
 
 
 def origin_of(value: Any) -> str:
