@@ -40,18 +40,16 @@ class MicroBatch:
         make_inputs: Makes the batch, likewise.
         compute_loss: Computes the loss, or whatever an evaluation computes.
         config: Settings of the engine, which decide in which types forwards compute.
-        precision: What the engine is told by the Trainer or Accelerate; see ``choose_precision``.
         num_micro_batches: Micro-batches of a step.
         is_training: Whether a backward follows.
         prepare: Returns the parameters of a model as numbers, and the types that its forwards compute in; by default as
-            ``config`` and ``precision`` say.
+            ``config`` says.
     """
 
     make_model: Callable[[], torch.nn.Module]
     make_inputs: Callable[[], Mapping[str, Any]]
     compute_loss: Callable[[Any, Mapping[str, Any]], Any]
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    precision: str = "no"
     num_micro_batches: int = 1
     is_training: bool = True
     prepare: Callable[[torch.nn.Module], tuple[Sequence[TensorSpec], Casting]] | None = None
@@ -61,7 +59,7 @@ class MicroBatch:
         if self.prepare is not None:
             return self.prepare(model)
         specs, _, parameters = collect(model, {})
-        chosen = choose_precision(model, PatrickStarConfig.from_any(dict(self.config)), self.precision, parameters)
+        chosen = choose_precision(model, PatrickStarConfig.from_any(dict(self.config)), "no", parameters)
         return chosen.assign(model, specs, parameters), chosen.casting(torch.device("cpu"))
 
     def run_backward(self, loss: torch.Tensor) -> None:

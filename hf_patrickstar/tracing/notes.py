@@ -8,7 +8,7 @@ import torch
 
 from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.memory.meters import storages_of
-from hf_patrickstar.memory.operators import storage_key
+from hf_patrickstar.memory.operators import storage_key, tensors_among
 from hf_patrickstar.runtime.autograd import KeptOperand
 from hf_patrickstar.runtime.live_parameter import raw_data
 from hf_patrickstar.schedule.op_trace import (
@@ -119,17 +119,16 @@ class Notes:
     def add_results(self, results: Any) -> None:
         """An operator of the model has returned something, which may be new memory."""
         made = []
-        for value in results if isinstance(results, (tuple, list)) else (results,):
-            for item in value if isinstance(value, (tuple, list)) else (value,):
-                for found in storages_of(item) if isinstance(item, torch.Tensor) else ():
-                    made += self._take(*found)
+        for result in tensors_among(results):
+            for owner, key, nbytes in storages_of(result):
+                is_known = key in self._live or key in self._owned or key in self._inputs or key in self._buffers
+                if nbytes and not is_known:
+                    made.append((self._take(owner, key), nbytes))
         if made:
             self._notes.append(Allocate(tuple(made)))
 
-    def _take(self, owner: Any, key: int, nbytes: int) -> list[tuple[int, int]]:
-        """The number and the bytes of a storage, if it is a new one of the model."""
-        if key in self._live or key in self._owned or key in self._inputs or key in self._buffers or not nbytes:
-            return []
+    def _take(self, owner: Any, key: int) -> int:
+        """The number of a new storage, which is noted to be free when its owner is gone."""
         number = self._num_storages
         self._num_storages += 1
         live, notes = self._live, weakref.ref(self)
@@ -140,7 +139,7 @@ class Notes:
                 this._notes.append(Free(number))
 
         live[key] = number, weakref.ref(owner, forget)
-        return [(number, nbytes)]
+        return number
 
     def enter_forward(self, shapes: Shapes, present: Iterable[torch.Tensor], *, is_inner: bool) -> None:
         """An outermost forward begins; ``present`` is there already."""

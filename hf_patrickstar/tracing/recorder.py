@@ -28,7 +28,7 @@ from hf_patrickstar.runtime.autograd import Autograd, may_keep, refuse_reentrant
 from hf_patrickstar.runtime.casting import Casting
 from hf_patrickstar.runtime.compiled import is_compiled
 from hf_patrickstar.runtime.frames import Frame, Lookup, current_stage
-from hf_patrickstar.runtime.hooks import computed_by, is_embedding, tensors_in
+from hf_patrickstar.runtime.hooks import has_hooks_of_user, is_embedding, places_of, tensors_in
 from hf_patrickstar.runtime.live_parameter import LiveMixin, raw_data, released_type, storage_key, take_raw_grad
 from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.op_trace import (
@@ -101,7 +101,7 @@ def record(
     return _Recorder(model, specs, setting, inputs).run(forward, backward)
 
 
-class _Recorder:
+class _Recorder(AnsweringMode):
     """Hooks of one model, for one micro-batch."""
 
     def __init__(
@@ -111,6 +111,7 @@ class _Recorder:
         setting: Setting,
         inputs: Iterable[torch.Tensor],
     ) -> None:
+        super().__init__()
         self._model = model
         self._roots = roots_of(model)
         self._setting = setting
@@ -166,7 +167,7 @@ class _Recorder:
                     stack.callback(root.register_forward_pre_hook(self._cast_inputs, with_kwargs=True).remove)
             stack.callback(self._unwind)
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(_Operators(self))
+            stack.enter_context(self)
             yield
 
     def _attach_parameter(self, watched: Watched, stack: contextlib.ExitStack) -> None:
@@ -181,8 +182,9 @@ class _Recorder:
         stack.callback(setattr, parameter, "__class__", watched.original_type)
 
     def _attach_module(self, module: torch.nn.Module, name: str, stack: contextlib.ExitStack) -> None:
-        own = self._held_by(module)
-        looks_up = is_embedding(module) and len(own) == 1 and self._looks_up(own[0])
+        own = list(dict.fromkeys(watched for _, _, watched in self._places_of(module)))
+        is_lookup = is_embedding(module) and len(own) == 1 and own[0].spec.name in self._setting.looked_up
+        looks_up = is_lookup and not has_hooks_of_user(own[0].parameter, own[0].spec.trainable)
 
         def before(_module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             frame = Frame(_module, current_stage())
@@ -203,17 +205,8 @@ class _Recorder:
         stack.callback(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
         stack.callback(module.register_forward_hook(after, always_call=True).remove)
 
-    def _held_by(self, module: torch.nn.Module) -> list[Any]:
-        """What a module computes with itself, each parameter once."""
-        found = (self._watched.get(id(parameter)) for _, _, parameter in _places_of(module))
-        return list(dict.fromkeys(watched for watched in found if watched is not None))
-
-    def _looks_up(self, watched: Watched) -> bool:
-        """Whether an embedding reads its rows at home; not if the user has hooks on the gradient of the weight."""
-        parameter = watched.parameter
-        num_hooks = len(parameter._post_accumulate_grad_hooks or ())
-        is_free = not parameter._backward_hooks and num_hooks <= int(watched.spec.trainable)
-        return watched.spec.name in self._setting.looked_up and is_free
+    def _places_of(self, module: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
+        return places_of(module, lambda parameter: self._watched.get(id(parameter)))
 
     def _unwind(self) -> None:
         """Ends forwards that were interrupted."""
@@ -276,13 +269,11 @@ class _Recorder:
 
     def _replace(self, frame: Frame) -> None:
         """Puts copies in the place of a module's parameters, for a forward under ``torch.func``; see ``hooks``."""
-        for places, key, parameter in list(_places_of(frame.module)):
-            watched = self._watched.get(id(parameter))
-            if watched is not None:
-                self._uses.acquire(watched)
-                places[key] = parameter.clone()
-                self._uses.release(watched)
-                frame.replaced.append((places, key, parameter))
+        for places, key, watched in self._places_of(frame.module):
+            self._uses.acquire(watched)
+            places[key] = watched.parameter.clone()
+            self._uses.release(watched)
+            frame.replaced.append((places, key, watched.parameter))
 
     # Embeddings that are looked up at home
 
@@ -346,11 +337,11 @@ class _Recorder:
 
     # Operators
 
-    def before_operator(self, func: Any) -> None:
-        """An operator of the model is about to run.
+    def answer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """See ``AnsweringMode``.
 
         Raises:
-            TraceError: If it communicates, or the time is over.
+            TraceError: If the operator communicates, or its result depends on values.
         """
         if self._setting.check_time is not None:
             self._setting.check_time()
@@ -360,9 +351,16 @@ class _Recorder:
                 f"the model calls the collective '{name}', which nobody answers while its operators are recorded with "
                 "tensors without bytes"
             )
+        try:
+            return super().answer(func, args, kwargs)
+        except _UNANSWERED as error:
+            raise TraceError(
+                f"the model calls operator '{name}', whose result depends on values that tensors without bytes do not "
+                f"have ({type(error).__name__}: {error})"
+            ) from error
 
-    def note_operator(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        """An operator of the model has run."""
+    def has_run(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        """See ``AnsweringMode``."""
         if self._is_quiet:
             return
         cost = None if getattr(func, "_schema", None) is None else cost_of(func, args, kwargs, result)
@@ -370,32 +368,3 @@ class _Recorder:
             for work in self._charges.charge(func, args, kwargs, result, cost):
                 self._notes.add(work)
         self._notes.add_results(result)
-
-
-class _Operators(AnsweringMode):
-    """Tells a recorder of every operator."""
-
-    def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def answer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        self._recorder.before_operator(func)
-        try:
-            return super().answer(func, args, kwargs)
-        except _UNANSWERED as error:
-            raise TraceError(
-                f"the model calls operator '{func}', whose result depends on values that tensors without bytes do not "
-                f"have ({type(error).__name__}: {error})"
-            ) from error
-
-    def has_run(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        self._recorder.note_operator(func, args, kwargs, result)
-
-
-def _places_of(module: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-    """Where what a module computes with is held: a dictionary, the name in it, and the parameter."""
-    for part in computed_by(module):
-        for key, parameter in part._parameters.items():
-            if parameter is not None:
-                yield part._parameters, key, parameter

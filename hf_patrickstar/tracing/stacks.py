@@ -79,11 +79,9 @@ def _look_at(module: torch.nn.Module) -> tuple[_Facts, _Numbers]:
 
 
 def _shapes_of(tensors: Iterable[tuple[str, torch.Tensor | None]]) -> tuple[Any, ...]:
-    return tuple(_shape_of(name, tensor) for name, tensor in tensors)
-
-
-def _shape_of(name: str, tensor: torch.Tensor | None) -> tuple[Any, ...]:
-    return (name,) if tensor is None else (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+    return tuple(
+        (name, tensor is not None and (tensor.shape, tensor.dtype, tensor.requires_grad)) for name, tensor in tensors
+    )
 
 
 def _are_alike(one: tuple[_Facts, _Numbers], other: tuple[_Facts, _Numbers], distance: int) -> bool:

@@ -22,6 +22,7 @@ import types
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import _reconstruct  # type: ignore[attr-defined]
 from typing import Any
 
 import torch
@@ -123,20 +124,19 @@ def _is_of_library(hook: Any, seen: set[int]) -> bool:
     elif origin_of(hook) not in LIBRARIES:
         return False
     else:
-        function = getattr(hook, "__func__", hook) if isinstance(hook, types.MethodType) else hook
-        parts = [
-            *getattr(function, "__dict__", {}).values(),
-            *map(_content, getattr(function, "__closure__", ()) or ()),
-        ]
+        function = _function_of(hook)
+        is_function = isinstance(function, types.FunctionType)
+        parts = _references(function) if is_function else list(getattr(hook, "__dict__", {}).values())
     return all(_is_of_library(part, seen) for part in parts if isinstance(part, _CALLED))
 
 
-def _content(cell: Any) -> Any:
-    """What a variable of a closure refers to; ``None`` if it has no value yet."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
+def _references(function: types.FunctionType) -> list[Any]:
+    """What a function refers to, beside global variables."""
+    found = [function.__defaults__, *(function.__kwdefaults__ or {}).values(), *vars(function).values()]
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # a variable that has no value yet
+            found.append(cell.cell_contents)
+    return found
 
 
 def _is_ours(name: str, value: Any) -> bool:
@@ -305,25 +305,8 @@ class _Copier:
         reduced: Any = reductor(value) if reductor is not None else cls.__reduce_ex__(value, 4)
         if isinstance(reduced, str):  # the name of something global
             return value
-        make, args, state, items, pairs = (*reduced, None, None, None)[:5]
-        made = self._remember(value, make(*map(self.copy, args)))
-        if state is not None:
-            self._set_state(made, self.copy(state))
-        for item in items or ():
-            made.append(self.copy(item))
-        for key, item in pairs or ():
-            made[self.copy(key)] = self.copy(item)
-        return made
-
-    @staticmethod
-    def _set_state(made: Any, state: Any) -> None:
-        if hasattr(made, "__setstate__"):
-            made.__setstate__(state)
-            return
-        state, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
-        made.__dict__.update(state or {})
-        for name, value in (slots or {}).items():
-            setattr(made, name, value)
+        self._alive.append(value)
+        return _reconstruct(value, self._memo, *reduced[:5], deepcopy=lambda part, _: self.copy(part))
 
     def _list(self, value: list[Any]) -> list[Any]:
         made: list[Any] = self._remember(value, [])
@@ -383,21 +366,13 @@ class _Copier:
         own = tuple(types.CellType() for _ in cells)
         made: Any = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, own)
         self._remember(function, made)
-        has_changed = False
         for cell, new in zip(cells, own, strict=True):
             with contextlib.suppress(ValueError):  # a variable that has no value yet
-                content = cell.cell_contents
-                new.cell_contents = copied(content)
-                has_changed |= new.cell_contents is not content
+                new.cell_contents = copied(cell.cell_contents)
         made.__defaults__, made.__kwdefaults__ = copied(function.__defaults__), copied(function.__kwdefaults__)
-        attributes = {name: self._led_to_model(value) for name, value in vars(function).items()}
-        has_changed |= made.__defaults__ is not function.__defaults__
-        has_changed |= not all(map(_is, attributes.values(), vars(function).values()))
-        named: Any = function.__kwdefaults__ or {}
-        has_changed |= not all(map(_is, (made.__kwdefaults__ or {}).values(), named.values()))
-        if not has_changed:
+        made.__dict__.update((name, self._led_to_model(value)) for name, value in vars(function).items())
+        if all(map(_is, _references(function), _references(made))):
             return function
-        made.__dict__.update(attributes)
         for name in ("__qualname__", "__module__", "__doc__", "__annotations__"):
             setattr(made, name, getattr(function, name))
         return made
