@@ -181,9 +181,9 @@ class _Telling:
         self._under_way: tuple[int, int] | None = None  # the group that is reduced, and the number of the reduction
         self._reduced: list[int] = []
         # Updates in backward
-        self._is_last = kind.is_last
         self._last_sent: dict[int, int] = {}  # the last gradient of each chunk on its way home
-        self._missing: dict[int, set[int]] = {}  # of each chunk that is updated here, gradients that have not arrived
+        ahead = sorted(rules.ahead) if kind.is_last else ()
+        self._missing = {chunk: self._trained_in(chunk) for chunk in ahead}  # gradients that have not arrived
 
     def tell(self, notes: Iterable[Note]) -> MicroBatch:
         for note in notes:
@@ -307,15 +307,14 @@ class _Telling:
         """Takes a gradient, or this process's average, to its home; ``storage`` has it if it is non-model data."""
         self._store_at_home(spec, storage, nbytes)
         chunk = self._chunk_of[spec.index]
-        if self._is_last and chunk in self._rules.ahead:
-            missing = self._missing.setdefault(chunk, self._trained_in(chunk))
-            missing.discard(spec.index)
-            if not missing:
+        if chunk in self._missing:
+            self._missing[chunk].discard(spec.index)
+            if not self._missing[chunk]:
                 self._update(chunk)
 
     def _update(self, chunk: int) -> None:
         """The host's thread updates a chunk whose gradients have all arrived."""
-        self._missing[chunk] = set()
+        del self._missing[chunk]
         last = self._last_sent.get(chunk)
         next(self._numbers)
         work = ThreadWork((self._rules.updates[chunk],), frozenset({chunk}), () if last is None else (last,), ())
@@ -433,10 +432,8 @@ class _Telling:
                 self._send_home(self._tensors[index], storage, nbytes)
                 self._release(storage)
         self._release_in_flight()
-        if self._is_last:
-            for chunk in sorted(self._rules.ahead):
-                if chunk not in self._missing or self._missing[chunk]:  # a parameter has got no gradient
-                    self._update(chunk)
+        for chunk in list(self._missing):  # a parameter has got no gradient
+            self._update(chunk)
 
 
 def traces_of(ops: OpTrace, places: Places, rules: StepRules, name: str = "") -> list[Trace]:

@@ -9,7 +9,7 @@ import sys
 import types
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,6 +17,7 @@ from hf_patrickstar.memory.operators import read_operands, storage_key, tensors_
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.schedule.script import BlockingCopy, HostWork, Kernel
 from hf_patrickstar.tracing.costs import Cost
+from hf_patrickstar.tracing.timing import OperatorTimes
 
 _aten = torch.ops.aten
 _COPIES = frozenset({_aten.copy_, _aten._to_copy, _aten.clone, _aten._foreach_copy_})
@@ -32,14 +33,6 @@ _HERE = frozenset(
 """Modules through which others ask."""
 
 
-class Times(Protocol):
-    """What operators take on the machine at hand."""
-
-    def find_ns(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> int | None:
-        """Nanoseconds of an operator, or ``None`` if that cannot be told."""
-        ...
-
-
 class Charges:
     """Tells what operators cost; see the module.
 
@@ -48,7 +41,7 @@ class Charges:
         times: What operators take, if the machine is the one at hand; else its rates say it.
     """
 
-    def __init__(self, *, has_accelerator: bool, times: Times | None = None) -> None:
+    def __init__(self, *, has_accelerator: bool, times: OperatorTimes | None = None) -> None:
         self._has_accelerator = has_accelerator
         self._times = times
         self._tiers: dict[int, Tier] = {}

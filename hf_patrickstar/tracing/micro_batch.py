@@ -22,9 +22,9 @@ from hf_patrickstar.schedule.op_trace import LeaveForward, OpTrace
 from hf_patrickstar.schedule.repeats import FEW_BLOCKS, IrregularError, Names, Stack, extend
 from hf_patrickstar.schedule.script import Begin, Part
 from hf_patrickstar.tracing.answers import AnsweringMode
-from hf_patrickstar.tracing.charges import Times
 from hf_patrickstar.tracing.recorder import Setting, record
 from hf_patrickstar.tracing.stacks import cut, find_stacks
+from hf_patrickstar.tracing.timing import OperatorTimes
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def trace(
     *,
     looked_up: Collection[str] = (),
     has_accelerator: bool = True,
-    times: Times | None = None,
+    times: OperatorTimes | None = None,
     check_time: Callable[[], None] | None = None,
     is_checked: bool = True,
 ) -> OpTrace | None:

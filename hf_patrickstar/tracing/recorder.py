@@ -41,10 +41,11 @@ from hf_patrickstar.schedule.script import Begin, Part
 from hf_patrickstar.schedule.trace import input_shapes
 from hf_patrickstar.states import Stage
 from hf_patrickstar.tracing.answers import AnsweringMode
-from hf_patrickstar.tracing.charges import Charges, Times
+from hf_patrickstar.tracing.charges import Charges
 from hf_patrickstar.tracing.costs import cost_of
 from hf_patrickstar.tracing.notes import Notes, Operand, Watched
 from hf_patrickstar.tracing.reads import Reads, Uses
+from hf_patrickstar.tracing.timing import OperatorTimes
 
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor"})
 """Where operators that communicate are registered."""
@@ -66,14 +67,14 @@ class Setting:
     casting: Casting
     looked_up: Collection[str] = ()
     has_accelerator: bool = True
-    times: Times | None = None
+    times: OperatorTimes | None = None
     check_time: Callable[[], None] | None = None
 
 
 def record(
     model: torch.nn.Module,
     forward: Callable[[], Any],
-    backward: Callable[[Any], None] | None,
+    backward: Callable[[Any], Any] | None,
     *,
     specs: Sequence[TensorSpec],
     inputs: Iterable[torch.Tensor],
@@ -127,19 +128,14 @@ class _Recorder(AnsweringMode):
         self._uses = Uses(self._notes, self._autograd)
         self._stack = self._uses.frames.stack
 
-    def run(self, forward: Callable[[], Any], backward: Callable[[Any], None] | None) -> OpTrace | None:
+    def run(self, forward: Callable[[], Any], backward: Callable[[Any], Any] | None) -> OpTrace | None:
         """See ``record``."""
-
-        def run() -> Any:
+        with self._attached():
             self._notes.add(Begin(Part.FORWARD))
             result = forward()
-            if backward is None:
-                return result
-            self._notes.add(Begin(Part.BACKWARD))
-            return backward(result)
-
-        with self._attached():
-            result = run()
+            if backward is not None:
+                self._notes.add(Begin(Part.BACKWARD))
+                result = backward(result)
             found = self._notes.end()
         del result  # which lives until then, and so does what a backward would need
         return found

@@ -20,7 +20,7 @@ import functools
 import sys
 import types
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import _reconstruct  # type: ignore[attr-defined]
 from typing import Any
@@ -308,24 +308,9 @@ class _Copier:
         self._alive.append(value)
         return _reconstruct(value, self._memo, *reduced[:5], deepcopy=lambda part, _: self.copy(part))
 
-    def _list(self, value: list[Any]) -> list[Any]:
-        made: list[Any] = self._remember(value, [])
-        made.extend(map(self.copy, value))
-        return made
-
-    def _dict(self, value: dict[Any, Any]) -> dict[Any, Any]:
-        made = self._remember(value, value.copy())  # with what makes new items of a ``defaultdict``
-        made.clear()
-        for key, item in value.items():
-            made[self.copy(key)] = self.copy(item)
-        return made  # type: ignore[no-any-return]
-
     def _tuple(self, value: tuple[Any, ...]) -> tuple[Any, ...]:
         items = [self.copy(item) for item in value]
         return value if all(map(_is, items, value)) else self._memo.get(id(value), tuple(items))
-
-    def _set(self, value: Any) -> Any:
-        return type(value)(map(self.copy, value))
 
     def _reference(self, value: Any) -> Any:
         target = value()
@@ -345,15 +330,6 @@ class _Copier:
 
     def _method(self, value: types.MethodType) -> types.MethodType:
         return types.MethodType(self.copy(value.__func__), self.copy(value.__self__))
-
-    def _partial(self, value: "functools.partial[Any]") -> Any:
-        made = functools.partial(
-            self.copy(value.func),
-            *map(self.copy, value.args),
-            **{name: self.copy(item) for name, item in value.keywords.items()},
-        )
-        made.__dict__.update((name, self.copy(item)) for name, item in vars(value).items())
-        return made
 
     # Functions
 
@@ -410,13 +386,7 @@ def _is(first: Any, second: Any) -> bool:
 
 
 _MAKERS: dict[type, Callable[[_Copier, Any], Any]] = {
-    list: _Copier._list,
-    dict: _Copier._dict,
-    OrderedDict: _Copier._dict,
-    defaultdict: _Copier._dict,
     tuple: _Copier._tuple,
-    set: _Copier._set,
-    frozenset: _Copier._set,
     weakref.ReferenceType: _Copier._reference,
     weakref.ProxyType: _Copier._proxy,
     weakref.CallableProxyType: _Copier._proxy,
@@ -424,5 +394,4 @@ _MAKERS: dict[type, Callable[[_Copier, Any], Any]] = {
     types.BuiltinFunctionType: _Copier._builtin,
     types.MethodType: _Copier._method,
     types.FunctionType: _Copier._function,
-    functools.partial: _Copier._partial,
 }

@@ -758,3 +758,39 @@ with contextlib.suppress(ImportError):
         found = [name for name, parameter in twin.named_parameters() if parameter.grad is not None]
         assert found
         assert all("lora_" in name for name in found)
+
+
+class Containers(nn.Linear):
+    """Refers to itself through containers of all kinds."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.cyclic = [self]
+        self.cyclic.append(self.cyclic)
+        self.kinds = collections.defaultdict(list, {"own": self})
+        self.ordered = collections.OrderedDict(b=self, a=1)
+        self.numbers = {1, 2}
+        self.call = functools.partial(self.forward, input=self.cyclic)
+        self.call.owner = self
+        self.last = collections.deque([self], maxlen=3)
+
+
+def test_containers_are_copied_with_what_they_refer_to():
+    model = Containers()
+    with FakeTensorMode():
+        copied = copy_without_bytes(model)
+    assert copied.cyclic is not model.cyclic
+    assert copied.cyclic[0] is copied
+    assert copied.cyclic[1] is copied.cyclic
+    assert copied.kinds["own"] is copied
+    assert copied.kinds["new"] == []
+    assert "new" not in model.kinds
+    assert list(copied.ordered) == ["b", "a"]
+    assert copied.ordered["b"] is copied
+    assert copied.numbers == model.numbers
+    assert copied.numbers is not model.numbers
+    assert copied.call.func.__self__ is copied
+    assert copied.call.owner is copied
+    assert copied.call.keywords["input"] is copied.cyclic
+    assert copied.last[0] is copied
+    assert copied.last.maxlen == 3
