@@ -13,6 +13,7 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from hf_patrickstar.layout.packing import ChunkSpec, Layout
 from hf_patrickstar.layout.specs import TensorSpec
@@ -114,8 +115,7 @@ class StepRules:
     ahead: frozenset[int] = frozenset()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """A micro-batch, chunk by chunk.
 
     Attributes:
@@ -436,16 +436,15 @@ class _Telling:
             self._update(chunk)
 
 
-def traces_of(ops: OpTrace, places: Places, rules: StepRules, name: str = "") -> list[Trace]:
+def traces_of(ops: OpTrace, places: Places, rules: StepRules) -> list[Trace]:
     """The traces of all micro-batches of a step that do the same.
 
     Args:
         ops: What each of them does.
         places: Where parameters are.
         rules: What becomes of gradients.
-        name: The outermost module, if that is not the model.
     """
-    return [micro_batch(ops, places, rules, kind, name=name).trace for kind in kinds_of(rules.num_micro_batches)]
+    return [micro_batch(ops, places, rules, kind).trace for kind in kinds_of(rules.num_micro_batches)]
 
 
 def kinds_of(num_micro_batches: int) -> Sequence[StepKind]:
@@ -456,8 +455,7 @@ def kinds_of(num_micro_batches: int) -> Sequence[StepKind]:
     return (StepKind.FIRST, *middle, StepKind.LAST)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ToldStep:
+class ToldStep(NamedTuple):
     """A step of the optimizer, chunk by chunk: the update of the last one, then forward and backward.
 
     Attributes:

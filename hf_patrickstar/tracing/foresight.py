@@ -73,7 +73,7 @@ def make_foresight(
     """
     if detect_fake_mode() is not None or not manager.steps.policy.has_plans:
         return None
-    return Foresight(model, manager, casting, resources, keeps=keeps)
+    return Foresight(model, manager, casting, resources, keeps)
 
 
 class Foresight:
@@ -88,24 +88,16 @@ class Foresight:
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        manager: ChunkManager,
-        casting: Casting,
-        resources: Resources,
-        *,
-        keeps: bool,
+        self, model: torch.nn.Module, manager: ChunkManager, casting: Casting, resources: Resources, keeps: bool
     ) -> None:
         self._model = model
         self._manager = manager
         self._casting = casting
-        streams, collectives = resources.streams, resources.collectives
-        num_micro_batches = self._num_micro_batches = manager.steps.num_micro_batches
         self._device = resources.device
-        self._rank = collectives.rank
-        in_flight = streams.most_in_flight_nbytes if isinstance(streams, DeviceStreams) else 0
-        self._rules = StepRules(num_micro_batches, in_flight, collectives.is_asynchronous)
-        self._keeps = keeps and collectives.rank == 0
+        self._rank = resources.collectives.rank
+        in_flight = resources.streams.most_in_flight_nbytes if isinstance(resources.streams, DeviceStreams) else 0
+        self._rules = StepRules(manager.steps.num_micro_batches, in_flight, resources.collectives.is_asynchronous)
+        self._keeps = keeps and self._rank == 0
         self._first_chunks = [chunk.spec for chunk in manager.chunks]  # those of the key under which traces are kept
         self._said: set[str] = set()
 
@@ -116,12 +108,13 @@ class Foresight:
             ops, tensors = self._trace(call, shapes)
             if ops is None:
                 raise TraceError("the model does something else each time that it runs")
-        except TraceError as error:
-            self._say(f"the first step is recorded: {error}")
-            return None
         except Exception as error:  # the user's code may raise anything; what is wrong in itself fails in the step, too
-            said = f"the model does not run with tensors without bytes ({type(error).__name__}: {error})"
-            self._say(f"the first step is recorded: {said}")
+            reason = str(error)
+            if not isinstance(error, TraceError):
+                reason = f"the model does not run with tensors without bytes ({type(error).__name__}: {error})"
+            if reason not in self._said:
+                self._said.add(reason)
+                logger.info("patrickstar: the first step is recorded: %s", reason)
             return None
         found = self._told(call, ops, tensors)
         logger.info(
@@ -138,11 +131,6 @@ class Foresight:
         of_all = {**known.traces, **{made.key: made for made in traces}}
         lookups = {**known.lookups, **self._manager.placement.lookups}
         keep_traces(KnownTraces(known.key, of_all, lookups, is_padded))
-
-    def _say(self, what: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            logger.info("patrickstar: %s", what)
 
     def _beside_nbytes(self, ops: OpTrace) -> int:
         """What is on an accelerator beside a step: memory of others that is there, and of libraries that will be."""
@@ -186,7 +174,7 @@ class Foresight:
             make_model,
             make_inputs,
             compute_loss,
-            num_micro_batches=self._num_micro_batches,
+            num_micro_batches=self._rules.num_micro_batches,
             is_training=call.is_training,
             prepare=prepare,
         )
@@ -218,7 +206,7 @@ class Foresight:
             {spec.index: tensor.own_numel for spec, tensor in tensors.items()},
         )
         name = "" if call.module is self._model else call.name
-        kinds = kinds_of(self._num_micro_batches) if call.is_training else (StepKind.EVALUATION,)
+        kinds = kinds_of(self._rules.num_micro_batches) if call.is_training else (StepKind.EVALUATION,)
         traces = [micro_batch(ops, places, self._rules, kind, name=name).trace for kind in kinds]
         has_changed = [chunk.spec for chunk in self._manager.chunks] != self._first_chunks
         if call.is_training and self._keeps and not has_changed:
