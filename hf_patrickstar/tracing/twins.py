@@ -179,8 +179,7 @@ class _Copier:
     ) -> None:
         self._mode, self._dtype_of, self._device = mode, dtype_of, device
         self._memo: dict[int, Any] = {}
-        self._looked_at: set[int] = set()
-        self._alive: list[Any] = []  # or another object could get the ``id`` of one that was copied
+        self._seen: dict[int, Any] = {}  # by the ``id``, which no other object can get meanwhile
         self.names: dict[int, str] = {}
 
     def copy(self, value: Any) -> Any:
@@ -201,7 +200,7 @@ class _Copier:
 
     def _remember(self, value: Any, made: Any) -> Any:
         self._memo[id(value)] = made
-        self._alive.append(value)
+        self._seen[id(value)] = value
         return made
 
     # Tensors
@@ -305,7 +304,7 @@ class _Copier:
         reduced: Any = reductor(value) if reductor is not None else cls.__reduce_ex__(value, 4)
         if isinstance(reduced, str):  # the name of something global
             return value
-        self._alive.append(value)
+        self._seen[id(value)] = value
         return _reconstruct(value, self._memo, *reduced[:5], deepcopy=lambda part, _: self.copy(part))
 
     def _tuple(self, value: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -359,10 +358,9 @@ class _Copier:
             return self._memo[id(value)]
         if isinstance(value, (torch.nn.Module, *_CALLED)):
             return self.copy(value)
-        if id(value) in self._looked_at:  # it may refer to itself
+        if id(value) in self._seen:  # it may refer to itself
             return value
-        self._looked_at.add(id(value))
-        self._alive.append(value)
+        self._seen[id(value)] = value
         if type(value) in (list, tuple):
             items = [self._led_to_model(item) for item in value]
             return value if all(map(_is, items, value)) else self._remember(value, type(value)(items))

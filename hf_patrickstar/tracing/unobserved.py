@@ -59,10 +59,9 @@ def unobserved(model: torch.nn.Module | None = None) -> Iterator[None]:
     """
     if peek_interpreter_stack() is not None:
         raise TraceError("a model cannot be traced inside of torch.func (grad, vmap); trace it outside")
-    state = None if model is None else UserState(model.modules())
     with contextlib.ExitStack() as stack:
-        if state is not None:
-            stack.callback(state.restore)
+        if model is not None:
+            stack.callback(UserState(model.modules()).restore)
         for context in (
             *(_quiet_warnings, _quiet_logs, _quiet_streams, _without_modes, _without_saved_tensors_hooks),
             *(_without_global_hooks, same_state, _same_random_numbers, _same_settings, _without_profile),
