@@ -4,8 +4,8 @@
 Most of a transformer is a stack of blocks that are alike, and what torch tells an engine repeats with them: in forward
 from the first block to the last one, in backward from the last to the first. So the model runs with four blocks of a
 stack, the places are found where its notes go from one block in the middle to the next one, and there the notes of a
-block are inserted as often as blocks are missing. What notes say of parameters, modules and memory of a block is said
-relative to the block; all else belongs to the beginning or to the end of the stack.
+block are inserted as often as blocks are missing. The numbers of parameters and of memory in these notes go on from one
+block to the next by the same step; all else belongs to the beginning or to the end of the stack.
 
 Nothing is taken on trust. The notes of five blocks, made of those of four, must be those of a run of five. A forward of
 the whole model must be what the extended notes begin with, note by note (``tracing/micro_batch.py``), since code may

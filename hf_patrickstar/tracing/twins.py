@@ -15,6 +15,7 @@ copy has not.
 """
 
 import contextlib
+import copy
 import copyreg
 import functools
 import sys
@@ -22,7 +23,6 @@ import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import _reconstruct  # type: ignore[attr-defined]
 from typing import Any
 
 import torch
@@ -305,7 +305,8 @@ class _Copier:
         if isinstance(reduced, str):  # the name of something global
             return value
         self._seen[id(value)] = value
-        return _reconstruct(value, self._memo, *reduced[:5], deepcopy=lambda part, _: self.copy(part))
+        put_together: Any = copy._reconstruct  # type: ignore[attr-defined]
+        return put_together(value, self._memo, *reduced[:5], deepcopy=lambda part, _: self.copy(part))
 
     def _tuple(self, value: tuple[Any, ...]) -> tuple[Any, ...]:
         items = [self.copy(item) for item in value]
