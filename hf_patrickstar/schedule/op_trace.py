@@ -110,19 +110,6 @@ class LetGo:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Keep:
-    """Autograd keeps operands of a parameter.
-
-    Attributes:
-        index: The parameter.
-        num: How many it keeps from now on.
-    """
-
-    index: int
-    num: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Allocate:
     """An operator of the model has made memory.
 
@@ -153,12 +140,14 @@ class Gradient:
         storage: Where it is.
         nbytes: Its bytes.
         is_at_home: Whether it was computed on the host, where the parameter is at home.
+        is_kept: Whether autograd still keeps the parameter as an operand.
     """
 
     index: int
     storage: int
     nbytes: int
     is_at_home: bool = False
+    is_kept: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -178,7 +167,6 @@ Note = (
     | Need
     | LookedUp
     | LetGo
-    | Keep
     | Allocate
     | Free
     | Gradient

@@ -23,7 +23,6 @@ from hf_patrickstar.schedule.op_trace import (
     EnterForward,
     Free,
     Gradient,
-    Keep,
     LeaveBackward,
     LeaveForward,
     LetGo,
@@ -166,7 +165,6 @@ class _Telling:
         # What is in use
         self._users: collections.Counter[int] = collections.Counter()  # acquisitions of each parameter
         self._seen: set[int] = set()  # parameters that tensors look into
-        self._num_kept: dict[int, int] = {}  # operands of each parameter that autograd keeps
         # Memory
         self._live: dict[int, int] = {}  # storages that are there -> their bytes
         self._held: collections.Counter[int] = collections.Counter()  # beside the model; -1 if nobody holds a storage
@@ -210,8 +208,6 @@ class _Telling:
                     self._seen.add(index)
                 case LetGo(index):
                     self._seen.discard(index)
-                case Keep(index, num):
-                    self._num_kept[index] = num
                 case Gradient():
                     self._take(note)
                 case EnterForward(is_inner=False):
@@ -271,9 +267,6 @@ class _Telling:
             self._total += nbytes
         self._peak = max(self._peak, self._total)
 
-    def _hold(self, storage: int) -> None:
-        self._held[storage] += 1
-
     def _release(self, storage: int) -> None:
         self._held[storage] -= 1
         if self._held[storage] < 0:
@@ -284,24 +277,21 @@ class _Telling:
     def _take(self, note: Gradient) -> None:
         """A gradient is finished: it goes home, or to the buffer of its group."""
         spec = self._tensors[note.index]
-        if self._is_group(note.index):
+        if self._chunks[self._chunk_of[note.index]].world_size > 1:
             self._store(spec, note.nbytes)
         elif note.is_at_home:
             pass
-        elif self._is_needed(note.index):
-            self._hold(note.storage)
+        elif self._is_needed(note):
+            self._held[note.storage] += 1
             self._deferred.setdefault(note.index, []).append((note.storage, note.nbytes))
         else:
             self._send_home(spec, note.storage, note.nbytes)
 
-    def _is_group(self, index: int) -> bool:
-        return self._chunks[self._chunk_of[index]].world_size > 1
-
-    def _is_needed(self, index: int) -> bool:
+    def _is_needed(self, note: Gradient) -> bool:
         """Whether the value is still needed where the gradient would go over it."""
         if self._accumulates or self._kind is not StepKind.TRAINING:
             return False
-        return self._users[index] > 0 or self._num_kept.get(index, 0) > 0
+        return self._users[note.index] > 0 or note.is_kept
 
     def _send_home(self, spec: TensorSpec, storage: int | None, nbytes: int) -> None:
         """Takes a gradient, or this process's average, to its home; ``storage`` has it if it is non-model data."""
@@ -340,7 +330,7 @@ class _Telling:
         self._script.append(Send(chunk, nbytes, False))
         self._last_sent[chunk] = number
         if storage is not None:
-            self._hold(storage)
+            self._held[storage] += 1
             self._in_flight.append((storage, nbytes, number))
             self._in_flight_nbytes += nbytes
             self._wait_for_copies()
@@ -385,11 +375,8 @@ class _Telling:
         stored = self._stored.setdefault(chunk, set())
         stored.add(spec.index)
         self._script.append(Kernel("store a gradient", 0, 2 * nbytes, spec.types.param))
-        if len(stored) == self._num_trained(chunk):
+        if len(stored) == sum(self._tensors[index].trainable for index in self._chunks[chunk].tensor_indices):
             self._reduce(chunk)
-
-    def _num_trained(self, chunk: int) -> int:
-        return sum(self._tensors[index].trainable for index in self._chunks[chunk].tensor_indices)
 
     def _reduce(self, chunk: int) -> None:
         spec = self._chunks[chunk]

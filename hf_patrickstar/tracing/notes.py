@@ -16,8 +16,6 @@ from hf_patrickstar.schedule.op_trace import (
     EnterForward,
     Free,
     Gradient,
-    Keep,
-    LeaveBackward,
     LetGo,
     Note,
     OpTrace,
@@ -99,7 +97,6 @@ class Notes:
         self._live: dict[int, tuple[int, Any]] = {}  # storages -> their number, and who tells that they are free
         self._num_storages = 0
         self._seen: list[Watched] = []  # tensors may look into their memory
-        self._kept: dict[Watched, int] = {}
 
     def end(self) -> OpTrace | None:
         """Ends it.
@@ -165,26 +162,11 @@ class Notes:
 
     def add_gradient(self, watched: Watched, gradient: torch.Tensor, *, is_at_home: bool) -> None:
         """The gradient of a parameter is finished."""
-        self._look()
-        self._kept.setdefault(watched, 0)
-        self._count_kept()
         found = self._live.get(storage_key(gradient)) if gradient.layout is torch.strided else None
         if found is None:
             self.is_odd = True
             return
-        self._notes.append(Gradient(watched.spec.index, found[0], gradient.nbytes, is_at_home))
-
-    def leave_backward(self) -> None:
-        """A backward ends."""
-        self._look()
-        self._count_kept()
-        self._notes.append(LeaveBackward())
-
-    def _count_kept(self) -> None:
-        for watched, num in self._kept.items():
-            if watched.num_saved != num:
-                self._kept[watched] = watched.num_saved
-                self._notes.append(Keep(watched.spec.index, watched.num_saved))
+        self.add(Gradient(watched.spec.index, found[0], gradient.nbytes, is_at_home, watched.num_saved > 0))
 
     def _look(self) -> None:
         """Looks which parameters nobody sees any more."""

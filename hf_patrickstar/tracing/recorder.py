@@ -32,6 +32,7 @@ from hf_patrickstar.runtime.hooks import has_hooks_of_user, is_embedding, places
 from hf_patrickstar.runtime.live_parameter import LiveMixin, raw_data, released_type, storage_key, take_raw_grad
 from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.op_trace import (
+    LeaveBackward,
     LeaveForward,
     LookedUp,
     Need,
@@ -106,15 +107,10 @@ class _Recorder(AnsweringMode):
     """Hooks of one model, for one micro-batch."""
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        specs: Sequence[TensorSpec],
-        setting: Setting,
-        inputs: Iterable[torch.Tensor],
+        self, model: torch.nn.Module, specs: Sequence[TensorSpec], setting: Setting, inputs: Iterable[torch.Tensor]
     ) -> None:
         super().__init__()
         self._model = model
-        self._roots = roots_of(model)
         self._setting = setting
         parameters = dict(model.named_parameters())
         self._watched = {id(parameters[spec.name]): Watched(spec, parameters[spec.name]) for spec in specs}
@@ -159,7 +155,7 @@ class _Recorder(AnsweringMode):
                 if module not in inside and any(True for _ in module.parameters()):
                     self._attach_module(module, name or type(self._model).__name__, stack)
             if self._setting.casting.inputs is not None:
-                for root in self._roots:
+                for root in roots_of(self._model):
                     stack.callback(root.register_forward_pre_hook(self._cast_inputs, with_kwargs=True).remove)
             stack.callback(self._unwind)
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -323,7 +319,7 @@ class _Recorder(AnsweringMode):
 
     def backward_end(self) -> None:
         """See ``AutogradEvents``."""
-        self._notes.leave_backward()
+        self._notes.add(LeaveBackward())
 
     def _store_gradient(self, parameter: torch.Tensor) -> None:
         self._autograd.notice_backward()

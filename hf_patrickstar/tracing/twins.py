@@ -48,7 +48,7 @@ _ATOMIC = frozenset(
     }
 )
 _CALLED = (types.FunctionType, types.MethodType, functools.partial)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OTHER_HOOKS = (
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
@@ -172,10 +172,7 @@ class _Copier:
     """
 
     def __init__(
-        self,
-        mode: Any,
-        dtype_of: Callable[[torch.nn.Parameter], torch.dtype] | None,
-        device: torch.device | None,
+        self, mode: Any, dtype_of: Callable[[torch.nn.Parameter], torch.dtype] | None, device: torch.device | None
     ) -> None:
         self._mode, self._dtype_of, self._device = mode, dtype_of, device
         self._memo: dict[int, Any] = {}
@@ -262,7 +259,7 @@ class _Copier:
             if _is_ours(attribute, value):
                 continue
             with _reported(f"attribute '{attribute}' of {name} ({type(module).__name__})"):
-                if attribute in _HOOKS:
+                if attribute in HOOKS:
                     found[attribute] = self._hooks(value)
                 elif attribute in _OTHER_HOOKS:
                     found[attribute] = OrderedDict()
@@ -275,7 +272,7 @@ class _Copier:
         for name, value in vars(module).items():
             if _is_ours(name, value):
                 self._remember(value, None)
-            elif name in _HOOKS:
+            elif name in HOOKS:
                 self._remember(value, self._hooks(value))
             elif name in _OTHER_HOOKS:
                 self._remember(value, OrderedDict())

@@ -10,7 +10,7 @@ from hf_patrickstar.schedule.script import Begin, BlockingCopy, HostWork, Kernel
 NOTES = (
     *(Begin(Part.FORWARD), module.EnterForward(((2, 8),), (5,)), module.Allocate(((7, 64), (8, 1)))),
     *(module.Acquire(1), Kernel("mm", 10, 20, "bfloat16"), Kernel("mm", 10, 20, "bfloat16", measured_ns=3)),
-    *(HostWork("mm", 10, 20), BlockingCopy(4, True, False, "place"), module.Keep(1, 2), module.LetGo(1)),
+    *(HostWork("mm", 10, 20), BlockingCopy(4, True, False, "place"), module.LetGo(1)),
     *(module.Release(1, True), module.Free(7), module.LookedUp(2, 16)),
     *(module.LeaveForward(), Begin(Part.BACKWARD), module.Need(1)),
     *(module.Gradient(1, 8, 12), module.LeaveBackward()),

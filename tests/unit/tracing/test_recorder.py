@@ -21,7 +21,6 @@ from hf_patrickstar.schedule.op_trace import (
     EnterForward,
     Free,
     Gradient,
-    Keep,
     LeaveBackward,
     LeaveForward,
     LetGo,
@@ -400,7 +399,7 @@ def test_an_evaluation_ends_with_its_forward():
     with FakeTensors():
         found = trace(MicroBatch(make, make_inputs, loss_of, {}, is_training=False))
     assert isinstance(found.notes[-1], LeaveForward)
-    assert not kinds(found.notes, Need, Gradient, Keep)
+    assert not kinds(found.notes, Need, Gradient)
 
 
 def test_a_trace_that_takes_too_long_ends():
