@@ -47,14 +47,6 @@ class Stack:
     period: int
     num_blocks: int
 
-    def num_modules(self, num_blocks: int) -> int:
-        """Modules of a list with so many blocks.
-
-        Args:
-            num_blocks: The blocks.
-        """
-        return self.first + num_blocks * self.period
-
     def split(self, name: str) -> tuple[tuple[int, str], int] | None:
         """The block that a parameter is in, if it is in one.
 

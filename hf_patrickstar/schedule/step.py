@@ -51,7 +51,6 @@ _LEAST_IN_FLIGHT = 2
 """Gradients whose copies the compute stream need not wait for, however large; as in ``memory/streams.py``."""
 _SUM_ITEMSIZE = 4
 """Bytes of an element of an accumulation list."""
-_OF_CHUNKS = Acquire, Release
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -185,7 +184,7 @@ class _Telling:
 
     def tell(self, notes: Iterable[Note]) -> MicroBatch:
         for note in notes:
-            if self._is_inner and isinstance(note, _OF_CHUNKS):
+            if self._is_inner and isinstance(note, (Acquire, Release)):
                 continue  # an evaluation is a step of its own
             match note:  # the most frequent first
                 case Kernel():
@@ -317,7 +316,8 @@ class _Telling:
 
     def _store_at_home(self, spec: TensorSpec, storage: int | None, nbytes: int) -> None:
         chunk, dtype = self._chunk_of[spec.index], spec.types.param
-        is_over_value = not self._accumulates or (self._kind is StepKind.LAST and self._adds_last(spec))
+        adds_last = spec.types.is_mixed and not self._rules.has_norms  # the update does; see [Note: the last gradient]
+        is_over_value = not self._accumulates or (self._kind is StepKind.LAST and adds_last)
         if self._rules.has_norms and not self._accumulates:
             self._script.append(Kernel("norm", 0, nbytes, dtype))
         numel = nbytes // spec.types.itemsize
@@ -336,10 +336,6 @@ class _Telling:
             self._wait_for_copies()
         if not is_over_value:
             self._add(chunk, numel, nbytes, number)
-
-    def _adds_last(self, spec: TensorSpec) -> bool:
-        """Whether the update adds the last gradient; see [Note: the last gradient]."""
-        return spec.types.is_mixed and not self._rules.has_norms
 
     def _add(self, chunk: int, numel: int, nbytes: int, number: int) -> None:
         """The host's thread adds a gradient to its list."""

@@ -43,7 +43,8 @@ from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace
 from hf_patrickstar.tracing.fake import FakeTensors
 from hf_patrickstar.tracing.masks import masks_of_batches
 from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
-from hf_patrickstar.tracing.unobserved import copy_without_bytes, unobserved
+from hf_patrickstar.tracing.twins import copy_without_bytes
+from hf_patrickstar.tracing.unobserved import unobserved
 from hf_patrickstar.units import MIB
 
 logger = logging.getLogger(__name__)

@@ -44,7 +44,7 @@ def cut(model: torch.nn.Module, stacks: Iterable[Stack], num_blocks: int) -> Non
     """
     for stack in stacks:
         modules: Any = model.get_submodule(stack.path)
-        del modules[stack.num_modules(num_blocks) :]
+        del modules[stack.first + num_blocks * stack.period :]
 
 
 def _stack_of(path: str, modules: Sequence[torch.nn.Module]) -> Stack | None:

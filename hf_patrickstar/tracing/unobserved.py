@@ -38,7 +38,6 @@ from torch.utils._device import DeviceContext
 from hf_patrickstar.errors import TraceError
 from hf_patrickstar.memory.accelerator import same_state
 from hf_patrickstar.memory.operators import without_modes
-from hf_patrickstar.tracing.twins import copy_without_bytes as copy_without_bytes
 from hf_patrickstar.tracing.twins import is_of_library
 from hf_patrickstar.tracing.user_state import UserState
 

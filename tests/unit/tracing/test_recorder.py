@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -112,6 +113,23 @@ def test_gradients_are_told_with_their_place(fake):
     assert all(storages[note.storage] == SIZE * SIZE * 4 for note in gradients)
     freed = [note.storage for note in found.notes if isinstance(note, Free)]
     assert all(note.storage in freed for note in gradients), "nothing keeps them: an engine takes them home"
+
+
+def test_gradients_tell_whether_autograd_still_keeps_their_parameter(fake):
+    model, x = TwoLayers(), torch.zeros(3, SIZE)
+    specs, _, _ = collect(model, {})
+    kept = {}
+    for keeps in (False, True):
+        found = record(
+            model,
+            lambda: total(model, x),
+            functools.partial(torch.Tensor.backward, retain_graph=keeps),
+            specs=specs,
+            inputs=[x],
+            setting=PLAIN,
+        )
+        kept[keeps] = [(note.index, note.is_kept) for note in found.notes if isinstance(note, Gradient)]
+    assert kept == {False: [(1, False), (0, False)], True: [(1, True), (0, False)]}, "no input of the first has one"
 
 
 def test_frozen_parameters_have_no_gradients(fake):

@@ -26,8 +26,8 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 from hf_patrickstar import PatrickStarEngine, initialize_engine
 from hf_patrickstar.errors import TraceError
 from hf_patrickstar.runtime.live_parameter import LiveMixin
-from hf_patrickstar.tracing.twins import is_of_library
-from hf_patrickstar.tracing.unobserved import copy_without_bytes, unobserved
+from hf_patrickstar.tracing.twins import copy_without_bytes, is_of_library
+from hf_patrickstar.tracing.unobserved import unobserved
 
 X = torch.ones(2, 4)
 
