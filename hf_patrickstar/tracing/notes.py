@@ -10,8 +10,10 @@ from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.memory.meters import storages_of
 from hf_patrickstar.memory.operators import storage_key, tensors_among
 from hf_patrickstar.runtime.autograd import KeptOperand
-from hf_patrickstar.runtime.live_parameter import raw_data
+from hf_patrickstar.runtime.frames import Frames
+from hf_patrickstar.runtime.live_parameter import raw_data, released_type
 from hf_patrickstar.schedule.op_trace import (
+    Acquire,
     Allocate,
     EnterForward,
     Free,
@@ -19,6 +21,7 @@ from hf_patrickstar.schedule.op_trace import (
     LetGo,
     Note,
     OpTrace,
+    Release,
 )
 from hf_patrickstar.schedule.trace import Shapes
 
@@ -87,10 +90,12 @@ class Notes:
 
     Attributes:
         is_odd: Whether something was done that the notes have no word for.
+        frames: Which forwards are running.
     """
 
     def __init__(self, inputs: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor], owned: set[int]) -> None:
         self.is_odd = False
+        self.frames = Frames()
         self._notes: list[Note] = []
         self._inputs, self._buffers = set(map(storage_key, inputs)), set(map(storage_key, buffers))
         self._owned = owned
@@ -154,6 +159,23 @@ class Notes:
                 elif nbytes:
                     self.is_odd = True
         self.add(EnterForward(shapes, tuple(others), sum(batch.values()), sum(buffers.values()), is_inner))
+
+    def acquire(self, watched: Watched, *, is_alias: bool = False) -> None:
+        """Somebody begins to compute with a parameter; an alias of it is no ordinary parameter to torch."""
+        self.add(Acquire(watched.spec.index))
+        if not is_alias:
+            watched.parameter.__class__ = watched.original_type
+        watched.users += 1
+
+    def release(self, watched: Watched) -> None:
+        """Somebody ends it."""
+        watched.users -= 1
+        if not watched.users:
+            watched.parameter.__class__ = released_type(watched.original_type)
+        is_seen = not watched.users and watched.is_aliased
+        self.add(Release(watched.spec.index, is_seen))
+        if is_seen:
+            self.note_use(watched)
 
     def note_use(self, watched: Watched) -> None:
         """Tensors may look into the memory of a parameter from now on."""

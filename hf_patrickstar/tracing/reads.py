@@ -10,53 +10,17 @@ import torch
 
 from hf_patrickstar.runtime.access import Access
 from hf_patrickstar.runtime.autograd import Autograd, may_keep, refuse_reentrant
-from hf_patrickstar.runtime.frames import Frames
 from hf_patrickstar.runtime.live_parameter import (
     RAW,
     raw_data,
     raw_grad,
-    released_type,
     requires_grad,
     set_raw_grad,
     storage_key,
 )
 from hf_patrickstar.runtime.live_tensor import EXPORTS, WITHOUT_GRAPH
-from hf_patrickstar.schedule.op_trace import Acquire, Release
 from hf_patrickstar.states import Stage
 from hf_patrickstar.tracing.notes import Notes, Watched
-
-
-class Uses:
-    """Notes uses of parameters.
-
-    Args:
-        notes: Where they are written down.
-        autograd: What autograd keeps.
-
-    Attributes:
-        frames: Which forwards are running.
-    """
-
-    def __init__(self, notes: Notes, autograd: Autograd) -> None:
-        self.notes, self.autograd = notes, autograd
-        self.frames = Frames()
-
-    def acquire(self, watched: Watched, *, is_alias: bool = False) -> None:
-        """Somebody begins to compute with a parameter; an alias of it is no ordinary parameter to torch."""
-        self.notes.add(Acquire(watched.spec.index))
-        if not is_alias:
-            watched.parameter.__class__ = watched.original_type
-        watched.users += 1
-
-    def release(self, watched: Watched) -> None:
-        """Somebody ends it."""
-        watched.users -= 1
-        if not watched.users:
-            watched.parameter.__class__ = released_type(watched.original_type)
-        is_seen = not watched.users and watched.is_aliased
-        self.notes.add(Release(watched.spec.index, is_seen))
-        if is_seen:
-            self.notes.note_use(watched)
 
 
 class Reads:
@@ -64,25 +28,25 @@ class Reads:
 
     Args:
         watched: The parameter.
-        uses: Notes what is read.
+        notes: Where it is written down what reads it.
+        autograd: What autograd keeps.
     """
 
-    def __init__(self, watched: Watched, uses: Uses) -> None:
-        self._watched = watched
-        self._uses = uses
+    def __init__(self, watched: Watched, notes: Notes, autograd: Autograd) -> None:
+        self._watched, self._notes, self._autograd = watched, notes, autograd
 
     def access(self, func: Any, *, is_graph: bool, writes: bool = False) -> Access:
         """See ``Live.access``."""
-        frames, notes, parameter = self._uses.frames, self._uses.notes, self._watched.parameter
+        frames, parameter = self._notes.frames, self._watched.parameter
         leaf = frames.find_lookup(parameter)
         if leaf is not None:
             return Access(leaf)
         is_graph = is_graph and func not in WITHOUT_GRAPH
         if frames.is_inside and (is_graph or (frames.stack and not writes and func not in WITHOUT_GRAPH)):
-            return _InsideAccess(self._watched, self._uses, func)
+            return _InsideAccess(self._watched, self._notes, func)
         if not frames.is_inside and is_graph:
-            return _GraphAccess(self._watched, self._uses)
-        notes.is_odd = True  # read where it is at home: what that waits for no notes can tell
+            return _GraphAccess(self._watched, self._notes, self._autograd)
+        self._notes.is_odd = True  # read where it is at home: what that waits for no notes can tell
         return Access(raw_data(parameter))
 
     def get_grad(self) -> torch.Tensor | None:
@@ -95,7 +59,7 @@ class Reads:
 
     def assign(self, value: torch.Tensor) -> None:
         """See ``Live``; the parameter stays as it is, since the model is not the recording's to change."""
-        self._uses.notes.is_odd = True
+        self._notes.is_odd = True
 
     def note_data_is_out(self) -> None:
         """See ``Live``."""
@@ -106,7 +70,7 @@ class Reads:
 
     def host_value(self) -> torch.Tensor:
         """See ``Live``."""
-        self._uses.notes.is_odd = True
+        self._notes.is_odd = True
         return raw_data(self._watched.parameter)
 
     detached_for_state_dict = host_value
@@ -129,37 +93,37 @@ class Reads:
 class _InsideAccess(Access):
     """Inside of a forward or backward; see ``_InsideAccess`` of ``runtime/live_tensor.py``."""
 
-    def __init__(self, watched: Any, uses: Uses, func: Any) -> None:
-        self._watched, self._uses = watched, uses
+    def __init__(self, watched: Any, notes: Notes, func: Any) -> None:
+        self._watched, self._notes = watched, notes
         self._is_kept = func in EXPORTS
-        is_backward = uses.frames.stage is Stage.BACKWARD
+        is_backward = notes.frames.stage is Stage.BACKWARD
         if is_backward:
             refuse_reentrant(f"code that reads parameter '{watched.spec.name}'")
         is_alias = is_backward and not requires_grad(watched.parameter)
-        uses.acquire(watched, is_alias=is_alias)
+        notes.acquire(watched, is_alias=is_alias)
         super().__init__(raw_data(watched.parameter) if is_alias else watched.parameter)
 
     def note_returned(self) -> None:
         self._is_kept = True
 
     def end(self) -> None:
-        stack = self._uses.frames.stack
+        stack = self._notes.frames.stack
         if not self._is_kept:
-            self._uses.release(self._watched)
+            self._notes.release(self._watched)
         elif stack:
             stack[-1].acquired.append(self._watched)
         else:
-            self._uses.notes.is_odd = True  # by code in backward with no forward around it
+            self._notes.is_odd = True  # by code in backward with no forward around it
 
 
 class _GraphAccess(Access):
     """Between forward and backward, recorded by autograd; see ``_GraphAccess`` of ``runtime/live_tensor.py``."""
 
-    def __init__(self, watched: Watched, uses: Uses) -> None:
-        self._watched, self._uses = watched, uses
+    def __init__(self, watched: Watched, notes: Notes, autograd: Autograd) -> None:
+        self._watched, self._notes = watched, notes
         may_keep(f"code that computes with parameter '{watched.spec.name}'")
-        uses.acquire(watched)
-        self._kept = uses.autograd.kept_as_numbers()
+        notes.acquire(watched)
+        self._kept = autograd.kept_as_numbers()
         self._kept.__enter__()
         super().__init__(watched.parameter)
 
@@ -171,4 +135,4 @@ class _GraphAccess(Access):
 
     def end(self) -> None:
         self._kept.__exit__(None, None, None)
-        self._uses.release(self._watched)
+        self._notes.release(self._watched)

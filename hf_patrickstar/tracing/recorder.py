@@ -45,7 +45,7 @@ from hf_patrickstar.tracing.answers import AnsweringMode
 from hf_patrickstar.tracing.charges import Charges
 from hf_patrickstar.tracing.costs import cost_of
 from hf_patrickstar.tracing.notes import Notes, Operand, Watched
-from hf_patrickstar.tracing.reads import Reads, Uses
+from hf_patrickstar.tracing.reads import Reads
 from hf_patrickstar.tracing.timing import OperatorTimes
 
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor"})
@@ -121,8 +121,7 @@ class _Recorder(AnsweringMode):
         self._is_quiet = False
         self._is_evaluation = not torch.is_grad_enabled()
         self._autograd = Autograd(self, self._by_storage.__contains__)
-        self._uses = Uses(self._notes, self._autograd)
-        self._stack = self._uses.frames.stack
+        self._stack = self._notes.frames.stack
 
     def run(self, forward: Callable[[], Any], backward: Callable[[Any], Any] | None) -> OpTrace | None:
         """See ``record``."""
@@ -168,7 +167,7 @@ class _Recorder(AnsweringMode):
             before = parameter._post_accumulate_grad_hooks
             stack.callback(setattr, parameter, "_post_accumulate_grad_hooks", before)
             stack.callback(parameter.register_post_accumulate_grad_hook(self._store_gradient).remove)
-        parameter._live = Reads(watched, self._uses)
+        parameter._live = Reads(watched, self._notes, self._autograd)
         stack.callback(parameter.__dict__.pop, "_live")
         parameter.__class__ = released_type(watched.original_type)
         stack.callback(setattr, parameter, "__class__", watched.original_type)
@@ -205,7 +204,7 @@ class _Recorder(AnsweringMode):
         while self._stack:
             frame = self._stack.pop()
             frame.leave_contexts()
-            self._uses.frames.end(frame)
+            self._notes.frames.end(frame)
 
     # Forward
 
@@ -240,7 +239,7 @@ class _Recorder(AnsweringMode):
             return
         for watched in own:
             is_alias = frame.stage is Stage.BACKWARD and not watched.parameter.requires_grad
-            self._uses.acquire(watched, is_alias=is_alias)
+            self._notes.acquire(watched, is_alias=is_alias)
             frame.acquired.append(watched)
         others = _top_saved_tensors_default_hooks(True)
         if frame.saved_tensors is None and (others is None or others[0] is not self._autograd.pack):
@@ -248,9 +247,9 @@ class _Recorder(AnsweringMode):
 
     def _leave_module(self, frame: Frame, output: Any) -> Any:
         """Ends the forward of a module; returns what takes the place of its output."""
-        self._uses.frames.end(frame)
+        self._notes.frames.end(frame)
         for watched in frame.acquired:
-            self._uses.release(watched)  # type: ignore[arg-type]
+            self._notes.release(watched)  # type: ignore[arg-type]
         for lookup in frame.lookups.values():
             self._end_lookup(frame, lookup, output)
         result = output if frame.autocast is None else self._setting.casting.widen(output)
@@ -262,9 +261,9 @@ class _Recorder(AnsweringMode):
     def _replace(self, frame: Frame) -> None:
         """Puts copies in the place of a module's parameters, for a forward under ``torch.func``; see ``hooks``."""
         for places, key, watched in self._places_of(frame.module):
-            self._uses.acquire(watched)
+            self._notes.acquire(watched)
             places[key] = watched.parameter.clone()
-            self._uses.release(watched)
+            self._notes.release(watched)
             frame.replaced.append((places, key, watched.parameter))
 
     # Embeddings that are looked up at home
