@@ -24,6 +24,12 @@ logger = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 _PATIENCE_S = 60.0
 """A companion that has not answered for so long does not answer any more."""
+
+
+class _SilentError(OSError):
+    """A companion does not answer; ``Companions`` catches it."""
+
+
 _ERRORS = (OSError, EOFError, ValueError)
 """How a companion shows that it cannot be started, has ended, or does not answer."""
 
@@ -94,7 +100,7 @@ class Companions:
 
 def _answer(connection: Connection) -> bool:
     if not connection.poll(_PATIENCE_S):
-        raise TimeoutError(f"no answer for {_PATIENCE_S:g} s")
+        raise _SilentError(f"no answer for {_PATIENCE_S:g} s")
     return bool(connection.recv())
 
 

@@ -51,8 +51,6 @@ logger = logging.getLogger(__name__)
 
 _PATIENCE_S = 60.0
 """Seconds after which the first step is recorded instead."""
-_PLACE_OF_DROPOUT = 4
-"""Of the probability among the arguments of ``scaled_dot_product_attention``."""
 _ROUNDING = 0.05
 _WORKSPACES_NBYTES = 64 * MIB
 """What is added on an accelerator until the first step is measured: its allocator rounds up, libraries take space."""
@@ -237,10 +235,10 @@ def fused_attention() -> Iterator[None]:
     """Inside, attention drops no scores: an accelerator drops them inside of its kernel, and writes none of them."""
     attend = torch.nn.functional.scaled_dot_product_attention
 
-    def attend_to_all(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if len(args) > _PLACE_OF_DROPOUT:
-            args = (*args[:_PLACE_OF_DROPOUT], 0.0, *args[_PLACE_OF_DROPOUT + 1 :])
-        return attend(*args, **{**kwargs, **({"dropout_p": 0.0} if "dropout_p" in kwargs else {})})
+    def attend_to_all(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        return attend(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
     with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", attend_to_all):
         yield

@@ -354,7 +354,7 @@ class _Recorder(AnsweringMode):
         """See ``AnsweringMode``."""
         if self._is_quiet:
             return
-        cost = None if getattr(func, "_schema", None) is None else cost_of(func, args, kwargs, result)
+        cost = cost_of(func, args, kwargs, result)
         if cost is not None:
             for work in self._charges.charge(func, args, kwargs, result, cost):
                 self._notes.add(work)
