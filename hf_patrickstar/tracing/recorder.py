@@ -346,7 +346,7 @@ class _Recorder(AnsweringMode):
             return super().answer(func, args, kwargs)
         except _UNANSWERED as error:
             raise TraceError(
-                f"the model calls operator '{name}', whose result depends on values that tensors without bytes do not "
+                f"the model calls operator '{func}', whose result depends on values that tensors without bytes do not "
                 f"have ({type(error).__name__}: {error})"
             ) from error
 
