@@ -10,7 +10,7 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._C._autograd import _top_saved_tensors_default_hooks
@@ -40,6 +40,8 @@ from hf_patrickstar.runtime.steps import Call
 from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.trace import input_shapes
 from hf_patrickstar.states import Stage
+
+_Found = TypeVar("_Found")
 
 
 class ModelHooks:
@@ -287,10 +289,7 @@ class ModelHooks:
 
     def _held_by(self, module: torch.nn.Module) -> list[ManagedTensor]:
         """What a module computes with itself, each parameter once."""
-        parts = computed_by(module)
-        parameters = [parameter for part in parts for parameter in part._parameters.values()]
-        found = [self._parameters.find(parameter) for parameter in parameters if parameter is not None]
-        return list({id(tensor): tensor for tensor in found if tensor is not None}.values())
+        return list(dict.fromkeys(tensor for _, _, tensor in self._places_of(module)))
 
     @unseen()
     def _replace(self, frame: Frame, name: str) -> None:
@@ -329,21 +328,13 @@ class ModelHooks:
                 self._manager.writes.apply(tensor, raw_data(alias), voids_graphs=False)  # type: ignore[arg-type]
 
     def _places_of(self, module: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, ManagedTensor]]:
-        """Where what a module computes with is held: a dictionary, the name in it, and the parameter."""
-        for part in computed_by(module):
-            for key, parameter in list(part._parameters.items()):
-                tensor = None if parameter is None else self._parameters.find(parameter)
-                if tensor is not None:
-                    yield part._parameters, key, tensor
+        return places_of(module, self._parameters.find)
 
     def _looks_up(self, tensor: ManagedTensor) -> bool:
         """Whether an embedding reads its rows at home; not if the user has hooks on the gradient of the weight."""
         if not tensor.is_cpu_embedding or peek_interpreter_stack() is not None:
             return False
-        parameter: Any = tensor.parameter
-        with RAW():
-            hooks = len(parameter._post_accumulate_grad_hooks or ())
-            return not parameter._backward_hooks and hooks <= int(tensor.spec.trainable)
+        return not has_hooks_of_user(tensor.parameter, tensor.spec.trainable)
 
     def _begin_lookup(self, frame: Frame, tensor: ManagedTensor, args: Any, kwargs: dict[str, Any]) -> Any:
         """Lets an embedding look rows up where its weight is at home: only activations cross the bus."""
@@ -386,7 +377,7 @@ class ModelHooks:
             inputs = list(tensors_in((args, kwargs)))
             shapes = input_shapes([tensor.shape for tensor in inputs])
             if self._manager.tracer.asks_padding and frame.stage is Stage.FORWARD:
-                self._manager.tracer.note_padding(_has_padding(kwargs.get("attention_mask")))
+                self._manager.tracer.note_padding(has_padding(kwargs.get("attention_mask")))
             present = itertools.chain(inputs, self._model.buffers())
             call = Call(frame.module, name, args, kwargs, frame.stage is Stage.FORWARD)
             with self._manager.steps.announced(call):
@@ -452,6 +443,23 @@ def computed_by(module: torch.nn.Module) -> list[torch.nn.Module]:
     return [module, module.out_proj] if isinstance(module, torch.nn.MultiheadAttention) else [module]
 
 
+def places_of(
+    module: torch.nn.Module, find: Callable[[torch.Tensor], _Found | None]
+) -> Iterator[tuple[dict[str, Any], str, _Found]]:
+    """Where what a module computes with is held: a dictionary, the name in it, and what is found for the parameter."""
+    for part in computed_by(module):
+        for key, parameter in list(part._parameters.items()):
+            found = None if parameter is None else find(parameter)
+            if found is not None:
+                yield part._parameters, key, found
+
+
+def has_hooks_of_user(parameter: Any, is_trainable: bool) -> bool:
+    """Whether a parameter has hooks on its gradient beside ours, which is that of a trainable one."""
+    with RAW():
+        return bool(parameter._backward_hooks) or len(parameter._post_accumulate_grad_hooks or ()) > int(is_trainable)
+
+
 def is_embedding(module: torch.nn.Module) -> bool:
     """Whether a module reads rows and does nothing else; one with a buffer, a scale say, computes on the device."""
     return isinstance(module, torch.nn.Embedding) and not any(True for _ in module.buffers())
@@ -473,6 +481,6 @@ def _to(value: Any, device: torch.device) -> Any:
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
 
 
-def _has_padding(mask: Any) -> bool:
-    """Whether some tokens are masked; it waits for the device, and is asked once."""
+def has_padding(mask: Any) -> bool:
+    """Whether some tokens are masked by an attention mask, if there is one; it waits for the device."""
     return isinstance(mask, torch.Tensor) and mask.dim() == 2 and not bool(mask.all())

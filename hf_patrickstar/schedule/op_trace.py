@@ -25,18 +25,14 @@ class EnterForward:
     """An outermost forward begins: of training, or an evaluation.
 
     Attributes:
-        name: The outermost module; empty for the model itself.
         shapes: Shapes of its inputs.
-        inputs: Which of the tensors of the batch are there already, by their number.
-        others: Storages that are there already beside those and the model's buffers.
+        others: Storages that are there already beside the batch and the model's buffers.
         nbytes: Bytes of the batch.
         buffers_nbytes: Bytes of the model's buffers.
         is_inner: Whether it is an evaluation inside of a training step, whose visits are not the step's.
     """
 
-    name: str
     shapes: Shapes
-    inputs: tuple[int, ...]
     others: tuple[int, ...]
     nbytes: int = 0
     buffers_nbytes: int = 0
@@ -60,11 +56,9 @@ class Acquire:
 
     Attributes:
         index: The parameter.
-        who: Who asks.
     """
 
     index: int
-    who: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,19 +80,6 @@ class Need:
 
     Attributes:
         index: The parameter.
-        who: Who asks.
-    """
-
-    index: int
-    who: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LookUp:
-    """An embedding begins to read rows of its weight where that is at home.
-
-    Attributes:
-        index: The weight.
     """
 
     index: int
@@ -106,7 +87,7 @@ class LookUp:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LookedUp:
-    """It has read them.
+    """An embedding has read rows of its weight where that is at home.
 
     Attributes:
         index: The weight.
@@ -126,19 +107,6 @@ class LetGo:
     """
 
     index: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Keep:
-    """Autograd keeps operands of a parameter.
-
-    Attributes:
-        index: The parameter.
-        num: How many it keeps from now on.
-    """
-
-    index: int
-    num: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -164,31 +132,22 @@ class Free:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class EnterBackward:
-    """A backward begins."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Gradient:
     """The gradient of a parameter is finished.
 
     Attributes:
         index: The parameter.
         storage: Where it is.
-        dtype: Its type, without ``torch.``.
-        size: Its shape.
-        stride: Its strides, in elements.
-        offset: Elements before its first one.
+        nbytes: Its bytes.
         is_at_home: Whether it was computed on the host, where the parameter is at home.
+        is_kept: Whether autograd still keeps the parameter as an operand.
     """
 
     index: int
     storage: int
-    dtype: str
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
+    nbytes: int
     is_at_home: bool = False
+    is_kept: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -206,13 +165,10 @@ Note = (
     | Acquire
     | Release
     | Need
-    | LookUp
     | LookedUp
     | LetGo
-    | Keep
     | Allocate
     | Free
-    | EnterBackward
     | Gradient
     | LeaveBackward
 )

@@ -4,8 +4,8 @@
 Most of a transformer is a stack of blocks that are alike, and what torch tells an engine repeats with them: in forward
 from the first block to the last one, in backward from the last to the first. So the model runs with four blocks of a
 stack, the places are found where its notes go from one block in the middle to the next one, and there the notes of a
-block are inserted as often as blocks are missing. What notes say of parameters, modules and memory of a block is said
-relative to the block; all else belongs to the beginning or to the end of the stack.
+block are inserted as often as blocks are missing. The numbers of parameters and of memory in these notes go on from one
+block to the next by the same step; all else belongs to the beginning or to the end of the stack.
 
 Nothing is taken on trust. The notes of five blocks, made of those of four, must be those of a run of five. A forward of
 the whole model must be what the extended notes begin with, note by note (``tracing/micro_batch.py``), since code may
@@ -13,15 +13,13 @@ ask for the number of a block; backward is what autograd has kept of that forwar
 in full.
 """
 
-import bisect
 import collections
 import dataclasses
 import itertools
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from hf_patrickstar.schedule.op_trace import Acquire, Allocate, EnterForward, Free, Gradient, Need, Note
+from hf_patrickstar.schedule.op_trace import Allocate, EnterForward, Free, Gradient, Note
 
 FEW_BLOCKS = 4
 """Blocks of a stack that notes are extended from."""
@@ -49,60 +47,83 @@ class Stack:
     period: int
     num_blocks: int
 
-    def num_modules(self, num_blocks: int) -> int:
-        """Modules of a list with so many blocks.
+    def split(self, name: str) -> tuple[tuple[int, str], int] | None:
+        """The block that a parameter is in, if it is in one.
 
         Args:
-            num_blocks: The blocks.
-        """
-        return self.first + num_blocks * self.period
-
-    def split(self, name: str) -> tuple[tuple[str, int, str], int] | None:
-        """The block that is meant with a name, if one is.
-
-        Args:
-            name: The name of a module or parameter, maybe with words around it.
+            name: The name of the parameter.
 
         Returns:
-            The name without the number of the block, and this number.
+            The module of the block and the name in it, and the number of the block.
         """
-        found = re.search(rf"(?<![\w.]){re.escape(self.path)}\.(\d+)(?!\w)", name)
-        place = -1 if found is None else int(found[1]) - self.first
-        if found is None or place < 0:
+        number, _, rest = name.removeprefix(f"{self.path}.").partition(".")
+        if not name.startswith(f"{self.path}.") or not number.isdigit() or int(number) < self.first:
             return None
-        return (name[: found.start(1)], place % self.period, name[found.end(1) :]), place // self.period
+        block, module = divmod(int(number) - self.first, self.period)
+        return (module, rest), block
 
-    def join(self, parts: tuple[str, int, str], block: int) -> str:
+    def join(self, parts: tuple[int, str], block: int) -> str:
         """The opposite of ``split``.
 
         Args:
-            parts: The name without the number of a block.
-            block: The number.
+            parts: The module of a block and the name in it.
+            block: The number of the block.
         """
-        return f"{parts[0]}{self.first + block * self.period + parts[1]}{parts[2]}"
+        return f"{self.path}.{self.first + block * self.period + parts[0]}.{parts[1]}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Range:
+    """Numbers that go on from block to block: of parameters of a stack, or of memory that a loop makes.
+
+    Attributes:
+        begin: The first number.
+        middle: The first number of a block that belongs to the end of the stack.
+        end: The number after the last one.
+        step: How many there are in a block.
+    """
+
+    begin: int
+    middle: int
+    end: int
+    step: int
+
+    def __contains__(self, number: int) -> bool:
+        return self.begin <= number < self.end
+
+    def num_before(self, number: int, num_added: int) -> int:
+        """How many numbers come before another one if so many blocks are added in the middle."""
+        return num_added * self.step if number >= self.middle else 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Parsed:
-    """A note, split into what repeats and what goes on from block to block.
+    """A note, split into what repeats and the numbers that go on from block to block.
 
     Attributes:
         note: The note.
         fixed: What must be the same in the notes of another block.
-        place: The parameter: its block, or ``None`` if it is in none, and its place there or its index.
-        name: The parts of a name of a module, and its block.
-        storages: Where the storages that are meant were allocated: in which note, as which one of them.
+        indices: The parameter, if it is about one.
+        storages: The storages that it is about.
     """
 
-    note: Note
+    note: Any
     fixed: Any
-    place: tuple[int | None, int] | None = None
-    name: tuple[tuple[str, int, str], int] | None = None
-    storages: tuple[tuple[int, int], ...] = ()
+    indices: tuple[int, ...] = ()
+    storages: tuple[int, ...] = ()
 
-    def blocks(self) -> tuple[int | None, int | None]:
-        """The blocks of the parameter and of the name."""
-        return self.place and self.place[0], self.name and self.name[1]
+    def joined(self, indices: Sequence[int], storages: tuple[int, ...]) -> Note:
+        """The note with other numbers."""
+        match self.note:
+            case Allocate(made):
+                return Allocate(tuple((number, nbytes) for number, (_, nbytes) in zip(storages, made, strict=True)))
+            case Free():
+                return Free(*storages)
+            case EnterForward():
+                return dataclasses.replace(self.note, others=storages)
+            case Gradient():
+                return dataclasses.replace(self.note, index=indices[0], storage=storages[0])
+        return dataclasses.replace(self.note, index=indices[0]) if indices else self.note
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,43 +133,31 @@ class _Loop:
     Attributes:
         begin: The first note of the first of these blocks.
         length: How many notes each has.
-        sign: 1 if blocks come in their order, -1 if they come the other way round.
+        made: The memory that both make.
     """
 
     begin: int
     length: int
-    sign: int
+    made: _Range
+
+    @property
+    def middle(self) -> int:
+        """The first note of the second block."""
+        return self.begin + self.length
 
     @property
     def end(self) -> int:
         """The note after those of both blocks."""
         return self.begin + 2 * self.length
 
-    def contains(self, position: int) -> bool:
-        """Whether a note is one of these two blocks."""
-        return self.begin <= position < self.end
+    def pairs(self, first: int, second: int) -> bool:
+        """Whether two notes are of blocks that follow each other here.
 
-    def is_about(self, position: int) -> bool:
-        """Whether a note is at most one block away from these two."""
-        return self.begin - self.length <= position < self.end + self.length
-
-    def is_about_both(self, first: int, second: int) -> bool:
-        """Whether that is so for two notes."""
-        return self.is_about(first) and self.is_about(second)
-
-    def touches(self, first: int, second: int) -> bool:
-        """Whether one of two notes is one of these two blocks."""
-        return self.contains(first) or self.contains(second)
-
-    def covers(self, before: int, after: int, sign: int) -> bool:
-        """Whether two notes are of two blocks that follow each other here, in the same place.
-
-        Args:
-            before: A note.
-            after: Another one.
-            sign: 1 if its block is the next one of the stack, -1 if it is the one before.
+        The notes of the first and the last block of a stack may be more than those of others, or fewer.
         """
-        return after - before == sign * self.sign * self.length and self.is_about(before) and self.is_about(after)
+        are_inside = [self.begin <= place < self.end for place in (first, second)]
+        are_about = [self.begin - self.length <= place < self.end + self.length for place in (first, second)]
+        return all(are_about) and (any(are_inside) or abs(second - first) == self.length)
 
 
 def extend(
@@ -180,9 +189,10 @@ class _Extension:
     def __init__(self, notes: Sequence[Note], names: Names, stack: Stack) -> None:
         self._stack = stack
         self._names = names
-        self._middle = stack.num_blocks // 2  # the first block that belongs to the end of the stack
-        self._base, self._size = _places(names, stack)
-        self._parsed = list(self._parse(notes))
+        self._parameters = _places(names, stack)
+        made = (len(note.storages) if isinstance(note, Allocate) else 0 for note in notes)
+        self._num_made = list(itertools.accumulate(made, initial=0))  # before each note
+        self._parsed = [self._parse(note, num) for note, num in zip(notes, self._num_made, strict=False)]
         self._loops: list[_Loop] = []
         self._find_loops(self._pairs_of_parameters())
         self._find_loops(self._pairs_of_memory())
@@ -190,264 +200,178 @@ class _Extension:
 
     # What notes say
 
-    def _parse(self, notes: Sequence[Note]) -> Iterator[_Parsed]:
-        made: dict[int, tuple[int, int]] = {}  # storages -> where they were allocated
-        try:
-            for position, note in enumerate(notes):
-                if isinstance(note, Allocate):
-                    made.update((number, (position, rank)) for rank, (number, _) in enumerate(note.storages))
-                    yield _Parsed(note, (Allocate, tuple(nbytes for _, nbytes in note.storages)))
-                elif isinstance(note, Free):
-                    yield _Parsed(note, Free, storages=(made[note.storage],))
-                elif isinstance(note, EnterForward):
-                    storages = tuple(made[storage] for storage in note.others)
-                    yield self._parsed_name(dataclasses.replace(note, others=()), note, None, note.name, storages)
-                elif hasattr(note, "index"):
-                    yield self._parsed_use(note, made)
-                else:
-                    yield _Parsed(note, note)
-        except KeyError as error:
-            raise IrregularError(f"storage {error} was not allocated in this micro-batch") from error
+    def _parse(self, note: Any, num_made: int) -> _Parsed:
+        match note:
+            case Allocate(made):
+                fixed: Any = (Allocate, tuple(nbytes for _, nbytes in made))
+                return _Parsed(note, fixed, storages=tuple(number for number, _ in made))
+            case Free(storage):
+                parsed = _Parsed(note, Free, storages=(storage,))
+            case EnterForward(_, others):
+                parsed = _Parsed(note, (dataclasses.replace(note, others=()), len(others)), storages=others)
+            case Gradient(index, storage):
+                fixed = dataclasses.replace(note, index=0, storage=0), self._place_of(index)
+                parsed = _Parsed(note, fixed, (index,), (storage,))
+            case _ if hasattr(note, "index"):
+                parsed = _Parsed(note, (dataclasses.replace(note, index=0), self._place_of(note.index)), (note.index,))
+            case _:
+                parsed = _Parsed(note, note)
+        if any(storage >= num_made for storage in parsed.storages):
+            raise IrregularError(f"memory was not allocated in this micro-batch: {note}")
+        return parsed
 
-    def _parsed_use(self, note: Any, made: Mapping[int, tuple[int, int]]) -> _Parsed:
-        """A note of a parameter."""
-        storages: tuple[tuple[int, int], ...] = ()
-        fixed = dataclasses.replace(note, index=0)
-        if isinstance(note, Gradient):
-            fixed, storages = dataclasses.replace(fixed, storage=0), (made[note.storage],)
-        who = note.who if isinstance(note, (Acquire, Need)) else ""
-        return self._parsed_name(fixed, note, self._place_of(note.index), who, storages)
-
-    def _parsed_name(
-        self,
-        fixed: Any,
-        note: Note,
-        place: tuple[int | None, int] | None,
-        text: str,
-        storages: tuple[tuple[int, int], ...],
-    ) -> _Parsed:
-        name = self._stack.split(text)
-        if name is not None:
-            key = "who" if hasattr(fixed, "who") else "name"
-            fixed = dataclasses.replace(fixed, **{key: ""})
-        within = None if place is None else place if place[0] is None else place[1]
-        return _Parsed(note, (fixed, within, name and name[0]), place, name, storages)
-
-    def _place_of(self, index: int) -> tuple[int | None, int]:
-        block, place = divmod(index - self._base, self._size)
-        return (block, place) if 0 <= block < self._stack.num_blocks else (None, index)
+    def _place_of(self, index: int) -> tuple[bool, int]:
+        """Whether a parameter is in a block, and its place there or its index."""
+        known = self._parameters
+        return (True, (index - known.begin) % known.step) if index in known else (False, index)
 
     # Where blocks follow each other
 
     def _pairs_of_parameters(self) -> list[tuple[int, int]]:
         """Notes that say the same of parameters of the block before the middle, and of the one after it."""
-        found: dict[Any, list[list[int]]] = collections.defaultdict(lambda: [[], []])
+        known = self._parameters
+        found: dict[Any, tuple[list[int], list[int]]] = collections.defaultdict(lambda: ([], []))
         for position, parsed in enumerate(self._parsed):
-            block = parsed.place[0] if parsed.place is not None else None
-            if block is not None and 0 <= block - self._middle + 1 <= 1:
-                found[parsed.fixed][block - self._middle + 1].append(position)
+            for index in parsed.indices:
+                if known.middle - known.step <= index < known.middle + known.step:
+                    found[parsed.fixed][index >= known.middle].append(position)
         if any(len(before) != len(after) for before, after in found.values()):
             raise IrregularError("parameters of two blocks are not used as often")
         return [pair for before, after in found.values() for pair in zip(before, after, strict=True)]
 
     def _pairs_of_memory(self) -> list[tuple[int, int]]:
         """Notes that say the same of memory that two blocks have made."""
-        freed = {
-            parsed.storages[0]: position
-            for position, parsed in enumerate(self._parsed)
-            if isinstance(parsed.note, Free)
-        }
+        freed = {parsed.storages[0]: at for at, parsed in enumerate(self._parsed) if isinstance(parsed.note, Free)}
         pairs = []
         for loop in self._loops:
-            for position in range(loop.begin, loop.begin + loop.length):
-                note = self._parsed[position].note
-                for rank in range(len(note.storages) if isinstance(note, Allocate) else 0):
-                    both = freed.get((position, rank)), freed.get((position + loop.length, rank))
-                    if (both[0] is None) is not (both[1] is None):
-                        raise IrregularError("memory of a block stays, and that of another one does not")
-                    if both[0] is not None and both[1] is not None:
-                        pairs.append((both[0], both[1]) if loop.sign > 0 else (both[1], both[0]))
+            for storage in range(loop.made.begin, loop.made.middle):
+                first, second = freed.get(storage), freed.get(storage + loop.made.step)
+                if (first is None) is not (second is None):
+                    raise IrregularError("memory of a block stays, and that of another one does not")
+                if first is not None and second is not None:
+                    pairs.append((first, second))
         return pairs
 
     def _find_loops(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Finds loops until each pair of notes is in one.
 
         Args:
-            pairs: Notes of the block before the middle, and of the one after it.
+            pairs: Notes of blocks that follow each other.
         """
         for first, second in sorted(pairs, key=min):
-            loop = _Loop(min(first, second), abs(second - first), 1 if first < second else -1)
-            if not self._is_in_a_loop(first, second) and self._repeats(loop):
-                self._loops.append(loop)
+            begin, length = min(first, second), abs(second - first)
+            if begin + 2 * length < len(self._num_made) and not self._is_in_a_loop(first, second):
+                made, middle, end = (self._num_made[begin + turn * length] for turn in range(3))
+                loop = _Loop(begin, length, _Range(made, middle, end, middle - made))
+                if self._repeats(loop):
+                    self._loops.append(loop)
         for first, second in pairs:
             if not self._is_in_a_loop(first, second):
                 raise IrregularError(f"blocks differ: {self._parsed[first].note}, {self._parsed[second].note}")
 
     def _is_in_a_loop(self, first: int, second: int) -> bool:
-        """Whether a loop is known that two notes of blocks that follow each other are of."""
-        return any(
-            # The notes of the first and the last block may be more, or fewer.
-            loop.covers(first, second, 1) or (loop.touches(first, second) and loop.is_about_both(first, second))
-            for loop in self._loops
-        )
+        return any(loop.pairs(first, second) for loop in self._loops)
 
     def _repeats(self, loop: _Loop) -> bool:
         """Whether the notes of two blocks are the same, relative to the block."""
-        if loop.end > len(self._parsed):
-            return False
         if any(loop.begin < known.end and known.begin < loop.end for known in self._loops):
             return False
-        loops = [*self._loops, loop]
-        middle = loop.begin + loop.length
-        pairs = zip(self._parsed[loop.begin : middle], self._parsed[middle : loop.end], strict=True)
-        return all(self._continues(before, after, loop.sign, loops) for before, after in pairs)
-
-    def _continues(self, before: _Parsed, after: _Parsed, sign: int, loops: Sequence[_Loop]) -> bool:
-        """Whether a note says of a block what another one says of the block that came before."""
-        if before.fixed != after.fixed or len(before.storages) != len(after.storages):
-            return False
-        for mine, other in zip(before.blocks(), after.blocks(), strict=True):
-            if mine is not None and other != mine + sign:
-                return False
+        memory = [*(known.made for known in self._loops), loop.made]
         return all(
-            mine[1] == others[1] and self._home((mine[0], others[0]), sign, loops) is not None
-            for mine, others in zip(before.storages, after.storages, strict=True)
+            before.fixed == after.fixed
+            and _go_on(before.storages, after.storages, memory)
+            and _go_on(before.indices, after.indices, [self._parameters])
+            for before, after in zip(
+                self._parsed[loop.begin : loop.middle], self._parsed[loop.middle : loop.end], strict=True
+            )
         )
-
-    def _home(self, places: tuple[int, int], sign: int, loops: Sequence[_Loop]) -> _Loop | None:
-        """The loop that has made memory of two blocks that follow each other.
-
-        Args:
-            places: In which notes.
-            sign: 1 if the second one is that of the next block of the stack, -1 if it is that of the one before.
-            loops: All loops.
-        """
-        alike = self._parsed[places[0]].fixed == self._parsed[places[1]].fixed
-        for loop in loops if alike else ():
-            is_inside = loop.contains(places[0]) and loop.contains(places[1])
-            if loop.covers(*places, sign) and loop.touches(*places):
-                return loop
-            if not is_inside and loop.touches(*places) and loop.is_about_both(*places):
-                return loop  # the notes of the first and the last block may be more, or fewer
-        return None
 
     # What comes of more blocks
 
     def to(self, num_blocks: int) -> tuple[tuple[Note, ...], Names]:
         """The notes of so many blocks, and the parameters."""
         num_added = num_blocks - self._stack.num_blocks
-        storages: dict[tuple[int, int], int] = {}  # where they are allocated in the new notes -> their number
-        notes: list[Note] = []
-        for position, loop, turn in self._unrolled(num_added):
-            parsed = self._parsed[position]
-            note = parsed.note
-            if isinstance(note, Allocate):
-                first, at = len(storages), len(notes)
-                storages.update(((at, rank), first + rank) for rank in range(len(note.storages)))
-                sizes = (nbytes for _, nbytes in note.storages)
-                note = Allocate(tuple(zip(itertools.count(first), sizes, strict=False)))
-            elif parsed.storages:
-                found = self._found(position, loop, turn, num_added)
-                if any(each not in storages for each in found):
-                    raise IrregularError(f"no memory is made where it should be for {note}")
-                note = self._changed(parsed, loop, turn, num_added, [storages[each] for each in found])
-            elif parsed.place is not None or parsed.name is not None:
-                note = self._changed(parsed, loop, turn, num_added)
-            notes.append(note)
+        memory = [loop.made for loop in self._loops]
+        notes = []
+        for first, second, turn in self._unrolled(num_added):
+            indices = _numbers_at(first.indices, second.indices, turn, num_added, [self._parameters])
+            storages = _numbers_at(first.storages, second.storages, turn, num_added, memory)
+            notes.append(first.joined(indices, storages))
         return tuple(notes), self._names_of(num_added)
 
-    def _unrolled(self, num_added: int) -> Iterator[tuple[int, _Loop | None, int]]:
-        """Which notes come in which order; those of a loop with their turn, from 0."""
+    def _unrolled(self, num_added: int) -> Iterator[tuple[_Parsed, _Parsed, int]]:
+        """Which notes come in which order: those of two blocks of a loop with their turn, others twice."""
         done = 0
         for loop in self._loops:
-            yield from ((position, None, 0) for position in range(done, loop.begin))
+            yield from ((parsed, parsed, 0) for parsed in self._parsed[done : loop.begin])
             for turn in range(num_added + 2):
-                yield from ((position, loop, turn) for position in range(loop.begin, loop.begin + loop.length))
+                for position in range(loop.begin, loop.middle):
+                    yield self._parsed[position], self._parsed[position + loop.length], turn
             done = loop.end
-        yield from ((position, None, 0) for position in range(done, len(self._parsed)))
-
-    def _changed(
-        self, parsed: _Parsed, loop: _Loop | None, turn: int, num_added: int, storages: Sequence[int] = ()
-    ) -> Note:
-        """A note in its new place, with the new numbers of its storages."""
-        changes: dict[str, Any] = {}
-        is_entry = isinstance(parsed.note, EnterForward)
-        if parsed.place is not None:
-            block, place = parsed.place
-            if block is not None:
-                changes["index"] = self._base + self._moved(block, loop, turn, num_added) * self._size + place
-            else:
-                changes["index"] = place + (num_added * self._size if place >= self._base else 0)
-        if parsed.name is not None:
-            parts, block = parsed.name
-            name = self._stack.join(parts, self._moved(block, loop, turn, num_added))
-            changes["name" if is_entry else "who"] = name
-        if storages:
-            changes |= {"others": tuple(storages)} if is_entry else {"storage": storages[0]}
-        return dataclasses.replace(parsed.note, **changes)
-
-    def _moved(self, block: int, loop: _Loop | None, turn: int, num_added: int) -> int:
-        """The new number of a block."""
-        if loop is None:
-            return block if block < self._middle else block + num_added
-        return block + turn if loop.sign > 0 else block + num_added - turn
-
-    def _found(self, position: int, loop: _Loop | None, turn: int, num_added: int) -> list[tuple[int, int]]:
-        """Where the new notes make the memory that a note means."""
-        mine = self._parsed[position].storages
-        if loop is None:
-            return [(self._new_position(at, num_added), rank) for at, rank in mine]
-        last = self._parsed[position + loop.length].storages
-        places = [(first[0], last[0]) for first, last in zip(mine, last, strict=True)]
-        ranks = [rank for _, rank in mine]
-        return [
-            (self._found_in_loop(place, loop, turn, num_added), rank) for place, rank in zip(places, ranks, strict=True)
-        ]
-
-    def _found_in_loop(self, places: tuple[int, int], loop: _Loop, turn: int, num_added: int) -> int:
-        """The same for a note of a loop, of which the places are known that the first and the last turn mean."""
-        home = self._home(places, loop.sign, self._loops)
-        assert home is not None
-        is_by_last = not home.contains(places[0])
-        known_turn, known_place = (num_added + 1, places[1]) if is_by_last else (0, places[0])
-        its_turn, offset = divmod(known_place - home.begin, home.length)
-        way = home.sign * loop.sign
-        if way == (1 if is_by_last else -1):  # then the place belongs to the turns after those that are added
-            its_turn += num_added
-        its_turn += way * (turn - known_turn)
-        if 0 <= its_turn <= num_added + 1:
-            return self._new_position(home.begin, num_added) + its_turn * home.length + offset
-        if turn not in (0, num_added + 1):
-            raise IrregularError("blocks in the middle use memory of the first or the last one")
-        return self._new_position(places[turn > 0], num_added)
-
-    def _new_position(self, position: int, num_added: int) -> int:
-        """Where a note is in the new notes."""
-        done = bisect.bisect_right(self._loops, position, key=lambda loop: loop.begin + loop.length)
-        return position + num_added * sum(loop.length for loop in self._loops[:done])
+        yield from ((parsed, parsed, 0) for parsed in self._parsed[done:])
 
     def _names_of(self, num_added: int) -> Names:
         """The parameters with more blocks."""
+        known = self._parameters
         names = {}
         for index, name in self._names.items():
-            block, place = self._place_of(index)
-            if block is None:
-                names[index + (num_added * self._size if index >= self._base else 0)] = name
-            elif block == 0:
-                parts = self._stack.split(name)
-                assert parts is not None
+            split = self._stack.split(name)
+            if split is None:
+                names[index + known.num_before(index, num_added)] = name
+            elif split[1] == 0:
                 for number in range(self._stack.num_blocks + num_added):
-                    names[self._base + number * self._size + place] = self._stack.join(parts[0], number)
+                    names[index + number * known.step] = self._stack.join(split[0], number)
         return names
 
 
-def _places(names: Names, stack: Stack) -> tuple[int, int]:
-    """The index of the first parameter of a stack, and how many there are in each block.
+def _go_on(before: Sequence[int], after: Sequence[int], ranges: Sequence[_Range]) -> bool:
+    """Whether the notes of two blocks have the same numbers, or numbers that follow each other."""
+    return all(_goes_on(first, second, ranges) for first, second in zip(before, after, strict=True))
+
+
+def _goes_on(first: int, second: int, ranges: Sequence[_Range]) -> bool:
+    for each in ranges:
+        are_inside = first in each, second in each
+        if any(are_inside) and (abs(second - first) == each.step or not all(are_inside)):
+            return True  # the numbers of the first and the last block may be others
+    return first == second
+
+
+def _numbers_at(
+    first: Sequence[int], second: Sequence[int], turn: int, num_added: int, ranges: Sequence[_Range]
+) -> tuple[int, ...]:
+    """The numbers that a note of a loop has in one of its turns, or those of another note in its new place.
+
+    Args:
+        first: Its numbers in the first turn, as they were.
+        second: Those in the second turn, which is the last one.
+        turn: The turn, from 0.
+        num_added: How many blocks were added, and turns.
+        ranges: What numbers go on in.
+    """
+    return tuple(_number_at(*pair, turn, num_added, ranges) for pair in zip(first, second, strict=True))
+
+
+def _number_at(first: int, second: int, turn: int, num_added: int, ranges: Sequence[_Range]) -> int:
+    home = next((each for each in ranges if first in each or second in each), None)
+    if first == second or home is None or (turn == 0 and first not in home):
+        return first + sum(each.num_before(first, num_added) for each in ranges)
+    if turn == num_added + 1 and second not in home:
+        return second + sum(each.num_before(second, num_added) for each in ranges)
+    step = home.step if second > first else -home.step
+    start = first if first in home else second - step
+    if step < 0:  # the first turn is of the block that comes last in the stack
+        start += num_added * home.step
+    return start + turn * step + sum(each.num_before(home.begin, num_added) for each in ranges)
+
+
+def _places(names: Names, stack: Stack) -> _Range:
+    """Where the parameters of a stack are: those of each block follow those of the one before.
 
     Raises:
         IrregularError: If blocks do not have the same parameters, one block after the other.
     """
-    found: list[list[tuple[tuple[str, int, str], int]]] = [[] for _ in range(stack.num_blocks)]
+    found: list[list[tuple[tuple[int, str], int]]] = [[] for _ in range(stack.num_blocks)]
     for index in sorted(names):
         split = stack.split(names[index])
         if split is not None:
@@ -457,4 +381,4 @@ def _places(names: Names, stack: Stack) -> tuple[int, int]:
         expected = [(parts, index + block * size) for parts, index in found[0]]
         if parameters != expected or not size or parameters[-1][1] - parameters[0][1] != size - 1:
             raise IrregularError(f"the parameters of block {block} of {stack.path} are not those of the first one")
-    return base, size
+    return _Range(base, base + stack.num_blocks // 2 * size, base + stack.num_blocks * size, size)

@@ -12,18 +12,17 @@ it waits in the buffer of its group until all gradients of the group are there.
 import collections
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from hf_patrickstar.layout.packing import ChunkSpec, Layout
-from hf_patrickstar.layout.specs import ITEMSIZES, TensorSpec
+from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.schedule.op_trace import (
     Acquire,
     Allocate,
     EnterForward,
     Free,
     Gradient,
-    Keep,
     LeaveBackward,
     LeaveForward,
     LetGo,
@@ -52,7 +51,6 @@ _LEAST_IN_FLIGHT = 2
 """Gradients whose copies the compute stream need not wait for, however large; as in ``memory/streams.py``."""
 _SUM_ITEMSIZE = 4
 """Bytes of an element of an accumulation list."""
-_OF_CHUNKS = Acquire, Release
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,14 +62,12 @@ class Places:
         tensors: The parameters, by index.
         chunk_of: The chunk of each, by its index.
         own_numel: Elements that this process has at home of each, by its index.
-        index_of: What the engine calls each parameter, by its index; empty if that is the same.
     """
 
     chunks: Sequence[ChunkSpec]
     tensors: Mapping[int, TensorSpec]
     chunk_of: Mapping[int, int]
     own_numel: Mapping[int, int]
-    index_of: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, layout: Layout, rank: int = 0) -> "Places":
@@ -117,8 +113,7 @@ class StepRules:
     ahead: frozenset[int] = frozenset()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """A micro-batch, chunk by chunk.
 
     Attributes:
@@ -169,29 +164,27 @@ class _Telling:
         # What is in use
         self._users: collections.Counter[int] = collections.Counter()  # acquisitions of each parameter
         self._seen: set[int] = set()  # parameters that tensors look into
-        self._in_use: collections.Counter[int] = collections.Counter()  # chunks, by how many parameters
-        self._num_kept: dict[int, int] = {}  # operands of each parameter that autograd keeps
         # Memory
         self._live: dict[int, int] = {}  # storages that are there -> their bytes
-        self._held: collections.Counter[int] = collections.Counter()  # storages that the engine holds
-        self._let_go: set[int] = set()  # those of them that the model has let go of
+        self._held: collections.Counter[int] = collections.Counter()  # beside the model; -1 if nobody holds a storage
         self._total = self._peak = 0
         self._in_flight: collections.deque[tuple[int, int, int]] = collections.deque()  # storage, bytes, number
         self._in_flight_nbytes = 0
         self._deferred: dict[int, list[tuple[int, int]]] = {}
         # Groups of several processes
         self._stored: dict[int, set[int]] = {}
-        self._buffers = _Buffers()
+        self._buffers: dict[int, int] = {}  # groups that have a buffer of gradients -> its bytes
+        self._leaving_nbytes = self._buffers_peak = 0  # of the buffer whose averages are on their way home
         self._under_way: tuple[int, int] | None = None  # the group that is reduced, and the number of the reduction
         self._reduced: list[int] = []
         # Updates in backward
-        self._is_last = kind.is_last
         self._last_sent: dict[int, int] = {}  # the last gradient of each chunk on its way home
-        self._missing: dict[int, set[int]] = {}  # of each chunk that is updated here, gradients that have not arrived
+        ahead = sorted(rules.ahead) if kind.is_last else ()
+        self._missing = {chunk: self._trained_in(chunk) for chunk in ahead}  # gradients that have not arrived
 
     def tell(self, notes: Iterable[Note]) -> MicroBatch:
         for note in notes:
-            if self._is_inner and isinstance(note, _OF_CHUNKS):
+            if self._is_inner and isinstance(note, (Acquire, Release)):
                 continue  # an evaluation is a step of its own
             match note:  # the most frequent first
                 case Kernel():
@@ -199,25 +192,21 @@ class _Telling:
                 case Allocate(storages):
                     self._allocate(storages)
                 case Free(storage):
-                    self._free(storage)
+                    self._release(storage)
                 case Acquire(index):
                     self._visit(index)
                     self._users[index] += 1
-                    self._use(index, self._users[index] == 1)
                 case Release(index, is_seen):
-                    if is_seen:
-                        self._see(index)
                     self._users[index] -= 1
-                    self._in_use[self._chunk_of[index]] -= self._users[index] == 0
+                    if is_seen:
+                        self._seen.add(index)
+                    if not self._users[index]:
+                        del self._users[index]
                 case Need(index):
                     self._visit(index)
-                    self._see(index)
+                    self._seen.add(index)
                 case LetGo(index):
-                    if index in self._seen:
-                        self._seen.discard(index)
-                        self._in_use[self._chunk_of[index]] -= 1
-                case Keep(index, num):
-                    self._num_kept[index] = num
+                    self._seen.discard(index)
                 case Gradient():
                     self._take(note)
                 case EnterForward(is_inner=False):
@@ -256,25 +245,18 @@ class _Telling:
     def _visit(self, index: int) -> None:
         chunk = self._chunk_of[index]
         self._close_moment()
-        pinned = tuple(sorted(other for other, num in self._in_use.items() if num and other != chunk))
-        self._visits.append(Visit(chunk, pinned))
+        in_use = {self._chunk_of[used] for used in (*self._users, *self._seen)}
+        self._visits.append(Visit(chunk, tuple(sorted(in_use - {chunk}))))
         self._script.append(Reach(chunk))
 
     def _close_moment(self) -> None:
         """Notes the peaks since the last visit."""
-        gradients = self._buffers.take_peak()
         if self._visits:
-            last = self._visits[-1]
-            self._visits[-1] = Visit(last.chunk_index, last.pinned, self._peak, gradients, tuple(self._reduced))
+            last, reduced = self._visits[-1], tuple(self._reduced)
+            self._visits[-1] = Visit(last.chunk_index, last.pinned, self._peak, self._buffers_peak, reduced)
         self._reduced.clear()
         self._peak = self._total
-
-    def _use(self, index: int, is_new: bool) -> None:
-        self._in_use[self._chunk_of[index]] += is_new
-
-    def _see(self, index: int) -> None:
-        self._use(index, index not in self._seen)
-        self._seen.add(index)
+        self._buffers_peak = sum(self._buffers.values()) + self._leaving_nbytes
 
     # Memory
 
@@ -284,19 +266,9 @@ class _Telling:
             self._total += nbytes
         self._peak = max(self._peak, self._total)
 
-    def _free(self, storage: int) -> None:
-        if self._held[storage]:
-            self._let_go.add(storage)
-        else:
-            self._total -= self._live.pop(storage, 0)
-
-    def _hold(self, storage: int) -> None:
-        self._held[storage] += 1
-
     def _release(self, storage: int) -> None:
         self._held[storage] -= 1
-        if not self._held[storage] and storage in self._let_go:
-            self._let_go.discard(storage)
+        if self._held[storage] < 0:
             self._total -= self._live.pop(storage, 0)
 
     # Gradients
@@ -304,39 +276,34 @@ class _Telling:
     def _take(self, note: Gradient) -> None:
         """A gradient is finished: it goes home, or to the buffer of its group."""
         spec = self._tensors[note.index]
-        nbytes = math.prod(note.size) * ITEMSIZES[note.dtype]
-        if self._is_group(note.index):
-            self._store(spec, nbytes)
+        if self._chunks[self._chunk_of[note.index]].world_size > 1:
+            self._store(spec, note.nbytes)
         elif note.is_at_home:
             pass
-        elif self._is_needed(note.index):
-            self._hold(note.storage)
-            self._deferred.setdefault(note.index, []).append((note.storage, nbytes))
+        elif self._is_needed(note):
+            self._held[note.storage] += 1
+            self._deferred.setdefault(note.index, []).append((note.storage, note.nbytes))
         else:
-            self._send_home(spec, note.storage, nbytes)
+            self._send_home(spec, note.storage, note.nbytes)
 
-    def _is_group(self, index: int) -> bool:
-        return self._chunks[self._chunk_of[index]].world_size > 1
-
-    def _is_needed(self, index: int) -> bool:
+    def _is_needed(self, note: Gradient) -> bool:
         """Whether the value is still needed where the gradient would go over it."""
         if self._accumulates or self._kind is not StepKind.TRAINING:
             return False
-        return self._users[index] > 0 or self._num_kept.get(index, 0) > 0
+        return self._users[note.index] > 0 or note.is_kept
 
     def _send_home(self, spec: TensorSpec, storage: int | None, nbytes: int) -> None:
         """Takes a gradient, or this process's average, to its home; ``storage`` has it if it is non-model data."""
         self._store_at_home(spec, storage, nbytes)
         chunk = self._chunk_of[spec.index]
-        if self._is_last and chunk in self._rules.ahead:
-            missing = self._missing.setdefault(chunk, self._trained_in(chunk))
-            missing.discard(spec.index)
-            if not missing:
+        if chunk in self._missing:
+            self._missing[chunk].discard(spec.index)
+            if not self._missing[chunk]:
                 self._update(chunk)
 
     def _update(self, chunk: int) -> None:
         """The host's thread updates a chunk whose gradients have all arrived."""
-        self._missing[chunk] = set()
+        del self._missing[chunk]
         last = self._last_sent.get(chunk)
         next(self._numbers)
         work = ThreadWork((self._rules.updates[chunk],), frozenset({chunk}), () if last is None else (last,), ())
@@ -349,7 +316,8 @@ class _Telling:
 
     def _store_at_home(self, spec: TensorSpec, storage: int | None, nbytes: int) -> None:
         chunk, dtype = self._chunk_of[spec.index], spec.types.param
-        is_over_value = not self._accumulates or (self._kind is StepKind.LAST and self._adds_last(spec))
+        adds_last = spec.types.is_mixed and not self._rules.has_norms  # the update does; see [Note: the last gradient]
+        is_over_value = not self._accumulates or (self._kind is StepKind.LAST and adds_last)
         if self._rules.has_norms and not self._accumulates:
             self._script.append(Kernel("norm", 0, nbytes, dtype))
         numel = nbytes // spec.types.itemsize
@@ -362,16 +330,12 @@ class _Telling:
         self._script.append(Send(chunk, nbytes, False))
         self._last_sent[chunk] = number
         if storage is not None:
-            self._hold(storage)
+            self._held[storage] += 1
             self._in_flight.append((storage, nbytes, number))
             self._in_flight_nbytes += nbytes
             self._wait_for_copies()
         if not is_over_value:
             self._add(chunk, numel, nbytes, number)
-
-    def _adds_last(self, spec: TensorSpec) -> bool:
-        """Whether the update adds the last gradient; see [Note: the last gradient]."""
-        return spec.types.is_mixed and not self._rules.has_norms
 
     def _add(self, chunk: int, numel: int, nbytes: int, number: int) -> None:
         """The host's thread adds a gradient to its list."""
@@ -402,15 +366,13 @@ class _Telling:
 
     def _store(self, spec: TensorSpec, nbytes: int) -> None:
         chunk = self._chunk_of[spec.index]
-        self._buffers.open(chunk, self._sizes[chunk])
+        self._buffers.setdefault(chunk, self._sizes[chunk])
+        self._buffers_peak = max(self._buffers_peak, sum(self._buffers.values()) + self._leaving_nbytes)
         stored = self._stored.setdefault(chunk, set())
         stored.add(spec.index)
         self._script.append(Kernel("store a gradient", 0, 2 * nbytes, spec.types.param))
-        if len(stored) == self._num_trained(chunk):
+        if len(stored) == sum(self._tensors[index].trainable for index in self._chunks[chunk].tensor_indices):
             self._reduce(chunk)
-
-    def _num_trained(self, chunk: int) -> int:
-        return sum(self._tensors[index].trainable for index in self._chunks[chunk].tensor_indices)
 
     def _reduce(self, chunk: int) -> None:
         spec = self._chunks[chunk]
@@ -423,21 +385,21 @@ class _Telling:
         self._under_way = chunk, number
         if not self._rules.overlaps_reduction:
             self._receive()
-            self._buffers.let_go()
+            self._leaving_nbytes = 0
 
     def _receive(self) -> None:
         """The averages of the reduction that is under way go home."""
         if self._under_way is None:
             return
         (chunk, number), self._under_way = self._under_way, None
-        self._buffers.let_go()
+        self._leaving_nbytes = 0
         self._script.append(Join(number))
         spec = self._chunks[chunk]
         for index in spec.tensor_indices:
             tensor, own_numel = self._tensors[index], self._own_numel[index]
             if own_numel and tensor.trainable:
                 self._send_home(tensor, None, own_numel * tensor.types.itemsize)
-        self._buffers.leave(chunk)
+        self._leaving_nbytes = self._buffers.pop(chunk)
 
     def _end(self) -> None:
         """A backward has ended: what waited goes home."""
@@ -446,60 +408,26 @@ class _Telling:
         for chunk in sorted(self._stored):
             self._reduce(chunk)
         self._receive()
-        self._buffers.let_go()
+        self._leaving_nbytes = 0
         deferred, self._deferred = self._deferred, {}
         for index in sorted(deferred):
             for storage, nbytes in deferred[index]:
                 self._send_home(self._tensors[index], storage, nbytes)
                 self._release(storage)
         self._release_in_flight()
-        if self._is_last:
-            for chunk in sorted(self._rules.ahead):
-                if chunk not in self._missing or self._missing[chunk]:  # a parameter has got no gradient
-                    self._update(chunk)
+        for chunk in list(self._missing):  # a parameter has got no gradient
+            self._update(chunk)
 
 
-class _Buffers:
-    """The buffers of gradients of groups, as the ledger counts them."""
-
-    def __init__(self) -> None:
-        self._sizes: dict[int, int] = {}
-        self._leaving: int | None = None
-        self._total = self._peak = 0
-
-    def open(self, chunk: int, nbytes: int) -> None:
-        """A buffer is taken, if the group has none."""
-        if chunk not in self._sizes:
-            self._sizes[chunk] = nbytes
-            self._total += nbytes
-            self._peak = max(self._peak, self._total)
-
-    def leave(self, chunk: int) -> None:
-        """The averages in a buffer are on their way home."""
-        self._leaving = self._sizes.pop(chunk)
-
-    def let_go(self) -> None:
-        """The buffer of averages on their way is given back."""
-        if self._leaving is not None:
-            self._total -= self._leaving
-            self._leaving = None
-
-    def take_peak(self) -> int:
-        """The most bytes since the last call."""
-        peak, self._peak = self._peak, self._total
-        return peak
-
-
-def traces_of(ops: OpTrace, places: Places, rules: StepRules, name: str = "") -> list[Trace]:
+def traces_of(ops: OpTrace, places: Places, rules: StepRules) -> list[Trace]:
     """The traces of all micro-batches of a step that do the same.
 
     Args:
         ops: What each of them does.
         places: Where parameters are.
         rules: What becomes of gradients.
-        name: The outermost module, if that is not the model.
     """
-    return [micro_batch(ops, places, rules, kind, name=name).trace for kind in kinds_of(rules.num_micro_batches)]
+    return [micro_batch(ops, places, rules, kind).trace for kind in kinds_of(rules.num_micro_batches)]
 
 
 def kinds_of(num_micro_batches: int) -> Sequence[StepKind]:
@@ -510,8 +438,7 @@ def kinds_of(num_micro_batches: int) -> Sequence[StepKind]:
     return (StepKind.FIRST, *middle, StepKind.LAST)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ToldStep:
+class ToldStep(NamedTuple):
     """A step of the optimizer, chunk by chunk: the update of the last one, then forward and backward.
 
     Attributes:

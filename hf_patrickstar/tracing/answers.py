@@ -2,24 +2,23 @@
 
 [Note: answers for fake tensors]
 ``FakeTensorMode`` looks up what an operator returns by all its arguments, which takes some 70 microseconds, and several
-hundred where they are new: for a view at another offset, say, and an engine makes a view for each parameter. What a
-view or new memory is like needs no such search. The tensor of the meta device below a fake tensor is asked instead, and
-its answer is made a fake tensor again: the same sizes, strides, type and storage. Of a few fake tensors torch knows the
-value, and of their views: it is asked about these.
+hundred where they are new. What a view is like needs no such search. The tensor of the meta device below a fake tensor
+is asked instead, and its answer is made a fake tensor again: the same sizes, strides, type and storage. Of a few fake
+tensors torch knows the value, and of their views: it is asked about these. What is written to an operand, when a model
+is initialised say, changes nothing.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 
 from hf_patrickstar.memory.operators import OperatorMode, tensors_among
 from hf_patrickstar.tracing.grouped import GROUPED, grouped_result
 
 _aten = torch.ops.aten
 _ASKS_DEVICE = torch.ops.prim.device.default
-_META = torch.device("meta")
 _Arguments = Sequence[Any]
 _Named = dict[str, Any]
 
@@ -39,7 +38,9 @@ class AnsweringMode(OperatorMode):
 
     def answer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """What an operator returns; see ``has_run``."""
-        return answer(func, args, kwargs)
+        known = _ANSWERS.get(func)
+        found = NotImplemented if known is None else known(func, args, kwargs)
+        return func(*args, **kwargs) if found is NotImplemented else found
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -57,19 +58,6 @@ class AnsweringMode(OperatorMode):
         result = self.answer(func, args, kwargs)
         self.has_run(func, args, kwargs, result)
         return result
-
-
-def answer(func: Any, args: _Arguments, kwargs: _Named) -> Any:
-    """What an operator returns; see [Note: answers for fake tensors].
-
-    Args:
-        func: The overload that is called, or an operator of higher order.
-        args: Its positional arguments.
-        kwargs: Its named arguments.
-    """
-    known = _ANSWERS.get(func)
-    found = NotImplemented if known is None else known(func, args, kwargs)
-    return func(*args, **kwargs) if found is NotImplemented else found
 
 
 def _changed(func: Any, args: _Arguments, kwargs: _Named) -> Any:
@@ -105,64 +93,6 @@ def _view(func: Any, args: _Arguments, kwargs: _Named) -> Any:
     return FakeTensor(mode, result, tensor.fake_device)
 
 
-def _single(func: Any, args: _Arguments, kwargs: _Named) -> Any:
-    """A single number of the same type: a copy, or a sum with a number of Python's."""
-    tensor = args[0]
-    if type(tensor) is not FakeTensor or tensor.constant is not None or tensor.dim() or kwargs:
-        return NotImplemented
-    if not tensor.is_floating_point():
-        return NotImplemented
-    if not all(isinstance(other, (int, float)) for other in args[1:]):
-        return NotImplemented
-    return _make(tensor.fake_mode, (), tensor.dtype, tensor.fake_device)
-
-
-def _norm(func: Any, args: _Arguments, kwargs: _Named) -> Any:
-    """The norm of all elements."""
-    tensor = args[0]
-    if type(tensor) is not FakeTensor or len(args) > 2 or not tensor.is_floating_point():  # of some dimensions
-        return NotImplemented
-    return _make(tensor.fake_mode, (), kwargs.get("dtype") or tensor.dtype, tensor.fake_device)
-
-
-def _new_empty(func: Any, args: _Arguments, kwargs: _Named) -> Any:
-    """Memory like that of a tensor."""
-    tensor, size = args
-    if type(tensor) is not FakeTensor or kwargs.keys() - _OF_MEMORY or not _is_known(size):
-        return NotImplemented
-    device = kwargs.get("device") or tensor.fake_device
-    return _make(tensor.fake_mode, size, kwargs.get("dtype") or tensor.dtype, device)
-
-
-def _new(func: Any, args: _Arguments, kwargs: _Named) -> Any:
-    """New memory, whatever is in it."""
-    dtype, device, mode = kwargs.get("dtype"), kwargs.get("device"), _mode()
-    if mode is None or dtype is None or kwargs.keys() - _OF_MEMORY or not _is_known(args[0]):
-        return NotImplemented
-    return _make(mode, args[0], dtype, torch.device("cpu") if device is None else device)
-
-
-_OF_MEMORY = frozenset({"dtype", "device", "pin_memory"})
-"""Arguments that say nothing of an order of elements or a layout."""
-
-
-def _mode() -> FakeTensorMode | None:
-    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    return mode if isinstance(mode, FakeTensorMode) else None
-
-
-def _is_known(size: Any) -> bool:
-    return all(type(length) is int and length >= 0 for length in size)
-
-
-def _make(mode: FakeTensorMode, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
-    if device.type != "cpu":
-        return NotImplemented
-    with in_kernel_invocation_manager(mode):
-        result = _aten.empty.memory_format(size, dtype=dtype, device=_META)
-    return FakeTensor(mode, result, device)
-
-
 def _overloads(*packets: Any) -> list[Any]:
     return [getattr(packet, name) for packet in packets for name in packet.overloads()]
 
@@ -175,14 +105,9 @@ _VIEWS = (
     *(_aten.as_strided.default, _aten.slice.Tensor, _aten.select.int, _aten.view.default, _aten.expand.default),
     *(_aten.detach.default, _aten.alias.default),
 )
-_MAKES = _aten.empty.memory_format, _aten.full.default, _aten.zeros.default, _aten.ones.default
 _ANSWERS: dict[Any, Callable[[Any, _Arguments, _Named], Any]] = {
     **dict.fromkeys(_CHANGES, _changed),
     **dict.fromkeys(_VIEWS, _view),
-    **dict.fromkeys(_MAKES, _new),
-    _aten.new_empty.default: _new_empty,
-    **dict.fromkeys((_aten.add.Tensor, _aten.clone.default), _single),
-    _aten.linalg_vector_norm.default: _norm,
     _aten._local_scalar_dense.default: _plausible,
     GROUPED.default: _grouped,
 }

@@ -33,21 +33,19 @@ class Operand:
         return cls(tensor.dtype, tuple(tensor.shape), tensor.stride())
 
     @property
-    def span(self) -> int:
-        """Elements from the first to the last one in memory."""
-        if 0 in self.shape:
-            return 0
-        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
-
-    @property
     def nbytes(self) -> int:
         """Bytes from the first to the last one in memory."""
-        return self.span * self.dtype.itemsize
+        if 0 in self.shape:
+            return 0
+        steps = ((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        return (1 + sum(steps)) * self.dtype.itemsize
 
     def make(self, device: torch.device) -> torch.Tensor:
         """A tensor with bytes: numbers between 0 and 1, or zeros that are valid as places."""
         make = torch.rand if self.dtype.is_floating_point else torch.zeros
-        return make(self.span, dtype=self.dtype, device=device).as_strided(self.shape, self.stride)
+        return make(self.nbytes // self.dtype.itemsize, dtype=self.dtype, device=device).as_strided(
+            self.shape, self.stride
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

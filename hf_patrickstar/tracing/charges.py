@@ -8,8 +8,8 @@ host, those of the device.
 import sys
 import types
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -17,6 +17,7 @@ from hf_patrickstar.memory.operators import read_operands, storage_key, tensors_
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.schedule.script import BlockingCopy, HostWork, Kernel
 from hf_patrickstar.tracing.costs import Cost
+from hf_patrickstar.tracing.timing import OperatorTimes
 
 _aten = torch.ops.aten
 _COPIES = frozenset({_aten.copy_, _aten._to_copy, _aten.clone, _aten._foreach_copy_})
@@ -32,14 +33,6 @@ _HERE = frozenset(
 """Modules through which others ask."""
 
 
-class Times(Protocol):
-    """What operators take on the machine at hand."""
-
-    def find_ns(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> int | None:
-        """Nanoseconds of an operator, or ``None`` if that cannot be told."""
-        ...
-
-
 class Charges:
     """Tells what operators cost; see the module.
 
@@ -48,7 +41,7 @@ class Charges:
         times: What operators take, if the machine is the one at hand; else its rates say it.
     """
 
-    def __init__(self, *, has_accelerator: bool, times: Times | None = None) -> None:
+    def __init__(self, *, has_accelerator: bool, times: OperatorTimes | None = None) -> None:
         self._has_accelerator = has_accelerator
         self._times = times
         self._tiers: dict[int, Tier] = {}
@@ -95,10 +88,12 @@ class Charges:
         if self._is_lookup(packet, args):
             yield from self._look_up(on_host, packet, args, result)
         elif len(tiers) > 1 and packet in _COPIES:
-            yield self._copy_now(tensors, written or tensors_among(result))
+            targets = written or tensors_among(result)
+            is_pinned = all(self.tier_of(tensor) is Tier.DEVICE or self.is_pinned(tensor) for tensor in tensors)
+            yield _copy(targets, self.tier_of(targets[0]), is_pinned)
         elif len(tiers) > 1:  # on a device somebody would have copied these first
             target = self.tier_of(written[0]) if written else Tier.DEVICE
-            yield self._copy_over([tensor for tensor in tensors if self.tier_of(tensor) is not target])
+            yield self._copy_over(tensors, target)
             yield on_host if target is Tier.HOST else Kernel(name, *cost)
         elif tiers == {Tier.HOST}:
             yield on_host
@@ -119,10 +114,8 @@ class Charges:
         self, work: HostWork, packet: Any, args: Any, result: torch.Tensor
     ) -> Iterator[HostWork | BlockingCopy]:
         """Only indices and rows cross, to an accelerator if there is one, and the gradient stays at home."""
-        crosses = self._has_accelerator
-        there = [tensor for tensor in args[:2] if crosses and self.tier_of(tensor) is Tier.DEVICE]
-        if there:
-            yield self._copy_over(there)
+        if self._has_accelerator and any(self.tier_of(tensor) is Tier.DEVICE for tensor in args[:2]):
+            yield self._copy_over(args[:2], Tier.HOST)
         yield work
         if packet is _aten.embedding_dense_backward:
             self.put(result, Tier.HOST)
@@ -131,19 +124,17 @@ class Charges:
         if key not in self._looked_up:
             self._looked_up.add(key)
             weakref.finalize(args[1].untyped_storage(), self._looked_up.discard, key)
-        if crosses:
-            yield BlockingCopy(result.nbytes, True, False, caller())
+        if self._has_accelerator:
+            yield _copy([result], Tier.DEVICE, False)
 
-    def _copy_now(self, operands: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> BlockingCopy:
-        is_pinned = all(self.tier_of(tensor) is Tier.DEVICE or self.is_pinned(tensor) for tensor in operands)
-        to_device = self.tier_of(targets[0]) is Tier.DEVICE
-        return BlockingCopy(sum(tensor.nbytes for tensor in targets), to_device, is_pinned, caller())
+    def _copy_over(self, operands: Sequence[torch.Tensor], target: Tier) -> BlockingCopy:
+        """A copy of operands of the other tier; what is made on the host for this is not pinned."""
+        found = [tensor for tensor in operands if self.tier_of(tensor) is not target]
+        return _copy(found, target, all(self.is_pinned(tensor) for tensor in found))
 
-    def _copy_over(self, operands: Sequence[torch.Tensor]) -> BlockingCopy:
-        """A copy of operands of one tier to the other; what is made on the host for this is not pinned."""
-        to_device = self.tier_of(operands[0]) is Tier.HOST
-        is_pinned = all(self.is_pinned(tensor) for tensor in operands)
-        return BlockingCopy(sum(tensor.nbytes for tensor in operands), to_device, is_pinned, caller())
+
+def _copy(tensors: Iterable[torch.Tensor], target: Tier, is_pinned: bool) -> BlockingCopy:
+    return BlockingCopy(sum(tensor.nbytes for tensor in tensors), target is Tier.DEVICE, is_pinned, caller())
 
 
 def caller() -> str:

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection, Pipe
 
 import torch
@@ -26,12 +26,12 @@ _PATIENCE_S = 60.0
 """A companion that has not answered for so long does not answer any more."""
 
 
-class _SilentError(Exception):
+class _SilentError(OSError):
     """A companion does not answer; ``Companions`` catches it."""
 
 
-_ERRORS = (OSError, EOFError, ValueError, _SilentError)
-"""How it shows that a process cannot be started, has ended, or does not answer."""
+_ERRORS = (OSError, EOFError, ValueError)
+"""How a companion shows that it cannot be started, has ended, or does not answer."""
 
 
 class Companions:
@@ -46,7 +46,8 @@ class Companions:
         self._num = num
         self._num_threads = num_threads
         self._connections: list[Connection] | None = None  # before the first call
-        self._end: Callable[[], object] | None = None
+        self._processes = contextlib.ExitStack()
+        weakref.finalize(self, self._processes.close)
 
     @contextlib.contextmanager
     def calling(self, call: OperatorCall) -> Iterator[None]:
@@ -79,22 +80,21 @@ class Companions:
                 *(type(error).__name__, error),
             )
             self._connections = []
-            if self._end is not None:
-                self._end()  # the others would call the operator for ever
+            self._processes.close()  # the others would call the operator for ever
             return False
         return all(answers) and bool(answers)
 
     def _start(self) -> list[Connection]:
         environment = {**os.environ, "OMP_NUM_THREADS": str(self._num_threads)}
         found: list[Connection] = []
-        processes: list[subprocess.Popen[bytes]] = []
-        self._end = weakref.finalize(self, _end, found, processes)
         for _ in range(self._num):
             here, there = Pipe()
             with there:
                 command = [sys.executable, "-m", __name__, str(there.fileno()), str(self._num_threads)]
-                found.append(here)
-                processes.append(subprocess.Popen(command, env=environment, pass_fds=[there.fileno()]))
+                process = subprocess.Popen(command, env=environment, pass_fds=[there.fileno()])
+            for end in (process.wait, process.kill, here.close):  # the last one first
+                self._processes.callback(end)
+            found.append(here)
         return found
 
 
@@ -102,14 +102,6 @@ def _answer(connection: Connection) -> bool:
     if not connection.poll(_PATIENCE_S):
         raise _SilentError(f"no answer for {_PATIENCE_S:g} s")
     return bool(connection.recv())
-
-
-def _end(connections: list[Connection], processes: "list[subprocess.Popen[bytes]]") -> None:
-    for connection in connections:
-        connection.close()
-    for process in processes:
-        process.kill()
-        process.wait()
 
 
 def serve(connection: Connection) -> None:

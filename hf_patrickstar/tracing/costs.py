@@ -79,7 +79,7 @@ def cost_of(operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Co
         kwargs: Its named arguments.
         result: What it returned.
     """
-    if _costs_nothing(operator):
+    if getattr(operator, "_schema", None) is None or _costs_nothing(operator):  # of higher order
         return None
     packet = operator._overloadpacket
     written = written_operands(operator, args, kwargs)

@@ -26,7 +26,7 @@ def as_fake(module: torch.nn.Module) -> torch.nn.Module:
     Args:
         module: The module; its parameters may be those of ``deferred_weights``, or on the meta device.
     """
-    copied = copy_without_bytes(module, device=torch.device("cpu")).model
+    copied: torch.nn.Module = copy_without_bytes(module, device=torch.device("cpu"))
     for part in copied.modules():
         if "name_or_path" in vars(part):
             vars(part)["name_or_path"] = ""  # or the engine would compare frozen weights with files

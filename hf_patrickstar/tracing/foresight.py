@@ -11,11 +11,12 @@ stands in for it, which takes as much memory as a cross entropy. The first step 
 was foreseen. Where a model cannot be copied, or its control flow needs values, its first step is recorded instead.
 """
 
+import collections
 import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -32,6 +33,7 @@ from hf_patrickstar.plan_cache import keep_traces
 from hf_patrickstar.resources import Resources
 from hf_patrickstar.runtime.casting import Casting
 from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.runtime.hooks import has_padding
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.steps import Call, Foreseen
 from hf_patrickstar.schedule.known import KnownTraces
@@ -41,16 +43,14 @@ from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace
 from hf_patrickstar.tracing.fake import FakeTensors
 from hf_patrickstar.tracing.masks import masks_of_batches
 from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
-from hf_patrickstar.tracing.recorder import Deadline
-from hf_patrickstar.tracing.unobserved import copy_without_bytes, unobserved
+from hf_patrickstar.tracing.twins import copy_without_bytes
+from hf_patrickstar.tracing.unobserved import unobserved
 from hf_patrickstar.units import MIB
 
 logger = logging.getLogger(__name__)
 
 _PATIENCE_S = 60.0
 """Seconds after which the first step is recorded instead."""
-_PLACE_OF_DROPOUT = 4
-"""Of the probability among the arguments of ``scaled_dot_product_attention``."""
 _ROUNDING = 0.05
 _WORKSPACES_NBYTES = 64 * MIB
 """What is added on an accelerator until the first step is measured: its allocator rounds up, libraries take space."""
@@ -72,7 +72,7 @@ def make_foresight(
     """
     if detect_fake_mode() is not None or not manager.steps.policy.has_plans:
         return None
-    return Foresight(model, manager, casting, resources, keeps=keeps)
+    return Foresight(model, manager, casting, resources, keeps)
 
 
 class Foresight:
@@ -87,24 +87,16 @@ class Foresight:
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        manager: ChunkManager,
-        casting: Casting,
-        resources: Resources,
-        *,
-        keeps: bool,
+        self, model: torch.nn.Module, manager: ChunkManager, casting: Casting, resources: Resources, keeps: bool
     ) -> None:
         self._model = model
         self._manager = manager
         self._casting = casting
-        streams, collectives = resources.streams, resources.collectives
-        num_micro_batches = self._num_micro_batches = manager.steps.num_micro_batches
         self._device = resources.device
-        self._rank = collectives.rank
-        in_flight = streams.most_in_flight_nbytes if isinstance(streams, DeviceStreams) else 0
-        self._rules = StepRules(num_micro_batches, in_flight, collectives.is_asynchronous)
-        self._keeps = keeps and collectives.rank == 0
+        self._rank = resources.collectives.rank
+        in_flight = resources.streams.most_in_flight_nbytes if isinstance(resources.streams, DeviceStreams) else 0
+        self._rules = StepRules(manager.steps.num_micro_batches, in_flight, resources.collectives.is_asynchronous)
+        self._keeps = keeps and self._rank == 0
         self._first_chunks = [chunk.spec for chunk in manager.chunks]  # those of the key under which traces are kept
         self._said: set[str] = set()
 
@@ -112,25 +104,24 @@ class Foresight:
         """What a step will do that a call begins; see ``steps.Foresight``."""
         begin = time.monotonic()
         try:
-            ops, specs = self._trace(call, shapes)
-        except TraceError as error:
-            self._say(f"the first step is recorded: {error}")
-            return None
+            ops, tensors = self._trace(call, shapes)
+            if ops is None:
+                raise TraceError("the model does something else each time that it runs")
         except Exception as error:  # the user's code may raise anything; what is wrong in itself fails in the step, too
-            said = f"the model does not run with tensors without bytes ({type(error).__name__}: {error})"
-            self._say(f"the first step is recorded: {said}")
+            reason = str(error)
+            if not isinstance(error, TraceError):
+                reason = f"the model does not run with tensors without bytes ({type(error).__name__}: {error})"
+            if reason not in self._said:
+                self._said.add(reason)
+                logger.info("patrickstar: the first step is recorded: %s", reason)
             return None
-        if ops is None:
-            self._say("the first step is recorded: the model does something else each time that it runs")
-            return None
-        found = self._told(call, ops, self._places(specs))
-        seconds = time.monotonic() - begin
+        found = self._told(call, ops, tensors)
         logger.info(
             "patrickstar: a step was planned before it began: %d visits to chunks, at most %.1f MiB beside chunks; it "
             "took %.1f s",
             len(found.traces[0].visits),
             max(made.non_model_peak_nbytes for made in found.traces) / MIB,
-            seconds,
+            time.monotonic() - begin,
         )
         return found
 
@@ -141,11 +132,6 @@ class Foresight:
         lookups = {**known.lookups, **self._manager.placement.lookups}
         keep_traces(KnownTraces(known.key, of_all, lookups, is_padded))
 
-    def _say(self, what: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            logger.info("patrickstar: %s", what)
-
     def _beside_nbytes(self, ops: OpTrace) -> int:
         """What is on an accelerator beside a step: memory of others that is there, and of libraries that will be."""
         ledger = self._manager.ledger
@@ -155,94 +141,88 @@ class Foresight:
 
     # A copy of the model
 
-    def _trace(self, call: Call, shapes: Shapes) -> tuple[OpTrace | None, list[TensorSpec]]:
-        """What a micro-batch does, and the parameters that it names, by their place in the copy."""
-        specs: list[TensorSpec] = []
+    def _trace(self, call: Call, shapes: Shapes) -> tuple[OpTrace | None, dict[TensorSpec, ManagedTensor]]:
+        """What a micro-batch does, and the parameters of the copy of the model."""
+        tensors: dict[TensorSpec, ManagedTensor] = {}
         by_name = {tensor.spec.name: tensor for tensor in self._manager.tensors}
+        cpu = torch.device("cpu")
 
         def make_model() -> torch.nn.Module:
-            return copy_without_bytes(self._model, dtype_of=self._dtype_of, device=torch.device("cpu")).model
+            return copy_without_bytes(self._model, dtype_of=self._dtype_of, device=cpu)  # type: ignore[no-any-return]
 
         def make_inputs() -> Mapping[str, Any]:
-            nothing, places = torch.nn.Module(), dict(enumerate(shapes))
-            _, args, kwargs = copy_without_bytes(
-                nothing, call.args, call.kwargs, shapes=places, device=torch.device("cpu")
-            )
-            return {"args": args, "kwargs": kwargs}
+            inputs = call.args, call.kwargs
+            return {"inputs": copy_without_bytes(inputs, shapes=dict(enumerate(shapes)), device=cpu)}
 
         def prepare(model: torch.nn.Module) -> tuple[list[TensorSpec], Casting]:
             found, _, _ = collect_specs(model)
-            specs[:] = [self._spec(spec, by_name) for spec in found]
-            return specs, self._casting
+            tensors.clear()
+            for spec in found:
+                if spec.name not in by_name:
+                    raise TraceError(f"parameter '{spec.name}' is not managed")
+                tensor = by_name[spec.name]
+                tensors[dataclasses.replace(tensor.spec, index=spec.index)] = tensor
+            return list(tensors), self._casting
 
         def compute_loss(model: torch.nn.Module, inputs: Mapping[str, Any]) -> Any:
             module = model if call.module is self._model else model.get_submodule(call.name)
-            output = module(*inputs["args"], **inputs["kwargs"])
+            args, kwargs = inputs["inputs"]
+            output = module(*args, **kwargs)
             return loss_in(output) if call.is_training else output
 
         what = MicroBatch(
             make_model,
             make_inputs,
             compute_loss,
-            num_micro_batches=self._num_micro_batches,
+            num_micro_batches=self._rules.num_micro_batches,
             is_training=call.is_training,
             prepare=prepare,
         )
         looked_up = [tensor.spec.name for tensor in self._manager.tensors if tensor.is_cpu_embedding]
-        masks = masks_of_batches(has_padding=has_padding(call.kwargs), is_packed="position_ids" in call.kwargs)
+        masks = masks_of_batches(has_padding=_has_padding(call), is_packed="position_ids" in call.kwargs)
         is_apart = self._device.type != "cpu"
         attention = fused_attention() if is_apart else contextlib.nullcontext()
-        with _Bar(is_first=self._rank == 0) as bar, unobserved(self._model), FakeTensors(), masks, attention:
-            ops = trace(what, looked_up=looked_up, has_accelerator=is_apart, deadline=bar, is_checked=False)
-        return ops, specs
+        patience = _patience(is_first=self._rank == 0)
+        with patience as check_time, unobserved(self._model), FakeTensors(), masks, attention:
+            ops = trace(what, looked_up=looked_up, has_accelerator=is_apart, check_time=check_time, is_checked=False)
+        return ops, tensors
 
     def _dtype_of(self, parameter: torch.nn.Parameter) -> torch.dtype:
         tensor = self._manager.find(parameter)
         return parameter.dtype if tensor is None else tensor.chunk.dtype
 
-    @staticmethod
-    def _spec(spec: TensorSpec, by_name: Mapping[str, ManagedTensor]) -> TensorSpec:
-        tensor = by_name.get(spec.name)
-        if tensor is None:
-            raise TraceError(f"parameter '{spec.name}' is not managed")
-        own = tensor.spec
-        return dataclasses.replace(spec, trainable=own.trainable, types=own.types, optimizer_index=own.optimizer_index)
-
     # Chunk by chunk
 
-    def _places(self, specs: Iterable[TensorSpec]) -> Places:
-        by_name = {tensor.spec.name: tensor for tensor in self._manager.tensors}
-        found = {spec.index: by_name[spec.name] for spec in specs}
-        place_of = {tensor.spec.index: index for index, tensor in found.items()}  # others have left the model
-        return Places(
-            [
-                dataclasses.replace(
-                    chunk.spec,
-                    tensor_indices=tuple(place_of[i] for i in chunk.spec.tensor_indices if i in place_of),
-                )
-                for chunk in self._manager.chunks
-            ],
-            {spec.index: spec for spec in specs},
-            {index: tensor.chunk.spec.index for index, tensor in found.items()},
-            {index: tensor.own_numel for index, tensor in found.items()},
-            {index: tensor.spec.index for index, tensor in found.items()},
+    def _told(self, call: Call, ops: OpTrace, tensors: Mapping[TensorSpec, ManagedTensor]) -> Foreseen:
+        place_of = {tensor.spec.index: spec.index for spec, tensor in tensors.items()}  # others have left the model
+        chunks = []
+        for chunk in self._manager.chunks:
+            indices = tuple(place_of[index] for index in chunk.spec.tensor_indices if index in place_of)
+            chunks.append(dataclasses.replace(chunk.spec, tensor_indices=indices))
+        places = Places(
+            chunks,
+            {spec.index: spec for spec in tensors},
+            {spec.index: tensor.chunk.spec.index for spec, tensor in tensors.items()},
+            {spec.index: tensor.own_numel for spec, tensor in tensors.items()},
         )
-
-    def _told(self, call: Call, ops: OpTrace, places: Places) -> Foreseen:
         name = "" if call.module is self._model else call.name
-        kinds = kinds_of(self._num_micro_batches) if call.is_training else (StepKind.EVALUATION,)
+        kinds = kinds_of(self._rules.num_micro_batches) if call.is_training else (StepKind.EVALUATION,)
         traces = [micro_batch(ops, places, self._rules, kind, name=name).trace for kind in kinds]
         has_changed = [chunk.spec for chunk in self._manager.chunks] != self._first_chunks
         if call.is_training and self._keeps and not has_changed:
-            self._keep(traces, has_padding(call.kwargs))
+            self._keep(traces, _has_padding(call))
         if self._device.type != "cpu":
             traces = [_as_allocated(made, self._beside_nbytes(ops)) for made in traces]
-        lookups: dict[int, int] = {}
+        index_of = {place: index for index, place in place_of.items()}
+        lookups = collections.Counter[int]()
         for note in ops.notes:
             if isinstance(note, LookedUp):
-                index = places.index_of[note.index]
-                lookups[index] = lookups.get(index, 0) + note.nbytes
+                lookups[index_of[note.index]] += note.nbytes
         return Foreseen(traces, lookups, self._device.type == "cpu")
+
+
+def _has_padding(call: Call) -> bool:
+    return has_padding(call.kwargs.get("attention_mask"))
 
 
 def _as_allocated(made: Trace, beside_nbytes: int) -> Trace:
@@ -251,25 +231,15 @@ def _as_allocated(made: Trace, beside_nbytes: int) -> Trace:
     return made.with_non_model_nbytes(list(nbytes))
 
 
-def has_padding(kwargs: Mapping[str, Any]) -> bool:
-    """Whether some tokens of a batch are masked; it waits for the device.
-
-    Args:
-        kwargs: Named inputs of a model.
-    """
-    mask = kwargs.get("attention_mask")
-    return isinstance(mask, torch.Tensor) and mask.dim() == 2 and not bool(mask.all())
-
-
 @contextlib.contextmanager
 def fused_attention() -> Iterator[None]:
     """Inside, attention drops no scores: an accelerator drops them inside of its kernel, and writes none of them."""
     attend = torch.nn.functional.scaled_dot_product_attention
 
-    def attend_to_all(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if len(args) > _PLACE_OF_DROPOUT:
-            args = (*args[:_PLACE_OF_DROPOUT], 0.0, *args[_PLACE_OF_DROPOUT + 1 :])
-        return attend(*args, **{**kwargs, **({"dropout_p": 0.0} if "dropout_p" in kwargs else {})})
+    def attend_to_all(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        return attend(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
     with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", attend_to_all):
         yield
@@ -300,22 +270,15 @@ def _stand_in(output: torch.Tensor) -> torch.Tensor:
     return torch.log_softmax(wide, -1).mean() if wide.dim() else wide
 
 
-class _Bar(Deadline):
-    """Ends a recording that takes too long, and shows that one is made where it takes more than two seconds."""
+@contextlib.contextmanager
+def _patience(*, is_first: bool) -> Iterator[Callable[[], None]]:
+    """Gives what ends a recording that takes too long, and shows one that takes more than two seconds."""
+    end = time.monotonic() + _PATIENCE_S
 
-    def __init__(self, *, is_first: bool) -> None:
-        super().__init__(_PATIENCE_S)
-        self._bar = shown((), "planning the first step", "operators", is_first=is_first)
+    def check() -> None:
+        if time.monotonic() > end:
+            raise TraceError(f"recording a micro-batch with tensors without bytes took longer than {_PATIENCE_S:g} s")
+        bar.update()
 
-    def check(self) -> None:
-        """See ``Deadline``."""
-        super().check()
-        self._bar.update()
-
-    def __enter__(self) -> "_Bar":
-        """Returns itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Takes the bar away."""
-        self._bar.close()
+    with shown((), "planning the first step", "operators", is_first=is_first) as bar:
+        yield check

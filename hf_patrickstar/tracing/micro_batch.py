@@ -18,13 +18,13 @@ from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.precision import choose_precision
 from hf_patrickstar.runtime.casting import Casting
 from hf_patrickstar.runtime.chunk import torch_dtype
-from hf_patrickstar.schedule.op_trace import LeaveForward, Note, OpTrace
+from hf_patrickstar.schedule.op_trace import LeaveForward, OpTrace
 from hf_patrickstar.schedule.repeats import FEW_BLOCKS, IrregularError, Names, Stack, extend
 from hf_patrickstar.schedule.script import Begin, Part
 from hf_patrickstar.tracing.answers import AnsweringMode
-from hf_patrickstar.tracing.charges import Times
-from hf_patrickstar.tracing.recorder import Deadline, Setting, record
+from hf_patrickstar.tracing.recorder import Setting, record
 from hf_patrickstar.tracing.stacks import cut, find_stacks
+from hf_patrickstar.tracing.timing import OperatorTimes
 
 logger = logging.getLogger(__name__)
 
@@ -40,18 +40,16 @@ class MicroBatch:
         make_inputs: Makes the batch, likewise.
         compute_loss: Computes the loss, or whatever an evaluation computes.
         config: Settings of the engine, which decide in which types forwards compute.
-        precision: What the engine is told by the Trainer or Accelerate; see ``choose_precision``.
         num_micro_batches: Micro-batches of a step.
         is_training: Whether a backward follows.
         prepare: Returns the parameters of a model as numbers, and the types that its forwards compute in; by default as
-            ``config`` and ``precision`` say.
+            ``config`` says.
     """
 
     make_model: Callable[[], torch.nn.Module]
     make_inputs: Callable[[], Mapping[str, Any]]
     compute_loss: Callable[[Any, Mapping[str, Any]], Any]
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    precision: str = "no"
     num_micro_batches: int = 1
     is_training: bool = True
     prepare: Callable[[torch.nn.Module], tuple[Sequence[TensorSpec], Casting]] | None = None
@@ -61,7 +59,7 @@ class MicroBatch:
         if self.prepare is not None:
             return self.prepare(model)
         specs, _, parameters = collect(model, {})
-        chosen = choose_precision(model, PatrickStarConfig.from_any(dict(self.config)), self.precision, parameters)
+        chosen = choose_precision(model, PatrickStarConfig.from_any(dict(self.config)), "no", parameters)
         return chosen.assign(model, specs, parameters), chosen.casting(torch.device("cpu"))
 
     def run_backward(self, loss: torch.Tensor) -> None:
@@ -74,8 +72,8 @@ def trace(
     *,
     looked_up: Collection[str] = (),
     has_accelerator: bool = True,
-    times: Times | None = None,
-    deadline: Deadline | None = None,
+    times: OperatorTimes | None = None,
+    check_time: Callable[[], None] | None = None,
     is_checked: bool = True,
 ) -> OpTrace | None:
     """Runs a micro-batch, and notes what it does; called under fake tensors.
@@ -85,7 +83,7 @@ def trace(
         looked_up: Names of the weights whose embeddings read their rows at home.
         has_accelerator: Whether the device has memory of its own.
         times: What operators take, if the machine is the one at hand; else its rates say it.
-        deadline: Ends it where it takes too long.
+        check_time: Called before each operator; raises where all of it takes too long.
         is_checked: Whether it is run twice, to see that it does the same each time. A step that follows the trace would
             notice it, too.
 
@@ -95,74 +93,57 @@ def trace(
     Raises:
         TraceError: If the model communicates, asks for a value that only bytes have, or takes too long.
     """
-    tracer = _Tracer(micro_batch, looked_up, has_accelerator, times, deadline, is_checked)
+
+    def ready(stacks: Sequence[Stack] = (), num_blocks: int = 0) -> _Ready:
+        """A model that is ready to run, with so many blocks in each of the stacks."""
+        with AnsweringMode(), torch.no_grad():
+            with torch.enable_grad():
+                model = micro_batch.make_model()
+            cut(model, stacks, num_blocks)
+            specs, casting = micro_batch.prepared(model)
+            parameters = dict(model.named_parameters())
+            for spec in specs:  # each has memory of its own, as in a chunk
+                parameter = parameters[spec.name]
+                parameter.data = parameter.new_empty(spec.shape, dtype=torch_dtype(spec.types.param))
+        return _Ready(micro_batch, model, specs, Setting(casting, looked_up, has_accelerator, times, check_time))
+
+    run = _Ready.record_twice if is_checked else _Ready.record
     with AnsweringMode():  # answers what an initialisation asks of values
         stacks = find_stacks(micro_batch.make_model())
     if stacks:
         try:
-            return _trace_few(tracer, stacks)
+            return _trace_few(ready, run, stacks)
         except TraceError:
             raise
         except Exception as error:  # code that counts on all blocks may raise anything
             logger.info("patrickstar: blocks repeat, but the model is run with all of them: %r", error)
-    model = tracer.ready()
-    return model.record_twice() if is_checked else model.record()
+    return run(ready())
 
 
-def _trace_few(tracer: "_Tracer", stacks: Sequence[Stack]) -> OpTrace:
+def _trace_few(
+    ready: Callable[..., "_Ready"], run: Callable[["_Ready"], OpTrace | None], stacks: Sequence[Stack]
+) -> OpTrace:
     """The notes, made of those of a few blocks.
 
     Raises:
         IrregularError: If they are not those of all blocks.
     """
-    model = tracer.ready(stacks, FEW_BLOCKS)
-    found, names = model.record_twice() if tracer.is_checked else model.record(), model.names
+    model = ready(stacks, FEW_BLOCKS)
+    found, names = run(model), model.names
     if found is None:
         raise IrregularError("a model with few blocks cannot be told again")
     few = [dataclasses.replace(stack, num_blocks=FEW_BLOCKS) for stack in stacks]
     more, more_names = extend(found.notes, names, few, [FEW_BLOCKS + 1] * len(few))
-    model = tracer.ready(stacks, FEW_BLOCKS + 1)
-    noted = model.record()
-    if noted is None or noted.notes != more or model.names != more_names:
+    model = ready(stacks, FEW_BLOCKS + 1)
+    if model.record() != OpTrace(more) or model.names != more_names:
         raise IrregularError(f"{FEW_BLOCKS + 1} blocks do something else than {FEW_BLOCKS}, extended by one")
     notes, names = extend(found.notes, names, few, [stack.num_blocks for stack in stacks])
-    model = tracer.ready()
-    if model.names != names or model.record_forward() != _forward_of(notes):
+    model = ready()
+    begin = Begin(Part.BACKWARD)
+    forward = notes[: notes.index(begin)] if begin in notes else notes
+    if model.names != names or model.record(with_backward=False) != OpTrace(forward):
         raise IrregularError("the forward of all blocks does something else than those of a few, extended")
     return OpTrace(notes)
-
-
-def _forward_of(notes: tuple[Note, ...]) -> tuple[Note, ...]:
-    """What comes before backward."""
-    begin = Begin(Part.BACKWARD)
-    return notes[: notes.index(begin)] if begin in notes else notes
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Tracer:
-    """What is traced, and how."""
-
-    micro_batch: MicroBatch
-    looked_up: Collection[str]
-    has_accelerator: bool
-    times: Times | None
-    deadline: Deadline | None
-    is_checked: bool
-
-    def ready(self, stacks: Sequence[Stack] = (), num_blocks: int = 0) -> "_Ready":
-        """A model that is ready to run, with so many blocks in each of the stacks."""
-        what = self.micro_batch
-        with AnsweringMode(), torch.no_grad():
-            with torch.enable_grad():
-                model = what.make_model()
-            cut(model, stacks, num_blocks)
-            specs, casting = what.prepared(model)
-            parameters = dict(model.named_parameters())
-            for spec in specs:  # each has memory of its own, as in a chunk
-                parameter = parameters[spec.name]
-                parameter.data = parameter.new_empty(spec.shape, dtype=torch_dtype(spec.types.param))
-        setting = Setting(casting, self.looked_up, self.has_accelerator, self.times, self.deadline)
-        return _Ready(what, model, specs, setting)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -180,7 +161,7 @@ class _Ready:
         return {spec.index: spec.name for spec in self.specs}
 
     def record(self, *, with_backward: bool = True) -> OpTrace | None:
-        """Notes a micro-batch."""
+        """Notes a micro-batch, or what comes before its backward."""
         what = self.what
         with AnsweringMode():
             inputs = what.make_inputs()
@@ -194,12 +175,10 @@ class _Ready:
                 inputs=[leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)],
                 setting=self.setting,
             )
-        return found if found is None or what.is_training else OpTrace(_up_to_forward(found.notes))
-
-    def record_forward(self) -> Sequence[Note] | None:
-        """Notes a micro-batch up to its backward."""
-        found = self.record(with_backward=False)
-        return None if found is None else found.notes
+        if found is None or what.is_training:
+            return found
+        ends = (place for place, note in enumerate(found.notes) if isinstance(note, LeaveForward))
+        return OpTrace(found.notes[: max(ends, default=-1) + 1])  # an evaluation ends with its last forward
 
     def record_twice(self) -> OpTrace | None:
         """Notes a micro-batch; ``None`` if one is not like the other: what is done once cannot be told again."""
@@ -211,9 +190,3 @@ class _Ready:
             before = found
         logger.info("patrickstar: the model does what cannot be told again, and is run each time")
         return None
-
-
-def _up_to_forward(notes: tuple[Note, ...]) -> tuple[Note, ...]:
-    """An evaluation ends with its last forward."""
-    end = max((place for place, note in enumerate(notes) if isinstance(note, LeaveForward)), default=-1)
-    return notes[: end + 1]

@@ -8,19 +8,20 @@ import torch
 
 from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.memory.meters import storages_of
-from hf_patrickstar.memory.operators import storage_key
+from hf_patrickstar.memory.operators import storage_key, tensors_among
 from hf_patrickstar.runtime.autograd import KeptOperand
-from hf_patrickstar.runtime.live_parameter import raw_data
+from hf_patrickstar.runtime.frames import Frames
+from hf_patrickstar.runtime.live_parameter import raw_data, released_type
 from hf_patrickstar.schedule.op_trace import (
+    Acquire,
     Allocate,
     EnterForward,
     Free,
     Gradient,
-    Keep,
-    LeaveBackward,
     LetGo,
     Note,
     OpTrace,
+    Release,
 )
 from hf_patrickstar.schedule.trace import Shapes
 
@@ -89,17 +90,18 @@ class Notes:
 
     Attributes:
         is_odd: Whether something was done that the notes have no word for.
+        frames: Which forwards are running.
     """
 
     def __init__(self, inputs: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor], owned: set[int]) -> None:
         self.is_odd = False
+        self.frames = Frames()
         self._notes: list[Note] = []
-        self._inputs, self._buffers = list(map(storage_key, inputs)), set(map(storage_key, buffers))
+        self._inputs, self._buffers = set(map(storage_key, inputs)), set(map(storage_key, buffers))
         self._owned = owned
         self._live: dict[int, tuple[int, Any]] = {}  # storages -> their number, and who tells that they are free
         self._num_storages = 0
         self._seen: list[Watched] = []  # tensors may look into their memory
-        self._kept: dict[Watched, int] = {}
 
     def end(self) -> OpTrace | None:
         """Ends it.
@@ -119,17 +121,16 @@ class Notes:
     def add_results(self, results: Any) -> None:
         """An operator of the model has returned something, which may be new memory."""
         made = []
-        for value in results if isinstance(results, (tuple, list)) else (results,):
-            for item in value if isinstance(value, (tuple, list)) else (value,):
-                for found in storages_of(item) if isinstance(item, torch.Tensor) else ():
-                    made += self._take(*found)
+        for result in tensors_among(results):
+            for owner, key, nbytes in storages_of(result):
+                is_known = key in self._live or key in self._owned or key in self._inputs or key in self._buffers
+                if nbytes and not is_known:
+                    made.append((self._take(owner, key), nbytes))
         if made:
             self._notes.append(Allocate(tuple(made)))
 
-    def _take(self, owner: Any, key: int, nbytes: int) -> list[tuple[int, int]]:
-        """The number and the bytes of a storage, if it is a new one of the model."""
-        if key in self._live or key in self._owned or key in self._inputs or key in self._buffers or not nbytes:
-            return []
+    def _take(self, owner: Any, key: int) -> int:
+        """The number of a new storage, which is noted to be free when its owner is gone."""
         number = self._num_storages
         self._num_storages += 1
         live, notes = self._live, weakref.ref(self)
@@ -140,11 +141,11 @@ class Notes:
                 this._notes.append(Free(number))
 
         live[key] = number, weakref.ref(owner, forget)
-        return [(number, nbytes)]
+        return number
 
-    def enter_forward(self, name: str, shapes: Shapes, present: Iterable[torch.Tensor], *, is_inner: bool) -> None:
+    def enter_forward(self, shapes: Shapes, present: Iterable[torch.Tensor], *, is_inner: bool) -> None:
         """An outermost forward begins; ``present`` is there already."""
-        inputs, others = [], []
+        others = []
         batch: dict[int, int] = {}
         buffers: dict[int, int] = {}
         for tensor in present:
@@ -153,14 +154,28 @@ class Notes:
                     buffers[key] = nbytes
                 elif key in self._inputs:
                     batch[key] = nbytes
-                if key in self._inputs:
-                    inputs.append(self._inputs.index(key))
                 elif key in self._live:
                     others.append(self._live[key][0])
-                elif key not in self._buffers and nbytes:
+                elif nbytes:
                     self.is_odd = True
-        nbytes, buffers_nbytes = sum(batch.values()), sum(buffers.values())
-        self.add(EnterForward(name, shapes, tuple(inputs), tuple(others), nbytes, buffers_nbytes, is_inner))
+        self.add(EnterForward(shapes, tuple(others), sum(batch.values()), sum(buffers.values()), is_inner))
+
+    def acquire(self, watched: Watched, *, is_alias: bool = False) -> None:
+        """Somebody begins to compute with a parameter; an alias of it is no ordinary parameter to torch."""
+        self.add(Acquire(watched.spec.index))
+        if not is_alias:
+            watched.parameter.__class__ = watched.original_type
+        watched.users += 1
+
+    def release(self, watched: Watched) -> None:
+        """Somebody ends it."""
+        watched.users -= 1
+        if not watched.users:
+            watched.parameter.__class__ = released_type(watched.original_type)
+        is_seen = not watched.users and watched.is_aliased
+        self.add(Release(watched.spec.index, is_seen))
+        if is_seen:
+            self.note_use(watched)
 
     def note_use(self, watched: Watched) -> None:
         """Tensors may look into the memory of a parameter from now on."""
@@ -169,28 +184,11 @@ class Notes:
 
     def add_gradient(self, watched: Watched, gradient: torch.Tensor, *, is_at_home: bool) -> None:
         """The gradient of a parameter is finished."""
-        self._look()
-        self._kept.setdefault(watched, 0)
-        self._count_kept()
         found = self._live.get(storage_key(gradient)) if gradient.layout is torch.strided else None
         if found is None:
             self.is_odd = True
             return
-        dtype = str(gradient.dtype).removeprefix("torch.")
-        size, stride, offset = tuple(gradient.shape), gradient.stride(), int(gradient.storage_offset())
-        self._notes.append(Gradient(watched.spec.index, found[0], dtype, size, stride, offset, is_at_home))
-
-    def leave_backward(self) -> None:
-        """A backward ends."""
-        self._look()
-        self._count_kept()
-        self._notes.append(LeaveBackward())
-
-    def _count_kept(self) -> None:
-        for watched, num in self._kept.items():
-            if watched.num_saved != num:
-                self._kept[watched] = watched.num_saved
-                self._notes.append(Keep(watched.spec.index, watched.num_saved))
+        self.add(Gradient(watched.spec.index, found[0], gradient.nbytes, is_at_home, watched.num_saved > 0))
 
     def _look(self) -> None:
         """Looks which parameters nobody sees any more."""

@@ -4,8 +4,7 @@ The answers are those of ``runtime/live_tensor.py``, without chunks: a parameter
 acquired for the length of one call, and everything that looks into it looks into the parameter's own memory.
 """
 
-import contextlib
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,47 +20,7 @@ from hf_patrickstar.runtime.live_parameter import (
 )
 from hf_patrickstar.runtime.live_tensor import EXPORTS, WITHOUT_GRAPH
 from hf_patrickstar.states import Stage
-from hf_patrickstar.tracing.notes import Watched
-
-
-class Uses(Protocol):
-    """Notes uses of parameters.
-
-    Attributes:
-        autograd: What autograd keeps.
-    """
-
-    autograd: Autograd
-
-    @property
-    def stage(self) -> Stage | None:
-        """The stage of the forward that runs, or of the backward; ``None`` outside of both."""
-        ...
-
-    @property
-    def is_in_forward(self) -> bool:
-        """Whether a forward runs, of training or evaluation, or in a backward that recomputes."""
-        ...
-
-    def find_lookup(self, watched: Watched) -> torch.Tensor | None:
-        """The leaf that stands in for a parameter whose rows are looked up just now."""
-        ...
-
-    def acquire(self, watched: Watched, who: str, *, is_alias: bool = False) -> None:
-        """Somebody begins to compute with a parameter."""
-        ...
-
-    def release(self, watched: Watched) -> None:
-        """Somebody ends it."""
-        ...
-
-    def hold(self, watched: Watched) -> None:
-        """An acquisition ends with the innermost forward, or with the backward."""
-        ...
-
-    def note_odd(self) -> None:
-        """Something is done that the notes have no word for."""
-        ...
+from hf_patrickstar.tracing.notes import Notes, Watched
 
 
 class Reads:
@@ -69,26 +28,26 @@ class Reads:
 
     Args:
         watched: The parameter.
-        uses: Notes what is read.
+        notes: Where it is written down what reads it.
+        autograd: What autograd keeps.
     """
 
-    def __init__(self, watched: Watched, uses: Uses) -> None:
-        self._watched = watched
-        self._uses = uses
+    def __init__(self, watched: Watched, notes: Notes, autograd: Autograd) -> None:
+        self._watched, self._notes, self._autograd = watched, notes, autograd
 
     def access(self, func: Any, *, is_graph: bool, writes: bool = False) -> Access:
         """See ``Live.access``."""
-        leaf = self._uses.find_lookup(self._watched)
+        frames, parameter = self._notes.frames, self._watched.parameter
+        leaf = frames.find_lookup(parameter)
         if leaf is not None:
             return Access(leaf)
         is_graph = is_graph and func not in WITHOUT_GRAPH
-        stage = self._uses.stage
-        if stage is not None and (is_graph or (self._uses.is_in_forward and not writes and func not in WITHOUT_GRAPH)):
-            return _InsideAccess(self._watched, self._uses, stage, func)
-        if stage is None and is_graph:
-            return _GraphAccess(self._watched, self._uses)
-        self._uses.note_odd()  # read where it is at home: what that waits for no notes can tell
-        return Access(raw_data(self._watched.parameter))
+        if frames.is_inside and (is_graph or (frames.stack and not writes and func not in WITHOUT_GRAPH)):
+            return _InsideAccess(self._watched, self._notes, func)
+        if not frames.is_inside and is_graph:
+            return _GraphAccess(self._watched, self._notes, self._autograd)
+        self._notes.is_odd = True  # read where it is at home: what that waits for no notes can tell
+        return Access(raw_data(parameter))
 
     def get_grad(self) -> torch.Tensor | None:
         """See ``Live``: what is there in the middle of a backward."""
@@ -100,7 +59,7 @@ class Reads:
 
     def assign(self, value: torch.Tensor) -> None:
         """See ``Live``; the parameter stays as it is, since the model is not the recording's to change."""
-        self._uses.note_odd()
+        self._notes.is_odd = True
 
     def note_data_is_out(self) -> None:
         """See ``Live``."""
@@ -111,7 +70,7 @@ class Reads:
 
     def host_value(self) -> torch.Tensor:
         """See ``Live``."""
-        self._uses.note_odd()
+        self._notes.is_odd = True
         return raw_data(self._watched.parameter)
 
     detached_for_state_dict = host_value
@@ -134,34 +93,38 @@ class Reads:
 class _InsideAccess(Access):
     """Inside of a forward or backward; see ``_InsideAccess`` of ``runtime/live_tensor.py``."""
 
-    def __init__(self, watched: Watched, uses: Uses, stage: Stage, func: Any) -> None:
-        self._watched, self._uses = watched, uses
+    def __init__(self, watched: Any, notes: Notes, func: Any) -> None:
+        self._watched, self._notes = watched, notes
         self._is_kept = func in EXPORTS
-        if stage is Stage.BACKWARD:
+        is_backward = notes.frames.stage is Stage.BACKWARD
+        if is_backward:
             refuse_reentrant(f"code that reads parameter '{watched.spec.name}'")
-        is_alias = stage is Stage.BACKWARD and not requires_grad(watched.parameter)
-        uses.acquire(watched, "code that reads a parameter of another module", is_alias=is_alias)
+        is_alias = is_backward and not requires_grad(watched.parameter)
+        notes.acquire(watched, is_alias=is_alias)
         super().__init__(raw_data(watched.parameter) if is_alias else watched.parameter)
 
     def note_returned(self) -> None:
         self._is_kept = True
 
     def end(self) -> None:
-        if self._is_kept:
-            self._uses.hold(self._watched)
+        stack = self._notes.frames.stack
+        if not self._is_kept:
+            self._notes.release(self._watched)
+        elif stack:
+            stack[-1].acquired.append(self._watched)
         else:
-            self._uses.release(self._watched)
+            self._notes.is_odd = True  # by code in backward with no forward around it
 
 
 class _GraphAccess(Access):
     """Between forward and backward, recorded by autograd; see ``_GraphAccess`` of ``runtime/live_tensor.py``."""
 
-    def __init__(self, watched: Watched, uses: Uses) -> None:
-        self._watched, self._uses = watched, uses
+    def __init__(self, watched: Watched, notes: Notes, autograd: Autograd) -> None:
+        self._watched, self._notes = watched, notes
         may_keep(f"code that computes with parameter '{watched.spec.name}'")
-        uses.acquire(watched, "code outside of every forward that computes with a parameter")
-        self._kept = contextlib.ExitStack()
-        self._kept.enter_context(uses.autograd.kept_as_numbers())
+        notes.acquire(watched)
+        self._kept = autograd.kept_as_numbers()
+        self._kept.__enter__()
         super().__init__(watched.parameter)
 
     def needs_copy(self, results: list[torch.Tensor]) -> bool:
@@ -171,5 +134,5 @@ class _GraphAccess(Access):
         return is_seen
 
     def end(self) -> None:
-        self._kept.close()
-        self._uses.release(self._watched)
+        self._kept.__exit__(None, None, None)
+        self._notes.release(self._watched)

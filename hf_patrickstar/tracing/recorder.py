@@ -8,13 +8,11 @@ what torch would tell an engine. The model has its parameters all the time, in f
 import contextlib
 import dataclasses
 import itertools
-import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._C import _current_graph_task_id
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._functorch import peek_interpreter_stack
 from torch._subclasses.fake_tensor import (
@@ -29,49 +27,30 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.autograd import Autograd, may_keep, refuse_reentrant
 from hf_patrickstar.runtime.casting import Casting
 from hf_patrickstar.runtime.compiled import is_compiled
-from hf_patrickstar.runtime.frames import current_stage
-from hf_patrickstar.runtime.hooks import computed_by, is_embedding, tensors_in
+from hf_patrickstar.runtime.frames import Frame, Lookup, current_stage
+from hf_patrickstar.runtime.hooks import has_hooks_of_user, is_embedding, places_of, tensors_in
 from hf_patrickstar.runtime.live_parameter import LiveMixin, raw_data, released_type, storage_key, take_raw_grad
 from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.op_trace import (
-    Acquire,
-    EnterBackward,
+    LeaveBackward,
     LeaveForward,
     LookedUp,
-    LookUp,
     Need,
     OpTrace,
-    Release,
 )
 from hf_patrickstar.schedule.script import Begin, Part
 from hf_patrickstar.schedule.trace import input_shapes
 from hf_patrickstar.states import Stage
 from hf_patrickstar.tracing.answers import AnsweringMode
-from hf_patrickstar.tracing.charges import Charges, Times
+from hf_patrickstar.tracing.charges import Charges
 from hf_patrickstar.tracing.costs import cost_of
 from hf_patrickstar.tracing.notes import Notes, Operand, Watched
 from hf_patrickstar.tracing.reads import Reads
+from hf_patrickstar.tracing.timing import OperatorTimes
 
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor"})
 """Where operators that communicate are registered."""
 _UNANSWERED = DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
-
-
-class Deadline:
-    """Ends recordings that take too long.
-
-    Args:
-        seconds: How long they may take together, from now on.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._end = time.monotonic() + seconds
-
-    def check(self) -> None:
-        """Raises a ``TraceError`` if the time is over."""
-        if time.monotonic() > self._end:
-            raise TraceError(f"recording a micro-batch with tensors without bytes took longer than {self._seconds:g} s")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,20 +62,20 @@ class Setting:
         looked_up: Names of the weights whose embeddings read their rows at home.
         has_accelerator: Whether the device has memory of its own.
         times: What operators take, if the machine is the one at hand; else its rates say it.
-        deadline: Ends a recording that takes too long.
+        check_time: Called before each operator; ends a recording that takes too long.
     """
 
     casting: Casting
     looked_up: Collection[str] = ()
     has_accelerator: bool = True
-    times: Times | None = None
-    deadline: Deadline | None = None
+    times: OperatorTimes | None = None
+    check_time: Callable[[], None] | None = None
 
 
 def record(
     model: torch.nn.Module,
     forward: Callable[[], Any],
-    backward: Callable[[Any], None] | None,
+    backward: Callable[[Any], Any] | None,
     *,
     specs: Sequence[TensorSpec],
     inputs: Iterable[torch.Tensor],
@@ -124,32 +103,14 @@ def record(
     return _Recorder(model, specs, setting, inputs).run(forward, backward)
 
 
-@dataclasses.dataclass(slots=True)
-class _Frame:
-    """A module whose forward is running; see ``runtime/frames.py``."""
-
-    module: torch.nn.Module
-    stage: Stage
-    acquired: list[Watched] = dataclasses.field(default_factory=list)
-    replaced: list[tuple[dict[str, Any], str, torch.Tensor]] = dataclasses.field(default_factory=list)
-    lookup: tuple[Watched, torch.Tensor, int] | None = None  # with the leaf, and its version before
-    contexts: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
-    keeps_operands: bool = False
-    is_autocast: bool = False
-
-
-class _Recorder:
+class _Recorder(AnsweringMode):
     """Hooks of one model, for one micro-batch."""
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        specs: Sequence[TensorSpec],
-        setting: Setting,
-        inputs: Iterable[torch.Tensor],
+        self, model: torch.nn.Module, specs: Sequence[TensorSpec], setting: Setting, inputs: Iterable[torch.Tensor]
     ) -> None:
+        super().__init__()
         self._model = model
-        self._roots = roots_of(model)
         self._setting = setting
         parameters = dict(model.named_parameters())
         self._watched = {id(parameters[spec.name]): Watched(spec, parameters[spec.name]) for spec in specs}
@@ -157,25 +118,19 @@ class _Recorder:
         self._owned = set(self._by_storage)
         self._notes = Notes(inputs, model.buffers(), self._owned)
         self._charges = Charges(has_accelerator=setting.has_accelerator, times=setting.times)
-        self._stack: list[_Frame] = []
-        self._held: list[Watched] = []  # by code in backward with no forward around it
         self._is_quiet = False
         self._is_evaluation = not torch.is_grad_enabled()
-        self.autograd = Autograd(self, self._by_storage.__contains__)
+        self._autograd = Autograd(self, self._by_storage.__contains__)
+        self._stack = self._notes.frames.stack
 
-    def run(self, forward: Callable[[], Any], backward: Callable[[Any], None] | None) -> OpTrace | None:
+    def run(self, forward: Callable[[], Any], backward: Callable[[Any], Any] | None) -> OpTrace | None:
         """See ``record``."""
-
-        def run() -> Any:
+        with self._attached():
             self._notes.add(Begin(Part.FORWARD))
             result = forward()
-            if backward is None:
-                return result
-            self._notes.add(Begin(Part.BACKWARD))
-            return backward(result)
-
-        with self._attached():
-            result = run()
+            if backward is not None:
+                self._notes.add(Begin(Part.BACKWARD))
+                result = backward(result)
             found = self._notes.end()
         del result  # which lives until then, and so does what a backward would need
         return found
@@ -199,11 +154,11 @@ class _Recorder:
                 if module not in inside and any(True for _ in module.parameters()):
                     self._attach_module(module, name or type(self._model).__name__, stack)
             if self._setting.casting.inputs is not None:
-                for root in self._roots:
+                for root in roots_of(self._model):
                     stack.callback(root.register_forward_pre_hook(self._cast_inputs, with_kwargs=True).remove)
             stack.callback(self._unwind)
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(_Operators(self))
+            stack.enter_context(self)
             yield
 
     def _attach_parameter(self, watched: Watched, stack: contextlib.ExitStack) -> None:
@@ -212,24 +167,25 @@ class _Recorder:
             before = parameter._post_accumulate_grad_hooks
             stack.callback(setattr, parameter, "_post_accumulate_grad_hooks", before)
             stack.callback(parameter.register_post_accumulate_grad_hook(self._store_gradient).remove)
-        parameter._live = Reads(watched, self)
+        parameter._live = Reads(watched, self._notes, self._autograd)
         stack.callback(parameter.__dict__.pop, "_live")
         parameter.__class__ = released_type(watched.original_type)
         stack.callback(setattr, parameter, "__class__", watched.original_type)
 
     def _attach_module(self, module: torch.nn.Module, name: str, stack: contextlib.ExitStack) -> None:
-        own = self._held_by(module)
-        looks_up = is_embedding(module) and len(own) == 1 and self._looks_up(own[0])
+        own = list(dict.fromkeys(watched for _, _, watched in self._places_of(module)))
+        is_lookup = is_embedding(module) and len(own) == 1 and own[0].spec.name in self._setting.looked_up
+        looks_up = is_lookup and not has_hooks_of_user(own[0].parameter, own[0].spec.trainable)
 
         def before(_module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            frame = _Frame(_module, current_stage())
+            frame = Frame(_module, current_stage())
             if not self._stack:
                 self._enter_outermost(frame, name, args, kwargs)
             self._stack.append(frame)
             if own and looks_up and peek_interpreter_stack() is None:
                 self._begin_lookup(frame, own[0])
             elif own:
-                self._enter_module(frame, own, name)
+                self._enter_module(frame, own)
 
         def after(_module: torch.nn.Module, args: Any, output: Any) -> Any:
             if not self._stack or self._stack[-1].module is not _module:
@@ -240,31 +196,22 @@ class _Recorder:
         stack.callback(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
         stack.callback(module.register_forward_hook(after, always_call=True).remove)
 
-    def _held_by(self, module: torch.nn.Module) -> list[Watched]:
-        """What a module computes with itself, each parameter once."""
-        found = (self._watched.get(id(parameter)) for _, _, parameter in _places_of(module))
-        return list(dict.fromkeys(watched for watched in found if watched is not None))
-
-    def _looks_up(self, watched: Watched) -> bool:
-        """Whether an embedding reads its rows at home; not if the user has hooks on the gradient of the weight."""
-        parameter = watched.parameter
-        num_hooks = len(parameter._post_accumulate_grad_hooks or ())
-        is_free = not parameter._backward_hooks and num_hooks <= int(watched.spec.trainable)
-        return watched.spec.name in self._setting.looked_up and is_free
+    def _places_of(self, module: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
+        return places_of(module, lambda parameter: self._watched.get(id(parameter)))
 
     def _unwind(self) -> None:
         """Ends forwards that were interrupted."""
         while self._stack:
             frame = self._stack.pop()
-            frame.contexts.close()
-            _put_back(frame)
+            frame.leave_contexts()
+            self._notes.frames.end(frame)
 
     # Forward
 
     def _cast_inputs(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return self._setting.casting.narrow(args, kwargs)
 
-    def _enter_outermost(self, frame: _Frame, name: str, args: Any, kwargs: dict[str, Any]) -> None:
+    def _enter_outermost(self, frame: Frame, name: str, args: Any, kwargs: dict[str, Any]) -> None:
         is_recomputed = frame.stage is Stage.BACKWARD
         if is_recomputed:
             refuse_reentrant(f"module '{name}'")
@@ -274,66 +221,58 @@ class _Recorder:
             shapes = input_shapes([tensor.shape for tensor in inputs])
             present = itertools.chain(inputs, self._model.buffers())
             if self._is_evaluation and frame.stage is not Stage.EVALUATION:
-                self.note_odd()
-            called = "" if frame.module is self._model else name
-            self._notes.enter_forward(called, shapes, present, is_inner=self._is_inner(frame))
-            frame.contexts.enter_context(self.autograd.kept_as_numbers())
-            frame.keeps_operands = True
-        autocast = self._setting.casting.autocast(is_recomputed=is_recomputed)
-        if autocast is not None:
-            frame.contexts.enter_context(autocast)
-            frame.is_autocast = True
+                self._notes.is_odd = True
+            self._notes.enter_forward(shapes, present, is_inner=self._is_inner(frame))
+            frame.saved_tensors = self._autograd.kept_as_numbers()
+            frame.saved_tensors.__enter__()
+        frame.autocast = self._setting.casting.autocast(is_recomputed=is_recomputed)
+        if frame.autocast is not None:
+            frame.autocast.__enter__()
 
-    def _is_inner(self, frame: _Frame) -> bool:
+    def _is_inner(self, frame: Frame) -> bool:
         """Whether a forward is an evaluation inside of a training step."""
         return frame.stage is Stage.EVALUATION and not self._is_evaluation
 
-    def _enter_module(self, frame: _Frame, own: Sequence[Watched], name: str) -> None:
+    def _enter_module(self, frame: Frame, own: Sequence[Any]) -> None:
         if peek_interpreter_stack() is not None:
-            self._replace(frame, name)
+            self._replace(frame)
             return
         for watched in own:
             is_alias = frame.stage is Stage.BACKWARD and not watched.parameter.requires_grad
-            self.acquire(watched, name, is_alias=is_alias)
+            self._notes.acquire(watched, is_alias=is_alias)
             frame.acquired.append(watched)
         others = _top_saved_tensors_default_hooks(True)
-        if not frame.keeps_operands and (others is None or others[0] is not self.autograd.pack):
-            inside = self.autograd.keep_inside()
-            if inside is not None:
-                frame.contexts.push(inside)
+        if frame.saved_tensors is None and (others is None or others[0] is not self._autograd.pack):
+            frame.saved_tensors = self._autograd.keep_inside()
 
-    def _leave_module(self, frame: _Frame, output: Any) -> Any:
+    def _leave_module(self, frame: Frame, output: Any) -> Any:
         """Ends the forward of a module; returns what takes the place of its output."""
-        if self._stack:
-            frame.contexts.close()
-        _put_back(frame)
+        self._notes.frames.end(frame)
         for watched in frame.acquired:
-            self.release(watched)
-        if frame.lookup is not None:
-            self._end_lookup(frame, output)
-        result = self._setting.casting.widen(output) if frame.is_autocast else output
-        if not self._stack:
-            frame.contexts.close()
-            if frame.stage is not Stage.BACKWARD:
-                self._notes.add(LeaveForward(self._is_inner(frame)))
+            self._notes.release(watched)  # type: ignore[arg-type]
+        for lookup in frame.lookups.values():
+            self._end_lookup(frame, lookup, output)
+        result = output if frame.autocast is None else self._setting.casting.widen(output)
+        frame.leave_contexts()
+        if not self._stack and frame.stage is not Stage.BACKWARD:
+            self._notes.add(LeaveForward(self._is_inner(frame)))
         return result
 
-    def _replace(self, frame: _Frame, name: str) -> None:
+    def _replace(self, frame: Frame) -> None:
         """Puts copies in the place of a module's parameters, for a forward under ``torch.func``; see ``hooks``."""
-        for places, key, parameter in list(_places_of(frame.module)):
-            watched = self._watched.get(id(parameter))
-            if watched is not None:
-                self.acquire(watched, name)
-                places[key] = parameter.clone()
-                self.release(watched)
-                frame.replaced.append((places, key, parameter))
+        for places, key, watched in self._places_of(frame.module):
+            self._notes.acquire(watched)
+            places[key] = watched.parameter.clone()
+            self._notes.release(watched)
+            frame.replaced.append((places, key, watched.parameter))
 
     # Embeddings that are looked up at home
 
-    def _begin_lookup(self, frame: _Frame, watched: Watched) -> None:
-        self._notes.add(LookUp(watched.spec.index))
-        with self._quiet(), torch.inference_mode(False):  # a tensor of inference mode has no version
+    def _begin_lookup(self, frame: Frame, watched: Any) -> None:
+        self._is_quiet = True
+        with torch.inference_mode(False):  # a tensor of inference mode has no version
             leaf = raw_data(watched.parameter).new_empty(watched.spec.shape)
+        self._is_quiet = False
         self._charges.put(leaf, Tier.HOST)
         key = storage_key(leaf)
         self._owned.add(key)
@@ -344,65 +283,17 @@ class _Recorder:
             def store(found: torch.Tensor) -> None:
                 gradient, found.grad = found.grad, None
                 if gradient is not None:
-                    self.autograd.notice_backward()
+                    self._autograd.notice_backward()
                     self._notes.add_gradient(watched, gradient, is_at_home=True)
 
             leaf.register_post_accumulate_grad_hook(store)
-        frame.lookup = watched, leaf, leaf._version
+        frame.lookups[id(watched.parameter)] = Lookup(watched, leaf, leaf._version)
 
-    def _end_lookup(self, frame: _Frame, output: Any) -> None:
-        assert frame.lookup is not None
-        watched, leaf, version = frame.lookup
+    def _end_lookup(self, frame: Frame, lookup: Lookup, output: Any) -> None:
         counts = frame.stage is Stage.FORWARD and isinstance(output, torch.Tensor)
-        self._notes.add(LookedUp(watched.spec.index, output.nbytes if counts else 0))
-        if leaf._version != version:  # an embedding with ``max_norm`` has changed its rows
-            self.note_odd()
-
-    # Parameters; see ``reads.Uses``
-
-    @property
-    def stage(self) -> Stage | None:
-        """See ``Uses``."""
-        if self._stack:
-            return self._stack[-1].stage
-        return Stage.BACKWARD if _current_graph_task_id() != -1 else None
-
-    @property
-    def is_in_forward(self) -> bool:
-        """See ``Uses``."""
-        return bool(self._stack)
-
-    def find_lookup(self, watched: Watched) -> torch.Tensor | None:
-        """See ``Uses``."""
-        for frame in reversed(self._stack):
-            if frame.lookup is not None and frame.lookup[0] is watched:
-                return frame.lookup[1]
-        return None
-
-    def acquire(self, watched: Watched, who: str, *, is_alias: bool = False) -> None:
-        """See ``Uses``: unless it is an alias, torch treats the parameter as an ordinary one until it is released."""
-        self._notes.add(Acquire(watched.spec.index, who))
-        if not is_alias:
-            watched.parameter.__class__ = watched.original_type
-        watched.users += 1
-
-    def release(self, watched: Watched) -> None:
-        """See ``Uses``."""
-        watched.users -= 1
-        if not watched.users:
-            watched.parameter.__class__ = released_type(watched.original_type)
-        is_seen = not watched.users and watched.is_aliased
-        self._notes.add(Release(watched.spec.index, is_seen))
-        if is_seen:
-            self._notes.note_use(watched)
-
-    def hold(self, watched: Watched) -> None:
-        """See ``Uses``."""
-        (self._stack[-1].acquired if self._stack else self._held).append(watched)
-
-    def note_odd(self) -> None:
-        """See ``Uses``."""
-        self._notes.is_odd = True
+        self._notes.add(LookedUp(lookup.tensor.spec.index, output.nbytes if counts else 0))
+        if lookup.leaf._version != lookup.version:  # an embedding with ``max_norm`` has changed its rows
+            self._notes.is_odd = True
 
     # Backward; see ``autograd.AutogradEvents``
 
@@ -417,73 +308,40 @@ class _Recorder:
         """See ``AutogradEvents``."""
         if not isinstance(saved, Operand):
             return saved  # type: ignore[no-any-return]
-        spec = saved.watched.spec
-        self._notes.add(Need(spec.index, f"the backward of a use of '{spec.name}'"))
+        self._notes.add(Need(saved.watched.spec.index))
         self._notes.note_use(saved.watched)
         view = saved.view()
         return view.clone() if torch.is_grad_enabled() else view
 
     def backward_begin(self) -> None:
         """See ``AutogradEvents``."""
-        self._notes.add(EnterBackward())
 
     def backward_end(self) -> None:
         """See ``AutogradEvents``."""
-        if self._held:
-            self.note_odd()
-        self._notes.leave_backward()
+        self._notes.add(LeaveBackward())
 
     def _store_gradient(self, parameter: torch.Tensor) -> None:
-        self.autograd.notice_backward()
+        self._autograd.notice_backward()
         gradient = take_raw_grad(parameter)
         if gradient is not None:
             self._notes.add_gradient(self._watched[id(parameter)], gradient, is_at_home=False)
 
     # Operators
 
-    @contextlib.contextmanager
-    def _quiet(self) -> Iterator[None]:
-        self._is_quiet = True
-        try:
-            yield
-        finally:
-            self._is_quiet = False
-
-    def before_operator(self, func: Any) -> None:
-        """An operator of the model is about to run.
+    def answer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """See ``AnsweringMode``.
 
         Raises:
-            TraceError: If it communicates, or the time is over.
+            TraceError: If the operator communicates, or its result depends on values.
         """
-        if self._setting.deadline is not None:
-            self._setting.deadline.check()
+        if self._setting.check_time is not None:
+            self._setting.check_time()
         name = str(func)
         if name.partition(".")[0] in _COLLECTIVES:
             raise TraceError(
                 f"the model calls the collective '{name}', which nobody answers while its operators are recorded with "
                 "tensors without bytes"
             )
-
-    def note_operator(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        """An operator of the model has run."""
-        if self._is_quiet:
-            return
-        cost = None if getattr(func, "_schema", None) is None else cost_of(func, args, kwargs, result)
-        if cost is not None:
-            for work in self._charges.charge(func, args, kwargs, result, cost):
-                self._notes.add(work)
-        self._notes.add_results(result)
-
-
-class _Operators(AnsweringMode):
-    """Tells a recorder of every operator."""
-
-    def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def answer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        self._recorder.before_operator(func)
         try:
             return super().answer(func, args, kwargs)
         except _UNANSWERED as error:
@@ -493,19 +351,11 @@ class _Operators(AnsweringMode):
             ) from error
 
     def has_run(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        self._recorder.note_operator(func, args, kwargs, result)
-
-
-def _places_of(module: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-    """Where what a module computes with is held: a dictionary, the name in it, and the parameter."""
-    for part in computed_by(module):
-        for key, parameter in part._parameters.items():
-            if parameter is not None:
-                yield part._parameters, key, parameter
-
-
-def _put_back(frame: _Frame) -> None:
-    """Puts parameters back that copies stood in for."""
-    for places, key, parameter in frame.replaced:
-        places[key] = parameter
-    frame.replaced.clear()
+        """See ``AnsweringMode``."""
+        if self._is_quiet:
+            return
+        cost = cost_of(func, args, kwargs, result)
+        if cost is not None:
+            for work in self._charges.charge(func, args, kwargs, result, cost):
+                self._notes.add(work)
+        self._notes.add_results(result)

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 
 from hf_patrickstar.schedule.repeats import Stack
+from hf_patrickstar.tracing.twins import HOOKS
 
 LEAST_BLOCKS = 12
 """With fewer blocks a model runs in full as fast as it is cut and extended."""
 _MOST_KINDS = 8
 """How many modules a block may be, at most."""
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _Facts = tuple[Any, ...]
 _Numbers = tuple[int, ...]
 
@@ -44,7 +44,7 @@ def cut(model: torch.nn.Module, stacks: Iterable[Stack], num_blocks: int) -> Non
     """
     for stack in stacks:
         modules: Any = model.get_submodule(stack.path)
-        del modules[stack.num_modules(num_blocks) :]
+        del modules[stack.first + num_blocks * stack.period :]
 
 
 def _stack_of(path: str, modules: Sequence[torch.nn.Module]) -> Stack | None:
@@ -67,7 +67,7 @@ def _look_at(module: torch.nn.Module) -> tuple[_Facts, _Numbers]:
     facts: list[Any] = []
     numbers: list[int] = []
     for name, part in module.named_modules():
-        facts += [name, type(part), *(len(getattr(part, hooks)) for hooks in _HOOKS)]
+        facts += [name, type(part), *(len(getattr(part, hooks)) for hooks in HOOKS)]
         facts += _shapes_of(part._parameters.items()), _shapes_of(part._buffers.items())
         for key, value in vars(part).items():
             if isinstance(value, int) and not isinstance(value, bool):
@@ -79,11 +79,9 @@ def _look_at(module: torch.nn.Module) -> tuple[_Facts, _Numbers]:
 
 
 def _shapes_of(tensors: Iterable[tuple[str, torch.Tensor | None]]) -> tuple[Any, ...]:
-    return tuple(_shape_of(name, tensor) for name, tensor in tensors)
-
-
-def _shape_of(name: str, tensor: torch.Tensor | None) -> tuple[Any, ...]:
-    return (name,) if tensor is None else (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+    return tuple(
+        (name, tensor is not None and (tensor.shape, tensor.dtype, tensor.requires_grad)) for name, tensor in tensors
+    )
 
 
 def _are_alike(one: tuple[_Facts, _Numbers], other: tuple[_Facts, _Numbers], distance: int) -> bool:

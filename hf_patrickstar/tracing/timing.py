@@ -12,12 +12,11 @@ values) is charged by the rates.
 import logging
 import statistics
 import time
-from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves
 
 from hf_patrickstar.memory.accelerator import find_device, is_accelerator
 from hf_patrickstar.memory.streams import seconds_of
@@ -54,17 +53,12 @@ class OperatorTimes:
         self._companions = Companions(num, num_threads or torch.get_num_threads())
         share = available_host_nbytes() // (_PART_OF_MEMORY * (num + 1))
         self._most_nbytes = share if most_nbytes is None else most_nbytes
-        self._known: dict[Hashable, int | None] = {}
+        self._known: dict[str, int | None] = {}
         with _disable_current_modes():
             others = torch.zeros(SWEPT_NBYTES // torch.float32.itemsize, device=self._device)
             self._forget = lambda: others.add_(1.0)
             nothing = torch.zeros(0, device=self._device)
             self._call_s = self._median(lambda: nothing.add_(1.0))
-
-    @property
-    def num_timed(self) -> int:
-        """How many operators were timed."""
-        return sum(found is not None for found in self._known.values())
 
     def find_ns(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> int | None:
         """Nanoseconds of an operator, without those of calling it.
@@ -78,10 +72,9 @@ class OperatorTimes:
             The nanoseconds, or ``None`` if it cannot be timed.
         """
         call = OperatorCall.of(operator, args, kwargs)
-        leaves, shape = tree_flatten((call.args, call.kwargs))
-        key = (operator, shape, tuple(leaf if isinstance(leaf, Operand) else repr(leaf) for leaf in leaves))
+        key = repr(call)
         if key not in self._known:
-            operands = (leaf for leaf in leaves if isinstance(leaf, Operand))
+            operands = (leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Operand))
             fits = sum(operand.nbytes for operand in operands) <= self._most_nbytes
             self._known[key] = self._time(call, operator) if fits else None
         return self._known[key]
@@ -103,15 +96,10 @@ class OperatorTimes:
         num_threads = torch.get_num_threads()
         torch.set_num_threads(self._num_threads or num_threads)
         try:
-            return _median(self._device, work, self._forget)
+            work()
+            since, found = time.perf_counter(), list[float]()
+            while len(found) < _REPETITIONS and (not found or time.perf_counter() - since < _MOST_SECONDS):
+                found.append(seconds_of(self._device, work, self._forget))
+            return statistics.median(found)
         finally:
             torch.set_num_threads(num_threads)
-
-
-def _median(device: torch.device, work: Any, before: Any) -> float:
-    """Seconds of work, after it was done once."""
-    work()
-    since, found = time.perf_counter(), list[float]()
-    while len(found) < _REPETITIONS and (not found or time.perf_counter() - since < _MOST_SECONDS):
-        found.append(seconds_of(device, work, before))
-    return statistics.median(found)

@@ -15,14 +15,15 @@ copy has not.
 """
 
 import contextlib
+import copy
 import copyreg
 import functools
 import sys
 import types
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._guards import detect_fake_mode
@@ -47,7 +48,7 @@ _ATOMIC = frozenset(
     }
 )
 _CALLED = (types.FunctionType, types.MethodType, functools.partial)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OTHER_HOOKS = (
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
@@ -55,40 +56,23 @@ _OTHER_HOOKS = (
 _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
-class Twin(NamedTuple):
-    """A copy without bytes.
-
-    Attributes:
-        model: The copy of the model.
-        args: The copies of its positional inputs.
-        kwargs: The copies of its named inputs.
-    """
-
-    model: torch.nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
 def copy_without_bytes(
-    model: torch.nn.Module,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    value: Any,
     *,
     dtype_of: Callable[[torch.nn.Parameter], torch.dtype] | None = None,
     shapes: Mapping[int, Sequence[int]] | None = None,
     device: torch.device | None = None,
-) -> Twin:
-    """Copies a model and its inputs, with tensors that have no bytes; called under ``FakeTensorMode``.
+) -> Any:
+    """Copies a model, or inputs, with tensors that have no bytes; called under ``FakeTensorMode``.
 
     The model may have an engine: no parameter is read, and the copy is an ordinary model. See [Note: what a copy refers
     to].
 
     Args:
-        model: The model; its tensors may be those of an engine, on the meta device, or of ``deferred_weights``.
-        args: Positional inputs.
-        kwargs: Named inputs.
+        value: The model, its inputs, or a tuple of both; tensors may be those of an engine, on the meta device, or of
+            ``deferred_weights``.
         dtype_of: Returns the type that the copy of a parameter has; by default its own.
-        shapes: The shapes that some tensors among the inputs get, by their place among ``tensors_in((args, kwargs))``.
+        shapes: The shapes that some tensors among inputs get, by their place among ``tensors_in(value)``.
         device: The device of all tensors; by default each has its own.
 
     Raises:
@@ -97,14 +81,15 @@ def copy_without_bytes(
     mode: Any = detect_fake_mode()
     assert mode is not None
     copier = _Copier(mode, dtype_of, device)
-    inputs = (tuple(args), dict(kwargs or {}))
-    copier.names = {id(module): name or "the model" for name, module in model.named_modules()}
-    copied = copier.copy(model)
-    for place, tensor in enumerate(tensors_in(inputs)):
-        if place in (shapes or {}):
-            copier.make_tensor(tensor, (shapes or {})[place])
-    with _reported("an input of the model"):
-        return Twin(copied, *copier.copy(inputs))
+    for model in value if isinstance(value, tuple) else (value,):
+        if isinstance(model, torch.nn.Module):
+            copier.names |= {id(module): name or "the model" for name, module in model.named_modules()}
+    if shapes:
+        tensors = list(tensors_in(value))
+        for place, shape in shapes.items():
+            copier.make_tensor(tensors[place], shape)
+    with _reported("the model" if isinstance(value, torch.nn.Module) else "an input of the model"):
+        return copier.copy(value)
 
 
 def origin_of(value: Any) -> str:
@@ -139,20 +124,19 @@ def _is_of_library(hook: Any, seen: set[int]) -> bool:
     elif origin_of(hook) not in LIBRARIES:
         return False
     else:
-        function = getattr(hook, "__func__", hook) if isinstance(hook, types.MethodType) else hook
-        parts = [
-            *getattr(function, "__dict__", {}).values(),
-            *map(_content, getattr(function, "__closure__", ()) or ()),
-        ]
+        function = _function_of(hook)
+        is_function = isinstance(function, types.FunctionType)
+        parts = _references(function) if is_function else list(getattr(hook, "__dict__", {}).values())
     return all(_is_of_library(part, seen) for part in parts if isinstance(part, _CALLED))
 
 
-def _content(cell: Any) -> Any:
-    """What a variable of a closure refers to; ``None`` if it has no value yet."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
+def _references(function: types.FunctionType) -> list[Any]:
+    """What a function refers to, beside global variables."""
+    found = [function.__defaults__, *(function.__kwdefaults__ or {}).values(), *vars(function).values()]
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # a variable that has no value yet
+            found.append(cell.cell_contents)
+    return found
 
 
 def _is_ours(name: str, value: Any) -> bool:
@@ -188,15 +172,11 @@ class _Copier:
     """
 
     def __init__(
-        self,
-        mode: Any,
-        dtype_of: Callable[[torch.nn.Parameter], torch.dtype] | None,
-        device: torch.device | None,
+        self, mode: Any, dtype_of: Callable[[torch.nn.Parameter], torch.dtype] | None, device: torch.device | None
     ) -> None:
         self._mode, self._dtype_of, self._device = mode, dtype_of, device
         self._memo: dict[int, Any] = {}
-        self._looked_at: set[int] = set()
-        self._alive: list[Any] = []  # or another object could get the ``id`` of one that was copied
+        self._seen: dict[int, Any] = {}  # by the ``id``, which no other object can get meanwhile
         self.names: dict[int, str] = {}
 
     def copy(self, value: Any) -> Any:
@@ -217,7 +197,7 @@ class _Copier:
 
     def _remember(self, value: Any, made: Any) -> Any:
         self._memo[id(value)] = made
-        self._alive.append(value)
+        self._seen[id(value)] = value
         return made
 
     # Tensors
@@ -279,7 +259,7 @@ class _Copier:
             if _is_ours(attribute, value):
                 continue
             with _reported(f"attribute '{attribute}' of {name} ({type(module).__name__})"):
-                if attribute in _HOOKS:
+                if attribute in HOOKS:
                     found[attribute] = self._hooks(value)
                 elif attribute in _OTHER_HOOKS:
                     found[attribute] = OrderedDict()
@@ -292,7 +272,7 @@ class _Copier:
         for name, value in vars(module).items():
             if _is_ours(name, value):
                 self._remember(value, None)
-            elif name in _HOOKS:
+            elif name in HOOKS:
                 self._remember(value, self._hooks(value))
             elif name in _OTHER_HOOKS:
                 self._remember(value, OrderedDict())
@@ -321,44 +301,13 @@ class _Copier:
         reduced: Any = reductor(value) if reductor is not None else cls.__reduce_ex__(value, 4)
         if isinstance(reduced, str):  # the name of something global
             return value
-        make, args, state, items, pairs = (*reduced, None, None, None)[:5]
-        made = self._remember(value, make(*map(self.copy, args)))
-        if state is not None:
-            self._set_state(made, self.copy(state))
-        for item in items or ():
-            made.append(self.copy(item))
-        for key, item in pairs or ():
-            made[self.copy(key)] = self.copy(item)
-        return made
-
-    @staticmethod
-    def _set_state(made: Any, state: Any) -> None:
-        if hasattr(made, "__setstate__"):
-            made.__setstate__(state)
-            return
-        state, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
-        made.__dict__.update(state or {})
-        for name, value in (slots or {}).items():
-            setattr(made, name, value)
-
-    def _list(self, value: list[Any]) -> list[Any]:
-        made: list[Any] = self._remember(value, [])
-        made.extend(map(self.copy, value))
-        return made
-
-    def _dict(self, value: dict[Any, Any]) -> dict[Any, Any]:
-        made = self._remember(value, value.copy())  # with what makes new items of a ``defaultdict``
-        made.clear()
-        for key, item in value.items():
-            made[self.copy(key)] = self.copy(item)
-        return made  # type: ignore[no-any-return]
+        self._seen[id(value)] = value
+        put_together: Any = copy._reconstruct  # type: ignore[attr-defined]
+        return put_together(value, self._memo, *reduced[:5], deepcopy=lambda part, _: self.copy(part))
 
     def _tuple(self, value: tuple[Any, ...]) -> tuple[Any, ...]:
         items = [self.copy(item) for item in value]
         return value if all(map(_is, items, value)) else self._memo.get(id(value), tuple(items))
-
-    def _set(self, value: Any) -> Any:
-        return type(value)(map(self.copy, value))
 
     def _reference(self, value: Any) -> Any:
         target = value()
@@ -379,15 +328,6 @@ class _Copier:
     def _method(self, value: types.MethodType) -> types.MethodType:
         return types.MethodType(self.copy(value.__func__), self.copy(value.__self__))
 
-    def _partial(self, value: "functools.partial[Any]") -> Any:
-        made = functools.partial(
-            self.copy(value.func),
-            *map(self.copy, value.args),
-            **{name: self.copy(item) for name, item in value.keywords.items()},
-        )
-        made.__dict__.update((name, self.copy(item)) for name, item in vars(value).items())
-        return made
-
     # Functions
 
     def _function(self, function: types.FunctionType) -> Any:
@@ -399,21 +339,13 @@ class _Copier:
         own = tuple(types.CellType() for _ in cells)
         made: Any = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, own)
         self._remember(function, made)
-        has_changed = False
         for cell, new in zip(cells, own, strict=True):
             with contextlib.suppress(ValueError):  # a variable that has no value yet
-                content = cell.cell_contents
-                new.cell_contents = copied(content)
-                has_changed |= new.cell_contents is not content
+                new.cell_contents = copied(cell.cell_contents)
         made.__defaults__, made.__kwdefaults__ = copied(function.__defaults__), copied(function.__kwdefaults__)
-        attributes = {name: self._led_to_model(value) for name, value in vars(function).items()}
-        has_changed |= made.__defaults__ is not function.__defaults__
-        has_changed |= not all(map(_is, attributes.values(), vars(function).values()))
-        named: Any = function.__kwdefaults__ or {}
-        has_changed |= not all(map(_is, (made.__kwdefaults__ or {}).values(), named.values()))
-        if not has_changed:
+        made.__dict__.update((name, self._led_to_model(value)) for name, value in vars(function).items())
+        if all(map(_is, _references(function), _references(made))):
             return function
-        made.__dict__.update(attributes)
         for name in ("__qualname__", "__module__", "__doc__", "__annotations__"):
             setattr(made, name, getattr(function, name))
         return made
@@ -424,10 +356,9 @@ class _Copier:
             return self._memo[id(value)]
         if isinstance(value, (torch.nn.Module, *_CALLED)):
             return self.copy(value)
-        if id(value) in self._looked_at:  # it may refer to itself
+        if id(value) in self._seen:  # it may refer to itself
             return value
-        self._looked_at.add(id(value))
-        self._alive.append(value)
+        self._seen[id(value)] = value
         if type(value) in (list, tuple):
             items = [self._led_to_model(item) for item in value]
             return value if all(map(_is, items, value)) else self._remember(value, type(value)(items))
@@ -451,13 +382,7 @@ def _is(first: Any, second: Any) -> bool:
 
 
 _MAKERS: dict[type, Callable[[_Copier, Any], Any]] = {
-    list: _Copier._list,
-    dict: _Copier._dict,
-    OrderedDict: _Copier._dict,
-    defaultdict: _Copier._dict,
     tuple: _Copier._tuple,
-    set: _Copier._set,
-    frozenset: _Copier._set,
     weakref.ReferenceType: _Copier._reference,
     weakref.ProxyType: _Copier._proxy,
     weakref.CallableProxyType: _Copier._proxy,
@@ -465,5 +390,4 @@ _MAKERS: dict[type, Callable[[_Copier, Any], Any]] = {
     types.BuiltinFunctionType: _Copier._builtin,
     types.MethodType: _Copier._method,
     types.FunctionType: _Copier._function,
-    functools.partial: _Copier._partial,
 }

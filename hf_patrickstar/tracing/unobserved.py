@@ -15,6 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 import numpy
 import torch
@@ -37,7 +38,6 @@ from torch.utils._device import DeviceContext
 from hf_patrickstar.errors import TraceError
 from hf_patrickstar.memory.accelerator import same_state
 from hf_patrickstar.memory.operators import without_modes
-from hf_patrickstar.tracing.twins import copy_without_bytes as copy_without_bytes
 from hf_patrickstar.tracing.twins import is_of_library
 from hf_patrickstar.tracing.user_state import UserState
 
@@ -58,29 +58,19 @@ def unobserved(model: torch.nn.Module | None = None) -> Iterator[None]:
     """
     if peek_interpreter_stack() is not None:
         raise TraceError("a model cannot be traced inside of torch.func (grad, vmap); trace it outside")
-    state = None if model is None else UserState(model.modules())
     with contextlib.ExitStack() as stack:
-        if state is not None:
-            stack.callback(state.restore)
+        if model is not None:
+            stack.callback(UserState(model.modules()).restore)
         for context in (
             *(_quiet_warnings, _quiet_logs, _quiet_streams, _without_modes, _without_saved_tensors_hooks),
-            *(_without_global_hooks, same_state, _same_random_numbers, _same_settings, _eager, _without_profile),
-            _without_cached_parametrizations,
+            *(_without_global_hooks, same_state, _same_random_numbers, _same_settings, _without_profile),
         ):
             stack.enter_context(context())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # graphs would be those of tensors without bytes
+        # Inside of ``parametrize.cached()`` torch finds values by the addresses of modules, and other modules may get
+        # those of the copy's.
+        stack.enter_context(mock.patch.multiple(parametrize, _cache_enabled=0, _cache={}))
         yield
-
-
-@contextlib.contextmanager
-def _without_cached_parametrizations() -> Iterator[None]:
-    # Inside of ``parametrize.cached()`` torch finds values by the addresses of modules, and other modules may get those
-    # of the copy's.
-    before = parametrize._cache_enabled, parametrize._cache
-    parametrize._cache_enabled, parametrize._cache = 0, {}
-    try:
-        yield
-    finally:
-        parametrize._cache_enabled, parametrize._cache = before
 
 
 # What is shown
@@ -113,7 +103,7 @@ def _quiet_warnings() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_logs() -> Iterator[None]:
-    this, before = threading.get_ident(), {}
+    this = threading.get_ident()
 
     def quiet(method: Callable[..., Any]) -> Callable[..., Any]:
         def log(logger: logging.Logger, *args: Any, **kwargs: Any) -> None:
@@ -122,15 +112,12 @@ def _quiet_logs() -> Iterator[None]:
 
         return log
 
-    for name in ("_log", *_LOGS_ONCE):
-        if hasattr(logging.Logger, name):
-            before[name] = getattr(logging.Logger, name)
-            setattr(logging.Logger, name, quiet(before[name]))
-    try:
+    with contextlib.ExitStack() as stack:
+        for name in ("_log", *_LOGS_ONCE):
+            method = getattr(logging.Logger, name, None)
+            if method is not None:
+                stack.enter_context(mock.patch.object(logging.Logger, name, quiet(method)))
         yield
-    finally:
-        for name, method in before.items():
-            setattr(logging.Logger, name, method)
 
 
 class _Stream:
@@ -199,30 +186,13 @@ def _without_saved_tensors_hooks() -> Iterator[None]:
 @contextlib.contextmanager
 def _without_global_hooks() -> Iterator[None]:
     """Takes hooks off that the user has registered for all modules; see ``is_of_library``."""
-    names = [name for name in vars(torch_module) if name.startswith("_global_") and name.endswith("_hooks")]
-    places = [getattr(torch_module, name) for name in names]
-    before = [dict(hooks) for hooks in places]
     is_full = torch_module._global_is_full_backward_hook
-    for hooks in places:
-        for key, hook in list(hooks.items()):
-            if not is_of_library(hook):
-                del hooks[key]
-    try:
-        yield
-    finally:
-        torch_module._global_is_full_backward_hook = is_full
-        for hooks, found in zip(places, before, strict=True):
-            hooks.clear()
-            hooks.update(found)
-
-
-@contextlib.contextmanager
-def _eager() -> Iterator[None]:
-    """Compiles nothing: graphs would be those of tensors without bytes."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to import it takes long
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch_module, "_global_is_full_backward_hook", is_full))
+        for name, hooks in vars(torch_module).items():
+            if name.startswith("_global_") and name.endswith("_hooks"):
+                kept = {key: hook for key, hook in hooks.items() if is_of_library(hook)}
+                stack.enter_context(mock.patch.dict(hooks, kept, clear=True))
         yield
 
 
@@ -270,21 +240,16 @@ def _same_settings() -> Iterator[None]:
                 put(*values)
 
 
-def _set_cudnn(enabled: bool, benchmark: bool, deterministic: bool) -> None:
-    torch.backends.cudnn.set_flags(enabled, benchmark, None, deterministic)
-
-
-def _cudnn() -> tuple[Any, ...]:
-    flags = torch.backends.cudnn
-    return flags.enabled, flags.benchmark, flags.deterministic
-
-
+_CUDNN: Any = torch.backends.cudnn
 _SETTINGS: tuple[tuple[Callable[[], tuple[Any, ...]], Callable[..., Any]], ...] = (
     (lambda: (torch.get_default_dtype(),), torch.set_default_dtype),
     (lambda: (torch.get_float32_matmul_precision(),), torch.set_float32_matmul_precision),
     (lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()), torch.autograd.set_detect_anomaly),
     (lambda: (torch.get_deterministic_debug_mode(),), torch.set_deterministic_debug_mode),
-    (_cudnn, _set_cudnn),
+    (
+        lambda: (_CUDNN.enabled, _CUDNN.benchmark, _CUDNN.deterministic),
+        lambda enabled, benchmark, deterministic: _CUDNN.set_flags(enabled, benchmark, None, deterministic),
+    ),
     (lambda: (torch.get_num_threads(),), torch.set_num_threads),
 )
 """Functions that return settings, and functions that set them."""

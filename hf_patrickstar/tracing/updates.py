@@ -61,7 +61,7 @@ class _Operators(AnsweringMode):
 
     def has_run(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """See ``AnsweringMode``."""
-        cost = cost_of(func, args, kwargs, result) if getattr(func, "_schema", None) is not None else None
+        cost = cost_of(func, args, kwargs, result)
         if cost is not None:
             self.nbytes += cost.nbytes
         if isinstance(result, torch.Tensor) and not any(result is other for other in args):

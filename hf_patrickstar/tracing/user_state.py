@@ -13,10 +13,11 @@ What other objects do (a logger of metrics that is called by name) cannot be und
 
 import builtins
 import collections
+import contextlib
 import io
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -43,9 +44,8 @@ class UserState:
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
-        self._restorers: list[Callable[[], None]] = []
-        self._seen: set[int] = set()
-        self._alive: list[Any] = []
+        self._changes = contextlib.ExitStack()
+        self._seen: dict[int, Any] = {}  # by the ``id``, which no other object can get meanwhile
         for module in modules:
             self._look_at_class(type(module))
             for value in vars(module).values():
@@ -54,14 +54,12 @@ class UserState:
 
     def restore(self) -> None:
         """Undoes what has changed."""
-        for restore in self._restorers:
-            restore()
+        self._changes.close()
 
     def _is_new(self, value: Any) -> bool:
         if id(value) in self._seen:
             return False
-        self._seen.add(id(value))
-        self._alive.append(value)
+        self._seen[id(value)] = value
         return True
 
     def _look_at(self, value: Any, name: str) -> None:
@@ -96,7 +94,7 @@ class UserState:
             before = dict(vars(part))
             for name, value in before.items():
                 self._look_at(value, name)
-            self._restorers.append(lambda part=part, before=before: _restore_class(part, before))  # type: ignore[misc]
+            self._changes.callback(_restore_class, part, before)
 
     def _look_at_function(self, function: types.FunctionType) -> None:
         if not self._is_new(function):
@@ -116,7 +114,7 @@ class UserState:
             before = namespace.get(name, _NOTHING)
             if before is _NOTHING and hasattr(builtins, name):
                 continue
-            self._restorers.append(lambda name=name, before=before: _restore_item(namespace, name, before))  # type: ignore[misc]
+            self._changes.callback(_restore_item, namespace, name, before)
             is_module = isinstance(before, types.ModuleType)
             if is_module and before.__name__.partition(".")[0] not in (*OTHERS_CODE, _PACKAGE):
                 if self._is_new(before) and not hasattr(before, "__path__"):
@@ -132,11 +130,7 @@ class UserState:
         except ValueError:  # it has no value yet
             return
         self._look_at(before, name)
-
-        def restore() -> None:
-            cell.cell_contents = before
-
-        self._restorers.append(restore)
+        self._changes.callback(setattr, cell, "cell_contents", before)
 
     def _keep_cache(self, cached: Any) -> None:
         if not self._is_new(cached):
@@ -148,13 +142,13 @@ class UserState:
             if cached.cache_info().misses != misses:
                 cached.cache_clear()
 
-        self._restorers.append(restore)
+        self._changes.callback(restore)
 
     def _keep_container(self, value: Any, name: str) -> None:
         if not self._is_new(value):
             return
         before = value.copy()
-        self._restorers.append(lambda: _restore_container(value, before))
+        self._changes.callback(_restore_container, value, before)
         if len(before) <= _MAX_NESTED:
             for item in before.values() if isinstance(before, dict) else before:
                 self._look_at(item, name)

@@ -8,12 +8,12 @@ from hf_patrickstar.schedule.op_trace import OpTrace
 from hf_patrickstar.schedule.script import Begin, BlockingCopy, HostWork, Kernel, Part
 
 NOTES = (
-    *(Begin(Part.FORWARD), module.EnterForward("", ((2, 8),), (0,), (5,)), module.Allocate(((7, 64), (8, 1)))),
-    *(module.Acquire(1, "h.0"), Kernel("mm", 10, 20, "bfloat16"), Kernel("mm", 10, 20, "bfloat16", measured_ns=3)),
-    *(HostWork("mm", 10, 20), BlockingCopy(4, True, False, "place"), module.Keep(1, 2), module.LetGo(1)),
-    *(module.Release(1, True), module.Free(7), module.LookUp(2), module.LookedUp(2, 16)),
-    *(module.LeaveForward(), Begin(Part.BACKWARD), module.EnterBackward(), module.Need(1, "backward")),
-    *(module.Gradient(1, 8, "bfloat16", (2, 3), (3, 1), 0), module.LeaveBackward()),
+    *(Begin(Part.FORWARD), module.EnterForward(((2, 8),), (5,)), module.Allocate(((7, 64), (8, 1)))),
+    *(module.Acquire(1), Kernel("mm", 10, 20, "bfloat16"), Kernel("mm", 10, 20, "bfloat16", measured_ns=3)),
+    *(HostWork("mm", 10, 20), BlockingCopy(4, True, False, "place"), module.LetGo(1)),
+    *(module.Release(1, True), module.Free(7), module.LookedUp(2, 16)),
+    *(module.LeaveForward(), Begin(Part.BACKWARD), module.Need(1)),
+    *(module.Gradient(1, 8, 12), module.LeaveBackward()),
 )
 
 

@@ -30,7 +30,6 @@ from hf_patrickstar.planner.planning import make_adamw
 from hf_patrickstar.schedule.op_trace import (
     Acquire,
     Allocate,
-    EnterBackward,
     EnterForward,
     Free,
     Gradient,
@@ -346,35 +345,35 @@ def test_names_of_blocks():
     assert stack.split("model.layers.0.norm") is None
     assert stack.split("other.model.layers.3.norm") is None
     assert stack.split("model.norm") is None
-    parts, block = stack.split("a use of 'model.layers.4.norm.weight'")
-    assert (parts, block) == (("a use of 'model.layers.", 1, ".norm.weight'"), 1)
-    assert stack.join(parts, 12) == "a use of 'model.layers.26.norm.weight'"
+    parts, block = stack.split("model.layers.4.norm.weight")
+    assert (parts, block) == ((1, "norm.weight"), 1)
+    assert stack.join(parts, 12) == "model.layers.26.norm.weight"
 
 
 # Notes
 
 
-def use(index, name):
-    return [Acquire(index, name), Release(index, False)]
+def use(index):
+    return [Acquire(index), Release(index, False)]
 
 
 def notes_of(num_blocks):
     """A model of a parameter, so many blocks of two each, and another parameter."""
     storages = iter(range(100))
-    notes = [Begin(Part.FORWARD), EnterForward("", (), (0,), ()), *use(0, "first")]
+    notes = [Begin(Part.FORWARD), EnterForward((), ()), *use(0)]
     kept, made = [], []
     for block in range(num_blocks):
         made += [next(storages), next(storages)]
-        notes += [*use(1 + 2 * block, f"h.{block}.a"), Allocate(((made[-2], 8), (made[-1], 4)))]
-        notes += [*use(2 + 2 * block, f"h.{block}.b"), Free(made[-2])]
+        notes += [*use(1 + 2 * block), Allocate(((made[-2], 8), (made[-1], 4)))]
+        notes += [*use(2 + 2 * block), Free(made[-2])]
         kept.append(made[-1])
     last = 1 + 2 * num_blocks
-    notes += [*use(last, "last"), LeaveForward(), Begin(Part.BACKWARD), EnterBackward()]
+    notes += [*use(last), LeaveForward(), Begin(Part.BACKWARD)]
     for block in reversed(range(num_blocks)):
         for place in (2, 1):
             index, gradient = place + 2 * block, next(storages)
-            notes += [Need(index, f"the backward of a use of 'h.{block}.weight'"), Allocate(((gradient, 4),))]
-            notes += [LetGo(index), Gradient(index, gradient, "float32", (1,), (1,), 0), Free(gradient)]
+            notes += [Need(index), Allocate(((gradient, 4),))]
+            notes += [LetGo(index), Gradient(index, gradient, 4), Free(gradient)]
         notes += [Free(kept[block + 1])] if block + 1 < num_blocks else []
     notes += [Free(kept[0]), LeaveBackward()]
     names = {0: "first.weight", last: "last.weight"}
@@ -400,7 +399,7 @@ def changed(change):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda notes: notes.insert(notes.index(Acquire(5, "h.2.a")) + 1, LetGo(0)),
+        lambda notes: notes.insert(notes.index(Acquire(5)) + 1, LetGo(0)),
         lambda notes: notes.remove(LetGo(5)),
         lambda notes: notes.insert(0, Free(90)),
         lambda notes: notes.insert(notes.index(LeaveForward()), LetGo(3)),

@@ -25,7 +25,8 @@ WITHOUT_REMEDY = {
     # The first step is recorded then, and a log says it: there is nothing to do.
     "parameter '<spec>' is not managed",
     "no output of the model has a gradient",
-    "recording a micro-batch with tensors without bytes took longer than <seconds> s",
+    "recording a micro-batch with tensors without bytes took longer than <patience s> s",
+    "the model does something else each time that it runs",
     "the model calls the collective '<name>', which nobody answers while its operators are recorded with tensors "
     "without bytes",
     "the model calls operator '<func>', whose result depends on values that tensors without bytes do not have (<type "

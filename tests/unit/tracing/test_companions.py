@@ -152,6 +152,6 @@ def test_a_call_is_the_same_in_another_process():
 
 def test_an_expanded_operand_takes_what_it_spans():
     operand = Operand.of(fake(3, 1).expand(3, 4))
-    assert (operand.span, operand.nbytes) == (3, 12)
+    assert operand.nbytes == 12
     assert Operand.of(fake(0, 4)).nbytes == 0
     assert operand.make(CPU).stride() == (1, 0)

@@ -79,6 +79,16 @@ def test_what_code_raises_for_tensors_without_bytes_is_not_raised_for_the_user(a
         assert torch.equal(parameter, other)
 
 
+def test_a_forward_that_takes_too_long_without_bytes_is_recorded_instead(caplog, monkeypatch):
+    monkeypatch.setattr("hf_patrickstar.tracing.foresight._PATIENCE_S", -1.0)
+    model = Peculiar(lambda hidden: hidden)
+    engine = PatrickStarEngine(model, {"device_budget": 2**20}, torch.optim.AdamW(model.parameters()), device="cpu")
+    with caplog.at_level(logging.INFO, "hf_patrickstar"):
+        train(model, engine.optimizer)
+    assert "the first step is recorded: recording a micro-batch with tensors without bytes took longer" in caplog.text
+    assert engine.stats()["recorded_steps"] > 0
+
+
 def test_an_error_of_a_forward_is_raised_once_and_as_it_is():
     def fail(hidden):
         seen.append(hidden)

@@ -26,8 +26,8 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 from hf_patrickstar import PatrickStarEngine, initialize_engine
 from hf_patrickstar.errors import TraceError
 from hf_patrickstar.runtime.live_parameter import LiveMixin
-from hf_patrickstar.tracing.twins import is_of_library
-from hf_patrickstar.tracing.unobserved import copy_without_bytes, unobserved
+from hf_patrickstar.tracing.twins import copy_without_bytes, is_of_library
+from hf_patrickstar.tracing.unobserved import unobserved
 
 X = torch.ones(2, 4)
 
@@ -35,8 +35,8 @@ X = torch.ones(2, 4)
 def trace(model, *args, **kwargs):
     """Runs a copy of a model once, forward and backward; returns it."""
     with unobserved(model), FakeTensorMode():
-        twin = copy_without_bytes(model, args, kwargs)
-        output = twin.model(*twin.args, **twin.kwargs)
+        twin, args, kwargs = copy_without_bytes((model, args, kwargs))
+        output = twin(*args, **kwargs)
         loss = getattr(output, "loss", output).sum()
         if loss.requires_grad:
             loss.backward()
@@ -132,15 +132,14 @@ def test_the_copy_has_types_shapes_and_flags():
     model[1].train()
     model[0].bias.requires_grad_(False)
     with FakeTensorMode():
-        twin = copy_without_bytes(
-            model, (X, [X, torch.zeros(3)]), dtype_of=lambda _: torch.bfloat16, shapes={2: (9, 5)}
-        )
-    assert {parameter.dtype for parameter in twin.model.parameters()} == {torch.bfloat16}
-    assert all(isinstance(parameter, (nn.Parameter, FakeTensor)) for parameter in twin.model.parameters())
-    assert (twin.model.training, twin.model[0].training, twin.model[1].training) == (False, False, True)
-    assert [parameter.requires_grad for parameter in twin.model[0].parameters()] == [True, False]
-    assert twin.args[0] is twin.args[1][0], "one tensor"
-    assert [tensor.shape for tensor in twin.args[1]] == [(2, 4), (9, 5)]
+        inputs = (X, [X, torch.zeros(3)])
+        twin, (x, others) = copy_without_bytes((model, inputs), dtype_of=lambda _: torch.bfloat16, shapes={2: (9, 5)})
+    assert {parameter.dtype for parameter in twin.parameters()} == {torch.bfloat16}
+    assert all(isinstance(parameter, (nn.Parameter, FakeTensor)) for parameter in twin.parameters())
+    assert (twin.training, twin[0].training, twin[1].training) == (False, False, True)
+    assert [parameter.requires_grad for parameter in twin[0].parameters()] == [True, False]
+    assert x is others[0], "one tensor"
+    assert [tensor.shape for tensor in others] == [(2, 4), (9, 5)]
     assert model[0].weight.dtype is torch.float32
 
 
@@ -149,9 +148,9 @@ def test_tied_parameters_are_tied_and_a_buffer_among_the_inputs_is_that_of_the_c
     model[1].weight = model[0].weight
     model.register_buffer("mask", torch.ones(4))
     with FakeTensorMode():
-        twin = copy_without_bytes(model, (model.mask,))
-    assert twin.model[0].weight is twin.model[1].weight
-    assert twin.args[0] is twin.model.mask
+        twin, (mask,) = copy_without_bytes((model, (model.mask,)))
+    assert twin[0].weight is twin[1].weight
+    assert mask is twin.mask
 
 
 @dataclasses.dataclass
@@ -175,8 +174,8 @@ def test_inputs_are_copied_and_not_changed():
 
 def test_strides_of_inputs_are_kept():
     with FakeTensorMode():
-        twin = copy_without_bytes(nn.Linear(4, 4), (torch.ones(4, 2).t(), torch.ones(1, 4).expand(3, 4)))
-    assert [tensor.stride() for tensor in twin.args] == [(1, 2), (0, 1)]
+        copied = copy_without_bytes([torch.ones(4, 2).t(), torch.ones(1, 4).expand(3, 4)])
+    assert [tensor.stride() for tensor in copied] == [(1, 2), (0, 1)]
 
 
 # Hooks
@@ -202,9 +201,9 @@ def test_hooks_of_the_user_see_real_tensors_alone():
         twin = trace(model, X)
         assert seen == []
         model(X).sum().backward()
-    assert not twin.model[0]._forward_hooks
-    assert not twin.model[0]._backward_hooks
-    assert not twin.model[0].weight._backward_hooks
+    assert not twin[0]._forward_hooks
+    assert not twin[0]._backward_hooks
+    assert not twin[0].weight._backward_hooks
     assert seen
     assert not {kind for kind in seen if issubclass(kind, FakeTensor)}
     assert len(model[0]._forward_hooks) == len(model[0]._backward_hooks) == 1
@@ -223,11 +222,11 @@ def test_hooks_of_libraries_are_on_the_copy():
             return func(*args, **(kwargs or {}))
 
     with unobserved(model), FakeTensorMode():
-        twin = copy_without_bytes(model, (torch.zeros(2, 3, dtype=torch.long),))
+        twin, tokens = copy_without_bytes((model, torch.zeros(2, 3, dtype=torch.long)))
         with Count():
-            twin.model(*twin.args)
+            twin(tokens)
     assert operators["uniform_"] == operators["_weight_norm_interface"] == 1
-    assert twin.model[1].parametrizations.weight.original1 is not model[1].parametrizations.weight.original1
+    assert twin[1].parametrizations.weight.original1 is not model[1].parametrizations.weight.original1
 
 
 def test_a_hook_is_judged_by_all_that_it_wraps():
@@ -295,7 +294,7 @@ def test_a_replaced_forward_runs_the_copy(replace):
     model = running(replace)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     twin = trace(model, torch.ones(6, 4))
-    assert (model.calls, twin.model.calls) == (0, 1)
+    assert (model.calls, twin.calls) == (0, 1)
     for key, value in model.state_dict().items():
         assert torch.equal(before[key], value), key
     assert model(torch.ones(6, 4)).isfinite()
@@ -332,7 +331,7 @@ def test_a_function_without_state_is_the_same():
     model = nn.Module()
     model.functions = [nn.functional.gelu, torch.relu, warnings.warn, torch.nn.utils.clip_grad_norm_]
     with FakeTensorMode():
-        assert copy_without_bytes(model).model.functions == model.functions
+        assert copy_without_bytes(model).functions == model.functions
 
 
 # What the user's code changes outside of the model
@@ -563,8 +562,8 @@ def test_settings_of_torch_are_as_they_were():
     before = settings()
     with unobserved(), FakeTensorMode():
         assert not torch.is_autocast_cache_enabled()
-        twin = copy_without_bytes(Setting(4, 4), (X,))
-        twin.model(*twin.args)
+        twin, x = copy_without_bytes((Setting(4, 4), X))
+        twin(x)
     assert settings() == before
 
 
@@ -692,11 +691,11 @@ def test_no_chunk_moves_for_a_model_with_an_engine(attached):
     before = counts(engine)
     twin = trace(model, **batch)
     assert counts(engine) == before
-    kinds = {type(parameter) for parameter in twin.model.parameters()}
+    kinds = {type(parameter) for parameter in twin.parameters()}
     assert not any(issubclass(kind, LiveMixin) for kind in kinds)
-    assert all(parameter.grad is not None for parameter in twin.model.parameters() if parameter.requires_grad)
+    assert all(parameter.grad is not None for parameter in twin.parameters() if parameter.requires_grad)
     assert all(parameter.grad is None for parameter in model.parameters())
-    for module in twin.model.modules():
+    for module in twin.modules():
         assert not module._forward_hooks
         assert not module._forward_pre_hooks
         assert not {"patrickstar_engine", "backward", "_apply", "__reduce_ex__", "zero_grad"} & vars(module).keys()
@@ -728,8 +727,8 @@ def test_a_parametrized_model_with_an_engine_has_an_ordinary_copy():
     before = counts(engine)
     twin = trace(model, X)
     assert counts(engine) == before
-    assert not {"patrickstar_engine", "_apply", "__reduce_ex__"} & vars(twin.model[0]).keys()
-    assert not twin.model[0]._forward_hooks
+    assert not {"patrickstar_engine", "_apply", "__reduce_ex__"} & vars(twin[0]).keys()
+    assert not twin[0]._forward_hooks
     engine.detach()
 
 
@@ -746,8 +745,8 @@ def test_an_evaluation_is_traced_as_it_is():
     model = make_model("gpt2").eval()
     with torch.no_grad():
         twin = trace(model, **make_batch("gpt2"))
-    assert not twin.model.training
-    assert all(parameter.grad is None for parameter in twin.model.parameters())
+    assert not twin.training
+    assert all(parameter.grad is None for parameter in twin.parameters())
 
 
 with contextlib.suppress(ImportError):
@@ -756,6 +755,42 @@ with contextlib.suppress(ImportError):
     def test_adapters_are_copied():
         model = get_peft_model(make_model("gpt2"), LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
         twin = trace(model, **make_batch("gpt2"))
-        found = [name for name, parameter in twin.model.named_parameters() if parameter.grad is not None]
+        found = [name for name, parameter in twin.named_parameters() if parameter.grad is not None]
         assert found
         assert all("lora_" in name for name in found)
+
+
+class Containers(nn.Linear):
+    """Refers to itself through containers of all kinds."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.cyclic = [self]
+        self.cyclic.append(self.cyclic)
+        self.kinds = collections.defaultdict(list, {"own": self})
+        self.ordered = collections.OrderedDict(b=self, a=1)
+        self.numbers = {1, 2}
+        self.call = functools.partial(self.forward, input=self.cyclic)
+        self.call.owner = self
+        self.last = collections.deque([self], maxlen=3)
+
+
+def test_containers_are_copied_with_what_they_refer_to():
+    model = Containers()
+    with FakeTensorMode():
+        copied = copy_without_bytes(model)
+    assert copied.cyclic is not model.cyclic
+    assert copied.cyclic[0] is copied
+    assert copied.cyclic[1] is copied.cyclic
+    assert copied.kinds["own"] is copied
+    assert copied.kinds["new"] == []
+    assert "new" not in model.kinds
+    assert list(copied.ordered) == ["b", "a"]
+    assert copied.ordered["b"] is copied
+    assert copied.numbers == model.numbers
+    assert copied.numbers is not model.numbers
+    assert copied.call.func.__self__ is copied
+    assert copied.call.owner is copied
+    assert copied.call.keywords["input"] is copied.cyclic
+    assert copied.last[0] is copied
+    assert copied.last.maxlen == 3
