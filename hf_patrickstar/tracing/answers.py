@@ -68,13 +68,16 @@ def _changed(func: Any, args: _Arguments, kwargs: _Named) -> Any:
 
 
 def _plausible(func: Any, args: _Arguments, kwargs: _Named) -> Any:
-    """A value in place of one that a fake tensor has not: a norm of 1, a finite number, nothing that overflowed."""
+    """A value in place of one that a fake tensor has not: a small norm, a finite number, nothing that overflowed.
+
+    Half is neither 0 nor 1, of which optimizers take a logarithm, or what is left to 1 to divide by.
+    """
     tensor = args[0]
     if not isinstance(tensor, FakeTensor):
         return NotImplemented
     if tensor.dtype is torch.bool:
         return False
-    return 1.0 if tensor.is_floating_point() else 1
+    return 0.5 if tensor.is_floating_point() else 1
 
 
 def _grouped(func: Any, args: _Arguments, kwargs: _Named) -> Any:
