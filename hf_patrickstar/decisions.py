@@ -12,7 +12,15 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from hf_patrickstar.errors import BudgetError, ConfigError, EngineError
-from hf_patrickstar.homes import FROZEN, Arrangement, Arranger, Circumstances, ModelNumbers, taken_by_others
+from hf_patrickstar.homes import (
+    FROZEN,
+    Arrangement,
+    Arranger,
+    Circumstances,
+    ModelNumbers,
+    staging_nbytes,
+    taken_by_others,
+)
 from hf_patrickstar.layout.packing import ChunkSpec, Layout
 from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec, collect_specs
 from hf_patrickstar.memory.tiers import Tier
@@ -20,6 +28,7 @@ from hf_patrickstar.optim.kernel import Kernel
 from hf_patrickstar.precision import Precision, choose_precision
 from hf_patrickstar.runtime.admission import check_model, check_values, is_left_out, is_recomputed
 from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, torch_dtype
+from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.live_parameter import LiveMixin
 from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.known import KnownTraces
@@ -76,9 +85,20 @@ class Decisions(Arrangement):
         runs_beside = bool(config.overlap_optimizer) and all(kernel.runs_beside for kernel in kernels)
         has_lanes = resources.has_lanes
         rates = resources.machine, has_lanes, has_lanes and runs_beside
-        return PlacementRules(
-            self.device_workspace_nbytes, self.workspace_nbytes, self.prefetch_depth, config.eviction, *rates
-        )
+        device_nbytes = self.device_workspace_nbytes + self.staging_nbytes(resources.collectives)
+        return PlacementRules(device_nbytes, self.workspace_nbytes, self.prefetch_depth, config.eviction, *rates)
+
+    def staging_nbytes(self, collectives: Collectives) -> int:
+        """Bytes of the device in which slices of gradients of other processes arrive, for each type.
+
+        Args:
+            collectives: Reduce gradients.
+        """
+        largest: dict[str, int] = {}
+        for spec in self.choice.layout.chunks:
+            if spec.trainable and spec.world_size > 1:
+                largest[spec.types.param] = max(spec.chunk_numel, largest.get(spec.types.param, 0))
+        return sum(staging_nbytes(collectives, numel, name) for name, numel in largest.items())
 
     def foresee(
         self, situation: Circumstances, known: KnownTraces, rules: PlacementRules, *, fills_margin: bool

@@ -16,7 +16,7 @@ import torch
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.decisions import Decisions, decide_for, inspect
 from hf_patrickstar.errors import BudgetError
-from hf_patrickstar.homes import Circumstances, ModelNumbers, can_move_homes, lists_of, staging_nbytes
+from hf_patrickstar.homes import Circumstances, ModelNumbers, can_move_homes, lists_of
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.membership import holders
 from hf_patrickstar.memory.tiers import Tier
@@ -422,7 +422,7 @@ class _Simulator:
         if own:
             nbytes[OWN_STATE] = round(own)
         if tier is Tier.DEVICE:
-            staging = self._staging_nbytes()
+            staging = decisions.staging_nbytes(self._resources.collectives)
             nbytes.update({STAGING: staging} if staging else {})
         elif updates and self._trained.num_micro_batches > 1 and self._machine.has_accelerator:
             # What gradients leave through on their way to lists.
@@ -430,15 +430,6 @@ class _Simulator:
             free = self._resources.ledger.limit(Tier.HOST) - sum(nbytes.values())
             nbytes[gradient_ring.OWNER] = gradient_ring.planned_nbytes(lists, free)
         return nbytes
-
-    def _staging_nbytes(self) -> int:
-        """Scratch space in which slices of other processes arrive, for each type of gradients."""
-        largest: dict[str, int] = {}
-        for spec in self._layout.chunks:
-            if spec.trainable and spec.world_size > 1:
-                largest[spec.types.param] = max(spec.chunk_numel, largest.get(spec.types.param, 0))
-        collectives = self._resources.collectives
-        return sum(staging_nbytes(collectives, numel, name) for name, numel in largest.items())
 
     def _owners(
         self, homed: frozenset[int], traces: Sequence[Trace], plans: Sequence[Plan]

@@ -23,7 +23,8 @@ class PlacementRules:
     """What a placement takes into account.
 
     Attributes:
-        workspace_nbytes: Bytes of scratch space that the optimizer needs on the device if it updates chunks there.
+        workspace_nbytes: Bytes of scratch space on the device: what the optimizer needs if it updates chunks there, and
+            what slices of gradients of other processes arrive in.
         host_workspace_nbytes: Bytes of it that it needs on the host.
         prefetch_depth: Chunks that are brought in ahead.
         policy: The name of the policy by which copies leave.

@@ -4,8 +4,9 @@ import gc
 
 import pytest
 
-from hf_patrickstar.cli import plan
+from hf_patrickstar.cli import plan_run
 from hf_patrickstar.cli.main import main
+from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.tracing.garbage import no_collections, objects_set_aside
 
 
@@ -42,10 +43,10 @@ def test_objects_are_set_aside_inside_alone():
 def test_the_command_plans_with_the_objects_of_libraries_set_aside(monkeypatch):
     seen = []
 
-    def tell(options, subject, circumstances, plan, recording):
+    def arrange(options):
         seen.append((gc.get_freeze_count() > 1000, gc.isenabled()))
-        return 1
+        raise ConfigError("seen")
 
-    monkeypatch.setattr(plan, "_tell", tell)
-    assert main(["plan", "gpt2:n_layer=2,n_embd=32,n_head=2", "--device-memory", "1GiB"]) == 1
+    monkeypatch.setattr(plan_run, "_arrange", arrange)
+    assert main(["plan", "gpt2:n_layer=2,n_embd=32,n_head=2", "--device-memory", "1GiB"]) == 2
     assert seen == [(True, True)]
