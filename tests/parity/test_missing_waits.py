@@ -734,9 +734,7 @@ ELSEWHERE = {
     "runtime/vigil.py": "waits for processes",
     "schedule/clock.py": "virtual time",
     "schedule/replay.py": "virtual time",
-    "tracing/companions.py": "waits for processes",
     "schedule/repeats.py": "joins words",
-    "schedule/step.py": "tells of copies, and makes none",
 }
 """Modules that wait for something else."""
 
