@@ -97,6 +97,8 @@ class UpdatesAhead:
             optimizer.kernel.on_use = self._manager.gradients.note_use
         if step.plan is None or step.cursor is None:
             return
+        if not self._manager.steps.num_updates:
+            return  # what the program does with gradients is seen at its first step()
         said = self._why_not()
         self._relies = not said
         if self._relies:
