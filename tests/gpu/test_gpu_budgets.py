@@ -50,8 +50,11 @@ def test_page_locked_memory_is_booked_as_what_is_taken(at_home_on_host, caplog):
     free()
 
 
+@pytest.mark.parametrize("is_foreseen", [True, False])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_margin_is_filled_and_left(dtype, at_home_on_host):
+def test_the_margin_is_filled_and_left(dtype, is_foreseen, at_home_on_host, request):
+    if not is_foreseen:
+        request.getfixturevalue("recorded")
     model = make_model("gpt2").train()
     config = {**capped("gpt2", 4), "dtype": dtype, "placement": "auto"}
     config["device_budget"] += 2 * MIB
@@ -65,7 +68,12 @@ def test_the_margin_is_filled_and_left(dtype, at_home_on_host):
         engine.optimizer.step()
         engine.optimizer.zero_grad()
         assert torch.isfinite(loss)
+    stats = engine.stats()
     assert in_margin[1] > 0
-    assert in_margin[3] == 0, "larger inputs: the margin is given up before they are recorded"
+    if is_foreseen:
+        assert in_margin[0] > 0, "it is filled before the first step"
+        assert stats["recorded_steps"] == stats["diverged_steps"] == 0
+    else:
+        assert in_margin[3] == 0, "larger inputs: the margin is given up before they are recorded"
     engine.detach()
     free()
