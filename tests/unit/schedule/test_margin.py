@@ -185,4 +185,10 @@ def test_all_and_none_are_among_the_numbers_that_are_compared(count):
     seen = set()
     plan_of(count, tuple(range(count)), lambda inside: seen.add(len(inside)) or StepCost(1, 0))
     assert {0, count} <= seen
-    assert len(seen) <= 9
+    assert len(seen) <= 7
+
+
+@pytest.mark.parametrize("best", range(9))
+def test_the_best_of_the_eighths_is_found(best):
+    plan = plan_of(16, tuple(range(16)), lambda inside: StepCost(1000 + 100 * abs(len(inside) - 2 * best), 0))
+    assert len(plan.chunk_indices) == 2 * best
