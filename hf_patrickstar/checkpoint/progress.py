@@ -39,7 +39,7 @@ def shown(items: Iterable[Any], what: str, unit: str, *, is_first: bool, total: 
         A ``tqdm`` bar: an iterable, and a context manager that has ``update``.
     """
     is_hidden = _are_hidden.get() or not (is_first and _are_bars_enabled())
-    return tqdm(items, desc=what, unit=unit, total=total, delay=PROGRESS_AFTER_S, disable=is_hidden)
+    return tqdm(items, desc=what, unit=f" {unit}", total=total, delay=PROGRESS_AFTER_S, disable=is_hidden)
 
 
 def _are_bars_enabled() -> bool:

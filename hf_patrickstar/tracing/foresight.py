@@ -280,5 +280,5 @@ def _patience(*, is_first: bool) -> Iterator[Callable[[], None]]:
             raise TraceError(f"recording a micro-batch with tensors without bytes took longer than {_PATIENCE_S:g} s")
         bar.update()
 
-    with shown((), "planning the first step", "operators", is_first=is_first) as bar:
+    with shown((), "Planning the first step", "operators", is_first=is_first) as bar:
         yield check
