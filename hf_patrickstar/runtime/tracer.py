@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from hf_patrickstar.events import Listener, StepDiverged, StepRecorded
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.plan import Plan
-from hf_patrickstar.schedule.trace import Cursor, Shapes, Trace, Visit, trace_key
+from hf_patrickstar.schedule.trace import Cursor, Shapes, StepKind, Trace, Visit, trace_key
 
 NOTHING_KNOWN = KnownTraces()
 _MOST_DIVERGED_IN_A_ROW = 2
@@ -65,6 +65,16 @@ class Step:
         """Whether what others take is measured from each moment to the next."""
         return self.is_measured if self.cursor is not None else not self.is_diverged
 
+    def note_visit(self, chunk_index: int, pinned: Iterable[int]) -> None:
+        """Notes a visit to a chunk.
+
+        Args:
+            chunk_index: The chunk.
+            pinned: Chunks that cannot leave meanwhile.
+        """
+        self.visits.append((chunk_index, tuple(pinned)))
+        self.reduced.append([])
+
 
 class Gauges(Protocol):
     """What is measured while a step is recorded."""
@@ -81,6 +91,11 @@ class Gauges(Protocol):
 class TraceOrder(Protocol):
     """Makes one trace of the traces of several processes."""
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is one process."""
+        ...
+
     def agree_on_trace(self, trace: Trace) -> Trace:
         """One trace for all."""
         ...
@@ -96,7 +111,7 @@ class Tracer:
     changed.
 
     A trace may also be made before its first step (``learn``). Then that step is measured, and the bytes that it takes
-    correct the trace; if it diverges, the next one is recorded.
+    correct the trace. If it diverges, it is recorded itself; with several processes the next one is.
 
     Args:
         chunk_nbytes: Bytes of every chunk's ``param`` payload, by chunk index.
@@ -167,8 +182,13 @@ class Tracer:
         return trace is not None and trace.covers(shapes)
 
     def may_learn(self, kind: str, shapes: Shapes) -> bool:
-        """Whether a trace that is made beforehand is worth it: none has been wrong for such a step; see ``begin``."""
-        return bool(shapes) and trace_key(kind, shapes) not in self._wrong
+        """Whether a trace that is made beforehand is worth it: none has been wrong for such a step; see ``begin``.
+
+        Of evaluations of one bucket, which grow with each token that is generated, the first one alone is worth it.
+        """
+        key = trace_key(kind, shapes)
+        is_known = key in self.traces and not StepKind.of(kind).is_training
+        return bool(shapes) and key not in self._wrong and not is_known
 
     def learn(self, traces: Iterable[Trace]) -> None:
         """Takes traces that were made before the steps that follow them."""
@@ -254,18 +274,24 @@ class Tracer:
                 self.abandon()
                 return None
             self._close_moment(step)
-            step.visits.append((chunk_index, tuple(pinned(*of))))
-            step.reduced.append([])
+            step.note_visit(chunk_index, pinned(*of))
             return None
         if step.cursor.advance(chunk_index):
             if step.is_measured:
                 self._close_moment(step)
-                step.visits.append((chunk_index, ()))
+                step.note_visit(chunk_index, pinned(*of))
             return step.cursor.moment
         step.cursor = None
+        self._emit(StepDiverged(step.key))
+        if step.is_measured and self._order.is_alone:  # all of its visits are known, and it goes on as one recorded
+            self._wrong.add(step.key)
+            self._learnt.discard(step.key)
+            self.traces.pop(step.key, None)
+            step.is_measured, step.plan = False, None
+            logger.info("patrickstar: step '%s' does something else than was foreseen, and is recorded", step.key)
+            return self.visit(chunk_index, pinned, *of)
         step.is_diverged = True
         self.diverging.add(step.key)
-        self._emit(StepDiverged(step.key))
         return None
 
     def note_forward_end(self) -> None:

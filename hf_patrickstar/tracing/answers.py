@@ -19,6 +19,8 @@ from hf_patrickstar.tracing.grouped import GROUPED, grouped_result
 
 _aten = torch.ops.aten
 _ASKS_DEVICE = torch.ops.prim.device.default
+ASKS_VALUE = _aten._local_scalar_dense.default
+"""What ``item``, ``tolist`` and a condition ask for."""
 _Arguments = Sequence[Any]
 _Named = dict[str, Any]
 
@@ -60,6 +62,15 @@ class AnsweringMode(OperatorMode):
         return result
 
 
+def has_no_value(tensor: Any) -> bool:
+    """Whether a tensor is a fake one whose value torch does not know.
+
+    Args:
+        tensor: The tensor.
+    """
+    return isinstance(tensor, FakeTensor) and tensor.constant is None
+
+
 def _changed(func: Any, args: _Arguments, kwargs: _Named) -> Any:
     """Operators that change their operands and return nothing new: there are no bytes to write."""
     if not all(isinstance(tensor, FakeTensor) for tensor in tensors_among((args, kwargs))):
@@ -73,7 +84,7 @@ def _plausible(func: Any, args: _Arguments, kwargs: _Named) -> Any:
     Half is neither 0 nor 1, of which optimizers take a logarithm, or what is left to 1 to divide by.
     """
     tensor = args[0]
-    if not isinstance(tensor, FakeTensor):
+    if not has_no_value(tensor):
         return NotImplemented
     if tensor.dtype is torch.bool:
         return False
@@ -111,6 +122,6 @@ _VIEWS = (
 _ANSWERS: dict[Any, Callable[[Any, _Arguments, _Named], Any]] = {
     **dict.fromkeys(_CHANGES, _changed),
     **dict.fromkeys(_VIEWS, _view),
-    _aten._local_scalar_dense.default: _plausible,
+    ASKS_VALUE: _plausible,
     GROUPED.default: _grouped,
 }

@@ -7,15 +7,18 @@ inputs of the same shapes, and nobody sees it (``unobserved.py``). Its operators
 (``schedule/step.py``). So homes are decided, and the first step follows a plan.
 
 What the loop computes of the model's outputs is not known yet. If there is no loss among them, a logarithm of softmax
-stands in for it, which takes as much memory as a cross entropy. The first step is measured, and its bytes correct what
-was foreseen. Where a model cannot be copied, or its control flow needs values, its first step is recorded instead.
+stands in for it, which takes as much memory as a cross entropy. Code of libraries that asks for a value gets a
+plausible one. In both cases the trace is not certain. The first step is measured, and its bytes correct what was
+foreseen. Where a model cannot be copied, or the user's code asks for values, its first step is recorded instead.
 """
 
 import collections
 import contextlib
 import dataclasses
 import logging
+import sys
 import time
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -33,7 +36,7 @@ from hf_patrickstar.plan_cache import keep_traces
 from hf_patrickstar.resources import Resources
 from hf_patrickstar.runtime.casting import Casting
 from hf_patrickstar.runtime.chunk import ManagedTensor
-from hf_patrickstar.runtime.hooks import has_padding
+from hf_patrickstar.runtime.hooks import has_hooks_of_user, has_padding
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.steps import Call, Foreseen
 from hf_patrickstar.schedule.known import KnownTraces
@@ -43,12 +46,13 @@ from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace
 from hf_patrickstar.tracing.fake import FakeTensors
 from hf_patrickstar.tracing.masks import masks_of_batches
 from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
-from hf_patrickstar.tracing.twins import copy_without_bytes
+from hf_patrickstar.tracing.twins import OTHERS_CODE, copy_without_bytes
 from hf_patrickstar.tracing.unobserved import unobserved
 from hf_patrickstar.units import MIB
 
 logger = logging.getLogger(__name__)
 
+_PACKAGE = __name__.partition(".")[0]
 _PATIENCE_S = 60.0
 """Seconds after which the first step is recorded instead."""
 _ROUNDING = 0.05
@@ -98,22 +102,25 @@ class Foresight:
         self._rules = StepRules(manager.steps.num_micro_batches, in_flight, resources.collectives.is_asynchronous)
         self._keeps = keeps and self._rank == 0
         self._first_chunks = [chunk.spec for chunk in manager.chunks]  # those of the key under which traces are kept
-        self._said: set[str] = set()
+        self._kept: dict[str, Trace] = {}
+        self._unforeseen: set[tuple[str, bool]] = set()  # calls that could not be traced
+        self._is_certain = True  # what is traced now
 
     def foresee(self, call: Call, shapes: Shapes) -> Foreseen | None:
         """What a step will do that a call begins; see ``steps.Foresight``."""
-        begin = time.monotonic()
+        begin, what, self._is_certain = time.monotonic(), (call.name, call.is_training), True
+        if what in self._unforeseen:
+            return None
         try:
             ops, tensors = self._trace(call, shapes)
             if ops is None:
                 raise TraceError("the model does something else each time that it runs")
-        except Exception as error:  # the user's code may raise anything; what is wrong in itself fails in the step, too
+        except (Exception, SystemExit) as error:  # the user's code may raise anything, and what is wrong fails again
+            self._unforeseen.add(what)
             reason = str(error)
             if not isinstance(error, TraceError):
                 reason = f"the model does not run with tensors without bytes ({type(error).__name__}: {error})"
-            if reason not in self._said:
-                self._said.add(reason)
-                logger.info("patrickstar: the first step is recorded: %s", reason)
+            logger.info("patrickstar: the first step is recorded: %s", reason)
             return None
         found = self._told(call, ops, tensors)
         logger.info(
@@ -128,7 +135,8 @@ class Foresight:
     def _keep(self, traces: Sequence[Trace], is_padded: bool) -> None:
         known, outdated = self._manager.tracer.known, self._manager.tracer.outdated_by(traces)
         earlier = {key: made for key, made in known.traces.items() if key not in outdated}
-        of_all = {**earlier, **{made.key: made for made in traces}}
+        self._kept.update({made.key: made for made in traces})
+        of_all = {**earlier, **self._kept}
         lookups = {**known.lookups, **self._manager.placement.lookups}
         keep_traces(KnownTraces(known.key, of_all, lookups, is_padded))
 
@@ -168,7 +176,7 @@ class Foresight:
             module = model if call.module is self._model else model.get_submodule(call.name)
             args, kwargs = inputs["inputs"]
             output = module(*args, **kwargs)
-            return loss_in(output) if call.is_training else output
+            return self._loss_of(output) if call.is_training else output
 
         what = MicroBatch(
             make_model,
@@ -178,14 +186,47 @@ class Foresight:
             is_training=call.is_training,
             prepare=prepare,
         )
-        looked_up = [tensor.spec.name for tensor in self._manager.tensors if tensor.is_cpu_embedding]
+        looked_up = [
+            tensor.spec.name
+            for tensor in self._manager.tensors
+            if tensor.is_cpu_embedding and not has_hooks_of_user(tensor.parameter, tensor.spec.trainable)
+        ]
         masks = masks_of_batches(has_padding=_has_padding(call), is_packed="position_ids" in call.kwargs)
         is_apart = self._device.type != "cpu"
-        attention = fused_attention() if is_apart else contextlib.nullcontext()
         patience = _patience(is_first=self._rank == 0)
-        with patience as check_time, unobserved(self._model), FakeTensors(), masks, attention:
-            ops = trace(what, looked_up=looked_up, has_accelerator=is_apart, check_time=check_time, is_checked=False)
+        with patience as check_time, unobserved(self._model), FakeTensors(), masks, as_on(self._device):
+            ops = trace(
+                what,
+                looked_up=looked_up,
+                has_accelerator=is_apart,
+                check_time=check_time,
+                note_question=self._note_question,
+                is_checked=False,
+            )
         return ops, tensors
+
+    def _note_question(self) -> None:
+        """Somebody asks for a value: the user's code may do anything with it, code of libraries goes on as usual."""
+        frame: types.FrameType | None = sys._getframe(1)
+        while frame is not None:
+            origin = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+            if origin in ("torch", _PACKAGE):
+                frame = frame.f_back
+                continue
+            if origin not in OTHERS_CODE:
+                raise TraceError(
+                    f"the model asks for the value of a tensor (line {frame.f_lineno} of {frame.f_code.co_filename}), "
+                    "which tensors without bytes do not have"
+                )
+            break
+        self._is_certain = False
+
+    def _loss_of(self, output: Any) -> torch.Tensor:
+        found = loss_in(output)
+        if found is None:
+            self._is_certain = False
+            return stand_in_for_loss(output)
+        return found
 
     def _dtype_of(self, parameter: torch.nn.Parameter) -> torch.dtype:
         tensor = self._manager.find(parameter)
@@ -218,7 +259,7 @@ class Foresight:
         for note in ops.notes:
             if isinstance(note, LookedUp):
                 lookups[index_of[note.index]] += note.nbytes
-        return Foreseen(traces, lookups, self._device.type == "cpu")
+        return Foreseen(traces, lookups, self._device.type == "cpu" and self._is_certain)
 
 
 def _has_padding(call: Call) -> bool:
@@ -229,6 +270,21 @@ def _as_allocated(made: Trace, beside_nbytes: int) -> Trace:
     """A trace with what an accelerator's allocator takes for tensors, and so many bytes beside them."""
     nbytes = (int((1 + _ROUNDING) * visit.non_model_nbytes) + beside_nbytes for visit in made.visits)
     return made.with_non_model_nbytes(list(nbytes))
+
+
+@contextlib.contextmanager
+def as_on(device: torch.device) -> Iterator[None]:
+    """Inside, the CPU computes in the types, and with the attention, of an accelerator.
+
+    Args:
+        device: The device; on the CPU nothing changes.
+    """
+    with contextlib.ExitStack() as stack:
+        if device.type != "cpu":
+            stack.enter_context(fused_attention())
+            if torch.is_autocast_enabled(device.type):
+                stack.enter_context(torch.autocast("cpu", dtype=torch.get_autocast_dtype(device.type)))
+        yield
 
 
 @contextlib.contextmanager
@@ -245,24 +301,36 @@ def fused_attention() -> Iterator[None]:
         yield
 
 
-def loss_in(output: Any) -> torch.Tensor:
-    """The loss among the outputs of a model, or what stands in for it; see [Note: steps that are foreseen].
+def loss_in(output: Any) -> torch.Tensor | None:
+    """The loss among the outputs of a model, or ``None`` if there is none.
 
     Args:
         output: The outputs.
-
-    Raises:
-        TraceError: If nothing among them has a gradient.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor) and loss.requires_grad:
         return loss.mean()
-    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    leaves = _with_gradients(output)
+    return leaves[0] if leaves and not leaves[0].dim() else None  # a tuple that begins with the loss
+
+
+def stand_in_for_loss(output: Any) -> torch.Tensor:
+    """What stands in for the loss; see [Note: steps that are foreseen].
+
+    Args:
+        output: The outputs of a model.
+
+    Raises:
+        TraceError: If nothing among them has a gradient.
+    """
+    leaves = _with_gradients(output)
     if not leaves:
         raise TraceError("no output of the model has a gradient")
-    if not leaves[0].dim():
-        return leaves[0]  # a tuple that begins with the loss
     return torch.stack([_stand_in(leaf) for leaf in leaves]).sum()
+
+
+def _with_gradients(output: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
 
 def _stand_in(output: torch.Tensor) -> torch.Tensor:

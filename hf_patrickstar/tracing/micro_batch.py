@@ -74,6 +74,7 @@ def trace(
     has_accelerator: bool = True,
     times: OperatorTimes | None = None,
     check_time: Callable[[], None] | None = None,
+    note_question: Callable[[], None] | None = None,
     is_checked: bool = True,
 ) -> OpTrace | None:
     """Runs a micro-batch, and notes what it does; called under fake tensors.
@@ -84,6 +85,7 @@ def trace(
         has_accelerator: Whether the device has memory of its own.
         times: What operators take, if the machine is the one at hand; else its rates say it.
         check_time: Called before each operator; raises where all of it takes too long.
+        note_question: See ``Setting``.
         is_checked: Whether it is run twice, to see that it does the same each time. A step that follows the trace would
             notice it, too.
 
@@ -105,7 +107,8 @@ def trace(
             for spec in specs:  # each has memory of its own, as in a chunk
                 parameter = parameters[spec.name]
                 parameter.data = parameter.new_empty(spec.shape, dtype=torch_dtype(spec.types.param))
-        return _Ready(micro_batch, model, specs, Setting(casting, looked_up, has_accelerator, times, check_time))
+        setting = Setting(casting, looked_up, has_accelerator, times, check_time, note_question)
+        return _Ready(micro_batch, model, specs, setting)
 
     run = _Ready.record_twice if is_checked else _Ready.record
     with AnsweringMode():  # answers what an initialisation asks of values

@@ -41,7 +41,7 @@ from hf_patrickstar.schedule.op_trace import (
 from hf_patrickstar.schedule.script import Begin, Part
 from hf_patrickstar.schedule.trace import input_shapes
 from hf_patrickstar.states import Stage
-from hf_patrickstar.tracing.answers import AnsweringMode
+from hf_patrickstar.tracing.answers import ASKS_VALUE, AnsweringMode, has_no_value
 from hf_patrickstar.tracing.charges import Charges
 from hf_patrickstar.tracing.costs import cost_of
 from hf_patrickstar.tracing.notes import Notes, Operand, Watched
@@ -63,6 +63,8 @@ class Setting:
         has_accelerator: Whether the device has memory of its own.
         times: What operators take, if the machine is the one at hand; else its rates say it.
         check_time: Called before each operator; ends a recording that takes too long.
+        note_question: Called where code asks for a value that tensors without bytes do not have; ends the recording if
+            a plausible one will not do.
     """
 
     casting: Casting
@@ -70,6 +72,7 @@ class Setting:
     has_accelerator: bool = True
     times: OperatorTimes | None = None
     check_time: Callable[[], None] | None = None
+    note_question: Callable[[], None] | None = None
 
 
 def record(
@@ -336,6 +339,8 @@ class _Recorder(AnsweringMode):
         """
         if self._setting.check_time is not None:
             self._setting.check_time()
+        if func is ASKS_VALUE and self._setting.note_question is not None and has_no_value(args[0]):
+            self._setting.note_question()
         name = str(func)
         if name.partition(".")[0] in _COLLECTIVES:
             raise TraceError(

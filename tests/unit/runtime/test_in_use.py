@@ -36,7 +36,9 @@ def chunks():
 @pytest.fixture
 def tracer():
     gauges = SimpleNamespace(take_non_model_peak=lambda: 0, take_gradient_peak=lambda: 0)
-    return Tracer([16] * 50, gauges, SimpleNamespace(agree_on_trace=lambda trace: trace), lambda event: None)
+    return Tracer(
+        [16] * 50, gauges, SimpleNamespace(agree_on_trace=lambda trace: trace, is_alone=True), lambda event: None
+    )
 
 
 @pytest.fixture

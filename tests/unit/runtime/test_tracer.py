@@ -16,6 +16,8 @@ class Gauge:
 
 
 class Agreement:
+    is_alone = True
+
     """What processes make of their traces."""
 
     def __init__(self, agree=lambda trace: trace):
@@ -559,10 +561,41 @@ def test_a_step_follows_what_was_foreseen_and_corrects_its_bytes():
     assert tracer.events == []
 
 
-def test_what_was_not_foreseen_rightly_is_recorded_next_and_never_foreseen_again():
-    tracer = make_tracer([8, 8, 8])
+def test_what_was_not_foreseen_rightly_is_recorded_and_never_foreseen_again(caplog):
+    tracer = make_tracer([8, 8, 8], lambda: 5)
     tracer.learn([foreseen((0,), (1,), shapes=(((4,),),), key="training/4")])
     assert tracer.may_learn("training", ((4,),))
+    step = tracer.begin("training", ((4,),))
+    step.plan = object()
+    with caplog.at_level("INFO"):
+        assert visit_all(tracer, [0, 2], pinned=(1,)) == [0, None]
+    assert "step 'training/4' does something else than was foreseen, and is recorded" in caplog.text
+    tracer.note_forward_end()
+    visit_all(tracer, [0], pinned=(2,))
+    assert (step.is_recorded, step.has_moments, step.plan) == (True, True, None)
+    tracer.finish()
+    visits = Visit(0, (1,), 5), Visit(2, (1,), 5), Visit(0, (2,), 5)
+    assert tracer.traces == {"training/4": Trace("training/4", (8, 8, 8), visits, (((4,),),), (2,))}
+    assert not tracer.may_learn("training", ((4,),))
+    assert (count(tracer, StepRecorded), count(tracer, StepDiverged)) == (1, 1)
+    assert run_step(tracer, [0, 2, 0], shapes=((4,),)).cursor is not None
+
+
+def test_of_evaluations_of_one_bucket_the_first_one_is_foreseen():
+    """A sequence grows by a token with each forward while text is generated."""
+    tracer = make_tracer([8, 8])
+    assert tracer.may_learn("evaluation", ((5,),))
+    tracer.learn([foreseen((0,), shapes=(((5,),),), key="evaluation/6")])
+    assert not tracer.may_learn("evaluation", ((6,),))
+    assert tracer.may_learn("evaluation", ((7,),)), "another bucket"
+    tracer.learn([foreseen((0,), shapes=(((5,),),), key="training/6")])
+    assert tracer.may_learn("training", ((6,),))
+
+
+def test_what_one_of_several_processes_has_not_foreseen_rightly_is_recorded_next():
+    tracer = make_tracer([8, 8, 8])
+    tracer._order.is_alone = False
+    tracer.learn([foreseen((0,), (1,), shapes=(((4,),),), key="training/4")])
     step = run_step(tracer, [0, 2], shapes=((4,),))
     assert step.is_diverged
     assert not tracer.covers("training", ((4,),))
