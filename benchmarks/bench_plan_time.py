@@ -1,23 +1,25 @@
 """Seconds and memory of planning, and seconds of what a run computes before it allocates anything.
 
-**Plans.** ``hf-patrickstar plan`` in a process of its own, which loads the libraries, too: the first question with an
-empty cache and ``--no-advice``, the same question again, the same with another budget of the device, and a first
-question with advice and an empty cache. The first row is a process that loads the libraries and does nothing. Printed
-are wall seconds and the most memory of the process (``ru_maxrss``), beside the budgets of ``BUDGET_S`` and
-``BUDGET_NBYTES``. The cache is a temporary folder (``HF_ASSETS_CACHE``).
+**Plans.** ``hf-patrickstar plan`` in processes of their own: the first question with an empty cache and
+``--no-advice``, the same question again, the same with another budget of the device, and a first question with advice
+and an empty cache. Printed are wall seconds after libraries were loaded, beside the limits of ``PLANS``; the most
+resident memory of the process, beside ``LIMIT_NBYTES``; and seconds of the whole process, in which it loads libraries,
+too. The cache is a temporary folder (``HF_ASSETS_CACHE``).
 
 **Runs.** A new process makes a model of fake tensors and an engine of it, which stops where it has decided everything
 and would allocate chunks (``ModelDecided``). Timed is the construction of the engine up to there, without traces of a
-plan and with those that a plan has left in the cache, beside the budget of ``RUN_BUDGET_S``. The machine is not here:
-the engine gets streams of a device that carry nothing.
+plan and with those that a plan has left in the cache, beside ``RUN_LIMIT_S``. The machine is not here: the engine gets
+streams of a device that carry nothing.
 
 Both depend on what else the machine does; ``--rounds`` repeats everything, and all values are written down.
 
     python benchmarks/bench_plan_time.py [--plans 12b 70b] [--runs 1.5b 8b 70b] [--rounds 3]
 """
 
+import contextlib
 import json
 import os
+import pathlib
 import statistics
 import subprocess
 import sys
@@ -29,12 +31,9 @@ from transformers import LlamaConfig
 
 from hf_patrickstar.units import GIB, format_nbytes
 
-BUDGET_S, BUDGET_NBYTES = 60, 4 * GIB
-"""Of the first plan."""
-REPEAT_BUDGET_S = 1
-"""Of a plan for a budget that differs; loading the libraries comes on top of it."""
-LIBRARIES = "hf_patrickstar.planner.planning"
-RUN_BUDGET_S = 2
+LIMIT_NBYTES = GIB
+"""Of a process that plans, libraries included."""
+RUN_LIMIT_S = 2
 """Of what a run computes before it allocates."""
 MACHINE, HOST_MEMORY = "h100", 1200 * GIB
 """Where all of these models fit; ``HOST_MEMORY`` is more than the machine of this name has."""
@@ -61,75 +60,64 @@ def text_of(kind, sizes):
     return f"{kind}:" + ",".join(f"{name}={value}" for name, value in sizes.items())
 
 
+FIRST, OTHER = "first", "another budget"
 PLANS = {
-    "tiny": (text_of("gpt2", {"n_layer": 2, "n_embd": 128, "n_head": 2, "n_positions": 1024}), "40GiB"),
-    "12b": (text_of("gpt2", {"n_layer": 60, "n_embd": 4096, "n_head": 16, "n_positions": 1024}), "60GiB"),
-    "70b": (text_of("llama", LLAMAS["70b"]), "70GiB"),
+    "tiny": (text_of("gpt2", {"n_layer": 2, "n_embd": 128, "n_head": 2, "n_positions": 1024}), "40GiB", {}),
+    "12b": (
+        text_of("gpt2", {"n_layer": 60, "n_embd": 4096, "n_head": 16, "n_positions": 1024}),
+        "60GiB",
+        {FIRST: 8, OTHER: 0.3},
+    ),
+    "70b": (text_of("llama", LLAMAS["70b"]), "70GiB", {FIRST: 20, OTHER: 1}),
 }
-"""Models, and device memory for another plan."""
+"""Models, device memory for another plan, and limits in seconds."""
 
 
-def measure_python(words, cache):
-    """Wall seconds and peak bytes of a Python process with these arguments."""
-    environment = {**os.environ, "HF_ASSETS_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
-    with tempfile.TemporaryFile() as errors:
-        begin = time.perf_counter()
-        process = subprocess.Popen(
-            [sys.executable, *words],
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            cwd=common.ROOT,
-        )
-        _, status, usage = os.wait4(process.pid, 0)
-        seconds = time.perf_counter() - begin
-        process.returncode = os.waitstatus_to_exitcode(status)  # nobody else may wait for it
-        if process.returncode:  # all of these fit
-            errors.seek(0)
-            said = errors.read().decode(errors="replace")[-4000:]
-            raise SystemExit(f"bench_plan_time: exit status {process.returncode} of {' '.join(words)}\n{said}")
-    unit = 1 if sys.platform == "darwin" else 1024
-    return {"seconds": seconds, "peak_nbytes": usage.ru_maxrss * unit}
+def ask_here(*words):
+    """Wall seconds of a command, and the most resident bytes of this process."""
+    import hf_patrickstar.planner.planning  # noqa: F401  # which the command would load
+    from hf_patrickstar.cli.main import main
+
+    begin = time.perf_counter()
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        status = main(words)
+    seconds = time.perf_counter() - begin
+    if status:  # all of these fit
+        raise SystemExit(f"bench_plan_time: exit status {status} of {' '.join(words)}")
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    peak = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    return {"seconds": seconds, "peak_nbytes": peak}
 
 
 def plan_times(name, options):
     """The four questions about a model."""
-    model, other = PLANS[name]
-    words = [
-        "-m",
-        "hf_patrickstar",
-        "plan",
-        model,
-        "--machine",
-        MACHINE,
-        "--host-memory",
-        str(HOST_MEMORY),
-        "--gradient-checkpointing",
-    ]
+    model, other, limits = PLANS[name]
+    words = ["plan", model, "--machine", MACHINE, "--host-memory", str(HOST_MEMORY), "--gradient-checkpointing"]
     words += ["--batch-size", str(options.batch_size), "--seq-len", "1024"]
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as advised:
         questions = {
-            "libraries alone": (["-c", f"import {LIBRARIES}"], first),
-            "first": ([*words, "--no-advice"], first),
+            FIRST: ([*words, "--no-advice"], first),
             "same again": ([*words, "--no-advice"], first),
-            "another budget": ([*words, "--no-advice", "--device-memory", other], first),
+            OTHER: ([*words, "--no-advice", "--device-memory", other], first),
             "first, with advice": (words, advised),
         }
-        budgets = {"first": BUDGET_S, "another budget": REPEAT_BUDGET_S}
         rows = []
         for question, (asked, cache) in questions.items():
-            row = {"model": name, "question": question, "budget_s": budgets.get(question)}
-            rows.append({**row, **measure_python(asked, cache)})
+            begin = time.perf_counter()
+            found = in_a_process(cache, "ask", *asked)
+            found["process_s"] = time.perf_counter() - begin
+            rows.append({"model": name, "question": question, "limit_s": limits.get(question), **found})
             show_plan(rows[-1])
     return rows
 
 
 def show_plan(row):
     """Prints a row."""
-    budget = f"of {row['budget_s']} s" if row["budget_s"] else ""
+    limit = f"of {row['limit_s']} s" if row["limit_s"] else ""
     print(
-        f"{row['model']:>6} {row['question']:<20}{row['seconds']:>9.1f} s {budget:<8}"
-        f"{format_nbytes(row['peak_nbytes']):>12} of {format_nbytes(BUDGET_NBYTES)}",
+        f"{row['model']:>6} {row['question']:<20}{row['seconds']:>9.2f} s {limit:<9}"
+        f"{format_nbytes(row['peak_nbytes']):>12} of {format_nbytes(LIMIT_NBYTES)}"
+        f"{row['process_s']:>9.1f} s with libraries",
         flush=True,
     )
 
@@ -215,15 +203,14 @@ def construct_here(name):
     raise SystemExit("bench_plan_time: the engine was made without ModelDecided")
 
 
-HERE = {"plan": plan_here, "construct": construct_here}
+HERE = {"ask": ask_here, "plan": plan_here, "construct": construct_here}
 
 
-def in_a_process(what, name, cache):
+def in_a_process(cache, what, *words):
     """Does the same in a process of its own with a cache."""
     environment = {**os.environ, "HF_ASSETS_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, __file__, "--child", what, name], env=environment, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, __file__, "--child", json.dumps([what, *words])]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"bench_plan_time: a process failed\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -235,15 +222,15 @@ def run_times(name, options):
     with tempfile.TemporaryDirectory() as empty, tempfile.TemporaryDirectory() as cache:
         for kept in (False, True):
             if kept:
-                in_a_process("plan", name, cache)
-            found = [in_a_process("construct", name, cache if kept else empty) for _ in range(options.rounds)]
+                in_a_process(cache, "plan", name)
+            found = [in_a_process(cache if kept else empty, "construct", name) for _ in range(options.rounds)]
             if any(("per step" in each["expected"]) is not kept for each in found):  # what only traces tell
                 raise SystemExit(f"bench_plan_time: traces were {'not ' if kept else ''}found: {found[0]['expected']}")
             seconds = [each["seconds"] for each in found]
             row = {"model": name, "kept_traces": kept, "seconds": statistics.median(seconds), "all_seconds": seconds}
-            rows.append({**row, "budget_s": RUN_BUDGET_S, "expected": found[0]["expected"]})
+            rows.append({**row, "limit_s": RUN_LIMIT_S, "expected": found[0]["expected"]})
             what = "with traces of a plan" if kept else "without traces"
-            print(f"{name:>6} {what:<24}{rows[-1]['seconds']:>8.2f} s of {RUN_BUDGET_S} s; {rows[-1]['expected']}")
+            print(f"{name:>6} {what:<24}{rows[-1]['seconds']:>8.2f} s of {RUN_LIMIT_S} s; {rows[-1]['expected']}")
     return rows
 
 
@@ -254,17 +241,17 @@ def main():
     parser.add_argument("--runs", nargs="*", choices=list(LLAMAS), default=["1.5b", "8b", "70b"])
     parser.add_argument("--batch_size", type=int, default=16, help="sequences, for --plans")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--child", nargs=2, help="for itself")
+    parser.add_argument("--child", type=json.loads, help="for itself")
     options = parser.parse_args()
     if options.child:
-        what, name = options.child
-        print(json.dumps(HERE[what](name)))
+        what, *words = options.child
+        print(json.dumps(HERE[what](*words)))
         return
-    print(f"wall seconds; a process that loads the libraries, batch {options.batch_size} x 1024 on '{MACHINE}'")
+    print(f"wall seconds beside their limits; batch {options.batch_size} x 1024 on '{MACHINE}'")
     plans = [row for _ in range(options.rounds) for name in options.plans for row in plan_times(name, options)]
     print("seconds of making an engine until it would allocate, medians")
     runs = [row for name in options.runs for row in run_times(name, options)]
-    result = {"budget_s": BUDGET_S, "budget_nbytes": BUDGET_NBYTES, "plans": plans, "runs": runs}
+    result = {"limit_nbytes": LIMIT_NBYTES, "plans": plans, "runs": runs}
     common.finish("bench_plan_time", options, result)
 
 

@@ -32,8 +32,8 @@ class PatrickStarConfig:
         device_budget: Bytes on the compute tier: a number, text such as ``"8GiB"``, or ``"auto"``. On an accelerator
             ``"auto"`` is the free memory of the device less a reserve of 5 %. The budget covers model and non-model
             data together. On a machine without an accelerator ``"auto"`` is 90 % of the available memory, less what the
-            host tier takes of it, and only chunks are counted. A number there covers activations too, which makes
-            recorded steps slower. A smaller budget saves memory and moves more bytes.
+            host tier takes of it, and only chunks are counted. A number there covers activations too, which slows
+            first steps and evaluations. A smaller budget saves memory and moves more bytes.
         chunk_budget: Bytes that chunks may take on the compute tier at most: a number, text, or ``"auto"``: what
             non-model data leaves of ``device_budget``. A number leaves more of the device to other uses, and moves more
             bytes.
@@ -41,16 +41,16 @@ class PatrickStarConfig:
             available to this process (cgroup limits respected). Too small raises ``BudgetError`` before training.
         chunk_numel: Elements per chunk, or ``"auto"``: the size, within the budget, that wastes least. Larger chunks
             use the bus better; smaller chunks need a smaller budget.
-        eviction: Which chunk leaves a full device: ``"belady"`` (the latest to be needed next, known from a recorded
-            first step, PatrickStar section 8.3), ``"lru"`` (the one unused longest) or ``"list_order"`` (the first of
-            the chunk list, as in the warm-up of section 8.1; moves more).
+        eviction: Which chunk leaves a full device: ``"belady"`` (the latest to be needed next, known from a trace,
+            PatrickStar section 8.3), ``"lru"`` (the one unused longest) or ``"list_order"`` (the first of the chunk
+            list, as in the warm-up of section 8.1; moves more).
         cpu_embedding: Whether input embeddings are looked up on the CPU, so that only activations cross the bus
             (PatrickStar section 8.2): ``True``, ``False``, or ``"auto"``: untied embeddings for which that takes less
-            time, by the rows that the first step looks up and the rates of ``machine``. A tied embedding that is
+            time, by the rows that a step looks up and the rates of ``machine``. A tied embedding that is
             looked up on the CPU still moves for the other modules that use it.
         placement: Where optimizer states live: ``"auto"`` gives the chunks of the first layers a home in the device
-            margin, as many as the recorded steps leave room for (PatrickStar section 8.2), and the optimizer updates
-            them there; ``"host"`` keeps all at home on the host, unless all fits on the device.
+            margin, as many as steps leave room for (PatrickStar section 8.2), and the optimizer updates them there;
+            ``"host"`` keeps all at home on the host, unless all fits on the device.
         machine: The machine by whose rates the engine decides what takes the least time: which embeddings are looked up
             on the CPU, how many chunks live in the device margin, how many are loaded ahead. A name that
             ``hf-patrickstar plan`` knows, a file of ``hf-patrickstar env --measure --json``, or ``"auto"``: the known

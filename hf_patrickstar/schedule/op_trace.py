@@ -7,8 +7,9 @@ micro-batch of the plain model is run with fake tensors (``tracing/recorder.py``
 engine is noted. ``schedule/step.py`` tells it again for any chunks and budgets, which takes a fraction of the time,
 since no operator of the model runs.
 
-The model runs twice, and the notes of both runs must be equal: what it does the first time alone, or otherwise each
-time, cannot be told again. A model whose blocks repeat does so with a few of them; see [Note: blocks that repeat].
+The planner runs the model twice, and the notes of both runs must be equal: what it does the first time alone, or
+otherwise each time, cannot be told again. An engine runs it once: the first step checks the notes. A model whose blocks
+repeat runs with a few of them; see [Note: blocks that repeat].
 """
 
 import array

@@ -7,7 +7,7 @@ from hf_patrickstar.integrations.conversion.rules import Rule, argument, gone, m
 _OPTIMIZERS = (("adamw", "adamw_torch"), ("adam", "adamw_torch"), ("sgd", "sgd"), ("adagrad", "adagrad"))
 _SCHEDULERS = (("warmuplr", "constant_with_warmup"), ("warmupdecaylr", "linear"), ("warmupcosinelr", "cosine"))
 _BUCKET = "The engine sizes its buffers itself: a communication group of chunks is gathered and reduced at a time."
-_LIVE = "Which parameters stay on the device follows from the budget and the plan of a recorded step."
+_LIVE = "Which parameters stay on the device follows from the budget and the plan of a step."
 _DEVICE_RESIDENT = (
     "There is no list of small parameters that never leave; chunks of the first layers live in the device margin."
 )
@@ -135,7 +135,7 @@ _ZERO = (
     gone("memory_efficient_linear", "Linear layers are torch's; what backward needs is fetched again from chunks."),
     gone("pipeline_loading_checkpoint", "Weights are read from the file straight into chunks."),
     gone("override_module_apply", "Modules are not changed."),
-    gone("log_trace_cache_warnings", "Steps with other shapes are recorded again by themselves."),
+    gone("log_trace_cache_warnings", "Steps with other shapes get traces of their own."),
     gone("enable_sanity_checks", "The checks are debug_evict_all and debug_collectives, both slow."),
     gone("save_muon_momentum_buffer_in_memory", "Optimizer states are always in chunks."),
     gone("leaf_module", "Modules need no marks: mixtures of experts work without."),
