@@ -102,11 +102,11 @@ def tide_chart(tide: Tide) -> Chart:
 def tide_blocks(survey: Survey) -> Iterator[Block]:
     """The tide of each micro-batch of a step."""
     if not survey.tides:
-        yield Text("No step has followed a plan yet: the first step of each kind is recorded without one.")
+        yield Text("No step has followed a plan yet.")
         return
     yield Text(
         "The engine evicts, loads and brings in ahead so that all of this stays under the limit: chunks take what "
-        "activations leave. Bytes of non-model data are those that were measured when the step was recorded."
+        "activations leave. Bytes of non-model data were measured in the first such step."
     )
     for tide in survey.tides:
         yield tide_chart(tide)

@@ -96,7 +96,7 @@ def describe_foreseen(seconds: float, machine: str) -> str:
 
 
 def describe_step(number: int, seconds: float, stats: Mapping[str, Any]) -> str:
-    """What the first step has taken that was not recorded, in one line.
+    """What the first step by a plan has taken, in one line.
 
     Args:
         number: Its number.
@@ -104,7 +104,7 @@ def describe_step(number: int, seconds: float, stats: Mapping[str, Any]) -> str:
         stats: The engine's statistics after it.
     """
     tiers = _tiers(stats, "step_peak")
-    return f"step {number}, the first one that was not recorded, took {format_seconds(seconds)}, and at most {tiers}"
+    return f"step {number}, the first one by a plan, took {format_seconds(seconds)}, and at most {tiers}"
 
 
 def _memory(outcome: Outcome) -> str:

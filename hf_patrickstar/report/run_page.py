@@ -135,7 +135,7 @@ def _progress(run: Run, shown: Rows) -> Iterator[Block]:
     yield _over_steps(
         "Seconds per step",
         "Means from log to log, with the time that loading of data takes, and without evaluation and saving. "
-        "The first steps are recorded, which takes longer.",
+        "The first step is planned before it begins, which takes longer.",
         "seconds",
         found,
         scales.of_seconds(_highest(found) * 1.05),

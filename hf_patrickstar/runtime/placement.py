@@ -31,7 +31,7 @@ class Room(Protocol):
 
 
 class Placement:
-    """Decides anew, after every step that was recorded, which chunks live in the device margin.
+    """Decides anew, when traces have come or changed, which chunks live in the device margin.
 
     Args:
         chunks: All chunks, by index.

@@ -155,12 +155,12 @@ class Steps:
             version: Counts changes of parameters.
             make_ready: Called first if no trace is known for such a step.
         """
-        self.durations.begin_computing()
         kind = self._kind_of_micro_batch()
         is_last = self.is_last_micro_batch
         dropped_after = frozenset(chunk.spec.index for chunk in self._chunks if chunk.spec.is_updated and is_last)
         title = _title(kind, name)
         shapes, room = self._begin(title, shapes, version, make_ready)
+        self.durations.begin_computing()  # what was foreseen before is no time of the step
         is_unknown = not shapes  # what its inputs are cannot be seen, so a trace may not be relied on
         self._enter(self.tracer.begin(title, shapes, dropped_after, always_metered=is_unknown), present, room)
 

@@ -377,7 +377,7 @@ class Tracer:
         if has_padding:
             logger.info(
                 "patrickstar: reuse_plan: the batches of the plan have no padding, and the first one here has; the "
-                "first step is recorded"
+                "first step is planned anew"
             )
             self.discard()
 

@@ -1,4 +1,4 @@
-"""Traces that are known before the first step, because a plan has recorded them."""
+"""Traces that are known before the first step, because a plan, or an earlier run, has left them."""
 
 import dataclasses
 from collections.abc import Mapping

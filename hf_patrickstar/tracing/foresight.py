@@ -114,7 +114,10 @@ class Foresight:
         try:
             ops, tensors = self._trace(call, shapes)
             if ops is None:
-                raise TraceError("the model does something else each time that it runs")
+                raise TraceError(
+                    "the model does what a trace has no word for: it reads a parameter through .data or detach(), "
+                    "evaluates inside of its forward, or changes an embedding that is looked up on the CPU"
+                )
         except (Exception, SystemExit) as error:  # the user's code may raise anything, and what is wrong fails again
             self._unforeseen.add(what)
             reason = str(error)

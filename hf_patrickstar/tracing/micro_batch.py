@@ -1,4 +1,4 @@
-"""Traces a micro-batch of a model: each one twice, and models whose blocks repeat with a few of them.
+"""Traces a micro-batch of a model; models whose blocks repeat with a few of them.
 
 See [Note: micro-batches that are told again] and [Note: blocks that repeat].
 """

@@ -16,7 +16,7 @@ from hf_patrickstar.payloads import Payloads
 from hf_patrickstar.schedule.known import KnownTraces
 
 EXPECTED = r"patrickstar: [\d.]+ M parameters \([\d.]+ M trained\): model data takes .* on the host, and .*"
-FIRST = r"patrickstar: step 1, the first one that was not recorded, took [\d.e-]+ s, and at most .* on the host"
+FIRST = r"patrickstar: step 1, the first one by a plan, took [\d.e-]+ s, and at most .* on the host"
 _SIZE = r"[\d.]+ \w+"
 MEMORY = (
     rf"patrickstar: at most {_SIZE} of 4.00 MiB \(\d+%\) on the device, chunks {_SIZE} of {_SIZE} \(\d+%\), and "
@@ -151,14 +151,14 @@ def test_seconds_are_expected_where_a_plan_left_traces(tmp_path, capsys):
     assert " s per step" not in expected, "nothing is known of the inputs"
     cost = engine.manager.placement.foreseen
     assert foreseen == f"patrickstar: by the rates of 'rtx4090' a step takes about {cost.seconds:.3g} s"
-    assert "the first one that was not recorded, took" in first
+    assert "the first one by a plan, took" in first
 
     tracer, placement = engine.manager.tracer, engine.manager.placement
     plan_cache.keep_traces(KnownTraces(tracer.known.key, tracer.traces, placement.lookups))
     again = run_with_lanes(tmp_path)
     expected, first, *_ = said(capsys.readouterr().out)
     assert expected.endswith(f", and about {cost.seconds:.3g} s per step by the rates of 'rtx4090'")
-    assert "the first one that was not recorded, took" in first, "what was foreseen is said once"
+    assert "the first one by a plan, took" in first, "what was foreseen is said once"
     assert again.manager.placement.foreseen == cost == again.foreseen, "the same as when the chunks had their homes"
 
 

@@ -129,6 +129,6 @@ def test_nothing_to_change(outcome, reason):
 def test_the_first_step_that_was_not_recorded():
     stats = {**STATS, "device_total_step_peak_nbytes": 6 * GIB, "host_step_peak_nbytes": 12 * GIB}
     assert describe_step(2, 0.5, stats) == (
-        "step 2, the first one that was not recorded, took 0.5 s, and at most 6.00 GiB of 8.00 GiB (75%) on the "
+        "step 2, the first one by a plan, took 0.5 s, and at most 6.00 GiB of 8.00 GiB (75%) on the "
         "device and 12.00 GiB of 120.00 GiB (10%) on the host"
     )

@@ -26,7 +26,10 @@ WITHOUT_REMEDY = {
     "parameter '<spec>' is not managed",
     "no output of the model has a gradient",
     "recording a micro-batch with tensors without bytes took longer than <patience s> s",
-    "the model does something else each time that it runs",
+    "the model does what a trace has no word for: it reads a parameter through .data or detach(), evaluates inside of "
+    "its forward, or changes an embedding that is looked up on the CPU",
+    "the model asks for the value of a tensor (line <f lineno> of <co filename>), which tensors without bytes do not "
+    "have",
     "the model calls the collective '<name>', which nobody answers while its operators are recorded with tensors "
     "without bytes",
     "the model calls operator '<func>', whose result depends on values that tensors without bytes do not have (<type "
