@@ -47,6 +47,8 @@ _MOST_ROUNDS = 4
 """How often chunks are chosen anew for the least memory that was found, at most."""
 _MOST_TRIES = 8
 """How often a little more than the least memory is tried, at most."""
+_HOST_STEPS = 128
+"""How exactly the least memory of the host is known: to a part of so many."""
 _OF_CHUNKS = frozenset(
     {
         *("chunk_numel", "device_budget", "host_budget", "chunk_budget", "placement", "cpu_embedding", "eviction"),
@@ -359,7 +361,14 @@ def _refusal_by_memory(subject: Subject, given: Circumstances, *, is_short: bool
     machine = given.machine
     if is_short and host_nbytes <= machine.host_nbytes:  # it is short of something, if only of a little
         least = max(least, machine.device_nbytes + step_nbytes(machine.device_nbytes))
-    least, enough = _enough(subject, given, least, max(host_nbytes, machine.host_nbytes))
+    larger = dataclasses.replace(machine, device_nbytes=least, host_nbytes=max(host_nbytes, machine.host_nbytes))
+    least, enough = _enough(subject, given, larger, "device_nbytes", step_nbytes(least))
+    if least <= machine.device_nbytes and host_nbytes > machine.host_nbytes:  # the device holds what the host cannot
+        nbytes = max(host_nbytes - (machine.device_nbytes - least), machine.host_nbytes)
+        larger = dataclasses.replace(machine, host_nbytes=nbytes)
+        nbytes, found = _enough(subject, given, larger, "host_nbytes", max(nbytes // _HOST_STEPS, step_nbytes(nbytes)))
+        if found is not None and nbytes < host_nbytes:
+            enough, least, host_nbytes = found, found.tier(Tier.DEVICE).need_nbytes, nbytes
     owners = _owners(given, simulation) if enough is None else {name: use.owners for name, use in enough.tiers.items()}
     on_host = {name: nbytes for name, nbytes in owners[Tier.HOST.value].items() if name != gradient_ring.OWNER}
     tiers = {
@@ -403,11 +412,11 @@ def _smallest(subject: Subject, given: Circumstances, simulation: Simulation, mo
     return simulation, least
 
 
-def _enough(subject: Subject, given: Circumstances, nbytes: int, host_nbytes: int) -> tuple[int, Plan | None]:
-    """Device memory from ``nbytes`` on, in steps that double, with which there is a plan, and that plan if one is."""
-    step = step_nbytes(nbytes)
+def _enough(subject: Subject, given: Circumstances, machine: Machine, field: str, step: int) -> tuple[int, Plan | None]:
+    """Memory from what a machine has on, in steps that double, with which there is a plan, and that plan if one is."""
+    nbytes = getattr(machine, field)
     for _ in range(_MOST_TRIES):
-        machine = dataclasses.replace(given.machine, device_nbytes=nbytes, host_nbytes=host_nbytes)
+        machine = dataclasses.replace(machine, **{field: nbytes})
         with contextlib.suppress(EngineError):  # steps do without plans where copies hardly have room
             found = plan_if_fits(subject, dataclasses.replace(given, machine=machine))
             if found is not None:

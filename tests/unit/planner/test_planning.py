@@ -225,13 +225,22 @@ def test_what_is_short_of_a_little_needs_a_little_more():
     assert close < 1.05 * need
 
 
-def test_the_least_of_the_host_is_without_what_gradients_leave_through():
-    """They are added up on the host beside the device where there is room for it, and else at once."""
+def test_the_least_of_the_host_is_what_the_device_cannot_hold():
+    """The plan with it fits, and one with 2 % less does not; the verdict has both sums."""
     small = {"batch_size": 2, "num_micro_batches": 2, "device_memory": 6 * MIB}
-    need = plan(MODEL, "rtx4090", **small, host_memory=4 * MIB).tier(Tier.HOST).need_nbytes
-    assert 18 * NUM_PARAMETERS <= need < 1.1 * 18 * NUM_PARAMETERS
+    refused = plan(MODEL, "rtx4090", **small, host_memory=4 * MIB)
+    need = refused.tier(Tier.HOST).need_nbytes
+    assert 0 < need < 0.9 * 18 * NUM_PARAMETERS, "all of it, which the device has room for in part"
     assert plan(MODEL, "rtx4090", **small, host_memory=need).fits
-    assert not plan(MODEL, "rtx4090", **small, host_memory=int(0.4 * need)).fits
+    assert not plan(MODEL, "rtx4090", **small, host_memory=int(0.98 * need)).fits
+    device = refused.tier(Tier.DEVICE)
+    assert 0.95 * 6 * MIB < device.need_nbytes <= 6 * MIB == device.budget_nbytes
+    both, there = format_nbytes(need + device.need_nbytes), format_nbytes(10 * MIB)
+    verdict = describe(refused).splitlines()[1]
+    assert verdict == (
+        f"does not fit: {format_nbytes(need - 4 * MIB)} too little on the host; {both} are needed on both tiers "
+        f"together, and {there} are there"
+    )
 
 
 def test_what_gradients_leave_through_is_no_larger_than_all_of_them():
