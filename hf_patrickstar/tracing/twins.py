@@ -25,6 +25,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor
@@ -33,6 +34,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_patrickstar.errors import TraceError
 from hf_patrickstar.runtime.hooks import tensors_in
+from hf_patrickstar.units import MIB
 
 LIBRARIES = ("torch", "transformers", "peft", "trl", "accelerate")
 """Packages whose hooks take part in what a model computes. Hooks of any other code are the user's."""
@@ -40,6 +42,7 @@ LIBRARIES = ("torch", "transformers", "peft", "trl", "accelerate")
 OTHERS_CODE = frozenset({*LIBRARIES, *sys.stdlib_module_names} - {"__main__"})
 """Packages whose code is not the user's: its functions change nothing that they refer to."""
 _PACKAGE = __name__.partition(".")[0]
+_MOST_ARRAY_NBYTES = 64 * MIB
 _ATOMIC = frozenset(
     {
         *(type(None), type(...), type(NotImplemented), bool, int, float, complex, str, bytes, range, slice),
@@ -128,6 +131,13 @@ def _is_of_library(hook: Any, seen: set[int]) -> bool:
         is_function = isinstance(function, types.FunctionType)
         parts = _references(function) if is_function else list(getattr(hook, "__dict__", {}).values())
     return all(_is_of_library(part, seen) for part in parts if isinstance(part, _CALLED))
+
+
+def _refuse_owner(cls: type) -> None:
+    """Refuses to copy what owns something: the copy would close a file, say, of the user's when it dies."""
+    end = getattr(cls, "__del__", None)
+    if end is not None and origin_of(end) not in LIBRARIES:
+        raise TraceError(f"class {cls.__name__} has a __del__, which a copy runs, too; use weakref.finalize in its place")
 
 
 def _references(function: types.FunctionType) -> list[Any]:
@@ -240,6 +250,7 @@ class _Copier:
 
     def _module(self, module: torch.nn.Module) -> Any:
         cls: Any = type(module)
+        _refuse_owner(cls)
         own = getattr(cls, "__deepcopy__", None)
         if own is not None and own.__module__ != "torch.nn.utils.parametrize":  # which copies ``__dict__``
             return self._by_own_method(module)
@@ -293,6 +304,12 @@ class _Copier:
             )
         if cls.__module__.startswith("torch._dynamo"):  # what compiles
             return self._led_to_model(value)
+        _refuse_owner(cls)
+        if isinstance(value, numpy.ndarray):
+            if not value.flags.writeable:
+                return value
+            if value.nbytes > _MOST_ARRAY_NBYTES:
+                raise TraceError(f"the model has an array of numpy of {value.nbytes} bytes, too many to be copied")
         own = getattr(cls, "__deepcopy__", None)
         if own is not None:
             with FakeCopyMode(self._mode):

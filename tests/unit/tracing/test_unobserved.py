@@ -4,8 +4,10 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import gc
 import io
 import logging
+import os
 import random
 import sys
 import threading
@@ -642,6 +644,54 @@ def test_what_has_no_copy_is_named(make, tmp_path):
     if isinstance(model[1].log, io.IOBase):
         model[1].log.close()
         assert (tmp_path / "log").read_text() == ""
+
+
+class Owner:
+    """Closes a file when it dies."""
+
+    def __init__(self):
+        self.number, other = os.pipe()
+        os.close(other)
+
+    def __del__(self):
+        os.close(self.number)
+
+
+class OwningModule(nn.Linear):
+    def __del__(self):
+        ENDED.append("ended")
+
+
+ENDED = []
+
+
+def test_what_owns_something_is_not_copied():
+    owner, model = Owner(), linear()
+    model.owners = [owner]
+    with pytest.raises(TraceError, match="class Owner has a __del__"):
+        trace(model, X)
+    with pytest.raises(TraceError, match="class OwningModule has a __del__"):
+        trace(nn.Sequential(OwningModule(4, 4)), X)
+    gc.collect()
+    os.fstat(owner.number)
+    assert ENDED == ["ended"], "that of the user's own module"
+    model.owners = [types.SimpleNamespace(end=weakref.finalize(model, ENDED.append, "finalized"))]
+    trace(model, X)
+    gc.collect()
+    assert ENDED == ["ended"]
+
+
+def test_large_arrays_are_shared_if_nobody_can_write_to_them_and_refused_else(monkeypatch, tmp_path):
+    model = linear()
+    numpy.ones(100).tofile(tmp_path / "array")
+    model.mapped, model.small = numpy.memmap(tmp_path / "array", mode="r"), numpy.ones(10)
+    monkeypatch.setattr("hf_patrickstar.tracing.twins._MOST_ARRAY_NBYTES", 80)
+    twin = trace(model, X)
+    assert twin.mapped is model.mapped
+    assert not numpy.shares_memory(twin.small, model.small)
+    model.large = numpy.ones(11)
+    with pytest.raises(TraceError, match="array of numpy of 88 bytes"):
+        trace(model, X)
 
 
 def range_of():
