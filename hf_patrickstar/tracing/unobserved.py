@@ -39,7 +39,7 @@ from hf_patrickstar.errors import TraceError
 from hf_patrickstar.memory.accelerator import same_state
 from hf_patrickstar.memory.operators import without_modes
 from hf_patrickstar.tracing.twins import is_of_library
-from hf_patrickstar.tracing.user_state import UserState
+from hf_patrickstar.tracing.user_state import own_variables
 
 _PACKAGE = __name__.partition(".")[0]
 _LOGS_ONCE = ("warning_once", "info_once", "warning_advice")
@@ -60,7 +60,7 @@ def unobserved(model: torch.nn.Module | None = None) -> Iterator[None]:
         raise TraceError("a model cannot be traced inside of torch.func (grad, vmap); trace it outside")
     with contextlib.ExitStack() as stack:
         if model is not None:
-            stack.callback(UserState(model.modules()).restore)
+            stack.enter_context(own_variables())
         for context in (
             *(_quiet_warnings, _quiet_logs, _quiet_streams, _without_modes, _without_saved_tensors_hooks),
             *(_without_global_hooks, same_state, _same_random_numbers, _same_settings, _without_profile),
