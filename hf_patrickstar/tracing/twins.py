@@ -408,7 +408,7 @@ class Copier:
     # Functions
 
     def _property(self, value: property) -> property:
-        return property(*map(self.copy, (value.fget, value.fset, value.fdel)), value.__doc__)
+        return property(self.copy(value.fget), self.copy(value.fset), self.copy(value.fdel), value.__doc__)
 
     def _wrapper(self, value: Any) -> Any:
         return type(value)(self.copy(value.__func__))
@@ -424,7 +424,11 @@ class Copier:
         if code is not None and is_of_user(origin):
             variables = code.namespace(variables)
         copied = self._led_to_model if origin in OTHERS_CODE else self.copy
-        new = {name: cell for name, cell in zip(function.__code__.co_freevars, cells) if id(cell) not in self._memo}
+        new = {
+            name: cell
+            for name, cell in zip(function.__code__.co_freevars, cells, strict=True)
+            if id(cell) not in self._memo
+        }
         own = tuple(self._memo.get(id(cell)) or self._remember(cell, types.CellType()) for cell in cells)
         made: Any = types.FunctionType(function.__code__, variables, function.__name__, None, own)
         self._remember(function, made)

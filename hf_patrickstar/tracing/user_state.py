@@ -1,16 +1,16 @@
 """What the code of a model changes outside of the model: global variables, attributes of classes, caches, closures.
 
 [Note: what is kept]
-A copy of a model runs the code of the user's classes, which may count calls in a global variable, draw from a generator,
-append to a list of an enclosing function, or keep a tensor in a dictionary of its module, where the next forward would
-find one without bytes. So this code runs with variables of its own while the copy runs: the functions of the user's
-that it calls are copies whose global variables are a namespace of their own (``_Namespace``). What it names there is
-copied when it is named first; functions, and modules of the user's, lead to copies again. The user's objects are not
-touched, and another thread that changes them meanwhile changes the user's.
+A copy of a model runs the code of the user's classes, which may count calls in a global variable, draw from a
+generator, append to a list of an enclosing function, or keep a tensor in a dictionary of its module, where the next
+forward would find one without bytes. So this code has variables of its own while the copy runs: the functions of the
+user's that it calls are copies, whose global variables are a namespace of their own (``_Namespace``). What a variable
+refers to is copied when the code names it first; functions and modules lead to copies again. The objects themselves are
+not touched, and another thread that changes them meanwhile changes the user's.
 
-Classes are no copies, or ``isinstance`` would not know them: their functions, and the values of their attributes, are
-replaced by copies, and are as they were when the copy has run. If something has no copy, the first step is recorded. What
-code of libraries changes in their own global variables stays changed.
+Classes are not copied, or ``isinstance`` would not know them: their functions, and the values of their attributes, are
+replaced by copies, and are as they were when the copy has run. If something has no copy, the first step is recorded.
+What code of libraries changes in global variables of its own stays changed.
 """
 
 import builtins

@@ -432,7 +432,7 @@ def tallied():
 
 TALLIED = 0
 MODULE = types.ModuleType("user_module")
-exec("count = 0\ndef call():\n    global count\n    count += 1\n", vars(MODULE))  # noqa: S102
+exec("count = 0\ndef call():\n    global count\n    count += 1\n", vars(MODULE))
 OBJECTS = {
     "random": (random.Random(0), lambda it: it.random(), random.Random.getstate),
     "numpy": (numpy.random.default_rng(0), lambda it: it.random(), lambda it: it.bit_generator.state["state"]),
@@ -572,6 +572,87 @@ class Feeding(nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.parametrize(
+    "open_file",
+    [
+        lambda path: open(path, "a"),  # noqa: SIM115
+        lambda path: open(path, mode="r+"),  # noqa: SIM115
+        lambda path: path.open("w"),
+        lambda path: path.write_text("called"),
+        lambda path: os.open(path, os.O_WRONLY | os.O_APPEND),
+    ],
+)
+def test_a_forward_that_writes_to_a_file_is_refused(open_file, tmp_path):
+    class Writing(nn.Linear):
+        def forward(self, x):
+            with open(path) as file:
+                assert path.read_text() == file.read() == "kept"
+            open_file(path)
+            return super().forward(x)
+
+    path = tmp_path / "log"
+    path.write_text("kept")
+    before = open, io.open, os.open
+    with pytest.raises(TraceError, match="opens a file to write to it"):
+        trace(Writing(4, 4), X)
+    assert before == (open, io.open, os.open)
+    assert path.read_text() == "kept"
+    with unobserved():  # another thread may write
+        thread = threading.Thread(target=path.write_text, args=("written",))
+        thread.start()
+        thread.join()
+    assert path.read_text() == "written"
+
+
+def test_the_environment_is_as_it_was(monkeypatch):
+    class Setting(nn.Linear):
+        def forward(self, x):
+            os.environ["ADDED"] = os.environ["CHANGED"] = "1"
+            del os.environ["REMOVED"]
+            return super().forward(x)
+
+    monkeypatch.setenv("CHANGED", "0")
+    monkeypatch.setenv("REMOVED", "0")
+    before = dict(os.environ)
+    trace(Setting(4, 4), X)
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("name", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_that_a_forward_registers_see_real_tensors_alone(name):
+    model = linear()
+    kinds, forward = [], model.forward
+
+    class Look:
+        def __call__(self, tensor):
+            kinds_of_all.append(type(tensor))
+
+    look = Look()
+
+    def call(x):
+        result = forward(x)
+        getattr(result if name == "register_hook" else model.weight, name)(look)
+        return result
+
+    kinds_of_all = Shared(kinds)
+    model.forward = call
+    trace(model, X)
+    assert kinds == []
+    model(X).sum().backward()
+    assert kinds
+    assert not {kind for kind in kinds if issubclass(kind, FakeTensor)}
+
+
+class Shared:
+    """What a copy changes, too."""
+
+    def __init__(self, items):
+        self.append = lambda item: items.append(item)
+
+    def __deepcopy__(self, _):
+        return self
+
+
 # What is shown
 
 
@@ -584,6 +665,7 @@ class Loud(nn.Linear):
         logging.getLogger("loud").warning_once("logged once")
         print("out")
         print("err", file=sys.stderr)
+        print("raw", file=sys.__stderr__)
         return super().forward(x)
 
 
@@ -594,8 +676,9 @@ def shown(model, capsys, caplog):
     return [record.getMessage() for record in caplog.records], *capsys.readouterr()
 
 
-def test_nothing_is_shown_or_counts_as_shown(capsys, caplog):
-    found = []
+def test_nothing_is_shown_or_counts_as_shown(capsys, caplog, monkeypatch):
+    found, raw = [], io.StringIO()
+    monkeypatch.setattr(sys, "__stderr__", raw)
     for with_trace in (False, True):
         logging.Logger.warning_once.cache_clear()
         globals().pop("__warningregistry__", None)
@@ -611,6 +694,7 @@ def test_nothing_is_shown_or_counts_as_shown(capsys, caplog):
                 found[-1] += shown(model, capsys, caplog)
     assert found[0] == found[1]
     assert found[0] == ["loud", ["logged", "logged once"], "out\n", "err\n", ["logged"], "out\n", "err\n"]
+    assert raw.getvalue() == "raw\n" * 4
 
 
 def test_a_warning_that_was_shown_is_not_shown_again():
@@ -891,7 +975,7 @@ def test_an_open_file_that_a_forward_names_is_refused(tmp_path):
                 log.write("called")
                 return super().forward(x)
 
-        with pytest.raises(TraceError, match="'log', a variable of .*Logging.forward, cannot be copied"):
+        with pytest.raises(TraceError, match=r"'log', a variable of .*Logging.forward, cannot be copied"):
             trace(Logging(4, 4), X)
 
 
