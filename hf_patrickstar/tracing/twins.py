@@ -5,7 +5,8 @@
 to the module itself, in its closure, in its attributes or through a bound method, and the copy would run the user's
 module. So functions are copied here, too, with what they refer to:
 
-- A function of the user's: all that it refers to is copied, since it may change any of it.
+- A function of the user's: all that it refers to is copied, since it may change any of it; so are global variables
+  while nobody shall see the copy run (``user_state.py``).
 - A function of a library (``LIBRARIES``) changes nothing that it refers to but the model; only what leads to the model
   is copied.
 
@@ -25,7 +26,7 @@ import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
@@ -37,6 +38,9 @@ from torch.utils.hooks import RemovableHandle
 from hf_patrickstar.errors import TraceError
 from hf_patrickstar.runtime.hooks import tensors_in
 from hf_patrickstar.units import MIB
+
+if TYPE_CHECKING:
+    from hf_patrickstar.tracing.user_state import OwnCode
 
 LIBRARIES = ("torch", "transformers", "peft", "trl", "accelerate")
 """Packages whose hooks take part in what a model computes. Hooks of any other code are the user's."""
@@ -103,20 +107,7 @@ def copy_without_bytes(
         return copier.copy(value)
 
 
-class OwnCode(Protocol):
-    """What the code of the user's has for itself while a copy runs; see ``user_state.py``."""
-
-    def namespace(self, variables: dict[str, Any]) -> dict[str, Any]:
-        """The global variables of a copied function."""
-
-    def module(self, module: types.ModuleType) -> types.ModuleType:
-        """What stands for a module of Python."""
-
-    def keep(self, cls: type) -> None:
-        """Lets a class have copies of its attributes."""
-
-
-own_code: contextvars.ContextVar[OwnCode | None] = contextvars.ContextVar("own_code", default=None)
+own_code: "contextvars.ContextVar[OwnCode | None]" = contextvars.ContextVar("own_code", default=None)
 """Of the thread that traces; ``None`` where copies run with the variables of the user's."""
 
 
@@ -207,8 +198,8 @@ def reported(what: str) -> Iterator[None]:
         raise
     except Exception as error:  # what others' ``__reduce__`` and ``__deepcopy__`` raise may be anything
         raise TraceError(
-            f"{what} cannot be copied ({type(error).__name__}: {error}); keep it outside of the model, or give its "
-            "class a __deepcopy__"
+            f"{what} cannot be copied ({type(error).__name__}: {error}); keep it where no forward uses it, or give "
+            "its class a __deepcopy__"
         ) from error
 
 

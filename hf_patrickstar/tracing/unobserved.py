@@ -3,8 +3,9 @@
 [Note: unobserved]
 Before the first step a copy of the user's model without bytes runs once. The user's training must be the same as
 without it, in every bit and in every side effect: random numbers, warnings and logs that appear once, what is printed,
-global variables of the user's, modes and hooks. What is of the whole process (warnings, logs, streams) is switched off
-for the thread that traces alone.
+global variables of the user's, the environment, modes and hooks. What is of the whole process (warnings, logs, streams,
+files, hooks of tensors) is switched off for the thread that traces alone. What cannot be hidden is refused: a model is
+not traced if its code opens a file to write to it.
 """
 
 import builtins
@@ -146,9 +147,10 @@ class _Stream:
 
 @contextlib.contextmanager
 def _quiet_streams() -> Iterator[None]:
-    streams = {name: vars(sys)[name] for name in ("stdout", "stderr", "__stdout__", "__stderr__")}
-    # There are none in a process without a console.
-    with mock.patch.multiple(sys, **{name: stream and _Stream(stream) for name, stream in streams.items()}):
+    with contextlib.ExitStack() as stack:
+        for name in ("stdout", "stderr", "__stdout__", "__stderr__"):
+            stream = getattr(sys, name)  # there is none in a process without a console
+            stack.enter_context(mock.patch.object(sys, name, stream and _Stream(stream)))
         yield
 
 

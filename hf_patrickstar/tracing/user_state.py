@@ -33,12 +33,12 @@ _OWN = "its own"
 def own_variables() -> Iterator[None]:
     """Inside, copies run with variables of their own; see [Note: what is kept]."""
     with contextlib.ExitStack() as changes:
-        own = own_code.set(_OwnCode(changes))
+        own = own_code.set(OwnCode(changes))
         changes.callback(own_code.reset, own)
         yield
 
 
-class _OwnCode:
+class OwnCode:
     """The user's code with variables of its own.
 
     Args:
