@@ -4,6 +4,26 @@ Every message says what failed, which parameter, chunk, module or file it concer
 much there is, and what to change.
 """
 
+import functools
+from collections.abc import Callable
+
+
+class Later:
+    """The message of an error that is worded when somebody reads it: to find what would be enough takes time.
+
+    Args:
+        word: Words it.
+    """
+
+    def __init__(self, word: Callable[[], str]) -> None:
+        self._text = functools.cache(word)
+
+    def __str__(self) -> str:
+        return self._text()
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)
+
 
 class PatrickStarError(Exception):
     """Base class of every error that this package raises on purpose."""

@@ -4,7 +4,7 @@ import dataclasses
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from hf_patrickstar.errors import BudgetError
+from hf_patrickstar.errors import BudgetError, Later
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.shortage import Limit, Shortage
 from hf_patrickstar.units import format_nbytes, format_need
@@ -13,7 +13,7 @@ Needs = Sequence[tuple[int, frozenset[int]]]
 """What the device must have room for at each moment: bytes, and the chunks whose copies are among them."""
 
 _MOST_SUMS = 1000
-_PRECISION = 16
+_PRECISION = 12
 """Bits to which the host that would be enough is computed for an error."""
 
 
@@ -153,7 +153,7 @@ def plan_homes(
     # That the device has room for the copies of a module was made sure of when the layout was chosen.
     homed = frozenset() if tiers.on_host(chunks) <= tiers.host_nbytes else spill(chunks, tiers)
     if homed is None:
-        raise BudgetError(too_small(chunks, tiers, limits or Limits.of(tiers)))
+        raise BudgetError(Later(lambda: too_small(chunks, tiers, limits or Limits.of(tiers))))
     need = tiers.on_host(chunk for chunk in chunks if chunk.chunk_index not in homed)
     reason = f"model data ({format_nbytes(need)}) is at home on the host, chunks move to the device"
     if homed:
@@ -180,6 +180,8 @@ def spill(chunks: Sequence[ChunkBytes], tiers: Tiers, order: Sequence[int] | Non
     by_index = {chunk.chunk_index: chunk for chunk in chunks if not chunk.on_host}
     places = order if order is not None else [*reversed(by_index)]
     movable = [by_index[index] for index in places if index in by_index]
+    if _are_too_many(chunks, movable, tiers):
+        return None
     updated = frozenset(chunk.chunk_index for chunk in movable if chunk.state_nbytes)
     found = [_spill(chunks, tiers, movable)]
     # A tier on which the optimizer updates no chunk needs no scratch space.
@@ -189,6 +191,18 @@ def spill(chunks: Sequence[ChunkBytes], tiers: Tiers, order: Sequence[int] | Non
         found.append(_spill(chunks, tiers, movable, updated))
     fitting = [homed for homed in found if homed is not None]
     return min(fitting, key=lambda homed: tiers.on_device(chunks, homed), default=None)
+
+
+def _are_too_many(chunks: Sequence[ChunkBytes], movable: Sequence[ChunkBytes], tiers: Tiers) -> bool:
+    """Whether the bytes that have to leave the host are more than the device has room for, whatever chunks they are."""
+    excess = sum(chunk.host_nbytes for chunk in chunks) - tiers.host_nbytes
+    need, _ = tiers.highest(chunks, frozenset(chunk.chunk_index for chunk in movable))
+    for chunk in sorted(movable, key=lambda chunk: chunk.device_nbytes / max(chunk.host_nbytes, 1)):
+        if excess <= 0:
+            break
+        need += int(chunk.device_nbytes * min(1.0, excess / max(chunk.host_nbytes, 1)))  # as if it could be divided
+        excess -= chunk.host_nbytes
+    return excess > 0 or need > tiers.device_nbytes
 
 
 def _spill(

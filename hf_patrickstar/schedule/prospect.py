@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from hf_patrickstar.errors import BudgetError
+from hf_patrickstar.errors import BudgetError, Later
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.schedule.margin import MarginPlan, StepCost, fill_margin, in_order, needed_nbytes, plan_margin
@@ -98,7 +98,7 @@ class Prospect:
             return frozenset()
         found = spill(chunks, tiers, in_order(range(len(self.nbytes)), self.traces))
         if found is None:
-            raise BudgetError(too_small(chunks, tiers, limits or Limits.of(tiers)))
+            raise BudgetError(Later(lambda: too_small(chunks, tiers, limits or Limits.of(tiers))))
         return found
 
     def margin(

@@ -5,7 +5,8 @@
 to the module itself, in its closure, in its attributes or through a bound method, and the copy would run the user's
 module. So functions are copied here, too, with what they refer to:
 
-- A function of the user's: all that it refers to is copied, since it may change any of it.
+- A function of the user's: all that it refers to is copied, since it may change any of it; so are global variables
+  while nobody shall see the copy run (``user_state.py``).
 - A function of a library (``LIBRARIES``) changes nothing that it refers to but the model; only what leads to the model
   is copied.
 
@@ -15,38 +16,54 @@ copy has not.
 """
 
 import contextlib
+import contextvars
 import copy
 import copyreg
 import functools
 import sys
+import threading
 import types
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 from hf_patrickstar.errors import TraceError
 from hf_patrickstar.runtime.hooks import tensors_in
+from hf_patrickstar.units import MIB
+
+if TYPE_CHECKING:
+    from hf_patrickstar.tracing.user_state import OwnCode
 
 LIBRARIES = ("torch", "transformers", "peft", "trl", "accelerate")
 """Packages whose hooks take part in what a model computes. Hooks of any other code are the user's."""
 
-OTHERS_CODE = frozenset({*LIBRARIES, *sys.stdlib_module_names} - {"__main__"})
+OTHERS_CODE = frozenset({*LIBRARIES, "numpy", *sys.stdlib_module_names} - {"__main__"})
 """Packages whose code is not the user's: its functions change nothing that they refer to."""
 _PACKAGE = __name__.partition(".")[0]
+_MOST_ARRAY_NBYTES = 64 * MIB
 _ATOMIC = frozenset(
     {
-        *(type(None), type(...), type(NotImplemented), bool, int, float, complex, str, bytes, range, slice),
-        *(types.CodeType, types.ModuleType, property, torch.Size, torch.dtype, torch.device, torch.layout),
-        torch.memory_format,
+        *(type(None), type(...), type(NotImplemented), bool, int, float, complex, str, bytes, range, slice, object),
+        *(
+            types.CodeType,
+            types.GetSetDescriptorType,
+            types.MemberDescriptorType,
+            torch.Size,
+            torch.dtype,
+            torch.device,
+        ),
+        *(torch.layout, torch.memory_format, torch.jit.ScriptFunction),
     }
 )
+_CONTAINERS = (list, dict, set, OrderedDict, defaultdict, deque)
 _CALLED = (types.FunctionType, types.MethodType, functools.partial)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OTHER_HOOKS = (
@@ -78,9 +95,7 @@ def copy_without_bytes(
     Raises:
         TraceError: If something cannot be copied, such as an open file.
     """
-    mode: Any = detect_fake_mode()
-    assert mode is not None
-    copier = _Copier(mode, dtype_of, device)
+    copier = Copier(dtype_of, device)
     for model in value if isinstance(value, tuple) else (value,):
         if isinstance(model, torch.nn.Module):
             copier.names |= {id(module): name or "the model" for name, module in model.named_modules()}
@@ -88,8 +103,21 @@ def copy_without_bytes(
         tensors = list(tensors_in(value))
         for place, shape in shapes.items():
             copier.make_tensor(tensors[place], shape)
-    with _reported("the model" if isinstance(value, torch.nn.Module) else "an input of the model"):
+    with reported("the model" if isinstance(value, torch.nn.Module) else "an input of the model"):
         return copier.copy(value)
+
+
+own_code: "contextvars.ContextVar[OwnCode | None]" = contextvars.ContextVar("own_code", default=None)
+"""Of the thread that traces; ``None`` where copies run with the variables of the user's."""
+
+
+def is_of_user(name: str) -> bool:
+    """Whether a module of Python is neither a library nor this package.
+
+    Args:
+        name: The name of the module.
+    """
+    return name.partition(".")[0] not in (*OTHERS_CODE, _PACKAGE)
 
 
 def origin_of(value: Any) -> str:
@@ -130,6 +158,22 @@ def _is_of_library(hook: Any, seen: set[int]) -> bool:
     return all(_is_of_library(part, seen) for part in parts if isinstance(part, _CALLED))
 
 
+def _mode() -> FakeTensorMode:
+    """What makes tensors without bytes."""
+    mode = detect_fake_mode()
+    assert mode is not None, "tensors are copied under FakeTensorMode"
+    return mode
+
+
+def _refuse_owner(cls: type) -> None:
+    """Refuses to copy what owns something: the copy would close a file, say, of the user's when it dies."""
+    end = getattr(cls, "__del__", None)
+    if isinstance(end, types.FunctionType) and origin_of(end) not in LIBRARIES:
+        raise TraceError(
+            f"class {cls.__name__} has a __del__, which a copy runs, too; use weakref.finalize in its place"
+        )
+
+
 def _references(function: types.FunctionType) -> list[Any]:
     """What a function refers to, beside global variables."""
     found = [function.__defaults__, *(function.__kwdefaults__ or {}).values(), *vars(function).values()]
@@ -146,7 +190,7 @@ def _is_ours(name: str, value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _reported(what: str) -> Iterator[None]:
+def reported(what: str) -> Iterator[None]:
     """Says what could not be copied."""
     try:
         yield
@@ -154,16 +198,15 @@ def _reported(what: str) -> Iterator[None]:
         raise
     except Exception as error:  # what others' ``__reduce__`` and ``__deepcopy__`` raise may be anything
         raise TraceError(
-            f"{what} cannot be copied ({type(error).__name__}: {error}); keep it outside of the model, or give its "
-            "class a __deepcopy__"
+            f"{what} cannot be copied ({type(error).__name__}: {error}); keep it where no forward uses it, or give "
+            "its class a __deepcopy__"
         ) from error
 
 
-class _Copier:
+class Copier:
     """Copies objects, each once.
 
     Args:
-        mode: Makes tensors without bytes.
         dtype_of: The type of a parameter's copy.
         device: The device of all tensors; ``None`` for that of each.
 
@@ -172,9 +215,9 @@ class _Copier:
     """
 
     def __init__(
-        self, mode: Any, dtype_of: Callable[[torch.nn.Parameter], torch.dtype] | None, device: torch.device | None
+        self, dtype_of: Callable[[torch.nn.Parameter], torch.dtype] | None, device: torch.device | None
     ) -> None:
-        self._mode, self._dtype_of, self._device = mode, dtype_of, device
+        self._dtype_of, self._device = dtype_of, device
         self._memo: dict[int, Any] = {}
         self._seen: dict[int, Any] = {}  # by the ``id``, which no other object can get meanwhile
         self.names: dict[int, str] = {}
@@ -184,7 +227,14 @@ class _Copier:
         if id(value) in self._memo:
             return self._memo[id(value)]
         cls = type(value)
-        if cls in _ATOMIC or isinstance(value, type):
+        if cls in _ATOMIC:
+            return value
+        own = own_code.get()
+        if isinstance(value, types.ModuleType):
+            return value if own is None else own.module(value)
+        if own is not None:
+            own.keep(value if isinstance(value, type) else cls)
+        if isinstance(value, type):
             return value
         if isinstance(value, torch.Tensor):
             return self.make_tensor(value, value.shape)
@@ -212,7 +262,7 @@ class _Copier:
         is_parameter, needs_grad = isinstance(tensor, torch.nn.Parameter), bool(tensor.requires_grad)
         made: Any
         if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
-            made = self._mode.from_tensor(tensor, static_shapes=True)
+            made = _mode().from_tensor(tensor, static_shapes=True)
             return self._remember(tensor, made)  # type: ignore[no-any-return]
         dtype = self._dtype_of(tensor) if is_parameter and self._dtype_of is not None else tensor.dtype
         made = torch.zeros((), dtype=dtype, device=self._device or tensor.device)
@@ -240,9 +290,10 @@ class _Copier:
 
     def _module(self, module: torch.nn.Module) -> Any:
         cls: Any = type(module)
+        _refuse_owner(cls)
         own = getattr(cls, "__deepcopy__", None)
         if own is not None and own.__module__ != "torch.nn.utils.parametrize":  # which copies ``__dict__``
-            return self._by_own_method(module)
+            return self._module_by_own_method(module)
         reduced: Any = cls.__reduce_ex__(module, 4) if own is None else ()
         if len(reduced) < 3:  # what ``torch.compile`` returns is pickled as a call that compiles again
             made = self._remember(module, cls.__new__(cls))
@@ -258,7 +309,7 @@ class _Copier:
         for attribute, value in state.items():
             if _is_ours(attribute, value):
                 continue
-            with _reported(f"attribute '{attribute}' of {name} ({type(module).__name__})"):
+            with reported(f"attribute '{attribute}' of {name} ({type(module).__name__})"):
                 if attribute in HOOKS:
                     found[attribute] = self._hooks(value)
                 elif attribute in _OTHER_HOOKS:
@@ -267,7 +318,7 @@ class _Copier:
                     found[attribute] = self.copy(value)
         return found
 
-    def _by_own_method(self, module: torch.nn.Module) -> Any:
+    def _module_by_own_method(self, module: torch.nn.Module) -> Any:
         """A module whose class has a ``__deepcopy__``."""
         for name, value in vars(module).items():
             if _is_ours(name, value):
@@ -278,10 +329,13 @@ class _Copier:
                 self._remember(value, OrderedDict())
         for tensor in (*module.parameters(), *module.buffers()):
             self.copy(tensor)
-        with FakeCopyMode(self._mode):
-            return self._remember(module, type(module).__deepcopy__(module, self._memo))  # type: ignore[attr-defined]
+        return self._by_own_method(module, type(module).__deepcopy__)  # type: ignore[attr-defined]
 
     # Anything else
+
+    def _by_own_method(self, value: Any, own: Callable[[Any, dict[int, Any]], Any]) -> Any:
+        with FakeCopyMode(_mode()):
+            return self._remember(value, own(value, self._memo))
 
     def _object(self, value: Any) -> Any:
         cls: Any = type(value)
@@ -293,12 +347,21 @@ class _Copier:
             )
         if cls.__module__.startswith("torch._dynamo"):  # what compiles
             return self._led_to_model(value)
+        _refuse_owner(cls)
+        if isinstance(value, numpy.ndarray):
+            if not value.flags.writeable:
+                return value
+            if value.nbytes > _MOST_ARRAY_NBYTES:
+                raise TraceError(
+                    f"the model has an array of numpy of {value.nbytes} bytes, too many to be copied; let nobody write "
+                    "to it (array.flags.writeable = False)"
+                )
         own = getattr(cls, "__deepcopy__", None)
         if own is not None:
-            with FakeCopyMode(self._mode):
-                return self._remember(value, own(value, self._memo))
+            return self._by_own_method(value, own)
         reductor = copyreg.dispatch_table.get(cls)
-        reduced: Any = reductor(value) if reductor is not None else cls.__reduce_ex__(value, 4)
+        found = value.copy() if cls in _CONTAINERS else value  # another thread may append meanwhile
+        reduced: Any = reductor(value) if reductor is not None else cls.__reduce_ex__(found, 4)
         if isinstance(reduced, str):  # the name of something global
             return value
         self._seen[id(value)] = value
@@ -322,29 +385,54 @@ class _Copier:
     def _builtin(self, value: Any) -> Any:
         """A method of a list (``seen.append``), or a function of a module."""
         owner = value.__self__
-        copied = self.copy(owner)
+        copied = owner if isinstance(owner, types.ModuleType) else self.copy(owner)
         return value if copied is owner else getattr(copied, value.__name__)
+
+    def _local(self, value: threading.local) -> threading.local:
+        made = threading.local()
+        vars(made).update(self.copy(vars(value)))
+        return made
 
     def _method(self, value: types.MethodType) -> types.MethodType:
         return types.MethodType(self.copy(value.__func__), self.copy(value.__self__))
 
     # Functions
 
+    def _property(self, value: property) -> property:
+        return property(self.copy(value.fget), self.copy(value.fset), self.copy(value.fdel), value.__doc__)
+
+    def _wrapper(self, value: Any) -> Any:
+        return type(value)(self.copy(value.__func__))
+
+    def _cached(self, value: Any) -> Any:
+        """A function that remembers its results; the copy remembers none."""
+        return functools.lru_cache(**value.cache_parameters())(self.copy(value.__wrapped__))
+
     def _function(self, function: types.FunctionType) -> Any:
         """A function with copies of what it refers to; see [Note: what a copy refers to]."""
-        cells = function.__closure__ or ()
-        if not cells and not vars(function) and not function.__defaults__ and not function.__kwdefaults__:
-            return function
-        copied = self._led_to_model if origin_of(function) in OTHERS_CODE else self.copy
-        own = tuple(types.CellType() for _ in cells)
-        made: Any = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, own)
+        cells, variables, code = function.__closure__ or (), function.__globals__, own_code.get()
+        origin = origin_of(function)
+        if code is not None and is_of_user(origin):
+            variables = code.namespace(variables)
+        copied = self._led_to_model if origin in OTHERS_CODE else self.copy
+        new = {
+            name: cell
+            for name, cell in zip(function.__code__.co_freevars, cells, strict=True)
+            if id(cell) not in self._memo
+        }
+        own = tuple(self._memo.get(id(cell)) or self._remember(cell, types.CellType()) for cell in cells)
+        made: Any = types.FunctionType(function.__code__, variables, function.__name__, None, own)
         self._remember(function, made)
-        for cell, new in zip(cells, own, strict=True):
-            with contextlib.suppress(ValueError):  # a variable that has no value yet
-                new.cell_contents = copied(cell.cell_contents)
+        for name, cell in new.items():
+            try:
+                value = cell.cell_contents
+            except ValueError:  # a variable that has no value yet
+                continue
+            with reported(f"'{name}', a variable of {function.__qualname__},"):
+                self._memo[id(cell)].cell_contents = copied(value)
         made.__defaults__, made.__kwdefaults__ = copied(function.__defaults__), copied(function.__kwdefaults__)
-        made.__dict__.update((name, self._led_to_model(value)) for name, value in vars(function).items())
-        if all(map(_is, _references(function), _references(made))):
+        made.__dict__.update((name, copied(value)) for name, value in vars(function).items())
+        if variables is function.__globals__ and all(map(_is, _references(function), _references(made))):
             return function
         for name in ("__qualname__", "__module__", "__doc__", "__annotations__"):
             setattr(made, name, getattr(function, name))
@@ -381,13 +469,20 @@ def _is(first: Any, second: Any) -> bool:
     return first is second
 
 
-_MAKERS: dict[type, Callable[[_Copier, Any], Any]] = {
-    tuple: _Copier._tuple,
-    weakref.ReferenceType: _Copier._reference,
-    weakref.ProxyType: _Copier._proxy,
-    weakref.CallableProxyType: _Copier._proxy,
-    torch.Generator: _Copier._generator,
-    types.BuiltinFunctionType: _Copier._builtin,
-    types.MethodType: _Copier._method,
-    types.FunctionType: _Copier._function,
+_MAKERS: dict[type, Callable[[Copier, Any], Any]] = {
+    tuple: Copier._tuple,
+    weakref.ReferenceType: Copier._reference,
+    weakref.ProxyType: Copier._proxy,
+    weakref.CallableProxyType: Copier._proxy,
+    torch.Generator: Copier._generator,
+    types.BuiltinFunctionType: Copier._builtin,
+    types.MethodType: Copier._method,
+    types.FunctionType: Copier._function,
+    type(functools.cache(len)): Copier._cached,
+    property: Copier._property,
+    staticmethod: Copier._wrapper,
+    classmethod: Copier._wrapper,
+    threading.local: Copier._local,
+    type(threading.Lock()): lambda *_: threading.Lock(),
+    type(threading.RLock()): lambda *_: threading.RLock(),
 }

@@ -3,16 +3,22 @@
 [Note: unobserved]
 Before the first step a copy of the user's model without bytes runs once. The user's training must be the same as
 without it, in every bit and in every side effect: random numbers, warnings and logs that appear once, what is printed,
-global variables of the user's, modes and hooks. What is of the whole process (warnings, logs, streams) is switched off
-for the thread that traces alone.
+global variables of the user's, the environment, modes and hooks. What is of the whole process (warnings, logs, streams,
+files, hooks of tensors) is switched off for the thread that traces alone. What cannot be hidden is refused: a model is
+not traced if its code opens a file to write to it.
 """
 
+import builtins
 import contextlib
+import functools
+import io
 import logging
+import os
 import random
 import sys
 import threading
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
@@ -34,12 +40,13 @@ from torch._C._profiler import ActiveProfilerType
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrize
 from torch.utils._device import DeviceContext
+from torch.utils.hooks import RemovableHandle
 
 from hf_patrickstar.errors import TraceError
 from hf_patrickstar.memory.accelerator import same_state
 from hf_patrickstar.memory.operators import without_modes
-from hf_patrickstar.tracing.twins import is_of_library
-from hf_patrickstar.tracing.user_state import UserState
+from hf_patrickstar.tracing.twins import is_of_library, origin_of
+from hf_patrickstar.tracing.user_state import own_variables
 
 _PACKAGE = __name__.partition(".")[0]
 _LOGS_ONCE = ("warning_once", "info_once", "warning_advice")
@@ -54,22 +61,23 @@ def unobserved(model: torch.nn.Module | None = None) -> Iterator[None]:
         model: The model whose copy runs. What its code changes outside of it is restored.
 
     Raises:
-        TraceError: If the calls cannot be hidden: inside of ``torch.func``, or where the code uses an open file.
+        TraceError: If the calls cannot be hidden: inside of ``torch.func``, or where the code uses a file.
     """
     if peek_interpreter_stack() is not None:
         raise TraceError("a model cannot be traced inside of torch.func (grad, vmap); trace it outside")
     with contextlib.ExitStack() as stack:
-        if model is not None:
-            stack.callback(UserState(model.modules()).restore)
         for context in (
-            *(_quiet_warnings, _quiet_logs, _quiet_streams, _without_modes, _without_saved_tensors_hooks),
-            *(_without_global_hooks, same_state, _same_random_numbers, _same_settings, _without_profile),
+            *(_quiet_warnings, _quiet_logs, _quiet_streams, _no_files, _without_modes, _without_saved_tensors_hooks),
+            *(_without_global_hooks, _no_hooks_of_tensors, same_state, _same_random_numbers, _same_settings),
+            *(_same_environment, _without_profile),
         ):
             stack.enter_context(context())
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # graphs would be those of tensors without bytes
         # Inside of ``parametrize.cached()`` torch finds values by the addresses of modules, and other modules may get
         # those of the copy's.
         stack.enter_context(mock.patch.multiple(parametrize, _cache_enabled=0, _cache={}))
+        if model is not None:
+            stack.enter_context(own_variables())
         yield
 
 
@@ -139,9 +147,35 @@ class _Stream:
 
 @contextlib.contextmanager
 def _quiet_streams() -> Iterator[None]:
-    out: Any = sys.stdout and _Stream(sys.stdout)  # there are none in a process without a console
-    error: Any = sys.stderr and _Stream(sys.stderr)
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+    with contextlib.ExitStack() as stack:
+        for name in ("stdout", "stderr", "__stdout__", "__stderr__"):
+            stream = getattr(sys, name)  # there is none in a process without a console
+            stack.enter_context(mock.patch.object(sys, name, stream and _Stream(stream)))
+        yield
+
+
+@contextlib.contextmanager
+def _no_files() -> Iterator[None]:
+    """Lets the thread open no file to write to it."""
+    this = threading.get_ident()
+
+    def checked(function: Callable[..., Any], name: str, writes: Callable[[Any], Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def open_file(*args: Any, **kwargs: Any) -> Any:
+            how = args[1] if len(args) > 1 else kwargs.get(name)
+            if how is not None and writes(how) and threading.get_ident() == this:
+                raise TraceError(
+                    "the model opens a file to write to it, which a trial forward must not do; write in the loop"
+                )
+            return function(*args, **kwargs)
+
+        return open_file
+
+    with contextlib.ExitStack() as stack:
+        for module in (builtins, io):
+            stack.enter_context(mock.patch.object(module, "open", checked(open, "mode", set("wax+").intersection)))
+        numbers = checked(os.open, "flags", (os.O_WRONLY | os.O_RDWR).__and__)
+        stack.enter_context(mock.patch.object(os, "open", numbers))
         yield
 
 
@@ -197,6 +231,27 @@ def _without_global_hooks() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _no_hooks_of_tensors() -> Iterator[None]:
+    """Lets the thread register no hooks of the user's on tensors: they would be called with tensors without bytes."""
+    this = threading.get_ident()
+
+    def checked(register: Callable[..., RemovableHandle]) -> Callable[..., RemovableHandle]:
+        @functools.wraps(register)
+        def register_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> RemovableHandle:
+            if threading.get_ident() != this or is_of_library(hook) or origin_of(hook) == _PACKAGE:
+                return register(tensor, hook)
+            return RemovableHandle(OrderedDict())
+
+        return register_hook
+
+    with contextlib.ExitStack() as stack:
+        for name in ("register_hook", "register_post_accumulate_grad_hook"):
+            method = getattr(torch.Tensor, name)
+            stack.enter_context(mock.patch.object(torch.Tensor, name, checked(method)))
+        yield
+
+
+@contextlib.contextmanager
 def _without_profile() -> Iterator[None]:
     """Lets a profiler that is on see nothing."""
     is_on = _profiler_type() is not ActiveProfilerType.NONE
@@ -222,6 +277,19 @@ def _same_random_numbers() -> Iterator[None]:
         random.setstate(before[0])
         numpy.random.set_state(before[1])
         torch.default_generator.set_state(generator.get_state())
+
+
+@contextlib.contextmanager
+def _same_environment() -> Iterator[None]:
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in {*before, *os.environ}:
+            if name not in before:
+                del os.environ[name]
+            elif os.environ.get(name) != before[name]:
+                os.environ[name] = before[name]
 
 
 @contextlib.contextmanager

@@ -209,6 +209,8 @@ class Package:
             return self._texts_of_join(node.args[0], str(node.func.value.value), place)
         if name in _SAME or name in _WORDS_OF_CALLS:
             return []
+        if name == "Later" and isinstance(node.args[0], ast.Lambda):
+            return self.texts(node.args[0].body, place)
         found = self._find_function(name, place.module)
         if not found:
             return []
