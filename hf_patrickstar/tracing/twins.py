@@ -393,6 +393,12 @@ class Copier:
         vars(made).update(self.copy(vars(value)))
         return made
 
+    def _condition(self, value: Any) -> Any:
+        raise TraceError(
+            "the model waits for another thread (threading.Event, Semaphore, queue.Queue), which wakes no copy; keep "
+            "that outside of the model"
+        )
+
     def _method(self, value: types.MethodType) -> types.MethodType:
         return types.MethodType(self.copy(value.__func__), self.copy(value.__self__))
 
@@ -483,6 +489,7 @@ _MAKERS: dict[type, Callable[[Copier, Any], Any]] = {
     staticmethod: Copier._wrapper,
     classmethod: Copier._wrapper,
     threading.local: Copier._local,
+    threading.Condition: Copier._condition,
     type(threading.Lock()): lambda *_: threading.Lock(),
     type(threading.RLock()): lambda *_: threading.RLock(),
 }
