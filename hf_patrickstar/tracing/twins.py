@@ -26,7 +26,7 @@ import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy
 import torch
@@ -38,9 +38,6 @@ from torch.utils.hooks import RemovableHandle
 from hf_patrickstar.errors import TraceError
 from hf_patrickstar.runtime.hooks import tensors_in
 from hf_patrickstar.units import MIB
-
-if TYPE_CHECKING:
-    from hf_patrickstar.tracing.user_state import OwnCode
 
 LIBRARIES = ("torch", "transformers", "peft", "trl", "accelerate")
 """Packages whose hooks take part in what a model computes. Hooks of any other code are the user's."""
@@ -107,7 +104,17 @@ def copy_without_bytes(
         return copier.copy(value)
 
 
-own_code: "contextvars.ContextVar[OwnCode | None]" = contextvars.ContextVar("own_code", default=None)
+class _OwnCode(Protocol):
+    """The user's code with variables of its own; see ``user_state.py``."""
+
+    def namespace(self, variables: dict[str, Any]) -> dict[str, Any]: ...
+
+    def module(self, module: types.ModuleType) -> types.ModuleType: ...
+
+    def keep(self, cls: type) -> None: ...
+
+
+own_code: contextvars.ContextVar[_OwnCode | None] = contextvars.ContextVar("own_code", default=None)
 """Of the thread that traces; ``None`` where copies run with the variables of the user's."""
 
 

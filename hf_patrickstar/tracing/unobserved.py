@@ -237,12 +237,12 @@ def _no_hooks_of_tensors() -> Iterator[None]:
 
     def checked(register: Callable[..., RemovableHandle]) -> Callable[..., RemovableHandle]:
         @functools.wraps(register)
-        def register_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> RemovableHandle:
+        def add_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> RemovableHandle:
             if threading.get_ident() != this or is_of_library(hook) or origin_of(hook) == _PACKAGE:
                 return register(tensor, hook)
             return RemovableHandle(OrderedDict())
 
-        return register_hook
+        return add_hook
 
     with contextlib.ExitStack() as stack:
         for name in ("register_hook", "register_post_accumulate_grad_hook"):
