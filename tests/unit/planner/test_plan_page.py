@@ -124,7 +124,7 @@ def test_a_plan_that_does_not_fit_has_a_page_that_says_by_how_much(tmp_path, cap
     check_alone(reader)
     check_charts(reader, least=2)
     text = "".join(reader.text)
-    assert re.search(r"It does not fit: .* too little on the device, .* too little on the host\.", text)
+    assert re.search(r"It does not fit: .* too little on the device, .* too little on the host; .* are there\.", text)
     assert "The tide" not in text
     for name, use in plan["tiers"].items():
         rows = reader.table(f"Most bytes on the {name}").column("most bytes")
