@@ -13,7 +13,7 @@ Needs = Sequence[tuple[int, frozenset[int]]]
 """What the device must have room for at each moment: bytes, and the chunks whose copies are among them."""
 
 _MOST_SUMS = 1000
-_PRECISION = 12
+_PRECISION = 16
 """Bits to which the host that would be enough is computed for an error."""
 
 

@@ -1,4 +1,5 @@
 import dataclasses
+import pickle
 
 import pytest
 
@@ -56,6 +57,18 @@ def test_a_chunk_that_does_not_fit_beside_the_working_set_is_passed_over():
     chunks = [ChunkBytes(0, 100, 100, 200), ChunkBytes(1, 100, 100, 900)]
     plan = place(chunks, device_nbytes=600, host_nbytes=1000, working_set_nbytes=200, workspace_nbytes=0)
     assert plan.device_homed == {0}
+
+
+def test_the_message_is_worded_once_and_only_where_it_is_read(monkeypatch):
+    """To find what would be enough takes time; processes hand errors to each other as text."""
+    worded = []
+    monkeypatch.setattr("hf_patrickstar.schedule.placement.too_small", lambda *_: worded.append(1) or "too small")
+    with pytest.raises(BudgetError) as caught:
+        place(make_chunks(4), device_nbytes=600, host_nbytes=1000, working_set_nbytes=200, workspace_nbytes=0)
+    assert not worded
+    assert str(caught.value) == str(caught.value) == "too small"
+    assert pickle.loads(pickle.dumps(caught.value)).args == ("too small",)
+    assert len(worded) == 1
 
 
 def test_too_small_together():
