@@ -52,13 +52,6 @@ class EngineError(PatrickStarError, RuntimeError):
     """The engine was used in a way, or at a moment, in which it cannot give a right answer."""
 
 
-class RaceError(PatrickStarError, RuntimeError):
-    """Simulated streams found that nothing orders two uses of the same memory: a mistake of this package.
-
-    The message names both uses, their lanes and the memory.
-    """
-
-
 class CollectiveError(PatrickStarError, RuntimeError):
     """A collective failed, ranks disagree, or one was left alone; the group of processes is of no use any more.
 

@@ -7,8 +7,8 @@ import time
 from unittest import mock
 
 from delayed import MOST_S, DelayedDriver
+from race_detector import SimulatedDriver
 
-from hf_patrickstar.memory.simulation import SimulatedDriver
 from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.optim import adam_kernel, workers
 from hf_patrickstar.units import ALIGNMENT_NUMEL

@@ -38,7 +38,6 @@ ORDER = (
     "CheckpointError",
     "ScriptError",
     "TraceError",
-    "RaceError",
 )
 PARTS = {
     "config": "Settings",

@@ -4,10 +4,9 @@ from unittest import mock
 
 import mutations
 import pytest
+from race_detector import RaceError, SimulatedStream
 from test_training import train_like_one
 
-from hf_patrickstar.errors import RaceError
-from hf_patrickstar.memory.simulation import SimulatedStream
 from hf_patrickstar.memory.streams import StreamTicket
 
 pytestmark = pytest.mark.xdist_group("distributed")

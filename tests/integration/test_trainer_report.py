@@ -7,13 +7,13 @@ import pathlib
 import pytest
 import torch
 from pages import PageReader, check_alone, check_charts
+from race_detector import SimulatedDriver
 from simulated import simulated_streams
 from trainers import make_trainer, run, tight, train
 from transformers import HfArgumentParser
 
 from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments
 from hf_patrickstar.cli.main import main
-from hf_patrickstar.memory.simulation import SimulatedDriver
 from hf_patrickstar.report.run_record import STEPS, read_run, record_folder
 from hf_patrickstar.report.timeline import to_trace
 from hf_patrickstar.schedule.clock import Lane

@@ -2,7 +2,7 @@
 
 [Note: virtual driver]
 ``VirtualDriver`` takes the place of an accelerator's driver below ``DeviceStreams``, as the simulated one of
-``memory/simulation.py`` does, so that each wait of the engine is what it would be on a device. A copy is done at once,
+``race_detector.py`` does, so that each wait of the engine is what it would be on a device. A copy is done at once,
 and so is every operator; with fake tensors neither touches a byte. What they cost goes to the clock: an operator on
 memory of the device takes the host the time to launch it, and the compute lane its time there; one on memory of the
 host takes the host all of it. A value of the device that the program asks for stops the host.

@@ -714,7 +714,6 @@ ELSEWHERE = {
     "membership.py": "waits for threads",
     "memory/accelerator.py": "asks a device of torch",
     "memory/lane_times.py": "measures what others wait for",
-    "memory/simulation.py": "is the race detector",
     "memory/threads.py": "waits for its own threads",
     "optim/adam_kernel.py": "waits for its workers",
     "optim/ahead.py": "waits for a checkpoint that is written (tests/parity/test_updates_in_backward.py for the rest)",

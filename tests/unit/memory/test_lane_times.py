@@ -4,11 +4,11 @@ import time
 
 import pytest
 import torch
+from race_detector import SimulatedDriver
 
 from hf_patrickstar.memory import lane_times
 from hf_patrickstar.memory.lane_times import Timed
 from hf_patrickstar.memory.lanes import WorkLane
-from hf_patrickstar.memory.simulation import SimulatedDriver
 from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.memory.tiers import Tier
 

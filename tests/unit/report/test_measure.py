@@ -7,9 +7,9 @@ import threading
 
 import pytest
 import torch
+from race_detector import SimulatedDriver
 
 from hf_patrickstar.machine import find_machine
-from hf_patrickstar.memory.simulation import SimulatedDriver
 from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.report import measure, sweeps
 from hf_patrickstar.report.measure import DTYPES, Effort, cpu_name, measure_machine

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
+from race_detector import RaceError, SimulatedDriver
 
-from hf_patrickstar.errors import RaceError
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.pool import PayloadPool
-from hf_patrickstar.memory.simulation import SimulatedDriver
 from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.gradient_ring import LEAST_NBYTES, OWNER, GradientRing

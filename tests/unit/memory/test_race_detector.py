@@ -4,13 +4,12 @@ import weakref
 
 import pytest
 import torch
+from race_detector import RaceError, SimulatedDriver
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_patrickstar.errors import RaceError
 from hf_patrickstar.memory.lanes import WorkLane
 from hf_patrickstar.memory.operators import storage_key
-from hf_patrickstar.memory.simulation import SimulatedDriver
 from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.values import as_it_is

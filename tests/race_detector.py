@@ -29,10 +29,15 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from hf_patrickstar.errors import RaceError
+from hf_patrickstar.errors import PatrickStarError
 from hf_patrickstar.memory.operators import OperatorMode, read_operands, storage_key, touches_nothing, written_operands
 from hf_patrickstar.memory.threads import Series
 from hf_patrickstar.memory.tiers import Tier
+
+
+class RaceError(PatrickStarError, RuntimeError):
+    """Nothing orders two uses of the same memory; the message names both, their lanes and the memory."""
+
 
 _COPIES = frozenset({"aten::copy_", "aten::_to_copy", "aten::clone", "aten::_foreach_copy_"})
 """Operators that may have operands on both tiers: on a device they are copies that block the host."""
