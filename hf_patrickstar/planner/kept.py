@@ -33,14 +33,15 @@ def kept(kind: str, subject: Subject, circumstances: object, is_measured: bool, 
         return make()
     key = plan_cache.digest([kind, *_parts_of(subject), circumstances])
     found = plan_cache.read(kind, key)
-    if found is not None:
-        try:
-            with no_collections():  # of some ten thousand objects, none of which is garbage
+    with no_collections():  # of some hundred thousand objects, none of which is garbage
+        if found is not None:
+            try:
                 return pickle.loads(zlib.decompress(found))  # type: ignore[no-any-return]
-        except Exception as error:  # what a damaged file raises may be anything
-            logger.info("patrickstar: a plan that was kept cannot be read, and is made again: %s", error)
+            except Exception as error:  # what a damaged file raises may be anything
+                logger.info("patrickstar: a plan that was kept cannot be read, and is made again: %s", error)
     made = make()
-    plan_cache.write(kind, key, zlib.compress(pickle.dumps(made), 1))
+    with no_collections():
+        plan_cache.write(kind, key, zlib.compress(pickle.dumps(made), 1))
     return made
 
 

@@ -255,14 +255,14 @@ class _Simulator:
         return make_kernel(optimizer, resources.pool, False, None, None, resources.has_lanes, overlaps, is_alone)
 
     def run(self) -> Simulation:
-        ops, lookups, reasons = self._looked_up(self._decisions.homes.device_homed)
+        ops, traces, lookups, reasons = self._looked_up(self._decisions.homes.device_homed)
         with no_collections():  # a plan is some hundred thousand small objects, none of which is garbage
-            return self._decided(ops, lookups, reasons)
+            return self._decided(ops, traces, lookups, reasons)
 
-    def _decided(self, ops: OpTrace, lookups: Mapping[int, str], reasons: list[str]) -> Simulation:
+    def _decided(
+        self, ops: OpTrace, traces: Sequence[Trace], lookups: Mapping[int, str], reasons: list[str]
+    ) -> Simulation:
         decisions, situation = self._decisions, self._situation
-        rules = self._rules(frozenset())
-        traces = traces_of(ops, self._places, rules)
         key = key_of(self._computation, decisions, situation)
         known = KnownTraces(key, {made.key: made for made in (*traces, self._update_trace(traces[0]))}, lookups)
         placement = decisions.rules(situation)
@@ -280,19 +280,19 @@ class _Simulator:
 
     # Decisions
 
-    def _looked_up(self, homed: frozenset[int]) -> tuple[OpTrace, dict[int, str], list[str]]:
-        """What a micro-batch does, and where embeddings are looked up for which that was to be decided."""
+    def _looked_up(self, homed: frozenset[int]) -> tuple[OpTrace, Sequence[Trace], dict[int, str], list[str]]:
+        """What micro-batches do and visit, and where embeddings are looked up for which that was to be decided."""
         decisions, chunk_of = self._decisions, self._places.chunk_of
         asked = [index for index in decisions.embeddings.tensor_indices if chunk_of[index] not in homed]
         names = {index: decisions.tensors[index].name for index in asked}
         ops = self._ops_of(frozenset(names.values()))
+        traces = traces_of(ops, self._places, self._rules(frozenset()))
         if decisions.embeddings.is_final or not asked:
-            return ops, {}, []
+            return ops, traces, {}, []
         rows: dict[int, int] = {}
         for note in ops.notes:
             if isinstance(note, LookedUp):
                 rows[note.index] = rows.get(note.index, 0) + note.nbytes
-        traces = traces_of(ops, self._places, self._rules(frozenset()))
         fixed = sum(decisions.chunk_nbytes[index].device_nbytes for index in homed)
         needs = needed_nbytes(traces, homed, 0)
         room = self._resources.ledger.limit(Tier.DEVICE, cautious=False) - fixed
@@ -306,7 +306,8 @@ class _Simulator:
         lookups = {index: "home" if index in choice.at_home else "device" for index in rows}
         if any(place == "device" for place in lookups.values()):
             ops = self._ops_of(frozenset(names[index] for index in asked if lookups.get(index) != "device"))
-        return ops, lookups, [choice.reason]
+            traces = traces_of(ops, self._places, self._rules(frozenset()))
+        return ops, traces, lookups, [choice.reason]
 
     def _rules(self, homed: frozenset[int], ahead: Ahead = NOTHING_AHEAD) -> StepRules:
         kernel, overlaps = self._kernel, bool(self._config.overlap_optimizer)

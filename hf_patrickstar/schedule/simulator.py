@@ -114,7 +114,11 @@ def repeated_plans(
     resident: dict[int, int] = {}
     plans: list[Plan] = []
     last = len(traces) - 1
+    begin: list[int] | None = None
     for _ in range(repetitions):
+        if begin == list(resident):
+            break  # from here on it repeats itself
+        begin = list(resident)
         plans.clear()
         for number, trace in enumerate(traces):
             dropped = dropped_after if number == last else frozenset()
