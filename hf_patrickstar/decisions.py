@@ -117,10 +117,8 @@ class Decisions(Arrangement):
             return None
         prospect, homed = self.prospect(situation, known, rules), self.homes.device_homed
         if fills_margin:
-            kept = homed - self.homes.spilled
             with contextlib.suppress(BudgetError):  # the inputs may be smaller than those that were planned
-                margin = prospect.margin(kept)
-                homed = kept if margin is None else kept.union(margin.chunk_indices)
+                homed, _ = prospect.settled(homed, self.homes.spilled)
         return prospect.cost(homed)
 
     def with_tide(self, situation: Circumstances, known: KnownTraces, rules: PlacementRules) -> "Decisions":

@@ -34,11 +34,10 @@ from hf_patrickstar.schedule.ahead import plan_ahead
 from hf_patrickstar.schedule.bounds import ADAM_NBYTES
 from hf_patrickstar.schedule.clock import Timeline
 from hf_patrickstar.schedule.known import KnownTraces
-from hf_patrickstar.schedule.margin import needed_nbytes
 from hf_patrickstar.schedule.op_trace import LookedUp, OpTrace
 from hf_patrickstar.schedule.placement import Lookups, plan_lookups
 from hf_patrickstar.schedule.plan import NOTHING_AHEAD, Ahead, Plan, chunkable_nbytes
-from hf_patrickstar.schedule.prospect import Prospect, left_device
+from hf_patrickstar.schedule.prospect import Prospect
 from hf_patrickstar.schedule.replay import replay
 from hf_patrickstar.schedule.script import Entry, HostWork, Load, Reduce, Send
 from hf_patrickstar.schedule.simulator import repeated_plans
@@ -269,13 +268,8 @@ class _Simulator:
         decisions = decisions.with_tide(situation, known, placement)
         prospect, homed = decisions.prospect(situation, known, placement), decisions.homes.device_homed
         if can_move_homes(situation) and not self._config.debug_evict_all:
-            if not prospect.fits(homed):
-                reasons.append(left_device(len(homed), "beside what else a step takes"))
-                homed = frozenset()
-            margin = prospect.margin(homed)
-            if margin is not None:
-                homed = homed.union(margin.chunk_indices)
-                reasons.append(margin.reason)
+            homed, settled = prospect.settled(homed, decisions.homes.spilled)
+            reasons += settled
         return self._planned(ops, known, prospect, homed, [*decisions.reasons, *reasons])
 
     # Decisions
@@ -293,10 +287,8 @@ class _Simulator:
         for note in ops.notes:
             if isinstance(note, LookedUp):
                 rows[note.index] = rows.get(note.index, 0) + note.nbytes
-        fixed = sum(decisions.chunk_nbytes[index].device_nbytes for index in homed)
-        needs = needed_nbytes(traces, homed, 0)
-        room = self._resources.ledger.limit(Tier.DEVICE, cautious=False) - fixed
-        room -= max((nbytes for nbytes, _ in needs), default=0)
+        known = KnownTraces(traces={made.key: made for made in traces})
+        room = decisions.prospect(self._situation, known, decisions.rules(self._situation)).room_beside(homed)
         sizes = {index: decisions.chunk_nbytes[chunk_of[index]].param_nbytes for index in rows}
         choice = plan_lookups(
             {index: Lookups(sizes[index], rows[index], decisions.tensors[index].trainable) for index in rows},

@@ -12,7 +12,7 @@ from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.copies import Copies
 from hf_patrickstar.runtime.tracer import Tracer
 from hf_patrickstar.schedule.ahead import plan_ahead
-from hf_patrickstar.schedule.margin import StepCost, needed_nbytes
+from hf_patrickstar.schedule.margin import StepCost
 from hf_patrickstar.schedule.placement import ChunkBytes, Limits, Lookups, plan_lookups
 from hf_patrickstar.schedule.plan import Ahead
 from hf_patrickstar.schedule.prospect import PlacementRules, Prospect, left_device
@@ -101,7 +101,7 @@ class Placement:
             tracer.discard()  # the next step visits other chunks
         elif any(trace.kind.is_training for trace in tracer.traces.values()):
             if self._fills_margin:
-                if is_foreseen and not self._prospect().fits(self._at_home_on_device()):
+                if is_foreseen and self._prospect().room_beside(self._at_home_on_device()) < 0:
                     self._leave_device("beside what else a step takes")
                 self._fill_margin(reclaim, is_certain=is_certain)
             self._foresee()
@@ -182,7 +182,7 @@ class Placement:
         measured = {tensor.spec.index: tensor.lookup_nbytes // self._num_micro_batches for tensor in asked}
         if not any(measured.values()):
             return False
-        room = self._room_beside_working_chunks()
+        room = self._prospect().room_beside(self._at_home_on_device())
         choice = plan_lookups(
             {t.spec.index: Lookups(t.chunk.param_nbytes, measured[t.spec.index], t.spec.trainable) for t in asked},
             self._rules.machine,
@@ -210,13 +210,6 @@ class Placement:
                     tensor.lookup = self._lookups[tensor.spec.index] = lookups[tensor.spec.index]
                     if tensor.lookup == "device":
                         self._copies.pin(chunk)  # from now on it moves
-
-    def _room_beside_working_chunks(self) -> int:
-        """Bytes of the device that no moment of a recorded step needs."""
-        prospect, static = self._prospect(), self._at_home_on_device()
-        fixed = sum(self.nbytes[index].device_nbytes for index in static)
-        needs = needed_nbytes(prospect.traces, static, prospect.unusable_nbytes)
-        return prospect.device_nbytes - fixed - max((nbytes for nbytes, _ in needs), default=0)
 
     def _at_home_on_device(self) -> frozenset[int]:
         return frozenset(chunk.spec.index for chunk in self._chunks if chunk.home is Tier.DEVICE)

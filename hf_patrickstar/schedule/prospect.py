@@ -146,16 +146,35 @@ class Prospect:
         workspace = self.rules.host_workspace_nbytes
         need = sum(chunk.host_nbytes for chunk in on_host) + workspace
         left = need - sum(chunk.host_nbytes for chunk in on_host if chunk.chunk_index in current)
-        return left <= self.host_nbytes < need and self.fits(kept | current)
+        return left <= self.host_nbytes < need and self.room_beside(kept | current) >= 0
 
-    def fits(self, at_home: frozenset[int]) -> bool:
-        """Whether the device has room for every moment, if these chunks are at home there.
+    def room_beside(self, at_home: frozenset[int]) -> int:
+        """Bytes of the device that no moment of the traces needs, if these chunks are at home there.
 
         Args:
             at_home: Chunks that are at home on the device.
         """
         needs = needed_nbytes(self.traces, frozenset() if self.has_groups else at_home, self.unusable_nbytes)
-        return self._fixed_nbytes(at_home) + max((nbytes for nbytes, _ in needs), default=0) <= self.device_nbytes
+        return self.device_nbytes - self._fixed_nbytes(at_home) - max((nbytes for nbytes, _ in needs), default=0)
+
+    def settled(self, homed: frozenset[int], spilled: frozenset[int]) -> tuple[frozenset[int], list[str]]:
+        """Decides which chunks are at home on the device once a step is known, and why.
+
+        Args:
+            homed: Chunks that are at home there before it is.
+            spilled: Those of them that the host has no room for.
+
+        Raises:
+            BudgetError: As for ``spilled``.
+        """
+        reasons = []
+        if self.room_beside(homed) < 0:
+            reasons.append(left_device(len(homed), "beside what else a step takes"))
+            homed = spilled = frozenset()
+        margin = self.margin(homed - spilled)
+        if margin is None:
+            return homed, reasons
+        return (homed - spilled).union(margin.chunk_indices), [*reasons, margin.reason]
 
     def cost(self, at_home: frozenset[int]) -> StepCost | None:
         """What one step of each bucket of inputs costs.
