@@ -17,8 +17,6 @@ LENGTH_STEP = 64
 _MOST_BATCH = 2**16
 _MOST_LENGTH = 1_000_000
 _MOST_LAYERS = 2**12
-_PARTS_OF_LAYERS = 64
-"""Of a model with more layers, the answer is right to one part of so many: plans of deep models take minutes."""
 _STATES_NBYTES, _SUM_NBYTES = 14, 4
 """Bytes of a parameter with its optimizer states, and of the sum of its gradients over micro-batches, for guesses."""
 
@@ -43,9 +41,8 @@ class Found:
         answer: Sequences of a micro-batch, tokens of a sequence, layers of the model, or the name of a machine;
             ``None`` if nothing fits.
         plan: The plan of the answer; ``None`` if nothing fits.
-        refused: What was planned and does not fit: the next larger number (of more than 64 layers, one that is larger
-            by a 64th at most), or the next cheaper machine; ``None`` if the answer is the largest that the model
-            allows, or the cheapest of all.
+        refused: What was planned and does not fit: the next larger number, or the next cheaper machine; ``None`` if
+            the answer is the largest that the model allows, or the cheapest of all.
         num_plans: How many plans were made.
         left_out: Machines that were not tried, and why, as in "v100 has no rate for bfloat16".
     """
@@ -67,8 +64,7 @@ def search(goal: Goal | str, subject: Subject, given: Circumstances, progress: P
     """Searches for the largest batch, sequence or model that fits, or for the cheapest machine.
 
     The answer has a plan of its own, and the next larger one was planned and refused. A larger model has more layers
-    and is otherwise the same; of more than 64 layers, the one that was refused is larger by a 64th at most. Machines
-    are tried in the order of ``BY_PRICE``, with a process on each device.
+    and is otherwise the same. Machines are tried in the order of ``BY_PRICE``, with a process on each device.
 
     Args:
         goal: What to search for.
@@ -145,7 +141,6 @@ class _Scale:
         step: What a step is worth.
         most: The most steps.
         largest: The last step ends here.
-        num_parts: Into how many parts sizes are told apart; ``None`` if each step counts.
     """
 
     change: Callable[[int], Subject]
@@ -153,11 +148,6 @@ class _Scale:
     step: int
     most: int
     largest: int
-    num_parts: int | None = None
-
-    def grain(self, steps: int) -> int:
-        """By how many steps sizes differ there that are told apart."""
-        return 1 if self.num_parts is None else max(steps // self.num_parts, 1)
 
     def size(self, steps: int) -> int:
         """The size after so many steps."""
@@ -183,7 +173,7 @@ def _scale_of(goal: Goal, subject: Subject) -> _Scale:
             f"search 'max-model': '{subject.name}' cannot have other layers: give MODEL, with a configuration that has "
             "num_hidden_layers"
         )
-    return _Scale(subject.with_layers, subject.num_layers, 1, _MOST_LAYERS, _MOST_LAYERS, _PARTS_OF_LAYERS)
+    return _Scale(subject.with_layers, subject.num_layers, 1, _MOST_LAYERS, _MOST_LAYERS)
 
 
 class _Search:
@@ -194,8 +184,7 @@ class _Search:
     linear in the size, and every plan that fits tells how many there are; so the next size to try is where the line
     through the two largest plans meets what the machine has. Activations have to fit the device; model data of more
     layers and activations together have to fit both tiers, and the smaller of both sizes counts. Where the guess was on
-    the wrong side, the next one is a step beyond it, then two, then four, and the middle where that is nearer. Of many
-    layers a step is a 64th of them.
+    the wrong side, the next one is a step beyond it, then two, then four, and the middle where that is nearer.
     """
 
     def __init__(self, goal: Goal, scale: _Scale, given: Circumstances, progress: Progress) -> None:
@@ -205,18 +194,18 @@ class _Search:
 
     def run(self) -> Found:
         """Searches."""
-        low, high, stride, grain = 0, self._scale.most + 1, 1, self._scale.grain
+        low, high, stride = 0, self._scale.most + 1, 1
         probe = min(self._scale.first, self._scale.most)
-        while high - low > grain(low):
+        while high - low > 1:
             plan = self._try(probe)
             if plan is not None:
                 low = probe
                 self._fitting.append((probe, plan))
                 # A guess that was too small: beyond it there is more than the line says.
-                probe = max(self._guess(), low + stride * grain(low))
+                probe = max(self._guess(), low + stride)
             else:
                 high = probe
-                probe = min(self._guess(), high - stride * grain(high)) if self._fitting else high // 2
+                probe = min(self._guess(), high - stride) if self._fitting else high // 2
             stride *= 2
             if not low < probe < high:
                 probe = (low + high) // 2 if high <= self._scale.most else min(2 * low, high - 1)
