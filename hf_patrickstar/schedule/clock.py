@@ -128,7 +128,8 @@ class Timeline:
         chain: list[Span] = []
         if not self.has_causes:
             return chain
-        number = max(range(self.first, len(self.spans)), key=lambda n: (self.spans[n].end_ns, n), default=-1)
+        last_ns = max((span.end_ns for span in self.own_spans), default=0)
+        number = next((n for n in reversed(range(len(self.spans))) if self.spans[n].end_ns == last_ns), -1)
         while number >= self.first:
             chain.append(self.spans[number])
             number = self.spans[number].after

@@ -156,7 +156,8 @@ def make_plan(
     draft.load_on_demand(chooser, dropped_after, leaving)
     if prefetch_depth:
         draft.load_ahead(prefetch_depth)
-    draft.carry_over(ahead.carried, prefetch_depth)
+    if ahead.carried:
+        draft.carry_over(ahead.carried, prefetch_depth)
     moments = tuple(
         Actions((*leave, *evict), tuple(load), visit.reduced, tuple(carry))
         for leave, evict, load, visit, carry in zip(
@@ -261,17 +262,16 @@ class _Draft:
         index, victims = self.load[demand][0], self.evict[demand]
         sizes, visits = self.trace.chunk_nbytes, self.trace.visits
         growth = sizes[index] - sum(sizes[victim] for victim in victims)
+        used, capacities, leave, evict = self.used, self.capacities, self.leave, self.evict
         moment = demand
         while moment > earliest:
-            visit = visits[moment - 1]
-            in_use = (visit.chunk_index, *visit.pinned)
-            if self.used[moment - 1] + growth > self.capacities[moment - 1]:
+            before = moment - 1
+            if used[before] + growth > capacities[before] or index in leave[moment] or index in evict[before]:
                 break
-            if index in self.leave[moment] or index in self.evict[moment - 1]:
+            visit = visits[before]
+            if victims and any(victim == visit.chunk_index or victim in visit.pinned for victim in victims):
                 break
-            if any(victim in in_use for victim in victims):
-                break
-            moment -= 1
+            moment = before
         return moment
 
     def carry_over(self, indices: Sequence[int], depth: int) -> None:

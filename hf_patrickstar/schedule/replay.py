@@ -29,10 +29,6 @@ WAITS_FOR_ARRIVAL = "hf_patrickstar.runtime.copies.wait"
 """Where in the package the host waits for updates on the host, as plans tell it to load chunks and to use them."""
 
 
-Simple = Kernel | HostWork | BlockingCopy | Message
-"""Entries that need nothing of what was done before."""
-
-
 class Player:
     """Puts work on the clock of a machine.
 
@@ -160,21 +156,9 @@ class Player:
             self.clock.host(cost // machine.num_cores, f"a core sends what it has to {what}")
         return self.clock.put(lane, cost, f"{what}, {nbytes} bytes sent")
 
-    def message(self, message: Message) -> None:
+    def message(self) -> None:
         """The host exchanges a message with all other processes."""
         self.clock.host(self.machine.message_ns, "exchange a message")
-
-    def play(self, entry: Simple) -> None:
-        """The host does what needs nothing else to be known."""
-        match entry:
-            case Kernel():
-                self.kernel(entry)
-            case HostWork():
-                self.host_work(entry)
-            case BlockingCopy():
-                self.blocking_copy(entry)
-            case Message():
-                self.message(entry)
 
 
 def lane_of(*, to_device: bool) -> Lane:
@@ -231,8 +215,16 @@ class _Replay:
         player, clock = self._player, self._clock
         for entry in script:
             match entry:
-                case Kernel() | HostWork() | BlockingCopy() | Message():
-                    player.play(entry)
+                case Kernel():
+                    player.kernel(entry)
+                case Reach(index):
+                    self._reach(index)
+                case HostWork():
+                    player.host_work(entry)
+                case BlockingCopy():
+                    player.blocking_copy(entry)
+                case Message():
+                    player.message()
                 case ThreadWork():
                     self._work(entry)
                 case Send(index, nbytes, to_device):
@@ -245,8 +237,6 @@ class _Replay:
                     clock.wait(self._sent[number], place)
                 case AwaitLoad(index, place):
                     clock.wait(self._last[index, True], place)
-                case Reach(index):
-                    self._reach(index)
                 case Begin(Part.FORWARD):
                     self._micro_batch += 1
                     self._moment = 0

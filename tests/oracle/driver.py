@@ -25,7 +25,7 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.schedule.clock import Lane, Mark, Timeline
 from hf_patrickstar.schedule.replay import Player
-from hf_patrickstar.schedule.script import BlockingCopy, HostWork, Message, Reduce, ThreadWork
+from hf_patrickstar.schedule.script import BlockingCopy, HostWork, Kernel, Reduce, ThreadWork
 from hf_patrickstar.tracing.answers import AnsweringMode
 from hf_patrickstar.tracing.charges import Charges, caller
 from hf_patrickstar.tracing.costs import cost_of
@@ -222,7 +222,7 @@ class VirtualDriver:
 
     def message(self) -> None:
         """The host exchanges a message with all other processes."""
-        self._player.play(Message())
+        self._player.message()
 
     def bring_home(self, tensor: torch.Tensor) -> None:
         """The host needs the values of a tensor that the engine has made for it, and has it from then on.
@@ -231,7 +231,7 @@ class VirtualDriver:
             tensor: The tensor; computed on the device, it is copied, since the engine takes the device for the host.
         """
         if self.is_on_device(tensor):
-            self._player.play(BlockingCopy(tensor.nbytes, False, False, caller()))
+            self._player.blocking_copy(BlockingCopy(tensor.nbytes, False, False, caller()))
             self._charges.put(tensor, Tier.HOST)
 
     def take(self, buffer: torch.Tensor, tier: Tier, owner: str) -> None:
@@ -275,8 +275,10 @@ class VirtualDriver:
             self._at_work.append(HostWork(str(operator._overloadpacket), cost.flops, nbytes))
             self._written.update(touch.storage for touch in touches if touch.is_write)
             return
+        player = self._player
+        play = {Kernel: player.kernel, HostWork: player.host_work, BlockingCopy: player.blocking_copy}
         for work in self._charges.charge(operator, args, kwargs, result, cost):
-            self._player.play(work)
+            play[type(work)](work)
 
     # Steps
 
