@@ -32,7 +32,7 @@ from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.live_parameter import LiveMixin
 from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.known import KnownTraces
-from hf_patrickstar.schedule.margin import StepCost
+from hf_patrickstar.schedule.margin import StepCost, needed_nbytes
 from hf_patrickstar.schedule.pace import choose_depth
 from hf_patrickstar.schedule.placement import HomePlan
 from hf_patrickstar.schedule.prospect import PlacementRules, Prospect
@@ -184,7 +184,7 @@ class Decisions(Arrangement):
         )
         on_host, on_device = map(self.at_home_nbytes, (Tier.HOST, Tier.DEVICE))
         training = [trace for trace in known.traces.values() if trace.kind.is_training]
-        in_step = max((trace.least_nbytes(homed) for trace in training), default=0)
+        in_step = max((nbytes for nbytes, _ in needed_nbytes(training, homed, 0)), default=0)
         if in_step:
             on_device += in_step
         elif on_host:

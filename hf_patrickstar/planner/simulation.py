@@ -41,7 +41,8 @@ from hf_patrickstar.schedule.prospect import Prospect
 from hf_patrickstar.schedule.replay import replay
 from hf_patrickstar.schedule.script import Entry, HostWork, Load, Reduce, Send
 from hf_patrickstar.schedule.simulator import repeated_plans
-from hf_patrickstar.schedule.step import Places, StepRules, kinds_of, traces_of, whole_step
+from hf_patrickstar.schedule.sketch import steps_of
+from hf_patrickstar.schedule.step import Places, StepRules, traces_of, whole_step
 from hf_patrickstar.schedule.trace import StepKind, Trace, Visit, trace_key
 from hf_patrickstar.tracing.answers import AnsweringMode
 from hf_patrickstar.tracing.fake import FakeTensors
@@ -290,16 +291,15 @@ class _Simulator:
         known = KnownTraces(traces={made.key: made for made in traces})
         room = decisions.prospect(self._situation, known, decisions.rules(self._situation)).room_beside(homed)
         sizes = {index: decisions.chunk_nbytes[chunk_of[index]].param_nbytes for index in rows}
-        choice = plan_lookups(
+        lookups, reason = plan_lookups(
             {index: Lookups(sizes[index], rows[index], decisions.tensors[index].trainable) for index in rows},
             self._resources.machine,
-            frozenset(index for index in rows if sizes[index] > room),
+            room,
         )
-        lookups = {index: "home" if index in choice.at_home else "device" for index in rows}
         if any(place == "device" for place in lookups.values()):
             ops = self._ops_of(frozenset(names[index] for index in asked if lookups.get(index) != "device"))
             traces = traces_of(ops, self._places, self._rules(frozenset()))
-        return ops, traces, lookups, [choice.reason]
+        return ops, traces, lookups, [reason]
 
     def _rules(self, homed: frozenset[int], ahead: Ahead = NOTHING_AHEAD) -> StepRules:
         kernel, overlaps = self._kernel, bool(self._config.overlap_optimizer)
@@ -340,13 +340,11 @@ class _Simulator:
         self, ops: OpTrace, known: KnownTraces, prospect: Prospect, homed: frozenset[int], reasons: list[str]
     ) -> Simulation:
         trained, tensors, layout = self._trained, self._decisions.tensors, self._layout
-        by_kind = {made.kind: made for made in known.traces.values()}
-        kinds = list(kinds_of(self._num_micro_batches))
-        kinds[1:1] = kinds[1:-1] * max(self._num_micro_batches - 3, 0)
-        traces = [by_kind[kind] for kind in kinds]
+        (traces,) = steps_of(known.traces.values(), self._num_micro_batches)
         rules = self._plan_rules(prospect, homed, traces[-1])
         plans = rules.plans(traces, prospect.device_nbytes)
-        script = whole_step(ops, self._places, self._rules(homed, plans[-1].ahead)).script
+        told = self._rules(homed, plans[-1].ahead)
+        script = whole_step(ops, self._places, told, [made.kind for made in traces])
         loads = tuple(
             Load(size.param_nbytes, (trained.world_size - 1) * size.param_nbytes, size.chunk_index in homed)
             for size in self._decisions.chunk_nbytes

@@ -183,14 +183,14 @@ class Placement:
         if not any(measured.values()):
             return False
         room = self._prospect().room_beside(self._at_home_on_device())
-        choice = plan_lookups(
+        choice, reason = plan_lookups(
             {t.spec.index: Lookups(t.chunk.param_nbytes, measured[t.spec.index], t.spec.trainable) for t in asked},
             self._rules.machine,
-            frozenset(tensor.spec.index for tensor in asked if tensor.chunk.param_nbytes > room),
+            room,
         )
-        self.settle_lookups({index: "home" if index in choice.at_home else "device" for index in measured})
-        logger.info("patrickstar: %s", choice.reason)
-        self.reasons["lookups"] = choice.reason
+        self.settle_lookups(choice)
+        logger.info("patrickstar: %s", reason)
+        self.reasons["lookups"] = reason
         return any(tensor.lookup == "device" for tensor in asked)
 
     @property

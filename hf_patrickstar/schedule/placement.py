@@ -372,14 +372,6 @@ def _table(chunks: Sequence[ChunkBytes], homed: Collection[int], tiers: Tiers) -
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LookupPlan:
-    """Which embeddings are looked up on the CPU, and why."""
-
-    at_home: frozenset[int]
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Lookups:
     """What one micro-batch does with an embedding.
 
@@ -414,22 +406,24 @@ class Lookups:
         return weight_ns + machine.copy_ns(self.weight_nbytes, to_device=False) + gradient_ns
 
 
-def plan_lookups(
-    lookups: Mapping[int, Lookups], machine: Machine, too_large: frozenset[int] = frozenset()
-) -> LookupPlan:
+def plan_lookups(lookups: Mapping[int, Lookups], machine: Machine, room_nbytes: int) -> tuple[dict[int, str], str]:
     """Decides which embeddings are worth being looked up on the host (PatrickStar section 8.2), by time.
 
     Args:
         lookups: What a micro-batch does with each embedding, by tensor index.
         machine: Its rates.
-        too_large: Embeddings that do not fit the device beside what else is needed there; they stay at home.
+        room_nbytes: Bytes of the device that nothing else needs; larger embeddings stay at home.
+
+    Returns:
+        Where each is looked up, ``"home"`` or ``"device"``, and why.
     """
     at_home_ns = {index: found.at_home_ns(machine) for index, found in lookups.items()}
     on_device_ns = {index: found.on_device_ns(machine) for index, found in lookups.items()}
-    at_home = frozenset(index for index in lookups if at_home_ns[index] < on_device_ns[index]) | too_large
+    too_large = [index for index, found in lookups.items() if found.weight_nbytes > room_nbytes]
+    at_home = {*too_large, *(index for index in lookups if at_home_ns[index] < on_device_ns[index])}
     forced = f" ({len(too_large)} of them because the device has no room)" if too_large else ""
-    return LookupPlan(
-        at_home,
+    return (
+        {index: "home" if index in at_home else "device" for index in lookups},
         f"cpu_embedding=auto: {len(at_home)} of {len(lookups)} untied embeddings are looked up on the CPU{forced}: by "
         f"the rates of '{machine.name}' a micro-batch takes {sum(at_home_ns.values()) / 1e6:.2f} ms for it on the CPU, "
         f"{sum(on_device_ns.values()) / 1e6:.2f} ms on the device",

@@ -6,8 +6,6 @@ from hf_patrickstar.machine import Machine
 from hf_patrickstar.schedule.clock import Clock, Lane, Mark, Timeline
 from hf_patrickstar.schedule.plan import Plan
 from hf_patrickstar.schedule.script import (
-    Await,
-    AwaitLoad,
     Begin,
     BlockingCopy,
     Entry,
@@ -233,10 +231,6 @@ class _Replay:
                     self._sent.append(player.reduce(entry))
                 case Join(number):
                     clock.follow(Lane.COMPUTE, self._sent[number])
-                case Await(number, place):
-                    clock.wait(self._sent[number], place)
-                case AwaitLoad(index, place):
-                    clock.wait(self._last[index, True], place)
                 case Begin(Part.FORWARD):
                     self._micro_batch += 1
                     self._moment = 0
@@ -266,9 +260,7 @@ class _Replay:
         self._player.visit()
 
     def _work(self, work: ThreadWork) -> None:
-        after = [self._sent[number] for number in work.after]
-        after += [self._last[index, True] for index in work.after_loads if (index, True) in self._last]
-        end = self._player.thread_work(work, after)
+        end = self._player.thread_work(work, [self._sent[number] for number in work.after])
         self._sent.append(end)
         self._works.update(dict.fromkeys(work.chunk_indices, end))
 

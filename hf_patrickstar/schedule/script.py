@@ -70,13 +70,11 @@ class ThreadWork:
         operators: What the thread does, in order.
         chunk_indices: The chunks whose homes it writes: copies of these come after it.
         after: Which ``Send`` s it comes after, counted as for ``Join``.
-        after_loads: The chunks whose last copies by the plan it comes after.
     """
 
     operators: tuple[HostWork, ...]
     chunk_indices: frozenset[int]
     after: tuple[int, ...]
-    after_loads: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -139,32 +137,6 @@ class Join:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Await:
-    """The host waits for a ``Send`` or a ``ThreadWork``.
-
-    Attributes:
-        number: Which one of the script, ``Reduce`` included, counted from 0.
-        place: Where in the program.
-    """
-
-    number: int
-    place: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class AwaitLoad:
-    """The host waits for the last copy of a chunk that the plan has started.
-
-    Attributes:
-        chunk_index: The chunk.
-        place: Where in the program.
-    """
-
-    chunk_index: int
-    place: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Reach:
     """The micro-batch comes to the next moment of its trace, where the plan has actions.
 
@@ -186,9 +158,7 @@ class Begin:
     part: Part
 
 
-Entry = (
-    Kernel | HostWork | ThreadWork | BlockingCopy | Send | Reduce | Message | Join | Await | AwaitLoad | Reach | Begin
-)
+Entry = Kernel | HostWork | ThreadWork | BlockingCopy | Send | Reduce | Message | Join | Reach | Begin
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -140,13 +140,13 @@ def _update(index: int, work: ChunkWork, *, overlaps: bool) -> Entry:
     if work.is_static:
         return Kernel("update", 0, nbytes, "float32")
     operator = HostWork("update", 0, nbytes)
-    return ThreadWork((operator,), frozenset({index}), (), ()) if overlaps else operator
+    return ThreadWork((operator,), frozenset({index}), ()) if overlaps else operator
 
 
 def _micro_batch(
     trace: Trace, works: Sequence[ChunkWork], number: Iterator[int], *, accumulates: bool
 ) -> Iterator[Entry]:
-    """``number`` counts copies, reductions and works of the thread, as ``Await`` does."""
+    """``number`` counts copies, reductions and works of the thread, as ``Join`` does."""
     end = trace.forward_ends[-1] if trace.forward_ends else len(trace.visits)
     rows = num_rows(trace.shapes[0])
     by_plan = any(visit.reduced for visit in trace.visits)
@@ -182,4 +182,4 @@ def _gradients(index: int, work: ChunkWork, number: Iterator[int], *, accumulate
     if accumulates:
         next(number)
         adding = HostWork("add gradients", 0, work.gradient_nbytes + _ADDING_NBYTES * work.own_numel)
-        yield ThreadWork((adding,), frozenset(), (sent,), ())
+        yield ThreadWork((adding,), frozenset(), (sent,))

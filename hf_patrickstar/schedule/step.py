@@ -306,7 +306,7 @@ class _Telling:
         del self._missing[chunk]
         last = self._last_sent.get(chunk)
         next(self._numbers)
-        work = ThreadWork((self._rules.updates[chunk],), frozenset({chunk}), () if last is None else (last,), ())
+        work = ThreadWork((self._rules.updates[chunk],), frozenset({chunk}), () if last is None else (last,))
         self._script.append(work)
 
     def _trained_in(self, chunk: int) -> set[int]:
@@ -345,7 +345,7 @@ class _Telling:
         if self._kind is StepKind.LAST and self._rules.has_norms:
             works.append(HostWork("norm", 0, numel * _SUM_ITEMSIZE))
         self._last_sent[chunk] = next(self._numbers)
-        self._script.append(ThreadWork(tuple(works), frozenset(), (number,), ()))
+        self._script.append(ThreadWork(tuple(works), frozenset(), (number,)))
 
     def _wait_for_copies(self) -> None:
         most, least = self._rules.in_flight_nbytes, _LEAST_IN_FLIGHT if self._rules.in_flight_nbytes else 0
@@ -438,36 +438,23 @@ def kinds_of(num_micro_batches: int) -> Sequence[StepKind]:
     return (StepKind.FIRST, *middle, StepKind.LAST)
 
 
-class ToldStep(NamedTuple):
-    """A step of the optimizer, chunk by chunk: the update of the last one, then forward and backward.
-
-    Attributes:
-        traces: What each micro-batch visits.
-        script: What the step does beside what its plans move.
-    """
-
-    traces: tuple[Trace, ...]
-    script: tuple[Entry, ...]
-
-
-def whole_step(ops: OpTrace, places: Places, rules: StepRules) -> ToldStep:
-    """Tells a whole step; each of its micro-batches does the same.
+def whole_step(ops: OpTrace, places: Places, rules: StepRules, kinds: Iterable[StepKind]) -> tuple[Entry, ...]:
+    """The script of a step, chunk by chunk: the update of the last one, then forward and backward.
 
     Args:
-        ops: What one of them does.
+        ops: What a micro-batch does; each does the same.
         places: Where parameters are.
         rules: What becomes of gradients.
+        kinds: What each micro-batch is.
     """
-    kinds = list(kinds_of(rules.num_micro_batches))
-    kinds[1:1] = kinds[1:-1] * max(rules.num_micro_batches - 3, 0)
     script = list(_update(ops, places, rules))
     numbers = itertools.count(sum(isinstance(entry, ThreadWork) for entry in script))
-    found = [micro_batch(ops, places, rules, kind, numbers) for kind in kinds]
     homed, chunks = rules.device_homed, places.chunks
     is_at_rest = len(homed) == len(chunks) and all(chunk.world_size == 1 for chunk in chunks)
-    for told in found:  # where all chunks are at home on the device, the engine has nothing to do at a visit
-        script += (entry for entry in told.script if not (is_at_rest and isinstance(entry, Reach)))
-    return ToldStep(tuple(told.trace for told in found), tuple(script))
+    for kind in kinds:  # where all chunks are at home on the device, the engine has nothing to do at a visit
+        told = micro_batch(ops, places, rules, kind, numbers).script
+        script += (entry for entry in told if not (is_at_rest and isinstance(entry, Reach)))
+    return tuple(script)
 
 
 def _update(ops: OpTrace, places: Places, rules: StepRules) -> Iterator[Entry]:
@@ -486,6 +473,6 @@ def _update(ops: OpTrace, places: Places, rules: StepRules) -> Iterator[Entry]:
         if index in rules.device_homed:
             yield Kernel(work.name, work.flops, work.nbytes, places.chunks[index].types.state)
         elif rules.overlaps_update:
-            yield ThreadWork((work,), frozenset({index}), (), ())
+            yield ThreadWork((work,), frozenset({index}), ())
         else:
             yield work

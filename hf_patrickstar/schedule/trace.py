@@ -7,7 +7,7 @@ import bisect
 import dataclasses
 import enum
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -90,22 +90,6 @@ class Trace:
     def non_model_peak_nbytes(self) -> int:
         """The most non-model bytes of any moment."""
         return max((visit.non_model_nbytes for visit in self.visits), default=0)
-
-    def least_nbytes(self, at_home: Container[int] = ()) -> int:
-        """The most bytes of any moment for others, gradients and copies of the chunks in use: with less no plan works.
-
-        Args:
-            at_home: Chunks at home on the device, which need no copies.
-        """
-        return max(
-            (
-                visit.non_model_nbytes
-                + visit.gradient_nbytes
-                + sum(self.chunk_nbytes[i] for i in {visit.chunk_index, *visit.pinned} if i not in at_home)
-                for visit in self.visits
-            ),
-            default=0,
-        )
 
     def visits_in_order(self, chunk_indices: Sequence[int]) -> bool:
         """Whether its visits are to these chunks, in this order."""

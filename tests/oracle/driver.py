@@ -186,7 +186,7 @@ class VirtualDriver:
         finally:
             self._at_work = None
         chunks = frozenset(self._chunks[storage] for storage in written if storage in self._chunks)
-        entry = ThreadWork(tuple(works), chunks, (), ())
+        entry = ThreadWork(tuple(works), chunks, ())
         return VirtualEvent(self, self._player.thread_work(entry, [event.mark for event in after]))
 
     def begin_after(self, work: Any, stream: Any, begin: Callable[[Any], Any]) -> VirtualBegun:

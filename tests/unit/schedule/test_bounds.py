@@ -10,8 +10,6 @@ from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.schedule.plan import Actions, Plan
 from hf_patrickstar.schedule.replay import device_ns, replay
 from hf_patrickstar.schedule.script import (
-    Await,
-    AwaitLoad,
     Begin,
     BlockingCopy,
     HostWork,
@@ -83,10 +81,8 @@ def test_a_chunk_that_comes_ahead_is_waited_for_where_it_is_needed():
     assert seconds(timeline) == 4 + 4 + 2, "the second load runs beside the first work"
 
 
-def test_gradients_leave_beside_computation_and_are_awaited_by_name():
-    timeline = play(WORK, Send(0, 40, to_device=False), WORK, Await(0, "the update"), HostWork("adam", 0, 28))
-    assert seconds(timeline) == 2 + 2 + 1, "the copy of two seconds is hidden by work of two"
-    assert {place: round(ns / SECOND) for place, ns in timeline.waits_by_place().items()} == {"the update": 4}
+def test_gradients_leave_beside_computation():
+    assert seconds(play(WORK, Send(0, 40, to_device=False), WORK)) == 2 + 2, "the copy of two seconds is hidden"
 
 
 def test_a_gradient_goes_home_after_its_chunk_was_read_from_there():
@@ -145,19 +141,6 @@ def test_each_micro_batch_follows_its_plan_from_the_first_moment():
     assert seconds(timeline) == 4 + 2 + 4 + 2 + 2 + 2, "what stays is not loaded again"
 
 
-def test_a_load_of_the_plan_is_awaited_by_its_chunk():
-    plan = Plan((Actions(load=(0, 1)), Actions()), {}, (80, 80))
-    timeline = play(Reach(0), AwaitLoad(1, "here"), HostWork("adam", 0, 28), plan=plan)
-    assert seconds(timeline) == 4 + 4 + 1
-
-
-def test_of_several_sends_one_is_awaited():
-    timeline = play(
-        Send(-1, 20, to_device=False), Send(-1, 40, to_device=False), Await(0, "a ring"), HostWork("add", 0, 28)
-    )
-    assert seconds(timeline) == 1 + 2, "the host works while the second copy runs"
-
-
 def test_a_chunk_of_several_processes_is_gathered_when_the_own_part_is_there():
     plan = Plan((Actions(load=(0, 1)), Actions()), {}, (120, 240))
     loads = (Load(40, sent_nbytes=80 + 10), Load(40, sent_nbytes=90))
@@ -192,18 +175,14 @@ def test_a_message_takes_the_host():
     assert bounds_of(script, play(*script), MACHINE, num_on_host=1).binding == Lane.REDUCTIONS.value
 
 
-def work(*nbytes, chunks=(), after=(), after_loads=()):
+def work(*nbytes, chunks=(), after=()):
     """Work of the host's thread; 28 bytes are a second."""
-    return ThreadWork(tuple(HostWork("update", 0, n) for n in nbytes), frozenset(chunks), after, after_loads)
+    return ThreadWork(tuple(HostWork("update", 0, n) for n in nbytes), frozenset(chunks), after)
 
 
 def test_the_thread_of_the_host_works_beside_the_device():
     assert seconds(play(work(28, 28), WORK)) == 2
     assert seconds(play(work(28, 28, 28), WORK)) == 3
-
-
-def test_the_host_waits_for_its_thread():
-    assert seconds(play(work(28 * 3), Await(0, "here"), WORK)) == 5
 
 
 def test_the_thread_comes_after_copies():

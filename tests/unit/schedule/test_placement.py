@@ -7,7 +7,7 @@ from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.machine import CPU_TIER, MACHINES
 from hf_patrickstar.schedule.placement import ChunkBytes, Limits, Lookups, Tiers, plan_homes, plan_lookups, spill
 from hf_patrickstar.shortage import Limit
-from hf_patrickstar.units import MIB
+from hf_patrickstar.units import GIB, MIB
 
 
 def place(chunks, device_nbytes, host_nbytes, working_set_nbytes, workspace_nbytes, **settings):
@@ -207,30 +207,31 @@ TRAINED, FROZEN = Lookups(100 * MIB, 4 * MIB, True), Lookups(100 * MIB, 4 * MIB,
 
 def test_on_one_memory_embeddings_with_fewer_rows_in_use_than_weights_are_looked_up_at_home():
     """The gradient costs the same on both tiers, so that bytes that are copied decide."""
-    plan = plan_lookups({0: TRAINED, 3: dataclasses.replace(TRAINED, rows_nbytes=101 * MIB), 5: FROZEN}, CPU_TIER)
-    assert plan.at_home == {0, 5}
+    lookups = {0: TRAINED, 3: dataclasses.replace(TRAINED, rows_nbytes=101 * MIB), 5: FROZEN}
+    assert plan_lookups(lookups, CPU_TIER, GIB)[0] == {0: "home", 3: "device", 5: "home"}
 
 
 def test_where_the_bus_is_fast_a_dense_gradient_on_the_cpu_costs_more_than_the_copies():
     """One core fills zeros: at 4 GB/s 25 ms, beside two copies of 4 ms each for the weight and its gradient."""
     h100 = MACHINES["h100"]
-    plan = plan_lookups({0: TRAINED, 1: FROZEN}, h100)
-    assert plan.at_home == {1}, "a frozen one has no gradient"
+    chosen, reason = plan_lookups({0: TRAINED, 1: FROZEN}, h100, GIB)
+    assert chosen == {0: "device", 1: "home"}, "a frozen one has no gradient"
     rows = [h100.copy_ns(4 * MIB, to_device=to_device) for to_device in (True, False)]
     weight = [h100.copy_ns(100 * MIB, to_device=to_device) for to_device in (True, False)]
     gradient = h100.num_cores * h100.host_ns(0, 100 * MIB) + h100.host_ns(0, 200 * MIB)
     at_home, on_device = 2 * rows[0] + rows[1] + gradient, 2 * weight[0] + weight[1] + h100.kernel_ns(0, 300 * MIB, "")
-    assert plan.reason == (
+    assert reason == (
         "cpu_embedding=auto: 1 of 2 untied embeddings are looked up on the CPU: by the rates of 'h100' a micro-batch "
         f"takes {at_home / 1e6:.2f} ms for it on the CPU, {on_device / 1e6:.2f} ms on the device"
     )
 
 
 def test_an_embedding_for_which_the_device_has_no_room_stays_at_home():
-    plan = plan_lookups({0: TRAINED}, MACHINES["h100"], frozenset({0}))
-    assert plan.at_home == {0}
-    assert "(1 of them because the device has no room)" in plan.reason
+    assert plan_lookups({0: TRAINED}, MACHINES["h100"], 100 * MIB)[0] == {0: "device"}
+    chosen, reason = plan_lookups({0: TRAINED}, MACHINES["h100"], 100 * MIB - 1)
+    assert chosen == {0: "home"}
+    assert "(1 of them because the device has no room)" in reason
 
 
 def test_no_embeddings_to_decide_about():
-    assert plan_lookups({}, CPU_TIER).at_home == frozenset()
+    assert plan_lookups({}, CPU_TIER, GIB)[0] == {}

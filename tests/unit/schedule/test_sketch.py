@@ -26,7 +26,7 @@ def make_trace(key="training", *, reduced=()):
 
 
 def update(index):
-    return ThreadWork((HostWork("update", 0, 28 * 8),), frozenset({index}), (), ())
+    return ThreadWork((HostWork("update", 0, 28 * 8),), frozenset({index}), ())
 
 
 def compute(flops):

@@ -86,14 +86,6 @@ def test_a_trace_may_be_for_steps_without_one_of_its_inputs():
     assert not trace.covers(((4,),))
 
 
-def test_the_least_that_a_step_needs_has_what_is_in_use_together():
-    trace = make_trace(visits=(Visit(0, (), 20), Visit(1, (2, 1), 5), Visit(2, (), 11)))
-    assert trace.least_nbytes() == 28
-    assert trace.least_nbytes({0}) == 21
-    assert trace.least_nbytes({0, 1, 2}) == 20
-    assert make_trace().least_nbytes() == 0
-
-
 def test_a_trace_without_shapes_covers_only_steps_without():
     assert make_trace().covers(())
     assert not make_trace().covers(((1,),))
