@@ -20,10 +20,10 @@ import time
 
 import common
 import torch
+from movement import simulate
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.errors import BudgetError
-from hf_patrickstar.schedule.simulator import simulate
 from hf_patrickstar.units import format_nbytes
 
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)

@@ -36,11 +36,10 @@ from hf_patrickstar.schedule.clock import Timeline
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.op_trace import LookedUp, OpTrace
 from hf_patrickstar.schedule.placement import Lookups, plan_lookups
-from hf_patrickstar.schedule.plan import NOTHING_AHEAD, Ahead, Plan, chunkable_nbytes
+from hf_patrickstar.schedule.plan import NOTHING_AHEAD, Ahead, Plan, chunkable_nbytes, repeated_plans
 from hf_patrickstar.schedule.prospect import Prospect
 from hf_patrickstar.schedule.replay import replay
 from hf_patrickstar.schedule.script import Entry, HostWork, Load, Reduce, Send
-from hf_patrickstar.schedule.simulator import repeated_plans
 from hf_patrickstar.schedule.sketch import steps_of
 from hf_patrickstar.schedule.step import Places, StepRules, traces_of, whole_step
 from hf_patrickstar.schedule.trace import StepKind, Trace, Visit, trace_key

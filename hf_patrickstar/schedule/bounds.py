@@ -27,14 +27,12 @@ class Bounds:
         first_forward_ns: The device's work of the first forward of the step.
         until_gradients_ns: The device's work from there to the last gradient: the backward, recomputation included, and
             all further micro-batches.
-        last_backward_ns: The device's work of the last backward.
         update: The lane of the optimizer on the host, as it is called in ``lanes_ns``.
     """
 
     lanes_ns: dict[str, int]
     first_forward_ns: int
     until_gradients_ns: int
-    last_backward_ns: int
     update: str = f"host {ADAM}"
 
     @property
@@ -48,11 +46,6 @@ class Bounds:
         return max(self.lanes_ns, key=self.lanes_ns.__getitem__)
 
     @property
-    def serial_ns(self) -> int:
-        """How long a schedule takes that overlaps nothing: computation, copies, the whole optimizer, copies."""
-        return sum(self.lanes_ns.values())
-
-    @property
     def clipped_ns(self) -> int:
         """The bound with clipping by the norm of all gradients.
 
@@ -61,18 +54,6 @@ class Bounds:
         ``host`` is the optimizer there.
         """
         return max(self.lower_ns, self.until_gradients_ns + max(self.first_forward_ns, self.lanes_ns[self.update]))
-
-    @property
-    def unclipped_ns(self) -> int:
-        """The bound without clipping.
-
-        A chunk can be updated when its last gradient is there. So the optimizer can overlap with the last backward and
-        the first forward of the next step: ``(N - 1) * (forward + backward) + max(backward + forward, host)`` for N
-        micro-batches.
-        """
-        beside_ns = self.last_backward_ns + self.first_forward_ns
-        before_ns = self.until_gradients_ns - self.last_backward_ns
-        return max(self.lower_ns, before_ns + max(beside_ns, self.lanes_ns[self.update]))
 
 
 def bounds_of(
@@ -97,6 +78,5 @@ def bounds_of(
         },
         first,
         sum(others),
-        others[-1] if others else 0,
         update,
     )

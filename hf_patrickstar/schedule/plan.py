@@ -168,6 +168,65 @@ def make_plan(
     return Plan(moments, draft.resident, tuple(draft.used), Ahead(ahead.updated, carried))
 
 
+def repeated_plans(
+    traces: Sequence[Trace],
+    capacities: Sequence[Sequence[int]],
+    policy: str,
+    *,
+    dropped_after: frozenset[int] = frozenset(),
+    static: frozenset[int] = frozenset(),
+    prefetch_depth: int = 0,
+    reshard_after_forward: bool = False,
+    ahead: Ahead = NOTHING_AHEAD,
+    repetitions: int = 3,
+) -> list[Plan]:
+    """The plans of a step's micro-batches when the step was repeated, from an empty device.
+
+    Args:
+        traces: The visits of every micro-batch.
+        capacities: Bytes for moving chunks at each moment of every micro-batch.
+        policy: ``"belady"``, ``"lru"`` or ``"list_order"``.
+        dropped_after: Chunks whose device copies are void after the last micro-batch.
+        static: As for ``make_plan``.
+        prefetch_depth: As for ``make_plan``.
+        reshard_after_forward: As for ``make_plan``.
+        ahead: As for ``make_plan``, of the last micro-batch.
+        repetitions: How often; the plans of the last repetition are returned.
+
+    Raises:
+        BudgetError: If the chunks in use at one moment do not fit.
+    """
+    chooser = Chooser(policy)
+    resident: dict[int, int] = {}
+    plans: list[Plan] = []
+    last = len(traces) - 1
+    begin: list[int] | None = None
+    for _ in range(repetitions):
+        if begin == list(resident):
+            break  # from here on it repeats itself
+        begin = list(resident)
+        plans.clear()
+        for number, trace in enumerate(traces):
+            dropped = dropped_after if number == last else frozenset()
+            before = {index: place - len(resident) for place, index in enumerate(resident)}
+            plan = make_plan(
+                trace,
+                capacities[number],
+                chooser,
+                before,
+                dropped_after=dropped,
+                static=static,
+                prefetch_depth=prefetch_depth,
+                reshard_after_forward=reshard_after_forward,
+                ahead=ahead if number == last else NOTHING_AHEAD,
+            )
+            plans.append(plan)
+            by_age = sorted(plan.resident.items(), key=lambda item: item[1])
+            kept = plan.ahead.carried
+            resident = {index: moment for index, moment in by_age if index not in dropped or index in kept}
+    return plans
+
+
 def _leave_when_void(trace: Trace, dropped_after: frozenset[int], leaving: dict[int, list[int]]) -> None:
     """Adds the chunks that the optimizer changes, at the moment after their last visit."""
     for index, moment in {visit.chunk_index: moment for moment, visit in enumerate(trace.visits)}.items():

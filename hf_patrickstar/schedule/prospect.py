@@ -8,10 +8,9 @@ from hf_patrickstar.machine import Machine
 from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.schedule.margin import MarginPlan, StepCost, fill_margin, in_order, needed_nbytes, plan_margin
 from hf_patrickstar.schedule.placement import ChunkBytes, Limits, Tiers, spill, too_small
-from hf_patrickstar.schedule.plan import chunkable_nbytes
+from hf_patrickstar.schedule.plan import chunkable_nbytes, repeated_plans
 from hf_patrickstar.schedule.replay import replay
 from hf_patrickstar.schedule.script import Load, Send
-from hf_patrickstar.schedule.simulator import repeated_plans
 from hf_patrickstar.schedule.sketch import ChunkWork, sketch, steps_of
 from hf_patrickstar.schedule.trace import Trace
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from models import make_batch, make_model
+from movement import simulate
 from trainers import smallest_budget
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.schedule.simulator import simulate
 
 KEYS = ("chunk_loads", "chunk_evictions", "prefetches", "host_to_device_nbytes", "device_to_host_nbytes")
 FIELDS = ("loads", "evictions", "prefetches", "host_to_device_nbytes", "device_to_host_nbytes")

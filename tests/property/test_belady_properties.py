@@ -4,9 +4,9 @@ import functools
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from movement import simulate
 
 from hf_patrickstar.schedule.eviction import Chooser, EvictionQueue
-from hf_patrickstar.schedule.simulator import simulate
 from hf_patrickstar.schedule.trace import Cursor, Trace, Visit
 
 SIZE = 8

@@ -7,8 +7,7 @@ import pytest
 from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.schedule.ahead import plan_ahead, spread
 from hf_patrickstar.schedule.eviction import Chooser
-from hf_patrickstar.schedule.plan import Ahead, make_plan
-from hf_patrickstar.schedule.simulator import repeated_plans
+from hf_patrickstar.schedule.plan import Ahead, make_plan, repeated_plans
 from hf_patrickstar.schedule.sketch import ChunkWork
 from hf_patrickstar.schedule.trace import Trace, Visit
 

@@ -111,10 +111,10 @@ def test_bounds():
     assert few.clipped_ns == 6 * SECOND, "an update of a second hides behind the next forward"
     many = bounds_of(script, timeline, MACHINE, num_on_host=5)
     assert many.lower_ns == 6 * SECOND
-    assert (many.clipped_ns, many.unclipped_ns) == ((4 + 5) * SECOND, 6 * SECOND), "beside backward, too"
+    assert many.clipped_ns == (4 + 5) * SECOND
     most = bounds_of(script, timeline, MACHINE, num_on_host=20)
     assert (most.lower_ns, most.binding) == (20 * SECOND, "host Adam")
-    assert (most.clipped_ns, most.unclipped_ns) == (24 * SECOND, 20 * SECOND)
+    assert most.clipped_ns == 24 * SECOND
     other = bounds_of(script, timeline, MACHINE, num_on_host=28, optimizer="SGD")
     assert (other.lower_ns, other.binding) == (12 * SECOND, "host SGD"), "a value and a gradient read, a value written"
     assert other.clipped_ns == (4 + 12) * SECOND
@@ -127,8 +127,6 @@ def test_bounds_of_several_micro_batches():
     assert bounds.lower_ns == (3 * 6 + 2) * SECOND
     assert (bounds.first_forward_ns, bounds.until_gradients_ns) == (2 * SECOND, (4 + 2 * 6) * SECOND)
     assert bounds.clipped_ns == (2 * 6 + 4 + 7) * SECOND, "the update hides behind one forward of three"
-    slow = bounds_of(script, play(*script), MACHINE, num_on_host=11)
-    assert slow.unclipped_ns == (2 * 6 + 11) * SECOND, "and behind one backward of three"
 
 
 def test_each_micro_batch_follows_its_plan_from_the_first_moment():

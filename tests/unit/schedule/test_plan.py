@@ -1,11 +1,11 @@
 import dataclasses
 
 import pytest
+from movement import Movement, simulate
 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.schedule.eviction import Chooser
 from hf_patrickstar.schedule.plan import Actions, chunkable_nbytes, make_plan
-from hf_patrickstar.schedule.simulator import Movement, simulate
 from hf_patrickstar.schedule.trace import Trace, Visit
 
 NOTHING = Actions()

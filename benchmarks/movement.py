@@ -1,10 +1,9 @@
-"""Replays a trace under any budget, policy and placement, with the decision code of the runtime."""
+"""What moves in a step that is repeated by its plan, under any budget, policy and placement."""
 
 import dataclasses
 from collections.abc import Sequence
 
-from hf_patrickstar.schedule.eviction import Chooser
-from hf_patrickstar.schedule.plan import NOTHING_AHEAD, Ahead, Plan, make_plan
+from hf_patrickstar.schedule.plan import Plan, repeated_plans
 from hf_patrickstar.schedule.trace import Trace
 
 
@@ -80,65 +79,6 @@ def simulate(
     return _sum_up(
         trace, plan, load_nbytes or trace.chunk_nbytes, _total(gradient_nbytes, on_host), _total(home_nbytes, on_host)
     )
-
-
-def repeated_plans(
-    traces: Sequence[Trace],
-    capacities: Sequence[Sequence[int]],
-    policy: str,
-    *,
-    dropped_after: frozenset[int] = frozenset(),
-    static: frozenset[int] = frozenset(),
-    prefetch_depth: int = 0,
-    reshard_after_forward: bool = False,
-    ahead: Ahead = NOTHING_AHEAD,
-    repetitions: int = 3,
-) -> list[Plan]:
-    """The plans of a step's micro-batches when the step was repeated, from an empty device.
-
-    Args:
-        traces: The visits of every micro-batch.
-        capacities: Bytes for moving chunks at each moment of every micro-batch.
-        policy: As for ``simulate``.
-        dropped_after: Chunks whose device copies are void after the last micro-batch.
-        static: As for ``simulate``.
-        prefetch_depth: As for ``make_plan``.
-        reshard_after_forward: As for ``make_plan``.
-        ahead: As for ``make_plan``, of the last micro-batch.
-        repetitions: How often; the plans of the last repetition are returned.
-
-    Raises:
-        BudgetError: If the chunks in use at one moment do not fit.
-    """
-    chooser = Chooser(policy)
-    resident: dict[int, int] = {}
-    plans: list[Plan] = []
-    last = len(traces) - 1
-    begin: list[int] | None = None
-    for _ in range(repetitions):
-        if begin == list(resident):
-            break  # from here on it repeats itself
-        begin = list(resident)
-        plans.clear()
-        for number, trace in enumerate(traces):
-            dropped = dropped_after if number == last else frozenset()
-            before = {index: place - len(resident) for place, index in enumerate(resident)}
-            plan = make_plan(
-                trace,
-                capacities[number],
-                chooser,
-                before,
-                dropped_after=dropped,
-                static=static,
-                prefetch_depth=prefetch_depth,
-                reshard_after_forward=reshard_after_forward,
-                ahead=ahead if number == last else NOTHING_AHEAD,
-            )
-            plans.append(plan)
-            by_age = sorted(plan.resident.items(), key=lambda item: item[1])
-            kept = plan.ahead.carried
-            resident = {index: moment for index, moment in by_age if index not in dropped or index in kept}
-    return plans
 
 
 def _sum_up(
