@@ -30,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 _MOST_NBYTES = 256 * MIB
 _TRACES = "traces"
-ATTENTION_DROPOUTS = ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob")
-"""What configurations call the probability that attention drops a score."""
 _IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")
 """Which code computes a part of the model: attributes of a configuration that its JSON text leaves out."""
 _NOT_COMPUTED = frozenset(
@@ -142,7 +140,7 @@ def find_traces(model: torch.nn.Module, decisions: Decisions, situation: Circums
         decisions: What was decided about it.
         situation: What the decisions depended on.
     """
-    key = key_of(computation_of(model, has_lanes=situation.resources.has_lanes), decisions, situation)
+    key = key_of(computation_of(model), decisions, situation)
     found = read(_TRACES, key) if situation.config.reuse_plan else None
     if found is None:
         return KnownTraces(key)
@@ -193,30 +191,26 @@ def key_of(computation: list[object], decisions: Decisions, situation: Circumsta
     )
 
 
-def computation_of(model: torch.nn.Module, *, has_lanes: bool) -> list[object]:
+def computation_of(model: torch.nn.Module) -> list[object]:
     """What a model computes beside the shapes of its parameters, written alike by ``repr`` if it is alike.
 
     Parameters of the same shapes may make other activations: attention of more heads has more scores.
 
     Args:
         model: The model.
-        has_lanes: Whether an accelerator computes. There fused attention drops scores inside of its kernel, which
-            plans leave out; so it does not matter here how many it drops.
     """
-    attentions = [module for module in model.modules() if "Attention" in type(module).__name__]
-    left_out = {id(child) for module in attentions for child in module.children()} if has_lanes else set()
     modules = [
         (
             type(module).__qualname__,
             getattr(module, "gradient_checkpointing", False),
-            _dropped(module) if id(module) not in left_out else None,
+            _dropped(module),
         )
         for module in model.modules()
     ]
     config: Any = getattr(model, "config", None)
     if not _is_of_transformers(config):
         return [modules]
-    fields = _computed(config.to_dict(), _NOT_COMPUTED.union(ATTENTION_DROPOUTS if has_lanes else ()))
+    fields = _computed(config.to_dict(), _NOT_COMPUTED)
     return [modules, json.dumps(fields, sort_keys=True, default=str), list(implementations(config))]
 
 

@@ -32,7 +32,7 @@ from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.op_trace import OpTrace
 from hf_patrickstar.tracing.answers import AnsweringMode
-from hf_patrickstar.tracing.fake import FakeTensors
+from hf_patrickstar.tracing.fake import FakeTensors, fused_attention
 from hf_patrickstar.tracing.masks import masks_of_batches
 from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
 from hf_patrickstar.tracing.timing import OperatorTimes
@@ -185,7 +185,6 @@ def arrange(
     subject = find_subject(
         model, task=task, batch_size=batch_size, length=length, checkpointing=checkpointing, adapters=adapters
     )
-    subject = dataclasses.replace(subject, keeps_dropout=not found.has_accelerator)
     times = time_operators(world_size) if machine == THIS else None
     return subject, Circumstances(found, num_micro_batches, world_size, optimizer, max_norm, settings, times)
 
@@ -432,8 +431,9 @@ def _within(subject: Subject, given: Circumstances, device_nbytes: int, **settin
 
 
 def _simulate(subject: Subject, given: Circumstances, **settings: Any) -> Simulation:
+    attention = fused_attention() if given.machine.has_accelerator else contextlib.nullcontext()
     try:
-        with _quiet(), masks_of_batches(has_padding=subject.has_padding, is_packed=subject.is_packed):
+        with _quiet(), attention, masks_of_batches(has_padding=subject.has_padding, is_packed=subject.is_packed):
             return _simulated(subject, given, settings)
     except Exception as error:  # what a model's code raises may be anything
         if isinstance(error, PatrickStarError) and not isinstance(error, TraceError):
@@ -509,8 +509,7 @@ def _ops_of(subject: Subject, given: Circumstances, settings: dict[str, Any], sa
                     times=given.times,
                 )
 
-        with subject.undisturbed():  # a simulation has its model already, which may have to run
-            found = kept("micro_batches", subject, (*same, sorted(looked_up)), is_measured, make)
+        found = kept("micro_batches", subject, (*same, sorted(looked_up)), is_measured, make)
         if found is None:
             raise EngineError(
                 "what this model does depends on its data, or is something else each time; train a few steps instead "

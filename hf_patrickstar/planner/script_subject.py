@@ -17,7 +17,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -38,7 +38,6 @@ from hf_patrickstar.tracing.fake import as_fake, copying
 NUM_BATCHES = 8
 """How many batches are looked at for the largest."""
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_ATTENTION_DROPOUTS = ("attention_dropout", "attn_dropout", "dropout", "dropout_p")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,23 +70,10 @@ class ScriptSubject(Subject):
             _enable_checkpointing(model, self.trainer.args)
         elif _is_checkpointing(model):
             model.gradient_checkpointing_disable()
-        if not self.keeps_dropout:
-            _drop_nothing_in_attention(model)
         for name, module in self.others.items():
             setattr(self.trainer, name, as_fake(module))
         self.trainer.model = self.trainer.model_wrapped = model
         return model  # type: ignore[no-any-return]
-
-    @contextlib.contextmanager
-    def undisturbed(self) -> Iterator[None]:
-        """See ``Subject``: the trainer has the models again that it had."""
-        names = ("model", "model_wrapped", *self.others)
-        before = {name: getattr(self.trainer, name) for name in names}
-        try:
-            yield
-        finally:
-            for name, module in before.items():
-                setattr(self.trainer, name, module)
 
     def make_inputs(self) -> dict[str, Any]:
         """Makes a micro-batch of the script's shapes, with ``batch_size`` sequences of ``length`` tokens."""
@@ -177,7 +163,6 @@ def arrange_script(
     )
     beside = [tensor for module in subject.others.values() for tensor in module.parameters()]
     args = subject.trainer.args
-    subject = dataclasses.replace(subject, keeps_dropout=not found.has_accelerator)
     return subject, Circumstances(
         found,
         args.gradient_accumulation_steps,
@@ -336,16 +321,3 @@ def _enable_checkpointing(model: Any, args: Any) -> None:
     kwargs = {"use_reentrant": False, **(kwargs or {})}
     others = {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs, **others)
-
-
-def _drop_nothing_in_attention(model: torch.nn.Module) -> None:
-    """Fused attention drops inside of its kernel; on tensors without bytes it would write all scores."""
-    for module in model.modules():
-        if "Attention" not in type(module).__name__:
-            continue
-        for name in _ATTENTION_DROPOUTS:
-            value = getattr(module, name, None)
-            if isinstance(value, torch.nn.Dropout):
-                value.p = 0.0
-            elif isinstance(value, float):
-                setattr(module, name, 0.0)

@@ -242,7 +242,7 @@ class _Simulator:
                 of = holders([optimizer])
                 situation = Circumstances(self._config, self._resources, [kernel], of, self._num_micro_batches)
                 made.append(kernel)
-                computation = computation_of(model, has_lanes=self._resources.has_lanes)
+                computation = computation_of(model)
                 return inspect(model, "no", situation)[0], _cost_of(kernel, optimizer), computation
 
         numbers, cost, self._computation = trained.keep(look)

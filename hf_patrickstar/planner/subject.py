@@ -1,7 +1,6 @@
 """What is planned: a model that is only a configuration, and the shapes of its batches."""
 
 import ast
-import contextlib
 import copy
 import dataclasses
 import difflib
@@ -20,7 +19,6 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.plan_cache import ATTENTION_DROPOUTS
 from hf_patrickstar.planner.adapters import config_of, with_adapters
 from hf_patrickstar.schedule.bounds import ADAM
 from hf_patrickstar.tracing.fake import as_fake
@@ -55,9 +53,6 @@ class Subject:
         length: Tokens of a sequence; for images, what one counts as.
         checkpointing: Whether activations are computed again in backward.
         adapters: Fields of a configuration of PEFT, of adapters that are trained over a frozen model, or ``None``.
-        keeps_dropout: Whether attention drops scores as the model says. Fused attention drops them inside of its
-            kernel, as accelerators have it; on tensors without bytes, as on CPUs, attention that drops writes all of
-            them.
         has_padding: Whether some tokens of a micro-batch are padding; see [Note: masks without values].
         is_packed: Whether a row of a micro-batch may be several sequences.
     """
@@ -69,16 +64,12 @@ class Subject:
     length: int
     checkpointing: bool
     adapters: Mapping[str, Any] | None = None
-    keeps_dropout: bool = False
     has_padding: bool = False
     is_packed: bool = False
 
     def make_model(self) -> torch.nn.Module:
         """Makes the model with random weights; called under fake tensors, where they take no memory."""
         config = copy.deepcopy(self.config)
-        for key in () if self.keeps_dropout else ATTENTION_DROPOUTS:
-            if hasattr(config, key):
-                setattr(config, key, 0.0)
         make = TASKS[self.task][type(config)]
         model: Any
         if self.adapters is None:
@@ -91,10 +82,6 @@ class Subject:
         if self.checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return model  # type: ignore[no-any-return]
-
-    def undisturbed(self) -> contextlib.AbstractContextManager[None]:
-        """Inside of it more models may be made, and the one that was made before is used again after it."""
-        return contextlib.nullcontext()
 
     def make_inputs(self) -> dict[str, torch.Tensor]:
         """Makes a micro-batch as data collators of transformers do; of tokens with the mask that tokenizers give."""

@@ -21,7 +21,6 @@ import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch._guards import detect_fake_mode
@@ -43,7 +42,7 @@ from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.op_trace import EnterForward, LookedUp, OpTrace
 from hf_patrickstar.schedule.step import Places, StepRules, kinds_of, micro_batch
 from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace
-from hf_patrickstar.tracing.fake import FakeTensors
+from hf_patrickstar.tracing.fake import FakeTensors, fused_attention
 from hf_patrickstar.tracing.masks import masks_of_batches
 from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
 from hf_patrickstar.tracing.twins import OTHERS_CODE, copy_without_bytes
@@ -287,20 +286,6 @@ def as_on(device: torch.device) -> Iterator[None]:
             stack.enter_context(fused_attention())
             if torch.is_autocast_enabled(device.type):
                 stack.enter_context(torch.autocast("cpu", dtype=torch.get_autocast_dtype(device.type)))
-        yield
-
-
-@contextlib.contextmanager
-def fused_attention() -> Iterator[None]:
-    """Inside, attention drops no scores: an accelerator drops them inside of its kernel, and writes none of them."""
-    attend = torch.nn.functional.scaled_dot_product_attention
-
-    def attend_to_all(
-        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        return attend(query, key, value, attn_mask, 0.0, *args, **kwargs)
-
-    with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", attend_to_all):
         yield
 
 

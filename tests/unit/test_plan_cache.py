@@ -65,21 +65,17 @@ def test_other_parts_and_other_code_have_other_names(monkeypatch):
     assert plan_cache.digest([1, "a"]) != first
 
 
-def computed(has_lanes=False, **settings):
+def computed(**settings):
     config = GPT2Config(**{"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 20, "n_positions": 8} | settings)
     with torch.device("meta"):
-        return plan_cache.computation_of(AutoModelForCausalLM.from_config(config), has_lanes=has_lanes)
+        return plan_cache.computation_of(AutoModelForCausalLM.from_config(config))
 
 
-@pytest.mark.parametrize("change", [{"n_head": 4}, {"resid_pdrop": 0.2}, {"activation_function": "relu"}])
-@pytest.mark.parametrize("has_lanes", [False, True])
-def test_other_activations_are_another_computation(change, has_lanes):
-    assert computed(has_lanes, **change) != computed(has_lanes)
-
-
-def test_what_fused_attention_drops_matters_where_it_is_written_down():
-    assert computed(False, attn_pdrop=0.0) != computed(False)
-    assert computed(True, attn_pdrop=0.0) == computed(True)
+@pytest.mark.parametrize(
+    "change", [{"n_head": 4}, {"resid_pdrop": 0.2}, {"attn_pdrop": 0.0}, {"activation_function": "relu"}]
+)
+def test_other_activations_are_another_computation(change):
+    assert computed(**change) != computed()
 
 
 def test_names_and_tokens_are_no_computation():
@@ -88,16 +84,16 @@ def test_names_and_tokens_are_no_computation():
 
 def test_dropout_that_a_script_has_changed_is_another_computation():
     model = torch.nn.Sequential(torch.nn.Dropout(0.1))
-    before = plan_cache.computation_of(model, has_lanes=False)
+    before = plan_cache.computation_of(model)
     model[0].p = 0.5
-    assert plan_cache.computation_of(model, has_lanes=False) != before
+    assert plan_cache.computation_of(model) != before
 
 
 def test_a_configuration_that_is_none_of_transformers_is_left_out():
     model = torch.nn.Linear(1, 1)
-    before = plan_cache.computation_of(model, has_lanes=False)
+    before = plan_cache.computation_of(model)
     model.config = {"a": object()}
-    assert plan_cache.computation_of(model, has_lanes=False) == before
+    assert plan_cache.computation_of(model) == before
 
 
 def test_where_decoding_starts_is_no_computation():
@@ -106,4 +102,4 @@ def test_where_decoding_starts_is_no_computation():
         first, second = (
             T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=number)) for number in (0, None)
         )
-    assert plan_cache.computation_of(first, has_lanes=True) == plan_cache.computation_of(second, has_lanes=True)
+    assert plan_cache.computation_of(first) == plan_cache.computation_of(second)

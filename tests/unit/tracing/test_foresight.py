@@ -12,7 +12,8 @@ from torch import nn
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.plan_cache import keep_traces
-from hf_patrickstar.tracing.foresight import Foresight, as_on, fused_attention
+from hf_patrickstar.tracing.fake import fused_attention
+from hf_patrickstar.tracing.foresight import Foresight, as_on
 
 
 def read_numbers(hidden):
