@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import zlib
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
@@ -32,21 +32,6 @@ The rest is for activations that grow between two visits (PatrickStar section 8.
 """
 _SHARE_IN_FLIGHT = 64
 """Gradients in flight hold at most this part of the device budget."""
-
-
-@runtime_checkable
-class Peers(Protocol):
-    """Stands in for the processes of ``torch.distributed``, to simulate them."""
-
-    def connect(self, device: torch.device, emit: Listener, reduce_dtype: str) -> Collectives:
-        """Joins them; see ``Collectives.connect``.
-
-        Args:
-            device: The compute device.
-            emit: Told of every collective.
-            reduce_dtype: See ``Collectives``.
-        """
-        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,6 +67,11 @@ class Resources:
         return self.has_streams and self.machine.has_accelerator
 
     @property
+    def most_in_flight_nbytes(self) -> int:
+        """The most bytes of gradients that are on their way to the host."""
+        return self.streams.most_in_flight_nbytes if isinstance(self.streams, DeviceStreams) else 0
+
+    @property
     def is_metered(self) -> bool:
         """Whether non-model data counts against the device budget."""
         return not isinstance(self.meter, UnmeteredTier)
@@ -102,7 +92,8 @@ class Resources:
             device: The compute device; by default the accelerator of this machine if there is one, else the CPU tier.
                 Or streams that stand in for those of a device.
             process_group: The processes; by default the default group of ``torch.distributed``, if there is one. Or
-                ``Peers`` that stand in for them.
+                what makes the collectives of processes that stand in for them, given the device, who is told of every
+                collective, and ``reduce_dtype``.
             make_room: Makes room on the CPU tier when the measured bytes reach its budget.
             emit: Told of every collective.
 
@@ -117,8 +108,8 @@ class Resources:
         said = grow_segments(found)
         if said is not None:
             logger.info("patrickstar: %s", said)
-        if isinstance(process_group, Peers):
-            collectives = process_group.connect(found, emit, config.reduce_dtype)
+        if callable(process_group):
+            collectives = process_group(found, emit, config.reduce_dtype)
         else:
             patience = Patience.of(config.process_wait_s)
             collectives = Collectives.connect(process_group, found, patience, emit, config.reduce_dtype)

@@ -29,28 +29,23 @@ def settings_for(machine: Machine) -> dict[str, Any]:
     }
 
 
-def resources_of(machine: Machine, config: PatrickStarConfig, world_size: int) -> tuple[Resources, int]:
+def resources_of(machine: Machine, config: PatrickStarConfig, world_size: int) -> Resources:
     """What decisions ask of a machine and of processes.
 
     Args:
         machine: The machine.
         config: The settings.
         world_size: How many processes train together.
-
-    Returns:
-        The resources, and the bytes of gradients that may be on their way to the host.
     """
+
+    def connect(device: torch.device, emit: Listener, reduce_dtype: str) -> Collectives:
+        return _ImaginedCollectives(world_size, machine, device, reduce_dtype)
+
     no_driver: Any = _NoDriver()
     streams = DeviceStreams(torch.device("cpu"), no_driver)
     if not machine.has_accelerator:
         streams.hold_at_most(0)  # there a gradient is at home when its copy is started
-    peers = _Imagined(world_size, machine)
-    resources = Resources.find(config, streams, peers, _do_nothing, tell_nobody)
-    return resources, streams.most_in_flight_nbytes
-
-
-def _do_nothing() -> None:
-    """There is no device to make room on."""
+    return Resources.find(config, streams, connect, lambda: None, tell_nobody)
 
 
 class _NoDriver:
@@ -60,19 +55,9 @@ class _NoDriver:
         return lambda *args, **kwargs: None
 
 
-class _Imagined:
-    """Processes that are not here: each says what this one says; see ``Peers``."""
-
-    def __init__(self, world_size: int, machine: Machine) -> None:
-        self._world_size = world_size
-        self._machine = machine
-
-    def connect(self, device: torch.device, emit: Listener, reduce_dtype: str) -> Collectives:
-        """See ``Peers``."""
-        return _ImaginedCollectives(self._world_size, self._machine, device, reduce_dtype)
-
-
 class _ImaginedCollectives(Collectives):
+    """Those of processes that are not here: each says what this one says."""
+
     def __init__(self, world_size: int, machine: Machine, device: torch.device, reduce_dtype: str) -> None:
         super().__init__(0, world_size, device, reduce_dtype=reduce_dtype)
         self._is_gloo = not machine.has_accelerator

@@ -222,7 +222,7 @@ class _Simulator:
         self._machine = machine
         self._ops_of = ops_of
         self._config = PatrickStarConfig.from_any({**settings_for(machine), **trained.config, "reuse_plan": False})
-        self._resources, self._in_flight_nbytes = resources_of(machine, self._config, trained.world_size)
+        self._resources = resources_of(machine, self._config, trained.world_size)
         self._num_micro_batches = max(trained.num_micro_batches, 1)
         numbers, self._cost, self._kernel = self._known()
         self._situation = Circumstances(self._config, self._resources, [self._kernel], {}, self._num_micro_batches)
@@ -305,7 +305,7 @@ class _Simulator:
         chunks = self._layout.chunks
         return StepRules(
             self._num_micro_batches,
-            self._in_flight_nbytes,
+            self._resources.most_in_flight_nbytes,
             self._resources.collectives.is_asynchronous,
             self._config.reduce_dtype == "fp32" and self._machine.has_accelerator,
             self._trained.max_norm is not None,

@@ -23,12 +23,9 @@ _NUM_WARMUP = 3
 _LEAST_S = 1e-9
 
 
-class _Alone:
-    """One process, whatever others there are; see ``Peers``."""
-
-    def connect(self, device: torch.device, emit: Listener, reduce_dtype: str) -> Collectives:
-        """See ``Peers``."""
-        return Collectives(0, 1, device, emit=emit, reduce_dtype=reduce_dtype)
+def _alone(device: torch.device, emit: Listener, reduce_dtype: str) -> Collectives:
+    """One process, whatever others there are."""
+    return Collectives(0, 1, device, emit=emit, reduce_dtype=reduce_dtype)
 
 
 def seconds_of_a_visit() -> float:
@@ -53,7 +50,7 @@ def seconds_of_a_visit() -> float:
     param_nbytes = sum(parameter.nbytes for parameter in ours.parameters())
     settings = {"placement": "host", "chunk_numel": _CHUNK_NUMEL, "chunk_budget": 2 * param_nbytes}
     made = torch.optim.AdamW(ours.parameters(), lr=0.0)
-    engine = PatrickStarEngine(ours, settings, made, device=device, listener=count, process_group=_Alone())
+    engine = PatrickStarEngine(ours, settings, made, device=device, listener=count, process_group=_alone)
     try:
         differences = []
         for number in range(_NUM_WARMUP + _NUM_STEPS):

@@ -29,7 +29,6 @@ from torch.utils._pytree import tree_leaves
 from hf_patrickstar.checkpoint.progress import shown
 from hf_patrickstar.errors import TraceError
 from hf_patrickstar.layout.specs import TensorSpec, collect_specs
-from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.plan_cache import keep_traces
 from hf_patrickstar.resources import Resources
@@ -97,8 +96,8 @@ class Foresight:
         self._casting = casting
         self._device = resources.device
         self._rank = resources.collectives.rank
-        in_flight = resources.streams.most_in_flight_nbytes if isinstance(resources.streams, DeviceStreams) else 0
-        self._rules = StepRules(manager.steps.num_micro_batches, in_flight, resources.collectives.is_asynchronous)
+        is_asynchronous = resources.collectives.is_asynchronous
+        self._rules = StepRules(manager.steps.num_micro_batches, resources.most_in_flight_nbytes, is_asynchronous)
         self._keeps = keeps and self._rank == 0
         self._first_chunks = [chunk.spec for chunk in manager.chunks]  # those of the key under which traces are kept
         self._kept: dict[str, Trace] = {}

@@ -20,7 +20,7 @@ from hf_patrickstar.schedule.clock import Lane, Mark
 
 
 class VirtualPeers:
-    """Processes that are not here; see ``Peers``.
+    """Makes the collectives of processes that are not here; see ``Resources.find``.
 
     Args:
         driver: Has the clock.
@@ -31,8 +31,8 @@ class VirtualPeers:
         self._driver = driver
         self._world_size = world_size
 
-    def connect(self, device: torch.device, emit: Listener, reduce_dtype: str) -> Collectives:
-        """See ``Peers``."""
+    def __call__(self, device: torch.device, emit: Listener, reduce_dtype: str) -> Collectives:
+        """Makes them."""
         return VirtualCollectives(self._driver, self._world_size, device, emit, reduce_dtype)
 
 

@@ -45,7 +45,7 @@ def driver():
 
 def connect(driver, world_size=4, reduce_dtype="auto"):
     events = []
-    return VirtualPeers(driver, world_size).connect(CPU, events.append, reduce_dtype), events
+    return VirtualPeers(driver, world_size)(CPU, events.append, reduce_dtype), events
 
 
 def seconds(timeline):
