@@ -1,10 +1,12 @@
 """Where threads are: the line of the user's code, and whether they wait in a collective of the user's."""
 
+import contextlib
 import gc
 import linecache
 import sys
 import threading
 import types
+from collections.abc import Iterator
 
 _LIBRARIES = frozenset(
     {"accelerate", "datasets", "hf_patrickstar", "huggingface_hub", "numpy", "peft", "safetensors", "torch", "tqdm"}
@@ -16,18 +18,32 @@ _WAITING = ("torch.distributed.distributed_c10d", "torch.distributed._functional
 _looks = threading.RLock()  # a handler of a signal may look, too
 
 
-def frames_of_threads() -> dict[int, types.FrameType]:
-    """The frames in which all threads are, by their numbers; see ``sys._current_frames``."""
-    # Python 3.11 holds a lock meanwhile, and the garbage collector waits for it where it frees a threading.local: for
-    # ever (issue 106883 of CPython).
+@contextlib.contextmanager
+def frames_of_threads() -> Iterator[dict[int, types.FrameType]]:
+    """Gives the frames in which all threads are, by their numbers, to be looked at inside of the block alone.
+
+    No garbage is collected there. Python 3.11 makes the object of a frame when somebody asks for it, and a collection
+    that this begins may let the thread of the frame go on: then ``f_back`` reads freed memory. While Python looks for
+    the frames it also holds a lock, for which a collection waits that frees a ``threading.local``: for ever (issue
+    106883 of CPython).
+    """
     with _looks:
-        collects = gc.isenabled()
+        collects, frames = gc.isenabled(), dict[int, types.FrameType]()
         gc.disable()
         try:
-            return sys._current_frames()
+            frames = sys._current_frames()
+            frames[threading.get_ident()] = sys._getframe(2)  # that of this generator leads to none around it
+            yield frames
         finally:
+            frames.clear()  # the frame of this call is among them: the cycle would keep what all threads compute with
             if collects:
                 gc.enable()
+
+
+def numbers_of_threads() -> set[int]:
+    """The numbers of the threads that run Python code."""
+    with frames_of_threads() as frames:
+        return set(frames)
 
 
 def find_caller(frame: types.FrameType | None = None) -> str:

@@ -153,7 +153,8 @@ class Gate:
 
     def _threads_inside(self, is_inside: Callable[[FrameType], bool]) -> list[int]:
         ours = {self._owner, *self._waiting}  # no variable has the frames: they would keep what threads compute with
-        return [ident for ident, frame in frames_of_threads().items() if ident not in ours and is_inside(frame)]
+        with frames_of_threads() as frames:
+            return [ident for ident, frame in frames.items() if ident not in ours and is_inside(frame)]
 
     def _is_inside(self, frame: FrameType | None) -> bool:
         while frame is not None:

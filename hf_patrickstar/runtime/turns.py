@@ -27,7 +27,7 @@ from torch._C import _current_graph_task_id
 
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.memory.operators import quietly
-from hf_patrickstar.runtime.callers import frames_of_threads
+from hf_patrickstar.runtime.callers import frames_of_threads, numbers_of_threads
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -227,13 +227,12 @@ def pauses_s() -> tuple[float, ...]:
 
 def _places(threads: Iterable[threading.Thread]) -> dict[int, _Place]:
     """Where in their Python code threads are, but for those that wait for something."""
-    frames, places, frame = frames_of_threads(), {}, None
-    for thread in threads:
-        frame = frames.get(thread.ident or 0)
-        if frame is not None and (frame.f_code.co_filename not in _IDLE or frame.f_code.co_name == "run"):
-            places[thread.ident or 0] = id(frame), frame.f_lasti, _processor_time_s(thread)
-    # The frame of this call is among them: the cycle would keep what all threads compute with until it is collected.
-    frames.clear()
+    places = {}
+    with frames_of_threads() as frames:
+        for thread in threads:
+            frame = frames.get(thread.ident or 0)
+            if frame is not None and (frame.f_code.co_filename not in _IDLE or frame.f_code.co_name == "run"):
+                places[thread.ident or 0] = id(frame), frame.f_lasti, _processor_time_s(thread)
     return places
 
 
@@ -253,7 +252,7 @@ def _has_readers() -> bool:
     this = threading.current_thread()
     for thread in threading.enumerate():
         # Autograd runs the backward of an accelerator in threads of C++, which Python knows once they have called it.
-        is_idle = isinstance(thread, threading._DummyThread) and thread.ident not in frames_of_threads()
+        is_idle = isinstance(thread, threading._DummyThread) and thread.ident not in numbers_of_threads()
         # A thread that waits in a call of backward reads nothing: this thread runs that backward, for an accelerator.
         is_known = thread is this or is_idle or _OF_OTHERS.match(thread.name) or runs_backward(thread.ident)
         if not is_known:
@@ -264,16 +263,17 @@ def _has_readers() -> bool:
 def is_backward_elsewhere() -> bool:
     """Whether a thread other than this one is inside of a call of backward."""
     this = threading.get_ident()
-    return any(runs_backward(ident) for ident in frames_of_threads() if ident != this)
+    return any(runs_backward(ident) for ident in numbers_of_threads() if ident != this)
 
 
 def runs_backward(ident: int | None) -> bool:
     """Whether a thread is inside of a call of backward."""
-    frame = frames_of_threads().get(ident) if ident is not None else None
-    while frame is not None:
-        if is_backward(frame):
-            return True
-        frame = frame.f_back
+    with frames_of_threads() as frames:
+        frame = frames.get(ident) if ident is not None else None
+        while frame is not None:
+            if is_backward(frame):
+                return True
+            frame = frame.f_back
     return False
 
 

@@ -288,8 +288,7 @@ class Vigil:
 
         Frames keep all local variables of their functions alive, so this keeps none of them.
         """
-        frames = frames_of_threads()
-        try:
+        with frames_of_threads() as frames:
             # The main thread only if the thread that talked to the others is not at work: what the main thread waits
             # for then is no concern of the other ranks.
             main = threading.main_thread().ident or 0
@@ -297,9 +296,6 @@ class Vigil:
             collective = find_collective(frame)
             place = (f"is inside {collective}", find_caller(frame)) if collective else None
             return place, find_caller(frames.get(watched.thread)) if watched is not None else ""
-        finally:
-            frame = None
-            frames.clear()  # the dictionary holds the frame of this call, which holds the dictionary
 
     def _begin_stay(self, wait: _Wait, limit_s: float) -> _Stay:
         self._put(self._key(self._rank), json.dumps(wait))

@@ -9,7 +9,7 @@ import types
 import pytest
 import torch
 
-from hf_patrickstar.runtime.callers import find_caller, find_collective, frames_of_threads, is_idle
+from hf_patrickstar.runtime.callers import find_caller, find_collective, frames_of_threads, is_idle, numbers_of_threads
 
 
 def in_library(name, text, **scope):
@@ -136,15 +136,17 @@ def test_a_thread_that_has_ended_has_nothing_to_do():
 
 
 @pytest.mark.parametrize("collects", [True, False])
-def test_no_garbage_is_collected_while_python_looks_at_all_threads(monkeypatch, collects):
-    """It holds a lock that what is collected may wait for."""
+def test_no_garbage_is_collected_while_frames_are_looked_at(monkeypatch, collects):
+    """A collection may wait for a lock that Python holds, or let a thread end the calls that are looked at."""
     was_enabled, during = gc.isenabled(), []
     look = sys._current_frames
     monkeypatch.setattr(sys, "_current_frames", lambda: during.append(gc.isenabled()) or look())
     (gc.enable if collects else gc.disable)()
     try:
-        assert threading.get_ident() in frames_of_threads()
-        assert (during, gc.isenabled()) == ([False], collects)
+        with frames_of_threads() as frames:
+            assert threading.get_ident() in frames
+            during.append(gc.isenabled())
+        assert (during, gc.isenabled(), frames) == ([False, False], collects, {})
     finally:
         (gc.enable if was_enabled else gc.disable)()
 
@@ -154,9 +156,9 @@ def test_a_handler_of_a_signal_may_look_during_a_look(monkeypatch):
 
     def interrupted():
         monkeypatch.setattr(sys, "_current_frames", look)
-        found.append((this in frames_of_threads(), gc.isenabled()))
+        found.append((this in numbers_of_threads(), gc.isenabled()))
         return look()
 
     monkeypatch.setattr(sys, "_current_frames", interrupted)
-    assert this in frames_of_threads()
+    assert this in numbers_of_threads()
     assert (found, gc.isenabled()) == ([(True, False)], True)
