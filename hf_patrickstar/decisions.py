@@ -103,7 +103,7 @@ class Decisions(Arrangement):
     def foresee(
         self, situation: Circumstances, known: KnownTraces, rules: PlacementRules, *, fills_margin: bool
     ) -> StepCost | None:
-        """What a step will cost when chunks have moved to the device margin; ``None`` if that is not known.
+        """What a step will cost when homes are settled (``Prospect.settled``); ``None`` if that is not known.
 
         Without traces nothing is known of the inputs, and without lanes no machine's rates tell what a step takes.
 

@@ -81,7 +81,7 @@ class PatrickStarEngine:
         listener: Called with every event (``hf_patrickstar.events``), as the engine's own statistics are.
         process_group: The processes that train together, each with its part of the data; by default the default group
             of ``torch.distributed``, if that is initialised. Each process must make the engine, for the same model. Or
-            what makes collectives that stand in for them (see ``Resources.find``), to simulate them.
+            a function that makes collectives that stand in for them (see ``Resources.find``), to simulate them.
 
     Raises:
         ConfigError: If a setting cannot work for this model.

@@ -92,8 +92,8 @@ class Resources:
             device: The compute device; by default the accelerator of this machine if there is one, else the CPU tier.
                 Or streams that stand in for those of a device.
             process_group: The processes; by default the default group of ``torch.distributed``, if there is one. Or
-                what makes the collectives of processes that stand in for them, given the device, who is told of every
-                collective, and ``reduce_dtype``.
+                a function of the device, a listener that is told of every collective, and ``reduce_dtype``, which
+                makes the collectives of simulated processes.
             make_room: Makes room on the CPU tier when the measured bytes reach its budget.
             emit: Told of every collective.
 

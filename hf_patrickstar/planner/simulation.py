@@ -262,8 +262,7 @@ class _Simulator:
         self, ops: OpTrace, traces: Sequence[Trace], lookups: Mapping[int, str], reasons: list[str]
     ) -> Simulation:
         decisions, situation = self._decisions, self._situation
-        key = key_of(self._computation, decisions, situation)
-        known = KnownTraces(key, {made.key: made for made in (*traces, self._update_trace(traces[0]))}, lookups)
+        known = self._known_traces(traces, lookups)
         placement = decisions.rules(situation)
         decisions = decisions.with_tide(situation, known, placement)
         prospect, homed = decisions.prospect(situation, known, placement), decisions.homes.device_homed
@@ -271,6 +270,10 @@ class _Simulator:
             homed, settled = prospect.settled(homed, decisions.homes.spilled)
             reasons += settled
         return self._planned(ops, known, prospect, homed, [*decisions.reasons, *reasons])
+
+    def _known_traces(self, traces: Sequence[Trace], lookups: Mapping[int, str]) -> KnownTraces:
+        key = key_of(self._computation, self._decisions, self._situation)
+        return KnownTraces(key, {made.key: made for made in (*traces, self._update_trace(traces[0]))}, lookups)
 
     # Decisions
 
@@ -287,7 +290,7 @@ class _Simulator:
         for note in ops.notes:
             if isinstance(note, LookedUp):
                 rows[note.index] = rows.get(note.index, 0) + note.nbytes
-        known = KnownTraces(traces={made.key: made for made in traces})
+        known = self._known_traces(traces, {})
         room = decisions.prospect(self._situation, known, decisions.rules(self._situation)).room_beside(homed)
         sizes = {index: decisions.chunk_nbytes[chunk_of[index]].param_nbytes for index in rows}
         lookups, reason = plan_lookups(

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import linecache
+import os
 import sys
 import threading
 import types
@@ -15,29 +16,59 @@ _LIBRARIES = frozenset(
 _WAITING = ("torch.distributed.distributed_c10d", "torch.distributed._functional_collectives")
 """Modules of torch in which a thread waits for other processes; in others, such as checkpoints, it may also work."""
 
-_looks = threading.RLock()  # a handler of a signal may look, too
+
+class _Looks:
+    """Keeps Python from collecting garbage while any thread looks at frames; see ``frames_of_threads``."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a handler of a signal may look, too
+        self._num, self._collects = 0, False
+
+    def begin(self) -> None:
+        """A thread begins to look."""
+        with self._lock:
+            if not self._num:
+                self._collects = gc.isenabled()
+                gc.disable()
+            self._num += 1
+
+    def end(self) -> None:
+        """A thread has looked."""
+        with self._lock:
+            self._num -= 1
+            if not self._num and self._collects:
+                gc.enable()
+
+    def after_fork(self) -> None:
+        """In a new process nobody looks: threads that did are not there."""
+        if self._num and self._collects:
+            gc.enable()
+        self._lock, self._num = threading.RLock(), 0
+
+
+_looks = _Looks()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_looks.after_fork)
 
 
 @contextlib.contextmanager
 def frames_of_threads() -> Iterator[dict[int, types.FrameType]]:
     """Gives the frames in which all threads are, by their numbers, to be looked at inside of the block alone.
 
-    No garbage is collected there. Python 3.11 makes the object of a frame when somebody asks for it, and a collection
-    that this begins may let the thread of the frame go on: then ``f_back`` reads freed memory. While Python looks for
-    the frames it also holds a lock, for which a collection waits that frees a ``threading.local``: for ever (issue
-    106883 of CPython).
+    Python begins no collection of garbage there. Python 3.11 makes the object of a frame when somebody asks for it, and
+    a collection that this begins may let the thread of the frame go on: then ``f_back`` reads freed memory. While
+    Python looks for the frames it also holds a lock, for which a collection waits that frees a ``threading.local``: for
+    ever (issue 106883 of CPython).
     """
-    with _looks:
-        collects, frames = gc.isenabled(), dict[int, types.FrameType]()
-        gc.disable()
-        try:
-            frames = sys._current_frames()
-            frames[threading.get_ident()] = sys._getframe(2)  # that of this generator leads to none around it
-            yield frames
-        finally:
-            frames.clear()  # the frame of this call is among them: the cycle would keep what all threads compute with
-            if collects:
-                gc.enable()
+    frames: dict[int, types.FrameType] = {}
+    _looks.begin()
+    try:
+        frames = sys._current_frames()
+        frames[threading.get_ident()] = sys._getframe(2)  # that of this generator leads to none around it
+        yield frames
+    finally:
+        frames.clear()  # the frame of this call is among them: the cycle would keep what all threads compute with
+        _looks.end()
 
 
 def numbers_of_threads() -> set[int]:

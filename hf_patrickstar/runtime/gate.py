@@ -152,7 +152,7 @@ class Gate:
             time.sleep(_LOOK_S)
 
     def _threads_inside(self, is_inside: Callable[[FrameType], bool]) -> list[int]:
-        ours = {self._owner, *self._waiting}  # no variable has the frames: they would keep what threads compute with
+        ours = {self._owner, *self._waiting}
         with frames_of_threads() as frames:
             return [ident for ident, frame in frames.items() if ident not in ours and is_inside(frame)]
 

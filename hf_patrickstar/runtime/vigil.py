@@ -295,6 +295,7 @@ class Vigil:
             frame = frames.get(main if is_idle(frames.get(self._thread)) else self._thread)
             collective = find_collective(frame)
             place = (f"is inside {collective}", find_caller(frame)) if collective else None
+            frame = None
             return place, find_caller(frames.get(watched.thread)) if watched is not None else ""
 
     def _begin_stay(self, wait: _Wait, limit_s: float) -> _Stay:

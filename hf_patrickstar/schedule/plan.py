@@ -191,7 +191,8 @@ def repeated_plans(
         prefetch_depth: As for ``make_plan``.
         reshard_after_forward: As for ``make_plan``.
         ahead: As for ``make_plan``, of the last micro-batch.
-        repetitions: How often; the plans of the last repetition are returned.
+        repetitions: How often, at most: a step that begins with what it leaves repeats itself. The plans of the last
+            repetition are returned.
 
     Raises:
         BudgetError: If the chunks in use at one moment do not fit.

@@ -159,18 +159,21 @@ class Prospect:
     def settled(self, homed: frozenset[int], spilled: frozenset[int]) -> tuple[frozenset[int], list[str]]:
         """Decides which chunks are at home on the device once a step is known, and why.
 
+        Where a step has no room beside them, all leave that the host has room for, as an engine does it.
+
         Args:
-            homed: Chunks that are at home there before it is.
+            homed: Chunks that are at home there before the step is known.
             spilled: Those of them that the host has no room for.
 
         Raises:
-            BudgetError: As for ``spilled``.
+            BudgetError: As for ``Prospect.spilled``.
         """
         reasons = []
-        if self.room_beside(homed) < 0:
-            reasons.append(left_device(len(homed), "beside what else a step takes"))
-            homed = spilled = frozenset()
-        margin = self.margin(homed - spilled)
+        leaving = homed - spilled
+        if leaving and self.room_beside(homed) < 0:
+            reasons.append(left_device(len(leaving), "beside what else a step takes"))
+            homed = spilled
+        margin = self.margin(homed - spilled, current=spilled)
         if margin is None:
             return homed, reasons
         return (homed - spilled).union(margin.chunk_indices), [*reasons, margin.reason]

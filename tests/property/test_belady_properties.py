@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from movement import simulate
 
 from hf_patrickstar.schedule.eviction import Chooser, EvictionQueue
+from hf_patrickstar.schedule.plan import make_plan, repeated_plans
 from hf_patrickstar.schedule.trace import Cursor, Trace, Visit
 
 SIZE = 8
@@ -98,3 +99,29 @@ def test_a_queue_lets_leave_what_the_policy_chooses(rows, policy, dropped, first
         there.pop(victim, None)
         there[chunk] = moment
         queue.visit(chunk, moment)
+
+
+@settings(deadline=None, max_examples=100, derandomize=True, database=None)
+@given(
+    st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=10), min_size=1, max_size=3),
+    st.integers(1, 6),
+    st.sampled_from(["belady", "lru", "list_order"]),
+    st.frozensets(st.integers(0, 5)),
+    st.integers(0, 2),
+)
+def test_a_step_that_repeats_itself_need_not_be_planned_again(orders, room, policy, dropped, depth):
+    traces = [Trace("t", (SIZE,) * 6, tuple(map(Visit, order))) for order in orders]
+    capacities = [[room * SIZE] * len(order) for order in orders]
+    found = repeated_plans(traces, capacities, policy, dropped_after=dropped, prefetch_depth=depth, repetitions=5)
+    chooser, resident = Chooser(policy), {}
+    for _ in range(5):
+        expected = []
+        for trace, capacity in zip(traces, capacities, strict=True):
+            is_last = trace is traces[-1]
+            before = {index: place - len(resident) for place, index in enumerate(resident)}
+            void = dropped if is_last else frozenset()
+            plan = make_plan(trace, capacity, chooser, before, dropped_after=void, prefetch_depth=depth)
+            expected.append(plan)
+            by_age = sorted(plan.resident.items(), key=lambda item: item[1])
+            resident = {index: moment for index, moment in by_age if index not in void}
+    assert found == expected
