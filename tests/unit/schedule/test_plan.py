@@ -309,10 +309,10 @@ def test_what_is_reduced_is_reduced_by_the_plan():
     assert plan_of(trace, 100).moments[2:] == (Actions(reduce=(1, 3)), Actions(reduce=(0,)))
 
 
-# The simulator
+# What moves (benchmarks/movement.py)
 
 
-def test_the_simulator_counts_what_a_plan_does():
+def test_movement_is_what_a_plan_does():
     trace = make_trace([0, 1, 2, 2, 1, 0], others={2: 12, 3: 20})
     moved = simulate(
         trace,
@@ -335,14 +335,14 @@ def test_the_simulator_counts_what_a_plan_does():
     )
 
 
-def test_the_simulator_repeats_a_step_until_it_starts_with_what_it_leaves():
+def test_a_step_is_repeated_until_it_starts_with_what_it_leaves():
     trace = make_trace([0, 1, 2])
     assert simulate(trace, 30, "belady", repetitions=1).loads == 3
     assert simulate(trace, 30, "belady").loads == 0
     assert simulate(trace, [20, 20, 20], "belady", repetitions=2).loads == 1
 
 
-def test_the_simulator_tells_prefetches_from_other_loads():
+def test_prefetches_are_told_from_other_loads():
     trace = make_trace([0, 1, 2, 3])
     everything = frozenset(range(4))
     for depth, prefetches in ((0, 0), (1, 3), (4, 3)):
