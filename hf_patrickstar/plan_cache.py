@@ -200,17 +200,13 @@ def computation_of(model: torch.nn.Module) -> list[object]:
         model: The model.
     """
     modules = [
-        (
-            type(module).__qualname__,
-            getattr(module, "gradient_checkpointing", False),
-            _dropped(module),
-        )
+        (type(module).__qualname__, getattr(module, "gradient_checkpointing", False), _dropped(module))
         for module in model.modules()
     ]
     config: Any = getattr(model, "config", None)
     if not _is_of_transformers(config):
         return [modules]
-    fields = _computed(config.to_dict(), _NOT_COMPUTED)
+    fields = _computed(config.to_dict())
     return [modules, json.dumps(fields, sort_keys=True, default=str), list(implementations(config))]
 
 
@@ -219,16 +215,16 @@ def _dropped(module: torch.nn.Module) -> float | None:
     return float(module.p) if isinstance(module, torch.nn.modules.dropout._DropoutNd) else None
 
 
-def _computed(value: Any, left_out: frozenset[str]) -> Any:
+def _computed(value: Any) -> Any:
     """Fields of a configuration, and of those inside of it, that say what is computed."""
     if isinstance(value, dict):
         fields = {str(name): inner for name, inner in value.items()}
         return {
-            name: _computed(inner, left_out)
+            name: _computed(inner)
             for name, inner in fields.items()
-            if name not in left_out and not name.endswith("_token_id")
+            if name not in _NOT_COMPUTED and not name.endswith("_token_id")
         }
-    return [_computed(inner, left_out) for inner in value] if isinstance(value, (list, tuple)) else value
+    return [_computed(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def _is_of_transformers(config: Any) -> bool:

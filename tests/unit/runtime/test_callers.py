@@ -1,7 +1,9 @@
 """Which line of the user's a call comes from."""
 
 import gc
+import os
 import runpy
+import signal
 import sys
 import threading
 import types
@@ -9,6 +11,7 @@ import types
 import pytest
 import torch
 
+from hf_patrickstar.runtime import callers
 from hf_patrickstar.runtime.callers import find_caller, find_collective, frames_of_threads, is_idle, numbers_of_threads
 
 
@@ -162,3 +165,43 @@ def test_a_handler_of_a_signal_may_look_during_a_look(monkeypatch):
     monkeypatch.setattr(sys, "_current_frames", interrupted)
     assert this in numbers_of_threads()
     assert (found, gc.isenabled()) == ([(True, False)], True)
+
+
+def test_collections_begin_again_when_the_last_thread_has_looked():
+    begun, leave = threading.Event(), threading.Event()
+
+    def look():
+        with frames_of_threads():
+            begun.set()
+            leave.wait(5)
+
+    with frames_of_threads():
+        thread = threading.Thread(target=look)
+        thread.start()
+        assert begun.wait(5)
+    assert not gc.isenabled(), "the other thread still looks"
+    leave.set()
+    thread.join(5)
+    assert gc.isenabled()
+
+
+def test_a_process_that_is_forked_while_a_thread_looks_collects_and_may_look():
+    begun, leave = threading.Event(), threading.Event()
+
+    def look():
+        with frames_of_threads(), callers._looks._lock:
+            begun.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    assert begun.wait(5)
+    child = os.fork()
+    if not child:
+        signal.alarm(5)  # instead of waiting for ever
+        os._exit(0 if gc.isenabled() and threading.get_ident() in numbers_of_threads() and gc.isenabled() else 1)
+    _, status = os.waitpid(child, 0)
+    leave.set()
+    thread.join(5)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert gc.isenabled()
