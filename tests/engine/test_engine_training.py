@@ -1,0 +1,319 @@
+"""Losses, values, gradients and states are those of plain torch, to the last bit, whatever moves when."""
+
+import pytest
+import torch
+from engine.small import (
+    DTYPES,
+    WIDTH,
+    Block,
+    Pair,
+    Stack,
+    Tied,
+    adamw,
+    batch,
+    config_of,
+    copied,
+    engine_of,
+    loss_of,
+    make,
+    sgd,
+    tokens,
+    trainable,
+    values_of,
+)
+from simulated import delayed_streams, simulated_streams
+from torch import nn
+
+from hf_patrickstar import EngineError, PatrickStarEngine
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("factory", [Stack, Tied])
+def test_training_has_the_bits_of_torch(factory, dtype, accumulation, budget):
+    pair = Pair(factory, budget, dtype=dtype, gradient_accumulation_steps=accumulation)
+    pair.train(4, micro=accumulation)
+    stats = pair.engine.stats()
+    assert (stats["chunk_loads"] > 0) is pair.moves
+    assert stats["diverged_steps"] == 0
+    assert stats["steps"] == 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("micro", [1, 2, 3])
+def test_any_number_of_micro_batches_whatever_was_announced(dtype, micro, budget):
+    pair = Pair(Stack, budget, dtype=dtype)
+    pair.train(2)
+    pair.train(2, first=2, micro=micro)
+    pair.train(2, first=4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("streams", [simulated_streams, delayed_streams])
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.own_streams
+def test_copies_and_updates_beside_computation_change_no_bit(streams, micro, dtype, budget):
+    with streams():
+        pair = Pair(Tied, budget, dtype=dtype, gradient_accumulation_steps=micro)
+        pair.train(4, micro=micro)
+        pair.engine.detach()
+
+
+@pytest.mark.parametrize("make_optimizer", [adamw, sgd])
+@pytest.mark.own_streams
+def test_updates_under_way_and_readers_of_values_states_and_gradients(make_optimizer, budget):
+    """What is read between two steps waits for the update of its chunk."""
+    with delayed_streams():
+        pair = Pair(Stack, budget, make_optimizer)
+        pair.train(1)
+        for step in range(1, 4):
+            pair.backward(step)
+            pair.both(lambda model, optimizer: optimizer.step())
+            last = pair.both(lambda model, _: copied(model.layers[-1].weight))
+            assert not last.isnan().any()
+            pair.check()
+            pair.both(lambda model, optimizer: optimizer.zero_grad())
+        pair.engine.detach()
+
+
+def test_evaluations_before_between_and_inside_of_steps_change_nothing(budget):
+    pair = Pair(Tied, budget)
+
+    def evaluate(model):
+        results = []
+        for context in (torch.no_grad, torch.inference_mode):
+            with context():
+                results.append(model.eval()(tokens(7)).clone())
+        model.train()
+        return results
+
+    def run(model, optimizer):
+        results = evaluate(model)
+        for step in range(3):
+            loss = loss_of(model, step)
+            results += evaluate(model)
+            loss.backward()
+            results += evaluate(model)
+            optimizer.step()
+            results += evaluate(model)
+            optimizer.zero_grad()
+            results.append(loss.detach().clone())
+        return results
+
+    pair.both(run)
+    pair.check()
+
+
+def test_a_forward_that_gets_no_backward_changes_nothing(budget):
+    pair = Pair(Stack, budget)
+
+    def run(model, optimizer):
+        kept = []
+        for step in range(3):
+            kept.append(model(batch(50 + step)))  # its graph stays alive
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return kept
+
+    pair.both(run)
+    pair.check()
+
+
+def test_two_graphs_whose_backwards_come_in_the_other_order(budget):
+    pair = Pair(Tied, budget)
+
+    def run(model, optimizer):
+        for step in range(2):
+            first, second = loss_of(model, step), loss_of(model, step + 9)
+            second.backward()
+            first.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    pair.both(run)
+    pair.check()
+
+
+def test_only_a_part_of_the_model_runs(budget):
+    pair = Pair(Stack, budget)
+
+    def loss(model, seed):
+        x = batch(seed)
+        for number in ((0, 1, 2), (3, 4), (2, 0), (1, 1, 1))[seed % 4]:
+            x = torch.tanh(model.layers[number](x))
+        return x.square().sum()
+
+    def run(model, optimizer):
+        for step in range(8):
+            loss(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    pair.both(run)
+    pair.check()
+
+
+def test_batches_of_other_sizes(budget):
+    pair = Pair(Stack, budget)
+
+    def run(model, optimizer):
+        for step, size in enumerate((4, 1, 7, 4, 32, 3)):
+            loss_of(model, step, size).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    pair.both(run)
+    pair.check()
+
+
+def test_one_parameter_larger_than_a_chunk_and_parameters_without_dimensions_or_elements(budget):
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.large = nn.Linear(40, WIDTH)
+            self.scalar = nn.Parameter(torch.tensor(1.5))
+            self.empty = nn.Parameter(torch.zeros(0, 4))
+            self.wide = nn.Parameter(torch.randn(2, 3, WIDTH))
+
+        def forward(self, x):
+            return self.large(torch.cat([x, x, x[:, :8]], 1)) * self.scalar + self.wide.sum((0, 1)) + self.empty.sum()
+
+    pair = Pair(Odd, budget, settings={"chunks": 6})
+    pair.train(3)
+
+
+def test_modules_that_read_parameters_of_others(budget):
+    class Borrowing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+            self.scale = nn.Parameter(torch.randn(3, WIDTH))
+
+        def forward(self, x):
+            row = self.scale[1]
+            x = nn.functional.linear(x, self.second.weight.t(), self.first.bias) * row
+            x = self.third(self.first(x)) + self.scale[:2].sum(0)
+            return nn.functional.linear(torch.tanh(x), self.third.weight.detach() + self.second.weight)
+
+    Pair(Borrowing, budget, settings={"chunks": 5}).train(4)
+
+
+def test_random_numbers_are_drawn_as_without_an_engine(budget):
+    def factory():
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3))
+
+    pair = Pair(factory, budget)
+    pair.both(lambda model, _: torch.rand(3))
+    pair.train(3)
+    pair.both(lambda model, _: (loss_of(model).detach().clone(), torch.rand(3)))
+
+
+def test_buffers_are_updated_once_in_each_forward(budget):
+    def factory():
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
+
+    Pair(factory, budget).train(3)
+
+
+def test_frozen_parts_keep_their_values(budget):
+    def freeze(model):
+        model.layers[1].requires_grad_(False)
+        model.layers[3].bias.requires_grad_(False)
+
+    pair = Pair(Stack, budget, prepare=freeze)
+    before = values_of(pair.ours)
+    pair.train(3)
+    for name in ("layers.1.weight", "layers.1.bias", "layers.3.bias"):
+        assert torch.equal(pair.ours.state_dict()[name], before[name])
+    assert pair.ours.layers[1].weight.grad is None
+
+
+def test_an_engine_without_an_optimizer_evaluates(budget):
+    plain, model = make(Tied), make(Tied)
+    engine = engine_of(model, budget, None)
+    with torch.no_grad():
+        assert torch.equal(plain(tokens()), model(tokens()))
+    assert engine.optimizer is None
+    assert engine.training_state is None
+    engine.detach()
+
+
+def test_mixed_types_keep_their_own(budget):
+    """Where nothing was asked for, parameters and states keep the types that they were loaded in."""
+
+    def widen(model):
+        model.layers[2].to(torch.float64)
+
+    class Mixed(Stack):
+        def forward(self, x):
+            for layer in self.layers:
+                x = torch.tanh(layer(x.to(layer.weight.dtype)))
+            return x
+
+    pair = Pair(Mixed, budget, dtype="auto", prepare=widen, settings={"chunks": 6})
+    pair.train(3)
+    assert pair.ours.layers[2].weight.dtype is torch.float64
+
+
+def test_hooks_of_users_see_values_and_gradients(budget):
+    pair = Pair(Stack, budget)
+    seen = {id(model): [] for model, _ in pair}
+
+    def watch(model, _):
+        notes = seen[id(model)]
+        model.layers[1].register_forward_pre_hook(lambda module, args: notes.append(module.weight.sum().item()))
+        model.layers[2].register_forward_hook(lambda module, args, output: notes.append(module.bias.sum().item()))
+        model.layers[3].weight.register_hook(lambda gradient: notes.append(gradient.sum().item()) or gradient * 2)
+        model.layers[0].bias.register_post_accumulate_grad_hook(lambda p: notes.append(copied(p.grad).sum().item()))
+
+    pair.both(watch)
+    pair.train(3)
+    first, second = seen.values()
+    assert first == second
+    assert len(first) >= 12
+
+
+def test_the_model_stays_the_users_own(budget):
+    model = make(Tied)
+    parameters = dict(model.named_parameters())
+    shapes = {name: parameter.shape for name, parameter in parameters.items()}
+    engine = engine_of(model, budget)
+    assert type(model) is Tied
+    assert all(parameters[name] is parameter for name, parameter in model.named_parameters())
+    assert {name: parameter.shape for name, parameter in model.named_parameters()} == shapes
+    assert all(isinstance(parameter, nn.Parameter) and parameter.is_leaf for parameter in parameters.values())
+    assert model.head.weight is model.embedding.weight
+    assert model.patrickstar_engine is engine
+
+
+def test_an_engine_on_a_model_that_has_one_is_refused():
+    model = make(Stack)
+    engine_of(model)
+    with pytest.raises(EngineError, match="detach"):
+        PatrickStarEngine(model, config_of("moving"), adamw(trainable(model)), device="cpu")
+
+
+@pytest.mark.parametrize("eviction", ["belady", "lru", "list_order"])
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("placement", ["auto", "host"])
+def test_no_policy_changes_a_bit(eviction, depth, placement):
+    settings = {"eviction": eviction, "prefetch_depth": depth, "placement": placement, "chunks": 4}
+    Pair(Tied, "moving", settings=settings).train(3)
+
+
+def test_blocks_in_blocks_with_checkpointing_of_some(budget):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+        def forward(self, x):
+            for number, block in enumerate(self.blocks):
+                if number % 2:
+                    x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+                else:
+                    x = block(x)
+            return x
+
+    Pair(Checkpointed, budget).train(4)
