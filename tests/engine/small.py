@@ -169,7 +169,15 @@ class Pair:
     """
 
     def __init__(
-        self, factory=Stack, budget="moving", make_optimizer=adamw, *, dtype="fp32", settings=None, prepare=None, **kwargs
+        self,
+        factory=Stack,
+        budget="moving",
+        make_optimizer=adamw,
+        *,
+        dtype="fp32",
+        settings=None,
+        prepare=None,
+        **kwargs,
     ):
         self.plain, self.ours = make(factory), make(factory)
         for model in (self.plain, self.ours):
@@ -250,7 +258,7 @@ def assert_same(left, right, where="result"):
     """Compares results with whatever is in them."""
     if isinstance(left, torch.Tensor):
         assert isinstance(right, torch.Tensor), where
-        assert left.dtype == right.dtype and left.shape == right.shape, f"{where}: {left.dtype} {right.dtype}"
+        assert (left.dtype, left.shape) == (right.dtype, right.shape), where
         assert same_bits(left.detach(), right.detach()), f"{where} differs"
     elif isinstance(left, dict):
         assert list(left) == list(right), where

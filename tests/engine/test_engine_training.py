@@ -52,13 +52,14 @@ def test_any_number_of_micro_batches_whatever_was_announced(dtype, micro, budget
 @pytest.mark.parametrize("streams", [simulated_streams, delayed_streams])
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.own_streams
-def test_copies_and_updates_beside_computation_change_no_bit(streams, micro, dtype, budget):
+def test_copies_and_updates_beside_computation_change_no_bit(streams, micro, dtype):
     with streams():
-        pair = Pair(Tied, budget, dtype=dtype, gradient_accumulation_steps=micro)
+        pair = Pair(Tied, "moving", dtype=dtype, gradient_accumulation_steps=micro)
         pair.train(4, micro=micro)
         pair.engine.detach()
 
 
+@pytest.mark.parametrize("budget", ["resident", "moving"])
 @pytest.mark.parametrize("make_optimizer", [adamw, sgd])
 @pytest.mark.own_streams
 def test_updates_under_way_and_readers_of_values_states_and_gradients(make_optimizer, budget):
@@ -295,8 +296,7 @@ def test_an_engine_on_a_model_that_has_one_is_refused():
 
 
 @pytest.mark.parametrize("eviction", ["belady", "lru", "list_order"])
-@pytest.mark.parametrize("depth", [0, 1, 3])
-@pytest.mark.parametrize("placement", ["auto", "host"])
+@pytest.mark.parametrize(("depth", "placement"), [(0, "host"), (3, "host"), (2, "auto")])
 def test_no_policy_changes_a_bit(eviction, depth, placement):
     settings = {"eviction": eviction, "prefetch_depth": depth, "placement": placement, "chunks": 4}
     Pair(Tied, "moving", settings=settings).train(3)
@@ -310,10 +310,7 @@ def test_blocks_in_blocks_with_checkpointing_of_some(budget):
 
         def forward(self, x):
             for number, block in enumerate(self.blocks):
-                if number % 2:
-                    x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
-                else:
-                    x = block(x)
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) if number % 2 else block(x)
             return x
 
     Pair(Checkpointed, budget).train(4)
