@@ -36,7 +36,7 @@ import torch.distributed as dist
 import transformers
 
 from hf_patrickstar import PatrickStarEngine
-from hf_patrickstar.runtime.collectives import Collectives
+from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.units import MIB, format_nbytes
 
 LIMIT = 0.9

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import BudgetError, ConfigError, EngineError
 from hf_patrickstar.homes import (
     FROZEN,
@@ -28,7 +29,6 @@ from hf_patrickstar.optim.kernel import Kernel
 from hf_patrickstar.precision import Precision, choose_precision
 from hf_patrickstar.runtime.admission import check_model, check_values, is_left_out, is_recomputed
 from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, torch_dtype
-from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.live_parameter import LiveMixin
 from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.known import KnownTraces

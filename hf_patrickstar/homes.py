@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from hf_patrickstar.config import PatrickStarConfig
+from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import BudgetError, ConfigError
 from hf_patrickstar.layout.embedding import EmbeddingChoice, choose_embeddings
 from hf_patrickstar.layout.packing import ChunkSpec, branches_nbytes
@@ -21,7 +22,6 @@ from hf_patrickstar.optim.kernel import Kernel
 from hf_patrickstar.precision import Precision
 from hf_patrickstar.resources import Resources
 from hf_patrickstar.runtime.chunk import torch_dtype
-from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.schedule.pace import exposed_ns
 from hf_patrickstar.schedule.placement import ChunkBytes, HomePlan, Limits, Tiers, plan_homes
 from hf_patrickstar.shortage import Limit

@@ -20,6 +20,7 @@ import torch
 from hf_patrickstar.checkpoint.first_values import FirstValues
 from hf_patrickstar.checkpoint.weights import ChunkWeights
 from hf_patrickstar.decisions import Decisions, collect
+from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import BudgetError, EngineError
 from hf_patrickstar.layout.packing import ChunkSpec, Layout, Placement, pack
 from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec
@@ -29,7 +30,6 @@ from hf_patrickstar.optim.optimizer import ChunkedOptimizer
 from hf_patrickstar.payloads import Payloads
 from hf_patrickstar.runtime.admission import check_modules, check_values
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
-from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.gate import STATE_DICT, Gate
 from hf_patrickstar.runtime.hooks import ModelHooks
 from hf_patrickstar.runtime.live_parameter import raw_grad, set_raw_data

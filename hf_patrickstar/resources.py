@@ -10,6 +10,8 @@ import torch
 
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.cores import own_cores
+from hf_patrickstar.dist.collectives import Collectives
+from hf_patrickstar.dist.vigil import Patience
 from hf_patrickstar.events import Listener
 from hf_patrickstar.machine import ACCELERATOR, CPU_TIER, Machine, machine_of
 from hf_patrickstar.memory.accelerator import can_pin_memory, device_name, find_device, grow_segments, is_accelerator
@@ -20,8 +22,6 @@ from hf_patrickstar.memory.pinning import make_pinning
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import DeviceStreams, make_streams
 from hf_patrickstar.memory.tiers import Tier, resolve_budgets
-from hf_patrickstar.runtime.collectives import Collectives
-from hf_patrickstar.runtime.vigil import Patience
 
 logger = logging.getLogger(__name__)
 

@@ -13,29 +13,42 @@ import hf_patrickstar
 PACKAGE = "hf_patrickstar"
 ROOT = pathlib.Path(hf_patrickstar.__file__).parent
 
-_BASE = ("errors", "units", "interrupts", "cores", "shortage", "states", "events", "config", "version", "machine")
+_BASE = (
+    "errors",
+    "units",
+    "interrupts",
+    "cores",
+    "shortage",
+    "states",
+    "events",
+    "config",
+    "version",
+    "machine",
+    "callers",
+)
 LEVELS = dict.fromkeys(_BASE, 0) | {
     "layout": 1,
     "memory": 1,
     "schedule": 2,
-    "runtime": 3,
-    "optim": 4,
-    "checkpoint": 4,
-    "resources": 4,
-    "report": 4,
-    "precision": 4,
-    "homes": 5,
-    "decisions": 6,
-    "plan_cache": 7,
-    "payloads": 7,
-    "tracing": 8,
-    "membership": 8,
-    "engine": 9,
-    "prepared": 10,
-    "integrations": 10,
-    "planner": 11,
-    "cli": 12,
-    "__main__": 13,
+    "dist": 3,
+    "runtime": 4,
+    "optim": 5,
+    "checkpoint": 5,
+    "resources": 5,
+    "report": 5,
+    "precision": 5,
+    "homes": 6,
+    "decisions": 7,
+    "plan_cache": 8,
+    "payloads": 8,
+    "tracing": 9,
+    "membership": 9,
+    "engine": 10,
+    "prepared": 11,
+    "integrations": 11,
+    "planner": 12,
+    "cli": 13,
+    "__main__": 14,
 }
 
 MAX_FILE_LINES = 600
@@ -230,9 +243,9 @@ def names_the_device_of_new_tensors(source):
     ]
 
 
-def leaves_collectives_to_one_module(source):
-    """Only ``runtime/collectives.py`` knows ``torch.distributed``."""
-    if source.name == f"{PACKAGE}.runtime.collectives":
+def leaves_collectives_to_dist(source):
+    """Only ``dist`` knows ``torch.distributed``."""
+    if source.part == "dist":
         return []
     return [
         report(source, line, f"uses {name}")
@@ -410,7 +423,7 @@ RULES = (
     leaves_hugging_face_to_integrations,
     leaves_payloads_and_streams_to_memory,
     names_the_device_of_new_tensors,
-    leaves_collectives_to_one_module,
+    leaves_collectives_to_dist,
     leaves_each_kind_of_hook_to_one_module,
     leaves_byte_factors_to_units,
     has_no_state_at_module_level,
@@ -501,6 +514,8 @@ BAD = [
     (imports_only_lower_parts, "layout.packing", "from hf_patrickstar.memory.tiers import Tier"),
     (imports_only_lower_parts, "memory.pool", "import hf_patrickstar.layout.specs"),
     (imports_only_lower_parts, "schedule.plan", "def f():\n    from hf_patrickstar.runtime import chunk"),
+    (imports_only_lower_parts, "dist.sharing", "from hf_patrickstar.runtime.chunk import Chunk"),
+    (imports_only_lower_parts, "memory.copies", "from hf_patrickstar.dist.collectives import Collectives"),
     (imports_only_lower_parts, "runtime.chunk", "from hf_patrickstar.optim.adam_kernel import AdamKernel"),
     (imports_only_lower_parts, "runtime.chunk", "from ..optim import kernels"),
     (imports_only_lower_parts, "runtime.chunk", "from hf_patrickstar import PatrickStarEngine"),
@@ -532,10 +547,10 @@ BAD = [
     (leaves_payloads_and_streams_to_memory, "engine", "x = y.pin_memory()"),
     (names_the_device_of_new_tensors, "engine", "import torch\nx = torch.zeros(3, dtype=y)"),
     (names_the_device_of_new_tensors, "memory.pool", "import torch\nx = f(torch.tensor(3.0))"),
-    (leaves_collectives_to_one_module, "runtime.manager", "import torch.distributed as dist"),
-    (leaves_collectives_to_one_module, "optim.optimizer", "from torch.distributed import all_reduce"),
-    (leaves_collectives_to_one_module, "engine", "import torch\ntorch.distributed.barrier()"),
-    (leaves_collectives_to_one_module, "engine", "dist.all_reduce(x)"),
+    (leaves_collectives_to_dist, "runtime.manager", "import torch.distributed as dist"),
+    (leaves_collectives_to_dist, "optim.optimizer", "from torch.distributed import all_reduce"),
+    (leaves_collectives_to_dist, "engine", "import torch\ntorch.distributed.barrier()"),
+    (leaves_collectives_to_dist, "engine", "dist.all_reduce(x)"),
     (leaves_each_kind_of_hook_to_one_module, "engine", "m.register_forward_hook(f)"),
     (leaves_each_kind_of_hook_to_one_module, "engine", "get().register_forward_pre_hook(f)"),
     (leaves_each_kind_of_hook_to_one_module, "engine", "p.register_post_accumulate_grad_hook(f)"),
@@ -592,8 +607,8 @@ GOOD = [
     (leaves_payloads_and_streams_to_memory, "engine", "import torch\nx = torch.zeros(3), config.pin_memory"),
     (names_the_device_of_new_tensors, "engine", "import torch\nx = torch.zeros(3, device=d), torch.zeros_like(y)"),
     (names_the_device_of_new_tensors, "engine", "import torch\nx = torch.zeros(3, **kwargs)"),
-    (leaves_collectives_to_one_module, "runtime.collectives", "import torch.distributed as dist"),
-    (leaves_collectives_to_one_module, "engine", "from accelerate.utils import DistributedType"),
+    (leaves_collectives_to_dist, "dist.collectives", "import torch.distributed as dist"),
+    (leaves_collectives_to_dist, "engine", "from accelerate.utils import DistributedType"),
     (leaves_each_kind_of_hook_to_one_module, "runtime.hooks", "m.register_forward_hook(f)"),
     (leaves_each_kind_of_hook_to_one_module, "runtime.autograd", "torch.autograd.graph.saved_tensors_hooks(f, g)"),
     (leaves_byte_factors_to_units, "units", "KIB = 1024"),

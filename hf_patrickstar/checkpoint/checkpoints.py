@@ -21,10 +21,10 @@ from hf_patrickstar.checkpoint.training_state import INDEX_NAME, Loading, Traini
 from hf_patrickstar.checkpoint.transaction import Checkpoint, Transactions
 from hf_patrickstar.checkpoint.weights import ChunkWeights
 from hf_patrickstar.config import PatrickStarConfig
+from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.runtime.chunk import ManagedTensor
-from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.manager import ChunkManager
 
 logger = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ from hf_patrickstar.checkpoint.deferred import DeferredTensor, Reader
 from hf_patrickstar.checkpoint.filling import Filler, Workers
 from hf_patrickstar.checkpoint.origins import ModelFiles, origin_of
 from hf_patrickstar.checkpoint.progress import shown
+from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.runtime.chunk import ManagedTensor
-from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.live_parameter import raw_data
 from hf_patrickstar.runtime.originals import Origin
 

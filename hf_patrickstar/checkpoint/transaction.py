@@ -14,8 +14,8 @@ from pathlib import Path
 from hf_patrickstar.checkpoint.background import BackgroundWrite, failure_of, nbytes_of
 from hf_patrickstar.checkpoint.storage import MARK, StagedDirectory, disk_error
 from hf_patrickstar.checkpoint.training_state import shard_name
+from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import CheckpointError, CollectiveError
-from hf_patrickstar.runtime.collectives import Collectives
 
 logger = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, DynamoBackend, convert_outputs_to_fp32
 
 from hf_patrickstar.config import ConfigSource, PatrickStarConfig
+from hf_patrickstar.dist.collectives import announce_self
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.errors import ConfigError, EngineError
 from hf_patrickstar.events import Listener
@@ -26,7 +27,6 @@ from hf_patrickstar.integrations.accelerator_optimizers import (
 )
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
 from hf_patrickstar.optim.scaler import ChunkedGradScaler
-from hf_patrickstar.runtime.collectives import announce_self
 from hf_patrickstar.runtime.together import Together, roots_of
 
 

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 
 from hf_patrickstar.config import PatrickStarConfig
+from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.events import Listener, tell_nobody
 from hf_patrickstar.machine import CPU_TIER, Machine
 from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.resources import Resources
-from hf_patrickstar.runtime.collectives import Collectives
 
 
 def settings_for(machine: Machine) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import torch
 
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.decisions import Decisions, decide_for, inspect
+from hf_patrickstar.dist.order import Room
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.homes import Circumstances, ModelNumbers, can_move_homes, lists_of
 from hf_patrickstar.machine import Machine
@@ -29,7 +30,6 @@ from hf_patrickstar.planner.imagined import resources_of, settings_for
 from hf_patrickstar.report.survey import NON_MODEL, Survey, SurveyedChunk
 from hf_patrickstar.runtime import gradient_ring
 from hf_patrickstar.runtime.chunk import GRADIENTS, STAGING
-from hf_patrickstar.runtime.order import Room
 from hf_patrickstar.schedule.ahead import plan_ahead
 from hf_patrickstar.schedule.bounds import ADAM_NBYTES
 from hf_patrickstar.schedule.clock import Timeline

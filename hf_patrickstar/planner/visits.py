@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import torch
 
+from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.events import ChunkVisited, Event, Listener
 from hf_patrickstar.memory.accelerator import find_device, is_accelerator
 from hf_patrickstar.memory.streams import synchronize
 from hf_patrickstar.report.sweeps import Sweeps
-from hf_patrickstar.runtime.collectives import Collectives
 
 _NUM_LAYERS = 32
 _WIDTH = 8

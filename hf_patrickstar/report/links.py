@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.memory.accelerator import find_device
 from hf_patrickstar.memory.streams import seconds_of
 from hf_patrickstar.report.measure import Effort, measure_machine
-from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.units import ALIGNMENT_NUMEL, align
 
 _CPU = torch.device("cpu")

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from hf_patrickstar.dist.order import Room
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import TensorSpec
@@ -11,7 +12,6 @@ from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.pool import CACHE_OWNER
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk
-from hf_patrickstar.runtime.order import Room
 from hf_patrickstar.schedule.plan import Plan
 from hf_patrickstar.schedule.trace import Trace
 

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from hf_patrickstar.dist.collectives import Collectives
+from hf_patrickstar.dist.order import make_order
 from hf_patrickstar.events import Listener
 from hf_patrickstar.memory.lanes import Streams
 from hf_patrickstar.memory.meters import Meter
@@ -11,7 +13,6 @@ from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.buckets import Buckets, GroupBuckets, OwnBuckets
 from hf_patrickstar.runtime.chunk import Chunk
-from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.copies import Copies
 from hf_patrickstar.runtime.data import Data
 from hf_patrickstar.runtime.executor import Executor, MovePolicy, Services
@@ -21,7 +22,6 @@ from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.in_use import ChunksInUse
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.mirrors import MirrorUsers, ValueMirrors
-from hf_patrickstar.runtime.order import make_order
 from hf_patrickstar.runtime.originals import Originals
 from hf_patrickstar.runtime.parameters import Parameters
 from hf_patrickstar.runtime.phases import Phases

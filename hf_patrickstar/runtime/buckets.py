@@ -11,11 +11,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.memory.lanes import Streams, Ticket
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import GRADIENTS, STAGING, Chunk, ManagedTensor
-from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.gradient_mirrors import GradientMirrors
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.reclaim import Reclaim

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 import torch
 
 from hf_patrickstar.config import PatrickStarConfig
+from hf_patrickstar.dist.collectives import Collectives
+from hf_patrickstar.dist.order import Collective, Order, Subject
 from hf_patrickstar.errors import DeviceMemoryError
 from hf_patrickstar.events import ChunkVisited, Listener
 from hf_patrickstar.memory.accelerator import is_device_full
@@ -14,12 +16,10 @@ from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.buckets import Average, Buckets
 from hf_patrickstar.runtime.chunk import Chunk
-from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.runtime.copies import Copies
 from hf_patrickstar.runtime.gradient_mirrors import GradientMirrors
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.in_use import ChunksInUse
-from hf_patrickstar.runtime.order import Collective, Order, Subject
 from hf_patrickstar.runtime.ranges import named
 from hf_patrickstar.runtime.reclaim import Reclaim
 from hf_patrickstar.runtime.tracer import Step, Tracer

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch._C import _current_graph_task_id
 
+from hf_patrickstar.callers import frames_of_threads
 from hf_patrickstar.errors import EngineError
-from hf_patrickstar.runtime.callers import frames_of_threads
 from hf_patrickstar.runtime.compiled import is_compiled
 from hf_patrickstar.runtime.turns import is_backward
 

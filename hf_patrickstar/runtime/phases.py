@@ -17,6 +17,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 
 import torch
 
+from hf_patrickstar.dist.order import Phase
 from hf_patrickstar.memory.lanes import Copy, Streams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
@@ -25,7 +26,6 @@ from hf_patrickstar.runtime.data import Data
 from hf_patrickstar.runtime.executor import Services
 from hf_patrickstar.runtime.frames import Frame, Frames, Lookup
 from hf_patrickstar.runtime.operands import Operands, SavedView
-from hf_patrickstar.runtime.order import Phase
 from hf_patrickstar.runtime.parameters import Parameters
 from hf_patrickstar.runtime.placement import Placement
 from hf_patrickstar.runtime.ranges import named, phase

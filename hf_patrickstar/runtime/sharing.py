@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hf_patrickstar.dist.collectives import Collectives
+from hf_patrickstar.dist.order import DTYPES, Order, Subject, number_of
 from hf_patrickstar.errors import CheckpointError, CollectiveError
 from hf_patrickstar.runtime.chunk import ManagedTensor
-from hf_patrickstar.runtime.collectives import Collectives
-from hf_patrickstar.runtime.order import DTYPES, Order, Subject, number_of
 
 
 class Held(NamedTuple):
@@ -75,7 +75,7 @@ class Sharing:
         return self._collectives.rank
 
     def enter(self, what: str) -> None:
-        """Begins a call that all processes must make together; one that waits alone gives up, see ``runtime/order.py``.
+        """Begins a call that all processes must make together; one that waits alone gives up, see ``dist/order.py``.
 
         Args:
             what: What the call does, as a verb phrase, for warnings and errors.

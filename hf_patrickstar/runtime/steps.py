@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from hf_patrickstar.dist.order import Beginning, Ending, Phase, Room, Subject
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.meters import Meter
@@ -15,7 +16,6 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import GRADIENTS, Chunk
 from hf_patrickstar.runtime.durations import Durations
 from hf_patrickstar.runtime.executor import Executor, Services
-from hf_patrickstar.runtime.order import Beginning, Ending, Phase, Room, Subject
 from hf_patrickstar.runtime.placement import Placement
 from hf_patrickstar.runtime.ranges import named
 from hf_patrickstar.runtime.tracer import Step

@@ -25,9 +25,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch._C import _current_graph_task_id
 
+from hf_patrickstar.callers import frames_of_threads, numbers_of_threads
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.memory.operators import quietly
-from hf_patrickstar.runtime.callers import frames_of_threads, numbers_of_threads
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

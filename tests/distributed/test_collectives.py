@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from processes import GROUP_TIMEOUT_S, Workers
 
+from hf_patrickstar.dist.collectives import Collectives
+from hf_patrickstar.dist.vigil import Patience
 from hf_patrickstar.errors import CollectiveError, ConfigError
 from hf_patrickstar.report.statistics import Statistics
-from hf_patrickstar.runtime.collectives import Collectives
-from hf_patrickstar.runtime.vigil import Patience
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

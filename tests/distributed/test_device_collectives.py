@@ -10,8 +10,8 @@ from models import make_batch, make_model
 from processes import Workers
 
 from hf_patrickstar import PatrickStarEngine
+from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import CollectiveError
-from hf_patrickstar.runtime.collectives import Collectives
 
 CPU = torch.device("cpu")
 
@@ -181,7 +181,7 @@ def train(rank, is_device, reduce_dtype):
     with contextlib.ExitStack() as stack:
         if is_device:
             stack.enter_context(instead(dist.ProcessGroupGloo, "name", lambda self: "nccl"))
-            stack.enter_context(mock.patch("hf_patrickstar.runtime.tickets.synchronize"))
+            stack.enter_context(mock.patch("hf_patrickstar.dist.tickets.synchronize"))
         model = make_model("gpt2").train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         config = {"dtype": "bf16", "reduce_dtype": reduce_dtype, "chunk_numel": 2048}

@@ -14,7 +14,7 @@ import os, sys
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from hf_patrickstar.runtime.collectives import Collectives
+from hf_patrickstar.dist.collectives import Collectives
 
 
 def talk(rank, store):

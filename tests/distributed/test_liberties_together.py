@@ -4,8 +4,8 @@ import pytest
 import torch
 from models import gpt2
 
+from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.engine import PatrickStarEngine
-from hf_patrickstar.runtime.collectives import Collectives
 
 SETTINGS = {"chunk_numel": 4096}
 

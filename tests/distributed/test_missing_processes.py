@@ -10,9 +10,9 @@ from processes import Workers
 from together import make_optimizer
 
 from hf_patrickstar import PatrickStarEngine
+from hf_patrickstar.dist.collectives import Collectives, announce_self
+from hf_patrickstar.dist.vigil import Patience
 from hf_patrickstar.errors import CollectiveError
-from hf_patrickstar.runtime.collectives import Collectives, announce_self
-from hf_patrickstar.runtime.vigil import Patience
 
 pytestmark = pytest.mark.xdist_group("distributed")
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from oracle.driver import VirtualDriver, VirtualEvent
 
+from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.events import Listener, MessageExchanged
-from hf_patrickstar.runtime.collectives import Collectives
 from hf_patrickstar.schedule.clock import Lane, Mark
 
 

@@ -13,12 +13,12 @@ from hf_patrickstar.checkpoint import background
 from hf_patrickstar.checkpoint.background import BackgroundWrite, failure_of
 from hf_patrickstar.checkpoint.training_state import shard_name
 from hf_patrickstar.checkpoint.transaction import Transactions
+from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.layout.packing import pack
 from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk
-from hf_patrickstar.runtime.collectives import Collectives
 
 TENSORS = {
     "exp_avg/a": torch.arange(4.0),

@@ -11,8 +11,8 @@ import torch
 from hf_patrickstar.checkpoint import storage
 from hf_patrickstar.checkpoint.background import BackgroundWrite
 from hf_patrickstar.checkpoint.transaction import Transactions
+from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import CheckpointError
-from hf_patrickstar.runtime.collectives import Collectives
 
 
 class Killed(BaseException):

@@ -2,9 +2,9 @@
 
 import pytest
 
+from hf_patrickstar.dist.order import Room
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.report.survey import MOST_MOMENTS, Survey, Tide
-from hf_patrickstar.runtime.order import Room
 from hf_patrickstar.schedule.plan import Actions, Plan
 from hf_patrickstar.schedule.trace import Trace, Visit
 

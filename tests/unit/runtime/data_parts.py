@@ -5,6 +5,7 @@ import threading
 import torch
 from unit.spec_builders import BF16
 
+from hf_patrickstar.dist.order import make_order
 from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.memory.lanes import WorkLane
@@ -16,7 +17,6 @@ from hf_patrickstar.runtime.chunk import MASTER, Chunk, ManagedTensor, torch_dty
 from hf_patrickstar.runtime.gradient_mirrors import GradientMirrors
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.mirrors import MirrorUsers, ValueMirrors
-from hf_patrickstar.runtime.order import make_order
 from hf_patrickstar.runtime.originals import Originals
 from hf_patrickstar.runtime.sharing import Sharing
 from hf_patrickstar.runtime.values import Values

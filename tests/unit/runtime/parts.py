@@ -6,6 +6,7 @@ import torch
 from unit.runtime.data_parts import CPU, Process
 
 from hf_patrickstar.config import PatrickStarConfig
+from hf_patrickstar.dist.order import make_order
 from hf_patrickstar.events import (
     ChunkEvicted,
     ChunkInvalidated,
@@ -30,7 +31,6 @@ from hf_patrickstar.runtime.forecast import Forecast
 from hf_patrickstar.runtime.gradient_mirrors import GradientMirrors
 from hf_patrickstar.runtime.in_use import ChunksInUse
 from hf_patrickstar.runtime.manager import ChunkManager
-from hf_patrickstar.runtime.order import make_order
 from hf_patrickstar.runtime.parameters import Parameters
 from hf_patrickstar.runtime.phases import Phases
 from hf_patrickstar.runtime.placement import Placement

@@ -7,10 +7,10 @@ import torch
 from unit.runtime.data_parts import CPU, Ticket
 from unit.runtime.parts import Fake, NoForecast, Parts
 
+from hf_patrickstar.dist.order import Collective, Subject
 from hf_patrickstar.errors import DeviceMemoryError, EngineError
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.buckets import Average
-from hf_patrickstar.runtime.order import Collective, Subject
 from hf_patrickstar.schedule.plan import Actions, Plan
 from hf_patrickstar.schedule.trace import Trace, Visit
 

@@ -8,11 +8,11 @@ import torch
 from unit.runtime.data_parts import InBackward
 from unit.runtime.parts import Fake, Named, Parts, narrow
 
+from hf_patrickstar.dist.order import Phase
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.memory.lanes import WorkLane
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.frames import Frame
-from hf_patrickstar.runtime.order import Phase
 from hf_patrickstar.runtime.phases import Phases
 from hf_patrickstar.runtime.steps import Foreseen
 from hf_patrickstar.runtime.update import Update

@@ -6,10 +6,10 @@ import pytest
 from unit.runtime.parts import Fake, OneOfTwo, Others, Parts
 
 from hf_patrickstar.config import PatrickStarConfig
+from hf_patrickstar.dist.order import Beginning, Collective, Ended, Ending, Phase, Room, Subject
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.executor import MovePolicy
-from hf_patrickstar.runtime.order import Beginning, Collective, Ended, Ending, Phase, Room, Subject
 from hf_patrickstar.runtime.steps import DeviceGauges
 from hf_patrickstar.schedule.plan import Actions, Plan
 from hf_patrickstar.schedule.trace import Trace, Visit

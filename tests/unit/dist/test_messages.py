@@ -7,7 +7,7 @@ import torch
 from unit.runtime.data_parts import Exchange
 
 from hf_patrickstar.errors import CollectiveError
-from hf_patrickstar.runtime.messages import ROW_NBYTES, swap_messages
+from hf_patrickstar.dist.messages import ROW_NBYTES, swap_messages
 
 
 def talk(*messages):

@@ -11,8 +11,8 @@ import types
 import pytest
 import torch
 
-from hf_patrickstar.runtime import callers
-from hf_patrickstar.runtime.callers import find_caller, find_collective, frames_of_threads, is_idle, numbers_of_threads
+from hf_patrickstar import callers
+from hf_patrickstar.callers import find_caller, find_collective, frames_of_threads, is_idle, numbers_of_threads
 
 
 def in_library(name, text, **scope):
@@ -56,7 +56,7 @@ def test_the_innermost_of_several():
 @pytest.mark.parametrize("name", ["__main__", "transformers_of_mine", "my.torch"])
 def test_scripts_and_modules_of_users(tmp_path, name):
     path = tmp_path / "script.py"
-    path.write_text("from hf_patrickstar.runtime.callers import find_caller\n\nfound = find_caller()\n")
+    path.write_text("from hf_patrickstar.callers import find_caller\n\nfound = find_caller()\n")
     found = runpy.run_path(str(path), run_name=name)["found"]
     assert found == f"{path}:3 in <module>: found = find_caller()"
 
@@ -109,7 +109,7 @@ LOGGER = ("torch.distributed.c10d_logger", "wrapper")
         ),
         ([("accelerate.utils.operations", "gather"), (C10D, "all_gather")], "torch.distributed.all_gather"),
         ([(C10D, "barrier"), ("hf_patrickstar.memory.meters", "watch")], "torch.distributed.barrier"),
-        ([("hf_patrickstar.runtime.collectives", "exchange"), (C10D, "all_gather")], ""),
+        ([("hf_patrickstar.dist.collectives", "exchange"), (C10D, "all_gather")], ""),
         ([("torch.distributed.checkpoint.filesystem", "write")], ""),
         ([(C10D, "barrier"), ("train", "compute")], ""),
         ([("torch.nn.modules.module", "_call_impl")], ""),

@@ -16,10 +16,10 @@ import psutil
 import pytest
 
 from hf_patrickstar.errors import CollectiveError
-from hf_patrickstar.runtime import callers
-from hf_patrickstar.runtime import vigil as module
-from hf_patrickstar.runtime.liveness import Liveness, Member, describe_self
-from hf_patrickstar.runtime.vigil import Patience, Vigil
+from hf_patrickstar import callers
+from hf_patrickstar.dist import vigil as module
+from hf_patrickstar.dist.liveness import Liveness, Member, describe_self
+from hf_patrickstar.dist.vigil import Patience, Vigil
 
 ELSEWHERE = Member("another host", 1, 0.0)
 SHORT = Patience(0.05, 60)

@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from hf_patrickstar.errors import CollectiveError
-from hf_patrickstar.runtime.callers import find_caller
-from hf_patrickstar.runtime.liveness import Member, Store, describe_self, describe_system, has_ended
-from hf_patrickstar.runtime.vigil import Patience
+from hf_patrickstar.callers import find_caller
+from hf_patrickstar.dist.liveness import Member, Store, describe_self, describe_system, has_ended
+from hf_patrickstar.dist.vigil import Patience
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hf_patrickstar.errors import CollectiveError
-from hf_patrickstar.runtime import tickets
-from hf_patrickstar.runtime.tickets import DeviceTicket, GlooTicket, Users
+from hf_patrickstar.dist import tickets
+from hf_patrickstar.dist.tickets import DeviceTicket, GlooTicket, Users
 
 
 class Work:

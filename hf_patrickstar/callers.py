@@ -109,7 +109,7 @@ def find_collective(frame: types.FrameType | None) -> str:
     found = ""
     while frame is not None and _is_library(frame):
         name, function = _module_of(frame), frame.f_code.co_name
-        if name == "hf_patrickstar.runtime.collectives" or (_is_work(name) and not found and name not in _WAITING):
+        if name == "hf_patrickstar.dist.collectives" or (_is_work(name) and not found and name not in _WAITING):
             return ""
         if _is_work(name) and function != "wrapper":  # the wrapper is what logs calls, in torch.distributed.c10d_logger
             found = f"{name.removesuffix('.distributed_c10d')}.{function}"

@@ -44,8 +44,8 @@ from datetime import timedelta
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from hf_patrickstar.errors import CollectiveError
-from hf_patrickstar.runtime.callers import find_caller, find_collective, frames_of_threads, is_idle
-from hf_patrickstar.runtime.liveness import ANSWER_S, Liveness, Store
+from hf_patrickstar.callers import find_caller, find_collective, frames_of_threads, is_idle
+from hf_patrickstar.dist.liveness import ANSWER_S, Liveness, Store
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import torch
 from unit.runtime import data_parts
 
 from hf_patrickstar.errors import CollectiveError
-from hf_patrickstar.runtime.messages import ROW_NBYTES
-from hf_patrickstar.runtime.order import (
+from hf_patrickstar.dist.messages import ROW_NBYTES
+from hf_patrickstar.dist.order import (
     AgreedOrder,
     Beginning,
     Collective,

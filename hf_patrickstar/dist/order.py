@@ -18,7 +18,7 @@ A collective in which not every process takes part never ends, and data may lead
 
 An order only says what comes next; the caller executes it.
 
-Messages on different subjects may meet, also with those of other parts of the package (see ``runtime/messages.py``). So
+Messages on different subjects may meet, also with those of other parts of the package (see ``dist/messages.py``). So
 processes that do different things find out, and raise an error that says what each one does, instead of waiting.
 
 A process that waits for a message gives up (see [Note: who gives up]) only where it does not know yet whether the
@@ -42,8 +42,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from hf_patrickstar.runtime.collectives import Collectives
-from hf_patrickstar.runtime.messages import DOES, disagreement
+from hf_patrickstar.dist.collectives import Collectives
+from hf_patrickstar.dist.messages import DOES, disagreement
 from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace, common_trace
 
 _MOST_SHAPE_NUMBERS = 96

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from hf_patrickstar.runtime.liveness import Liveness, Member, describe_self, own_client
+from hf_patrickstar.dist.liveness import Liveness, Member, describe_self, own_client
 
 SLEEPER = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
 

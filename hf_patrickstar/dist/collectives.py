@@ -14,14 +14,14 @@ from hf_patrickstar.cores import usable_cores
 from hf_patrickstar.errors import CollectiveError, ConfigError
 from hf_patrickstar.events import Listener, MessageExchanged, SlicesGathered, SlicesReduced, tell_nobody
 from hf_patrickstar.memory.lanes import Ticket
-from hf_patrickstar.runtime.arrival import Arrival, announce
-from hf_patrickstar.runtime.averages import average, without_repeats
-from hf_patrickstar.runtime.complaints import complain
-from hf_patrickstar.runtime.departure import leave_at_exit
-from hf_patrickstar.runtime.liveness import Liveness, Member, describe_self, own_client
-from hf_patrickstar.runtime.messages import swap_messages
-from hf_patrickstar.runtime.tickets import DeviceTicket, GlooTicket, Users
-from hf_patrickstar.runtime.vigil import Patience, Vigil
+from hf_patrickstar.dist.arrival import Arrival, announce
+from hf_patrickstar.dist.averages import average, without_repeats
+from hf_patrickstar.dist.complaints import complain
+from hf_patrickstar.dist.departure import leave_at_exit
+from hf_patrickstar.dist.liveness import Liveness, Member, describe_self, own_client
+from hf_patrickstar.dist.messages import swap_messages
+from hf_patrickstar.dist.tickets import DeviceTicket, GlooTicket, Users
+from hf_patrickstar.dist.vigil import Patience, Vigil
 from hf_patrickstar.units import ALIGNMENT_NUMEL, KIB, MIB
 
 _ROUND_NBYTES = 2 * MIB
@@ -550,7 +550,7 @@ class Collectives:
 
 
 def announce_self() -> None:
-    """Lets other processes notice if this one ends before it makes an engine; see ``runtime/arrival.py``."""
+    """Lets other processes notice if this one ends before it makes an engine; see ``dist/arrival.py``."""
     if dist.is_available() and dist.is_initialized():
         announce(dist.get_rank(), _arrivals())
 

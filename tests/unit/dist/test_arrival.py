@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from hf_patrickstar.errors import CollectiveError
-from hf_patrickstar.runtime import liveness
-from hf_patrickstar.runtime.arrival import Arrival, announce
-from hf_patrickstar.runtime.vigil import Patience
+from hf_patrickstar.dist import liveness
+from hf_patrickstar.dist.arrival import Arrival, announce
+from hf_patrickstar.dist.vigil import Patience
 
 SLEEPER = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
 PATIENCE = Patience(0.3, 0.9)

@@ -5,7 +5,7 @@ import sys
 
 SCRIPT = """
 import atexit, os, time
-from hf_patrickstar.runtime import departure
+from hf_patrickstar.dist import departure
 
 def destroy():
     print("destroyed")
