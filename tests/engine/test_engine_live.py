@@ -1,0 +1,530 @@
+"""Parameters answer as those of any model, before, between and inside of steps, and memory that was lent is given back.
+
+``tests/live`` has what people do with parameters, one by one; these tests have the places where a value may be.
+"""
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+from engine.small import (
+    DTYPES,
+    WIDTH,
+    Pair,
+    Stack,
+    Tied,
+    batch,
+    copied,
+    loss_of,
+    sgd,
+    tokens,
+    values_of,
+)
+from torch import nn
+
+from hf_patrickstar import EngineError
+
+READS = {
+    "clone": lambda p: p.detach().clone(),
+    "data": lambda p: p.data.clone(),
+    "item": lambda p: p.flatten()[3].item(),
+    "slice": lambda p: p[1:3].sum(),
+    "numpy": lambda p: torch.from_numpy(p.detach().numpy().copy()),
+    "list": lambda p: p.tolist(),
+    "norm": lambda p: p.norm(),
+    "equal": lambda p: torch.equal(p, p.clone()),
+    "stack": lambda p: torch.stack([p, p]),
+    "cpu": lambda p: p.cpu().clone(),
+    "type": lambda p: p.to(torch.float64),
+    "repr": lambda p: repr(p),
+    "where": lambda p: torch.where(p > 0, p, -p),
+}
+
+
+def test_reads_at_every_moment_of_a_step(budget):
+    pair = Pair(Stack, budget)
+
+    def run(model, optimizer):
+        found = []
+
+        def look():
+            with torch.no_grad():
+                for name, read in READS.items():
+                    found.append((name, [read(model.layers[number].weight) for number in (0, 3)]))
+
+        look()
+        for step in range(2):
+            loss = loss_of(model, step)
+            look()
+            loss.backward()
+            look()
+            optimizer.step()
+            look()
+            optimizer.zero_grad()
+            look()
+        return found
+
+    pair.both(run)
+    pair.check()
+
+
+WRITES = {
+    "mul": lambda p: p.mul_(0.5),
+    "data": lambda p: p.data.add_(0.25),
+    "assign": lambda p: setattr(p, "data", p.data * 2 + 1),
+    "copy": lambda p: p.copy_(torch.ones_like(p)),
+    "item": lambda p: p.__setitem__((slice(None), 2), 7.0),
+    "view": lambda p: p.view(-1)[4:9].zero_(),
+    "numpy": lambda p: p.detach().numpy().fill(0.75),
+    "init": nn.init.zeros_,
+    "foreach": lambda p: torch._foreach_mul_([p], 3.0),
+    "out": lambda p: torch.add(p, 1.0, out=p),
+}
+
+
+def test_writes_between_steps_and_between_backward_and_step(budget):
+    pair = Pair(Stack, budget, sgd)
+
+    def run(model, optimizer, write):
+        for step in range(2):
+            with torch.no_grad():
+                write(model.layers[1].weight)
+            loss_of(model, step).backward()
+            with torch.no_grad():
+                write(model.layers[2].weight)
+            optimizer.step()
+            with torch.no_grad():
+                write(model.layers[3].weight)
+            optimizer.zero_grad()
+
+    for write in WRITES.values():
+        pair.both(run, write)
+        pair.check()
+    pair.train(1)
+
+
+@pytest.mark.parametrize("write", ["mul", "copy", "data", "item"])
+def test_in_16_bits_writes_reach_what_the_optimizer_goes_on_with(write, budget):
+    """A write of a 16-bit value is the master's value too; one in fp32 gives the master all bits."""
+    pair = Pair(Stack, budget, dtype="bf16")
+    pair.train(1)
+    weight, master = pair.plain.layers[1].weight, pair.plain_optimizer.masters[2]
+    with torch.no_grad():
+        for target in (weight, pair.ours.layers[1].weight):
+            WRITES[write](target)
+        master.copy_(weight)
+        full = torch.randn(WIDTH)
+        pair.ours.layers[2].bias.copy_(full)
+        pair.plain.layers[2].bias.copy_(full)
+        pair.plain_optimizer.masters[5].copy_(full)
+    assert torch.equal(pair.ours.state_dict()["layers.2.bias"], full)
+    if write != "item":  # elements that were not written to keep the bits that the master has beyond them
+        pair.check()
+        pair.train(2, first=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_views_that_outlive_their_use_follow_and_are_followed(dtype, budget):
+    pair = Pair(Stack, budget, dtype=dtype)
+
+    def run(model, optimizer):
+        held = [model.layers[1].weight.data, model.layers[2].weight.detach()[2:5], model.layers[3].bias.data]
+        found = []
+        for step in range(2):
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found += [copied(view) for view in held]
+        return found
+
+    pair.both(run)
+    pair.check()
+
+
+def test_writes_to_views_that_outlive_their_use(budget):
+    pair = Pair(Stack, budget, sgd)
+
+    def run(model, optimizer):
+        with torch.no_grad():
+            row, flat = model.layers[1].weight[3], model.layers[2].weight.view(-1)
+            array = model.layers[4].bias.detach().numpy()
+        found = []
+        for step in range(3):
+            with torch.no_grad():
+                row.mul_(2)
+                flat[step] = 9.0
+                array[step] = -3.0
+            found.append(model(batch(step)).detach().clone())
+            loss = loss_of(model, step)
+            loss.backward()
+            with torch.no_grad():
+                flat[step + 1] = 5.0
+                optimizer.step()
+                row.sub_(1)
+            optimizer.zero_grad()
+        return found
+
+    pair.both(run)
+    pair.check()
+
+
+def test_writes_while_a_module_computes(budget):
+    class Clipping(Stack):
+        def forward(self, x):
+            for layer in self.layers:
+                with torch.no_grad():
+                    layer.weight.clamp_(-0.1, 0.1)
+                    layer.bias.data *= 0.9
+                x = torch.tanh(layer(x))
+            return x
+
+    pair = Pair(Clipping, budget)
+    pair.train(3)
+    with torch.no_grad():
+        pair.both(lambda model, _: model(batch(5)).clone())
+    pair.check()
+
+
+def test_writes_in_hooks_of_a_module(budget):
+    pair = Pair(Stack, budget)
+
+    def prepare(model, _):
+        def before(module, args):
+            with torch.no_grad():
+                module.weight.mul_(0.99)
+
+        def after(module, args, output):
+            module.bias.data.add_(0.01)
+
+        model.layers[2].register_forward_pre_hook(before)
+        model.layers[3].register_forward_hook(after)
+
+    pair.both(prepare)
+    pair.train(3)
+
+
+def test_an_embedding_that_normalises_its_rows(budget):
+    class Rows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(20, WIDTH, max_norm=0.5)
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, ids):
+            return self.layer(self.embedding(ids)).sum(1)
+
+    def loss(model, seed):
+        return model(tokens(seed)).square().sum()
+
+    pair = Pair(Rows, budget)
+    pair.train(3, loss=loss)
+    with torch.no_grad():
+        pair.both(lambda model, _: model(tokens(8)).clone())
+    pair.check()
+
+
+def test_data_of_one_parameter_given_to_another(budget):
+    pair = Pair(Stack, budget, sgd)
+
+    def run(model, _):
+        model.layers[0].weight.data = model.layers[1].weight.data.clone()
+        model.layers[2].weight.data.copy_(model.layers[3].weight.data)
+        with torch.no_grad():
+            model.layers[4].weight.copy_(model.layers[0].weight @ model.layers[3].weight)
+
+    pair.both(run)
+    pair.check()
+    pair.train(2)
+
+
+def test_weights_are_averaged_by_torch(budget):
+    pair = Pair(Tied, budget)
+    averages = []
+
+    def run(model, optimizer):
+        average = torch.optim.swa_utils.AveragedModel(
+            model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        )
+        for step in range(3):
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(model)
+        averages.append(average)
+        return {name: value.clone() for name, value in average.module.state_dict().items()}
+
+    pair.both(run)
+    pair.check()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("after_backward", [False, True])
+def test_copies_are_ordinary_models_with_all_bits(after_backward, dtype, budget):
+    pair = Pair(Tied, budget, dtype=dtype)
+    pair.train(2)
+    if after_backward:
+        pair.backward(2)
+    expected = values_of(pair.ours)
+    buffer = io.BytesIO()
+    torch.save(pair.ours, buffer)
+    buffer.seek(0)
+    for made in (
+        copy.deepcopy(pair.ours),
+        pickle.loads(pickle.dumps(pair.ours)),
+        torch.load(buffer, weights_only=False),
+    ):
+        assert type(made) is Tied
+        assert all(type(parameter) is nn.Parameter for parameter in made.parameters())
+        assert not hasattr(made, "patrickstar_engine")
+        assert made.head.weight is made.embedding.weight
+        found = made.state_dict()
+        assert list(found) == list(expected)
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        made(tokens()).sum().backward()
+        with torch.no_grad():
+            made.scale.mul_(2)
+    assert torch.equal(pair.ours.state_dict()["scale"], expected["scale"])
+    if after_backward:
+        pair.both(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.check()
+
+
+def test_a_copy_of_one_parameter_or_of_a_part(budget):
+    pair = Pair(Stack, budget)
+    pair.train(1)
+    layer = copy.deepcopy(pair.ours.layers[1])
+    parameter = copy.deepcopy(pair.ours.layers[2].weight)
+    assert type(layer.weight) is type(parameter) is nn.Parameter
+    assert torch.equal(layer.weight, pair.plain.layers[1].weight)
+    assert torch.equal(parameter, pair.plain.layers[2].weight)
+    with torch.no_grad():
+        layer.weight.zero_()
+        parameter.zero_()
+    pair.train(1, first=1)
+
+
+def test_state_dicts_follow_and_are_followed_while_they_are_held(budget):
+    pair = Pair(Tied, budget)
+
+    def run(model, optimizer):
+        held = model.state_dict()
+        loss_of(model, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found = {name: value.clone() for name, value in held.items()}
+        held["scale"].mul_(2)
+        return found
+
+    pair.both(run)
+    pair.check()
+    found = pair.ours.state_dict()
+    assert found["head.weight"] is found["embedding.weight"]
+    pair.train(1, first=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("after_backward", [False, True])
+def test_loading_a_state_dict(after_backward, dtype, budget):
+    pair = Pair(Tied, budget, dtype=dtype)
+    pair.train(1)
+    values = {name: torch.randn_like(value) for name, value in values_of(pair.ours).items()}
+    values["head.weight"] = values["embedding.weight"]
+    if after_backward:
+        pair.backward(1)
+    pair.ours.load_state_dict(values)
+    found = pair.ours.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in values.items())
+    if dtype == "fp32":
+        pair.plain.load_state_dict(values)
+        pair.both(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+        pair.check()
+        pair.train(1, first=2)
+
+
+def test_a_state_dict_that_does_not_fit_changes_nothing(budget):
+    pair = Pair(Stack, budget)
+    before = values_of(pair.ours)
+    with pytest.raises(RuntimeError, match=r"size mismatch for layers\.1\.weight"):
+        pair.ours.load_state_dict({**before, "layers.1.weight": torch.zeros(3, 3)})
+    with pytest.raises(RuntimeError, match=r"Missing key.*layers\.4\.bias"):
+        pair.ours.load_state_dict({name: value for name, value in before.items() if name != "layers.4.bias"})
+    assert pair.ours.load_state_dict({"layers.0.bias": torch.ones(WIDTH)}, strict=False).missing_keys
+    with torch.no_grad():
+        pair.plain.layers[0].bias.fill_(1)
+    pair.check()
+    pair.train(1)
+
+
+def test_full_parameters_are_ordinary_tensors_inside_of_the_block(budget):
+    pair = Pair(Tied, budget)
+    pair.train(1)
+    pair.backward(1)
+
+    def run(model, optimizer):
+        found = []
+        with torch.no_grad():
+            for parameter in model.parameters():
+                found.append(copied(parameter))
+                parameter.mul_(0.5)
+            model.scale.data = torch.full((WIDTH,), 2.0)
+        return found
+
+    with pair.engine.full_parameters():
+        assert all(type(parameter) is nn.Parameter for parameter in pair.ours.parameters())
+        pair.both(run)
+    pair.check()
+    with pair.engine.full_parameters([pair.ours.scale], writeback=False), torch.no_grad():
+        pair.ours.scale.zero_()
+    pair.check()
+    pair.both(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.check()
+    with pair.engine.full_parameters():
+        with pytest.raises(EngineError, match=r"'scale' is open in full_parameters\(\)"):
+            loss_of(pair.ours)
+        with pytest.raises(EngineError, match="full_parameters"):
+            pair.engine.detach()
+    pair.train(1, first=2)
+
+
+def test_gradients_in_full_parameters_are_written_back(budget):
+    pair = Pair(Stack, budget)
+    pair.backward(0)
+
+    def run(model, _):
+        found = [copied(parameter.grad) for parameter in model.parameters()]
+        model.layers[0].weight.grad.mul_(2)
+        model.layers[1].weight.grad = None
+        model.layers[2].bias.grad = torch.ones(WIDTH)
+        return found
+
+    with pair.engine.full_parameters(with_grads=True):
+        pair.both(run)
+    pair.check_gradients()
+    pair.both(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.check()
+
+
+def test_a_block_that_raises_writes_nothing_wrong_back(budget):
+    pair = Pair(Stack, budget)
+    with pytest.raises(LookupError), pair.engine.full_parameters():  # noqa: PT012
+        with torch.no_grad():
+            pair.ours.layers[0].bias.add_(0)
+        raise LookupError
+    pair.train(2)
+
+
+def test_memory_that_was_handed_out_is_freed_when_nobody_has_it(budget):
+    pair = Pair(Stack, budget)
+    pair.train(1)
+    references = []
+    for parameter in pair.ours.parameters():
+        view = parameter.data
+        references.append(weakref.ref(view.untyped_storage()))
+        view[0] = 1.0
+        del view
+    pair.both(lambda model, _: None)
+    with torch.no_grad():
+        for parameter in pair.plain.parameters():
+            parameter[0] = 1.0
+    pair.train(1, first=1)
+    gc.collect()
+    assert sum(reference() is not None for reference in references) == 0
+
+
+def test_a_loop_over_all_values_holds_one_or_two_at_a_time():
+    pair = Pair(lambda: Stack(12), "moving")
+    pair.train(1)
+    alive, most = [], 0
+    for parameter in pair.ours.parameters():
+        view = parameter.data
+        alive.append(weakref.ref(view))
+        most = max(most, sum(reference() is not None for reference in alive))
+    assert most <= 3
+
+
+def test_identity_flags_and_attributes(budget):
+    pair = Pair(Tied, budget)
+
+    def run(model, _):
+        found = []
+        for name, parameter in model.named_parameters():
+            parameter.note = name
+            found += [name, parameter.shape, parameter.dtype, parameter.device, parameter.requires_grad, parameter.ndim]
+            found += [
+                parameter.is_contiguous(),
+                parameter.stride(),
+                parameter.numel(),
+                parameter.nbytes,
+                parameter.is_leaf,
+            ]
+            found += [isinstance(parameter, nn.Parameter), parameter.grad_fn, len(parameter), parameter.is_leaf]
+            found += [parameter in {parameter}, parameter is model.get_parameter(name), parameter.note]
+        return found
+
+    pair.both(run)
+    pair.backward()
+    pair.both(run)
+
+
+def test_changing_requires_grad_between_forwards(budget):
+    pair = Pair(Stack, budget)
+
+    def run(model, optimizer):
+        found = []
+        for step in range(4):
+            model.layers[1].weight.requires_grad_(step % 2 == 0)
+            loss_of(model, step).backward()
+            found.append(copied(model.layers[1].weight.grad))
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    pair.both(run)
+    pair.check()
+
+
+def test_lists_of_parameters_in_foreach_functions(budget):
+    pair = Pair(Tied, budget)
+
+    def run(model, _):
+        parameters = list(model.parameters())
+        with torch.no_grad():
+            norms = torch._foreach_norm(parameters)
+            torch._foreach_mul_(parameters, 0.5)
+            torch._foreach_add_(parameters, [torch.ones_like(parameter) for parameter in parameters])
+            vector = nn.utils.parameters_to_vector(parameters)
+            nn.utils.vector_to_parameters(vector * 2, parameters)
+        return list(norms), vector
+
+    pair.both(run)
+    pair.check()
+    pair.train(1)
+
+
+def test_types_and_devices_that_chunks_cannot_have_are_refused():
+    pair = Pair(Stack, "moving")
+    before = values_of(pair.ours)
+    for change in (pair.ours.half, lambda: pair.ours.to("meta"), pair.ours.share_memory):
+        with pytest.raises(EngineError, match=r"deepcopy|detach"):
+            change()
+    assert pair.ours.to("cpu") is pair.ours
+    assert pair.ours.float() is pair.ours
+    after = pair.ours.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    pair.train(1)
+
+
+def test_a_parameter_is_not_its_own_gradient():
+    pair = Pair(Stack, "moving")
+    weight = pair.ours.layers[0].weight
+    with pytest.raises((EngineError, RuntimeError), match="gradient"):
+        weight.grad = weight
+    with pytest.raises(TypeError, match="gradient"):
+        weight.grad = 3.0
+    with pytest.raises(TypeError, match="tensor"):
+        weight.data = 3.0
+    pair.train(1)

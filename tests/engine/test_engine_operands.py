@@ -1,0 +1,381 @@
+"""What autograd keeps of parameters until backward: changed meanwhile, kept for long, recomputed, transformed."""
+
+import copy
+
+import pytest
+import torch
+from engine.small import WIDTH, Block, Pair, Stack, Tied, batch, copied, engine_of, loss_of, make, sgd
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from hf_patrickstar import DeviceMemoryError, EngineError
+
+
+def no_decay(parameters):
+    return torch.optim.SGD(parameters, lr=1e-2)
+
+
+def test_a_parameter_changed_in_place_after_its_use_is_refused_as_in_torch(budget):
+    pair = Pair(Stack, budget)
+    for model, _ in pair:
+        loss = loss_of(model)
+        with torch.no_grad():
+            model.layers[2].weight.mul_(2)
+        match = (
+            "modified by an inplace operation" if model is pair.plain else r"'layers\.2\.weight' was changed in place"
+        )
+        with pytest.raises(RuntimeError, match=match):
+            loss.backward()
+    for model, optimizer in pair:
+        model.zero_grad()
+        optimizer.zero_grad()
+    pair.train(2)
+
+
+@pytest.mark.parametrize("how", ["fill", "assign", "copy"])
+def test_changes_through_data_are_not_noticed_and_used_as_in_torch(how, budget):
+    pair = Pair(Stack, budget, no_decay)
+
+    def run(model, optimizer):
+        loss = loss_of(model)
+        weight = model.layers[2].weight
+        if how == "fill":
+            weight.data.fill_(0.25)
+        elif how == "copy":
+            weight.data.copy_(torch.full((WIDTH, WIDTH), -0.5))
+        else:
+            weight.data = torch.full((WIDTH, WIDTH), 0.125)
+        loss.backward()
+        found = [copied(parameter.grad) for parameter in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        return found
+
+    pair.both(run)
+    pair.check()
+    pair.train(1)
+
+
+def test_a_graph_of_before_a_step_is_refused(budget):
+    pair = Pair(Stack, budget)
+    stale = [loss_of(model) for model, _ in pair]
+    pair.train(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stale[0].backward()
+    with pytest.raises(EngineError, match=r"'layers\.\d\.weight'.*changed by the optimizer between this forward"):
+        stale[1].backward()
+    pair.both(lambda model, optimizer: (optimizer.zero_grad(), model.zero_grad())[0])
+    pair.train(2, first=1)
+
+
+def test_views_are_kept_as_their_places(budget):
+    class Views(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            x = x @ self.weight.t()
+            x = torch.tanh(x[:, :8] @ self.weight[:8, :].contiguous() + self.weight[3])
+            x = x * self.weight.flatten()[5 : 5 + WIDTH] + self.weight.diagonal()
+            return self.layer(x) * self.weight.view(4, 4, WIDTH)[1, 2]
+
+    Pair(Views, budget, settings={"chunks": 4}).train(3)
+
+
+def test_operators_that_save_their_own_output(budget):
+    class Exp(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.log_scale = nn.Parameter(torch.zeros(WIDTH))
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return self.layer(x) * torch.exp(self.log_scale) * torch.sigmoid(self.log_scale)
+
+    Pair(Exp, budget).train(3)
+
+
+@pytest.mark.parametrize("factory", [Stack, Tied])
+def test_the_whole_model_is_recomputed(factory, budget):
+    def loss(model, seed):
+        if factory is Tied:
+            return checkpoint(loss_of, model, seed, use_reentrant=False)
+        return checkpoint(model, batch(seed), use_reentrant=False).square().sum()
+
+    Pair(factory, budget, settings={"chunks": 8}).train(3, loss=loss)
+
+
+def test_a_recomputed_segment_that_is_too_large_is_told_with_the_need():
+    pair = Pair(Stack, "moving")
+    x = batch()
+    loss = checkpoint(pair.ours, x, use_reentrant=False).square().sum()
+    with pytest.raises(DeviceMemoryError, match=r"too small for layers\.4.*recomputed segment.*at least 5120 bytes"):
+        loss.backward()
+    del loss
+    pair.optimizer.zero_grad()
+    pair.train(2)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("frozen", [(), (1,), (0, 1, 2), (1, 2, 3)])
+def test_recomputed_blocks_with_frozen_parameters(frozen, dtype, budget):
+    class Recomputed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return x
+
+    def freeze(model):
+        for number in frozen:
+            model.blocks[number].requires_grad_(False)
+
+    Pair(Recomputed, budget, dtype=dtype, prepare=freeze).train(3)
+
+
+def test_recomputation_of_a_mostly_frozen_model_needs_no_more_than_one_block():
+    """A frozen parameter gets no gradient that says that it is not needed any more."""
+
+    class Adapted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(10))
+            self.adapter = nn.Parameter(torch.zeros(WIDTH))
+
+        def forward(self, x):
+            x = x + self.adapter
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+        def inner(self, x):
+            for block in self.blocks:
+                x = checkpoint(lambda x, block=block: torch.tanh(block(x)), x, use_reentrant=False)
+            return x
+
+    pair = Pair(Adapted, "moving", prepare=lambda model: model.blocks.requires_grad_(False))
+    pair.train(3)
+    stats = pair.engine.stats()
+    assert stats["device_peak_nbytes"] <= stats["chunk_budget_nbytes"] == 3 * 320 * 4
+
+
+def test_recomputation_inside_of_recomputation(budget):
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+        def forward(self, x):
+            return checkpoint(self.outer, x, use_reentrant=False)
+
+        def outer(self, x):
+            x = checkpoint(lambda x: torch.tanh(self.first(x)), x, use_reentrant=False)
+            return self.third(checkpoint(lambda x: torch.tanh(self.second(x)), x, use_reentrant=False))
+
+    Pair(Nested, budget).train(3)
+
+
+def test_recomputation_that_reads_a_parameter_of_another_module(budget):
+    class Borrowing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            x = torch.tanh(self.first(x))
+            return checkpoint(
+                lambda x: nn.functional.linear(x, self.second.weight, self.first.bias), x, use_reentrant=False
+            )
+
+    Pair(Borrowing, budget, prepare=lambda model: model.first.requires_grad_(False)).train(3)
+    Pair(Borrowing, budget, prepare=lambda model: model.second.weight.requires_grad_(False)).train(3)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_reentrant_checkpointing_is_refused_with_a_remedy(reads, budget):
+    class Reentrant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            if reads:
+                return checkpoint(lambda x: x @ self.inner.weight, x, use_reentrant=True)
+            return checkpoint(self.inner, x, use_reentrant=True)
+
+    model = make(Reentrant)
+    engine = engine_of(model, budget)
+    with pytest.raises(EngineError, match="use_reentrant=False"):
+        model(batch().requires_grad_()).sum().backward()
+    engine.detach()
+    assert not model.inner.weight.isnan().any()
+
+
+def test_hooks_on_saved_tensors_of_users_see_values(budget):
+    pair = Pair(Stack, budget)
+    seen = []
+
+    def run(model, optimizer):
+        packed = []
+
+        def pack(tensor):
+            packed.append(tensor.sum().item())
+            return tensor.clone()
+
+        for step in range(2):
+            with saved_tensors_hooks(pack, lambda tensor: tensor):
+                loss = loss_of(model, step)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append(sorted(packed))
+
+    pair.both(run)
+    pair.check()
+    assert seen[0] == seen[1]
+    assert not any(value != value for value in seen[1])
+
+
+def test_hooks_on_saved_tensors_inside_of_the_model(budget):
+    class Inside(Stack):
+        def forward(self, x):
+            with saved_tensors_hooks(lambda tensor: tensor.double(), lambda tensor: tensor.float()):
+                x = torch.tanh(self.layers[0](x))
+            return super().forward(x)
+
+    Pair(Inside, budget).train(3)
+
+
+def test_saving_on_the_cpu_inside_of_the_model(budget):
+    class Saving(Stack):
+        def forward(self, x):
+            with torch.autograd.graph.save_on_cpu():
+                return super().forward(x)
+
+    Pair(Saving, budget).train(3)
+
+
+def test_graphs_that_live_for_many_steps(budget):
+    """A forward without a backward, of frozen layers alone: nothing changes, so its graph stays good."""
+
+    def freeze(model):
+        for layer in model.layers[:4]:
+            layer.requires_grad_(False)
+
+    pair = Pair(Stack, budget, prepare=freeze)
+
+    def run(model, optimizer):
+        x = batch(9).requires_grad_()
+        kept = x
+        for layer in model.layers[:4]:
+            kept = torch.tanh(layer(kept))
+        for step in range(2):
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        kept.sum().backward()
+        return x.grad
+
+    pair.both(run)
+    pair.check()
+
+
+def test_the_gradient_of_an_input_alone(budget):
+    pair = Pair(Stack, budget)
+
+    def run(model, _):
+        x = batch().requires_grad_()
+        (found,) = torch.autograd.grad(model(x).square().sum(), x)
+        return found
+
+    pair.both(run)
+    pair.train(2)
+    pair.both(run)
+
+
+def test_function_transforms_over_inputs(budget):
+    pair = Pair(Stack, budget)
+
+    def run(model, _):
+        x = batch()
+        jacobian = torch.func.jacrev(lambda x: model(x).sum(0))(x)
+        product = torch.func.vjp(lambda x: model(x), x)[1](torch.ones(4, WIDTH))
+        mapped = torch.func.vmap(lambda row: model(row))(x)
+        slope = torch.func.grad(lambda x: model(x).square().sum())(x)
+        return jacobian, list(product), mapped, slope
+
+    pair.both(run)
+    pair.train(2)
+    pair.both(run)
+
+
+def test_functional_call_with_other_values(budget):
+    pair = Pair(Stack, budget)
+
+    def run(model, _):
+        values = {name: torch.full_like(parameter, 0.01) for name, parameter in model.named_parameters()}
+        return torch.func.functional_call(model, values, (batch(),))
+
+    pair.both(run)
+    pair.train(2)
+    pair.both(run)
+
+
+def test_forward_mode(budget):
+    pair = Pair(Stack, budget)
+    pair.both(lambda model, _: list(torch.func.jvp(model, (batch(),), (batch(1),))))
+    pair.train(2)
+
+
+def test_a_model_in_parts_that_are_called_one_by_one(budget):
+    pair = Pair(Tied, budget)
+
+    def loss(model, seed):
+        ids = torch.arange(6)[None] + seed % 3
+        x = model.embedding(ids)
+        for block in model.blocks:
+            x = block(x)
+        return nn.functional.linear(x * model.scale, model.head.weight).square().mean()
+
+    pair.train(3, loss=loss)
+
+
+def test_a_module_that_is_called_inside_of_a_backward(budget):
+    class Calling(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, model):
+            ctx.model = model
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, gradient):
+            with torch.no_grad():
+                return gradient + ctx.model.layers[0](gradient), None
+
+    def loss(model, seed):
+        x = batch(seed)
+        for number, layer in enumerate(model.layers):
+            x = torch.tanh(layer(x))
+            x = Calling.apply(x, model) if number == 2 else x
+        return x.square().sum()
+
+    Pair(Stack, budget, sgd).train(3, loss=loss)
+
+
+def test_copies_of_graph_operands_are_no_alias_of_a_chunk(budget):
+    """What a user keeps of a value inside of a forward is what it was when it was read."""
+
+    class Keeping(Stack):
+        kept = None
+
+        def forward(self, x):
+            self.kept = copy.copy(self.layers[1].weight.detach().clone())
+            return super().forward(x)
+
+    pair = Pair(Keeping, budget)
+    pair.train(2)
+    assert torch.equal(pair.plain.kept, pair.ours.kept)
