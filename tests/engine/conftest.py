@@ -2,10 +2,11 @@ import pytest
 from engine.small import BUDGETS
 
 
-@pytest.fixture(params=BUDGETS)
-def budget(request):
-    """Everything stays on the device, chunks move, or every chunk leaves as soon as it can and NaN is in its place."""
-    return request.param
+def pytest_generate_tests(metafunc):
+    """Runs tests with ``budget`` in the situations that their module names: see ``config_of``."""
+    is_given = any("budget" in str(mark.args[0]) for mark in metafunc.definition.iter_markers("parametrize"))
+    if "budget" in metafunc.fixturenames and not is_given:
+        metafunc.parametrize("budget", getattr(metafunc.module, "SITUATIONS", BUDGETS))
 
 
 @pytest.fixture

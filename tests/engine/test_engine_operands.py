@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_patrickstar import DeviceMemoryError, EngineError
 
+SITUATIONS = ("resident", "evicting")
+
 
 def no_decay(parameters):
     return torch.optim.SGD(parameters, lr=1e-2)

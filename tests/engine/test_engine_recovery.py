@@ -9,6 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_patrickstar import BudgetError, DeviceMemoryError
 from hf_patrickstar.events import MicroBatchRepeated
 
+SITUATIONS = ("moving",)
+
 
 class Failing(TorchDispatchMode):
     """Raises what an accelerator raises, at some operators that allocate, counted from the beginning of the block."""
@@ -70,11 +72,17 @@ def operators(dtype, budget):
     return mode.count
 
 
-@pytest.mark.parametrize(("dtype", "accumulation"), [("fp32", 1), ("fp32", 2), ("bf16", 1)])
 @pytest.mark.parametrize(
-    ("budget", "shares"), [("moving", (0.05, 0.4, 0.7, 0.97)), ("resident", (0.8,)), ("evicting", (0.5,))]
+    ("budget", "dtype", "accumulation", "shares"),
+    [
+        ("moving", "fp32", 1, (0.4, 0.97)),
+        ("moving", "bf16", 2, (0.05, 0.7)),
+        ("moving", "fp32", 2, (0.6,)),
+        ("resident", "fp32", 1, (0.8,)),
+        ("evicting", "bf16", 1, (0.5,)),
+    ],
 )
-def test_a_failure_anywhere_changes_nothing(budget, shares, dtype, accumulation):
+def test_a_failure_anywhere_changes_nothing(budget, dtype, accumulation, shares):
     total = operators(dtype, budget)
     expected = run(dtype, accumulation, {}, budget)
     assert expected[3]["retries"] == 0

@@ -10,6 +10,8 @@ from engine.small import Pair, Stack, Tied, batch, copied, engine_of, loss_of, m
 
 from hf_patrickstar import EngineError
 
+SITUATIONS = ("resident", "moving")
+
 
 @contextlib.contextmanager
 def beside(function, *args):

@@ -1,0 +1,513 @@
+"""The model changes while it is in chunks: parameters and modules come, go, are frozen, reshaped or exchanged."""
+
+import copy
+
+import pytest
+import torch
+from engine.small import (
+    DTYPES,
+    WIDTH,
+    Pair,
+    Stack,
+    Tied,
+    adamw,
+    assert_same,
+    assert_same_values,
+    batch,
+    config_of,
+    copied,
+    engine_of,
+    loss_of,
+    make,
+    sgd,
+    trainable,
+    values_of,
+)
+from torch import nn
+
+from hf_patrickstar import BudgetError, ConfigError, EngineError, PatrickStarEngine, get_engine, initialize_engine
+
+SITUATIONS = ("resident", "moving")
+
+
+def grow(model, optimizer):
+    torch.manual_seed(9)
+    model.layers.append(nn.Linear(WIDTH, WIDTH))
+    optimizer.add_param_group({"params": list(model.layers[-1].parameters()), "lr": 0.05})
+
+
+def with_all(model):
+    """An optimizer over all parameters, frozen ones too."""
+    return adamw(list(model.parameters()))
+
+
+class All(Pair):
+    """A pair whose optimizers have frozen parameters too."""
+
+    def __init__(self, factory, budget, prepare, **settings):
+        super().__init__(factory, budget, prepare=prepare, settings=settings)
+        for model, optimizer in self:
+            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            rest = [parameter for parameter in model.parameters() if id(parameter) not in held]
+            optimizer.add_param_group({"params": rest})
+
+
+def test_a_layer_that_joins_is_trained(budget):
+    pair = Pair(Stack, budget)
+    pair.train(2)
+    pair.both(grow)
+    pair.train(2, first=2)
+    pair.both(grow)
+    pair.train(2, first=4)
+    assert pair.engine.stats()["num_chunks"] >= 1
+
+
+def test_a_layer_that_joins_between_backward_and_step(budget):
+    pair = Pair(Stack, budget)
+    pair.train(1)
+    pair.backward(1)
+    pair.both(grow)
+    pair.both(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.train(2, first=2)
+
+
+def test_a_layer_that_leaves_is_an_ordinary_one_with_its_value_and_state(budget):
+    pair = Pair(Stack, budget)
+    pair.train(2)
+    left = [model.layers[2] for model, _ in pair]
+    for model, _ in pair:
+        del model.layers[2]
+    pair.train(2, first=2)
+    pair.engine.follow_model()
+    assert type(left[1].weight) is nn.Parameter
+    assert torch.equal(left[0].weight, left[1].weight)
+    with torch.no_grad():
+        assert torch.equal(left[0](batch()), left[1](batch()))
+    for model, layer in zip((pair.plain, pair.ours), left, strict=True):
+        model.layers.append(layer)
+    pair.train(2, first=4)
+
+
+def test_a_layer_is_exchanged_for_another(budget):
+    pair = Pair(Stack, budget, sgd)
+    pair.train(1)
+
+    def exchange(model, optimizer):
+        torch.manual_seed(4)
+        model.layers[1] = nn.Linear(WIDTH, WIDTH)
+        optimizer.add_param_group({"params": list(model.layers[1].parameters())})
+
+    pair.both(exchange)
+    pair.train(2, first=1)
+
+
+def test_a_parameter_is_exchanged_for_another(budget):
+    pair = Pair(Stack, budget)
+    pair.train(1)
+
+    def exchange(model, optimizer):
+        model.layers[1].bias = nn.Parameter(torch.full((WIDTH,), 0.25))
+        optimizer.add_param_group({"params": [model.layers[1].bias]})
+        model.layers[2].bias = None
+
+    pair.both(exchange)
+    pair.train(2, first=1)
+
+
+def test_layers_are_frozen_and_unfrozen_in_turn(budget):
+    pair = All(Stack, budget, lambda model: model.layers[:3].requires_grad_(False))
+    for turn in range(4):
+        for model, _ in pair:
+            for number, layer in enumerate(model.layers):
+                layer.requires_grad_(number >= 3 - turn or number % 2 == turn % 2)
+        pair.train(2, first=2 * turn)
+
+
+def test_unfreezing_costs_lists_once_and_only_when_training_goes_on(budget):
+    pair = All(Stack, budget, lambda model: model.layers[:2].requires_grad_(False))
+    pair.train(1)
+    before = pair.engine.stats()["model_data_nbytes"]
+    for model, _ in pair:
+        model.layers[0].requires_grad_(True)
+    with torch.no_grad():
+        pair.both(lambda model, _: model(batch()).clone())
+    assert pair.engine.stats()["model_data_nbytes"] == before
+    pair.train(1, first=1)
+    after = pair.engine.stats()["model_data_nbytes"]
+    assert after == before + (WIDTH * WIDTH + WIDTH) * 12
+    for model, _ in pair:
+        model.layers[0].requires_grad_(False)
+    pair.train(1, first=2)
+    for model, _ in pair:
+        model.layers[0].requires_grad_(True)
+    pair.train(1, first=3)
+    assert pair.engine.stats()["model_data_nbytes"] == after
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_parameter_that_gets_another_shape(dtype, budget):
+    """Rows are added to an embedding: the parameter begins anew with its optimizer state."""
+
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(10, WIDTH)
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+        def forward(self, x):
+            x = self.embedding(x.abs().long() % 10).sum(1)
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            return x
+
+    def loss(model, seed):
+        return model(5 * batch(seed)).float().square().sum()
+
+    if dtype == "bf16":
+        model = make(Words)
+        engine = engine_of(model, budget, dtype=dtype)
+        for step in range(2):
+            loss(model, step).backward()
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        rows = copied(model.embedding.weight)
+        model.embedding.weight.data = torch.cat([rows, torch.ones(2, WIDTH, dtype=rows.dtype)])
+        assert torch.equal(model.embedding.weight[:10].detach(), rows)
+        loss(model, 2).backward()
+        engine.optimizer.step()
+        assert model.embedding.weight.shape == (12, WIDTH)
+        return
+    pair = Pair(Words, budget)
+    pair.train(2, loss=loss)
+
+    def widen(model, optimizer):
+        weight = model.embedding.weight
+        weight.data = torch.cat([weight.detach(), torch.full((2, WIDTH), 0.1)])
+        optimizer.state.pop(weight, None)
+
+    pair.both(widen)
+    pair.train(2, first=2, loss=loss)
+    assert pair.ours.embedding.weight.shape == (12, WIDTH)
+
+
+def test_tensors_are_swapped(budget):
+    pair = Pair(Stack, budget, sgd)
+    pair.train(1)
+
+    def swap(model, _):
+        other = nn.Parameter(torch.full((WIDTH, WIDTH), 0.05))
+        torch.utils.swap_tensors(model.layers[1].weight, other)
+
+    pair.both(swap)
+    pair.both(lambda model, _: model(batch()).detach().clone())
+
+
+def test_names_change_and_parameters_stay(budget):
+    pair = Pair(Stack, budget)
+    pair.train(1)
+
+    def reverse(model, _):
+        model.layers = nn.ModuleList(reversed(model.layers))
+
+    pair.both(reverse)
+    pair.train(2, first=1)
+    assert list(pair.ours.state_dict()) == list(pair.plain.state_dict())
+
+
+def test_ties_are_made_and_undone(budget):
+    pair = Pair(Tied, budget)
+    pair.train(1)
+
+    def untie(model, optimizer):
+        model.head.weight = nn.Parameter(model.embedding.weight.detach().clone())
+        optimizer.add_param_group({"params": [model.head.weight]})
+
+    pair.both(untie)
+    pair.train(2, first=1)
+
+    def tie(model, _):
+        model.head.weight = model.embedding.weight
+
+    pair.both(tie)
+    pair.train(2, first=3)
+
+
+def test_a_part_of_the_model_is_wrapped(budget):
+    """As adapters do it: another module takes the place of a layer and calls it."""
+
+    class Adapter(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base = base.requires_grad_(False)
+            self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+        def forward(self, x):
+            return self.base(x) + self.up(self.down(x))
+
+    pair = Pair(Stack, budget)
+    pair.train(1)
+
+    def wrap(model, optimizer):
+        torch.manual_seed(2)
+        model.layers[2] = Adapter(model.layers[2])
+        optimizer.add_param_group({"params": [*model.layers[2].down.parameters(), *model.layers[2].up.parameters()]})
+
+    pair.both(wrap)
+    pair.train(3, first=1)
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing():
+    pair = Pair(Stack, "moving", settings={"host_budget": 5 * 320 * 16 + 2000})
+    pair.train(1)
+    model, optimizer = pair.ours, pair.optimizer
+    model.layers.append(nn.Linear(WIDTH, WIDTH))
+    optimizer.add_param_group({"params": list(model.layers[-1].parameters())})
+    with pytest.raises(BudgetError, match=r"host_budget is too small.*at least \d+ bytes"):
+        model(batch())
+    optimizer.param_groups.pop()
+    del model.layers[-1]
+    pair.train(2, first=1)
+
+
+def test_a_module_that_joins_and_is_too_large_for_the_device_is_named():
+    pair = Pair(Stack, "moving")
+    pair.ours.wide = nn.Linear(100, 100)
+    with pytest.raises(
+        BudgetError, match=r"chunk_budget is too small for module 'wide' \(Linear\), which is new.*40\d\d\d"
+    ):
+        pair.ours(batch())
+    del pair.ours.wide
+    pair.train(2)
+
+
+def test_a_gradient_of_before_a_parameter_joined_is_not_lost(budget):
+    pair = Pair(Stack, budget)
+    pair.train(1)
+
+    def join(model, optimizer):
+        model.extra = nn.Parameter(torch.ones(WIDTH))
+        (model.extra * 3).sum().backward()
+        optimizer.add_param_group({"params": [model.extra]})
+        loss_of(model, 1).backward()
+        found = copied(model.extra.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        return found, copied(model.extra)
+
+    pair.both(join)
+
+
+def test_an_optimizer_that_comes_later(budget):
+    plain, model = make(Stack), make(Stack)
+    engine = engine_of(model, budget, None)
+    with torch.no_grad():
+        assert torch.equal(plain(batch()), model(batch()))
+    optimizer, chunked = adamw(plain.parameters()), engine.add_optimizer(adamw(model.parameters()))
+    assert engine.optimizer is chunked
+    for step in range(3):
+        for each, its_optimizer in ((plain, optimizer), (model, chunked)):
+            loss_of(each, step).backward()
+            its_optimizer.step()
+            its_optimizer.zero_grad()
+    assert_same_values(plain, model)
+
+
+def optimizers_of(model):
+    return [adamw(model.layers[:2].parameters()), sgd(model.layers[2:].parameters())]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_optimizers_over_one_model(order, budget):
+    plain, model = make(Stack), make(Stack)
+    theirs = optimizers_of(plain)
+    engine = PatrickStarEngine(model, config_of(budget), optimizers_of(model), device="cpu")
+    for step in range(4):
+        for each, optimizers in ((plain, theirs), (model, engine.optimizers)):
+            loss_of(each, step).backward()
+            for number in order[: 1 + step % 2]:  # one of them leaves some steps out, and its gradients are added up
+                optimizers[number].step()
+                optimizers[number].zero_grad()
+        assert_same([copied(p.grad) for p in plain.parameters()], [copied(p.grad) for p in model.parameters()])
+    assert_same_values(plain, model)
+    for one, other in zip(theirs, engine.optimizers, strict=True):
+        assert_same(one.state_dict()["state"], other.state_dict()["state"])
+
+
+def test_two_optimizers_that_hold_the_same_parameters(budget):
+    plain, model = make(Stack), make(Stack)
+
+    def both_over(model):
+        return [sgd(model.parameters()), adamw(model.layers[:3].parameters())]
+
+    theirs = both_over(plain)
+    engine = PatrickStarEngine(model, config_of(budget), both_over(model), device="cpu")
+    for step in range(3):
+        for each, optimizers in ((plain, theirs), (model, engine.optimizers)):
+            loss_of(each, step).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+    assert_same_values(plain, model)
+
+
+def test_an_optimizer_is_added_while_gradients_wait(budget):
+    plain, model = make(Stack), make(Stack)
+    theirs = [adamw(plain.layers[:2].parameters())]
+    engine = PatrickStarEngine(model, config_of(budget), adamw(model.layers[:2].parameters()), device="cpu")
+    for each in (plain, model):
+        loss_of(each).backward()
+    theirs.append(sgd(plain.layers[2:].parameters()))
+    engine.add_optimizer(sgd(model.layers[2:].parameters()))
+    assert_same([copied(p.grad) for p in plain.parameters()], [copied(p.grad) for p in model.parameters()])
+    for step in range(2):
+        for each, optimizers in ((plain, theirs), (model, engine.optimizers)):
+            for optimizer in optimizers:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss_of(each, step).backward()
+    assert_same_values(plain, model)
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    model, other = make(Stack), make(Stack)
+    with pytest.raises(EngineError, match=r"not one is the model's \(Stack\).*model\.parameters\(\)"):
+        PatrickStarEngine(model, config_of("moving"), adamw(other.parameters()), device="cpu")
+    engine = engine_of(model, "moving")
+    with pytest.raises(EngineError, match="not one is the model's"):
+        engine.add_optimizer(adamw(other.parameters()))
+    assert len(engine.optimizers) == 1
+    loss_of(model).backward()
+    engine.optimizer.step()
+
+
+# Attaching and detaching
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("when", ["at once", "after backward", "after a step"])
+def test_detaching_gives_model_and_optimizer_back(when, dtype, budget):
+    model = make(Tied)
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    optimizer = adamw(trainable(model))
+    engine = PatrickStarEngine(model, config_of(budget, dtype, chunks=4), optimizer, device="cpu")
+    if when != "at once":
+        loss_of(model).backward()
+    if when == "after a step":
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    expected, states = values_of(model), copy.deepcopy(engine.optimizer.state_dict()["state"])
+    engine.detach()
+    engine.detach()
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    for parameter in model.parameters():
+        assert type(parameter) is nn.Parameter
+        assert parameter.dtype is torch.float32
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes
+        assert parameter.grad is None
+        assert not parameter._post_accumulate_grad_hooks
+    for name, module in model.named_modules():
+        assert set(vars(module)) == attributes[name]
+        for hooks in ("_forward_hooks", "_forward_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks"):
+            assert not getattr(module, hooks)
+    masters = {key: {k: v for k, v in state.items() if k != "patrickstar_master"} for key, state in states.items()}
+    assert_same(masters, optimizer.state_dict()["state"])
+    loss_of(model, 3).backward()
+    optimizer.step()
+
+
+def test_training_goes_on_without_the_engine_and_with_another_one(budget):
+    plain, model = make(Stack), make(Stack)
+    theirs, inner = adamw(plain.parameters()), adamw(model.parameters())
+    for phase in range(4):
+        engine = PatrickStarEngine(model, config_of(budget), inner, device="cpu") if phase % 2 == 0 else None
+        for step in range(2):
+            for each, optimizer in ((plain, theirs), (model, engine.optimizer if engine else inner)):
+                loss_of(each, 2 * phase + step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        if engine:
+            engine.detach()
+        assert_same_values(plain, model)
+        assert_same(theirs.state_dict(), inner.state_dict())
+
+
+def test_detaching_between_forward_and_backward(budget):
+    plain, model = make(Stack), make(Stack)
+    engine = engine_of(model, budget)
+    losses = [loss_of(each) for each in (plain, model)]
+    engine.detach()
+    for loss in losses:
+        loss.backward()
+    for left, right in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(left.grad, right.grad)
+
+
+def test_detaching_frees_all_memory_of_chunks(budget):
+    pair = Pair(Stack, budget)
+    pair.train(2)
+    pair.engine.detach()
+    assert not hasattr(pair.ours, "patrickstar_engine")
+    with pytest.raises(EngineError, match="has no engine"):
+        get_engine(pair.ours)
+    again = engine_of(pair.ours, budget)
+    assert get_engine(pair.ours) is again
+
+
+def test_a_construction_that_fails_leaves_the_model_as_it_was(budget, monkeypatch):
+    model = make(Stack)
+    before = values_of(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    optimizer, calls, register = adamw(model.parameters()), [], nn.Linear.register_forward_pre_hook
+
+    def refuse(self, *args, **kwargs):
+        calls.append(self)
+        if len(calls) == 3:
+            raise MemoryError("no hook")
+        return register(self, *args, **kwargs)
+
+    monkeypatch.setattr(nn.Linear, "register_forward_pre_hook", refuse)
+    with pytest.raises(MemoryError, match="no hook"):
+        PatrickStarEngine(model, config_of(budget), optimizer, device="cpu")
+    monkeypatch.setattr(nn.Linear, "register_forward_pre_hook", register)
+    assert not hasattr(model, "patrickstar_engine")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert type(parameter) is nn.Parameter
+        assert parameter.grad is gradient
+    optimizer.zero_grad()
+    engine = PatrickStarEngine(model, config_of(budget), optimizer, device="cpu")
+    loss_of(model).backward()
+    engine.optimizer.step()
+
+
+def test_models_that_cannot_be_managed_are_refused_with_a_remedy():
+    frozen = make(Stack).requires_grad_(False)
+    with pytest.raises(EngineError, match=r"no trainable parameter.*unfreeze"):
+        PatrickStarEngine(frozen, config_of("moving"), adamw(frozen.parameters()), device="cpu")
+    with torch.device("meta"):
+        model = Stack()
+    with pytest.raises(EngineError, match=r"'layers\.0\.weight' is on the meta device.*load weights first"):
+        engine_of(model)
+    model = make(Stack)
+    model.layers[1].weight = nn.Parameter(model.layers[0].weight.data)
+    with pytest.raises((EngineError, ConfigError), match=r"layers\.[01]\.weight.*memory"):
+        engine_of(model)
+
+
+def test_a_bare_loop_by_one_call(budget):
+    plain = make(Stack)
+    theirs = adamw(plain.parameters())
+    model, optimizer = initialize_engine(lambda: make(Stack), config_of(budget), lambda p: adamw(p), device="cpu")
+    for step in range(3):
+        loss_of(plain, step).backward()
+        model.backward(loss_of(model, step))
+        for each in (theirs, optimizer):
+            each.step()
+            each.zero_grad()
+    assert_same_values(plain, model)
+    get_engine(model).detach()
+    assert not hasattr(model, "backward")

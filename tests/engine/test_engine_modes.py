@@ -1,0 +1,424 @@
+"""Modes, compilers, captures, autocast and profilers of users around a model in chunks."""
+
+import collections
+
+import pytest
+import torch
+from engine.small import (
+    DTYPES,
+    WIDTH,
+    Block,
+    Pair,
+    Stack,
+    Tied,
+    adamw,
+    assert_same_values,
+    batch,
+    config_of,
+    copied,
+    engine_of,
+    loss_of,
+    make,
+    tokens,
+    values_of,
+)
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from hf_patrickstar import ConfigError, EngineError, PatrickStarEngine
+
+SITUATIONS = ("resident", "evicting")
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Functions(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = collections.Counter()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen[getattr(func, "__name__", str(func))] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Doubling(TorchDispatchMode):
+    """Where it saw copies of the engine, values would become others."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return result.mul_(2) if func is torch.ops.aten.copy_.default else result
+
+
+def known_steps(pair):
+    """Steps after which no step is new, so that nobody measures."""
+    pair.train(2)
+    return pair
+
+
+@pytest.mark.parametrize("mode", [Operators, Functions])
+def test_a_mode_sees_what_the_model_does_and_nothing_of_the_engine(mode, budget):
+    pair = known_steps(Pair(Stack, budget))
+    seen = []
+
+    def run(model, optimizer):
+        with mode() as found:
+            loss = loss_of(model, 3)
+            loss.backward()
+        seen.append({name: num for name, num in found.seen.items() if name not in ("aten.detach.default", "detach")})
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    pair.both(run)
+    assert seen[0] == seen[1]
+    pair.check()
+
+
+@pytest.mark.parametrize("mode", [Operators, Functions, Doubling, lambda: torch.device("meta")])
+def test_a_mode_around_backward_and_step_changes_nothing(mode, budget):
+    pair = Pair(Stack, budget)
+    plain, ours = pair
+    for step in range(3):
+        losses = []
+        for model, optimizer in (plain, ours):
+            loss = loss_of(model, step)
+            if model is pair.ours:
+                with mode():
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            else:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.detach())
+        assert torch.equal(*losses)
+    pair.check()
+
+
+def test_an_engine_that_is_made_and_detached_inside_of_a_mode(budget):
+    plain, model = make(Stack), make(Stack)
+    theirs = adamw(plain.parameters())
+    with Operators(), Functions():
+        engine = engine_of(model, budget)
+    assert_same_values(plain, model)
+    for each, optimizer in ((plain, theirs), (model, engine.optimizer)):
+        loss_of(each).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with Doubling():
+        engine.detach()
+    assert_same_values(plain, model)
+    assert not _get_current_dispatch_mode_stack()
+
+
+def test_the_default_type_and_device_change_nothing(budget):
+    pair = Pair(Stack, budget)
+
+    def run(model, optimizer):
+        for step in range(3):
+            loss = loss_of(model, step)
+            torch.set_default_dtype(torch.float64)
+            try:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            finally:
+                torch.set_default_dtype(torch.float32)
+
+    pair.both(run)
+    assert_same_values(pair.plain, pair.ours)
+
+
+def test_no_grad_and_enable_grad_around_everything(budget):
+    pair = Pair(Stack, budget)
+
+    def run(model, optimizer):
+        with torch.no_grad():
+            for step in range(2):
+                with torch.enable_grad():
+                    loss = loss_of(model, step)
+                    loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return model(batch()).clone()
+
+    pair.both(run)
+    pair.check()
+
+
+def test_inference_mode_first_and_training_later(budget):
+    pair = Pair(Tied, budget)
+
+    def run(model, _):
+        with torch.inference_mode():
+            return model(tokens()).clone()
+
+    for step in range(3):
+        pair.both(run)
+        pair.train(1, first=step)
+
+
+def test_values_read_in_inference_mode_are_ordinary_values(budget):
+    pair = Pair(Stack, budget)
+    pair.train(1)
+    with torch.inference_mode():
+        pair.both(lambda model, _: [parameter.norm().clone() for parameter in model.parameters()])
+        pair.both(lambda model, _: {name: value.clone() for name, value in model.state_dict().items()})
+    pair.train(2, first=1)
+
+
+def test_saved_tensors_hooks_that_are_disabled_are_refused_where_a_graph_is_made(budget):
+    pair = Pair(Stack, budget)
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        with pytest.raises(EngineError, match=r"disable_saved_tensors_hooks\(.?not here"):
+            pair.ours(batch())
+        with torch.no_grad():
+            pair.both(lambda model, _: model(batch()).clone())
+    pair.train(2)
+
+
+def test_anomaly_mode_and_detection_of_nan(budget):
+    pair = Pair(Stack, budget)
+    with torch.autograd.detect_anomaly(check_nan=True):
+        pair.train(2)
+
+
+# Autocast
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_autocast_of_the_user(cache, budget):
+    pair = Pair(Stack, budget)
+
+    def loss(model, seed):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+            out = model(batch(seed))
+        return out.float().square().sum()
+
+    pair.train(3, loss=loss)
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_autocast_of_the_engine_computes_as_that_of_torch(micro, budget):
+    """Weights of products are rounded once, where torch rounds them at every use; the rest is fp32."""
+
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    plain, model = make(Normed), make(Normed)
+    optimizers = [adamw(each.parameters()) for each in (plain, model)]
+    config = config_of(budget, "bf16", autocast=True, keep_fp32="auto", chunks=8)
+    engine = PatrickStarEngine(model, config, optimizers[1], device="cpu", gradient_accumulation_steps=micro)
+    for step in range(3):
+        for part in range(micro):
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+                expected = plain(batch(10 * step + part))
+            found = model(batch(10 * step + part))
+            assert torch.equal(expected.float(), found)
+            expected.float().square().sum().backward()
+            found.square().sum().backward()
+        if micro == 1:
+            for left, right in zip(plain.parameters(), model.parameters(), strict=True):
+                assert torch.equal(left.grad, right.grad.float())
+        for optimizer in (optimizers[0], engine.optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+    if micro == 1:
+        assert_same_values(plain, model)
+    names = dict(model.named_parameters())
+    assert names["blocks.0.norm.weight"].dtype is torch.float32
+    assert names["blocks.0.linear.weight"].dtype is torch.bfloat16
+
+
+def test_inputs_follow_the_type_of_the_model_and_outputs_are_wide(budget):
+    model = make(Stack)
+    engine = engine_of(model, budget, dtype="bf16")
+    out = model(batch())
+    out.float().sum().backward()
+    engine.optimizer.step()
+    assert engine.dtype is torch.bfloat16
+    plain = make(Stack).bfloat16()
+    assert torch.equal(plain(batch().bfloat16()).float(), out.float())
+
+
+def test_batch_norm_in_16_bits_without_autocast_is_refused():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+    with pytest.raises(ConfigError, match="BatchNorm"):
+        engine_of(model, dtype="bf16")
+
+
+# Compilers and captures
+
+
+@pytest.mark.parametrize(
+    ("how", "checkpointed", "budget"),
+    [("in place", True, "moving"), ("wrapped", False, "evicting"), ("forward", True, "evicting")],
+)
+def test_compiled_blocks(how, checkpointed, budget):
+    class Compiled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(WIDTH, WIDTH)
+            self.blocks = nn.ModuleList(Block() for _ in range(2))
+            if how == "wrapped":
+                self.blocks = nn.ModuleList(torch.compile(block, backend="eager") for block in self.blocks)
+            for block in self.blocks:
+                if how == "in place":
+                    block.compile(backend="eager")
+                elif how == "forward":
+                    block.forward = torch.compile(block.forward, backend="eager")
+
+        def forward(self, x):
+            x = self.first(x)
+            for block in self.blocks:
+                if checkpointed and torch.is_grad_enabled():
+                    x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+                else:
+                    x = block(x)
+            return x
+
+    torch._dynamo.reset()
+    pair = Pair(Compiled, budget)
+    pair.train(2)
+    with torch.no_grad():
+        pair.both(lambda model, _: model(batch()).clone())
+    pair.check()
+
+
+def test_a_model_that_is_compiled_as_a_whole_is_refused():
+    with pytest.raises(ConfigError, match="compile"):
+        engine_of(torch.compile(make(Stack), backend="eager"))
+    model = make(Stack)
+    model.compile(backend="eager")
+    with pytest.raises(ConfigError, match="compile"):
+        engine_of(model)
+
+
+def test_captures_have_copies_of_the_values(budget):
+    pair = Pair(Stack, budget)
+    pair.train(1)
+    traced = torch.jit.trace(pair.ours, (batch(),), check_trace=False)
+    exported = torch.export.export(pair.ours, (batch(),))
+    with torch.no_grad():
+        expected = pair.plain(batch(3))
+        assert torch.equal(traced(batch(3)), expected)
+        assert torch.equal(exported.module()(batch(3)), expected)
+    pair.train(2, first=1)
+    pair.engine.detach()
+    assert torch.jit.trace.__module__.startswith("torch")
+
+
+# Profiles
+
+PREFIX = "patrickstar: "
+
+
+@pytest.mark.own_streams
+def test_loads_evictions_and_updates_have_names_in_a_profile():
+    pair = Pair(lambda: Stack(8), "moving")
+    pair.train(2)
+    before = pair.engine.stats()
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        loss_of(pair.ours, 2).backward()
+        pair.optimizer.step()
+        pair.optimizer.zero_grad()
+    after = pair.engine.stats()
+    names = [event.name.removeprefix(PREFIX) for event in found.events() if event.name.startswith(PREFIX)]
+    loads = sum(name.startswith(("load ", "bring in ahead")) for name in names)
+    assert loads == after["chunk_loads"] - before["chunk_loads"] == 8 + 4
+    assert sum(name.startswith("evict") for name in names) == after["chunk_evictions"] - before["chunk_evictions"]
+    assert any(name.startswith("update") for name in names)
+
+
+# What goes around torch's functions
+
+
+def test_code_that_goes_around_torchs_functions_finds_nan_and_its_gradient_is_refused():
+    pair = Pair(Stack, "moving")
+    pair.train(2)
+    with torch._C.DisableTorchFunctionSubclass():
+        assert pair.ours.layers[0].weight.isnan().all()
+    assert not pair.ours.layers[0].weight.isnan().any()
+    pair.train(1, first=2)
+
+
+def test_parameters_of_a_module_as_inputs_of_vmap_are_given_as_copies(budget):
+    pair = Pair(Stack, budget)
+
+    def run(model, _):
+        stacked, x = torch.stack([layer.weight.detach().clone() for layer in model.layers]), batch().T
+        return torch.func.vmap(lambda weight: (weight @ x).sum(1))(stacked)
+
+    pair.both(run)
+    pair.train(1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_batch_without_rows(dtype, budget):
+    pair = Pair(Stack, budget, dtype=dtype)
+    pair.train(1)
+    pair.both(lambda model, _: loss_of(model, 0, 0).backward())
+    pair.both(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.check()
+
+
+def test_parametrizations(budget):
+    def factory():
+        model = Stack(3)
+        torch.nn.utils.parametrizations.weight_norm(model.layers[1])
+        torch.nn.utils.parametrizations.orthogonal(model.layers[2])
+        return model
+
+    pair = Pair(factory, budget, settings={"chunks": 6})
+    pair.train(2)
+    pair.both(lambda model, _: copied(model.layers[1].weight))
+    assert not any(value.isnan().any() for value in values_of(pair.ours).values())
+
+
+def test_attention_that_reads_the_parameters_of_its_parts(budget):
+    class Attending(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+            self.encoder = nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.0, batch_first=True)
+
+        def forward(self, x):
+            x = x[None]
+            x = x + self.attention(x, x, x, need_weights=False)[0]
+            return self.encoder(x)[0]
+
+    pair = Pair(Attending, budget, settings={"chunks": 8})
+    pair.train(3)
+
+
+def test_recurrent_layers(budget):
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell, self.layer = nn.GRU(WIDTH, WIDTH, batch_first=True), nn.LSTMCell(WIDTH, WIDTH)
+
+        def forward(self, x):
+            found, _ = self.cell(x[None])
+            return self.layer(found[0])[0]
+
+    pair = Pair(Recurrent, budget, settings={"chunks": 12})
+    pair.train(2)
