@@ -25,8 +25,8 @@ from hf_patrickstar.errors import EngineError
 from hf_patrickstar.events import Listener, ModelDecided, both
 from hf_patrickstar.homes import Circumstances
 from hf_patrickstar.membership import Membership, Parts, check_optimizers, holders
-from hf_patrickstar.memory.lanes import Streams
 from hf_patrickstar.memory.operators import quietly
+from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.ahead import update_in_backward
 from hf_patrickstar.optim.kernel import Kernel

@@ -15,12 +15,11 @@ from hf_patrickstar.dist.vigil import Patience
 from hf_patrickstar.events import Listener
 from hf_patrickstar.machine import ACCELERATOR, CPU_TIER, Machine, machine_of
 from hf_patrickstar.memory.accelerator import can_pin_memory, device_name, find_device, grow_segments, is_accelerator
-from hf_patrickstar.memory.lanes import Streams
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.meters import AllocatorMeter, Meter, StorageMeter, UnmeteredTier
 from hf_patrickstar.memory.pinning import make_pinning
 from hf_patrickstar.memory.pool import PayloadPool
-from hf_patrickstar.memory.streams import DeviceStreams, make_streams
+from hf_patrickstar.memory.streams import DeviceStreams, Streams, make_streams
 from hf_patrickstar.memory.tiers import Tier, resolve_budgets
 
 logger = logging.getLogger(__name__)
@@ -69,7 +68,7 @@ class Resources:
     @property
     def most_in_flight_nbytes(self) -> int:
         """The most bytes of gradients that are on their way to the host."""
-        return self.streams.most_in_flight_nbytes if isinstance(self.streams, DeviceStreams) else 0
+        return self.streams.most_in_flight_nbytes
 
     @property
     def is_metered(self) -> bool:
@@ -133,7 +132,7 @@ class Resources:
         if pinned and can_pin_memory():
             pinning, how = make_pinning(found)
             logger.info("patrickstar: pin_memory=%s: page-locked memory is %s", config.pin_memory, how)
-        pool = PayloadPool(ledger, found, pinning, streams)
+        pool = PayloadPool(ledger, found, pinning)
         return cls(found, collectives, meter, ledger, pool, streams, _choose_machine(config, found, collectives))
 
 

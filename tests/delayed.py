@@ -6,9 +6,10 @@ import time
 import weakref
 
 import torch
+from buffers import told_of_buffers
 
+from hf_patrickstar.memory.driver import HostThread
 from hf_patrickstar.memory.operators import storage_key
-from hf_patrickstar.memory.threads import HostThread
 from hf_patrickstar.memory.tiers import Tier
 
 MOST_S = 0.002
@@ -46,13 +47,14 @@ class DelayedDriver(HostThread):
 
     Args:
         seed: Of the delays.
+        on_host: The keys of the storages that are on the host; see ``buffers_on_host``.
     """
 
-    def __init__(self, seed):
+    def __init__(self, seed, on_host):
         super().__init__()
         self._random = random.Random(seed)
         self._stream = AtOnce()
-        self._on_host = set()
+        self._on_host = on_host
         self.num_works = 0
         self.num_late = 0  # copies that the thread has made
 
@@ -91,13 +93,19 @@ class DelayedDriver(HostThread):
         self.num_late += not work.query()
         return super().begin_after(work, stream, begin)
 
-    def take(self, buffer, tier, owner):
-        key = storage_key(buffer)
-        if tier is Tier.HOST and key not in self._on_host:
-            self._on_host.add(key)
-            weakref.finalize(buffer.untyped_storage(), self._on_host.discard, key)
-        elif tier is not Tier.HOST:
-            self._on_host.discard(key)
 
-    def free(self, buffer):
-        self._on_host.discard(storage_key(buffer))
+@contextlib.contextmanager
+def buffers_on_host():
+    """Inside, gives the keys of the storages of all buffers on the host."""
+    keys = set()
+
+    def take(buffer, tier, owner):
+        key = storage_key(buffer)
+        if tier is Tier.HOST and key not in keys:
+            keys.add(key)
+            weakref.finalize(buffer.untyped_storage(), keys.discard, key)
+        elif tier is not Tier.HOST:
+            keys.discard(key)
+
+    with told_of_buffers(take, lambda buffer: keys.discard(storage_key(buffer))):
+        yield keys

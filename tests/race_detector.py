@@ -16,6 +16,7 @@ that is not waited for leaves its NaN.
 """
 
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import random
@@ -26,12 +27,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from buffers import told_of_buffers
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hf_patrickstar.errors import PatrickStarError
+from hf_patrickstar.memory.driver import Series
 from hf_patrickstar.memory.operators import OperatorMode, read_operands, storage_key, touches_nothing, written_operands
-from hf_patrickstar.memory.threads import Series
 from hf_patrickstar.memory.tiers import Tier
 
 
@@ -117,7 +119,7 @@ class SimulatedEvent:
 
 
 class SimulatedMoment(SimulatedEvent):
-    """A moment of a lane; see ``Moment``.
+    """A moment of a lane: an event that has a time.
 
     Args:
         driver: The driver of the lane.
@@ -132,7 +134,7 @@ class SimulatedMoment(SimulatedEvent):
         self._time_s = time.perf_counter()
 
     def elapsed_time(self, end: "SimulatedMoment", /) -> float:
-        """See ``Moment``."""
+        """Milliseconds from this moment to another one; both have come."""
         return (end._time_s - self._time_s) * 1000
 
 
@@ -148,28 +150,6 @@ class _WorkEvent(SimulatedEvent):
         super().synchronize()
         for series in self._failures:
             series.report()
-
-
-class _Begun:
-    """A copy that comes after work of the host's thread; see ``Begun``.
-
-    Args:
-        work: The event of the work.
-        event: The event that follows the copy.
-    """
-
-    def __init__(self, work: SimulatedEvent, event: SimulatedEvent) -> None:
-        self._work = work
-        self._event = event
-
-    def done(self) -> bool:
-        """See ``Begun``."""
-        return self._work.query()
-
-    def result(self) -> SimulatedEvent:
-        """See ``Begun``: the host waits for the work."""
-        self._work.synchronize()
-        return self._event
 
 
 class SimulatedStream:
@@ -348,7 +328,7 @@ class SimulatedDriver:
 
     def begin_after(
         self, work: SimulatedEvent, stream: SimulatedStream, begin: Callable[[SimulatedStream], SimulatedEvent]
-    ) -> _Begun:
+    ) -> "concurrent.futures.Future[SimulatedEvent]":
         """See ``Driver``. Nothing orders it after, or before, other copies of the lane, so it gets one of its own."""
         with self.lock:
             lane = next((late for late in self._late if not late.is_busy), None)
@@ -356,13 +336,15 @@ class SimulatedDriver:
                 lane = SimulatedStream(self, f"late copies {len(self._late)}", is_eager=False)
                 self._late.append(lane)
             lane.wait_event(work)
-            return _Begun(work, begin(lane))
+            begun: concurrent.futures.Future[SimulatedEvent] = concurrent.futures.Future()
+            begun.set_result(begin(lane))
+            return begun
 
     def close(self) -> None:
         """See ``Driver``."""
         self._thread.synchronize()
 
-    # What the pool tells
+    # What pools tell
 
     def take(self, buffer: torch.Tensor, tier: Tier, owner: str) -> None:
         """A buffer was allocated, or is used again for something else."""
@@ -392,6 +374,7 @@ class SimulatedDriver:
         with contextlib.ExitStack() as stack:
             stack.enter_context(mode)
             stack.callback(_take_off_those_above, mode)
+            stack.enter_context(told_of_buffers(self.take, self.free))
             yield
         for lane in (*self._lanes, *self._late):
             lane.synchronize()

@@ -6,12 +6,31 @@ import threading
 import time
 from unittest import mock
 
-from delayed import MOST_S, DelayedDriver
+from delayed import MOST_S, DelayedDriver, buffers_on_host
 from race_detector import SimulatedDriver
 
-from hf_patrickstar.memory.streams import DeviceStreams
+from hf_patrickstar.memory import streams
+from hf_patrickstar.memory.streams import DeviceStreams, Streams
 from hf_patrickstar.optim import adam_kernel, workers
 from hf_patrickstar.units import ALIGNMENT_NUMEL
+
+
+class HandingStreams(Streams):
+    """Those of the CPU tier, whose thread is handed all copies that are started ahead.
+
+    Args:
+        copy: What the thread does with a pair of byte arrays, target first; it lets go of them.
+        at_once_nbytes: The largest copy that the thread is not asked for.
+    """
+
+    def __init__(self, device, copy=streams.copy_bytes, at_once_nbytes=0):
+        super().__init__(device)
+        self._changed = {"copy_bytes": copy, "_AT_ONCE_NBYTES": at_once_nbytes}
+
+    def fetch(self, source, target, after=()):
+        with mock.patch.multiple(streams, **self._changed):
+            return super().fetch(source, target, after)
+
 
 TILE_NUMEL = 4 * ALIGNMENT_NUMEL
 """Updates of the tests' chunks, of some 700 elements, are several pieces of work, but few enough for fast tests."""
@@ -43,13 +62,14 @@ def simulated_streams(seed=None):
 def delayed_streams(seed=None, tile_numel=TILE_NUMEL):
     """Inside, engines of the CPU tier have a thread of the host that works late; gives the drivers of all."""
     drivers = []
+    with buffers_on_host() as on_host:
 
-    def make():
-        drivers.append(DelayedDriver(0 if seed is None else seed))
-        return drivers[-1]
+        def make():
+            drivers.append(DelayedDriver(0 if seed is None else seed, on_host))
+            return drivers[-1]
 
-    with _engines_over(make, tile_numel):
-        yield drivers
+        with _engines_over(make, tile_numel):
+            yield drivers
 
 
 @contextlib.contextmanager

@@ -242,8 +242,6 @@ class _EventListener:
         trainer = self._trainer()
         if trainer is None:
             return
-        if trainer._run is not None:
-            trainer._run.note_event(event)
         if isinstance(event, ModelDecided):
             trainer._tell_expected(event.text)
 

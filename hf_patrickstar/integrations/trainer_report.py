@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from hf_patrickstar.engine import PatrickStarEngine
-from hf_patrickstar.events import Event
 from hf_patrickstar.integrations.trainer_lanes import LaneWatch
 from hf_patrickstar.memory.accelerator import device_name, is_accelerator
 from hf_patrickstar.memory.tiers import Tier
@@ -68,11 +67,6 @@ class RunReport:
         self._lanes = LaneWatch(trainer.patrickstar_engine)
         self._begun = -1
         self._length = 0
-
-    def note_event(self, event: Event) -> None:
-        """Takes an event of the engine."""
-        if not self._lanes.is_over:
-            self._lanes.note(event)
 
     def begin_micro_batch(self, inputs: Any) -> None:
         """Notes that a micro-batch begins: with the first one of a step, that step.

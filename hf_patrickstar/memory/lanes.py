@@ -1,4 +1,4 @@
-"""What may run beside computation, and how to wait for it.
+"""What may run beside computation, how to wait for it, and when it ran in a step that is measured.
 
 [Note: lanes]
 On an accelerator work is put into lanes, each of which runs its work in order: the compute stream, which belongs to the
@@ -16,16 +16,26 @@ orders work of different lanes but what is said here:
 
 On a machine without an accelerator one thread makes the copies that are started ahead, and all others, and the work of
 the host's thread, are complete when the call returns.
+
+[Note: measured lanes]
+A moment of a stream has a time that can be read when the stream has come to it. While a step is measured, moments are
+put around every copy, and around what the compute stream waits for; threads, and the host where it waits, look at their
+own clock. The first moment is put into a stream that has nothing to do, while the host looks at its clock: so all times
+are those of ``time.perf_counter_ns``, later by the few microseconds that the host takes for that. The times are read
+after the step, so nothing in the step waits for them.
 """
 
 import contextlib
 import enum
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
-import torch
+from hf_patrickstar.memory.driver import Driver
 
-from hf_patrickstar.memory.tiers import Tier
+_NS_PER_MS = 1_000_000
+_LEAST_STOP_NS = 20_000
+"""What stands still for less is not late: it is the time of the call, and of the moments around it."""
 
 
 class WorkLane(enum.Enum):
@@ -35,11 +45,30 @@ class WorkLane(enum.Enum):
     TO_HOST = "device -> host"
     HOST_WORK = "host work"
 
+    __hash__ = object.__hash__  # members are compared by identity; Enum's own is a Python function
+
+
+class Ticket(Protocol):
+    """Work that may still be under way: a copy, work of the host's thread, or a collective."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is complete, as far as the host can tell."""
+        ...
+
+    def wait(self) -> None:
+        """Blocks until the host may read the target, or overwrite the source; raises what the work raised."""
+        ...
+
+    def join(self) -> None:
+        """Makes whatever the compute device does next come after the work."""
+        ...
+
 
 class TimedCopy(NamedTuple):
-    """A copy that was measured: its lane, and when it began and ended, in nanoseconds of ``time.perf_counter_ns``.
+    """Work of a lane that was measured: when it began and ended, in nanoseconds of ``time.perf_counter_ns``.
 
-    ``is_ahead``: whether a thread made it beside the caller, who else stood still.
+    ``is_ahead``: whether it was done beside the caller, who else stood still.
     """
 
     lane: WorkLane
@@ -49,299 +78,99 @@ class TimedCopy(NamedTuple):
     is_ahead: bool
 
 
-class Ticket(Protocol):
-    """Work that may still be under way."""
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it is complete, as far as the host can tell."""
-        ...
-
-    def wait(self) -> None:
-        """Blocks until the host may read the target, or overwrite the source."""
-        ...
-
-    def join(self) -> None:
-        """Makes whatever the compute device does next come after the work."""
-        ...
-
-
-class Copy(Ticket, Protocol):
-    """The ticket of a copy, or of work of the host's thread."""
-
-    @property
-    def lane(self) -> WorkLane:
-        """The lane that it runs in."""
-        ...
-
-
-class Event(Protocol):
-    """What ``torch.Event`` does: a point in a stream."""
-
-    def query(self) -> bool:
-        """Whether the stream has come to it."""
-        ...
-
-    def synchronize(self) -> None:
-        """Blocks the host until it has."""
-        ...
-
-
-class Moment(Protocol):
-    """What ``torch.Event`` does that has a time."""
-
-    def synchronize(self) -> None:
-        """Blocks the host until it has come."""
-        ...
-
-    def elapsed_time(self, end: Any, /) -> float:
-        """Milliseconds from this moment to another one; both have come."""
-        ...
-
-
-class Begun(Protocol):
-    """The event of something that may not be in its stream yet; what ``concurrent.futures.Future`` does."""
-
-    def done(self) -> bool:
-        """Whether it is in the stream, or never will be."""
-        ...
-
-    def result(self) -> Any:
-        """The event, as soon as it is in the stream."""
-        ...
-
-
-class Stream(Protocol):
-    """What ``torch.Stream`` does: work in order."""
-
-    def wait_stream(self, other: Any, /) -> None:
-        """Makes what comes next wait for all that the other stream was told."""
-        ...
-
-    def wait_event(self, event: Any, /) -> None:
-        """Makes what comes next wait for an event."""
-        ...
-
-    def record_event(self) -> Event:
-        """An event that comes when all is done that the stream was told."""
-        ...
-
-    def synchronize(self) -> None:
-        """Blocks the host until all is done that the stream was told."""
-        ...
-
-
-class Driver(Protocol):
-    """Where the streams of a device come from, and what copies on them."""
-
-    def new_stream(self) -> Stream:
-        """A stream."""
-        ...
-
-    def current_stream(self) -> Stream:
-        """The compute stream of this thread."""
-        ...
-
-    def inside(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
-        """Makes a stream the current one of this thread."""
-        ...
-
-    def record_moment(self, stream: Any) -> Moment:
-        """Puts a moment into a stream; see [Note: measured lanes]."""
-        ...
-
-    def is_on_device(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is on the device."""
-        ...
-
-    def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether a host tensor is page-locked, so that a copy of it does not block the host."""
-        ...
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor, stream: Stream) -> None:
-        """Puts a copy between host and device into a stream; it blocks the host if the host tensor is not pinned."""
-        ...
-
-    def on_host(
-        self, work: Callable[[], None], after: Iterable[Any], otherwise: Callable[[], None] | None = None
-    ) -> Event:
-        """Has the host's thread do work when events have come; see ``Streams``.
-
-        Returns:
-            An event that comes when it is done; the first who waits gets what the work raised.
-        """
-        ...
-
-    def begin_after(self, work: Any, stream: Stream, begin: Callable[[Any], Event]) -> "Begun":
-        """Puts something into a stream when work of the host's thread is done; what comes next does not wait for it.
-
-        Args:
-            work: The event of the work, from ``on_host``.
-            stream: The stream.
-            begin: Puts it into the stream that it is given, and returns the event that follows.
-
-        Returns:
-            Tells that event; the first who asks gets what the work raised.
-        """
-        ...
-
-    def close(self) -> None:
-        """Waits for the work of the host's thread, and ends it."""
-        ...
-
-    def take(self, buffer: torch.Tensor, tier: Tier, owner: str) -> None:
-        """See ``Streams``."""
-        ...
-
-    def free(self, buffer: torch.Tensor) -> None:
-        """See ``Streams``."""
-        ...
-
-
-class Streams(Protocol):
-    """Copies between host and device.
+class Stop(NamedTuple):
+    """Something stood still until work of another lane was done.
 
     Attributes:
-        device: The compute device.
+        lane: Whose work it waited for.
+        begin_ns: Since when, in nanoseconds of ``time.perf_counter_ns``.
+        end_ns: Until when.
+        is_host: Whether the host stood still; else the compute stream.
     """
 
-    device: torch.device
+    lane: WorkLane
+    begin_ns: int
+    end_ns: int
+    is_host: bool
 
-    def fetch(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = ()) -> Copy | None:
-        """Starts a copy host -> device and does not wait for it.
 
-        Args:
-            source: A host tensor.
-            target: A device tensor of the same shape; nobody reads it before the ticket is joined.
-            after: Copies that come before it.
+class LaneTimes:
+    """Measures lanes from now on; see [Note: measured lanes].
 
-        Returns:
-            A ticket, or ``None`` if the copy is complete.
-        """
-        ...
+    Args:
+        driver: The driver of an accelerator's streams; by default there are none, but threads.
 
-    def to_device(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = ()) -> Copy | None:
-        """Copies host -> device; kernels that are launched afterwards see the result.
+    Raises:
+        RuntimeError: If moments have no times there.
+    """
 
-        Args:
-            source: A host tensor.
-            target: A device tensor of the same shape.
-            after: Copies that come before it.
+    def __init__(self, driver: Driver | None = None) -> None:
+        self._copies: list[tuple[WorkLane, Any, Any, int]] = []
+        self._stops: list[tuple[WorkLane, Any, Any]] = []
+        self._works: list[TimedCopy] = []
+        self._waits: list[Stop] = []
+        if driver is not None:
+            self._driver = driver
+            self._first = self.mark()
+            self._first.synchronize()
+            self._first_ns = time.perf_counter_ns()
+            self._first.elapsed_time(self._first)
 
-        Returns:
-            A ticket to wait for before the host overwrites ``source``, or ``None`` if the copy is complete.
-        """
-        ...
+    def mark(self) -> Any:
+        """A moment of the compute stream: after all that it was told so far."""
+        return self._driver.record_moment(self._driver.current_stream())
 
-    def to_slice(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = ()) -> Copy | None:
-        """Copies home -> device for what is launched ``beside`` afterwards.
+    def ns_of(self, moment: Any) -> int:
+        """The time of a moment, in nanoseconds of ``time.perf_counter_ns``; waits until it has come."""
+        moment.synchronize()
+        return self._first_ns + round(self._first.elapsed_time(moment) * _NS_PER_MS)
 
-        Args:
-            source: A tensor at home, on either tier.
-            target: A device tensor of the same shape.
-            after: Copies that come before it.
+    @contextlib.contextmanager
+    def around_copy(self, lane: WorkLane, stream: Any, nbytes: int) -> Iterator[None]:
+        """Measures the copy that is put into a stream inside the block."""
+        begin = self._driver.record_moment(stream)
+        yield
+        self._copies.append((lane, begin, self._driver.record_moment(stream), nbytes))
 
-        Returns:
-            As for ``to_device``.
-        """
-        ...
+    @contextlib.contextmanager
+    def around_join(self, lane: WorkLane) -> Iterator[None]:
+        """Measures for how long the compute stream, and the host, wait for what the stream is told inside the block."""
+        with self.around_wait(lane):
+            begin = self.mark()
+            yield
+            self._stops.append((lane, begin, self.mark()))
 
-    def beside(self) -> contextlib.AbstractContextManager[None]:
-        """Work that is launched inside waits for all copies to the device so far; the compute stream goes on beside."""
-        ...
+    @contextlib.contextmanager
+    def around_wait(self, lane: WorkLane) -> Iterator[None]:
+        """Measures for how long the host waits inside the block."""
+        begin = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            self._waits.append(Stop(lane, begin, time.perf_counter_ns(), True))
 
-    def copies_beside(self, source: torch.Tensor, target: torch.Tensor) -> bool:
-        """Whether ``to_host`` would return before the copy is complete."""
-        ...
+    def of_work(
+        self, work: Callable[[], object], lane: WorkLane = WorkLane.HOST_WORK, nbytes: int = 0, *, is_ahead: bool = True
+    ) -> Callable[[], None]:
+        """The same work for a thread, which measures it."""
 
-    def to_host(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = ()) -> Copy | None:
-        """Copies device -> host; the memory of ``source`` is held until it can be used again.
+        def timed() -> None:
+            begin = time.perf_counter_ns()
+            try:
+                work()
+            finally:
+                self._works.append(TimedCopy(lane, begin, time.perf_counter_ns(), nbytes, is_ahead))
 
-        Args:
-            source: What to copy; any device, any shape.
-            target: A host tensor of the same shape.
-            after: Copies that come before it; if the copy is not made beside, the host must have waited for them.
+        return timed
 
-        Returns:
-            A ticket to wait for before the host reads ``target``, or ``None`` if the copy is complete.
-        """
-        ...
+    def works(self) -> list[TimedCopy]:
+        """What lanes did; waits until an accelerator's have done it. Work of the host's thread has no bytes."""
+        if self._copies:
+            self._driver.on_host(lambda: None, ()).synchronize()  # comes after all work that the thread was given
+        found = ((lane, self.ns_of(begin), self.ns_of(end), nbytes) for lane, begin, end, nbytes in self._copies)
+        return [*(TimedCopy(*copy, is_ahead=True) for copy in found), *self._works]
 
-    def on_host(
-        self, work: Callable[[], None], after: Iterable[Copy] = (), otherwise: Callable[[], None] | None = None
-    ) -> Copy:
-        """Has the host's thread do work beside the host, in the order of these calls.
-
-        Args:
-            work: Reads and writes memory of the host alone.
-            after: What comes before it.
-            otherwise: Is done in place of ``work`` if earlier work has failed and nobody has got the error yet, and
-                after ``work`` if that fails. Work without it is always done.
-
-        Returns:
-            A ticket. The first who waits for this work, or for later work, gets what the work raised.
-
-        Raises:
-            BaseException: What ``work`` raised, where it is done at once; ``otherwise`` is the caller's then.
-        """
-        ...
-
-    def on_tier_of(self, source: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """The values of a tensor on the tier of another one; the host waits for them if they have to cross.
-
-        Args:
-            source: A tensor.
-            other: A tensor on the tier where the values are needed.
-
-        Returns:
-            ``source`` itself if it is there.
-        """
-        ...
-
-    def on_device(self, source: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
-        """The values of a tensor on the compute device; the host waits for them if they have to cross.
-
-        Args:
-            source: A tensor on either tier.
-            copy: Whether they are copied even if they are there.
-
-        Returns:
-            ``source`` itself if it is there and not copied.
-        """
-        ...
-
-    def release_in_flight(self) -> None:
-        """Lets go of gradients in flight: whatever the compute stream does next comes after their copies."""
-        ...
-
-    def hold_at_most(self, nbytes: int) -> bool:
-        """From now on holds no more gradients in flight than that; lets go of them all if there are more.
-
-        With 0, because the device has no room for them, the compute stream waits for each copy of a gradient. So a step
-        that follows a plan does not hold what the step that was recorded for the plan had to let go of.
-
-        Args:
-            nbytes: Their bytes. Once lowered, the limit is not raised again.
-
-        Returns:
-            Whether that has freed any memory.
-        """
-        ...
-
-    def take(self, buffer: torch.Tensor, tier: Tier, owner: str) -> None:
-        """Is told of a buffer that is used from now on; one that was kept comes again.
-
-        Args:
-            buffer: The buffer.
-            tier: Where it is.
-            owner: What it is used for.
-        """
-        ...
-
-    def free(self, buffer: torch.Tensor) -> None:
-        """Is told of a buffer whose memory is given back."""
-        ...
-
-    def close(self) -> None:
-        """Waits for the copies, and ends the threads that make them."""
-        ...
+    def stops(self) -> list[Stop]:
+        """Where the compute stream, and the host, stood still for long enough to be seen."""
+        found = [Stop(lane, self.ns_of(begin), self.ns_of(end), False) for lane, begin, end in self._stops]
+        return [stop for stop in (*found, *self._waits) if stop.end_ns - stop.begin_ns >= _LEAST_STOP_NS]

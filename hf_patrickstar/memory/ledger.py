@@ -12,6 +12,8 @@ _NEED_LESS = {
     Tier.DEVICE: "use smaller batches or smaller chunks (chunk_numel)",
     Tier.HOST: "train fewer parameters, in 16 bits or with more processes",
 }
+_Peak = Tier | tuple[Tier, str] | str
+_TOTAL = "chunks and non-model data on the device"
 
 
 class Ledger:
@@ -24,10 +26,11 @@ class Ledger:
         budgets: Bytes that each tier may hold.
         non_model_nbytes: Tells the non-model bytes on ``DEVICE``, from the bytes that are booked there.
         device_fraction: Part of the device's budget that may be used while ``is_cautious``.
-        chunk_budget: Bytes that may be booked on ``DEVICE`` at most, or ``None``.
+        chunk_budget: See below.
         of_machine: The tiers whose budget is what the machine has, because nobody set one.
 
     Attributes:
+        chunk_budget: Bytes that may be booked on ``DEVICE`` at most, beside what the budget says, or ``None``.
         is_cautious: Whether ``available`` keeps to the fraction, because the need of non-model data is not known yet.
         reserved_nbytes: Non-model bytes that are known to be needed on ``DEVICE`` before the next moment.
         spilled_nbytes: Bytes that are at home on ``DEVICE`` only because ``HOST`` is too small.
@@ -46,27 +49,21 @@ class Ledger:
         self._budgets = dict(budgets)
         self._fraction = device_fraction
         self._limits = dict(budgets)
-        self._chunk_budget = chunk_budget
+        self.chunk_budget = chunk_budget
         self._of_machine = frozenset(of_machine)
         self._measure = non_model_nbytes
         self._reads_once = False
         self._reading: int | None = None
         self._owners: dict[Tier, dict[str, int]] = {tier: {} for tier in Tier}
         self._used = dict.fromkeys(Tier, 0)
-        self._peak = dict.fromkeys(Tier, 0)
-        self._step_peak = dict.fromkeys(Tier, 0)
-        self._total_peak = self._total_step_peak = 0
-        self._owner_peaks: dict[tuple[Tier, str], int] = {}
-        self._recent_peaks: dict[tuple[Tier, str], int] = {}
+        # The most bytes at once of each tier, of each (tier, owner), and of the device with non-model data: lately,
+        # that is since a step began or somebody asked, and before that.
+        self._peaks: dict[_Peak, int] = dict.fromkeys((*Tier, _TOTAL), 0)
+        self._peaks_before: dict[_Peak, int] = {}
 
     def budget(self, tier: Tier) -> int:
         """The budget of a tier, in bytes."""
         return self._budgets[tier]
-
-    @property
-    def chunk_budget(self) -> int | None:
-        """Bytes that may be booked on ``DEVICE`` at most, beside what the budget says."""
-        return self._chunk_budget
 
     def limit(self, tier: Tier, *, cautious: bool | None = None) -> int:
         """Bytes that may be used of the budget.
@@ -89,19 +86,9 @@ class Ledger:
         budget = Limit(
             f"{tier.value}_budget", nbytes, tier in self._of_machine, min(nbytes / max(self._budgets[tier], 1), 1) or 1
         )
-        if tier is Tier.HOST or self._chunk_budget is None:
+        if tier is Tier.HOST or self.chunk_budget is None:
             return (budget,)
-        return (budget, Limit("chunk_budget", self._chunk_budget))
-
-    def shortage(self, tier: Tier, booked_nbytes: int, all_nbytes: int) -> Shortage:
-        """The limits that are too small if a tier has to hold so many bytes.
-
-        Args:
-            tier: The tier.
-            booked_nbytes: Bytes of chunks and what belongs to them.
-            all_nbytes: These and non-model data.
-        """
-        return Shortage.of(zip(self.limits(tier), (all_nbytes, booked_nbytes), strict=False))
+        return (budget, Limit("chunk_budget", self.chunk_budget))
 
     def lower_limit(self, tier: Tier, nbytes: int) -> None:
         """Allows a tier fewer bytes from now on; never more."""
@@ -111,46 +98,51 @@ class Ledger:
         """Bytes booked on a tier now."""
         return self._used[tier]
 
-    def peak(self, tier: Tier) -> int:
-        """The most bytes that were booked on a tier at once."""
-        return self._peak[tier]
-
-    def owner_peak(self, tier: Tier, owner: str) -> int:
-        """The most bytes that one owner had booked on a tier at once."""
-        return self._owner_peaks.get((tier, owner), 0)
-
-    def owner_peaks(self, tier: Tier) -> dict[str, int]:
-        """The most bytes that each owner had booked on a tier at once."""
-        return {owner: nbytes for (place, owner), nbytes in self._owner_peaks.items() if place is tier and nbytes}
-
-    def take_owner_peak(self, tier: Tier, owner: str) -> int:
-        """The most bytes that one owner had booked on a tier at once since the last call."""
-        key = (tier, owner)
-        peak, self._recent_peaks[key] = self._recent_peaks.get(key, 0), self._owners[tier].get(owner, 0)
-        return peak
-
     def owners(self, tier: Tier) -> dict[str, int]:
         """Bytes booked on a tier now, by owner."""
         return {owner: nbytes for owner, nbytes in self._owners[tier].items() if nbytes}
 
+    def peak(self, tier: Tier) -> int:
+        """The most bytes that were booked on a tier at once."""
+        return self._most(tier)
+
     def step_peak(self, tier: Tier) -> int:
         """The most bytes that were booked on a tier at once since ``begin_step``."""
-        return self._step_peak[tier]
+        return self._peaks[tier]
 
     @property
     def total_peak(self) -> int:
         """The most bytes of chunks and non-model data on ``DEVICE`` at once, as far as these are measured or known."""
-        return self._total_peak
+        return self._most(_TOTAL)
 
     @property
     def total_step_peak(self) -> int:
         """``total_peak`` since ``begin_step``."""
-        return self._total_step_peak
+        return self._peaks[_TOTAL]
+
+    def owner_peaks(self, tier: Tier) -> dict[str, int]:
+        """The most bytes that each owner had booked on a tier at once."""
+        peaks = {owner: self._most((tier, owner)) for owner in self._owners[tier]}
+        return {owner: nbytes for owner, nbytes in peaks.items() if nbytes}
+
+    def take_owner_peak(self, tier: Tier, owner: str) -> int:
+        """The most bytes that one owner had booked on a tier at once since the last call."""
+        return self._begin_peak((tier, owner), self._owners[tier].get(owner, 0))
 
     def begin_step(self) -> None:
         """Begins the peaks of a step anew."""
-        self._step_peak = dict(self._used)
-        self._total_step_peak = self._used[Tier.DEVICE]
+        for tier, nbytes in self._used.items():
+            self._begin_peak(tier, nbytes)
+        self._begin_peak(_TOTAL, self._used[Tier.DEVICE])
+
+    def _most(self, key: _Peak) -> int:
+        return max(self._peaks.get(key, 0), self._peaks_before.get(key, 0))
+
+    def _begin_peak(self, key: _Peak, nbytes: int) -> int:
+        """Begins a peak anew with the bytes that there are now; returns what it was."""
+        self._peaks_before[key] = self._most(key)
+        peak, self._peaks[key] = self._peaks.get(key, 0), nbytes
+        return peak
 
     @contextlib.contextmanager
     def one_reading(self) -> Iterator[None]:
@@ -169,7 +161,7 @@ class Ledger:
         """Lets the next question measure anew, because non-model data was freed or allocated; see ``one_reading``."""
         self._reading = None
 
-    def _non_model_nbytes(self) -> int:
+    def _read(self) -> int:
         """Bytes on ``DEVICE`` that are there now and not booked."""
         if self._reading is not None:
             return self._reading
@@ -180,14 +172,13 @@ class Ledger:
 
     def non_model_nbytes(self) -> int:
         """Bytes on ``DEVICE`` that are not booked: there now, or known to be needed before the next moment."""
-        return max(self._non_model_nbytes(), self.reserved_nbytes)
+        return max(self._read(), self.reserved_nbytes)
 
     def note_total(self, non_model_nbytes: int) -> None:
         """Notes non-model bytes that were measured on ``DEVICE`` beside the bytes that are booked now."""
         total = self._used[Tier.DEVICE] + non_model_nbytes
-        if total > self._total_step_peak:
-            self._total_step_peak = total
-            self._total_peak = max(self._total_peak, total)
+        if total > self._peaks[_TOTAL]:
+            self._peaks[_TOTAL] = total
 
     def available(self, tier: Tier, *, cautious: bool | None = None, measures: bool = True) -> int:
         """Bytes that can still be booked; negative if non-model data has grown over the limit.
@@ -200,10 +191,17 @@ class Ledger:
         used, limit = self._used[tier], self._limits[tier]
         if tier is Tier.HOST:
             return limit - used
+        # Every visit asks, so nothing is called here that need not be.
         if self.is_cautious if cautious is None else cautious:
-            limit = self.limit(tier, cautious=True)
-        others, chunk_budget = self._non_model_nbytes() if measures else 0, self._chunk_budget
-        free = limit - used - (others if others > self.reserved_nbytes else self.reserved_nbytes)
+            limit = int(limit * self._fraction)
+        others = self.reserved_nbytes
+        if measures:
+            there = self._reading
+            if there is None:
+                there = self._read()
+            if there > others:
+                others = there
+        free, chunk_budget = limit - used - others, self.chunk_budget
         return free if chunk_budget is None or chunk_budget - used > free else chunk_budget - used
 
     def book(self, tier: Tier, owner: str, nbytes: int, *, is_allocated: bool = False, ahead_nbytes: int = 0) -> None:
@@ -227,20 +225,18 @@ class Ledger:
             booked = self._used[tier] + nbytes + ahead_nbytes
             if tier is Tier.HOST and self.spilled_nbytes:
                 booked += self.spilled_nbytes + self._owners[Tier.DEVICE].get(owner, 0)
-            short = self.shortage(tier, booked, booked + others)
+            short = Shortage.of(zip(self.limits(tier), (booked + others, booked), strict=False))
             ahead = f", and up to {format_need(ahead_nbytes)} beside it later" if ahead_nbytes else ""
             raise BudgetError(
                 f"{short.subject}: {format_need(nbytes)} more needed for '{owner}'{ahead}, "
                 f"{format_need(max(available, 0))} left of {format_need(short.needs[0][0].nbytes)}. "
                 f"{short.advise(_NEED_LESS[tier])}\n{self.table()}"
             )
-        self._owners[tier][owner] = self._owners[tier].get(owner, 0) + nbytes
         self._used[tier] += nbytes
-        self._peak[tier] = max(self._peak[tier], self._used[tier])
-        self._step_peak[tier] = max(self._step_peak[tier], self._used[tier])
+        self._peaks[tier] = max(self._peaks[tier], self._used[tier])
         if tier is Tier.DEVICE:
             self.note_total(others)
-        self._note_owner(tier, owner)
+        self._give(tier, owner, nbytes)
 
     def _room_for(self, tier: Tier, nbytes: int, *, is_allocated: bool) -> tuple[int, int]:
         """Bytes that can be booked, and non-model bytes beside them, from one measurement; see ``book``."""
@@ -250,12 +246,12 @@ class Ledger:
             self.read_again()
         with self.one_reading():
             available, others = self.available(tier, cautious=False), self.non_model_nbytes()
-            if not is_allocated:
-                return available, others
-            # Booking takes the bytes out of the measured non-model data, but not out of the reserved bytes.
-            rest = max(self._non_model_nbytes() - nbytes, self.reserved_nbytes, 0)
-            self.read_again()
-            return available + others - rest, rest
+            if is_allocated:
+                # Booking takes the bytes out of the measured non-model data, but not out of the reserved bytes.
+                rest = max(self._read() - nbytes, self.reserved_nbytes, 0)
+                available, others = available + others - rest, rest
+                self.read_again()
+            return available, others
 
     def unbook(self, tier: Tier, owner: str, nbytes: int) -> None:
         """Takes bytes of an owner out of the book.
@@ -279,28 +275,28 @@ class Ledger:
         if not 0 <= nbytes <= booked:
             raise ValueError(f"cannot hand over {nbytes} bytes of '{source}' on {tier.value}: {booked} are booked")
         self._owners[tier][source] = booked - nbytes
-        self._owners[tier][target] = self._owners[tier].get(target, 0) + nbytes
-        self._note_owner(tier, target)
+        self._give(tier, target, nbytes)
 
-    def _note_owner(self, tier: Tier, owner: str) -> None:
-        key, nbytes = (tier, owner), self._owners[tier][owner]
-        self._owner_peaks[key] = max(self._owner_peaks.get(key, 0), nbytes)
-        self._recent_peaks[key] = max(self._recent_peaks.get(key, 0), nbytes)
+    def _give(self, tier: Tier, owner: str, nbytes: int) -> None:
+        owners, key = self._owners[tier], (tier, owner)
+        owners[owner] = now = owners.get(owner, 0) + nbytes
+        if now > self._peaks.get(key, 0):
+            self._peaks[key] = now
 
     def table(self) -> str:
         """The book as text, for errors and reports."""
         rows = [f"{'tier':8}{'owner':24}{'now':>14}{'peak':>14}"]
         for tier in Tier:
             for owner in sorted(self._owners[tier]):
-                now, peak = self._owners[tier][owner], self.owner_peak(tier, owner)
+                now, peak = self._owners[tier][owner], self._most((tier, owner))
                 rows.append(f"{tier.value:8}{owner:24}{format_nbytes(now):>14}{format_nbytes(peak):>14}")
-            total, peak = self._used[tier], self._peak[tier]
+            total, peak = self._used[tier], self._most(tier)
             rows.append(f"{tier.value:8}{'total':24}{format_nbytes(total):>14}{format_nbytes(peak):>14}")
             if tier is Tier.DEVICE:
                 others = self.non_model_nbytes()
                 rows.append(f"{tier.value:8}{'non-model data':24}{format_nbytes(others):>14}")
-                if self._chunk_budget is not None:
-                    rows.append(f"{tier.value:8}{'chunk budget':24}{format_nbytes(self._chunk_budget):>14}")
+                if self.chunk_budget is not None:
+                    rows.append(f"{tier.value:8}{'chunk budget':24}{format_nbytes(self.chunk_budget):>14}")
             rows.append(f"{tier.value:8}{'budget':24}{format_nbytes(self._budgets[tier]):>14}")
             if self.limit(tier) != self._budgets[tier]:
                 rows.append(f"{tier.value:8}{'usable now':24}{format_nbytes(self.limit(tier)):>14}")

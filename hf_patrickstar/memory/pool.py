@@ -10,7 +10,6 @@ import torch
 
 from hf_patrickstar.errors import BudgetError, DeviceMemoryError
 from hf_patrickstar.memory.accelerator import empty_cache, is_accelerator, is_device_full, is_full, is_not_pinned
-from hf_patrickstar.memory.lanes import Streams
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.pages import new_on_host, zeros_on_host
 from hf_patrickstar.memory.pinning import Pinning
@@ -33,19 +32,17 @@ class PayloadPool:
         ledger: Where every buffer is booked.
         device: The compute device.
         pinning: Where buffers asked for as ``pinned`` come from; ``None`` if they are not page-locked.
-        streams: Is told which buffers there are.
     """
 
-    def __init__(self, ledger: Ledger, device: torch.device, pinning: Pinning | None, streams: Streams) -> None:
+    def __init__(self, ledger: Ledger, device: torch.device, pinning: Pinning | None) -> None:
         self.ledger = ledger
         self._device = device
         self._pinning = pinning
         self._can_pin = True
         self._pinned: set[int] = set()  # addresses of storages
         self._may_be_cached = False  # whether pinned memory was freed that its allocator may keep
-        self._streams = streams
-        self._cache: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
-        self._cached_nbytes = 0
+        self._kept: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}  # by kind, what came back last at the end
+        self._kept_nbytes = 0
         self._taken: dict[int, int] = {}  # address of a buffer's storage -> bytes that it takes
         self._is_allocating = False
 
@@ -102,14 +99,21 @@ class PayloadPool:
         """
         nbytes = numel * dtype.itemsize
         if tier is Tier.DEVICE:
-            return self._allocate_device(numel, dtype, owner, zero, ahead_nbytes)
-        if self._may_be_cached and self._pinning is not None:
-            self._pinning.empty_cache()  # what is not booked any more must not be there beside what is booked now
-            self._may_be_cached = False
-        if pinned and self._pinning is not None and self._can_pin:
-            buffer = self._allocate_pinned(self._pinning, numel, dtype, owner)
-            if buffer is not None:
+            kept = self._kept.get((dtype, numel))
+            if kept:
+                buffer = kept.pop()
+                self._kept_nbytes -= nbytes
+                # Unbooking and booking could fail: bytes that are not booked may be measured as non-model data.
+                self.ledger.hand_over(tier, CACHE_OWNER, owner, nbytes)
                 return buffer.zero_() if zero else buffer
+            self._give_up(nbytes - self.ledger.available(tier))
+        elif self._pinning is not None:
+            if self._may_be_cached:
+                self._pinning.empty_cache()  # what is not booked any more must not be there beside what is booked now
+                self._may_be_cached = False
+            locked = self._allocate_pinned(self._pinning, numel, dtype, owner) if pinned and self._can_pin else None
+            if locked is not None:
+                return locked.zero_() if zero else locked
         self.ledger.book(tier, owner, nbytes, ahead_nbytes=ahead_nbytes)
         return self._new(tier, numel, dtype, owner, zero)
 
@@ -127,9 +131,9 @@ class PayloadPool:
         if tier is Tier.DEVICE and keep and self.ledger.available(tier) >= 0:
             self.ledger.hand_over(tier, owner, CACHE_OWNER, nbytes)
             kind = (buffer.dtype, buffer.numel())
-            kept = self._cache[kind] = self._cache.pop(kind, [])  # last in the order
+            kept = self._kept[kind] = self._kept.pop(kind, [])
             kept.append(buffer)
-            self._cached_nbytes += nbytes
+            self._kept_nbytes += nbytes
         else:
             self.ledger.unbook(tier, owner, nbytes)
             self._forget(buffer)
@@ -141,44 +145,27 @@ class PayloadPool:
             tier: The tier.
             cautious: As for ``Ledger.available``.
         """
-        cached = self._cached_nbytes if tier is Tier.DEVICE else 0
-        return self.ledger.available(tier, cautious=cautious) + cached
+        return self.ledger.available(tier, cautious=cautious) + (self._kept_nbytes if tier is Tier.DEVICE else 0)
 
     def in_use(self, tier: Tier) -> int:
         """Bytes booked on a tier, buffers kept for reuse left out."""
-        return self.ledger.used(tier) - (self._cached_nbytes if tier is Tier.DEVICE else 0)
+        return self.ledger.used(tier) - (self._kept_nbytes if tier is Tier.DEVICE else 0)
 
     def trim(self) -> None:
         """Gives up all buffers that are kept for reuse."""
-        self._give_up(self._cached_nbytes)
+        self._give_up(self._kept_nbytes)
 
     def _give_up(self, nbytes: int) -> None:
         """Gives up buffers that are kept for reuse, those of the size that came back longest ago first."""
-        for key in list(self._cache) if nbytes > 0 else ():
+        for key in list(self._kept) if nbytes > 0 else ():
             dtype, numel = key
-            while nbytes > 0 and self._cache[key]:
-                self._forget(self._cache[key].pop())
+            while nbytes > 0 and self._kept[key]:
+                self._forget(self._kept[key].pop())
                 self.ledger.unbook(Tier.DEVICE, CACHE_OWNER, numel * dtype.itemsize)
-                self._cached_nbytes -= numel * dtype.itemsize
+                self._kept_nbytes -= numel * dtype.itemsize
                 nbytes -= numel * dtype.itemsize
-            if not self._cache[key]:
-                del self._cache[key]
-
-    def _allocate_device(
-        self, numel: int, dtype: torch.dtype, owner: str, zero: bool, ahead_nbytes: int
-    ) -> torch.Tensor:
-        nbytes = numel * dtype.itemsize
-        kept = self._cache.get((dtype, numel))
-        if kept:
-            buffer = kept.pop()
-            self._cached_nbytes -= nbytes
-            # Unbooking and booking could fail: bytes that are not booked may be measured as non-model data.
-            self.ledger.hand_over(Tier.DEVICE, CACHE_OWNER, owner, nbytes)
-            self._streams.take(buffer, Tier.DEVICE, owner)
-            return buffer.zero_() if zero else buffer
-        self._give_up(nbytes - self.ledger.available(Tier.DEVICE))
-        self.ledger.book(Tier.DEVICE, owner, nbytes, ahead_nbytes=ahead_nbytes)
-        return self._new(tier=Tier.DEVICE, numel=numel, dtype=dtype, owner=owner, zero=zero)
+            if not self._kept[key]:
+                del self._kept[key]
 
     def _allocate_pinned(self, pinning: Pinning, numel: int, dtype: torch.dtype, owner: str) -> torch.Tensor | None:
         """A page-locked buffer, or ``None``, with one warning, where pinning fails (limits, virtual machines)."""
@@ -194,7 +181,6 @@ class PayloadPool:
             logger.warning("cannot pin host memory (%s); copies will be slower and synchronous", error)
             return None
         self._pinned.add(buffer.untyped_storage()._cdata)
-        self._streams.take(buffer, Tier.HOST, owner)
         return buffer
 
     def _new(self, tier: Tier, numel: int, dtype: torch.dtype, owner: str, zero: bool) -> torch.Tensor:
@@ -226,7 +212,6 @@ class PayloadPool:
                 f"{tier.value}_budget to at most {self.ledger.used(tier)} bytes, so that the engine makes do with what "
                 f"is there: {error}"
             ) from error
-        self._streams.take(buffer, tier, owner)
         return buffer
 
     def _forget(self, buffer: torch.Tensor) -> None:
@@ -234,7 +219,6 @@ class PayloadPool:
         del self._taken[key]
         self._may_be_cached = self._may_be_cached or key in self._pinned
         self._pinned.discard(key)
-        self._streams.free(buffer)
 
     def _make(self, nbytes: int, make: Callable[..., torch.Tensor], numel: int, **kwargs: Any) -> torch.Tensor:
         self._is_allocating = True

@@ -1,217 +1,299 @@
-"""The streams of a device: every stream and event; see [Note: lanes] in ``lanes.py``."""
+"""Copies between host and device, and work beside computation; see [Note: lanes] in ``lanes.py``."""
 
 import collections
 import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
+import numpy
 import torch
 
-from hf_patrickstar.memory.lane_times import LaneTimes, Timed
-from hf_patrickstar.memory.lanes import Begun, Copy, Driver, Event, Moment, Stream, Streams, WorkLane
-from hf_patrickstar.memory.threads import HostThread, HostTicket, ThreadStreams
-from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.units import MIB
+from hf_patrickstar.memory.driver import Driver, HostThread
+from hf_patrickstar.memory.lanes import LaneTimes, WorkLane
+from hf_patrickstar.units import KIB, MIB
 
-_T = TypeVar("_T")
+_AT_ONCE_NBYTES = 256 * KIB
+"""The largest copy on the CPU tier that its thread is not asked for: to hand it over takes longer than to make it."""
 _IN_FLIGHT_NBYTES = 256 * MIB
 """Bytes of gradients whose copies the compute stream does not wait for: some milliseconds of the bus."""
 _LEAST_IN_FLIGHT = 2
 """Gradients that may be larger than that together: with one alone, computation would stand still for its copy."""
+_UNMEASURED = contextlib.nullcontext()
 
 
-class AcceleratorDriver(HostThread):
-    """The driver of any accelerator that torch knows.
-
-    Args:
-        device: The device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(functools.partial(_choose, device))
-        self._device = device
-
-    def new_stream(self) -> Stream:
-        """See ``Driver``."""
-        return torch.Stream(self._device)
-
-    def current_stream(self) -> Stream:
-        """See ``Driver``."""
-        return torch.accelerator.current_stream(self._device)
-
-    def inside(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        """See ``Driver``. A ``torch.Stream`` remembers in itself what was current before, so each block has its own."""
-        alias = torch.Stream(
-            stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
-        )
-        return alias  # type: ignore[return-value]
-
-    def record_moment(self, stream: Any) -> Moment:
-        """See ``Driver``."""
-        moment = torch.Event(self._device, enable_timing=True)
-        moment.record(stream)
-        return moment
-
-    def is_on_device(self, tensor: torch.Tensor) -> bool:
-        """See ``Driver``."""
-        return tensor.device.type != "cpu"
-
-    def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """See ``Driver``."""
-        return tensor.is_pinned()
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor, stream: Any) -> None:
-        """See ``Driver``."""
-        with self.inside(stream):
-            target.copy_(source, non_blocking=source.is_pinned() or target.is_pinned())
-
-    def take(self, buffer: torch.Tensor, tier: Tier, owner: str) -> None:
-        """Nothing to do: torch's allocator has a buffer used again after all that the compute stream was told."""
-
-    def free(self, buffer: torch.Tensor) -> None:
-        """Nothing to do."""
-
-
-def _choose(device: torch.device) -> None:
-    """A thread begins with the first device, where its first call would take memory."""
-    if device.index is not None:
-        torch.accelerator.set_device_index(device.index)
-
-
-def make_streams(device: torch.device) -> Streams:
-    """The streams of a device.
+class Copy:
+    """The ticket of work of a thread: what the host's thread does, or a copy of the CPU tier.
 
     Args:
-        device: The compute device.
-    """
-    return ThreadStreams(device) if device.type == "cpu" else DeviceStreams(device, AcceleratorDriver(device))
+        event: Comes when it is done.
+        lane: The lane that it runs in.
+        times: Measures who waits for it.
 
-
-def synchronize(device: torch.device) -> None:
-    """Blocks the host until the compute stream has done all that it was told.
-
-    Args:
-        device: An accelerator.
-    """
-    torch.accelerator.current_stream(device).synchronize()
-
-
-def seconds_of(device: torch.device, work: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
-    """Seconds that the compute stream of a device takes for work; on the CPU, those of the call.
-
-    Args:
-        device: The device.
-        work: Puts work into the compute stream, or makes it wait for copies.
-        before: Is called first and not counted. What it puts into the compute stream runs while the host puts the work
-            there, so that the work is not held up by the host.
-    """
-    if device.type == "cpu":
-        before()
-        since = time.perf_counter()
-        work()
-        return time.perf_counter() - since
-    synchronize(device)
-    stream = torch.accelerator.current_stream(device)
-    begin, end = (torch.Event(device, enable_timing=True) for _ in range(2))
-    before()
-    begin.record(stream)
-    work()
-    end.record(stream)
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1000
-
-
-# On an accelerator
-
-
-class StreamTicket:
-    """A copy in a stream.
-
-    Args:
-        event: The event that follows the copy.
-        lane: The lane of the copy.
-        driver: Gives the stream that joins it.
+    Attributes:
+        lane: See above.
+        after: The event of work of the host's thread, if that puts it into its lane when the work is done: it is late.
     """
 
-    __slots__ = ("_driver", "event", "lane")
+    __slots__ = ("_event", "_times", "lane")
+    after: Any = None
 
-    def __init__(self, event: Event, lane: WorkLane, driver: Driver) -> None:
-        self.event = event
+    def __init__(self, event: Any, lane: WorkLane, times: LaneTimes | None = None) -> None:
         self.lane = lane
-        self._driver = driver
+        self._event = event
+        self._times = times
+
+    @property
+    def event(self) -> Any:
+        """Comes when the work is done."""
+        return self._event
 
     @property
     def is_done(self) -> bool:
-        """Whether the copy has run."""
-        return bool(self.event.query())
+        """Whether it is complete, as far as the host can tell."""
+        return bool(self._event.query())
 
     def wait(self) -> None:
-        """Blocks the host."""
-        self.event.synchronize()
+        """Blocks the host, and so whatever the compute device does next; raises what the work raised."""
+        with _UNMEASURED if self._times is None else self._times.around_wait(self.lane):
+            self.event.synchronize()
 
-    def join(self) -> None:
-        """Blocks the compute stream, not the host."""
-        self._driver.current_stream().wait_event(self.event)
+    join = wait
 
 
-class LateTicket:
-    """A copy to the device that the host's thread puts into the stream when it has done what the copy comes after.
+class StreamCopy(Copy):
+    """The ticket of a copy in a stream.
 
     Args:
-        begun: Tells the event that follows the copy.
+        event: The event that follows the copy, or, if it comes late, what gives that event.
+        lane: The lane of the copy.
+        times: Measures who waits for it.
         driver: Gives the stream that joins it.
+        after: See ``Copy``.
     """
 
-    __slots__ = ("_begun", "_driver")
-    lane = WorkLane.TO_DEVICE
+    __slots__ = ("_driver", "after")
 
-    def __init__(self, begun: Begun, driver: Driver) -> None:
-        self._begun = begun
+    def __init__(
+        self, event: Any, lane: WorkLane, times: LaneTimes | None, driver: Driver, after: Any | None = None
+    ) -> None:
+        super().__init__(event, lane, times)
         self._driver = driver
+        self.after = after
 
     @property
-    def event(self) -> Event:
-        """The event that follows the copy; the host waits until the copy is in the stream."""
-        event: Event = self._begun.result()
-        return event
+    def event(self) -> Any:
+        """The event that follows the copy. The host waits until there is one, and gets what the work before raised."""
+        if self.after is None:
+            return self._event
+        self.after.synchronize()
+        return self._event.result()
 
     @property
     def is_done(self) -> bool:
         """Whether the copy has run."""
-        return self._begun.done() and self.event.query()
-
-    def wait(self) -> None:
-        """Blocks the host; raises what the work before the copy raised."""
-        self.event.synchronize()
+        if self.after is None:
+            return bool(self._event.query())
+        return self._event.done() and bool(self._event.result().query())
 
     def join(self) -> None:
         """Blocks the compute stream, and the host until the copy is in its stream."""
-        self._driver.current_stream().wait_event(self.event)
+        with _UNMEASURED if self._times is None else self._times.around_join(self.lane):
+            self._driver.current_stream().wait_event(self.event)
 
 
-class _TimedStreamTicket(Timed, StreamTicket):
-    pass
+def copy_bytes(arrays: list[Any]) -> None:
+    """Copies ``arrays[1]`` to ``arrays[0]`` and lets go of both, on whichever thread this is."""
+    try:
+        numpy.copyto(arrays[0], arrays[1])
+    finally:
+        arrays.clear()
 
 
-class _TimedLateTicket(Timed, LateTicket):
-    pass
+class Streams:
+    """Copies between host and device. On the CPU tier, which this is, they are complete when the call returns.
+
+    Only large ones that are started ahead are not: one thread makes them, in order.
+
+    Args:
+        device: The compute device.
+
+    Attributes:
+        device: See above.
+        most_in_flight_nbytes: The most bytes of gradients that are held; see ``hold_at_most``.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.most_in_flight_nbytes = 0
+        self._times: LaneTimes | None = None
+        self._thread = HostThread(name="hf_patrickstar-copy")
+
+    def begin_timing(self) -> LaneTimes:
+        """Measures the lanes from now on; see [Note: measured lanes].
+
+        Raises:
+            RuntimeError: If the device cannot.
+        """
+        self._times = LaneTimes()
+        return self._times
+
+    def end_timing(self) -> None:
+        """Measures no more."""
+        self._times = None
+
+    def fetch(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = ()) -> Copy | None:
+        """Starts a copy host -> device and does not wait for it.
+
+        Args:
+            source: A host tensor.
+            target: A device tensor of the same shape; nobody reads it before the ticket is joined.
+            after: Copies that come before it.
+
+        Returns:
+            A ticket, or ``None`` if the copy is complete.
+        """
+        if source.nbytes <= _AT_ONCE_NBYTES or type(source) is not torch.Tensor:  # a fake tensor has no bytes
+            return self.to_device(source, target)
+        # One memcpy: torch's own copy would start a second team of threads beside that of the computation. The list
+        # is emptied by the copy itself: when it is done nothing looks into the buffers any more.
+        arrays = [tensor.view(torch.uint8).numpy() for tensor in (target, source)]
+        work: Callable[[], None] = functools.partial(copy_bytes, arrays)
+        times = self._times
+        if times is not None:
+            work = times.of_work(work, WorkLane.TO_DEVICE, source.nbytes)
+        return Copy(self._thread.submit(work), WorkLane.TO_DEVICE, times)
+
+    def to_device(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = ()) -> Copy | None:
+        """Copies host -> device; kernels that are launched afterwards see the result.
+
+        Args:
+            source: A host tensor.
+            target: A device tensor of the same shape.
+            after: Copies that come before it.
+
+        Returns:
+            A ticket to wait for before the host overwrites ``source``, or ``None`` if the copy is complete.
+        """
+        times = self._times  # another thread may end the measuring meanwhile
+        if times is None:
+            target.copy_(source)
+        else:
+            copy = functools.partial(target.copy_, source)
+            times.of_work(copy, WorkLane.TO_DEVICE, source.nbytes, is_ahead=False)()
+        return None
+
+    def to_slice(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = ()) -> Copy | None:
+        """Copies home -> device for what is launched ``beside`` afterwards.
+
+        Args:
+            source: A tensor at home, on either tier.
+            target: A device tensor of the same shape.
+            after: Copies that come before it.
+
+        Returns:
+            As for ``to_device``.
+        """
+        return self.to_device(source, target)
+
+    def beside(self) -> contextlib.AbstractContextManager[None]:
+        """Work that is launched inside waits for all copies to the device so far; the compute stream goes on beside."""
+        return contextlib.nullcontext()
+
+    def copies_beside(self, source: torch.Tensor, target: torch.Tensor) -> bool:
+        """Whether ``to_host`` would return before the copy is complete."""
+        return False
+
+    def to_host(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = ()) -> Copy | None:
+        """Copies device -> host; the memory of ``source`` is held until it can be used again.
+
+        Args:
+            source: What to copy; any device, any shape.
+            target: A host tensor of the same shape.
+            after: Copies that come before it; if the copy is not made beside, the host must have waited for them.
+
+        Returns:
+            A ticket to wait for before the host reads ``target``, or ``None`` if the copy is complete.
+        """
+        times = self._times  # another thread may end the measuring meanwhile
+        if times is None:
+            target.copy_(source)
+        else:
+            copy = functools.partial(target.copy_, source)
+            times.of_work(copy, WorkLane.TO_HOST, source.nbytes, is_ahead=False)()
+        return None
+
+    def on_host(
+        self, work: Callable[[], None], after: Iterable[Copy] = (), otherwise: Callable[[], None] | None = None
+    ) -> Copy | None:
+        """Has the host's thread do work beside the host, in the order of these calls.
+
+        Args:
+            work: Reads and writes memory of the host alone.
+            after: What comes before it.
+            otherwise: Is done in place of ``work`` if earlier work has failed and nobody has got the error yet, and
+                after ``work`` if that fails. Work without it is always done.
+
+        Returns:
+            A ticket, or ``None`` if the work is done. The first who waits for this work, or for later work, gets what
+            the work raised.
+
+        Raises:
+            BaseException: What ``work`` raised, where it is done at once; ``otherwise`` is the caller's then.
+        """
+        for other in after:  # the cores are those of the computation, so the work is done at once
+            other.wait()
+        work()
+        return None
+
+    def on_tier_of(self, source: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """The values of a tensor on the tier of another one; the host waits for them if they have to cross.
+
+        Args:
+            source: A tensor.
+            other: A tensor on the tier where the values are needed.
+
+        Returns:
+            ``source`` itself if it is there.
+        """
+        return source
+
+    def on_device(self, source: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
+        """The values of a tensor on the compute device; the host waits for them if they have to cross.
+
+        Args:
+            source: A tensor on either tier.
+            copy: Whether they are copied even if they are there.
+
+        Returns:
+            ``source`` itself if it is there and not copied.
+        """
+        return source.to(self.device, copy=copy)
+
+    def release_in_flight(self) -> None:
+        """Lets go of gradients in flight: whatever the compute stream does next comes after their copies."""
+
+    def hold_at_most(self, nbytes: int) -> bool:
+        """From now on holds no more gradients in flight than that; lets go of them all if there are more.
+
+        With 0, because the device has no room for them, the compute stream waits for each copy of a gradient. So a step
+        that follows a plan does not hold what the step that was recorded for the plan had to let go of.
+
+        Args:
+            nbytes: Their bytes. Once lowered, the limit is not raised again.
+
+        Returns:
+            Whether that has freed any memory.
+        """
+        return False
+
+    def close(self) -> None:
+        """Waits for the work that was started, and ends the thread that does it."""
+        self._thread.close()
 
 
-class _TimedHostTicket(Timed, HostTicket):
-    pass
-
-
-_TIMED: dict[type, type] = {
-    StreamTicket: _TimedStreamTicket,
-    LateTicket: _TimedLateTicket,
-    HostTicket: _TimedHostTicket,
-}
-"""Tickets, and what they are in a step that is measured."""
-
-
-class DeviceStreams:
+class DeviceStreams(Streams):
     """Copies on an accelerator: a stream for each direction; see [Note: lanes].
 
     Args:
@@ -220,45 +302,35 @@ class DeviceStreams:
     """
 
     def __init__(self, device: torch.device, driver: Driver) -> None:
-        self.device = device
-        self._driver = driver
+        super().__init__(device)
+        self.most_in_flight_nbytes = _IN_FLIGHT_NBYTES
+        self._thread = self._driver = driver
         self._lanes = {lane: driver.new_stream() for lane in (WorkLane.TO_DEVICE, WorkLane.TO_HOST)}
-        self._in_flight: collections.deque[tuple[StreamTicket, torch.Tensor]] = collections.deque()
+        self._in_flight: collections.deque[tuple[Copy, torch.Tensor]] = collections.deque()
         self._in_flight_nbytes = 0
-        self._most_nbytes = _IN_FLIGHT_NBYTES
-        self._times: LaneTimes | None = None
-
-    @property
-    def most_in_flight_nbytes(self) -> int:
-        """The most bytes of gradients that are held; see ``hold_at_most``."""
-        return self._most_nbytes
 
     def begin_timing(self) -> LaneTimes:
-        """Measures the lanes from now on; see [Note: measured lanes]."""
+        """See ``Streams``."""
         self._times = LaneTimes(self._driver)
         return self._times
-
-    def end_timing(self) -> None:
-        """Measures no more."""
-        self._times = None
 
     def fetch(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = ()) -> Copy | None:
         """See ``Streams``."""
         after = tuple(after)
-        work = [other.event for other in after if isinstance(other, HostTicket) and not other.is_done]
+        work = [other.event for other in after if other.lane is WorkLane.HOST_WORK and not other.is_done]
         if not work:
             return self._copy(WorkLane.TO_DEVICE, source, target, after)
-        events = [other.event for other in after if isinstance(other, (StreamTicket, LateTicket))]
+        events = [other.event for other in after if other.lane is not WorkLane.HOST_WORK]
         events.append(self._driver.current_stream().record_event())
 
-        def begin(stream: Stream) -> Event:
+        def begin(stream: torch.Stream) -> torch.Event:
             for event in events:
                 stream.wait_event(event)
             self._put(WorkLane.TO_DEVICE, source, target, stream)
             return stream.record_event()
 
-        lane = self._lanes[WorkLane.TO_DEVICE]
-        return self._make(LateTicket, self._driver.begin_after(work[-1], lane, begin), self._driver)
+        begun = self._driver.begin_after(work[-1], self._lanes[WorkLane.TO_DEVICE], begin)
+        return StreamCopy(begun, WorkLane.TO_DEVICE, self._times, self._driver, work[-1])
 
     def to_slice(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = ()) -> Copy | None:
         """See ``Streams``."""
@@ -293,13 +365,13 @@ class DeviceStreams:
 
     def on_host(
         self, work: Callable[[], None], after: Iterable[Copy] = (), otherwise: Callable[[], None] | None = None
-    ) -> Copy:
+    ) -> Copy | None:
         """See ``Streams``."""
-        events = [other.event for other in after if isinstance(other, (StreamTicket, LateTicket))]
+        events = [other.event for other in after if other.lane is not WorkLane.HOST_WORK]
         times = self._times
         if times is not None:
             work = times.of_work(work)
-        return self._make(HostTicket, self._driver.on_host(work, events, otherwise))
+        return Copy(self._driver.on_host(work, events, otherwise), WorkLane.HOST_WORK, times)
 
     def on_tier_of(self, source: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """See ``Streams``."""
@@ -320,53 +392,29 @@ class DeviceStreams:
 
     def hold_at_most(self, nbytes: int) -> bool:
         """See ``Streams``."""
-        self._most_nbytes = min(self._most_nbytes, nbytes)
-        if self._in_flight_nbytes <= self._most_nbytes:
+        self.most_in_flight_nbytes = min(self.most_in_flight_nbytes, nbytes)
+        if self._in_flight_nbytes <= self.most_in_flight_nbytes:
             return False
         self.release_in_flight()
         return True
 
-    def take(self, buffer: torch.Tensor, tier: Tier, owner: str) -> None:
-        """See ``Streams``."""
-        self._driver.take(buffer, tier, owner)
-
-    def free(self, buffer: torch.Tensor) -> None:
-        """See ``Streams``."""
-        self._driver.free(buffer)
-
-    def close(self) -> None:
-        """See ``Streams``."""
-        self._driver.close()
-
-    def _copy(self, lane: WorkLane, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy]) -> StreamTicket:
+    def _copy(self, lane: WorkLane, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy]) -> StreamCopy:
         stream = self._lanes[lane]
         stream.wait_stream(self._driver.current_stream())
         for other in after:
-            if isinstance(other, HostTicket):
+            if other.lane is WorkLane.HOST_WORK:
                 other.wait()  # no stream can
-            elif isinstance(other, LateTicket) or (isinstance(other, StreamTicket) and other.lane is not lane):
+            elif other.lane is not lane or other.after is not None:
                 stream.wait_event(other.event)
         self._put(lane, source, target, stream)
-        return self._make(StreamTicket, stream.record_event(), lane, self._driver)
+        return StreamCopy(stream.record_event(), lane, self._times, self._driver)
 
-    def _put(self, lane: WorkLane, source: torch.Tensor, target: torch.Tensor, stream: Stream) -> None:
+    def _put(self, lane: WorkLane, source: torch.Tensor, target: torch.Tensor, stream: torch.Stream) -> None:
         times = self._times  # a late copy is put here by the host's thread, while the caller's may end the measuring
-        if times is None:
-            self._driver.copy(source, target, stream)
-            return
-        with times.around_copy(lane, stream, source.nbytes):
+        with _UNMEASURED if times is None else times.around_copy(lane, stream, source.nbytes):
             self._driver.copy(source, target, stream)
 
-    def _make(self, kind: type[_T], *args: Any) -> _T:
-        """A ticket, whose waits are measured if the step is."""
-        times = self._times
-        if times is None:
-            return kind(*args)
-        ticket: Any = _TIMED[kind](*args)
-        ticket.times = times
-        return ticket  # type: ignore[no-any-return]
-
-    def _hold(self, source: torch.Tensor, ticket: StreamTicket) -> None:
+    def _hold(self, source: torch.Tensor, ticket: Copy) -> None:
         """Holds a gradient until the compute stream has been told to wait for its copy; then its memory can be reused.
 
         ``record_stream`` would do the same by the clock of the host, which runs far ahead: every gradient in between
@@ -374,8 +422,51 @@ class DeviceStreams:
         """
         self._in_flight.append((ticket, source))
         self._in_flight_nbytes += source.nbytes
-        least = _LEAST_IN_FLIGHT if self._most_nbytes else 0
-        while self._in_flight_nbytes > self._most_nbytes and len(self._in_flight) > least:
+        least = _LEAST_IN_FLIGHT if self.most_in_flight_nbytes else 0
+        while self._in_flight_nbytes > self.most_in_flight_nbytes and len(self._in_flight) > least:
             done, freed = self._in_flight.popleft()
             done.join()
             self._in_flight_nbytes -= freed.nbytes
+
+
+def make_streams(device: torch.device) -> Streams:
+    """The streams of a device.
+
+    Args:
+        device: The compute device.
+    """
+    return Streams(device) if device.type == "cpu" else DeviceStreams(device, Driver(device))
+
+
+def synchronize(device: torch.device) -> None:
+    """Blocks the host until the compute stream has done all that it was told.
+
+    Args:
+        device: An accelerator.
+    """
+    torch.accelerator.current_stream(device).synchronize()
+
+
+def seconds_of(device: torch.device, work: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+    """Seconds that the compute stream of a device takes for work; on the CPU, those of the call.
+
+    Args:
+        device: The device.
+        work: Puts work into the compute stream, or makes it wait for copies.
+        before: Is called first and not counted. What it puts into the compute stream runs while the host puts the work
+            there, so that the work is not held up by the host.
+    """
+    if device.type == "cpu":
+        before()
+        since = time.perf_counter()
+        work()
+        return time.perf_counter() - since
+    synchronize(device)
+    stream = torch.accelerator.current_stream(device)
+    begin, end = (torch.Event(device, enable_timing=True) for _ in range(2))
+    before()
+    begin.record(stream)
+    work()
+    end.record(stream)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1000

@@ -17,11 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_patrickstar.cores import own_cores
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.memory.accelerator import can_pin_memory, device_name, find_device, is_accelerator, memory_info
-from hf_patrickstar.memory.lanes import Copy
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.pinning import make_pinning
 from hf_patrickstar.memory.pool import PayloadPool
-from hf_patrickstar.memory.streams import make_streams, seconds_of, synchronize
+from hf_patrickstar.memory.streams import Copy, make_streams, seconds_of, synchronize
 from hf_patrickstar.memory.tiers import Tier, available_host_nbytes, total_host_nbytes
 from hf_patrickstar.report.sweeps import SWEPT_NBYTES, Sweeps
 from hf_patrickstar.units import KIB, MIB
@@ -144,7 +143,7 @@ class _Measurement:
         unlimited = dict.fromkeys(Tier, 2**62)
         self._streams = make_streams(device)
         pinning = make_pinning(device)[0] if is_accelerator(device) and can_pin_memory() else None
-        self._pool = PayloadPool(Ledger(unlimited), device, pinning, self._streams)
+        self._pool = PayloadPool(Ledger(unlimited), device, pinning)
         free = available_host_nbytes()
         if is_accelerator(device):
             free = min(free, memory_info(device)[0])

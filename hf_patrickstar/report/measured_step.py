@@ -1,7 +1,7 @@
 """The lanes of a step that was measured, as a timeline like that of a simulated one.
 
 [Note: a measured step]
-On an accelerator each lane has its own times (``memory/lane_times.py``). The compute lane worked from the begin of a
+On an accelerator each lane has its own times (``memory/lanes.py``). The compute lane worked from the begin of a
 part to its end, but for what it waited for; so the time in which it has nothing to do because the host is late is a
 part of its work. What a span began after is not known, so there is no critical path. Collectives have no lanes: their
 library has streams of its own.
@@ -15,8 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.memory.lane_times import LaneTimes, Stop
-from hf_patrickstar.memory.lanes import TimedCopy, WorkLane
+from hf_patrickstar.memory.lanes import LaneTimes, Stop, TimedCopy, WorkLane
 from hf_patrickstar.runtime.durations import Piece
 from hf_patrickstar.schedule.clock import Lane, Span, Timeline, Wait
 from hf_patrickstar.schedule.script import Part
@@ -34,15 +33,12 @@ _AWAITED = {
 }
 
 
-def measured_timeline(
-    pieces: Sequence[Piece], copies: Iterable[TimedCopy], waits: Iterable[tuple[int, int]]
-) -> Timeline | None:
+def measured_timeline(pieces: Sequence[Piece], times: LaneTimes) -> Timeline | None:
     """The timeline of a step of the CPU tier; see [Note: a measured step].
 
     Args:
         pieces: What the thread of the caller did, in order.
-        copies: The copies that were measured.
-        waits: Begin and end of each wait for a late copy, in nanoseconds.
+        times: What was measured.
 
     Returns:
         The timeline, which begins at 0; ``None`` if nothing was measured, or far too much.
@@ -50,9 +46,11 @@ def measured_timeline(
     if not pieces:
         return None
     begin, end = pieces[0].begin_ns, pieces[-1].end_ns
-    inside = [copy for copy in copies if begin <= copy.begin_ns and copy.end_ns <= end]
+    inside = [copy for copy in times.works() if begin <= copy.begin_ns and copy.end_ns <= end]
+    inside.sort(key=lambda copy: copy.end_ns)
     blocked = [(copy.begin_ns, copy.end_ns, _why(copy)) for copy in inside if not copy.is_ahead]
-    blocked += [(since, until, _LATE) for since, until in waits if begin <= since and until <= end]
+    waits = (stop for stop in times.stops() if begin <= stop.begin_ns and stop.end_ns <= end)
+    blocked += [(stop.begin_ns, stop.end_ns, _LATE) for stop in waits]
     blocked.sort()
     own = [*_spans_of(pieces, blocked, Lane.HOST), *(_span(copy) for copy in inside if not copy.is_ahead)]
     own.sort(key=lambda item: item[1])

@@ -7,9 +7,9 @@ from typing import Literal
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.dist.order import make_order
 from hf_patrickstar.events import Listener
-from hf_patrickstar.memory.lanes import Streams
 from hf_patrickstar.memory.meters import Meter
 from hf_patrickstar.memory.pool import PayloadPool
+from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.buckets import Buckets, GroupBuckets, OwnBuckets
 from hf_patrickstar.runtime.chunk import Chunk

@@ -12,8 +12,9 @@ from typing import NamedTuple, Protocol
 import torch
 
 from hf_patrickstar.dist.collectives import Collectives
-from hf_patrickstar.memory.lanes import Streams, Ticket
+from hf_patrickstar.memory.lanes import Ticket
 from hf_patrickstar.memory.pool import PayloadPool
+from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import GRADIENTS, STAGING, Chunk, ManagedTensor
 from hf_patrickstar.runtime.gradient_mirrors import GradientMirrors

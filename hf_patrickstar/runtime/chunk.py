@@ -23,8 +23,9 @@ import torch
 
 from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import TensorSpec
-from hf_patrickstar.memory.lanes import Copy, Ticket, WorkLane
+from hf_patrickstar.memory.lanes import Ticket, WorkLane
 from hf_patrickstar.memory.pool import PayloadPool
+from hf_patrickstar.memory.streams import Copy
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.gradient_place import OVER_VALUE, GradientPlace
 from hf_patrickstar.runtime.live_parameter import (

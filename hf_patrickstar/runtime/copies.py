@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from hf_patrickstar.errors import BudgetError, DeviceMemoryError, EngineError
 from hf_patrickstar.events import ChunkEvicted, ChunkInvalidated, ChunkLoaded, ChunkRehomed, Listener
-from hf_patrickstar.memory.lanes import Streams
 from hf_patrickstar.memory.pool import PayloadPool
+from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.ranges import named

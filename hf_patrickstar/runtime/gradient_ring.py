@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from hf_patrickstar.errors import BudgetError
-from hf_patrickstar.memory.lanes import Copy, Streams
 from hf_patrickstar.memory.pool import PayloadPool
+from hf_patrickstar.memory.streams import Copy, Streams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.units import KIB, MIB
 
@@ -122,6 +122,7 @@ class GradientRing:
         begin, end, piece = self._piece(source.numel(), source.dtype)
         arrival = self._streams.to_host(source, piece)
         ticket = self._streams.on_host(_adder(piece, target, is_first), () if arrival is None else (arrival,))
+        assert ticket is not None  # gradients leave through it where there are streams alone
         self._lent.append((begin, end, ticket))
         return ticket
 

@@ -16,8 +16,8 @@ import torch
 from hf_patrickstar.errors import BudgetError, EngineError
 from hf_patrickstar.events import GradientStored, Listener
 from hf_patrickstar.interrupts import held_back
-from hf_patrickstar.memory.lanes import Streams
 from hf_patrickstar.memory.pool import PayloadPool
+from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.attempts import Attempts
 from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, ManagedTensor

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from hf_patrickstar.memory.lanes import Streams
 from hf_patrickstar.memory.operators import unseen
+from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
 from hf_patrickstar.runtime.data import Data
 from hf_patrickstar.runtime.executor import Services

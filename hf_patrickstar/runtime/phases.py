@@ -18,7 +18,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 import torch
 
 from hf_patrickstar.dist.order import Phase
-from hf_patrickstar.memory.lanes import Copy, Streams
+from hf_patrickstar.memory.streams import Copy, Streams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
 from hf_patrickstar.runtime.cpu_embeddings import CpuEmbeddings

@@ -6,8 +6,8 @@ Kept buffers go first, then copies, then gradients that are on their way home, t
 from collections.abc import Callable
 
 from hf_patrickstar.errors import DeviceMemoryError
-from hf_patrickstar.memory.lanes import Streams
 from hf_patrickstar.memory.pool import PayloadPool
+from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.copies import Copies

@@ -9,8 +9,8 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from hf_patrickstar.events import Listener, ValueRestored
-from hf_patrickstar.memory.lanes import Streams
 from hf_patrickstar.memory.operators import without_modes
+from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.runtime.bits import differs
 from hf_patrickstar.runtime.chunk import MASTER, ManagedTensor
 from hf_patrickstar.runtime.gradient_place import OVER_VALUE

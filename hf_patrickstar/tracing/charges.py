@@ -26,7 +26,7 @@ _ASKS = frozenset({_aten._local_scalar_dense, _aten.item, _aten.nonzero, _aten.i
 _HERE = frozenset(
     {
         *(__name__, "hf_patrickstar.tracing.answers", "hf_patrickstar.tracing.recorder"),
-        *("hf_patrickstar.memory.streams", "hf_patrickstar.memory.threads", "hf_patrickstar.memory.meters"),
+        *("hf_patrickstar.memory.streams", "hf_patrickstar.memory.driver", "hf_patrickstar.memory.meters"),
         "hf_patrickstar.runtime.chunk",
     }
 )

@@ -7,7 +7,7 @@ import pytest
 from race_detector import RaceError, SimulatedStream
 from test_training import train_like_one
 
-from hf_patrickstar.memory.streams import StreamTicket
+from hf_patrickstar.memory.streams import Copy
 
 pytestmark = pytest.mark.xdist_group("distributed")
 
@@ -34,7 +34,7 @@ def train_without(rank, owner, name):
         train_like_one(rank, "gpt2", {"reshard_after_forward": True}, True, {})
 
 
-@pytest.mark.parametrize(("owner", "name"), [(StreamTicket, "wait"), (SimulatedStream, "wait_stream")])
+@pytest.mark.parametrize(("owner", "name"), [(Copy, "wait"), (SimulatedStream, "wait_stream")])
 def test_a_wait_that_is_missing_is_found(pair, owner, name):
     with pair.over("simulated"), pytest.raises(RaceError):
         pair.run(train_without, owner, name)

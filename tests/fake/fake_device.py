@@ -22,8 +22,8 @@ import torch
 from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from hf_patrickstar.memory.driver import HostThread
 from hf_patrickstar.memory.streams import DeviceStreams
-from hf_patrickstar.memory.threads import HostThread
 
 NAME = "sim"
 DEVICE = torch.device("cpu")  # until ``register``
@@ -241,7 +241,8 @@ def _casting(op, find_dtype):
 class Streams(HostThread):
     """A driver, whose streams have nothing to wait for: every copy is complete when it was started. It is all of them.
 
-    It stands for ``Driver``, ``Stream`` and ``Event`` of ``memory/lanes.py``. Its host thread is a real one.
+    It stands for ``Driver`` of ``memory/driver.py``, ``torch.Stream`` and ``torch.Event``. Its host thread is
+    a real one.
     """
 
     def new_stream(self):
@@ -265,10 +266,10 @@ class Streams(HostThread):
     def query(self):
         return True
 
-    def take(self, *args):
+    def wait_stream(self, *args):
         pass
 
-    free = wait_stream = wait_event = synchronize = take
+    wait_event = synchronize = wait_stream
 
 
 # Registration

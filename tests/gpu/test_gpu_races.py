@@ -11,7 +11,7 @@ from models import make_model
 from on_gpu import DEVICE, adamw, assert_same, batch_of, capped, free, occupy, repeats_itself, run_engine, run_reference
 
 from hf_patrickstar import PatrickStarEngine
-from hf_patrickstar.memory.streams import AcceleratorDriver
+from hf_patrickstar.memory.driver import Driver
 
 pytestmark = pytest.mark.gpu
 
@@ -48,7 +48,7 @@ def slow_copies(monkeypatch):
             occupy(chance.randrange(5_000_000))
             target.copy_(source, non_blocking=True)
 
-    monkeypatch.setattr(AcceleratorDriver, "copy", copy)
+    monkeypatch.setattr(Driver, "copy", copy)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])

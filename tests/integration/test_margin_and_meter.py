@@ -13,7 +13,7 @@ from watch import non_model_peak
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.memory.meters import StorageMeter
-from hf_patrickstar.memory.threads import ThreadStreams
+from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.runtime import tracer as tracer_module
 
 
@@ -302,7 +302,7 @@ def test_an_interrupt_while_a_chunk_is_copied_leaves_no_garbage(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(ThreadStreams, "to_device", interrupted)
+        patch.setattr(Streams, "to_device", interrupted)
         with pytest.raises(KeyboardInterrupt):
             model(x)
     assert torch.equal(model(x), plain(x))

@@ -11,11 +11,13 @@ The device is the CPU tier, so the engine decides as it does there. ``tracing/ch
 host, and what operators cost.
 """
 
+import concurrent.futures
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from buffers import told_of_buffers
 from oracle.host_cache import HostCache, touches_of
 
 from hf_patrickstar.events import ChunkVisited, Event
@@ -52,30 +54,8 @@ class VirtualEvent:
         self._driver.clock.wait(self.mark, caller())
 
     def elapsed_time(self, end: "VirtualEvent", /) -> float:
-        """See ``Moment``."""
+        """Milliseconds from this event to another one."""
         return (end.mark.time_ns - self.mark.time_ns) / 1e6
-
-
-class VirtualBegun:
-    """A copy that comes after work of the host's thread; see ``Begun``.
-
-    Args:
-        work: The event of the work.
-        event: The event that follows the copy.
-    """
-
-    def __init__(self, work: VirtualEvent, event: VirtualEvent) -> None:
-        self._work = work
-        self._event = event
-
-    def done(self) -> bool:
-        """See ``Begun``."""
-        return self._work.query()
-
-    def result(self) -> VirtualEvent:
-        """See ``Begun``: stops the host until the work is done."""
-        self._work.synchronize()
-        return self._event
 
 
 class VirtualStream:
@@ -138,7 +118,7 @@ class VirtualDriver:
     # What ``DeviceStreams`` asks for
 
     def new_stream(self) -> VirtualStream:
-        """See ``Driver``: the lanes of copies, in the order of ``hf_patrickstar.memory.streams.WorkLane``."""
+        """See ``Driver``: the lanes of copies, in the order of ``hf_patrickstar.memory.lanes.WorkLane``."""
         return next(self._streams)
 
     def current_stream(self) -> VirtualStream:
@@ -189,10 +169,14 @@ class VirtualDriver:
         entry = ThreadWork(tuple(works), chunks, ())
         return VirtualEvent(self, self._player.thread_work(entry, [event.mark for event in after]))
 
-    def begin_after(self, work: Any, stream: Any, begin: Callable[[Any], Any]) -> VirtualBegun:
+    def begin_after(
+        self, work: Any, stream: Any, begin: Callable[[Any], Any]
+    ) -> "concurrent.futures.Future[VirtualEvent]":
         """See ``Driver``."""
         stream.wait_event(work)
-        return VirtualBegun(work, begin(stream))
+        begun: concurrent.futures.Future[VirtualEvent] = concurrent.futures.Future()
+        begun.set_result(begin(stream))
+        return begun
 
     def close(self) -> None:
         """See ``Driver``."""
@@ -235,11 +219,11 @@ class VirtualDriver:
             self._charges.put(tensor, Tier.HOST)
 
     def take(self, buffer: torch.Tensor, tier: Tier, owner: str) -> None:
-        """See ``Driver``."""
+        """A pool gives out a buffer."""
         self._charges.put(buffer, tier)
 
     def free(self, buffer: torch.Tensor) -> None:
-        """See ``Driver``."""
+        """A pool gives the memory of a buffer back."""
         self._charges.put(buffer, Tier.DEVICE)
 
     # What operators do
@@ -250,7 +234,7 @@ class VirtualDriver:
 
         Dynamo would compile what the engine and the modes of operators do in them, too.
         """
-        with torch.compiler.set_stance("force_eager"), _Operators(self):
+        with torch.compiler.set_stance("force_eager"), told_of_buffers(self.take, self.free), _Operators(self):
             yield
 
     def tier_of(self, tensor: torch.Tensor) -> Tier:

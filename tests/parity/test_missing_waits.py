@@ -693,7 +693,7 @@ RUNS = {
 # Sites
 
 WATCHED = (
-    ("memory/streams.py", "DeviceStreams", "StreamTicket"),
+    ("memory/streams.py", "DeviceStreams", "Copy", "StreamCopy"),
     *((f"runtime/{name}.py",) for name in ("chunk", "copies", "cpu_embeddings", "executor", "gradients", "manager")),
     *((f"runtime/{name}.py",) for name in ("phases", "reclaim", "values")),
     *((f"optim/{name}.py",) for name in ("clipping", "kernel", "optimizer", "state", "torch_kernel")),
@@ -707,14 +707,12 @@ ELSEWHERE = {
     "checkpoint/transaction.py": "waits for threads and for files",
     "integrations/accelerator_checkpoints.py": "waits for checkpoints that are complete",
     "cli/run.py": "joins words",
-    "integrations/trainer_lanes.py": "measures a step that has ended",
-    "integrations/trainer_report.py": "waits for no copy: it watches those of one step for the page of a run",
     "integrations/trainer_checkpoints.py": "waits for checkpoints that are complete",
     "engine.py": "asks for errors before it detaches: tests/parity/test_overlapped_updates.py",
     "membership.py": "waits for threads",
     "memory/accelerator.py": "asks a device of torch",
-    "memory/lane_times.py": "measures what others wait for",
-    "memory/threads.py": "waits for its own threads",
+    "memory/lanes.py": "measures what others wait for",
+    "memory/driver.py": "waits for its own threads",
     "optim/adam_kernel.py": "waits for its workers",
     "optim/ahead.py": "waits for a checkpoint that is written (tests/parity/test_updates_in_backward.py for the rest)",
     "optim/workers.py": "waits for its own threads",
@@ -742,6 +740,7 @@ _HELD = "the thread holds the tensors that it writes, so its file is right; the 
 
 UNNOTICED = {
     "memory/streams.py DeviceStreams.beside: lane.wait_stream(...)": _GROUP,
+    "memory/streams.py StreamCopy.event: self.after.synchronize()": "asks for the error of work that has ended",
     "runtime/chunk.py Chunk.param: self.wait_for_update()": "who reads values waits for gradients on their way as well",
     "runtime/copies.py Copies.loaded_by_others: chunk.note(...)": _GROUP,
     "runtime/copies.py Copies.loaded_by_others: chunk.under_way": _GROUP,

@@ -29,7 +29,7 @@ from transformers.optimization import Adafactor
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.errors import BudgetError, DeviceMemoryError, EngineError
-from hf_patrickstar.memory.threads import HostTicket
+from hf_patrickstar.memory.streams import Copy
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.adam_kernel import AdamKernel
 from hf_patrickstar.optim.torch_kernel import TorchKernel
@@ -79,7 +79,7 @@ class Run:
     @property
     def num_under_way(self):
         updates = [chunk.update for chunk in self.engine.manager.chunks]
-        return sum(isinstance(update, HostTicket) and not update.is_done for update in updates)
+        return sum(isinstance(update, Copy) and not update.is_done for update in updates)
 
     def end(self):
         self.keep(*self.model.state_dict().values())
@@ -952,13 +952,13 @@ def test_an_interrupted_wait_can_be_repeated(late, gate, monkeypatch):
     run = Run()
     for seed in range(2):
         run.step(seed)
-    wait = HostTicket.wait
+    wait = Copy.wait
 
     def interrupt(ticket):
-        monkeypatch.setattr(HostTicket, "wait", wait)
+        monkeypatch.setattr(Copy, "wait", wait)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(HostTicket, "wait", interrupt)
+    monkeypatch.setattr(Copy, "wait", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run.model.state_dict()
     run.step(2)
@@ -1141,7 +1141,7 @@ def test_a_reader_that_has_waited_forgets_no_later_update(late, gate, monkeypatc
     run.step(0)
     chunk = run.engine.manager.chunks[-1]
     waited, go_on = threading.Event(), threading.Event()
-    wait = HostTicket.wait
+    wait = Copy.wait
 
     def pausing(ticket):
         wait(ticket)
@@ -1149,7 +1149,7 @@ def test_a_reader_that_has_waited_forgets_no_later_update(late, gate, monkeypatc
             waited.set()
             assert go_on.wait(30)
 
-    monkeypatch.setattr(HostTicket, "wait", pausing)
+    monkeypatch.setattr(Copy, "wait", pausing)
     run.backward(1)
     run.optimizer.step()
     reader = threading.Thread(target=lambda: chunk.lists, name="reader")
@@ -1241,7 +1241,7 @@ def test_two_optimizers_over_one_model():
 
 
 def test_the_driver_of_these_tests_makes_late_copies():
-    driver = DelayedDriver(0)
+    driver = DelayedDriver(0, set())
     told = []
     work = driver.on_host(lambda: told.append("work"), ())
     begun = driver.begin_after(work, driver.new_stream(), lambda stream: told.append("copy") or stream.record_event())

@@ -10,10 +10,11 @@ import numpy
 import pytest
 import torch
 from models import make_batch, make_model
+from simulated import HandingStreams
 from trainers import smallest_budget, train_with_engine
 
 from hf_patrickstar import PatrickStarEngine
-from hf_patrickstar.memory.threads import ThreadStreams, copy_bytes
+from hf_patrickstar.memory.streams import copy_bytes
 
 
 class SlowCopy:
@@ -33,7 +34,7 @@ def handing_to_thread(copy):
     """Inside, engines are made whose copy thread makes all copies that are started ahead, small ones too."""
     if copy is None:
         return contextlib.nullcontext()
-    make = functools.partial(ThreadStreams, copy=copy, at_once_nbytes=0)
+    make = functools.partial(HandingStreams, copy=copy)
     return mock.patch("hf_patrickstar.resources.make_streams", make)
 
 

@@ -125,7 +125,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert self.ledger.peak(tier) == self.tier_peaks[tier] >= self.used(tier)
             assert self.ledger.step_peak(tier) == self.step_peaks[tier] >= self.used(tier)
             for owner in OWNERS:
-                assert self.ledger.owner_peak(tier, owner) == self.peaks[tier, owner]
+                assert self.ledger.owner_peaks(tier).get(owner, 0) == self.peaks[tier, owner]
 
 
 TestLedger = LedgerMachine.TestCase

@@ -7,7 +7,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.pool import PayloadPool
-from hf_patrickstar.memory.threads import ThreadStreams
 from hf_patrickstar.memory.tiers import Tier
 
 CPU = torch.device("cpu")
@@ -19,7 +18,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.pool = PayloadPool(Ledger(dict.fromkeys(Tier, LIMIT)), CPU, pinning=None, streams=ThreadStreams(CPU))
+        self.pool = PayloadPool(Ledger(dict.fromkeys(Tier, LIMIT)), CPU, pinning=None)
         self.out = []
 
     def live(self, tier):

@@ -6,14 +6,15 @@ import time
 import pytest
 import torch
 
+from hf_patrickstar.memory.driver import HostThread
 from hf_patrickstar.memory.lanes import WorkLane
-from hf_patrickstar.memory.threads import HostThread, HostTicket, ThreadStreams
+from hf_patrickstar.memory.streams import Copy, StreamCopy, Streams
 
 
 class Gate:
     """An event that comes when it is opened."""
 
-    def __init__(self):
+    def __init__(self, stream=None):
         self._event = threading.Event()
 
     def open(self):
@@ -26,6 +27,10 @@ class Gate:
         assert self._event.wait(10)
 
 
+def host_work(event):
+    return Copy(event, WorkLane.HOST_WORK)
+
+
 @pytest.fixture
 def thread():
     thread = HostThread()
@@ -35,8 +40,8 @@ def thread():
 
 def test_work_is_done_in_order_and_after_its_events(thread):
     done, gate = [], Gate()
-    first = HostTicket(thread.on_host(lambda: done.append(1), [gate]))
-    second = HostTicket(thread.on_host(lambda: done.append(2), []))
+    first = host_work(thread.on_host(lambda: done.append(1), [gate]))
+    second = host_work(thread.on_host(lambda: done.append(2), []))
     time.sleep(0.05)
     assert (done, first.is_done, second.is_done) == ([], False, False)
     assert first.lane is WorkLane.HOST_WORK
@@ -52,24 +57,24 @@ def test_what_failed_is_told_and_other_things_are_done_after_it(thread):
         done.append("1 in part")
         raise ValueError("a reason")
 
-    first = HostTicket(thread.on_host(fail, [], lambda: done.append("not 1")))
-    second = HostTicket(thread.on_host(lambda: done.append("2"), [], lambda: done.append("not 2")))
-    always = HostTicket(thread.on_host(lambda: done.append("always"), []))
+    first = host_work(thread.on_host(fail, [], lambda: done.append("not 1")))
+    second = host_work(thread.on_host(lambda: done.append("2"), [], lambda: done.append("not 2")))
+    always = host_work(thread.on_host(lambda: done.append("always"), []))
     with pytest.raises(ValueError, match="a reason"):
         second.join()
     always.join()
     assert done == ["1 in part", "not 1", "not 2", "always"]
     first.join()  # who has got the error once goes on
     second.join()
-    HostTicket(thread.on_host(lambda: done.append("3"), [], lambda: done.append("not 3"))).wait()
+    host_work(thread.on_host(lambda: done.append("3"), [], lambda: done.append("not 3"))).wait()
     assert done[4:] == ["3"]
 
 
 def test_its_thread_prepares():
     prepared = []
     thread = HostThread(lambda: prepared.append(threading.current_thread().name))
-    HostTicket(thread.on_host(lambda: None, [])).wait()
-    HostTicket(thread.on_host(lambda: None, [])).wait()
+    host_work(thread.on_host(lambda: None, [])).wait()
+    host_work(thread.on_host(lambda: None, [])).wait()
     thread.close()
     assert prepared == ["hf_patrickstar-host_0"]
 
@@ -78,10 +83,14 @@ def test_a_copy_after_work_that_failed_is_made_and_tells_the_error(thread):
     def fail():
         raise ValueError("a reason")
 
-    begun = thread.begin_after(thread.on_host(fail, []), "stream", lambda stream: f"a copy in a {stream}")
+    work = thread.on_host(fail, [])
+    copy = StreamCopy(thread.begin_after(work, "stream", Gate), WorkLane.TO_DEVICE, None, None, work)
     with pytest.raises(ValueError, match="a reason"):
-        begun.result()
-    assert begun.result() == "a copy in a stream"
+        copy.wait()
+    assert not copy.is_done
+    copy.event.open()
+    copy.wait()
+    assert copy.is_done
 
 
 def test_its_end_waits_for_its_work_and_it_can_begin_again():
@@ -92,14 +101,13 @@ def test_its_end_waits_for_its_work_and_it_can_begin_again():
     thread.close()
     thread.close()
     assert (done, started.is_alive()) == ([1], False)
-    HostTicket(thread.on_host(lambda: done.append(2), [])).wait()
+    host_work(thread.on_host(lambda: done.append(2), [])).wait()
     thread.close()
     assert done == [1, 2]
 
 
 def test_the_cpu_tier_does_it_at_once():
-    streams, done = ThreadStreams(torch.device("cpu")), []
-    ticket = streams.on_host(lambda: done.append(threading.current_thread()))
+    streams, done = Streams(torch.device("cpu")), []
+    assert streams.on_host(lambda: done.append(threading.current_thread())) is None
     assert done == [threading.current_thread()]
-    assert ticket.is_done
     streams.close()

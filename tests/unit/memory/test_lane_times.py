@@ -5,9 +5,9 @@ import time
 import pytest
 import torch
 from race_detector import SimulatedDriver
+from simulated import HandingStreams
 
-from hf_patrickstar.memory import lane_times
-from hf_patrickstar.memory.lane_times import Timed
+from hf_patrickstar.memory import lanes
 from hf_patrickstar.memory.lanes import WorkLane
 from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.memory.tiers import Tier
@@ -89,8 +89,8 @@ def test_the_host_and_the_compute_stream_stand_still(sim):
 
 def test_what_is_not_late_is_no_stop(sim, monkeypatch):
     now = iter(range(0, 10**9, 100))  # each look at the clock takes a tenth of a microsecond
-    monkeypatch.setattr(lane_times.time, "perf_counter_ns", lambda: next(now))
-    monkeypatch.setattr(lane_times.time, "perf_counter", lambda: next(now) / 1e9)
+    monkeypatch.setattr(lanes.time, "perf_counter_ns", lambda: next(now))
+    monkeypatch.setattr(lanes.time, "perf_counter", lambda: next(now) / 1e9)
     times = sim.streams.begin_timing()
     ticket = sim.streams.fetch(sim.home, sim.copy)
     ticket.wait()
@@ -111,15 +111,28 @@ def test_marks_are_in_order_and_on_the_hosts_clock(sim):
 
 
 def test_nothing_is_measured_before_and_after(sim):
-    assert not isinstance(sim.streams.fetch(sim.home, sim.copy), Timed)
+    sim.streams.fetch(sim.home, sim.copy).join()
     times = sim.streams.begin_timing()
     timed = sim.streams.fetch(sim.home, sim.copy)
-    assert isinstance(timed, Timed)
     sim.streams.end_timing()
-    after = [sim.streams.fetch(sim.home, sim.copy), sim.streams.on_host(lambda: None)]
-    assert not any(isinstance(ticket, Timed) for ticket in after)
+    sim.streams.fetch(sim.home, sim.copy).join()
+    sim.streams.on_host(lambda: None).wait()
     timed.join()
     assert len(times.works()) == 1, "the copy of before the end is done, and counts"
+    assert len(times._stops) == len(times._waits) == 1
+
+
+def test_copies_of_the_cpu_tier_have_times():
+    streams = HandingStreams(CPU, at_once_nbytes=16)
+    times = streams.begin_timing()
+    streams.to_host(torch.ones(2), torch.ones(2))
+    streams.fetch(torch.ones(5), torch.ones(5)).wait()
+    assert [(copy.lane, copy.nbytes, copy.is_ahead) for copy in times.works()] == [
+        (WorkLane.TO_HOST, 8, False),
+        (WorkLane.TO_DEVICE, 20, True),
+    ]
+    assert [stop.lane for stop in times._waits] == [WorkLane.TO_DEVICE]
+    streams.close()
 
 
 def test_measured_tickets_wait_for_what_others_wait_for(sim):

@@ -68,9 +68,9 @@ def test_peaks_are_the_most_at_once(ledger):
     ledger.unbook(DEVICE, "param", 300)
     ledger.book(DEVICE, "pool", 200)
     assert ledger.peak(DEVICE) == 700
-    assert ledger.owner_peak(DEVICE, "param") == 300
-    assert ledger.owner_peak(DEVICE, "pool") == 600
-    assert ledger.owner_peak(HOST, "param") == ledger.owner_peak(DEVICE, "stranger") == 0
+    assert ledger.owner_peaks(DEVICE).get("param", 0) == 300
+    assert ledger.owner_peaks(DEVICE).get("pool", 0) == 600
+    assert ledger.owner_peaks(HOST).get("param", 0) == ledger.owner_peaks(DEVICE).get("stranger", 0) == 0
     assert ledger.peak(HOST) == 0
 
 
@@ -271,7 +271,7 @@ def test_bytes_change_their_owner_even_on_a_full_tier(ledger):
     ledger.book(DEVICE, "param", 1000)
     ledger.hand_over(DEVICE, "param", "pool", 400)
     assert ledger.owners(DEVICE) == {"param": 600, "pool": 400}
-    assert (ledger.used(DEVICE), ledger.peak(DEVICE), ledger.owner_peak(DEVICE, "pool")) == (1000, 1000, 400)
+    assert (ledger.used(DEVICE), ledger.peak(DEVICE), ledger.owner_peaks(DEVICE).get("pool", 0)) == (1000, 1000, 400)
     with pytest.raises(ValueError, match="cannot hand over 401 bytes of 'pool' on device: 400 are booked"):
         ledger.hand_over(DEVICE, "pool", "param", 401)
 

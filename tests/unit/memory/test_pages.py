@@ -13,7 +13,6 @@ from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.pages import advise_huge_pages, new_on_host, zeros_on_host
 from hf_patrickstar.memory.pinning import PagePinning
 from hf_patrickstar.memory.pool import PayloadPool
-from hf_patrickstar.memory.threads import ThreadStreams
 from hf_patrickstar.memory.tiers import Tier
 
 CPU = torch.device("cpu")
@@ -57,7 +56,7 @@ def test_only_whole_huge_pages_inside_of_a_buffer_are_asked_for():
 @pytest.mark.parametrize("zero", [True, False])
 @pytest.mark.parametrize("tier", Tier)
 def test_the_pool_asks_for_them(tier, zero):
-    pool = PayloadPool(Ledger(dict.fromkeys(Tier, 64 * MIB)), CPU, None, ThreadStreams(CPU))
+    pool = PayloadPool(Ledger(dict.fromkeys(Tier, 64 * MIB)), CPU, None)
     buffer = pool.allocate(tier, 40 * MIB, torch.uint8, "param", zero=zero)
     assert advised_nbytes(buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes) >= 36 * MIB
     assert not zero or not buffer.any()

@@ -9,7 +9,6 @@ from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.meters import StorageMeter
 from hf_patrickstar.memory.pinning import TorchPinning
 from hf_patrickstar.memory.pool import CACHE_OWNER, PayloadPool
-from hf_patrickstar.memory.threads import ThreadStreams
 from hf_patrickstar.memory.tiers import Tier
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
@@ -19,7 +18,7 @@ FP32 = torch.float32
 
 def make_pool(device=1000, host=1000, pin_memory=False, non_model=lambda booked: 0):
     pinning = TorchPinning() if pin_memory else None
-    return PayloadPool(Ledger({DEVICE: device, HOST: host}, non_model), CPU, pinning, ThreadStreams(CPU))
+    return PayloadPool(Ledger({DEVICE: device, HOST: host}, non_model), CPU, pinning)
 
 
 class PinnedTensor(torch.Tensor):
@@ -221,7 +220,7 @@ def test_a_refusal_of_the_system_leaves_the_book_as_it_was(monkeypatch):
 def gpu(monkeypatch):
     """A pool of a device that is not there: its memory is the host's; and what each attempt to allocate calls first."""
     ledger = Ledger({DEVICE: 1000, HOST: 1000})
-    pool, empty = PayloadPool(ledger, torch.device("cuda", 0), None, ThreadStreams(CPU)), torch.empty
+    pool, empty = PayloadPool(ledger, torch.device("cuda", 0), None), torch.empty
     pool.attempts = []
 
     def make(*args, device=None, **kwargs):
@@ -346,7 +345,7 @@ def test_bytes_in_use_are_those_that_are_not_kept():
 
 
 def test_room_keeps_to_the_fraction_only_while_cautious():
-    pool = PayloadPool(Ledger({DEVICE: 1000, HOST: 1000}, device_fraction=0.5), CPU, None, ThreadStreams(CPU))
+    pool = PayloadPool(Ledger({DEVICE: 1000, HOST: 1000}, device_fraction=0.5), CPU, None)
     pool.release(DEVICE, pool.allocate(DEVICE, 50, FP32, "param"), "param")
     assert (pool.room(DEVICE), pool.room(DEVICE, cautious=False), pool.room(HOST)) == (500, 1000, 1000)
     pool.ledger.is_cautious = False
@@ -354,7 +353,7 @@ def test_room_keeps_to_the_fraction_only_while_cautious():
 
 
 def test_while_cautious_kept_buffers_go_before_the_fraction_is_passed():
-    pool = PayloadPool(Ledger({DEVICE: 1000, HOST: 1000}, device_fraction=0.5), CPU, None, ThreadStreams(CPU))
+    pool = PayloadPool(Ledger({DEVICE: 1000, HOST: 1000}, device_fraction=0.5), CPU, None)
     pool.release(DEVICE, pool.allocate(DEVICE, 50, FP32, "param"), "param")
     pool.allocate(DEVICE, 90, FP32, "param")
     assert pool.ledger.owners(DEVICE) == {"param": 360}
@@ -390,7 +389,7 @@ def test_host_bytes_are_what_a_buffer_would_be_booked_as(pinning):
     pool = make_pool(host=2000, pin_memory=True)
     assert (pool.host_nbytes(600, pinned=True), pool.host_nbytes(600, pinned=False)) == (1024, 600)
     assert make_pool().host_nbytes(600, pinned=True) == 600
-    pool = PayloadPool(Ledger({DEVICE: 1000, HOST: 1000}), CPU, ExactPinning(), ThreadStreams(CPU))
+    pool = PayloadPool(Ledger({DEVICE: 1000, HOST: 1000}), CPU, ExactPinning())
     pool.allocate(HOST, 150, FP32, "param", pinned=True)
     assert pool.ledger.owners(HOST) == {"param": 600} == {"param": pool.host_nbytes(600, pinned=True)}
 
@@ -398,7 +397,7 @@ def test_host_bytes_are_what_a_buffer_would_be_booked_as(pinning):
 def test_freed_pinned_memory_is_given_back_before_the_host_is_booked_again(pinning):
     """Its allocator may keep it: then it would be there beside what was booked in its place."""
     source = ExactPinning()
-    pool = PayloadPool(Ledger({DEVICE: 1000, HOST: 1000}), CPU, source, ThreadStreams(CPU))
+    pool = PayloadPool(Ledger({DEVICE: 1000, HOST: 1000}), CPU, source)
     first = pool.allocate(HOST, 150, FP32, "param", pinned=True)
     second = pool.allocate(HOST, 50, FP32, "master")
     pool.release(HOST, second, "master")
@@ -459,7 +458,7 @@ def test_a_kept_buffer_is_taken_again_where_others_are_measured_by_what_is_not_b
     """As on CUDA: unbooking a buffer that is still there makes it somebody else's, and leaves no room to book it."""
     allocated = [60]
     budgets = dict.fromkeys(Tier, 100)
-    pool = PayloadPool(Ledger(budgets, lambda booked: max(allocated[0] - booked, 0)), CPU, None, ThreadStreams(CPU))
+    pool = PayloadPool(Ledger(budgets, lambda booked: max(allocated[0] - booked, 0)), CPU, None)
     held = [pool.allocate(Tier.DEVICE, 10, torch.int8, "param") for _ in range(6)]
     while held:
         pool.release(Tier.DEVICE, held.pop(), "param")

@@ -1,4 +1,3 @@
-import concurrent.futures
 import contextlib
 import threading
 import time
@@ -6,17 +5,17 @@ import types
 
 import pytest
 import torch
+from simulated import HandingStreams
 
 from hf_patrickstar.memory.lanes import WorkLane
-from hf_patrickstar.memory.streams import DeviceStreams, StreamTicket, make_streams, seconds_of
-from hf_patrickstar.memory.threads import ThreadStreams, ThreadTicket, copy_bytes
+from hf_patrickstar.memory.streams import DeviceStreams, StreamCopy, Streams, copy_bytes, make_streams, seconds_of
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def streams():
-    made = ThreadStreams(CPU, at_once_nbytes=0)
+    made = HandingStreams(CPU)
     yield made
     made.close()
 
@@ -46,7 +45,7 @@ class SlowCopy:
 def slow():
     """A slow copy and the streams that use it."""
     copy = SlowCopy()
-    made = ThreadStreams(CPU, copy, at_once_nbytes=0)
+    made = HandingStreams(CPU, copy)
     yield copy, made
     copy.may_go.set()
     made.close()
@@ -91,7 +90,7 @@ def test_fetching_copies_every_bit(streams, dtype):
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int16)
     source, target = bits.view(dtype), torch.zeros_like(bits).view(dtype)
     ticket = streams.fetch(source, target)
-    assert isinstance(ticket, ThreadTicket)
+    assert ticket.lane is WorkLane.TO_DEVICE
     ticket.join()
     assert ticket.is_done
     assert torch.equal(target.view(torch.int16), bits)
@@ -152,7 +151,7 @@ def test_errors_of_a_copy_are_raised_where_it_is_waited_for(method):
         arrays.clear()
         raise ValueError("a bad disk")
 
-    streams = ThreadStreams(CPU, fail, at_once_nbytes=0)
+    streams = HandingStreams(CPU, fail)
     ticket = streams.fetch(torch.ones(4), torch.zeros(4))
     with pytest.raises(ValueError, match="a bad disk"):
         getattr(ticket, method)()
@@ -168,7 +167,7 @@ def test_the_thread_goes_on_after_an_error():
             raise failures.pop()
         copy_bytes(arrays)
 
-    streams = ThreadStreams(CPU, fail_once, at_once_nbytes=0)
+    streams = HandingStreams(CPU, fail_once)
     target = torch.zeros(4)
     first, second = streams.fetch(torch.ones(4), target), streams.fetch(torch.ones(4), target)
     second.wait()
@@ -215,7 +214,7 @@ def test_closing_waits_for_what_was_started(slow):
 
 
 def test_closing_ends_the_thread_and_may_come_twice():
-    streams = ThreadStreams(CPU, at_once_nbytes=0)
+    streams = HandingStreams(CPU)
     streams.close()
     before = set(threading.enumerate())
     streams.fetch(torch.ones(4), torch.zeros(4))
@@ -231,7 +230,7 @@ def test_closing_ends_the_thread_and_may_come_twice():
 
 def test_small_copies_are_made_at_once_and_need_no_thread(slow):
     copy, _ = slow
-    streams = ThreadStreams(CPU, copy, at_once_nbytes=16)
+    streams = HandingStreams(CPU, copy, at_once_nbytes=16)
     before = threading.active_count()
     target = torch.zeros(4)
     assert streams.fetch(torch.ones(4), target) is None
@@ -245,13 +244,13 @@ def test_small_copies_are_made_at_once_and_need_no_thread(slow):
 
 
 def test_another_thread_may_end_the_measuring_during_a_copy():
-    streams = ThreadStreams(torch.device("cpu"))
-    found = []
-    target = types.SimpleNamespace(copy_=lambda source: found.append(streams.end_timing()))
+    streams = Streams(CPU)
+    target = types.SimpleNamespace(copy_=lambda source: streams.end_timing())
     for _ in range(2):
-        streams.begin_timing()
+        times = streams.begin_timing()
         streams.fetch(torch.ones(2), target)
-    assert found == [[], []], "the copy had not ended"
+        streams.fetch(torch.ones(2), torch.ones(2))
+        assert len(times.works()) == 1, "the first is measured to its end, and the second is not"
 
 
 def test_a_tensor_without_bytes_is_copied_at_once(streams):
@@ -326,21 +325,21 @@ class FakeDriver:
 
 def test_a_stream_ticket_waits_for_its_event_on_the_host():
     event, driver = FakeEvent(), FakeDriver()
-    StreamTicket(event, WorkLane.TO_HOST, driver).wait()
+    StreamCopy(event, WorkLane.TO_HOST, None, driver).wait()
     assert event.calls == ["synchronize"]
     assert driver.log == []
 
 
 def test_a_stream_ticket_joins_on_the_device_and_does_not_block_the_host():
     event, driver = FakeEvent(), FakeDriver()
-    StreamTicket(event, WorkLane.TO_HOST, driver).join()
+    StreamCopy(event, WorkLane.TO_HOST, None, driver).join()
     assert driver.log == [("compute", "waits for", event)]
     assert event.calls == []
 
 
 def test_a_stream_ticket_is_done_when_its_event_has_run():
     event = FakeEvent()
-    ticket = StreamTicket(event, WorkLane.TO_HOST, FakeDriver())
+    ticket = StreamCopy(event, WorkLane.TO_HOST, None, FakeDriver())
     assert not ticket.is_done
     event.has_run = True
     assert ticket.is_done
@@ -474,17 +473,7 @@ def test_what_is_launched_beside_comes_after_copies_to_the_device():
 
 
 def test_a_cpu_has_a_thread_and_no_streams():
-    assert isinstance(make_streams(CPU), ThreadStreams)
-
-
-def test_a_thread_ticket_tells_what_its_future_does():
-    future = concurrent.futures.Future()
-    ticket = ThreadTicket(future)
-    assert not ticket.is_done
-    future.set_result(None)
-    assert ticket.is_done
-    ticket.wait()
-    ticket.join()
+    assert type(make_streams(CPU)) is Streams
 
 
 @pytest.mark.gpu
@@ -510,7 +499,7 @@ def test_fetching_on_a_gpu(pinned):
     source = torch.randn(1000, pin_memory=pinned)
     on_device = torch.zeros(1000, device=device)
     ticket = streams.fetch(source, on_device)
-    assert isinstance(ticket, StreamTicket)
+    assert isinstance(ticket, StreamCopy)
     ticket.join()
     doubled = on_device * 2
     ticket.wait()

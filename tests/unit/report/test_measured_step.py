@@ -3,8 +3,7 @@
 import pytest
 
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.memory.lane_times import Stop
-from hf_patrickstar.memory.lanes import TimedCopy, WorkLane
+from hf_patrickstar.memory.lanes import Stop, TimedCopy, WorkLane
 from hf_patrickstar.report.measured_step import (
     MOST_SPANS,
     measured_lanes,
@@ -23,11 +22,11 @@ COPIES = [
     TimedCopy(WorkLane.TO_DEVICE, 130, 160, 8, True),
     TimedCopy(WorkLane.TO_HOST, 350, 360, 8, False),
 ]
-WAITS = [(150, 160)]
+WAITS = [Stop(WorkLane.TO_DEVICE, 150, 160, True)]
 
 
 def test_a_measured_step():
-    timeline = measured_timeline(PIECES, COPIES, WAITS)
+    timeline = measured_timeline(PIECES, Times(COPIES, WAITS))
     assert (timeline.begin_ns, timeline.end_ns) == (0, 400)
     found = {(span.lane, span.begin_ns, span.end_ns) for span in timeline.own_spans}
     assert found == {
@@ -47,13 +46,13 @@ def test_a_measured_step():
 
 
 def test_nothing_and_too_much():
-    assert measured_timeline([], COPIES, WAITS) is None
+    assert measured_timeline([], Times(COPIES, WAITS)) is None
     many = [TimedCopy(WorkLane.TO_DEVICE, 150, 151, 8, True)] * MOST_SPANS
-    assert measured_timeline(PIECES, many, []) is None
+    assert measured_timeline(PIECES, Times(many)) is None
 
 
 class Times:
-    """What was measured on an accelerator; moments are their times."""
+    """What was measured; moments are their times."""
 
     def __init__(self, works=(), stops=()):
         self._works, self._stops = list(works), list(stops)
@@ -124,7 +123,7 @@ def test_an_accelerator_that_was_not_measured():
 
 
 def test_records_of_before_say_nothing_of_causes_and_lanes_of_waits():
-    timeline = measured_timeline(PIECES, COPIES, WAITS)
+    timeline = measured_timeline(PIECES, Times(COPIES, WAITS))
     values = timeline_to_dict(timeline)
     del values["has_causes"]
     values["waits"] = [wait[:3] for wait in values["waits"]]
@@ -132,7 +131,7 @@ def test_records_of_before_say_nothing_of_causes_and_lanes_of_waits():
 
 
 def test_a_timeline_is_read_as_it_was_written():
-    timeline = measured_timeline(PIECES, COPIES, WAITS)
+    timeline = measured_timeline(PIECES, Times(COPIES, WAITS))
     values = timeline_to_dict(timeline)
     assert timeline_from_dict(values) == timeline
     for broken in (

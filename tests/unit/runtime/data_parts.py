@@ -11,7 +11,7 @@ from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.memory.lanes import WorkLane
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.pool import PayloadPool
-from hf_patrickstar.memory.threads import ThreadStreams
+from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import MASTER, Chunk, ManagedTensor, torch_dtype
 from hf_patrickstar.runtime.gradient_mirrors import GradientMirrors
@@ -132,8 +132,8 @@ class Process:
         self.collectives = collectives or ThreadCollectives()
         self.rank, self.world_size = self.collectives.rank, self.collectives.world_size
         self.ledger = Ledger({Tier.DEVICE: device_nbytes, Tier.HOST: host_nbytes})
-        self.streams = ThreadStreams(CPU)
-        self.pool = PayloadPool(self.ledger, CPU, pinning=None, streams=self.streams)
+        self.streams = Streams(CPU)
+        self.pool = PayloadPool(self.ledger, CPU, pinning=None)
         self.events = []
         self.chunks = []
         self.tensors = []

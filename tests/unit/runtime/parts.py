@@ -200,7 +200,7 @@ class Parts(Process):
             device_fraction=device_fraction,
             chunk_budget=chunk_budget,
         )
-        self.pool = PayloadPool(self.ledger, CPU, pinning=None, streams=self.streams)
+        self.pool = PayloadPool(self.ledger, CPU, pinning=None)
         config = PatrickStarConfig(eviction=chooser, prefetch_depth=prefetch_depth, debug_evict_all=evict_all)
         self.policy = MovePolicy.of(config, self.collectives.world_size, prefetch_depth)
         self.num_micro_batches, self.keeps = num_micro_batches, keeps

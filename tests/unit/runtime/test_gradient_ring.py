@@ -20,7 +20,7 @@ class Parts:
         self.driver = SimulatedDriver(seed)
         self.streams = DeviceStreams(CPU, self.driver)
         self.ledger = Ledger({Tier.DEVICE: 10**6, Tier.HOST: host_nbytes})
-        self.pool = PayloadPool(self.ledger, CPU, pinning=None, streams=self.streams)
+        self.pool = PayloadPool(self.ledger, CPU, pinning=None)
         self.ring = GradientRing(self.pool, self.streams, most_nbytes)
 
     def make_list(self, numel):

@@ -8,7 +8,7 @@ from unit.runtime.data_parts import CPU, Ticket
 from unit.runtime.parts import Fake, NoForecast, OneOfTwo, Parts
 
 from hf_patrickstar.errors import DeviceMemoryError
-from hf_patrickstar.memory.threads import ThreadStreams
+from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.tracer import Step
 from hf_patrickstar.schedule.trace import Cursor, Trace, Visit
@@ -58,7 +58,7 @@ def said(caught):
 # Room for anything
 
 
-class InFlight(ThreadStreams):
+class InFlight(Streams):
     """Streams that hold gradients of so many bytes until they are told to hold none."""
 
     def __init__(self, others, nbytes):

@@ -1,0 +1,267 @@
+"""What an accelerator's streams and copies are made of, and the thread that works on the host beside them."""
+
+import concurrent.futures
+import contextlib
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from hf_patrickstar.interrupts import held_back
+
+
+class Series:
+    """Work of the host's thread up to an error, which is raised once, for the first who waits.
+
+    Attributes:
+        failure: The error. Work that has something to be done in its place is not done after it.
+        is_reported: Whether somebody has got it.
+    """
+
+    __slots__ = ("failure", "is_reported")
+
+    def __init__(self) -> None:
+        self.failure: BaseException | None = None
+        self.is_reported = False
+
+    def report(self) -> None:
+        """Raises the error if nobody has got it."""
+        if self.failure is not None and not self.is_reported:
+            self.is_reported = True
+            raise self.failure
+
+    def run(self, work: Callable[[], None], otherwise: Callable[[], None] | None) -> None:
+        """Does work, or what is to be done in its place.
+
+        Args:
+            work: The work.
+            otherwise: See ``Streams.on_host``.
+
+        Raises:
+            BaseException: What the work raised, or what earlier work did.
+        """
+        try:
+            if self.failure is not None and otherwise is not None:
+                raise self.failure  # who waits for the last piece of work waits for all
+            work()
+        except BaseException as error:
+            self.failure = self.failure or error
+            if otherwise is not None:
+                otherwise()
+            raise
+
+
+class Done(concurrent.futures.Future[Any]):
+    """The event of work in a thread: it comes when the work is done.
+
+    Args:
+        series: Raises an error of the work once; by default all who wait get it.
+
+    Attributes:
+        followers: What begins when the work is done; ``None`` when it has begun.
+    """
+
+    def __init__(self, series: Series | None = None) -> None:
+        super().__init__()
+        self.followers: list[Callable[[], None]] | None = []
+        self._series = series
+
+    query = concurrent.futures.Future.done
+
+    def synchronize(self) -> None:
+        """Blocks the host until the event has come; raises what the work raised."""
+        if self._series is None:
+            self.result()
+        elif self.exception() is not None:
+            self._series.report()
+
+    def fulfil(self, work: Callable[[], Any]) -> None:
+        """Does the work in the thread of the caller."""
+        try:
+            result = work()
+        except BaseException as error:
+            self.set_exception(error)
+        else:
+            self.set_result(result)
+
+
+class HostThread:
+    """A thread that does work in the order in which it was given; it starts with the first.
+
+    A process that is forked has no such thread, so the fork waits for what is under way.
+
+    Args:
+        prepare: Is called in the thread first.
+        name: What the thread is called.
+    """
+
+    def __init__(self, prepare: Callable[[], None] | None = None, name: str = "hf_patrickstar-host") -> None:
+        self._prepare = prepare
+        self._name = name
+        self._series = Series()
+        self._lock = threading.Lock()
+        self._pool: concurrent.futures.ThreadPoolExecutor | None = None
+        self._last: Done | None = None
+        self._follows_forks = False
+
+    def submit(self, work: Callable[[], None], series: Series | None = None) -> Done:
+        """Gives the thread work.
+
+        Args:
+            work: The work.
+            series: Who raises its error; see ``Done``.
+
+        Returns:
+            The event that comes when it is done.
+        """
+        if self._pool is None:
+            self._pool = self._start()
+        done = Done(series)
+
+        def task() -> None:
+            try:
+                work()
+            finally:
+                with self._lock:
+                    followers, done.followers = done.followers or [], None
+                for begin in followers:
+                    begin()
+
+        try:
+            with held_back():  # it would leave the pool's locks locked
+                self._pool.submit(done.fulfil, task)
+        except RuntimeError as error:
+            if "shutdown" not in str(error):
+                raise
+            self._wait()  # the program exits, which begins no work in threads
+            done.fulfil(task)
+        self._last = done
+        return done
+
+    def on_host(
+        self, work: Callable[[], None], after: Iterable[Any], otherwise: Callable[[], None] | None = None
+    ) -> Done:
+        """Has the thread do work when events have come; see ``Streams.on_host``.
+
+        Returns:
+            An event that comes when it is done; the first who waits gets what the work raised.
+        """
+        if self._series.is_reported:
+            self._series = Series()
+        series, events = self._series, tuple(after)
+
+        def work_after() -> None:
+            for event in events:
+                event.synchronize()
+            work()
+
+        def run() -> None:
+            with torch.no_grad():
+                series.run(work_after, otherwise)
+
+        return self.submit(run, series)
+
+    def begin_after(self, work: Done, stream: Any, begin: Callable[[Any], Any]) -> "concurrent.futures.Future[Any]":
+        """Puts something into a stream when work is done, even if it fails; what comes next does not wait for it.
+
+        Args:
+            work: The event of the work, from ``on_host``.
+            stream: The stream.
+            begin: Puts it into the stream that it is given, and returns the event that follows.
+
+        Returns:
+            Gives that event as soon as there is one.
+        """
+        begun = Done()
+        with self._lock:
+            if work.followers is not None:
+                work.followers.append(lambda: begun.fulfil(lambda: begin(stream)))
+                return begun
+        begun.fulfil(lambda: begin(stream))
+        return begun
+
+    def close(self) -> None:
+        """Waits for the work, and ends the thread."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+    def _start(self) -> concurrent.futures.ThreadPoolExecutor:
+        if not self._follows_forks and hasattr(os, "register_at_fork"):
+            self._follows_forks = True
+            this = weakref.ref(self)
+            os.register_at_fork(before=lambda: _call(this, HostThread._wait))
+            os.register_at_fork(after_in_child=lambda: _call(this, HostThread._forget_thread))
+        return concurrent.futures.ThreadPoolExecutor(1, self._name, self._prepare)
+
+    def _wait(self) -> None:
+        """Waits for all work, and leaves errors to those who ask for them."""
+        if self._last is not None:
+            concurrent.futures.wait([self._last])
+
+    def _forget_thread(self) -> None:
+        self._pool = None
+
+
+def _call(this: "weakref.ref[HostThread]", method: Callable[[HostThread], None]) -> None:
+    thread = this()
+    if thread is not None:
+        method(thread)
+
+
+class Driver(HostThread):
+    """The streams of any accelerator that torch knows, its copies, and the thread of its host.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(functools.partial(_choose, device))
+        self._device = device
+
+    def new_stream(self) -> torch.Stream:
+        """A stream."""
+        return torch.Stream(self._device)
+
+    def current_stream(self) -> torch.Stream:
+        """The compute stream of this thread."""
+        return torch.accelerator.current_stream(self._device)
+
+    def inside(self, stream: torch.Stream) -> contextlib.AbstractContextManager[Any]:
+        """Makes a stream the current one of this thread.
+
+        A ``torch.Stream`` remembers in itself what was current before, so each block has its own.
+        """
+        return torch.Stream(
+            stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+        )
+
+    def record_moment(self, stream: torch.Stream) -> torch.Event:
+        """Puts an event that has a time into a stream; see [Note: measured lanes]."""
+        moment = torch.Event(self._device, enable_timing=True)
+        moment.record(stream)
+        return moment
+
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is on the device."""
+        return tensor.device.type != "cpu"
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether a host tensor is page-locked, so that a copy of it does not block the host."""
+        return tensor.is_pinned()
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, stream: torch.Stream) -> None:
+        """Puts a copy between host and device into a stream; it blocks the host if the host tensor is not pinned."""
+        with self.inside(stream):
+            target.copy_(source, non_blocking=source.is_pinned() or target.is_pinned())
+
+
+def _choose(device: torch.device) -> None:
+    """A thread begins with the first device, where its first call would take memory."""
+    if device.index is not None:
+        torch.accelerator.set_device_index(device.index)

@@ -1,0 +1,29 @@
+"""Which memory is a buffer of a pool, and on which tier: what streams that stand in for those of a device must know."""
+
+import contextlib
+from unittest import mock
+
+from hf_patrickstar.memory.pool import PayloadPool
+
+
+@contextlib.contextmanager
+def told_of_buffers(take, free):
+    """Inside, pools tell of their buffers.
+
+    Args:
+        take: Is called with a buffer that is used from now on, its tier and its owner; one that was kept comes again.
+        free: Is called with a buffer whose memory is given back.
+    """
+    allocate, forget = PayloadPool.allocate, PayloadPool._forget
+
+    def allocate_and_tell(pool, tier, numel, dtype, owner, **settings):
+        buffer = allocate(pool, tier, numel, dtype, owner, **settings)
+        take(buffer, tier, owner)
+        return buffer
+
+    def forget_and_tell(pool, buffer):
+        forget(pool, buffer)
+        free(buffer)
+
+    with mock.patch.multiple(PayloadPool, allocate=allocate_and_tell, _forget=forget_and_tell):
+        yield
