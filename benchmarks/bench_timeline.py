@@ -6,9 +6,9 @@ tokens are its own, and bounds and lanes are those of its device and its part of
 Llama-like models are simulated on every machine by the plan for its memory (``hf_patrickstar.planner.simulation``);
 what a micro-batch does is traced once. All chunks are at home on the host (placement=host), and have 16 GiB of the
 devices of all processes; clipping by norm is on, blocks are recomputed. With ``--placement auto`` a machine has chunks
-at home on its device, too, where it has room. ``--chunk_budget`` says how many bytes chunks take there at most. With
-``--updates backward`` clipping is off and ``overlap_optimizer="backward"``. A step is what lies between two calls of
-``optimizer.step()``. "serial" is a schedule that overlaps nothing: computation, copies, the whole optimizer, copies.
+at home on its device, too, where it has room. ``--chunk_budget`` says how many bytes chunks take there at most. A step
+is what lies between two calls of ``optimizer.step()``. "serial" is a schedule that overlaps nothing: computation,
+copies, the whole optimizer, copies.
 The figures are simulated: nothing here was measured on these machines.
 """
 
@@ -30,8 +30,6 @@ from hf_patrickstar.planner.simulation import Trained, simulate
 from hf_patrickstar.report.timeline import draw_lanes, new_figure, to_trace
 from hf_patrickstar.schedule.bounds import bounds_of
 from hf_patrickstar.schedule.clock import Lane
-from hf_patrickstar.schedule.replay import device_ns
-from hf_patrickstar.schedule.script import Part
 from hf_patrickstar.tracing.fake import FakeTensors
 from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
 from hf_patrickstar.units import GIB, format_nbytes
@@ -73,9 +71,8 @@ def simulation_of(name, num_tokens, num_micro_batches, num_processes, machine, o
     if settings.get("placement") == "host":
         config["chunk_budget"] = CHUNK_NBYTES // num_processes
     config |= {key: value for key, value in settings.items() if value is not None}
-    max_norm = None if config.get("overlap_optimizer") == "backward" else 1.0
     make_model = micro_batch_of(name, num_tokens, num_micro_batches).make_model
-    trained = Trained(make_model, OPTIMIZERS[optimizer], config, num_micro_batches, max_norm, num_processes)
+    trained = Trained(make_model, OPTIMIZERS[optimizer], config, num_micro_batches, 1.0, num_processes)
     return simulate(trained, machine, functools.partial(traced, name, num_tokens, num_micro_batches))
 
 
@@ -121,7 +118,6 @@ def row_of(simulated, machine, num_tokens):
         return {**row, "refused": f"the host has {missing} too little"}
     timeline = simulated.timeline
     bounds = bounds_of(simulated.script, timeline, machine, simulated.num_on_host)
-    unclipped_ns = unclipped_bound_ns(simulated.script, bounds, machine)
     seconds = timeline.duration_ns / 1e9
     return {
         **row,
@@ -132,8 +128,6 @@ def row_of(simulated, machine, num_tokens):
         "over_lower_bound": timeline.duration_ns / bounds.lower_ns,
         "clipped_bound_s": bounds.clipped_ns / 1e9,
         "over_clipped_bound": timeline.duration_ns / bounds.clipped_ns,
-        "unclipped_bound_s": unclipped_ns / 1e9,
-        "over_unclipped_bound": timeline.duration_ns / unclipped_ns,
         "serial_s": sum(bounds.lanes_ns.values()) / 1e9,
         "busy_s": {lane.value: nanoseconds / 1e9 for lane, nanoseconds in timeline.busy_ns().items()},
         "critical_s": {lane.value: nanoseconds / 1e9 for lane, nanoseconds in timeline.critical_ns().items()},
@@ -141,19 +135,8 @@ def row_of(simulated, machine, num_tokens):
     }
 
 
-def unclipped_bound_ns(script, bounds, machine):
-    """The bound without clipping, for N micro-batches.
-
-    A chunk can be updated when its last gradient is there. So the optimizer can overlap with the last backward and the
-    first forward of the next step: ``(N - 1) * (forward + backward) + max(backward + forward, host)``.
-    """
-    *_, last_backward_ns = [nanoseconds for part, nanoseconds in device_ns(script, machine) if part is not Part.UPDATE]
-    beside_ns = max(last_backward_ns + bounds.first_forward_ns, bounds.lanes_ns[bounds.update])
-    return max(bounds.lower_ns, bounds.until_gradients_ns - last_backward_ns + beside_ns)
-
-
-def show(row, bound="clipped"):
-    """Prints one line of the table; ``bound`` is what stands beside the lower bound."""
+def show(row):
+    """Prints one line of the table."""
     head = f"{row['machine']:>8} {row['model']:>5} {row['tokens']:>7}{row['accumulation']:>4}{row['processes']:>5}"
     if "refused" in row:
         print(f"{head}  does not fit: {row['refused']}")
@@ -163,7 +146,7 @@ def show(row, bound="clipped"):
     waits = "; ".join(f"{place} {seconds:.2f} s" for place, seconds in longest)
     print(
         f"{head}{row['seconds']:>9.2f}{row['lower_bound_s']:>8.2f}{row['over_lower_bound']:>6.2f}x"
-        f"{row[f'{bound}_bound_s']:>10.2f}{row[f'over_{bound}_bound']:>6.2f}x{row['serial_s']:>8.2f}{busy}  "
+        f"{row['clipped_bound_s']:>10.2f}{row['over_clipped_bound']:>6.2f}x{row['serial_s']:>8.2f}{busy}  "
         f"{row['binding']}; {waits}"
     )
 
@@ -250,12 +233,6 @@ def main():
     parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384], help="per micro-batch and process")
     parser.add_argument("--accumulation", nargs="+", type=int, default=[1], help="micro-batches per step")
     parser.add_argument("--placement", choices=["host", "auto"], default="host", help="where chunks are at home")
-    parser.add_argument(
-        "--updates",
-        choices=["beside", "backward"],
-        default="beside",
-        help="of chunks: beside the next forward, or earlier",
-    )
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="bounds are those of adamw")
     parser.add_argument(
         "--no-overlap", dest="overlap_optimizer", action="store_false", help="update chunks before step() returns"
@@ -276,14 +253,10 @@ def main():
         for machine in machines:
             machine.check_processes(options.processes)
     homes = "all chunks at home on the host" if options.placement == "host" else "chunks at home where it is fastest"
-    is_early = options.updates == "backward"
-    if is_early and not options.overlap_optimizer:
-        parser.error("--updates backward is an overlap: leave --no-overlap out")
-    bound = "unclipped" if is_early else "clipped"
-    print(f"simulated: virtual time of one process, {homes}, clipping {'off' if is_early else 'on'}")
+    print(f"simulated: virtual time of one process, {homes}, clipping on")
     print(
         f"{'machine':>8} {'model':>5} {'tokens':>7}{'acc':>4}{'proc':>5}{'seconds':>9}"
-        f"{'lower':>8}{'ratio':>7}{bound:>10}{'ratio':>7}{'serial':>8}"
+        f"{'lower':>8}{'ratio':>7}{'clipped':>10}{'ratio':>7}{'serial':>8}"
         f"{'dev':>6}{'in':>6}{'out':>6}{'host':>6}{'thread':>8}  what binds; the longest waits of the host"
     )
     rows = []
@@ -297,7 +270,6 @@ def main():
         settings = {"optimizer": options.optimizer, "placement": options.placement}
         settings |= {} if options.overlap_optimizer else {"overlap_optimizer": False}
         settings |= {"chunk_budget": options.chunk_budget}
-        settings |= {"overlap_optimizer": "backward"} if is_early else {}
         for machine in by_processes[num_processes]:
             row = {"machine": machine.name, "model": name, "tokens": num_tokens}
             rows.append(row | {"accumulation": num, "processes": num_processes})
@@ -307,13 +279,12 @@ def main():
                 rows[-1]["refused"] = f"the device has too little: {str(error).partition(';')[0]}"
             else:
                 rows[-1] |= row_of(simulated, machine, num_tokens)
-            show(rows[-1], bound)
+            show(rows[-1])
             if options.traces is not None and "refused" not in rows[-1]:
                 draw(simulated.timeline, machine, pathlib.Path(options.traces), rows[-1])
         seconds = time.time() - begin
         print(f"{name} with {num} x {num_tokens} tokens, {num_processes} processes: simulated in {seconds:.0f} s")
     name = "bench_timeline" if options.accumulation == [1] else "bench_timeline_accumulation"
-    name += "_backward" if is_early else ""
     common.finish(name if options.placement == "host" else f"{name}_margin", options, {"simulated": True, "rows": rows})
 
 

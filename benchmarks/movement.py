@@ -84,7 +84,7 @@ def simulate(
 def _sum_up(
     trace: Trace, plan: Plan, load_nbytes: Sequence[int], device_to_host_nbytes: int, host_peak_nbytes: int
 ) -> Movement:
-    loaded = [index for actions in plan.moments for index in (*actions.load, *actions.carry)]
+    loaded = [index for actions in plan.moments for index in actions.load]
     visits = list(zip(plan.moments, plan.chunk_nbytes, trace.visits, strict=True))
     return Movement(
         loads=len(loaded),

@@ -102,14 +102,7 @@ class PatrickStarConfig:
             without an accelerator both are the same. An optimizer that may look at all parameters together always
             updates before ``step()`` returns; that is every one but those of ``torch.optim`` (without ``LBFGS`` and
             ``ASGD``) and transformers' ``Adafactor``. So does one other than Adam and AdamW where ``host_threads`` is
-            another number than that of torch's threads. The log says why. ``"backward"`` lets chunks be updated in
-            backward already, as soon as their gradients are complete (with several processes, their averages), where
-            gradients are not clipped (``--max_grad_norm 0``). It is a promise: between the last backward of a step and
-            ``step()`` nothing reads or changes gradients, parameters, or states and settings of the optimizer, and no
-            step is left out. A program that does so from its first step on is noticed, and its chunks are updated by
-            ``step()``; what breaks the promise later is an error. So it is with several processes if one of them needs,
-            in backward alone, other chunks than in the steps before. A micro-batch that runs out of device memory after
-            an update is not repeated.
+            another number than that of torch's threads. The log says why.
         keep_gradients: Whether gradients stay after the optimizer's step until ``zero_grad``, as in torch: ``True``
             keeps them beside the values, 4 bytes per trainable parameter; ``False`` lets the step consume them, as if
             ``zero_grad`` followed; ``"auto"`` keeps them, where the host has room, until the first call of
@@ -156,7 +149,7 @@ class PatrickStarConfig:
     frozen_master: bool = False
     pin_memory: bool | Literal["auto"] = "auto"
     host_threads: int | str = "auto"
-    overlap_optimizer: bool | Literal["backward"] = True
+    overlap_optimizer: bool = True
     keep_gradients: bool | Literal["auto"] = "auto"
     reuse_plan: bool = True
     background_save: bool = False
@@ -190,8 +183,10 @@ class PatrickStarConfig:
         for name in ("autocast", "cpu_embedding", "pin_memory", "keep_gradients"):
             if not isinstance(getattr(self, name), bool) and getattr(self, name) != "auto":
                 raise ConfigError(f"{name}: expected true, false or 'auto', got {getattr(self, name)!r}")
-        if not isinstance(self.overlap_optimizer, bool) and self.overlap_optimizer != "backward":
-            raise ConfigError(f"overlap_optimizer: expected true, false or 'backward', got {self.overlap_optimizer!r}")
+        if self.overlap_optimizer == "backward":
+            raise ConfigError(
+                "overlap_optimizer: 'backward' was removed; set true, with which chunks are updated beside forward"
+            )
         patterns = self.keep_fp32
         is_list = isinstance(patterns, (list, tuple)) and all(isinstance(item, str) for item in patterns)
         if patterns != "auto" and not is_list:
@@ -211,6 +206,7 @@ class PatrickStarConfig:
         for name in (
             "background_save",
             "frozen_master",
+            "overlap_optimizer",
             "reshard_after_forward",
             "reuse_plan",
             "debug_collectives",

@@ -28,7 +28,6 @@ from hf_patrickstar.membership import Membership, Parts, check_optimizers, holde
 from hf_patrickstar.memory.operators import quietly
 from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.optim.ahead import update_in_backward
 from hf_patrickstar.optim.kernel import Kernel
 from hf_patrickstar.optim.kernels import make_kernel
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
@@ -155,7 +154,7 @@ class PatrickStarEngine:
 
     def _make_kernel(self, optimizer: torch.optim.Optimizer) -> Kernel:
         prefer_fused, resources = self.device.type != "cpu", self.resources
-        overlaps = bool(self.config.overlap_optimizer) and resources.has_streams
+        overlaps = self.config.overlap_optimizer and resources.has_streams
         others = self._threads, self._workers, resources.has_lanes, overlaps, self.collectives.world_size == 1
         return make_kernel(optimizer, resources.pool, prefer_fused, *others)
 
@@ -231,7 +230,7 @@ class PatrickStarEngine:
                 streams=resources.streams,
                 collectives=collectives,
                 emit=self._emit,
-                policy=MovePolicy.of(config, collectives.world_size, decisions.prefetch_depth, resources.has_streams),
+                policy=MovePolicy.of(config, collectives.world_size, decisions.prefetch_depth),
                 placement=self._rules,
                 fills_margin=self._fills_margin(),
                 spilled=decisions.homes.spilled,
@@ -283,8 +282,6 @@ class PatrickStarEngine:
                 self._decisions,
             )
             self._recovery = Recovery(self.manager, self.device, self.model.buffers, self._emit)
-            if self.config.overlap_optimizer == "backward":
-                self.hooks.on_gradient = update_in_backward(self.manager, self.optimizers)
             self.hooks.attach()
             of_copy = self._decisions.precision.casting(torch.device("cpu"))
             resources, reuses = self.resources, self.config.reuse_plan
@@ -503,7 +500,6 @@ class PatrickStarEngine:
         self.weights.check_closed()
         for chunk in self.manager.chunks:
             chunk.wait_for_update()
-        is_half_updated = self.manager.gradients.forget_unused("the engine is detached")
         if self.model.__dict__.get("patrickstar_engine") is self:  # else construction failed
             self.manager.sharing.enter("detaches the engine")
         self._attached = False
@@ -518,8 +514,6 @@ class PatrickStarEngine:
         for part in (self.model, *roots_of(self.model)):
             for name in ("patrickstar_engine", "backward"):
                 part.__dict__.pop(name, None)
-        if is_half_updated:
-            logger.error("patrickstar: %s", is_half_updated)
 
     def _give_back_values(self) -> None:
         for tensor in self.manager.tensors:

@@ -110,7 +110,6 @@ class Checkpoints:
         Raises:
             CheckpointError: If the index cannot be written, or a state cannot be saved without pickling it.
         """
-        self._manager.gradients.check_unused("a checkpoint is written")
         if not self.state.is_empty and self._is_sharded:
             with_index = self._collectives.rank in checkpoint.makers
             checkpoint.write = self.state.save_in_background(checkpoint.path, with_index=with_index)
@@ -151,7 +150,6 @@ class Checkpoints:
         Raises:
             CheckpointError: If a file cannot be written.
         """
-        self._manager.gradients.check_unused("a checkpoint is written")
         if self._is_sharded and not self.state.is_empty:
             self.state.save(directory, with_index=is_maker)
         self._complete_state(directory, paths, is_maker=is_maker)

@@ -237,7 +237,6 @@ class AdamKernel(Kernel):
 
     def own_state(self, tensor: ManagedTensor) -> dict[str, Any]:
         """See ``Kernel``. The state is ``step`` and ``state_places``."""
-        self.on_use(tensor)
         places = self.state_places(tensor)  # an update that fails changes the number before this returns
         step = self._steps.get(tensor.spec.index)
         if step is None:
@@ -253,7 +252,6 @@ class AdamKernel(Kernel):
 
     def load_own_state(self, tensor: ManagedTensor, state: dict[str, Any]) -> None:
         """See ``Kernel``."""
-        self.on_use(tensor)
         if state:
             self._steps[tensor.spec.index] = int(state["step"])
             return

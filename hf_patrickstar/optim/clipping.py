@@ -39,12 +39,9 @@ def total_norm(manager: ChunkManager, items: Iterable[ManagedTensor | torch.Tens
                 norms.append(norm if inverse_scale is None else norm / inverse_scale.to(norm.device))
                 others[num_shared + len(others)] = norms[-1]
             continue
-        if not (item.is_owned and item.chunk.spec.index in gradients.used_ahead):
-            gradients.check_complete(item)
-            if not gradients.has(item):
-                continue
-        elif norm_type != 2.0 or item.gradient_norm is None:
-            gradients.check_unused("a norm of gradients is asked for")
+        gradients.check_complete(item)
+        if not gradients.has(item):
+            continue
         place = num_shared + (item.chunk.rank if item.is_split else 0)
         num_shared += len(item.parts) if item.is_split else 1  # its norm follows from the norms of its parts
         found = _norm_of(manager, item, norm_type)
@@ -82,7 +79,6 @@ def clip_by_norm(
     total = total_norm(manager, items, norm_type)
     if float(max_norm) == float("inf"):
         return total
-    manager.gradients.check_unused("gradients are clipped")
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     gradients = manager.gradients
     chosen = {item.spec.index for item in items if isinstance(item, ManagedTensor)}
@@ -109,7 +105,6 @@ def clip_by_value(manager: ChunkManager, items: Iterable[ManagedTensor | torch.T
         items: As for ``total_norm``.
         limit: The bound.
     """
-    manager.gradients.check_unused("gradients are clipped")
     if manager.gradients.coefficient is not None:
         manager.phases.apply_factor()
     manager.gradient_mirrors.sync()

@@ -25,7 +25,6 @@ class Kernel(abc.ABC):
         pool: It gives the scratch space.
 
     Attributes:
-        on_use: It is told of every parameter whose state is read or written, other than by an update.
         find: It finds a parameter in chunks, by identity.
     """
 
@@ -53,7 +52,6 @@ class Kernel(abc.ABC):
     def __init__(self, optimizer: torch.optim.Optimizer, pool: PayloadPool) -> None:
         self._optimizer = optimizer
         self._pool = pool
-        self.on_use: Callable[[ManagedTensor], None] = _ignore
         self.find: Callable[[torch.Tensor], ManagedTensor | None] = _ignore
         self._scratch: dict[Tier, torch.Tensor] = {}
 

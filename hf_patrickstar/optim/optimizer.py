@@ -18,14 +18,12 @@ from hf_patrickstar.optim.live_states import peek, without_states
 from hf_patrickstar.optim.state import (
     HOOK_NAMES,
     SAVED_MASTER,
-    GroupsBefore,
     Outdated,
     StateView,
     call_hooks,
     check_keys,
     check_shapes,
     entries_of,
-    has_hooks,
     load_entries,
     load_states_outside,
     pack_state,
@@ -59,8 +57,6 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         group_numbers: The param group of each parameter that it updates in a chunk, by tensor index.
-        was_left_alone: Whether nothing was done to gradients, or around them, before the last step.
-        groups_ahead: What updates in backward took for the param groups; see [Note: updates in backward].
     """
 
     _step_supports_amp_scaling = False
@@ -85,8 +81,6 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self._num_steps = 0
         self._collected: dict[int, dict[str, Any]] | None = None
         self._outdated = Outdated(kernel.list_names)
-        self.was_left_alone = False
-        self.groups_ahead: GroupsBefore | None = None
         # Copies of the groups, since torch's constructor replaces their lists, to which some optimizers (LBFGS) refer.
         super().__init__([{**group, "params": [*group["params"]]} for group in optimizer.param_groups], {})
         self.kernel = kernel  # not earlier: torch's constructor assigns an empty state
@@ -215,7 +209,6 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
             closure = None
-        self._manager.gradients.awaits_step = False
         self.follow_groups()
         if self._follow_model():
             self.follow_groups()
@@ -223,10 +216,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         manager.phases.settle_failures()
         manager.parameters.release_held_outside_forward()
         manager.writes.sync()
-        self._check_ahead()
         for tensor in self._tensors:
-            if tensor.chunk.spec.index in manager.gradients.used_ahead:
-                continue
             manager.writes.take_over(tensor)
             if closure is None:  # a closure computes new gradients
                 manager.gradients.check_complete(tensor)
@@ -246,14 +236,6 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self.kernel.end_step()
         return loss
 
-    def _check_ahead(self) -> None:
-        """Checks that updates in backward were those of this step, and learns whether the next may be made there."""
-        gradients = self._manager.gradients
-        before, self.groups_ahead = self.groups_ahead, None
-        if gradients.has_factor or not (before is None or before.are(self.param_groups)):
-            gradients.check_unused("settings of the optimizer have changed, or gradients are scaled")
-        self.was_left_alone = not (gradients.has_factor or gradients.was_touched or has_hooks(self))
-
     def _update(self, chunks: Sequence[Chunk], factor: torch.Tensor | None) -> None:
         phases, gradients = self._manager.phases, self._manager.gradients
         factors: dict[torch.device, torch.Tensor] = {}  # one copy per tier, not one per chunk
@@ -264,12 +246,9 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         for batch in in_batches(chunks, self.kernel.batch_numel):
             for chunk in batch:
                 phases.before_update(chunk)
-                if chunk.spec.index in gradients.used_ahead:
-                    phases.chunk_updated(chunk, self.group_numbers, keeps=keeps)  # settles what other processes own
-            batch = [chunk for chunk in batch if chunk.spec.index not in gradients.used_ahead]
-            if batch and self.kernel.runs_beside and batch[0].home is Tier.DEVICE:
+            if self.kernel.runs_beside and batch[0].home is Tier.DEVICE:
                 later.append(batch)  # the host computes the others beside, while it launches the kernels of these
-            elif batch:
+            else:
                 self._update_batch(batch, factor, factors, keeps=keeps)
         for batch in later:
             self._update_batch(batch, factor, factors, keeps=keeps)
@@ -319,7 +298,6 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     @in_turn
     def skip_step(self) -> None:
         """Drops a step: gradients that overflowed are discarded, parameters keep their values."""
-        self._manager.gradients.check_unused("the step is skipped")
         self.follow_groups()
         self._manager.discard_gradients(self._tensors if self._is_beside_others else None)
         for parameter in self._others:
@@ -392,7 +370,6 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             if parameter.grad is not None:
                 parameter.grad.mul_(inverse_scale.to(parameter.grad.device))
         manager = self._manager
-        manager.gradients.check_unused("gradients are unscaled")
         self.follow_groups()
         manager.gradient_mirrors.sync()
         if not (self._is_beside_others or len(manager.gradient_mirrors) > 0):

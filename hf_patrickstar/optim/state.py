@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from typing import Any
 
 import torch
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from hf_patrickstar.memory.operators import unseen
-from hf_patrickstar.optim.kernel import Kernel, place_state, settings_of
+from hf_patrickstar.optim.kernel import Kernel, place_state
 from hf_patrickstar.optim.live_states import peek
 from hf_patrickstar.runtime.chunk import MASTER, ManagedTensor
 from hf_patrickstar.runtime.manager import ChunkManager
@@ -24,11 +23,6 @@ SAVED_MASTER = "patrickstar_master"
 """The name of the fp32 master in a ``state_dict``: an optimizer may keep something of its own under ``master``."""
 _NO_PARAMETER = -1
 """The position in the groups of what an optimizer keeps under keys that are no parameters."""
-
-
-def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether something is called before a step of an optimizer, with whatever it reads or changes."""
-    return bool(getattr(optimizer, "_optimizer_step_pre_hooks", None) or _global_optimizer_pre_hooks)
 
 
 class StateView(MutableMapping[Any, Any]):
@@ -303,39 +297,6 @@ def call_hooks(hooks: Mapping[int, Any], optimizer: torch.optim.Optimizer, *stat
         replaced = hook(optimizer, *found)
         found = (replaced,) if found and replaced is not None else found
     return found[0] if found else None
-
-
-class GroupsBefore:
-    """Remembers which parameters param groups had, and with which settings.
-
-    Args:
-        groups: The groups.
-    """
-
-    def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        self._members = _members_of(groups)
-        self._settings = [settings_of(group) for group in groups]
-
-    def are(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether groups have the same parameters and settings as these had."""
-        settings = [settings_of(group) for group in groups]
-        return _members_of(groups) == self._members and _are_same(settings, self._settings)
-
-
-def _members_of(groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    return [[id(parameter) for parameter in group["params"]] for group in groups]
-
-
-def _are_same(value: Any, other: Any) -> bool:
-    """Whether settings are equal; numbers may be tensors."""
-    if isinstance(value, dict):
-        return value.keys() == other.keys() and all(_are_same(value[key], other[key]) for key in value)
-    if isinstance(value, (list, tuple)):
-        is_alike = type(value) is type(other) and len(value) == len(other)
-        return is_alike and all(map(_are_same, value, other))
-    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(value, other)
-    return bool(value == other)
 
 
 def pack_state(

@@ -291,7 +291,6 @@ class TorchKernel(Kernel):
         """Somebody gets the state of a parameter, and may keep it: it is never changed beside the program again."""
         tensor = self.find(parameter) if isinstance(parameter, torch.Tensor) else None
         if tensor is not None:
-            self.on_use(tensor)
             tensor.chunk.wait_for_update()
             self._looked_into.add(tensor.spec.index)
 
@@ -397,13 +396,11 @@ class TorchKernel(Kernel):
 
     def own_state(self, tensor: ManagedTensor) -> dict[str, Any]:
         """See ``Kernel``."""
-        self.on_use(tensor)
         tensor.chunk.wait_for_update()
         return dict(peek(self._optimizer, tensor.parameter) or {})
 
     def load_own_state(self, tensor: ManagedTensor, state: dict[str, Any]) -> None:
         """See ``Kernel``."""
-        self.on_use(tensor)
         if state:
             device = tensor.chunk.lists[MASTER].device
             group = self._optimizer.param_groups[0]

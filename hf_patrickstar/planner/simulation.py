@@ -30,13 +30,12 @@ from hf_patrickstar.planner.imagined import resources_of, settings_for
 from hf_patrickstar.report.survey import NON_MODEL, Survey, SurveyedChunk
 from hf_patrickstar.runtime import gradient_ring
 from hf_patrickstar.runtime.chunk import GRADIENTS, STAGING
-from hf_patrickstar.schedule.ahead import plan_ahead
 from hf_patrickstar.schedule.bounds import ADAM_NBYTES
 from hf_patrickstar.schedule.clock import Timeline
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.op_trace import LookedUp, OpTrace
 from hf_patrickstar.schedule.placement import Lookups, plan_lookups
-from hf_patrickstar.schedule.plan import NOTHING_AHEAD, Ahead, Plan, chunkable_nbytes, repeated_plans
+from hf_patrickstar.schedule.plan import Plan, chunkable_nbytes, repeated_plans
 from hf_patrickstar.schedule.prospect import Prospect
 from hf_patrickstar.schedule.replay import replay
 from hf_patrickstar.schedule.script import Entry, HostWork, Load, Reduce, Send
@@ -133,7 +132,7 @@ class Simulation:
     def _loaded(self) -> Iterator[Load]:
         """The copies to the device."""
         moments = (actions for plan in self.plans for actions in plan.moments)
-        return (self.loads[index] for actions in moments for index in (*actions.load, *actions.carry))
+        return (self.loads[index] for actions in moments for index in actions.load)
 
     @property
     def moved_nbytes(self) -> tuple[int, int]:
@@ -250,7 +249,7 @@ class _Simulator:
 
     def _kernel_of(self, optimizer: torch.optim.Optimizer) -> Kernel:
         resources, is_alone = self._resources, self._trained.world_size == 1
-        overlaps = bool(self._config.overlap_optimizer) and resources.has_streams
+        overlaps = self._config.overlap_optimizer and resources.has_streams
         return make_kernel(optimizer, resources.pool, False, None, None, resources.has_lanes, overlaps, is_alone)
 
     def run(self) -> Simulation:
@@ -303,8 +302,8 @@ class _Simulator:
             traces = traces_of(ops, self._places, self._rules(frozenset()))
         return ops, traces, lookups, [reason]
 
-    def _rules(self, homed: frozenset[int], ahead: Ahead = NOTHING_AHEAD) -> StepRules:
-        kernel, overlaps = self._kernel, bool(self._config.overlap_optimizer)
+    def _rules(self, homed: frozenset[int]) -> StepRules:
+        kernel, overlaps = self._kernel, self._config.overlap_optimizer
         chunks = self._layout.chunks
         return StepRules(
             self._num_micro_batches,
@@ -319,7 +318,6 @@ class _Simulator:
                 if spec.is_updated
             },
             overlaps and self._resources.has_lanes and kernel.runs_beside,
-            frozenset(ahead.updated),
         )
 
     def _own_numel(self, chunk_index: int) -> int:
@@ -343,9 +341,9 @@ class _Simulator:
     ) -> Simulation:
         trained, tensors, layout = self._trained, self._decisions.tensors, self._layout
         (traces,) = steps_of(known.traces.values(), self._num_micro_batches)
-        rules = self._plan_rules(prospect, homed, traces[-1])
+        rules = self._plan_rules(prospect, homed)
         plans = rules.plans(traces, prospect.device_nbytes)
-        told = self._rules(homed, plans[-1].ahead)
+        told = self._rules(homed)
         script = whole_step(ops, self._places, told, [made.kind for made in traces])
         loads = tuple(
             Load(size.param_nbytes, (trained.world_size - 1) * size.param_nbytes, size.chunk_index in homed)
@@ -373,7 +371,7 @@ class _Simulator:
             rules=rules,
         )
 
-    def _plan_rules(self, prospect: Prospect, homed: frozenset[int], last: Trace) -> PlanRules:
+    def _plan_rules(self, prospect: Prospect, homed: frozenset[int]) -> PlanRules:
         alone = self._trained.world_size == 1
         asked: dict[str, Any] = {
             "policy": self._config.eviction,
@@ -382,13 +380,7 @@ class _Simulator:
             "prefetch_depth": self._depth,
             "reshard_after_forward": self._config.reshard_after_forward and not alone,
         }
-        rules = PlanRules(sum(self._fixed(homed, Tier.DEVICE).values()), self._resources.ledger.chunk_budget, asked)
-        in_backward = self._config.overlap_optimizer == "backward" and self._resources.has_streams
-        if in_backward and self._trained.max_norm is None:
-            works = [dataclasses.replace(w, is_static=i in homed) for i, w in enumerate(prospect.works)]
-            capacities, depth = rules.capacities(last, prospect.device_nbytes), self._depth if alone else 0
-            asked["ahead"] = plan_ahead(last, capacities, works, self._resources.machine, depth)
-        return rules
+        return PlanRules(sum(self._fixed(homed, Tier.DEVICE).values()), self._resources.ledger.chunk_budget, asked)
 
     @property
     def _depth(self) -> int:

@@ -125,7 +125,7 @@ class Tide:
             copies=tuple(kinds[moment][0] for moment in fullest),
             gradients=tuple(kinds[moment][1] for moment in fullest),
             others=tuple(kinds[moment][2] for moment in fullest),
-            loads=_sums([len(actions.load) + len(actions.carry) for actions in moments], stride),
+            loads=_sums([len(actions.load) for actions in moments], stride),
             evictions=_sums([len(actions.evict) for actions in moments], stride),
         )
 

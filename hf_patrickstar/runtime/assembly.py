@@ -121,7 +121,7 @@ def assemble(given: Foundation) -> ChunkManager:
     in_use = ChunksInUse(copies, tracer, values)
     services = Services(chunks, pool, meter, given.collectives, order, copies, reclaim, tracer, in_use, given.policy)
     executor = Executor(services, gradients, gradient_mirrors, buckets, emit)
-    steps = Steps(services, executor, placement, given.num_micro_batches)
+    steps = Steps(services, executor, given.num_micro_batches)
     data = Data(originals, values, mirrors, gradient_mirrors, watch, gradients, writes, buckets)
     turns = Turns()
     parameters = Parameters(chunks, steps, gradients, writes, turns)

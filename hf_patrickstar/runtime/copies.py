@@ -9,7 +9,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from hf_patrickstar.errors import BudgetError, DeviceMemoryError, EngineError
+from hf_patrickstar.errors import BudgetError, DeviceMemoryError
 from hf_patrickstar.events import ChunkEvicted, ChunkInvalidated, ChunkLoaded, ChunkRehomed, Listener
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import Streams
@@ -46,7 +46,6 @@ class Copies:
         self._emit = emit
         self._watch = watch
         self._by_storage: dict[int, Chunk] = {}  # chunks that can be computed with, in the order in which they came
-        self._stale: set[int] = set()  # chunks whose copies are from before the last change of their homes
         self.find = self._by_storage.get
         self.moves = False
         self.note_chunks()
@@ -180,46 +179,6 @@ class Copies:
             self._drop(chunk)
             self._emit(ChunkInvalidated(chunk.spec.index, chunk.copy_nbytes))
 
-    def outdate(self, chunk: Chunk) -> None:
-        """Notes that the home of a chunk changes while somebody may still look into its copy.
-
-        Args:
-            chunk: The chunk; its copy, if it has one, is not to be computed with any more.
-        """
-        if chunk in self:
-            self._stale.add(chunk.spec.index)
-
-    def drop_stale(self) -> None:
-        """Drops the copies that ``outdate`` noted and that are still there: the promised step was never called."""
-        for chunk in [self._chunks[index] for index in self._stale]:
-            if not chunk.is_in_use:
-                self.invalidate(chunk)
-
-    def is_stale(self, chunk: Chunk) -> bool:
-        """Whether the copy of a chunk is from before the last change of its home; see ``outdate``."""
-        return chunk.spec.index in self._stale
-
-    def drop_if_stale(self, chunk: Chunk, who: str) -> None:
-        """Drops a copy that ``outdate`` noted, because somebody is about to compute with the chunk.
-
-        Args:
-            chunk: The chunk.
-            who: Who asks, for errors.
-
-        Raises:
-            EngineError: If something still computes with the copy, or looks into it.
-        """
-        index = chunk.spec.index
-        if index not in self._stale:
-            return
-        if chunk.is_in_use:
-            raise EngineError(
-                f"{who} needs chunk {index} ('{chunk.tensors[0].spec.name}'), which backward has updated while "
-                "something still computes with its values of before (overlap_optimizer='backward'); call "
-                "optimizer.step() before the next forward or backward, or set overlap_optimizer=true"
-            )
-        self.invalidate(chunk)
-
     def forget(self, chunk: Chunk) -> None:
         """Drops what a chunk is computed with, because the chunk is about to go."""
         if chunk in self:
@@ -300,7 +259,6 @@ class Copies:
         aliased = chunk.is_aliased
         payload, key = chunk.clear_compute()
         del self._by_storage[key]
-        self._stale.discard(chunk.spec.index)
         self._pool.release(Tier.DEVICE, payload, "param", keep=not aliased)
 
 

@@ -8,9 +8,7 @@ import torch
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.dist.order import Collective, Order, Subject
-from hf_patrickstar.errors import DeviceMemoryError
 from hf_patrickstar.events import ChunkVisited, Listener
-from hf_patrickstar.memory.accelerator import is_device_full
 from hf_patrickstar.memory.meters import Meter
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
@@ -38,7 +36,6 @@ class MovePolicy:
         evict_all: Evict all that can be evicted at every access and poison it (debugging).
         has_plans: Whether steps follow plans.
         overlaps_updates: Whether the optimizer updates chunks of the host beside the next forward.
-        updates_ahead: Whether it may update some of them in backward.
     """
 
     chooser: Chooser
@@ -47,19 +44,15 @@ class MovePolicy:
     evict_all: bool
     has_plans: bool
     overlaps_updates: bool
-    updates_ahead: bool = False
 
     @classmethod
-    def of(
-        cls, config: PatrickStarConfig, world_size: int, prefetch_depth: int, has_streams: bool = False
-    ) -> "MovePolicy":
+    def of(cls, config: PatrickStarConfig, world_size: int, prefetch_depth: int) -> "MovePolicy":
         """The policy of so many processes; several have no plan while all is evicted, since a plan loads nothing twice.
 
         Args:
             config: What the user wants.
             world_size: How many processes there are.
             prefetch_depth: See ``MovePolicy``.
-            has_streams: Whether copies run in streams of a device, beside updates of the host.
         """
         is_alone = world_size == 1
         return cls(
@@ -68,8 +61,7 @@ class MovePolicy:
             reshard_after_forward=config.reshard_after_forward and not is_alone,
             evict_all=config.debug_evict_all,
             has_plans=is_alone or not config.debug_evict_all,
-            overlaps_updates=bool(config.overlap_optimizer),
-            updates_ahead=config.overlap_optimizer == "backward" and has_streams,
+            overlaps_updates=config.overlap_optimizer,
         )
 
 
@@ -165,7 +157,7 @@ class Executor:
     @property
     def is_at_rest(self) -> bool:
         """Whether every chunk is computed with where it is at home, and nobody has to be told of visits."""
-        if self._copies.moves or self._gradients.used_ahead:
+        if self._copies.moves:
             return False
         step = self._tracer.step
         return step is None or step.cursor is not None
@@ -179,12 +171,8 @@ class Executor:
 
         Raises:
             DeviceMemoryError: If it cannot be brought to the device.
-            EngineError: If it was updated in backward, and something still computes with its copy of before.
         """
         index, tracer = chunk.spec.index, self._tracer
-        if self._gradients.used_ahead:
-            self._gradients.check_unused(f"{who} uses chunk {index}", index)
-        self._copies.drop_if_stale(chunk, who)
         static = chunk.compute if not self._copies.moves else None
         if static is not None and (tracer.step is None or tracer.step.cursor is not None):
             return static  # everything is at home on the device: there is nothing to follow
@@ -246,25 +234,6 @@ class Executor:
                     self._load(chunk, who)
             elif other.compute is None and self._pool.room(Tier.DEVICE) >= other.copy_nbytes:
                 self._copies.load(other, ahead=True)
-        for index in actions.carry:
-            self._carry(self._chunks[index])
-
-    def _carry(self, chunk: Chunk) -> None:
-        """Brings a chunk back for the next step, if it was updated in this backward and there is room.
-
-        Where the device itself has less room than was counted, the chunk comes when the next step needs it: after an
-        update in backward the micro-batch could not be repeated.
-        """
-        if chunk.spec.index not in self._gradients.used_ahead:
-            return
-        if self._copies.is_stale(chunk) and not chunk.is_in_use:
-            self._copies.invalidate(chunk)
-        if chunk.compute is None and self._pool.room(Tier.DEVICE) >= chunk.copy_nbytes:
-            try:
-                self._copies.load(chunk, ahead=True)
-            except (MemoryError, RuntimeError) as error:
-                if not (isinstance(error, DeviceMemoryError) or is_device_full(error)):
-                    raise
 
     def _evict_if_unused(self, indices: Iterable[int]) -> None:
         for index in indices:
@@ -369,8 +338,6 @@ class Executor:
     def _gather(self, index: int) -> None:
         """Takes part in a gather, whether or not this process needs it."""
         chunk, what = self._chunks[index], f"gathers group {index}"
-        if self._gradients.used_ahead:
-            self._gradients.check_unused(f"a process needs chunk {index}", index)
         self._gradients.bring_values_back(chunk)
         if chunk.compute is None:
             if self._pool.room(Tier.DEVICE) < chunk.copy_nbytes:
@@ -396,7 +363,7 @@ class Executor:
             if tensor.chunk.home is Tier.HOST:
                 tensor.crossing_nbytes += gradient.nbytes
             self._gradient_mirrors.sync_one(tensor)
-            self._gradients.arrive(tensor, gradient)
+            self._gradients.add(tensor, gradient)
             self._gradient_mirrors.drop(tensor)
 
     # Inside

@@ -55,14 +55,9 @@ class Gradients:
         coefficient: What all gradients are to be multiplied with (clipping), if that has not been done yet.
         inverse_scale: The same for the loss scale.
         is_watched: Whether somebody is known to look at them between the step and ``zero_grad``.
-        was_touched: Whether somebody has read or replaced one since the last step, or used a parameter in between.
-        awaits_step: Whether the last gradients of a step have begun to come, and the step has not begun.
-        used_ahead: Chunks that were updated in backward, before the step was called for.
         records_norms: Whether norms are computed as gradients arrive: somebody has asked for one.
         completes_step: Whether the micro-batch that runs is the last one of its step.
         adders: Numbers of the optimizers whose kernels have ``adds_last_gradient``; see [Note: the last gradient].
-        arrived: Parameters whose gradients, or averages over processes, came home in this backward, until the updates
-            in backward take them over.
     """
 
     def __init__(
@@ -97,10 +92,6 @@ class Gradients:
         self._is_after_step = False  # whether a step has left the gradients that there are
         self._was_read_late = False
         self.is_watched = False
-        self.was_touched = False
-        self.awaits_step = False
-        self.used_ahead: set[int] = set()
-        self.arrived: list[ManagedTensor] = []
 
     # Finding them
 
@@ -161,12 +152,7 @@ class Gradients:
         elif tensor.is_needed_at_home and tensor.gradient is _NONE and not self.accumulate:
             tensor.deferred_gradient = gradient
         else:
-            self.arrive(tensor, gradient)
-
-    def arrive(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
-        """Adds what a backward has computed, and notes that it is there; see ``add``."""
-        self.add(tensor, gradient)
-        self.arrived.append(tensor)
+            self.add(tensor, gradient)
 
     def add(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
         """Adds a gradient to what is there; an attempt that fails before it is there has not counted it.
@@ -174,8 +160,6 @@ class Gradients:
         A gradient that torch would add to one that a step has consumed is dropped: the sum is not known any more.
         """
         self._is_after_step = False
-        if self.used_ahead:
-            self.check_unused(f"another gradient of '{tensor.spec.name}' comes", tensor.chunk.spec.index)
         if tensor.gradient is _CONSUMED:
             tensor.gradient = _NONE if self._keeps is False else _INCOMPLETE
         if tensor.gradient is _INCOMPLETE:
@@ -209,7 +193,6 @@ class Gradients:
             own: The values, in the shape that ``ManagedTensor.view`` gives; not changed.
         """
         with self.lock:
-            self._note_replaced(tensor)
             tensor.gradient_norm = None
             if not tensor.is_owned:
                 tensor.gradient = GradientPlace.REMOTE
@@ -242,64 +225,6 @@ class Gradients:
             raise EngineError(
                 consumed(tensor, "zero_grad was not called since: torch would have added the next one to it")
             )
-
-    def check_unused(self, what: str, chunk_index: int | None = None) -> None:
-        """Refuses what may not happen between updates in backward and the step.
-
-        Args:
-            what: What happens, as a clause.
-            chunk_index: The chunk that it happens to; by default any.
-
-        Raises:
-            EngineError: If a chunk was updated in backward.
-        """
-        if not self.used_ahead or (chunk_index is not None and chunk_index not in self.used_ahead):
-            return
-        said = self.forget_unused(what)
-        raise EngineError(said)
-
-    def forget_unused(self, what: str) -> str:
-        """Forgets the updates in backward, because no step will come that they belong to; see ``check_unused``.
-
-        Returns:
-            What is wrong now, or nothing if no chunk was updated in backward.
-        """
-        num = len(self.used_ahead)
-        if not num:
-            return ""
-        name = self._chunks[min(self.used_ahead)].tensors[0].spec.name
-        self.used_ahead.clear()
-        chunks = f"1 chunk (that of '{name}') was" if num == 1 else f"{num} chunks (that of '{name}' is one) were"
-        return (
-            f"{what}, but {chunks} updated in the backward of this step and optimizer.step() has not been called: "
-            "overlap_optimizer='backward' promises that nothing happens in between. Parameters of these chunks have "
-            "the values of after the step and the others those of before; load the last checkpoint, and set "
-            "overlap_optimizer=true"
-        )
-
-    def note_computation(self, what: str) -> None:
-        """Learns that the model computes, with values of before the next step.
-
-        Args:
-            what: What begins, for errors.
-
-        Raises:
-            EngineError: If chunks were updated in backward for that step.
-        """
-        if self.used_ahead:
-            self.check_unused(what)
-        self.was_touched |= self.awaits_step
-        self.arrived.clear()
-
-    def note_use(self, tensor: ManagedTensor) -> None:
-        """Learns that the value of a parameter, or what the optimizer keeps of it, is used, and not by a module.
-
-        Raises:
-            EngineError: If the parameter was updated in backward.
-        """
-        if self.used_ahead:
-            self.check_unused(f"parameter '{tensor.spec.name}', or its state, is used", tensor.chunk.spec.index)
-        self.was_touched |= self.awaits_step
 
     def place_deferred(self, tensor: ManagedTensor) -> None:
         """Finds a place for a deferred gradient; if there is no room the gradient stays deferred."""
@@ -367,14 +292,9 @@ class Gradients:
     def note_step(self) -> None:
         """Learns that the gradients that there are were used by a step."""
         self._is_after_step = True
-        self.was_touched = self.awaits_step = False
-        for tensor in (tensor for index in self.used_ahead for tensor in self._chunks[index].tensors):
-            tensor.gradient_norm = None
-        self.used_ahead.clear()
 
     def note_read(self) -> None:
         """Learns that somebody reads a gradient."""
-        self.was_touched = True
         self._was_read_late |= self._is_after_step
 
     def try_to_keep(self, chunks: Iterable[Chunk]) -> bool:
@@ -412,7 +332,6 @@ class Gradients:
             to_zero: Whether a gradient that was there, also before the last step, is zero from now on.
         """
         with self.lock:
-            self._note_replaced(tensor)
             was_there = self.has(tensor) or tensor.gradient is not _NONE
             if tensor.gradient in OVER_VALUE:
                 self._values.restore(tensor)
@@ -457,12 +376,6 @@ class Gradients:
             tensor.kept, tensor.gradient = handed_out, _KEPT
         else:
             tensor.gradient = _CONSUMED
-
-    def _note_replaced(self, tensor: ManagedTensor) -> None:
-        """Learns that somebody replaces or drops a gradient; after a step everybody does, by ``zero_grad``."""
-        if self.used_ahead:
-            self.check_unused("a gradient is replaced or dropped", tensor.chunk.spec.index)
-        self.was_touched |= not self._is_after_step
 
     # Places
 

@@ -54,9 +54,6 @@ class ModelHooks:
         follow_model: Called before an outermost forward, with whether it is a training forward.
         device: The compute device.
         casting: The types that forwards compute in.
-
-    Attributes:
-        on_gradient: Called when a gradient has been stored.
     """
 
     def __init__(
@@ -89,7 +86,6 @@ class ModelHooks:
         self._services = LiveServices(manager, weights, self._frames, self._autograd)
         self._live_model = LiveModel(model, self._services)
         self._is_attached = False
-        self.on_gradient: Callable[[], None] = _do_nothing
 
     # Attach and detach
 
@@ -429,11 +425,6 @@ class ModelHooks:
             gradient: The gradient of one backward.
         """
         self._phases.gradient_ready(tensor, gradient)
-        self.on_gradient()
-
-
-def _do_nothing() -> None:
-    """Nobody updates chunks in backward."""
 
 
 def computed_by(module: torch.nn.Module) -> list[torch.nn.Module]:

@@ -237,7 +237,7 @@ class LiveTensor:
             return own
         with manager.gradients.lock:
             if tensor.gradient in (GradientPlace.CONSUMED, GradientPlace.INCOMPLETE):
-                return ConsumedGradient.make(tensor, manager.gradients)
+                return ConsumedGradient.make(tensor)
             if not manager.gradients.has(tensor):
                 return None
             manager.phases.apply_factor()
@@ -284,13 +284,12 @@ class ConsumedGradient(torch.Tensor):
     """Stands where a gradient was before the optimizer's step consumed it: there, but not to be read."""
 
     _tensor: ManagedTensor
-    _gradients: Gradients
 
     @staticmethod
-    def make(tensor: ManagedTensor, gradients: Gradients) -> "ConsumedGradient":
+    def make(tensor: ManagedTensor) -> "ConsumedGradient":
         """The one of a parameter."""
         gradient = torch.Tensor._make_subclass(ConsumedGradient, tensor.placeholder)
-        gradient._tensor, gradient._gradients = tensor, gradients
+        gradient._tensor = tensor
         return gradient
 
     @classmethod
@@ -300,13 +299,11 @@ class ConsumedGradient(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         found = own if own is not None else next(a for a in args if isinstance(a, cls))
-        what, chunk = f"'{getattr(func, '__name__', func)}' was called on", found._tensor.chunk.spec.index
-        found._gradients.check_unused(f"{what} the gradient of '{found._tensor.spec.name}'", chunk)
         if own is not None and func is torch.Tensor.zero_:
             with unseen():
                 Gradients.make_zero(own._tensor)
             return own
-        raise EngineError(consumed(found._tensor, f"{what} it"))
+        raise EngineError(consumed(found._tensor, f"'{getattr(func, '__name__', func)}' was called on it"))
 
 
 class _InsideAccess(Access):
@@ -385,7 +382,6 @@ class _GraphAccess(Access):
         self._manager.phases.turns.take("code that computes with a parameter")
         try:
             _HasLeftError.check(tensor)
-            self._manager.gradients.note_use(tensor)
             self._manager.parameters.acquire(tensor, "code outside of every forward that computes with a parameter")
         except BaseException:
             self._manager.phases.turns.give_up()

@@ -126,8 +126,6 @@ class ChunkManager:
 
     def zero_gradients(self, parameters: Iterable[torch.Tensor], *, set_to_none: bool) -> None:
         """What ``zero_grad`` means for parameters, in chunks or not; see [Note: gradients after the step]."""
-        if self.gradients.used_ahead:
-            self.gradients.check_unused("gradients are zeroed")
         found = [(parameter, self.find(parameter)) for parameter in parameters]
         tensors = {tensor.spec.index: tensor for _, tensor in found if tensor is not None}
         self.discard_gradients(tensors.values(), to_zero=not set_to_none)
@@ -151,8 +149,6 @@ class ChunkManager:
             self.parameters.release_held_outside_forward()
             self.steps.stop_idle_meter()
             chosen = None if tensors is None else list(tensors)
-            if chosen is None and self.gradients.used_ahead:
-                self.gradients.used_ahead.clear()
             if chosen is not None and self.gradients.has_factor:
                 dropped = {tensor.spec.index for tensor in chosen}
                 if any(self.gradients.has(tensor) for tensor in self.tensors if tensor.spec.index not in dropped):

@@ -100,7 +100,6 @@ class Phases:
             Exception: See ``settle_failures``.
         """
         self.settle_failures()
-        self._gradients.note_computation("a forward begins")
         is_evaluation = stage is Stage.EVALUATION
         if is_evaluation:
             self._parameters.release_held_outside_forward()
@@ -215,8 +214,6 @@ class Phases:
     def backward_begin(self) -> None:
         """A backward begins; called from within, by what it needs or finishes first."""
         self.turns.take_backward()
-        if not self._executor.in_backward:
-            self._gradients.note_computation("a backward begins")
         self._executor.in_backward = True
         self._writes.sync()
         self.apply_factor()  # what this backward adds is not clipped, or unscaled, with what is there
@@ -317,8 +314,7 @@ class Phases:
         with self._lock:
             with self._ledger.one_reading():
                 for chunk in chunks:
-                    if chunk.spec.index not in self._gradients.used_ahead or self._copies.is_stale(chunk):
-                        self._copies.invalidate(chunk)
+                    self._copies.invalidate(chunk)
             self._steps.begin_update([chunk.spec.index for chunk in chunks], optimizer_index)
 
     @phase

@@ -11,13 +11,11 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.copies import Copies
 from hf_patrickstar.runtime.tracer import Tracer
-from hf_patrickstar.schedule.ahead import plan_ahead
 from hf_patrickstar.schedule.margin import StepCost
 from hf_patrickstar.schedule.placement import ChunkBytes, Limits, Lookups, plan_lookups
-from hf_patrickstar.schedule.plan import Ahead
 from hf_patrickstar.schedule.prospect import PlacementRules, Prospect, left_device
 from hf_patrickstar.schedule.sketch import ChunkWork
-from hf_patrickstar.schedule.trace import Shapes, Trace
+from hf_patrickstar.schedule.trace import Shapes
 
 logger = logging.getLogger(__name__)
 
@@ -266,20 +264,6 @@ class Placement:
             self._ledger.chunk_budget,
             rules,
         )
-
-    def ahead(self, trace: Trace, capacities: Sequence[int], prefetch_depth: int) -> Ahead:
-        """What a step does in backward for the next one, by the rates of the machine.
-
-        Several processes carry nothing over: a gather sends parts that all of them have updated, and when each has
-        done so differs.
-
-        Args:
-            trace: The visits of the micro-batch.
-            capacities: Bytes for moving chunks at each of them.
-            prefetch_depth: How many chunks are loaded ahead.
-        """
-        works = self._works(self._at_home_on_device())
-        return plan_ahead(trace, capacities, works, self._rules.machine, 0 if self._has_groups else prefetch_depth)
 
     def _works(self, at_home: frozenset[int]) -> list[ChunkWork]:
         """What a step does with each chunk if these are at home on the device."""

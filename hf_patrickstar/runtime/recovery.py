@@ -104,8 +104,6 @@ class Recovery:
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
-                if self._manager.gradients.used_ahead:
-                    self._manager.gradients.check_unused(f"{self._device} is out of memory ({error})")
                 cause = self._describe(error)
                 in_pieces = is_fragmented(error, self._device)
                 # The frames of the failed attempt hold its activations.

@@ -16,10 +16,9 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import GRADIENTS, Chunk
 from hf_patrickstar.runtime.durations import Durations
 from hf_patrickstar.runtime.executor import Executor, Services
-from hf_patrickstar.runtime.placement import Placement
 from hf_patrickstar.runtime.ranges import named
 from hf_patrickstar.runtime.tracer import Step
-from hf_patrickstar.schedule.plan import NOTHING_AHEAD, Ahead, Plan, chunkable_nbytes, make_plan
+from hf_patrickstar.schedule.plan import Plan, chunkable_nbytes, make_plan
 from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace
 
 logger = logging.getLogger(__name__)
@@ -112,7 +111,6 @@ class Steps:
     Args:
         services: What it works with.
         executor: Executes plans.
-        placement: Knows what is worth being done in backward for the next step.
         num_micro_batches: How many make a step of the optimizer.
     """
 
@@ -120,7 +118,6 @@ class Steps:
         self,
         services: Services,
         executor: Executor,
-        placement: Placement,
         num_micro_batches: int,
     ) -> None:
         self.executor = executor
@@ -137,7 +134,6 @@ class Steps:
         self._pool = services.pool
         self._meter = services.meter
         self.policy = services.policy
-        self._placement = placement
         self._prefetch_depth = 0 if self.policy.evict_all else self.policy.prefetch_depth
         self._plans: dict[str, tuple[Trace, _Situation, Plan | None]] = {}
         self.foresight: Foresight | None = None
@@ -216,7 +212,6 @@ class Steps:
         return agreed.shapes, agreed.room
 
     def _agree(self, title: str, shapes: Shapes, version: int) -> Beginning:
-        self._copies.drop_stale()
         room = self._room()
         agreed = self.order.begin(title, shapes, self.tracer.fingerprint, room, version)
         if not agreed.is_traced:
@@ -372,12 +367,6 @@ class Steps:
             tuple(chunk.spec.index for chunk in resident),
         )
 
-    def _ahead(self, trace: Trace, capacities: Sequence[int]) -> Ahead:
-        """What a step that begins now does in backward for the next one."""
-        if not (self.policy.updates_ahead and trace.kind.is_last):
-            return NOTHING_AHEAD
-        return self._placement.ahead(trace, capacities, self._prefetch_depth)
-
     def _plan(self, trace: Trace, dropped_after: frozenset[int], room: Room) -> Plan | None:
         """The plan of a step that begins now; the last one of its kind if everything is as it was then."""
         static = frozenset(chunk.spec.index for chunk in self._chunks if chunk.is_static)
@@ -397,7 +386,6 @@ class Steps:
                         static=static,
                         prefetch_depth=self._prefetch_depth,
                         reshard_after_forward=self.policy.reshard_after_forward,
-                        ahead=self._ahead(trace, capacities),
                     )
                 logger.debug(
                     "patrickstar: plan of '%s': %d loads, %d evictions", trace.key, plan.num_loads, plan.num_evictions

@@ -32,14 +32,12 @@ class Values:
         streams: How bytes cross.
         lock: Held while values or gradients change their places.
         version: Counts changes of values.
-        on_use: Told of every parameter whose value is read or written here, and so not by a module that computes.
         num_looks: How often a value was handed out that may be a chunk's own memory.
     """
 
     def __init__(self, sharing: Sharing, streams: Streams, originals: Originals, emit: Listener) -> None:
         self.version = 0
         self.num_looks = 0
-        self.on_use: Callable[[ManagedTensor], None] = _ignore
         self.sharing = sharing
         self.originals = originals
         self.device = streams.device
@@ -56,7 +54,6 @@ class Values:
             tensor: The parameter.
             dtype: Type to read it in.
         """
-        self.on_use(tensor)
         if not tensor.is_owned:
             return Held(tensor, None, dtype)
         if self.originals.has(tensor, dtype):
@@ -65,7 +62,6 @@ class Values:
 
     def own_part(self, tensor: ManagedTensor, dtype: torch.dtype) -> torch.Tensor:
         """What this rank has of a parameter's value, in a type; in place where that is possible."""
-        self.on_use(tensor)
         self.num_looks += 1
         chunk = tensor.chunk
         chunk.wait()
@@ -92,7 +88,6 @@ class Values:
 
         With several processes all must call it, for the same parameter.
         """
-        self.on_use(tensor)
         self.num_looks += 1
         chunk = tensor.chunk
         dtype = chunk.dtype
@@ -133,7 +128,6 @@ class Values:
             voids_graphs: Whether a backward that needs the old value is refused from now on, as torch refuses it after
                 a change in place; changes through ``.data`` go unnoticed there, and so here.
         """
-        self.on_use(tensor)
         with self.lock, as_it_is(), torch.no_grad():
             chunk = tensor.chunk
             chunk.wait()
@@ -189,10 +183,6 @@ class Values:
             fill(tensor.view(chunk.lists.get(MASTER, chunk.param)).view(-1))
             if chunk.has_list(MASTER):
                 tensor.round_master()
-
-
-def _ignore(tensor: ManagedTensor) -> None:
-    """Nobody has to know."""
 
 
 def _write_master(master: torch.Tensor, value: torch.Tensor) -> None:

@@ -4,10 +4,7 @@
 The first pass lets the policy decide which chunk leaves, at the moment when room is needed; this fixes how many bytes
 move. The second pass moves loads to earlier moments, each with the evictions that make room for it, as long as every
 moment in between has room and uses none of the evicted chunks. Then copies run while earlier chunks compute, and no
-more bytes move than before. The third pass adds the copies of chunks for the next step, which
-``schedule/ahead.py`` has chosen, where the room is needed by nothing else until the next step comes to them. A copy
-comes after the update of its chunk, and loads behind it wait for it in their lane; so it is started as many moments
-after the last visit as chunks are loaded ahead, when the update is done.
+more bytes move than before.
 """
 
 import dataclasses
@@ -27,35 +24,16 @@ class Actions:
         evict: Chunks that leave, first.
         load: Chunks whose copies are started, in this order; one that is not the visited one is a prefetch.
         reduce: Groups whose gradients are reduced, in this order, after the visited chunk has been computed with.
-        carry: Chunks that were updated in this backward, and whose copies for the next step are started, in this order.
     """
 
     evict: tuple[int, ...] = ()
     load: tuple[int, ...] = ()
     reduce: tuple[int, ...] = ()
-    carry: tuple[int, ...] = ()
 
     @property
     def moves(self) -> bool:
         """Whether any copy comes or goes."""
-        return bool(self.evict or self.load or self.carry)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Ahead:
-    """What a step does in backward for the next one.
-
-    Attributes:
-        updated: Chunks that the host updates while backward runs: first those that backward visits, in the order in
-            which it is done with them.
-        carried: Those of them whose new values come to the device before the step ends, in the same order.
-    """
-
-    updated: tuple[int, ...] = ()
-    carried: tuple[int, ...] = ()
-
-
-NOTHING_AHEAD = Ahead()
+        return bool(self.evict or self.load)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,18 +44,16 @@ class Plan:
         moments: One entry per visit of the trace.
         resident: Chunks on the device after the step, with the moment of their last visit.
         chunk_nbytes: Bytes of moving chunks on the device after the actions of each moment.
-        ahead: What is done in backward for the next step; of the chunks to carry, those for which there is room.
     """
 
     moments: tuple[Actions, ...]
     resident: Mapping[int, int]
     chunk_nbytes: tuple[int, ...]
-    ahead: Ahead = NOTHING_AHEAD
 
     @property
     def num_loads(self) -> int:
         """Copies host -> device."""
-        return sum(len(actions.load) + len(actions.carry) for actions in self.moments)
+        return sum(len(actions.load) for actions in self.moments)
 
     @property
     def num_evictions(self) -> int:
@@ -101,24 +77,6 @@ def chunkable_nbytes(
     return tuple(nbytes - visit.gradient_nbytes for nbytes, visit in zip(chunks, trace.visits, strict=True))
 
 
-def spare_nbytes(trace: Trace, capacities: Sequence[int], static: frozenset[int], depth: int) -> list[int]:
-    """The bytes at each moment that neither the chunks in use nor those that are loaded ahead take.
-
-    Args:
-        trace: The visits of a step.
-        capacities: Bytes for moving chunks at each moment.
-        static: Chunks that never move.
-        depth: How many chunks are loaded ahead.
-    """
-    sizes = trace.chunk_nbytes
-    spare = []
-    for moment, visit in enumerate(trace.visits):
-        coming = {other.chunk_index for other in trace.visits[moment : moment + depth + 1]}
-        working = coming.union(visit.pinned) - static
-        spare.append(capacities[moment] - sum(sizes[index] for index in working))
-    return spare
-
-
 def make_plan(
     trace: Trace,
     capacities: Sequence[int],
@@ -129,7 +87,6 @@ def make_plan(
     static: frozenset[int] = frozenset(),
     prefetch_depth: int = 0,
     reshard_after_forward: bool = False,
-    ahead: Ahead = NOTHING_AHEAD,
 ) -> Plan:
     """Plans a step; see [Note: planning in passes].
 
@@ -144,28 +101,20 @@ def make_plan(
         prefetch_depth: The most loads that may be started before the chunk of the first of them is visited.
         reshard_after_forward: Chunks leave after their last visit in forward, as soon as they are not in use, whether
             or not there is room.
-        ahead: What is done in backward for the next step; see [Note: chunks for the next step].
 
     Raises:
         BudgetError: If the chunks in use at one moment do not fit; it names the moment.
     """
     draft = _Draft(trace, capacities, resident, static)
     leaving = _leaving(trace) if reshard_after_forward else {}
-    if ahead.carried:
-        _leave_when_void(trace, dropped_after, leaving)
     draft.load_on_demand(chooser, dropped_after, leaving)
     if prefetch_depth:
         draft.load_ahead(prefetch_depth)
-    if ahead.carried:
-        draft.carry_over(ahead.carried, prefetch_depth)
     moments = tuple(
-        Actions((*leave, *evict), tuple(load), visit.reduced, tuple(carry))
-        for leave, evict, load, visit, carry in zip(
-            draft.leave, draft.evict, draft.load, trace.visits, draft.carry, strict=True
-        )
+        Actions((*leave, *evict), tuple(load), visit.reduced)
+        for leave, evict, load, visit in zip(draft.leave, draft.evict, draft.load, trace.visits, strict=True)
     )
-    carried = tuple(index for actions in moments for index in actions.carry)
-    return Plan(moments, draft.resident, tuple(draft.used), Ahead(ahead.updated, carried))
+    return Plan(moments, draft.resident, tuple(draft.used))
 
 
 def repeated_plans(
@@ -177,7 +126,6 @@ def repeated_plans(
     static: frozenset[int] = frozenset(),
     prefetch_depth: int = 0,
     reshard_after_forward: bool = False,
-    ahead: Ahead = NOTHING_AHEAD,
     repetitions: int = 3,
 ) -> list[Plan]:
     """The plans of a step's micro-batches when the step was repeated, from an empty device.
@@ -190,7 +138,6 @@ def repeated_plans(
         static: As for ``make_plan``.
         prefetch_depth: As for ``make_plan``.
         reshard_after_forward: As for ``make_plan``.
-        ahead: As for ``make_plan``, of the last micro-batch.
         repetitions: How often, at most: a step that begins with what it leaves repeats itself. The plans of the last
             repetition are returned.
 
@@ -219,20 +166,11 @@ def repeated_plans(
                 static=static,
                 prefetch_depth=prefetch_depth,
                 reshard_after_forward=reshard_after_forward,
-                ahead=ahead if number == last else NOTHING_AHEAD,
             )
             plans.append(plan)
             by_age = sorted(plan.resident.items(), key=lambda item: item[1])
-            kept = plan.ahead.carried
-            resident = {index: moment for index, moment in by_age if index not in dropped or index in kept}
+            resident = {index: moment for index, moment in by_age if index not in dropped}
     return plans
-
-
-def _leave_when_void(trace: Trace, dropped_after: frozenset[int], leaving: dict[int, list[int]]) -> None:
-    """Adds the chunks that the optimizer changes, at the moment after their last visit."""
-    for index, moment in {visit.chunk_index: moment for moment, visit in enumerate(trace.visits)}.items():
-        if index in dropped_after:
-            leaving.setdefault(moment + 1, []).append(index)
 
 
 def _leaving(trace: Trace) -> dict[int, list[int]]:
@@ -260,7 +198,6 @@ class _Draft:
         self.leave: list[list[int]] = [[] for _ in trace.visits]  # whether or not there is room
         self.evict: list[list[int]] = [[] for _ in trace.visits]
         self.load: list[list[int]] = [[] for _ in trace.visits]
-        self.carry: list[list[int]] = [[] for _ in trace.visits]
         self.used: list[int] = []
 
     def load_on_demand(
@@ -333,35 +270,6 @@ class _Draft:
                 break
             moment = before
         return moment
-
-    def carry_over(self, indices: Sequence[int], depth: int) -> None:
-        """The third pass: copies for the next step, until the first visit there."""
-        visits = self.trace.visits
-        first: dict[int, int] = {}
-        last: dict[int, int] = {}
-        left: dict[int, int] = {}
-        for moment, visit in enumerate(visits):
-            first.setdefault(visit.chunk_index, moment)
-            last[visit.chunk_index] = moment
-            left.update(dict.fromkeys((*self.leave[moment], *self.evict[moment]), moment))
-        spare = spare_nbytes(self.trace, self.capacities, self.static, depth)  # in the next step
-        issued = 0
-        for index in indices:
-            size = self.trace.chunk_nbytes[index]
-            begin = max(issued, last[index] + depth + 1, left.get(index, 0))
-            if begin >= len(visits) or index in self.resident:
-                continue
-            full = [m for m in range(begin, len(visits)) if self.used[m] + size > self.capacities[m]]
-            begin = full[-1] + 1 if full else begin
-            if begin >= len(visits) or any(nbytes < size for nbytes in spare[: first[index]]):
-                continue
-            for moment in range(begin, len(visits)):
-                self.used[moment] += size
-            for moment in range(first[index]):
-                spare[moment] -= size
-            self.carry[begin].append(index)
-            self.resident[index] = last[index]
-            issued = begin
 
     def _move(self, demand: int, moment: int) -> None:
         """Moves the load of a moment, with the evictions that make room for it, to an earlier one."""

@@ -251,8 +251,6 @@ class _Replay:
                 self._clock.follow(Lane.COMPUTE, end)
             else:
                 self._arrivals[index] = end
-        for index in actions.carry:
-            self._arrivals[index] = self._send(index, self._loads[index].nbytes, to_device=True)
         self._moment += 1
         if visited in self._arrivals:
             self._clock.wait(self._works.get(visited, Mark()), WAITS_FOR_ARRIVAL)

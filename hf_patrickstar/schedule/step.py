@@ -99,7 +99,6 @@ class StepRules:
         device_homed: Chunks that are at home on the device.
         updates: What it takes to update each chunk on the host, by index; nothing else is updated.
         overlaps_update: Whether the host's thread updates chunks, beside what comes next.
-        ahead: Chunks that are updated in backward, as soon as their gradients have arrived.
     """
 
     num_micro_batches: int = 1
@@ -110,7 +109,6 @@ class StepRules:
     device_homed: frozenset[int] = frozenset()
     updates: Mapping[int, HostWork] = dataclasses.field(default_factory=dict)
     overlaps_update: bool = True
-    ahead: frozenset[int] = frozenset()
 
 
 class MicroBatch(NamedTuple):
@@ -177,10 +175,6 @@ class _Telling:
         self._leaving_nbytes = self._buffers_peak = 0  # of the buffer whose averages are on their way home
         self._under_way: tuple[int, int] | None = None  # the group that is reduced, and the number of the reduction
         self._reduced: list[int] = []
-        # Updates in backward
-        self._last_sent: dict[int, int] = {}  # the last gradient of each chunk on its way home
-        ahead = sorted(rules.ahead) if kind.is_last else ()
-        self._missing = {chunk: self._trained_in(chunk) for chunk in ahead}  # gradients that have not arrived
 
     def tell(self, notes: Iterable[Note]) -> MicroBatch:
         for note in notes:
@@ -294,27 +288,6 @@ class _Telling:
 
     def _send_home(self, spec: TensorSpec, storage: int | None, nbytes: int) -> None:
         """Takes a gradient, or this process's average, to its home; ``storage`` has it if it is non-model data."""
-        self._store_at_home(spec, storage, nbytes)
-        chunk = self._chunk_of[spec.index]
-        if chunk in self._missing:
-            self._missing[chunk].discard(spec.index)
-            if not self._missing[chunk]:
-                self._update(chunk)
-
-    def _update(self, chunk: int) -> None:
-        """The host's thread updates a chunk whose gradients have all arrived."""
-        del self._missing[chunk]
-        last = self._last_sent.get(chunk)
-        next(self._numbers)
-        work = ThreadWork((self._rules.updates[chunk],), frozenset({chunk}), () if last is None else (last,))
-        self._script.append(work)
-
-    def _trained_in(self, chunk: int) -> set[int]:
-        """Parameters of a chunk that this process gets gradients of."""
-        found = self._chunks[chunk].tensor_indices
-        return {index for index in found if self._own_numel[index] and self._tensors[index].trainable}
-
-    def _store_at_home(self, spec: TensorSpec, storage: int | None, nbytes: int) -> None:
         chunk, dtype = self._chunk_of[spec.index], spec.types.param
         adds_last = spec.types.is_mixed and not self._rules.has_norms  # the update does; see [Note: the last gradient]
         is_over_value = not self._accumulates or (self._kind is StepKind.LAST and adds_last)
@@ -328,7 +301,6 @@ class _Telling:
             return
         number = next(self._numbers)
         self._script.append(Send(chunk, nbytes, False))
-        self._last_sent[chunk] = number
         if storage is not None:
             self._held[storage] += 1
             self._in_flight.append((storage, nbytes, number))
@@ -344,7 +316,7 @@ class _Telling:
         works = [work]
         if self._kind is StepKind.LAST and self._rules.has_norms:
             works.append(HostWork("norm", 0, numel * _SUM_ITEMSIZE))
-        self._last_sent[chunk] = next(self._numbers)
+        next(self._numbers)
         self._script.append(ThreadWork(tuple(works), frozenset(), (number,)))
 
     def _wait_for_copies(self) -> None:
@@ -415,8 +387,6 @@ class _Telling:
                 self._send_home(self._tensors[index], storage, nbytes)
                 self._release(storage)
         self._release_in_flight()
-        for chunk in list(self._missing):  # a parameter has got no gradient
-            self._update(chunk)
 
 
 def traces_of(ops: OpTrace, places: Places, rules: StepRules) -> list[Trace]:
@@ -468,7 +438,7 @@ def _update(ops: OpTrace, places: Places, rules: StepRules) -> Iterator[Entry]:
     order = dict.fromkeys(itertools.chain(visited, rules.updates))
     for index in order:
         work = rules.updates.get(index)
-        if work is None or index in rules.ahead:
+        if work is None:
             continue
         if index in rules.device_homed:
             yield Kernel(work.name, work.flops, work.nbytes, places.chunks[index].types.state)

@@ -37,7 +37,6 @@ GROUPS = {
 TYPES = {
     "bool": "`true` or `false`",
     "bool | Literal['auto']": '`true`, `false` or `"auto"`',
-    "bool | Literal['backward']": '`true`, `false` or `"backward"`',
     "int | str": 'a whole number, or `"auto"`',
     "str | Machine": "text",
     "tuple[str, ...] | str": 'a list of texts, or `"auto"`',

@@ -68,11 +68,10 @@ def train_with(rank, name, settings, steps=4):
     return num_beside
 
 
-@pytest.mark.parametrize("overlap", [True, "backward"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_bits_are_those_of_one_process(pair, name, overlap):
+def test_the_bits_are_those_of_one_process(pair, name):
     with pair.over("simulated:1"):
-        for num_beside in pair.run(train_with, name, {"overlap_optimizer": overlap}):
+        for num_beside in pair.run(train_with, name, {}):
             assert num_beside > 0
 
 

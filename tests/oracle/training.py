@@ -237,11 +237,9 @@ def _record(engine: PatrickStarEngine, training: Training, driver: VirtualDriver
 def _num_to_pass(engine: PatrickStarEngine) -> int:
     """Steps by plans before the one that counts.
 
-    If chunks are updated in backward, its update is the rest of those, and it begins with chunks that the one before
-    has carried over. The first update of an optimizer that makes its own states runs beside nothing.
+    The first update of an optimizer that makes its own states runs beside nothing.
     """
-    makes_states = any(optimizer.kernel.makes_states for optimizer in engine.optimizers)
-    return 2 if engine.config.overlap_optimizer == "backward" else int(makes_states)
+    return int(any(optimizer.kernel.makes_states for optimizer in engine.optimizers))
 
 
 def _update(engine: PatrickStarEngine, max_norm: float | None) -> None:

@@ -714,7 +714,6 @@ ELSEWHERE = {
     "memory/lanes.py": "measures what others wait for",
     "memory/driver.py": "waits for its own threads",
     "optim/adam_kernel.py": "waits for its workers",
-    "optim/ahead.py": "waits for a checkpoint that is written (tests/parity/test_updates_in_backward.py for the rest)",
     "optim/workers.py": "waits for its own threads",
     "payloads.py": "waits for workspace that is about to go (tests/parity/test_overlapped_updates.py) and for zeros",
     "planner/imagined.py": "limits what may be in flight on a machine that is not here",

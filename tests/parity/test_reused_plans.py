@@ -189,7 +189,7 @@ def test_what_is_not_wanted_is_not_followed():
     assert Run(GPT2, reuse_plan=False).recorded[0] > 0
 
 
-OTHERS = [{"num_micro_batches": 2}, {"chunk_numel": 30_000}, {"overlap_optimizer": "backward"}]
+OTHERS = [{"num_micro_batches": 2}, {"chunk_numel": 30_000}]
 
 
 @pytest.mark.parametrize("change", OTHERS)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.schedule.eviction import Chooser
-from hf_patrickstar.schedule.plan import NOTHING_AHEAD, Ahead, make_plan
+from hf_patrickstar.schedule.plan import make_plan
 from hf_patrickstar.schedule.trace import Trace, Visit
 
 NUM_CHUNKS = 6
@@ -26,7 +26,6 @@ class Case:
     resident: dict[int, int]
     dropped_after: frozenset[int]
     static: frozenset[int]
-    ahead: Ahead = NOTHING_AHEAD
 
     def plan(self, depth):
         return make_plan(
@@ -37,7 +36,6 @@ class Case:
             dropped_after=self.dropped_after,
             static=self.static,
             prefetch_depth=depth,
-            ahead=self.ahead,
         )
 
     def needs(self):
@@ -91,11 +89,6 @@ def replay(case, plan):
             assert index not in case.static, "loaded, but at home there"
             there.add(index)
             loads.append((index, moment))
-        for index in actions.carry:
-            assert index in case.ahead.carried
-            assert index not in there, "carried over, but the copy of before is there"
-            assert index not in {later.chunk_index for later in case.trace.visits[moment:]}, "before its update"
-            there.add(index)
         assert visit.chunk_index in there | case.static, "visited, but not there"
         assert there >= set(visit.pinned) - case.static, "in use, but not there"
         nbytes = sum(sizes[index] for index in there)
@@ -120,24 +113,6 @@ def test_a_plan_can_be_followed(case, depth):
     assert plan.num_evictions == len(case.resident) + len(loads) - len(plan.resident)
     last_visits = {visit.chunk_index: moment for moment, visit in enumerate(case.trace.visits)}
     assert plan.resident == {index: last_visits.get(index, case.resident.get(index)) for index in plan.resident}
-
-
-@fast
-@given(cases(), st.sampled_from(DEPTHS[1:]), st.permutations(range(NUM_CHUNKS)), st.integers(1, NUM_CHUNKS))
-def test_chunks_for_the_next_step_take_no_room_that_this_one_needs(case, depth, order, num):
-    """It loads no more than without them, and what is carried over is there at the end."""
-    visited = {visit.chunk_index for visit in case.trace.visits}
-    chosen = tuple(index for index in order[:num] if index in visited - case.static)
-    case.dropped_after = frozenset(range(NUM_CHUNKS))
-    expected = replay(case, dataclasses.replace(case, ahead=NOTHING_AHEAD).plan(0))
-    case.ahead = Ahead(chosen, chosen)
-    plan = case.plan(depth)
-    loads = replay(case, plan)
-    if case.policy == "belady":
-        assert len(loads) <= len(expected)
-    assert set(plan.ahead.carried) <= set(plan.resident)
-    assert plan.ahead.updated == chosen
-    assert plan.num_loads == len(loads) + len(plan.ahead.carried)
 
 
 @fast

@@ -115,6 +115,8 @@ def test_values_that_are_taken(name, given, kept):
         ("process_wait_s", True, "process_wait_s: expected a number of seconds"),
         ("debug_evict_all", 1, "debug_evict_all: expected true or false, got 1"),
         ("reshard_after_forward", "auto", "reshard_after_forward: expected true or false, got 'auto'"),
+        ("overlap_optimizer", "backward", "overlap_optimizer: 'backward' was removed; set true"),
+        ("overlap_optimizer", "auto", "overlap_optimizer: expected true or false, got 'auto'"),
         ("debug_evict_all", "auto", "debug_evict_all: expected true or false"),
     ],
 )

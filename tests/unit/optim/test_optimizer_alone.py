@@ -127,7 +127,6 @@ def test_what_happens_in_a_step_in_order(runs_beside):
 
     gradients = fake("check_complete", "make_ready", "move_to_list", has=False, take_factor=None, try_to_keep=True)
     gradients.has_factor, gradients.must_keep, gradients.lock = False, True, contextlib.nullcontext()
-    gradients.used_ahead, gradients.was_touched = set(), False
     phases = fake(
         "settle_failures",
         *("update_begin", "before_update", "leave_alone", "update", "chunk_updated", "update_end"),

@@ -54,7 +54,6 @@ class Fake:
         silent: Methods that return ``None``.
     """
 
-    used_ahead = frozenset()  # of gradients: nothing is updated in backward
     is_last_micro_batch = True  # of steps
 
     def __init__(self, log, *silent, **answers):
@@ -323,7 +322,7 @@ class Parts(Process):
 
     @functools.cached_property
     def steps(self):
-        return Steps(self.services, self.executor, self.placement, self.num_micro_batches)
+        return Steps(self.services, self.executor, self.num_micro_batches)
 
     @functools.cached_property
     def data(self):

@@ -1,14 +1,12 @@
 """Carrying out plans by hand, on chunks of 16 bytes: of one process, and on one of two what it tells the other."""
 
-from unittest import mock
-
 import pytest
 import torch
 from unit.runtime.data_parts import CPU, Ticket
 from unit.runtime.parts import Fake, NoForecast, Parts
 
 from hf_patrickstar.dist.order import Collective, Subject
-from hf_patrickstar.errors import DeviceMemoryError, EngineError
+from hf_patrickstar.errors import DeviceMemoryError
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.buckets import Average
 from hf_patrickstar.schedule.plan import Actions, Plan
@@ -23,7 +21,7 @@ def make(num_chunks=3, *, homes=None, device_nbytes=48, collectives=None, **sett
     fakes = {
         "placement": Fake([], leave_margin=False),
         "forecast": NoForecast(),
-        "gradients": Fake(told, "bring_values_back", "arrive", "check_unused"),
+        "gradients": Fake(told, "bring_values_back", "add"),
         "gradient_mirrors": Fake(told, "sync_one", "drop"),
         "buckets": Fake(told),
         "watch": Fake([], "collect"),
@@ -165,15 +163,12 @@ def test_what_is_at_home_on_the_device_is_visited_only_while_a_step_is_recorded(
     [
         ([Tier.DEVICE, Tier.DEVICE], "", True),
         ([Tier.DEVICE, Tier.HOST], "", False),
-        ([Tier.DEVICE, Tier.DEVICE], "updated ahead", False),
         ([Tier.DEVICE, Tier.DEVICE], "recorded", False),
         ([Tier.DEVICE, Tier.DEVICE], "followed", True),
     ],
 )
 def test_nothing_is_to_be_done_for_a_visit_where_all_is_at_home_and_nobody_counts(homes, changes, is_at_rest):
     parts = make(homes=homes, device_nbytes=192)
-    if changes == "updated ahead":
-        parts.gradients.used_ahead = {0}
     if changes in ("recorded", "followed"):
         parts.tracer.begin("training")
         visit(parts, 0, 1)
@@ -393,7 +388,7 @@ def test_an_average_goes_home_after_what_was_written_to_its_mirror(home, crossin
     parts = make(homes=[home])
     tensor, gradient = parts.tensors[0], torch.ones(4, dtype=torch.bfloat16)
     parts.executor.take_home([Average(tensor, gradient)])
-    assert parts.told == [("sync_one", tensor), ("arrive", tensor, gradient), ("drop", tensor)]
+    assert parts.told == [("sync_one", tensor), ("add", tensor, gradient), ("drop", tensor)]
     assert tensor.crossing_nbytes == crossing
 
 
@@ -575,80 +570,4 @@ def test_averages_that_a_reduction_brings_go_home():
     parts = make_group(buckets=Fake([], reduce=lambda chunk: [Average(chunk.tensors[1], gradient)]))
     parts.executor.perform([Collective(REDUCE, 0)])
     tensor = parts.tensors[1]
-    assert parts.told == [("sync_one", tensor), ("arrive", tensor, gradient), ("drop", tensor)]
-
-
-# Chunks for the next step
-
-
-def test_only_chunks_that_were_updated_come_back_for_the_next_step():
-    """Chunk 0 was updated, and its copy of before is dropped; of chunk 2 the update is left to the step."""
-    parts = make()
-    follow(parts, [0, 1], [Actions(load=(0,)), Actions(load=(1,), carry=(0, 2))])
-    visit(parts, 0)
-    parts.copies.outdate(parts.chunks[0])
-    parts.gradients.used_ahead = {0}
-    assert parts.copies.is_stale(parts.chunks[0])
-    visit(parts, 1)
-    assert [chunk.spec.index for chunk in parts.copies] == [1, 0]
-    assert not parts.copies.is_stale(parts.chunks[0])
-
-
-def test_what_is_stale_is_dropped_when_the_promised_step_did_not_come():
-    parts = make()
-    for index in (0, 1):
-        parts.copies.load(parts.chunks[index], ahead=False)
-    for index in (1, 2):
-        parts.copies.outdate(parts.chunks[index])
-    assert not parts.copies.is_stale(parts.chunks[2]), "it has no copy"
-    parts.copies.drop_stale()
-    assert [chunk.spec.index for chunk in parts.copies] == [0]
-
-
-@pytest.mark.parametrize("looks", [False, True], ids=["nobody", "somebody"])
-def test_nobody_is_given_a_copy_of_before_an_update(looks):
-    """It comes anew from home, unless something still looks into the copy of before: that is an error."""
-    parts = make()
-    chunk = parts.chunks[0]
-    visit(parts, 0)
-    seen = chunk.compute.view(-1) if looks else None
-    chunk.payloads["param"].fill_(7)
-    parts.copies.outdate(chunk)
-    if looks:
-        with pytest.raises(EngineError, match=r"needs chunk 0 .*overlap_optimizer='backward'"):
-            visit(parts, 0)
-        assert chunk.compute.data_ptr() == seen.data_ptr()
-    else:
-        visit(parts, 0)
-        assert (chunk.compute == 7).all()
-        assert not parts.copies.is_stale(chunk)
-
-
-@pytest.mark.parametrize("error", [DeviceMemoryError("no room"), torch.OutOfMemoryError("CUDA out of memory")])
-def test_a_chunk_that_the_device_has_no_room_for_comes_when_it_is_needed(error, monkeypatch):
-    parts = make()
-    follow(parts, [0, 1], [Actions(load=(0,)), Actions(load=(1,), carry=(0,))])
-    visit(parts, 0)
-    parts.copies.invalidate(parts.chunks[0])
-    parts.gradients.used_ahead = {0}
-    real = parts.copies.load
-
-    def load(chunk, *, ahead):
-        if ahead:
-            raise error
-        real(chunk, ahead=ahead)
-
-    monkeypatch.setattr(parts.copies, "load", load)
-    visit(parts, 1)
-    assert [chunk.spec.index for chunk in parts.copies] == [1]
-
-
-def test_another_error_of_a_copy_is_raised(monkeypatch):
-    parts = make()
-    follow(parts, [0, 1], [Actions(load=(0,)), Actions(load=(1,), carry=(0,))])
-    visit(parts, 0)
-    parts.copies.invalidate(parts.chunks[0])
-    parts.gradients.used_ahead = {0}
-    monkeypatch.setattr(parts.copies, "load", mock.Mock(side_effect=RuntimeError("an illegal memory access")))
-    with pytest.raises(RuntimeError, match="illegal"):
-        visit(parts, 1)
+    assert parts.told == [("sync_one", tensor), ("add", tensor, gradient), ("drop", tensor)]

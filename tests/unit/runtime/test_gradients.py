@@ -157,22 +157,6 @@ def test_whoever_asks_for_a_gradient_that_waits_gets_it():
     assert values_at(tensor) == [[0.0, 1.0]] * 2
 
 
-def test_what_has_arrived_is_of_this_backward_and_does_not_wait():
-    process, gradients, first = make(accumulate=True)
-    second = process.tensors[1]
-    gradients.place(first, narrow(5, 6))
-    gradients.place(second, narrow(5, 6))
-    assert gradients.arrived == [first, second]
-    gradients.note_computation("a forward begins")
-    assert gradients.arrived == [], "those of an earlier micro-batch complete no chunk"
-    gradients.put(first, narrow(7, 8))
-    assert gradients.arrived == [], "a program has given this one"
-    first.is_looked_up = True
-    gradients.place(first, narrow(1, 1))
-    assert first.deferred_gradient is not None
-    assert gradients.arrived == []
-
-
 def test_where_gradients_accumulate_none_waits():
     _, gradients, tensor = make(accumulate=True)
     tensor.num_saved = 1

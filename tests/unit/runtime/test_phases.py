@@ -51,7 +51,7 @@ def make(*, step=None, factor=None, num_micro_batches=2, homes=(Tier.HOST,), ove
     steps.executor, steps.num_updates = executor, 0
     gradients = fake(
         "gradients",
-        *("place", "multiply", "finish_update", "note_step", "place_deferred", "note_remote", "note_computation"),
+        *("place", "multiply", "finish_update", "note_step", "place_deferred", "note_remote"),
         has=True,
     )
     gradients.lock = contextlib.nullcontext()
@@ -118,7 +118,6 @@ def test_a_forward_of_training_begins_a_step():
     parts, phases = make()
     phases.before_forward(FORWARD, "encoder", SHAPES, "present")
     assert told(parts) == [
-        ("gradients.note_computation", "a forward begins"),
         ("writes.sync",),
         ("steps.stop_idle_meter",),
         ("steps.begin_step", "encoder", SHAPES, "present", 7, phases._make_ready),
@@ -196,7 +195,7 @@ def test_what_another_process_does_not_foresee_is_not_foreseen():
 def test_a_forward_of_training_goes_on_with_a_step_that_runs():
     parts, phases = make(step=Step())
     phases.before_forward(FORWARD, "", SHAPES, ())
-    assert told(parts) == [("gradients.note_computation", "a forward begins"), ("writes.sync",)]
+    assert told(parts) == [("writes.sync",)]
 
 
 @pytest.mark.parametrize("step", [None, Step()])
@@ -204,7 +203,6 @@ def test_an_evaluation_is_a_step_of_its_own_even_inside_of_another(step):
     parts, phases = make(step=step)
     phases.before_forward(EVALUATION, "", SHAPES, ())
     assert told(parts) == [
-        ("gradients.note_computation", "a forward begins"),
         ("parameters.release_held_outside_forward",),
         ("writes.sync",),
         ("steps.stop_idle_meter",),
@@ -323,18 +321,18 @@ def test_operands_that_are_in_no_chunk_are_kept_and_come_back_as_they_are():
 def test_a_backward_begins_with_what_users_wrote():
     parts, phases = make()
     phases.backward_begin()
-    begun = [("turns.take_backward",), ("gradients.note_computation", "a backward begins"), ("writes.sync",)]
+    begun = [("turns.take_backward",), ("writes.sync",)]
     assert told(parts) == begun
     assert parts.executor.in_backward
     phases.backward_begin()
-    assert told(parts) == [begun[0], begun[2]], "one inside of it, as of checkpointing, is not another"
+    assert told(parts) == begun, "one inside of it, as of checkpointing, is not another"
 
 
 def test_what_is_there_before_a_backward_is_multiplied_first():
     factor = torch.tensor(0.5)
     parts, phases = make(factor=factor)
     phases.backward_begin()
-    assert told(parts)[3:] == [
+    assert told(parts)[2:] == [
         ("gradients.multiply", "t0", factor),
         ("gradient mirrors.refresh", "t0"),
         ("gradients.multiply", "t1", factor),

@@ -37,7 +37,7 @@ class Manager:
             return lambda: log.append(event)
 
         self.ledger = Ledger({Tier.DEVICE: 1000, Tier.HOST: 1000})
-        self.gradients = types.SimpleNamespace(used_ahead=frozenset(), attempts=Attempts(log))
+        self.gradients = types.SimpleNamespace(attempts=Attempts(log))
         self.phases = types.SimpleNamespace(unwind=note("unwind"), turns=Turns())
         self.steps = types.SimpleNamespace(abandon_step=note("forget step"))
         self.tracer = types.SimpleNamespace(distrust=note("discard trace"))
