@@ -159,10 +159,7 @@ class PatrickStarEngine:
         return make_kernel(optimizer, resources.pool, prefer_fused, *others)
 
     def _make_optimizer(self, optimizer: torch.optim.Optimizer, kernel: Kernel, number: int) -> ChunkedOptimizer:
-        made = ChunkedOptimizer(optimizer, kernel, self.manager, self._emit, number, self.follow_model, self.optimizers)
-        if kernel.adds_last_gradient:
-            self.manager.gradients.adders.add(number)
-        return made
+        return ChunkedOptimizer(optimizer, kernel, self.manager, self._emit, number, self.follow_model, self.optimizers)
 
     def follow_model(self) -> bool:
         """Adapts the engine to changes of the model or the param groups, as every forward and step does anyway.
@@ -207,7 +204,6 @@ class PatrickStarEngine:
             if not any(chunk.tensors and chunk.spec.optimizer_index == number for chunk in self.manager.chunks):
                 self._kernels.pop()
                 self.optimizers.pop()
-                self.manager.gradients.adders.discard(number)
                 self.manager.has_new_groups = False
             raise
         self.manager.placement.allow_margin(self._fills_margin())

@@ -116,9 +116,8 @@ def is_plain_adam(optimizer: torch.optim.Optimizer) -> bool:
 class AdamKernel(Kernel):
     """This kernel runs Adam or AdamW over the lists ``master``, ``exp_avg`` and ``exp_avg_sq``, tile by tile.
 
-    It widens a tile's gradient to fp32 in scratch space, adds the sum of those before if that is apart, multiplies it
-    with the coefficient, calls torch's own Adam, and rounds the new master into ``param``, all while the tile is in the
-    cache. On the host each worker does so with
+    It widens a tile's gradient to fp32 in scratch space, multiplies it with the coefficient, calls torch's own Adam,
+    and rounds the new master into ``param``, all while the tile is in the cache. On the host each worker does so with
     its own tiles and its own part of the scratch space. torch's Adam has no method beside ``step`` that uses
     parameters, so ``lent`` does nothing.
 
@@ -134,7 +133,6 @@ class AdamKernel(Kernel):
     follows_homes = True
     splits_tensors = True
     updates_at_once = False
-    adds_last_gradient = True
 
     def __init__(
         self,
@@ -354,7 +352,7 @@ class AdamKernel(Kernel):
         would have to be written to memory, 4 bytes beside the 30 that the update moves for each parameter.
         """
         gradients, in_place, used = [], [], 0
-        narrow, widened, earlier, later = ([] for _ in range(4))
+        narrow, widened = [], []
         scales_apart = coefficient is not None and not keeps and segments[0].chunk.home is Tier.HOST
         for segment in segments:
             chunk, is_listed = segment.chunk, segment.place is GradientPlace.LIST
@@ -369,15 +367,10 @@ class AdamKernel(Kernel):
                 narrow.append(gradient)
                 widened.append(wide)
                 gradient = wide
-                if segment.place is GradientPlace.BOTH:
-                    earlier.append(segment.of(GRADIENT))
-                    later.append(wide)
             gradients.append(gradient)
             in_place.append(gradient)
         if widened:
             torch._foreach_copy_(widened, narrow)
-        if later:
-            torch._foreach_add_(later, earlier)
         if coefficient is not None and in_place:
             torch._foreach_mul_(in_place, coefficient)
         return gradients

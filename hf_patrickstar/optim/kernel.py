@@ -43,9 +43,6 @@ class Kernel(abc.ABC):
     makes_states: bool = False
     """Whether the first update of a parameter makes its state: it does not run beside the program."""
 
-    adds_last_gradient: bool = False
-    """Whether an update of a chunk at home on the host adds the last gradient to the sum of those before."""
-
     batch_numel: int
     """Small chunks are updated together if they have at most this many elements; 0 means one by one."""
 

@@ -27,7 +27,7 @@ from hf_patrickstar.memory.lanes import Ticket, WorkLane
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import Copy
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime.gradient_place import OVER_VALUE, GradientPlace
+from hf_patrickstar.runtime.gradient_place import GradientPlace
 from hf_patrickstar.runtime.live_parameter import (
     LiveMixin,
     acquired_type,
@@ -301,7 +301,7 @@ class ManagedTensor:
             return TensorState.FREE
         if self.users:
             return TensorState.COMPUTE
-        if self.gradient in OVER_VALUE:
+        if self.gradient is GradientPlace.PARAM:
             return TensorState.HOLD_AFTER_BWD
         return TensorState.HOLD_AFTER_FWD if self.num_saved else TensorState.HOLD
 

@@ -4,7 +4,7 @@ import torch
 
 from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.frames import Lookup
-from hf_patrickstar.runtime.gradient_place import OVER_VALUE
+from hf_patrickstar.runtime.gradient_place import GradientPlace
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.parameters import Parameters
 from hf_patrickstar.runtime.writes import Writes
@@ -31,7 +31,7 @@ class CpuEmbeddings:
                 self._parameters.check_usable(tensor)
                 self._writes.take_over(tensor)
             tensor.read_at = tensor.num_writes
-            if tensor.gradient in OVER_VALUE:
+            if tensor.gradient is GradientPlace.PARAM:
                 self._gradients.move_to_list(tensor)
             tensor.chunk.wait()
             tensor.is_looked_up = True

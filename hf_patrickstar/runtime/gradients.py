@@ -21,7 +21,7 @@ from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.attempts import Attempts
 from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, ManagedTensor
-from hf_patrickstar.runtime.gradient_place import IN_LIST, OVER_VALUE, GradientPlace
+from hf_patrickstar.runtime.gradient_place import GradientPlace
 from hf_patrickstar.runtime.gradient_ring import GradientRing, most_nbytes
 from hf_patrickstar.runtime.live_parameter import take_raw_grad
 from hf_patrickstar.runtime.reclaim import Reclaim
@@ -30,7 +30,6 @@ from hf_patrickstar.runtime.values import Values
 
 # A name of the module is found faster than a member of an enum.
 _NONE, _PARAM, _LIST, _ZERO = GradientPlace.NONE, GradientPlace.PARAM, GradientPlace.LIST, GradientPlace.ZERO
-_BOTH = GradientPlace.BOTH
 _KEPT, _CONSUMED, _INCOMPLETE = GradientPlace.KEPT, GradientPlace.CONSUMED, GradientPlace.INCOMPLETE
 _NOWHERE = frozenset({_NONE, _CONSUMED, _INCOMPLETE})
 
@@ -57,7 +56,6 @@ class Gradients:
         is_watched: Whether somebody is known to look at them between the step and ``zero_grad``.
         records_norms: Whether norms are computed as gradients arrive: somebody has asked for one.
         completes_step: Whether the micro-batch that runs is the last one of its step.
-        adders: Numbers of the optimizers whose kernels have ``adds_last_gradient``; see [Note: the last gradient].
     """
 
     def __init__(
@@ -74,7 +72,6 @@ class Gradients:
         self.accumulate = accumulate
         self.records_norms = False
         self.completes_step = True
-        self.adders: set[int] = set()
         self.attempts = Attempts()
         self.lock = values.lock
         self.coefficient: torch.Tensor | None = None
@@ -103,8 +100,6 @@ class Gradients:
         with self.lock:
             self.make_ready(tensor)
             tensor.chunk.wait()
-            if tensor.gradient is _BOTH:
-                self.move_to_list(tensor)
             if tensor.gradient is _PARAM:
                 return tensor.view(tensor.chunk.param)
             if tensor.gradient is _LIST:
@@ -127,8 +122,6 @@ class Gradients:
             self.place_deferred(tensor)
         if tensor.gradient is _ZERO and tensor.is_owned:
             self._write_zero(tensor)
-        elif tensor.gradient is _BOTH and not self._adds_last(tensor.chunk):
-            self.move_to_list(tensor)
         elif tensor.gradient is _KEPT:
             self.attempts.note_before(tensor.spec.index, _KEPT)
             kept, tensor.kept, tensor.gradient = tensor.kept, None, _NONE
@@ -169,15 +162,13 @@ class Gradients:
         before = tensor.gradient
         if before is _KEPT:
             self.make_ready(tensor)
-        if tensor.gradient in OVER_VALUE:
+        if tensor.gradient is _PARAM:
             self.move_to_list(tensor)
         has_master = tensor.chunk.has_list(MASTER)
-        if self._stays_apart(tensor):
-            self._write_over_parameter(tensor, gradient, _BOTH)
-        elif self.accumulate or tensor.gradient is _LIST or tensor.is_needed_at_home or not has_master:
+        if self.accumulate or tensor.gradient is _LIST or tensor.is_needed_at_home or not has_master:
             self._add_to_list(tensor, gradient)
         else:
-            self._write_over_parameter(tensor, gradient, _PARAM)
+            self._write_over_parameter(tensor, gradient)
         self.attempts.note_placed(tensor.spec.index, before)
 
     def note_remote(self, tensor: ManagedTensor) -> None:
@@ -235,16 +226,13 @@ class Gradients:
     def move_to_list(self, tensor: ManagedTensor) -> None:
         """Brings the value back to its place, keeping the gradient in the accumulation list; [Note: gradient reuse]."""
         with self.lock:
-            if tensor.gradient not in OVER_VALUE:
+            if tensor.gradient is not _PARAM:
                 return
             chunk = tensor.chunk
             chunk.wait()
             place, gradient = tensor.view(self._list(chunk)), tensor.view(chunk.param)
             with held_back():  # else a gradient may be added twice, or computed with as the value
-                if tensor.gradient is _BOTH:
-                    place.add_(gradient)
-                else:
-                    place.copy_(gradient)
+                place.copy_(gradient)
                 tensor.gradient = _LIST
                 tensor.gradient_norm = None
                 self._values.restore(tensor)
@@ -321,7 +309,7 @@ class Gradients:
         self._was_zeroed = True
         if not (self.must_keep or self.accumulate):
             for chunk in chunks:
-                if chunk.has_list(GRADIENT) and not any(t.gradient in IN_LIST for t in chunk.tensors):
+                if chunk.has_list(GRADIENT) and not any(t.gradient is _LIST for t in chunk.tensors):
                     self._pool.release(chunk.home, chunk.lists.pop(GRADIENT), GRADIENT, keep=False)
 
     def drop(self, tensor: ManagedTensor, *, to_zero: bool = False) -> None:
@@ -333,7 +321,7 @@ class Gradients:
         """
         with self.lock:
             was_there = self.has(tensor) or tensor.gradient is not _NONE
-            if tensor.gradient in OVER_VALUE:
+            if tensor.gradient is _PARAM:
                 self._values.restore(tensor)
             self.clear(tensor)
             if to_zero and was_there:
@@ -369,7 +357,7 @@ class Gradients:
             keeps: Whether it was left in the accumulation list.
         """
         tensor.gradient_norm = None  # of before it was multiplied
-        if keeps and tensor.gradient not in OVER_VALUE:
+        if keeps and tensor.gradient is not _PARAM:
             return
         self.clear(tensor)
         if handed_out is not None:
@@ -379,22 +367,7 @@ class Gradients:
 
     # Places
 
-    def _stays_apart(self, tensor: ManagedTensor) -> bool:
-        """Whether a gradient that comes is left to the update to add; see [Note: the last gradient]."""
-        return (
-            tensor.gradient is _LIST
-            and self.completes_step
-            and not self.records_norms
-            and self._adds_last(tensor.chunk)
-            and not tensor.is_needed_at_home
-            and not self.must_keep
-        )
-
-    def _adds_last(self, chunk: Chunk) -> bool:
-        """Whether the update of a chunk adds a last gradient: its kernel does, where it has scratch space for sums."""
-        return chunk.home is Tier.HOST and chunk.is_mixed and chunk.spec.optimizer_index in self.adders
-
-    def _write_over_parameter(self, tensor: ManagedTensor, gradient: torch.Tensor, place: GradientPlace) -> None:
+    def _write_over_parameter(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
         chunk = tensor.chunk
         tensor.gradient_norm = gradient_norm(gradient, chunk.state_dtype) if self.records_norms else None
         if chunk.home is Tier.DEVICE:
@@ -407,7 +380,7 @@ class Gradients:
             if not self._streams.copies_beside(gradient, home):
                 chunk.wait()  # the host writes to the home, which a copy may be reading
             chunk.note(self._streams.to_host(gradient, home, chunk.under_way))
-        tensor.gradient = place
+        tensor.gradient = _PARAM
         self._emit(GradientStored(chunk.spec.index, tensor.spec.index, tensor.take_crossing()))
 
     def _write_zero(self, tensor: ManagedTensor) -> None:

@@ -10,7 +10,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from hf_patrickstar.errors import DeviceMemoryError, EngineError
 from hf_patrickstar.runtime.chunk import MASTER, Chunk, ManagedTensor
-from hf_patrickstar.runtime.gradient_place import OVER_VALUE
+from hf_patrickstar.runtime.gradient_place import GradientPlace
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.guard import Guard
 from hf_patrickstar.runtime.live_parameter import acquired_type, requires_grad
@@ -203,7 +203,7 @@ class Parameters:
 
     def find_at_rest(self, tensor: ManagedTensor) -> torch.Tensor | None:
         """The payload to compute with where ``ensure_on_device`` has nothing to do but to find it, else ``None``."""
-        if tensor.gradient in OVER_VALUE or not self._executor.is_at_rest:
+        if tensor.gradient is GradientPlace.PARAM or not self._executor.is_at_rest:
             return None
         return tensor.chunk.compute
 
@@ -222,7 +222,7 @@ class Parameters:
             raise
 
     def _ensure_on_device(self, tensor: ManagedTensor, who: str) -> torch.Tensor:
-        if tensor.gradient in OVER_VALUE and not tensor.chunk.is_group:
+        if tensor.gradient is GradientPlace.PARAM and not tensor.chunk.is_group:
             self._gradients.move_to_list(tensor)
         return self._executor.ensure_on_device(tensor.chunk, who)
 

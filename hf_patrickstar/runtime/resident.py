@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
-from hf_patrickstar.runtime.gradient_place import OVER_VALUE
+from hf_patrickstar.runtime.gradient_place import GradientPlace
 from hf_patrickstar.runtime.live_parameter import (
     RAW,
     LiveMixin,
@@ -68,7 +68,7 @@ def acquire_idle(
                 or tensor.is_open
                 or tensor.is_materialized
                 or not tensor.is_bound
-                or tensor.gradient in OVER_VALUE
+                or tensor.gradient is GradientPlace.PARAM
                 or not isinstance(parameter, LiveMixin)
                 or storage_key(parameter) != tensor.placeholder_key
                 or (is_handed_out is not None and is_handed_out(tensor))

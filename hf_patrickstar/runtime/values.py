@@ -13,7 +13,7 @@ from hf_patrickstar.memory.operators import without_modes
 from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.runtime.bits import differs
 from hf_patrickstar.runtime.chunk import MASTER, ManagedTensor
-from hf_patrickstar.runtime.gradient_place import OVER_VALUE
+from hf_patrickstar.runtime.gradient_place import GradientPlace
 from hf_patrickstar.runtime.originals import Originals
 from hf_patrickstar.runtime.sharing import Held, Sharing
 
@@ -65,7 +65,7 @@ class Values:
         self.num_looks += 1
         chunk = tensor.chunk
         chunk.wait()
-        if dtype == chunk.dtype and tensor.gradient not in OVER_VALUE:
+        if dtype == chunk.dtype and tensor.gradient is not GradientPlace.PARAM:
             return tensor.view(chunk.param)
         if self.originals.has(tensor, dtype):
             return self.originals.read(tensor).view_as(tensor.view(chunk.param)).to(dtype)
@@ -96,7 +96,7 @@ class Values:
                 return self.read(tensor, dtype).to(self.device)
             is_there = chunk.home_device != self.device and chunk.arrival is None
             # A copy that was made after the gradient came has the gradient in this place.
-            if is_there and chunk.compute is not None and tensor.gradient not in OVER_VALUE:
+            if is_there and chunk.compute is not None and tensor.gradient is not GradientPlace.PARAM:
                 return tensor.view_copy(chunk.compute)
             # Whoever gets it may write to it, which a checkpoint that is being written must not see.
             return self.streams.on_device(self.own_part(tensor, dtype), copy=chunk.reader is not None)
@@ -137,7 +137,7 @@ class Values:
                 self.originals.note_write(tensor, own)
                 if chunk.has_list(MASTER):
                     _write_master(tensor.view(chunk.lists[MASTER]), own)
-                if tensor.gradient not in OVER_VALUE:
+                if tensor.gradient is not GradientPlace.PARAM:
                     _copy(tensor.view(chunk.param), own)
             self._follow(tensor, value)
             tensor.num_writes += voids_graphs
@@ -148,7 +148,7 @@ class Values:
         chunk = tensor.chunk
         if chunk.compute is None or chunk.is_static:
             return
-        if not chunk.is_group and tensor.gradient not in OVER_VALUE:
+        if not chunk.is_group and tensor.gradient is not GradientPlace.PARAM:
             self.refresh_copy(tensor)
         else:
             _copy(tensor.view_copy(chunk.compute), value)

@@ -9,7 +9,7 @@ import torch
 
 from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
 from hf_patrickstar.runtime.fingerprint import Fingerprint
-from hf_patrickstar.runtime.gradient_place import OVER_VALUE
+from hf_patrickstar.runtime.gradient_place import GradientPlace
 from hf_patrickstar.runtime.mirrors import ValueMirrors
 from hf_patrickstar.runtime.values import Values
 
@@ -67,7 +67,7 @@ class Watch:
 
     def _compare(self, tensor: ManagedTensor) -> None:
         compute = tensor.chunk.compute
-        if compute is not None and (tensor.gradient not in OVER_VALUE or tensor.chunk.is_group):
+        if compute is not None and (tensor.gradient is not GradientPlace.PARAM or tensor.chunk.is_group):
             self._take_over(tensor, compute)
         if not tensor.chunk.is_aliased:  # else it may still be written to
             self._watched.pop(tensor, None)

@@ -289,14 +289,12 @@ class _Telling:
     def _send_home(self, spec: TensorSpec, storage: int | None, nbytes: int) -> None:
         """Takes a gradient, or this process's average, to its home; ``storage`` has it if it is non-model data."""
         chunk, dtype = self._chunk_of[spec.index], spec.types.param
-        adds_last = spec.types.is_mixed and not self._rules.has_norms  # the update does; see [Note: the last gradient]
-        is_over_value = not self._accumulates or (self._kind is StepKind.LAST and adds_last)
         if self._rules.has_norms and not self._accumulates:
             self._script.append(Kernel("norm", 0, nbytes, dtype))
         numel = nbytes // spec.types.itemsize
         if chunk in self._rules.device_homed:
             reads = 0 if self._kind in (StepKind.TRAINING, StepKind.FIRST) else numel * _SUM_ITEMSIZE
-            width = spec.types.itemsize if is_over_value else _SUM_ITEMSIZE
+            width = _SUM_ITEMSIZE if self._accumulates else spec.types.itemsize
             self._script.append(Kernel("store a gradient", 0, nbytes + reads + numel * width, dtype))
             return
         number = next(self._numbers)
@@ -306,7 +304,7 @@ class _Telling:
             self._in_flight.append((storage, nbytes, number))
             self._in_flight_nbytes += nbytes
             self._wait_for_copies()
-        if not is_over_value:
+        if self._accumulates:
             self._add(chunk, numel, nbytes, number)
 
     def _add(self, chunk: int, numel: int, nbytes: int, number: int) -> None:

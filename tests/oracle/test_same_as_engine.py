@@ -164,9 +164,8 @@ def test_the_host_waits_for_updates_alone(max_norm):
     additions = [span.begin_ns for span in timeline.own_spans if span.what == "add gradients"]
     assert len(additions) > 10, "backward has begun when the first gradients are added"
     updates = [span for span in timeline.own_spans if span.what.startswith("update chunks")]
-    assert [wait.begin_ns + wait.duration_ns for wait in timeline.waits] == [
-        span.begin_ns + span.duration_ns for span in updates
-    ]
+    ends = {span.begin_ns + span.duration_ns for span in updates}
+    assert {wait.begin_ns + wait.duration_ns for wait in timeline.waits} <= ends
     assert updates[-1].begin_ns < min(additions), "a recorded step begins with its update"
 
 

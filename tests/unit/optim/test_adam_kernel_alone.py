@@ -418,40 +418,6 @@ def test_sums_and_16_bit_gradients_of_one_tile_are_multiplied_alike(keeps, num_w
         assert all(torch.equal(one[name], other[name]) for name in other)
 
 
-def give_in_two_parts(parts, is_apart):
-    """Gives every parameter the sum of two gradients; says whether the update has to add them."""
-    parts.gradients.note_zeroed(parts.chunks)
-    parts.gradients.accumulate = True
-    parts.gradients.completes_step = False
-    give(parts, **{f"t{number}": 256 for number in range(len(parts.tensors))})
-    parts.gradients.completes_step = True
-    parts.gradients.adders.update({0} if is_apart else ())
-    give(parts, **{f"t{number}": number + 1 for number in range(len(parts.tensors))})
-    place = GradientPlace.BOTH if is_apart else GradientPlace.LIST
-    assert {tensor.gradient for tensor in parts.tensors} == {place}
-
-
-@pytest.mark.parametrize("coefficient", [None, torch.tensor(0.3)])
-@pytest.mark.parametrize("keeps", [True, False])
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_the_update_adds_a_last_gradient_to_the_sum_of_those_before(num_workers, keeps, coefficient):
-    apart, added = make(*NUMELS, workers=HostWorkers(num_workers)), make(*NUMELS)
-    for parts in (apart, added):
-        torch.manual_seed(1)
-        randomize(parts)
-        give_in_two_parts(parts, is_apart=parts is apart)
-    for tensor in apart.tensors[::3]:
-        apart.gradients.move_to_list(tensor)
-    update(apart, None, coefficient, keeps=keeps)
-    update(added, None, coefficient)
-    assert all(map(torch.equal, masters(apart), masters(added)))
-    assert all(map(torch.equal, values(apart), values(added)))
-    for one, other in zip(apart.tensors, added.tensors, strict=True):
-        one, other = apart.kernel.own_state(one), added.kernel.own_state(other)
-        assert other["exp_avg"].all()
-        assert all(torch.equal(one[name], other[name]) for name in other)
-
-
 def test_a_sum_that_nobody_reads_again_is_not_written_to():
     """Memory traffic of the host is what an update takes its time for."""
     parts = make((64, 64))

@@ -9,7 +9,7 @@ from unit.runtime.parts import Parts
 
 from hf_patrickstar.optim.kernel import Kernel
 from hf_patrickstar.runtime.chunk import MASTER
-from hf_patrickstar.runtime.gradient_place import OVER_VALUE
+from hf_patrickstar.runtime.gradient_place import GradientPlace
 from hf_patrickstar.runtime.update import Update
 
 ROOMY = 2**20
@@ -66,7 +66,7 @@ def give(parts, **gradients):
 def end_update(parts):
     """What follows a kernel's update: the value is in the place of the gradient."""
     for tensor in parts.tensors:
-        if tensor.gradient in OVER_VALUE:
+        if tensor.gradient is GradientPlace.PARAM:
             parts.gradients.clear(tensor)
 
 

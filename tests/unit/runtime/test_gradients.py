@@ -1,7 +1,6 @@
 """Where gradients are, from their arrival to the end of the optimizer's step."""
 
 import itertools
-import signal
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from hf_patrickstar.runtime.gradients import Gradients, consumed, gradient_norm
 NONE, PARAM, LIST, REMOTE = GradientPlace.NONE, GradientPlace.PARAM, GradientPlace.LIST, GradientPlace.REMOTE
 ZERO, KEPT = GradientPlace.ZERO, GradientPlace.KEPT
 CONSUMED, INCOMPLETE = GradientPlace.CONSUMED, GradientPlace.INCOMPLETE
-BOTH = GradientPlace.BOTH
 
 
 class OneOfTwo:
@@ -214,158 +212,6 @@ def test_what_waits_is_not_placed_yet():
     tensor.users = 1
     gradients.place(tensor, narrow(5, 6))
     assert gradients.attempts.undo() == set()
-
-
-def make_last(**settings):
-    """As ``make``, after the first micro-batch of two, with an optimizer that adds the last gradient itself."""
-    process, gradients, tensor = make(accumulate=True, **settings)
-    gradients.note_zeroed(process.chunks)
-    gradients.adders.add(0)
-    gradients.completes_step = False
-    gradients.place(tensor, narrow(256, 6).to(tensor.chunk.param.dtype))
-    assert tensor.gradient is LIST
-    gradients.completes_step = True
-    return process, gradients, tensor
-
-
-def test_the_last_gradient_is_left_to_the_update_to_add():
-    process, gradients, tensor = make_last()
-    tensor.crossing_nbytes = 4
-    gradients.place(tensor, narrow(1, 6))
-    assert tensor.gradient is BOTH
-    assert tensor.view(tensor.chunk.lists[GRADIENT]).tolist() == [256.0, 6.0]
-    assert values_at(tensor) == [[1.0, 6.0], [0.0, 1.0]], "the master has the value"
-    assert process.events[1:] == [GradientStored(0, 0, 4)]
-    assert gradients.has(tensor)
-
-
-def test_who_reads_the_last_gradient_gets_the_sum_and_the_value_comes_back():
-    _, gradients, tensor = make_last()
-    gradients.place(tensor, narrow(1, 6))
-    tensor.gradient_norm = torch.tensor(1.0)
-    assert has(gradients, tensor) == (LIST, [257.0, 12.0])
-    assert values_at(tensor) == [[0.0, 1.0]] * 2
-    assert tensor.gradient_norm is None
-
-
-@pytest.mark.parametrize("action", ["place", "put", "multiply", "bring_values_back", "try_to_keep"])
-def test_what_else_comes_after_the_last_gradient_finds_the_sum(action):
-    _, gradients, tensor = make_last()
-    gradients.place(tensor, narrow(1, 6))
-    actions = {
-        "place": (lambda: gradients.place(tensor, narrow(1, 1)), [258.0, 13.0]),
-        "put": (lambda: gradients.put(tensor, wide(257, 9)), [257.0, 9.0]),
-        "multiply": (lambda: gradients.multiply(tensor, torch.tensor(2.0)), [514.0, 24.0]),
-        "bring_values_back": (lambda: gradients.bring_values_back(tensor.chunk), [257.0, 12.0]),
-        "try_to_keep": (lambda: gradients.try_to_keep([tensor.chunk]), [257.0, 12.0]),
-    }
-    act, expected = actions[action]
-    act()
-    assert has(gradients, tensor) == (LIST, expected)
-    assert values_at(tensor) == [[0.0, 1.0]] * 2
-
-
-def test_a_last_gradient_that_is_dropped_leaves_the_value():
-    _, gradients, tensor = make_last()
-    gradients.place(tensor, narrow(1, 6))
-    gradients.drop(tensor)
-    assert has(gradients, tensor) == (NONE, None)
-    assert values_at(tensor) == [[0.0, 1.0]] * 2
-    gradients.completes_step = False
-    gradients.place(tensor, narrow(5, 6))
-    assert has(gradients, tensor) == (LIST, [5.0, 6.0]), "the sum of before does not count"
-
-
-def test_a_last_gradient_is_consumed_with_its_sum():
-    _, gradients, tensor = make_last()
-    gradients.place(tensor, narrow(1, 6))
-    gradients.finish_update(tensor, None, keeps=False)
-    assert tensor.gradient is CONSUMED
-
-
-def test_a_sum_stays_when_gradients_of_others_are_zeroed_for_the_first_time():
-    process, gradients, tensor = make(keeps=False)
-    gradients.adders.add(0)
-    for number in (256, 1, 1):
-        gradients.place(tensor, narrow(number, 6))
-    assert tensor.gradient is BOTH, "three micro-batches where one was announced"
-    gradients.note_zeroed(process.chunks)
-    assert has(gradients, tensor) == (LIST, [258.0, 18.0])
-
-
-@pytest.mark.parametrize("moment", [torch.Tensor.add_, torch._foreach_copy_])
-def test_ctrl_c_while_both_are_added_waits_until_the_value_is_back(moment):
-    """Else the last gradient is counted twice, or computed with as the value."""
-    _, gradients, tensor = make_last()
-    gradients.place(tensor, narrow(1, 6))
-
-    class Interrupts(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            found = func(*args, **(kwargs or {}))
-            if func is moment:
-                signal.raise_signal(signal.SIGINT)
-            return found
-
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt), Interrupts():
-            gradients.move_to_list(tensor)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert has(gradients, tensor) == (LIST, [257.0, 12.0])
-    assert values_at(tensor) == [[0.0, 1.0]] * 2
-
-
-def test_a_chunk_that_moved_to_the_device_has_the_sum_in_its_list():
-    """Kernels have no scratch space for sums there."""
-    _, gradients, tensor = make_last()
-    gradients.place(tensor, narrow(1, 6))
-    gradients.make_ready(tensor)
-    assert tensor.gradient is BOTH
-    tensor.chunk.home = Tier.DEVICE
-    gradients.make_ready(tensor)
-    assert has(gradients, tensor) == (LIST, [257.0, 12.0])
-
-
-def _more_to_come(gradients, tensor):
-    gradients.completes_step = False
-
-
-def _needed(gradients, tensor):
-    tensor.num_saved = 1
-
-
-def _kept(gradients, tensor):
-    gradients.is_watched = True
-
-
-def _norms(gradients, tensor):
-    gradients.records_norms = True
-
-
-def _other_optimizer(gradients, tensor):
-    gradients.adders.clear()
-
-
-@pytest.mark.parametrize(
-    ("change", "settings"),
-    [
-        (_more_to_come, {}),
-        (_needed, {}),
-        (_kept, {}),
-        (_norms, {}),
-        (_other_optimizer, {}),
-        (lambda *_: None, {"types": FP32}),
-        (lambda *_: None, {"home": Tier.DEVICE}),
-    ],
-)
-def test_else_the_last_gradient_is_added_when_it_arrives(change, settings):
-    _, gradients, tensor = make_last(**settings)
-    change(gradients, tensor)
-    gradients.place(tensor, narrow(1, 6).to(tensor.chunk.param.dtype))
-    assert tensor.gradient is LIST
-    assert tensor.view(tensor.chunk.lists[GRADIENT]).tolist() == [257.0, 12.0]
-    assert values_at(tensor)[0] == [0.0, 1.0]
 
 
 @pytest.mark.parametrize("records", [True, False])
