@@ -25,7 +25,7 @@ from hf_patrickstar.errors import EngineError
 from hf_patrickstar.events import Listener, ModelDecided, both
 from hf_patrickstar.homes import Circumstances
 from hf_patrickstar.membership import Membership, Parts, check_optimizers, holders
-from hf_patrickstar.memory.operators import quietly
+from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import Kernel
@@ -489,7 +489,8 @@ class PatrickStarEngine:
             with self.manager.phases.turns.taken("detach()"):
                 self._detach()
 
-    @quietly
+    @unseen()
+    @torch.no_grad()
     def _detach(self) -> None:
         if not self._attached:
             return  # another thread has done so

@@ -16,7 +16,7 @@ from hf_patrickstar.events import Listener
 from hf_patrickstar.machine import ACCELERATOR, CPU_TIER, Machine, machine_of
 from hf_patrickstar.memory.accelerator import can_pin_memory, device_name, find_device, grow_segments, is_accelerator
 from hf_patrickstar.memory.ledger import Ledger
-from hf_patrickstar.memory.meters import AllocatorMeter, Meter, StorageMeter, UnmeteredTier
+from hf_patrickstar.memory.meters import AllocatorMeter, Meter, StorageMeter
 from hf_patrickstar.memory.pinning import make_pinning
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import DeviceStreams, Streams, make_streams
@@ -73,7 +73,7 @@ class Resources:
     @property
     def is_metered(self) -> bool:
         """Whether non-model data counts against the device budget."""
-        return not isinstance(self.meter, UnmeteredTier)
+        return self.meter.measures
 
     @classmethod
     def find(
@@ -118,10 +118,10 @@ class Resources:
         if is_accelerator(found):
             meter = AllocatorMeter(found)
         elif config.device_budget == "auto":
-            meter = UnmeteredTier()  # both tiers are the machine's memory, which is not measured
+            meter = Meter()  # both tiers are the machine's memory, which is not measured
         else:
             meter = StorageMeter(lambda key: pool.owns(key), make_room)
-        fraction = 1.0 if isinstance(meter, UnmeteredTier) else WARMUP_FRACTION
+        fraction = WARMUP_FRACTION if meter.measures else 1.0
         chunk_budget = None if config.chunk_budget == "auto" else int(config.chunk_budget)
         asked = {Tier.DEVICE: config.device_budget, Tier.HOST: config.host_budget}
         of_machine = [tier for tier, setting in asked.items() if setting == "auto"]

@@ -11,7 +11,7 @@ from hf_patrickstar.checkpoint.deferred import DeferredTensor, StreamedSource
 from hf_patrickstar.checkpoint.pieces import piece_numel_of
 from hf_patrickstar.checkpoint.safetensors_file import streamed_writing
 from hf_patrickstar.errors import EngineError
-from hf_patrickstar.memory.operators import quietly, unseen
+from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.live_parameter import raw_data, take_raw_grad
 from hf_patrickstar.runtime.manager import ChunkManager
@@ -240,7 +240,8 @@ class ChunkWeights:
                     "follow; call detach() before changing the model"
                 )
 
-    @quietly
+    @unseen()
+    @torch.no_grad()
     def _close(
         self, tensor: ManagedTensor, writeback: bool, with_grads: bool, handed: tuple[torch.Tensor, int] | None
     ) -> None:

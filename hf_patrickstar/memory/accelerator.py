@@ -109,7 +109,7 @@ def allocated_nbytes(device: torch.device, what: str) -> int:
 
     Args:
         device: The device.
-        what: ``"current"``, or ``"peak"`` since ``reset_peak``.
+        what: ``"current"``, or ``"peak"`` since ``torch.accelerator.reset_peak_memory_stats``.
     """
     # The flat dictionary of memory_stats is sorted at every call, which costs more than a copy of a chunk.
     nested = getattr(torch.get_device_module(device), "memory_stats_as_nested_dict", None)
@@ -117,11 +117,6 @@ def allocated_nbytes(device: torch.device, what: str) -> int:
         return int(torch.accelerator.memory_stats(device).get(f"allocated_bytes.all.{what}", 0))
     stats = nested(device)
     return int(stats["allocated_bytes"]["all"][what]) if stats else 0
-
-
-def reset_peak(device: torch.device) -> None:
-    """Forgets the most bytes of tensors that there were on a device."""
-    torch.accelerator.reset_peak_memory_stats(device)
 
 
 def is_device_full(error: BaseException) -> bool:
@@ -211,9 +206,8 @@ def configure_allocator(settings: dict[str, str]) -> bool:
         Whether this torch can be told while a program runs.
     """
     text = ",".join(f"{key}:{value}" for key, value in {**allocator_settings(), **settings}.items())
-    tell = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     try:
-        (tell or torch.get_device_module("cuda").memory._set_allocator_settings)(text)
+        torch._C._accelerator_setAllocatorSettings(text)
     except (AttributeError, RuntimeError, ValueError):
         return False
     return True
@@ -226,12 +220,10 @@ def empty_cache() -> None:
 
 def empty_host_cache() -> None:
     """Gives page-locked host memory back that torch's allocator keeps and no tensor is in."""
-    public = getattr(torch.accelerator, "empty_host_cache", None)  # since torch 2.12
     private = getattr(torch._C, "_host_emptyCache", None)
-    for give_back in (public, private):
-        if give_back is not None:
-            give_back()
-            return
+    give_back = getattr(torch.accelerator, "empty_host_cache", private)  # since torch 2.12
+    if give_back is not None:
+        give_back()
 
 
 def host_cache_nbytes() -> int | None:

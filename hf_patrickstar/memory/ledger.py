@@ -233,10 +233,11 @@ class Ledger:
                 f"{short.advise(_NEED_LESS[tier])}\n{self.table()}"
             )
         self._used[tier] += nbytes
+        self._owners[tier][owner] = now = self._owners[tier].get(owner, 0) + nbytes
         self._peaks[tier] = max(self._peaks[tier], self._used[tier])
+        self._peaks[tier, owner] = max(self._peaks.get((tier, owner), 0), now)
         if tier is Tier.DEVICE:
             self.note_total(others)
-        self._give(tier, owner, nbytes)
 
     def _room_for(self, tier: Tier, nbytes: int, *, is_allocated: bool) -> tuple[int, int]:
         """Bytes that can be booked, and non-model bytes beside them, from one measurement; see ``book``."""
@@ -271,17 +272,14 @@ class Ledger:
         Raises:
             ValueError: If the source has fewer booked.
         """
-        booked = self._owners[tier].get(source, 0)
+        owners = self._owners[tier]
+        booked = owners.get(source, 0)
         if not 0 <= nbytes <= booked:
             raise ValueError(f"cannot hand over {nbytes} bytes of '{source}' on {tier.value}: {booked} are booked")
-        self._owners[tier][source] = booked - nbytes
-        self._give(tier, target, nbytes)
-
-    def _give(self, tier: Tier, owner: str, nbytes: int) -> None:
-        owners, key = self._owners[tier], (tier, owner)
-        owners[owner] = now = owners.get(owner, 0) + nbytes
-        if now > self._peaks.get(key, 0):
-            self._peaks[key] = now
+        owners[source] = booked - nbytes
+        owners[target] = now = owners.get(target, 0) + nbytes
+        if now > self._peaks.get((tier, target), 0):
+            self._peaks[tier, target] = now
 
     def table(self) -> str:
         """The book as text, for errors and reports."""

@@ -12,15 +12,21 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
-from hf_patrickstar.memory.accelerator import allocated_nbytes, reserved_nbytes, reset_peak, used_nbytes
-from hf_patrickstar.memory.operators import EngineMode, pop_dispatch_modes, push_dispatch_modes
+from hf_patrickstar.memory.accelerator import allocated_nbytes, reserved_nbytes, used_nbytes
+from hf_patrickstar.memory.operators import EngineMode, take_off_dispatch_modes
 from hf_patrickstar.units import MIB
 
 _PATIENCE_S = 1.0
 
 
 class Meter:
-    """Measures non-model data on the compute device; this base class measures nothing."""
+    """Measures non-model data on the compute device; this base class, for a tier without a budget, measures nothing.
+
+    Attributes:
+        measures: Whether it does.
+    """
+
+    measures = False
 
     def live(self, booked: int) -> int:
         """Bytes there now, beyond the ``booked`` bytes of the ledger."""
@@ -47,10 +53,6 @@ class Meter:
         """Stops following, and takes its dispatch mode off this thread."""
 
 
-class UnmeteredTier(Meter):
-    """A compute tier without a budget that was set: nothing is measured."""
-
-
 class AllocatorMeter(Meter):
     """Reads torch's caching allocator, and what else knows how much of an accelerator is taken.
 
@@ -60,6 +62,8 @@ class AllocatorMeter(Meter):
     Args:
         device: The accelerator.
     """
+
+    measures = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -82,7 +86,7 @@ class AllocatorMeter(Meter):
 
     def restart(self) -> None:
         """Resets the allocator's peak."""
-        reset_peak(self._device)
+        torch.accelerator.reset_peak_memory_stats(self._device)
 
     def start(self, tensors: Iterable[torch.Tensor]) -> None:
         """Measures the memory of other programs, at most once a second; torch's allocator counts by itself."""
@@ -110,6 +114,8 @@ class StorageMeter(Meter):
     Attributes:
         is_on: Whether new storages are counted.
     """
+
+    measures = True
 
     def __init__(self, owns: Callable[[int], bool], on_growth: Callable[[], None]) -> None:
         self._owns = owns
@@ -237,7 +243,9 @@ class _StorageMode(EngineMode):
 
 def _take_off_the_dead() -> None:
     """Takes modes of meters that are gone off this thread."""
-    stack = _get_current_dispatch_mode_stack()
-    if any(isinstance(mode, _StorageMode) and mode.is_dead for mode in stack):
-        modes = pop_dispatch_modes()
-        push_dispatch_modes(mode for mode in modes if not (isinstance(mode, _StorageMode) and mode.is_dead))
+    if any(map(_is_dead, _get_current_dispatch_mode_stack())):
+        take_off_dispatch_modes(_is_dead)
+
+
+def _is_dead(mode: Any) -> bool:
+    return isinstance(mode, _StorageMode) and mode.is_dead

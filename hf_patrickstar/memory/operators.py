@@ -49,8 +49,8 @@ class OperatorMode(EngineMode):
 
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
-    """Takes all modes off but those that see everything."""
-    with without_modes_of_users(), _disable_current_modes() as modes, contextlib.ExitStack() as stack:
+    """Takes all modes off, torch's own and the engine's, too, but those that see everything."""
+    with unseen(), _disable_current_modes() as modes, contextlib.ExitStack() as stack:
         for mode in reversed(modes):
             if isinstance(mode, OperatorMode) and mode.sees_all:
                 stack.enter_context(mode)
@@ -61,13 +61,18 @@ def has_modes_of_users() -> bool:
     """Whether a mode is on in this thread that is not the engine's."""
     if torch._C._len_torch_function_stack():
         return True
-    stack = _get_current_dispatch_mode_stack()
-    return not all(isinstance(mode, EngineMode) or getattr(mode, "_mode_key", None) is not None for mode in stack)
+    for mode in _get_current_dispatch_mode_stack():
+        if not isinstance(mode, EngineMode) and getattr(mode, "_mode_key", None) is None:
+            return True
+    return False
 
 
 @contextlib.contextmanager
-def without_modes_of_users() -> Iterator[None]:
-    """Takes the modes of users off; see [Note: modes of users]."""
+def unseen() -> Iterator[None]:
+    """What the engine does in the block, or in the function that this decorates, is not seen by modes of users."""
+    if not has_modes_of_users():
+        yield
+        return
     functions = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
     before = pop_dispatch_modes()
     push_dispatch_modes(mode for mode in before if isinstance(mode, EngineMode))
@@ -81,18 +86,8 @@ def without_modes_of_users() -> Iterator[None]:
             torch._C._push_on_torch_function_stack(mode)
 
 
-@contextlib.contextmanager
-def unseen() -> Iterator[None]:
-    """What the engine does in the block, or in the function that this decorates, is not seen by modes of users."""
-    if not has_modes_of_users():
-        yield
-        return
-    with without_modes_of_users():
-        yield
-
-
 def with_modes_of_users(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Lets a function of the user run under the modes that are on now, where the engine calls it ``quietly``."""
+    """Lets a function of the user run under the modes that are on now, where the engine calls it ``unseen``."""
     if not has_modes_of_users():
         return function
     functions = torch.overrides._get_current_function_mode_stack()
@@ -104,19 +99,15 @@ def with_modes_of_users(function: Callable[_P, _T]) -> Callable[_P, _T]:
                 torch._C._push_on_torch_function_stack(mode)
                 stack.callback(torch._C._pop_torch_function_stack)
             push_dispatch_modes(dispatch)
-            stack.callback(_take_off, dispatch)
+            stack.callback(take_off_dispatch_modes, lambda mode: mode in dispatch)
             return function(*args, **kwargs)
 
     return call
 
 
-def _take_off(modes: Sequence[TorchDispatchMode]) -> None:
-    push_dispatch_modes(mode for mode in pop_dispatch_modes() if mode not in modes)
-
-
-def quietly(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorates what works without graphs, and unseen by modes of users."""
-    return unseen()(torch.no_grad()(function))
+def take_off_dispatch_modes(is_chosen: Callable[[TorchDispatchMode], bool]) -> None:
+    """Takes some dispatch modes off, wherever they are among the others."""
+    push_dispatch_modes(mode for mode in pop_dispatch_modes() if not is_chosen(mode))
 
 
 def pop_dispatch_modes() -> list[TorchDispatchMode]:

@@ -11,7 +11,6 @@ import mmap
 import os
 import sys
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
@@ -39,26 +38,6 @@ _MOST_THREADS = 8
 """More of them would wait for memory, and processes that share a machine touch pages at the same time."""
 
 
-class Pinning(Protocol):
-    """Makes page-locked buffers."""
-
-    def nbytes(self, nbytes: int) -> int:
-        """Bytes that a buffer of so many bytes takes."""
-        ...
-
-    def empty(self, numel: int, *, dtype: torch.dtype) -> torch.Tensor:
-        """A page-locked buffer, not initialised.
-
-        Raises:
-            RuntimeError: If the system does not lock as much.
-        """
-        ...
-
-    def empty_cache(self) -> None:
-        """Gives back to the system what was freed and is kept for reuse."""
-        ...
-
-
 class TorchPinning:
     """Page-locked memory of torch's allocator.
 
@@ -70,17 +49,21 @@ class TorchPinning:
         self._exact_above_nbytes = exact_above_nbytes
 
     def nbytes(self, nbytes: int) -> int:
-        """See ``Pinning``."""
+        """Bytes that a buffer of so many bytes takes."""
         if self._exact_above_nbytes is not None and nbytes > self._exact_above_nbytes:
             return nbytes
         return 1 << (nbytes - 1).bit_length() if nbytes > 0 else 0
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> torch.Tensor:
-        """See ``Pinning``."""
+        """A page-locked buffer, not initialised.
+
+        Raises:
+            RuntimeError: If the system does not lock as much.
+        """
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
 
     def empty_cache(self) -> None:
-        """See ``Pinning``."""
+        """Gives back to the system what was freed and is kept for reuse."""
         empty_host_cache()
 
 
@@ -110,11 +93,11 @@ class PagePinning:
         self._device = device
 
     def nbytes(self, nbytes: int) -> int:
-        """See ``Pinning``."""
+        """See ``TorchPinning``."""
         return -(-nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> torch.Tensor:
-        """See ``Pinning``."""
+        """See ``TorchPinning``."""
         nbytes = self.nbytes(numel * dtype.itemsize)
         if not nbytes:
             return torch.empty(numel, dtype=dtype, device="cpu")
@@ -141,6 +124,9 @@ def _touch(buffer: torch.Tensor) -> None:
     num = min(len(parts), _MOST_THREADS, own_cores(1))
     with concurrent.futures.ThreadPoolExecutor(num, "hf_patrickstar-touch") as threads:
         list(threads.map(lambda part: part[::_PAGE_NBYTES].zero_(), parts))
+
+
+Pinning = TorchPinning | PagePinning
 
 
 def make_pinning(device: torch.device) -> tuple[Pinning, str]:

@@ -154,13 +154,16 @@ class Streams:
         Returns:
             A ticket, or ``None`` if the copy is complete.
         """
+        times = self._times
         if source.nbytes <= _AT_ONCE_NBYTES or type(source) is not torch.Tensor:  # a fake tensor has no bytes
-            return self.to_device(source, target)
+            if times is not None:
+                return self.to_device(source, target)
+            target.copy_(source)
+            return None
         # One memcpy: torch's own copy would start a second team of threads beside that of the computation. The list
         # is emptied by the copy itself: when it is done nothing looks into the buffers any more.
         arrays = [tensor.view(torch.uint8).numpy() for tensor in (target, source)]
         work: Callable[[], None] = functools.partial(copy_bytes, arrays)
-        times = self._times
         if times is not None:
             work = times.of_work(work, WorkLane.TO_DEVICE, source.nbytes)
         return Copy(self._thread.submit(work), WorkLane.TO_DEVICE, times)

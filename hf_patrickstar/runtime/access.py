@@ -6,7 +6,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from hf_patrickstar.memory.operators import has_modes_of_users, without_modes_of_users
+from hf_patrickstar.memory.operators import has_modes_of_users, unseen
 
 
 class Access:
@@ -104,7 +104,7 @@ class _Unseen:
 def _unseen(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with without_modes_of_users():
+        with unseen():
             result = method(*args, **kwargs)
             if isinstance(result, Access):
                 return _Unseen(_made_private(result) if _makes_views(args[0]) else result)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.layout.packing import branches_nbytes
-from hf_patrickstar.memory.meters import Meter, UnmeteredTier
+from hf_patrickstar.memory.meters import Meter
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import GRADIENTS, STAGING, Chunk
@@ -104,7 +104,7 @@ class Forecast:
 
     def _non_model_nbytes(self) -> int:
         """The most non-model bytes of the whole step, as far as that can be told."""
-        if isinstance(self._meter, UnmeteredTier):
+        if not self._meter.measures:
             return 0
         ledger, step = self._pool.ledger, self._tracer.step
         seen = max(ledger.non_model_nbytes(), self._meter.peak(ledger.used(Tier.DEVICE)))

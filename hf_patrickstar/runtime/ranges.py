@@ -9,7 +9,7 @@ import torch
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._autograd import _profiler_enabled
 
-from hf_patrickstar.memory.operators import has_modes_of_users, without_modes_of_users
+from hf_patrickstar.memory.operators import unseen
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -47,8 +47,7 @@ def phase(function: Callable[_P, _T]) -> Callable[_P, _T]:
         has_modes = _len_torch_function_stack() or _len_torch_dispatch_stack()
         if not (has_modes or _profiler_enabled()):
             return function(*args, **kwargs)
-        is_seen = has_modes and has_modes_of_users()
-        with without_modes_of_users() if is_seen else _NOTHING, named(what):
+        with unseen() if has_modes else _NOTHING, named(what):
             return function(*args, **kwargs)
 
     return call

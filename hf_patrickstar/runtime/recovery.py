@@ -20,7 +20,7 @@ from hf_patrickstar.memory.accelerator import (
     random_state,
     set_random_state,
 )
-from hf_patrickstar.memory.operators import quietly, unseen
+from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.units import format_nbytes
@@ -194,7 +194,8 @@ class _State:
         self._of_device = random_state(device)
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers()]
 
-    @quietly
+    @unseen()
+    @torch.no_grad()
     def restore(self) -> None:
         random.setstate(self._python)
         numpy.random.set_state(self._numpy)

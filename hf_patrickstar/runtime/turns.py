@@ -27,7 +27,7 @@ from torch._C import _current_graph_task_id
 
 from hf_patrickstar.callers import frames_of_threads, numbers_of_threads
 from hf_patrickstar.errors import EngineError
-from hf_patrickstar.memory.operators import quietly
+from hf_patrickstar.memory.operators import unseen
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -206,8 +206,8 @@ class Turns:
 
 
 def in_turn(method: Callable[Concatenate[Any, _P], _T]) -> Callable[Concatenate[Any, _P], _T]:
-    """Decorates a method of an optimizer that must not meet a forward of another thread; it works ``quietly``."""
-    what, work = f"optimizer.{method.__name__.lstrip('_')}()", quietly(method)
+    """Decorates a method of an optimizer that must not meet a forward of another thread; it works ``unseen``."""
+    what, work = f"optimizer.{method.__name__.lstrip('_')}()", unseen()(torch.no_grad()(method))
 
     @functools.wraps(method)
     def call(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:

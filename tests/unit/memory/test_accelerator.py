@@ -10,7 +10,6 @@ from torch.overrides import TorchFunctionMode
 from hf_patrickstar.memory import accelerator
 from hf_patrickstar.memory.accelerator import (
     allocator_settings,
-    configure_allocator,
     device_name,
     grow_segments,
     is_fragmented,
@@ -87,13 +86,6 @@ def test_a_torch_that_cannot_be_told_is_no_error(allocator, monkeypatch):
 
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", refuse)
     assert "this torch cannot set it now: start with PYTORCH_ALLOC_CONF" in grow_segments(CUDA)
-
-
-def test_older_torch_is_told_by_its_own_function(allocator, monkeypatch):
-    monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings")
-    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", allocator.tell)
-    assert configure_allocator({"expandable_segments": "True"})
-    assert allocator.told == "expandable_segments:True"
 
 
 def test_settings_are_none_where_torch_knows_no_accelerator(allocator, monkeypatch):

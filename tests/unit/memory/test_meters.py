@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from hf_patrickstar.memory import meters
 from hf_patrickstar.memory.accelerator import used_nbytes
-from hf_patrickstar.memory.meters import AllocatorMeter, StorageMeter, UnmeteredTier
+from hf_patrickstar.memory.meters import AllocatorMeter, Meter, StorageMeter
 from hf_patrickstar.memory.operators import unseen
 
 pytestmark = pytest.mark.own_streams  # which modes of operators there are
@@ -426,7 +426,7 @@ def test_the_mode_of_a_meter_that_is_gone_is_taken_off():
 
 
 def test_a_tier_that_nobody_measures():
-    meter = UnmeteredTier()
+    meter = Meter()
     meter.start([kib(1)])
     kept = kib(4)
     assert _get_current_dispatch_mode_stack() == []

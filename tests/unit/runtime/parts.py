@@ -105,6 +105,8 @@ class Others:
         told: What it was told.
     """
 
+    measures = True
+
     def __init__(self, nbytes=0):
         self.nbytes, self.peak_nbytes, self.floor_nbytes = nbytes, None, 0
         self.num_readings = 0

@@ -6,7 +6,7 @@ import pytest
 from unit.runtime.parts import Parts
 
 from hf_patrickstar.errors import BudgetError
-from hf_patrickstar.memory.meters import UnmeteredTier
+from hf_patrickstar.memory.meters import Meter
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.forecast import Forecast
 from hf_patrickstar.schedule.trace import Cursor, Trace, Visit
@@ -164,6 +164,6 @@ def test_of_a_step_that_follows_a_trace_the_largest_moment_is_known(known, nbyte
 
 
 def test_where_nothing_is_measured_nothing_is_foreseen():
-    forecast, parts = make(homes=(), others=UnmeteredTier())
+    forecast, parts = make(homes=(), others=Meter())
     parts.ledger.reserved_nbytes = 50
     assert others_at(forecast) == 0
