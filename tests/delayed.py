@@ -9,8 +9,8 @@ import torch
 from buffers import told_of_buffers
 
 from hf_patrickstar.memory.driver import HostThread
-from hf_patrickstar.memory.operators import storage_key
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.tracing.operands import storage_key
 
 MOST_S = 0.002
 """The longest time after which a piece of work begins."""

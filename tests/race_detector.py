@@ -33,8 +33,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hf_patrickstar.errors import PatrickStarError
 from hf_patrickstar.memory.driver import Series
-from hf_patrickstar.memory.operators import OperatorMode, read_operands, storage_key, touches_nothing, written_operands
+from hf_patrickstar.memory.operators import OperatorMode
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.tracing.operands import read_operands, storage_key, touches_nothing, written_operands
 
 
 class RaceError(PatrickStarError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Modes that watch operators: the engine's own, those of users, and which memory an operator touches.
+"""Modes that watch operators: the engine's own, and those of users.
 
 [Note: modes of users]
 Under a mode of the user (``TorchDispatchMode``, ``TorchFunctionMode``, ``with torch.device(...)``) the model computes
@@ -9,9 +9,8 @@ below them: they come off when the user's block ends, which may be earlier.
 """
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch.utils._python_dispatch import (
@@ -123,83 +122,3 @@ def push_dispatch_modes(modes: Iterable[TorchDispatchMode]) -> None:
     """Puts modes on, the innermost last."""
     for mode in modes:
         _push_mode(mode)
-
-
-def tensors_among(value: Any) -> list[torch.Tensor]:
-    """The tensors among arguments or results of an operator: alone, or in lists, as schemas allow.
-
-    Args:
-        value: An argument, arguments, a result, or results.
-    """
-    if isinstance(value, torch.Tensor):
-        return [value]
-    found: list[torch.Tensor] = []
-    _collect(value, found)
-    return found
-
-
-def _collect(value: Any, found: list[torch.Tensor]) -> None:
-    # Called once for a list and not for each of its items: modes ask at every operator.
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, (tuple, list)):
-        return
-    for item in value:
-        if isinstance(item, torch.Tensor):
-            found.append(item)
-        elif isinstance(item, (tuple, list, dict)):
-            _collect(item, found)
-
-
-def written_operands(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The operands that an operator writes to.
-
-    Args:
-        operator: The overload that is called.
-        args: Its positional arguments.
-        kwargs: Its named arguments.
-    """
-    found: list[torch.Tensor] = []
-    for place, name in _written_places(operator):
-        found += tensors_among(args[place] if place < len(args) else kwargs.get(name))
-    return found
-
-
-def read_operands(written: Sequence[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The operands that an operator only reads.
-
-    Args:
-        written: Those that it writes to.
-        args: Its positional arguments.
-        kwargs: Its named arguments.
-    """
-    ids = {id(tensor) for tensor in written}
-    found: list[torch.Tensor] = []
-    _collect(args, found)
-    _collect(kwargs, found)
-    return [tensor for tensor in found if id(tensor) not in ids] if ids else found
-
-
-@functools.cache
-def _written_places(operator: Any) -> tuple[tuple[int, str], ...]:
-    return tuple(
-        (place, argument.name)
-        for place, argument in enumerate(operator._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-
-
-@functools.cache
-def touches_nothing(operator: Any) -> bool:
-    """Whether an operator touches no memory: it looks at it in another way, or asks what is known without it.
-
-    Args:
-        operator: The overload that is called.
-    """
-    infos = [argument.alias_info for argument in operator._schema.arguments]
-    return operator._schema.name.startswith("prim::") or any(info is not None and not info.is_write for info in infos)
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    """A number of the storage that a tensor is in, as long as the storage lives."""
-    return int(tensor.untyped_storage()._cdata)

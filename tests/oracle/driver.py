@@ -22,7 +22,6 @@ from oracle.host_cache import HostCache, touches_of
 
 from hf_patrickstar.events import ChunkVisited, Event
 from hf_patrickstar.machine import Machine
-from hf_patrickstar.memory.operators import storage_key
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.schedule.clock import Lane, Mark, Timeline
@@ -31,6 +30,7 @@ from hf_patrickstar.schedule.script import BlockingCopy, HostWork, Kernel, Reduc
 from hf_patrickstar.tracing.answers import AnsweringMode
 from hf_patrickstar.tracing.charges import Charges, caller
 from hf_patrickstar.tracing.costs import cost_of
+from hf_patrickstar.tracing.operands import storage_key
 
 
 class VirtualEvent:

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_patrickstar.memory.operators import read_operands, storage_key, written_operands
 from hf_patrickstar.tracing.costs import ADAMS, READS_ROWS, writes_over
+from hf_patrickstar.tracing.operands import read_operands, storage_key, written_operands
 from hf_patrickstar.units import MIB
 
 HOST_CACHE_NBYTES = 16 * MIB

@@ -9,10 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_patrickstar.memory.lanes import WorkLane
-from hf_patrickstar.memory.operators import storage_key
 from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.values import as_it_is
+from hf_patrickstar.tracing.operands import storage_key
 
 CPU = torch.device("cpu")
 
