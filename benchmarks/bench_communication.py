@@ -25,6 +25,7 @@ import functools
 import json
 import os
 import pathlib
+import pickle
 import statistics
 import tempfile
 import time
@@ -42,7 +43,7 @@ from hf_patrickstar.units import MIB, format_nbytes
 LIMIT = 0.9
 DTYPE = torch.bfloat16
 LONGEST = datetime.timedelta(minutes=5)
-TIMED = ("all_gather", "reduce_scatter", "exchange", "exchange_objects", "broadcast", "all_reduce")
+TIMED = ("all_gather", "reduce_scatter", "exchange", "begin_broadcast", "all_reduce")
 COUNTED = ("sent_nbytes", "all_gathers", "reduce_scatters", "messages", "recorded_steps", "diverged_steps")
 
 
@@ -60,7 +61,7 @@ class Stopwatch:
         @functools.wraps(method)
         def timed(*args, **kwargs):
             if method.__name__ == "exchange":
-                self.message_nbytes += 8 * len(args[0]) * self._num_others
+                self.message_nbytes += len(pickle.dumps(args[0])) * self._num_others
             begin = time.perf_counter()
             try:
                 return method(*args, **kwargs)

@@ -24,15 +24,14 @@ class Gauge:
     """Measures a step at its moments: wraps the way by which the engine comes to every chunk."""
 
     def __init__(self, engine):
-        self.engine, self.executor, self.meter = engine, engine.manager.executor, engine.resources.meter
+        self.engine, self.parameters, self.meter = engine, engine.manager.parameters, engine.resources.meter
         self.chunks, self.others = [], []
-        self._ensure_on_device = self.executor.ensure_on_device
-        self.executor.ensure_on_device = self.ensure_on_device
+        self._visit, self.parameters._visit = self.parameters._visit, self.visit
 
-    def ensure_on_device(self, chunk, who):
+    def visit(self, chunk, caller):
         """Closes the moment before and opens the next one."""
         self.close()
-        payload = self._ensure_on_device(chunk, who)
+        payload = self._visit(chunk, caller)
         self.meter.restart()
         self.chunks.append(self.engine.resources.pool.in_use(Tier.DEVICE))
         return payload
@@ -45,7 +44,7 @@ class Gauge:
     def end(self):
         """Ends the measurement."""
         self.close()
-        self.executor.ensure_on_device = self._ensure_on_device
+        self.parameters._visit = self._visit
 
 
 def measure(batch_size, budget, options):

@@ -1,4 +1,4 @@
-"""Where threads are: the line of the user's code, and whether they wait in a collective of the user's."""
+"""Where threads are: their frames, and the line of the user's code."""
 
 import contextlib
 import gc
@@ -6,6 +6,7 @@ import linecache
 import os
 import sys
 import threading
+import traceback
 import types
 from collections.abc import Iterator
 
@@ -13,8 +14,6 @@ _LIBRARIES = frozenset(
     {"accelerate", "datasets", "hf_patrickstar", "huggingface_hub", "numpy", "peft", "safetensors", "torch", "tqdm"}
     | {"transformers", "trl"}
 )
-_WAITING = ("torch.distributed.distributed_c10d", "torch.distributed._functional_collectives")
-"""Modules of torch in which a thread waits for other processes; in others, such as checkpoints, it may also work."""
 
 
 class _Looks:
@@ -77,68 +76,18 @@ def numbers_of_threads() -> set[int]:
         return set(frames)
 
 
-def find_caller(frame: types.FrameType | None = None) -> str:
-    """The innermost line of a thread that belongs to neither a library of Hugging Face, nor torch, nor Python.
-
-    Args:
-        frame: Where the thread is; by default this thread.
+def find_caller() -> str:
+    """The innermost line of this thread that belongs to neither a library of Hugging Face, nor torch, nor Python.
 
     Returns:
         For example ``/home/me/train.py:12 in main: weights = model.state_dict()``; empty if there is none, as in the
         threads in which autograd works for an accelerator.
     """
-    frame = frame or sys._getframe(1)
-    while frame is not None and _is_library(frame):
-        frame = frame.f_back
-    if frame is None:
-        return ""
-    code, scope = frame.f_code, frame.f_globals
-    line = linecache.getline(code.co_filename, frame.f_lineno, scope).strip()
-    return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}{': ' if line else ''}{line}"
-
-
-def find_collective(frame: types.FrameType | None) -> str:
-    """The collective of ``torch.distributed`` that a thread is inside of, if this package has not called it.
-
-    Args:
-        frame: Where the thread is.
-
-    Returns:
-        For example ``torch.distributed.all_gather``; empty if there is none.
-    """
-    found = ""
-    while frame is not None and _is_library(frame):
-        name, function = _module_of(frame), frame.f_code.co_name
-        if name == "hf_patrickstar.dist.collectives" or (_is_work(name) and not found and name not in _WAITING):
-            return ""
-        if _is_work(name) and function != "wrapper":  # the wrapper is what logs calls, in torch.distributed.c10d_logger
-            found = f"{name.removesuffix('.distributed_c10d')}.{function}"
-        frame = frame.f_back
-    return found
-
-
-def is_idle(frame: types.FrameType | None) -> bool:
-    """Whether a thread has ended, or has nothing to do, as one of a pool between two calls.
-
-    Args:
-        frame: Where the thread is, if it is anywhere.
-    """
-    while frame is not None:
-        if _module_of(frame).partition(".")[0] not in sys.stdlib_module_names:
-            return False
-        frame = frame.f_back
-    return True
-
-
-def _is_work(module: str) -> bool:
-    return module.startswith("torch.distributed.")
-
-
-def _module_of(frame: types.FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
-
-
-def _is_library(frame: types.FrameType) -> bool:
-    # By the names of modules: those of scripts and notebooks are "__main__", wherever their files are.
-    name = _module_of(frame).partition(".")[0]
-    return name in _LIBRARIES or name in sys.stdlib_module_names
+    for frame, number in traceback.walk_stack(sys._getframe(1)):
+        # By the names of modules: those of scripts and notebooks are "__main__", wherever their files are.
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package not in _LIBRARIES and package not in sys.stdlib_module_names:
+            code = frame.f_code
+            line = linecache.getline(code.co_filename, number, frame.f_globals).strip()
+            return f"{code.co_filename}:{number} in {code.co_name}{': ' if line else ''}{line}"
+    return ""

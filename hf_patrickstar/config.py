@@ -99,10 +99,8 @@ class PatrickStarConfig:
         overlap_optimizer: Whether the chunks of the host are updated while the next forward runs on an accelerator:
             ``step()`` settles what it does and returns, and what needs a chunk waits for its update. The results have
             the same bits. ``False`` updates all of them before ``step()`` returns, which is slower. On a machine
-            without an accelerator both are the same. An optimizer that may look at all parameters together always
-            updates before ``step()`` returns; that is every one but those of ``torch.optim`` (without ``LBFGS`` and
-            ``ASGD``) and transformers' ``Adafactor``. So does one other than Adam and AdamW where ``host_threads`` is
-            another number than that of torch's threads. The log says why.
+            without an accelerator both are the same. Other optimizers than torch's Adam and AdamW always update before
+            ``step()`` returns.
         keep_gradients: Whether gradients stay after the optimizer's step until ``zero_grad``, as in torch: ``True``
             keeps them beside the values, 4 bytes per trainable parameter; ``False`` lets the step consume them, as if
             ``zero_grad`` followed; ``"auto"`` keeps them, where the host has room, until the first call of
@@ -123,7 +121,8 @@ class PatrickStarConfig:
             make together (making the engine, reading parameters, evaluation, saving) before it raises
             ``CollectiveError``; it warns after ten. A lower value finds a mistake sooner. A higher value is right where
             one process takes long outside of the engine, for example on a slow file system. With 0 or ``None`` only
-            the timeout of the process group ends such a wait, as it ends all other waits.
+            the timeout of the process group ends such a wait. It ends all other waits too: for data, and for what
+            follows such a call.
         debug_collectives: With several processes, whether they agree on every collective before they start it, so that
             a process that starts another one is named at once. Without it, the processes notice such a difference when
             forward or backward ends.

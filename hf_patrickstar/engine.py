@@ -41,7 +41,6 @@ from hf_patrickstar.report.figures import Figures
 from hf_patrickstar.report.statistics import Statistics
 from hf_patrickstar.report.survey import Survey, take_survey
 from hf_patrickstar.resources import Resources
-from hf_patrickstar.runtime.assembly import Foundation, assemble
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.executor import MovePolicy
 from hf_patrickstar.runtime.gate import FORWARD, STATE_DICT, Gate
@@ -154,8 +153,7 @@ class PatrickStarEngine:
 
     def _make_kernel(self, optimizer: torch.optim.Optimizer) -> Kernel:
         prefer_fused, resources = self.device.type != "cpu", self.resources
-        overlaps = self.config.overlap_optimizer and resources.has_streams
-        others = self._threads, self._workers, resources.has_lanes, overlaps, self.collectives.world_size == 1
+        others = self._threads, self._workers, resources.has_lanes, self.collectives.world_size == 1
         return make_kernel(optimizer, resources.pool, prefer_fused, *others)
 
     def _make_optimizer(self, optimizer: torch.optim.Optimizer, kernel: Kernel, number: int) -> ChunkedOptimizer:
@@ -172,7 +170,7 @@ class PatrickStarEngine:
         Raises:
             BudgetError: If there is no room for new parameters; nothing has changed then.
         """
-        with self.manager.phases.turns.taken("follow_model()"):
+        with self.manager.turns.taken("follow_model()"):
             return self._follow_model(True)
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> ChunkedOptimizer:
@@ -216,27 +214,24 @@ class PatrickStarEngine:
 
     def _make_manager(self, chunks: list[Chunk], known: KnownTraces) -> ChunkManager:
         decisions, config, resources, collectives = self._decisions, self.config, self.resources, self.collectives
-        return assemble(
-            Foundation(
-                chunks=chunks,
-                chunk_nbytes=self._payloads.nbytes_of(chunk.spec for chunk in chunks),
-                num_tensors=len(decisions.tensors),
-                pool=resources.pool,
-                meter=resources.meter,
-                streams=resources.streams,
-                collectives=collectives,
-                emit=self._emit,
-                policy=MovePolicy.of(config, collectives.world_size, decisions.prefetch_depth),
-                placement=self._rules,
-                fills_margin=self._fills_margin(),
-                spilled=decisions.homes.spilled,
-                reserve=self._payloads.reserve,
-                need_at=decisions.need_at,
-                num_micro_batches=self._num_micro_batches,
-                keeps_gradients=config.keep_gradients,
-                checks_all=config.debug_collectives,
-                known=known,
-            )
+        return ChunkManager(
+            chunks=chunks,
+            chunk_nbytes=self._payloads.nbytes_of(chunk.spec for chunk in chunks),
+            pool=resources.pool,
+            meter=resources.meter,
+            streams=resources.streams,
+            collectives=collectives,
+            emit=self._emit,
+            policy=MovePolicy.of(config, collectives.world_size, decisions.prefetch_depth),
+            rules=self._rules,
+            fills_margin=self._fills_margin(),
+            spilled=decisions.homes.spilled,
+            reserve=self._payloads.reserve,
+            need_at=decisions.need_at,
+            num_micro_batches=self._num_micro_batches,
+            keeps_gradients=config.keep_gradients,
+            checks_all=config.debug_collectives,
+            known=known,
         )
 
     @property
@@ -281,7 +276,8 @@ class PatrickStarEngine:
             self.hooks.attach()
             of_copy = self._decisions.precision.casting(torch.device("cpu"))
             resources, reuses = self.resources, self.config.reuse_plan
-            self.manager.steps.foresight = make_foresight(self.model, self.manager, of_copy, resources, reuses)
+            foresight = make_foresight(self.model, self.manager, of_copy, resources, reuses)
+            self.manager.steps.foresight = None if foresight is None else foresight.foresee
             self._move_in()
             for optimizer in self.optimizers:
                 optimizer.take_inner_state()
@@ -480,13 +476,13 @@ class PatrickStarEngine:
         """
         if not self._attached:
             return
-        if self.manager.phases.frames.stack:
-            self.manager.phases.unwind()  # a forward of this thread that was interrupted has the turn
-        if self.manager.phases.turns.is_computing:  # in a block of full_parameters(), others may wait for its end
+        if self.manager.frames.stack:
+            self.manager.unwind()  # a forward of this thread that was interrupted has the turn
+        if self.manager.turns.is_computing:  # in a block of full_parameters(), others may wait for its end
             self.weights.check_closed()
         with Gate(self.model.modules(), FORWARD + STATE_DICT) as gate:
             gate.wait("detach the engine")
-            with self.manager.phases.turns.taken("detach()"):
+            with self.manager.turns.taken("detach()"):
                 self._detach()
 
     @unseen()
@@ -533,7 +529,9 @@ class PatrickStarEngine:
 
     def _make_room(self) -> None:
         """Makes room on the compute tier for non-model data."""
-        self.manager.reclaim.make_room_for_others(is_step=self.hooks.is_running)
+        if self.manager.writes.watched:
+            self.manager.writes.settle_watched()
+        self.manager.executor.make_room_for_others(is_step=self.hooks.is_running)
 
     def _move_in(self) -> None:
         """Moves buffers to the device, and parameters into their chunks."""

@@ -11,7 +11,6 @@ import torch
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.cores import own_cores
 from hf_patrickstar.dist.collectives import Collectives
-from hf_patrickstar.dist.vigil import Patience
 from hf_patrickstar.events import Listener
 from hf_patrickstar.machine import ACCELERATOR, CPU_TIER, Machine, machine_of
 from hf_patrickstar.memory.accelerator import can_pin_memory, device_name, find_device, grow_segments, is_accelerator
@@ -110,8 +109,8 @@ class Resources:
         if callable(process_group):
             collectives = process_group(found, emit, config.reduce_dtype)
         else:
-            patience = Patience.of(config.process_wait_s)
-            collectives = Collectives.connect(process_group, found, patience, emit, config.reduce_dtype)
+            wait_s = config.process_wait_s
+            collectives = Collectives.connect(process_group, found, wait_s, emit, config.reduce_dtype)
         budgets = resolve_budgets(found, config.device_budget, config.host_budget, collectives.local_world_size)
         streams.hold_at_most(budgets[Tier.DEVICE] // _SHARE_IN_FLIGHT)
         meter: Meter

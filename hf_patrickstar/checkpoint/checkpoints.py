@@ -220,7 +220,7 @@ class Checkpoints:
                 )
         if self.together(lambda: bool(adapter_directories(self._model, directory))):
             self.check_state(directory)
-            with self._manager.phases.turns.taken("loading adapters"):
+            with self._manager.turns.taken("loading adapters"):
                 self._load_adapters(directory)
             return self.load_parts(None, directory)
         found = self.together(lambda: self._find_all(directory))
@@ -296,7 +296,7 @@ class Checkpoints:
             result = function()
         except CheckpointError as raised:
             error = raised
-        texts = self._collectives.exchange_objects(None if error is None else str(error), "loads a checkpoint")
+        texts = self._collectives.exchange(None if error is None else str(error), "loads a checkpoint")
         if error is not None:
             raise error
         for rank, text in enumerate(texts):
@@ -321,7 +321,7 @@ class Checkpoints:
         self.wait()
         found = found or FoundWeights({}, [], [])
         loading = self._open(found, state_directory)
-        with self._manager.phases.turns.taken("loading a checkpoint"):
+        with self._manager.turns.taken("loading a checkpoint"):
             self._apply(found)
             if loading is not None:
                 loading.apply()

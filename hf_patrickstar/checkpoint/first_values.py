@@ -110,7 +110,7 @@ class FirstValues:
             self._filler.stop()
         self._files = None  # closes the files that no origin refers to
         self._explain_origins()
-        self._collectives.exchange_objects(None, "reads the weights")  # one process may have a slower disk
+        self._collectives.exchange(None, "reads the weights")  # one process may have a slower disk
 
     def _has_value(self, tensor: ManagedTensor) -> bool:
         """Whether this process fills the place of a parameter: it owns it, and there are bytes to fill it with."""
@@ -149,7 +149,7 @@ class FirstValues:
         if collectives.world_size == 1:
             return
         samples = [None if t.spec.index in self._unread else _sample(t.parameter.data) for t in tensors]
-        found = collectives.exchange_objects(samples, "compares parameters")
+        found = collectives.exchange(samples, "compares parameters")
         if len({tuple(value is None for value in row) for row in found}) > 1:
             raise EngineError("some processes made the model inside deferred_weights and others did not; let all do so")
         different = [tensor for place, tensor in enumerate(tensors) if len({row[place] for row in found}) > 1]
@@ -160,9 +160,9 @@ class FirstValues:
                 different[0].spec.name,
             )
         for tensor in different:
-            collectives.broadcast(tensor.parameter.data, 0, f"sends parameter '{tensor.spec.name}' to all")
+            collectives.begin_broadcast(tensor.parameter.data, 0, f"sends parameter '{tensor.spec.name}' to all")()
         for buffer in buffers:
-            collectives.broadcast(buffer, 0, "sends buffers to all")
+            collectives.begin_broadcast(buffer, 0, "sends buffers to all")()
 
 
 def _sample(value: torch.Tensor) -> int:

@@ -16,10 +16,10 @@ from hf_patrickstar.checkpoint.deferred import DeferredTensor, StreamedSource
 from hf_patrickstar.checkpoint.storage import damaged, replace_file
 from hf_patrickstar.checkpoint.torch_file import write_torch
 from hf_patrickstar.checkpoint.weight_files import load_torch_file
+from hf_patrickstar.dist.sharing import Held, SharedState, Sharing
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.manager import ChunkManager
-from hf_patrickstar.runtime.sharing import Held, SharedState, Sharing
 
 
 def torch_paths(directory: str | os.PathLike[str], num: int = 1, name: str = "optimizer.pt") -> list[Path]:
@@ -66,7 +66,7 @@ class _StateSource(StreamedSource):
         self.shape, self.dtype = state.shape, state.dtype
 
     def stream(self, start: int, stop: int, piece_numel: int) -> Generator[torch.Tensor, None, None]:
-        return self._sharing.parts(self._held, (start, stop), piece_numel, f"'{self._key}'", is_patient=True)
+        return self._sharing.parts(self._held, (start, stop), piece_numel, f"'{self._key}'", is_prompt=False)
 
 
 class TorchState:
@@ -92,13 +92,13 @@ class TorchState:
         Raises:
             CheckpointError: If a file cannot be written, here or by another process.
         """
-        sharing, tensors = self._manager.sharing, self._manager.by_index
+        sharing = self._manager.sharing
         sharing.enter("saves the optimizer's state")
         own = self._own_states()
-        states = sharing.outline_states(own, tensors)
+        states = sharing.outline_states(own, self._manager.place_of)
         shared = [value for state in states.values() for value in state.values() if isinstance(value, SharedState)]
         held = [
-            Held(item.tensor, own.get(item.tensor.spec.index, {}).get(item.key), item.dtype, item.parts, number)
+            Held(item.spec, item.parts, own.get(item.spec.index, {}).get(item.key), item.dtype, number)
             for number, item in enumerate(shared)
         ]
         with sharing.led(lambda number: held[number], is_reader=is_writer):
@@ -106,7 +106,7 @@ class TorchState:
                 return
             for item, holding in zip(shared, held, strict=True):
                 deferred = DeferredTensor.make(_StateSource(sharing, holding, item))
-                states[item.tensor.spec.index][item.key] = deferred
+                states[item.spec.index][item.key] = deferred
             write = functools.partial(write_torch, piece_numel=piece_numel)
             for path, state_dict in zip(paths, self._optimizers.state_dicts(states), strict=True):
                 replace_file(path, functools.partial(write, value=state_dict))

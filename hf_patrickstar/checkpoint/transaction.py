@@ -113,7 +113,7 @@ class Transactions:
             checkpoint.write.join()
         try:
             # The exchange notices a process that has died sooner than the wait for its part would.
-            self._collectives.exchange_objects("written", "waits for a checkpoint")
+            self._collectives.exchange("written", "waits for a checkpoint")
         except CollectiveError:
             _leave(checkpoint)
             raise
@@ -135,10 +135,10 @@ class Transactions:
 
         self._agree(_attempt(begin) if rank == 0 else None, checkpoint, "cannot be written")
         what = "looks for the directory of the checkpoint"
-        wanted = self._collectives.exchange_objects(own, what)[0]
+        wanted = self._collectives.exchange(own, what)[0]
         # A directory that a killed process left on another disk does not have the mark of rank 0.
         is_seen = mark.is_file() and mark.read_text() == wanted
-        places = self._collectives.exchange_objects("" if is_seen else socket.gethostname(), what)
+        places = self._collectives.exchange("" if is_seen else socket.gethostname(), what)
         for place in dict.fromkeys(places):
             ranks = [other for other, found in enumerate(places) if found == place]
             checkpoint.makers[ranks[0]] = ranks
@@ -195,7 +195,7 @@ class Transactions:
     def _agree(self, error: BaseException | None, checkpoint: Checkpoint, what: str) -> None:
         """Raises on all processes if one of them has an error."""
         text = None if error is None else f"{error}" or type(error).__name__
-        texts = self._collectives.exchange_objects(text, "completes a checkpoint")
+        texts = self._collectives.exchange(text, "completes a checkpoint")
         if error is not None and isinstance(error, CheckpointError) and len(texts) == 1:
             raise error
         for rank, found in enumerate(texts):

@@ -10,12 +10,12 @@ import torch
 from hf_patrickstar.checkpoint.deferred import DeferredTensor, StreamedSource
 from hf_patrickstar.checkpoint.pieces import piece_numel_of
 from hf_patrickstar.checkpoint.safetensors_file import streamed_writing
+from hf_patrickstar.dist.sharing import Held
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.runtime.chunk import ManagedTensor
 from hf_patrickstar.runtime.live_parameter import raw_data, take_raw_grad
 from hf_patrickstar.runtime.manager import ChunkManager
-from hf_patrickstar.runtime.sharing import Held
 
 
 class _ChunkSource(StreamedSource):
@@ -103,7 +103,7 @@ class ChunkWeights:
     def _held(self, tensor: ManagedTensor) -> Held:
         self._manager.writes.take_over(tensor)
         if tensor.is_open:
-            return Held(tensor, tensor.own(tensor.parameter.data), tensor.original_dtype)
+            return Held(tensor.spec, tensor.parts, tensor.own(tensor.parameter.data), tensor.original_dtype)
         return self._manager.values.held(tensor, tensor.original_dtype)
 
     def read_parts(
@@ -129,9 +129,9 @@ class ChunkWeights:
                 f"parameter '{tensor.spec.name}' is being saved by another process, not by this one; read it on the "
                 "process that saves"
             )
-        is_patient = True if self.is_streaming else None  # the others have come to save, and a disk may be slow
+        is_prompt = False if self.is_streaming else None  # the others have come to save, and a disk may be slow
         held, place = self._held(tensor), (start, stop)
-        return self._manager.sharing.parts(held, place, piece_numel, "the value", is_patient=is_patient)
+        return self._manager.sharing.parts(held, place, piece_numel, "the value", is_prompt=is_prompt)
 
     @contextlib.contextmanager
     def collected(self, *, keep: bool) -> Iterator[None]:
@@ -206,7 +206,7 @@ class ChunkWeights:
         Raises:
             EngineError: At the end, if the block gave a parameter another shape; everything else is written.
         """
-        with self._manager.phases.turns.taken("full_parameters()"):
+        with self._manager.turns.taken("full_parameters()"):
             yield from self._opened(tensors, writeback, with_grads)
 
     def _opened(self, tensors: Iterable[ManagedTensor], writeback: bool, with_grads: bool) -> Iterator[None]:
@@ -231,7 +231,7 @@ class ChunkWeights:
             with self._manager.gradients.lock:  # other threads may read parameters
                 for tensor in opened:
                     tensor.answer()
-                self._manager.phases.turns.wait_for_calls()
+                self._manager.turns.wait_for_calls()
                 for tensor in opened:
                     self._close(tensor, writeback, with_grads, gradients.get(tensor.spec.index))
             if reshaped and writeback:

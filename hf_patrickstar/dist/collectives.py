@@ -1,8 +1,11 @@
-"""Data and messages between the processes that train one model together; only this module uses torch.distributed."""
+"""Data and messages between the processes that train one model together."""
 
+import atexit
 import contextlib
+import functools
+import os
 import threading
-import uuid
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -10,18 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_patrickstar.cores import usable_cores
+from hf_patrickstar.dist.messages import swap_messages
+from hf_patrickstar.dist.tickets import DeviceTicket, GlooTicket
+from hf_patrickstar.dist.watchdog import Watchdog
 from hf_patrickstar.errors import CollectiveError, ConfigError
 from hf_patrickstar.events import Listener, MessageExchanged, SlicesGathered, SlicesReduced, tell_nobody
 from hf_patrickstar.memory.lanes import Ticket
-from hf_patrickstar.dist.arrival import Arrival, announce
-from hf_patrickstar.dist.averages import average, without_repeats
-from hf_patrickstar.dist.complaints import complain
-from hf_patrickstar.dist.departure import leave_at_exit
-from hf_patrickstar.dist.liveness import Liveness, Member, describe_self, own_client
-from hf_patrickstar.dist.messages import swap_messages
-from hf_patrickstar.dist.tickets import DeviceTicket, GlooTicket, Users
-from hf_patrickstar.dist.vigil import Patience, Vigil
 from hf_patrickstar.units import ALIGNMENT_NUMEL, KIB, MIB
 
 _ROUND_NBYTES = 2 * MIB
@@ -36,6 +33,8 @@ _ABORT_S = 10.0
 """Seconds that a backend may take to end what is under way."""
 _NOBODY_SENDS = 2**31 - 1
 """A tag that no rank sends a message with."""
+_NUM_PAUSES, _PAUSE_S = 20, 0.005
+"""On a busy system one long pause may end before the other threads ran; several short ones give them several turns."""
 
 
 class Collectives:
@@ -51,10 +50,7 @@ class Collectives:
         world_size: The number of processes.
         device: The compute device.
         group: The process group for data; ``None`` for one process.
-        control: A group of the same processes for messages on the host, which so never mix with data.
         emit: Told of every collective with other processes.
-        reductions: A group of the same processes for ``reduce_scatter``, so that gathers that were started ahead do not
-            stand in its way; by default that for data.
         reduce_dtype: ``"fp32"`` if a backend of a device adds 16-bit gradients in fp32, ``"auto"`` if in their type.
 
     Attributes:
@@ -62,7 +58,8 @@ class Collectives:
         world_size: The number of processes.
         local_world_size: The number of processes on this host.
         num_core_sharers: How many of these may run on a core of this process.
-        control: The process group for messages; ``None`` for one process, and after ``close``.
+        control: The process group for messages on the host, which so never mix with data; ``None`` for one process, and
+            after ``close``.
     """
 
     def __init__(
@@ -71,32 +68,28 @@ class Collectives:
         world_size: int,
         device: torch.device,
         group: "dist.ProcessGroup | None" = None,
-        control: "dist.ProcessGroup | None" = None,
         emit: Listener = tell_nobody,
-        reductions: "dist.ProcessGroup | None" = None,
         reduce_dtype: str = "auto",
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.local_world_size = self.num_core_sharers = 1
+        self.control: dist.ProcessGroup | None = None
         self._device = device
-        self._group = group
-        self.control = control
+        self._group = self._reductions = group
         self._emit = emit
-        self._reductions = reductions or group
         self._widens = reduce_dtype == "fp32"
         self._last_reduction: Ticket | None = None
-        self._is_aborted = False
+        self._is_cut_off = False
         self._is_gloo = group is not None and _backend(group, device).name() == "gloo"
-        self._liveness: Liveness | None = None
-        self._vigil: Vigil | None = None
+        self._watchdog: Watchdog | None = None
 
     @classmethod
     def connect(
         cls,
         group: "dist.ProcessGroup | None",
         device: torch.device,
-        patience: Patience | None = None,
+        wait_s: float | None = 60.0,
         emit: Listener = tell_nobody,
         reduce_dtype: str = "auto",
     ) -> "Collectives":
@@ -105,7 +98,7 @@ class Collectives:
         Args:
             group: The processes, or ``None`` for the default group, if there is one.
             device: The compute device.
-            patience: How long to wait for the others.
+            wait_s: How long to wait for a message, in seconds; see [Note: how long a rank waits].
             emit: Told of every collective with other processes.
             reduce_dtype: See the class.
 
@@ -129,45 +122,46 @@ class Collectives:
             return cls(0, 1, device)
         data = dist.group.WORLD if group is None else group
         assert data is not None
-        is_gloo = _backend(data, device).name() == "gloo"
-        if device.type != "cpu" and is_gloo:
+        collectives = cls(rank, world_size, device, data, emit, reduce_dtype)
+        if device.type != "cpu" and collectives._is_gloo:
             raise ConfigError(
                 f"collectives: gloo cannot send from {device}; initialise torch.distributed with the backend of the "
                 "device, for example nccl"
             )
-        is_part = data is not dist.group.WORLD
-        patience = patience or Patience()
-        try:
-            timeout = _timeout_of(data, device) or dist.constants.default_pg_timeout
-            ranks = dist.get_process_group_ranks(data)
-            Arrival(dist.get_rank(), ranks, _arrivals(), patience, timeout.total_seconds()).wait()
-            # Processes outside of a subgroup do not come to make another group of it.
-            control = data if is_part and is_gloo else _new_group(data, device, is_part, "gloo")
-            # A communicator runs one collective after the other.
-            reductions = None if is_gloo else _new_group(data, device, is_part, dist.get_backend(data))
-        except RuntimeError as error:
-            raise CollectiveError(complain("connects", rank, world_size, "", error)) from error
-        collectives = cls(rank, world_size, device, data, control, emit, reductions, reduce_dtype)
-        leave_at_exit(_destroy_groups if is_gloo else None)  # messages go over gloo in any case
-        collectives._introduce(patience)
+        collectives._join(data, wait_s)
+        leave_at_exit(_destroy_groups if collectives._is_gloo else None)  # messages go over gloo in any case
         return collectives
 
-    def _introduce(self, patience: Patience) -> None:
-        """Tells the other ranks which process this is, and makes what finds missing ranks later."""
-        cores = usable_cores()
-        told = self._swap((tuple(describe_self()), uuid.uuid4().hex, cores), "connects", "connects")
-        members = [Member(*member) for member, _, _ in told]
-        are_local = [member.host == members[self.rank].host for member in members]
-        self.local_world_size = sum(are_local)
+    def _join(self, group: "dist.ProcessGroup", wait_s: float | None) -> None:
+        """Meets the other ranks, and makes groups beside that for data."""
+        timeout = _timeout_of(group, self._device)
+        timeout_s = (timeout or dist.constants.default_pg_timeout).total_seconds()
+        ranks, is_part = dist.get_process_group_ranks(group), group is not dist.group.WORLD
+        self._watchdog = watchdog = Watchdog(self.rank, ranks, wait_s, timeout_s)
+        try:
+            watchdog.meet()
+            # Processes outside of a subgroup do not come to make another group of it.
+            self.control = group if is_part and self._is_gloo else _new_group(ranks, timeout, "gloo", is_part)
+            if not self._is_gloo:
+                # A communicator runs one collective after the other: gathers that were started ahead do not stand in
+                # the way of reductions that have one of their own.
+                self._reductions = _new_group(ranks, timeout, dist.get_backend(group), is_part)
+        except CollectiveError:
+            raise
+        except RuntimeError as error:
+            raise watchdog.explain("connects", error) from error
+        own, processes = watchdog.processes[self.rank], watchdog.processes.values()
+        local = [process for process in processes if process.host == own.host]
+        self.local_world_size = len(local)
         # A launcher may have given each process cores of its own.
-        self.num_core_sharers = sum(
-            is_local and bool(cores & others) for is_local, (_, _, others) in zip(are_local, told, strict=True)
-        )
-        # The number that rank 0 drew keeps the keys apart from those of every other connection over this store.
-        store = own_client(dist.distributed_c10d._get_default_store())
-        store = dist.PrefixStore(f"hf_patrickstar/liveness/{told[0][1]}", store)
-        self._liveness = Liveness(self.rank, members, store, patience.answer_s)
-        self._vigil = Vigil(self.rank, self._liveness, store, patience, self._hang_up, looks=True)
+        self.num_core_sharers = sum(not set(own.cores).isdisjoint(process.cores) for process in local)
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether a reduction overlaps with the computation after it; on gloo it does not."""
+        return self.world_size > 1 and not self._is_gloo
+
+    # Data of the model
 
     def all_gather(self, buffer: torch.Tensor, what: str) -> Ticket:
         """Starts an all-gather, which fills the slices of the other ranks.
@@ -181,13 +175,126 @@ class Collectives:
             The ticket to wait for.
         """
         if self.world_size == 1:
-            return GlooTicket((), what, self._wait)
-        users, slices = Users(buffer), self._slices(buffer)
-        with self._naming(what):
-            self._emit(SlicesGathered((self.world_size - 1) * _nbytes(slices[0])))
-            if self._is_gloo:
-                return GlooTicket(self._broadcast(slices), what, self._wait, users)
-            return DeviceTicket(self._gather(buffer, slices[self.rank]), self._device, what, self._failure)
+            return GlooTicket(what, self._wait)
+        slices = self._slices(buffer)
+        with self._guarded(what):
+            self._emit(SlicesGathered((self.world_size - 1) * slices[0].nbytes))
+            if not self._is_gloo:
+                return DeviceTicket(self._gather(buffer, slices[self.rank]), self._device, what, self._failure)
+            ticket = GlooTicket(what, self._wait, buffer)
+            ticket.works = self._broadcast(slices)
+            return ticket
+
+    def staging_numel(self, slice_numel: int, dtype: torch.dtype) -> tuple[int, int]:
+        """How much scratch space ``reduce_scatter`` needs.
+
+        Args:
+            slice_numel: Elements of one rank's slice.
+            dtype: The type of the buffer.
+
+        Returns:
+            Elements of the buffer's type, and elements of fp32.
+        """
+        is_narrow = dtype.itemsize < torch.float32.itemsize
+        if self.world_size == 1:
+            return 0, 0
+        if not self._is_gloo:
+            return 0, self.world_size * slice_numel if self._widens and is_narrow else 0
+        piece_numel = self._piece_numel(slice_numel, dtype)
+        num_rounds = min(2, -(-slice_numel // max(1, piece_numel)))
+        return num_rounds * (self.world_size - 1) * piece_numel, 2 * min(_TILE_NUMEL, piece_numel) if is_narrow else 0
+
+    def reduce_scatter(
+        self, buffer: torch.Tensor, staging: tuple[torch.Tensor | None, torch.Tensor | None], what: str
+    ) -> Ticket:
+        """Starts a reduce-scatter: this rank's slice becomes the average of that slice over all ranks.
+
+        On gloo, slices are added in the order of the ranks, 16-bit slices in fp32 and rounded once. So each element has
+        the bits that one process gets when it adds the gradients of micro-batches 0, 1, ... in this order and divides
+        by their number. Other backends add in an order of their own, in the type of ``reduce_dtype``; the sum is
+        divided, since the average that nccl offers multiplies each term with a rounded 1/p.
+
+        Args:
+            buffer: One slice per rank, one after the other; contiguous, in one dimension. The slices of other ranks
+                have undefined content afterwards.
+            staging: Scratch space in the buffer's type and in fp32, of at least ``staging_numel`` elements.
+            what: What the data is, for error messages.
+
+        Returns:
+            The ticket to wait for; on gloo it is done.
+        """
+        if self.world_size == 1:
+            return GlooTicket(what, self._wait)
+        own = self._slices(buffer)[self.rank]
+        numels = self.staging_numel(own.numel(), own.dtype)
+        spaces = zip(staging, numels, strict=True)
+        narrow, wide = (own[:0] if space is None else space[:numel] for space, numel in spaces)
+        if (narrow.numel(), wide.numel()) != numels:
+            raise CollectiveError(f"{what}: needs scratch space of {numels[0]} elements and {numels[1]} of fp32")
+        if not self._is_gloo:
+            return self._reduce_concurrently(buffer, own, wide, what)
+        with self._guarded(what, is_blocking=True):
+            self._emit(SlicesReduced((self.world_size - 1) * own.nbytes))
+            self._reduce_in_rounds(self._slices(buffer), narrow, wide)
+        return GlooTicket(what, self._wait)
+
+    def _reduce_concurrently(self, buffer: torch.Tensor, own: torch.Tensor, wide: torch.Tensor, what: str) -> Ticket:
+        """Reduces on a stream of the backend; what comes after its sum is done by the stream that joins the ticket."""
+        terms, total = buffer, own
+        if wide.numel():
+            if self._last_reduction is not None:
+                self._last_reduction.join()  # it is in the same scratch space
+            terms = wide.copy_(buffer)
+            total = self._slices(terms)[self.rank]
+
+        def finish() -> None:
+            # By a tensor: a device multiplies with the rounded inverse of a number.
+            total.div_(total.new_full((), self.world_size))
+            if total is not own:
+                own.copy_(total)
+
+        with self._guarded(what):
+            self._emit(SlicesReduced((self.world_size - 1) * total.nbytes))
+            ticket = DeviceTicket(self._scatter(total, terms), self._device, what, self._failure, finish)
+        self._last_reduction = ticket if wide.numel() else None
+        return ticket
+
+    def _reduce_in_rounds(self, slices: Sequence[torch.Tensor], narrow: torch.Tensor, wide: torch.Tensor) -> None:
+        """Adds the received pieces while the next piece of every other rank arrives."""
+        own = slices[self.rank]
+        piece_numel = self._piece_numel(own.numel(), own.dtype)
+        starts = range(0, own.numel(), max(1, piece_numel))
+        rounds = narrow.view(-1, self.world_size - 1, piece_numel) if narrow.numel() else narrow
+        distances = range(1, self.world_size)
+
+        def receive(index: int) -> list[tuple[int, torch.Tensor, Any]]:
+            numel = min(piece_numel, own.numel() - starts[index])
+            received = []
+            for distance in distances:
+                source = (self.rank - distance) % self.world_size
+                target = rounds[index % 2, distance - 1, :numel]
+                received.append((source, target, self._receive(target, source)))
+            return received
+
+        # Receives are started before sends: a piece that is expected needs no second round trip.
+        pending = [receive(index) for index in range(min(2, len(starts)))]
+        sends: list[Any] = []
+        for start in starts:
+            for distance in distances:
+                target = (self.rank + distance) % self.world_size
+                sends.append(self._send(slices[target][start : start + piece_numel], target))
+        for index, start in enumerate(starts):
+            terms = {self.rank: own[start : start + piece_numel]}
+            for source, piece, work in pending.pop(0):
+                work.wait()
+                terms[source] = piece
+            _average([terms[rank] for rank in range(self.world_size)], self.rank, wide)
+            if index + 2 < len(starts):
+                pending.append(receive(index + 2))
+        for work in sends:
+            work.wait()
+
+    # What torch does; simulated processes do it in virtual time
 
     def _broadcast(self, slices: Sequence[torch.Tensor]) -> list[Any]:
         """Begins to fill the slices of all ranks on gloo, whose own all-gather copies, at a third of the speed."""
@@ -212,159 +319,16 @@ class Collectives:
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         return scatter(total, terms, op=dist.ReduceOp.SUM, group=self._reductions, async_op=True)
 
-    @property
-    def is_asynchronous(self) -> bool:
-        """Whether a reduction overlaps with the computation after it; on gloo it does not."""
-        return self.world_size > 1 and not self._is_gloo
+    # Messages, and other tensors
 
-    def staging_numel(self, slice_numel: int, dtype: torch.dtype) -> tuple[int, int]:
-        """How much scratch space ``reduce_scatter`` needs.
+    def exchange(self, value: Any, what: str, *, subject: str | None = None, is_prompt: bool = False) -> list[Any]:
+        """Sends a value to all ranks, and waits for theirs.
 
         Args:
-            slice_numel: Elements of one rank's slice.
-            dtype: The type of the buffer.
-
-        Returns:
-            Elements of the buffer's type, and elements of fp32.
-        """
-        if self.world_size == 1:
-            return 0, 0
-        if not self._is_gloo:
-            return 0, self.world_size * slice_numel if self._is_widened(dtype) else 0
-        piece_numel = self._piece_numel(slice_numel, dtype)
-        num_rounds = min(2, _ceil_div(slice_numel, max(1, piece_numel)))
-        widened = 2 * min(_TILE_NUMEL, piece_numel) if dtype.itemsize < torch.float32.itemsize else 0
-        return num_rounds * (self.world_size - 1) * piece_numel, widened
-
-    def reduce_scatter(
-        self, buffer: torch.Tensor, staging: tuple[torch.Tensor | None, torch.Tensor | None], what: str
-    ) -> Ticket:
-        """Starts a reduce-scatter: this rank's slice becomes the average of that slice over all ranks.
-
-        On gloo, slices are added in the order of the ranks, 16-bit slices in fp32 and rounded once. So each element has
-        the bits that one process gets when it adds the gradients of micro-batches 0, 1, ... in this order and divides
-        by their number. Other backends add in an order of their own, in the type of ``reduce_dtype``; the sum is
-        divided, since the average that nccl offers multiplies each term with a rounded 1/p.
-
-        Args:
-            buffer: One slice per rank, one after the other; contiguous, in one dimension. The slices of other ranks
-                have undefined content afterwards.
-            staging: Scratch space in the buffer's type and in fp32, of at least ``staging_numel`` elements.
-            what: What the data is, for error messages.
-
-        Returns:
-            The ticket to wait for; on gloo it is done.
-        """
-        if self.world_size == 1:
-            return GlooTicket((), what, self._wait)
-        slices = self._slices(buffer)
-        with self._naming(what):
-            if not self._is_gloo:
-                return self._reduce_beside(buffer, slices[self.rank], staging[1], what)
-            self._emit(SlicesReduced((self.world_size - 1) * _nbytes(slices[0])))
-            self._reduce_in_rounds(slices, staging)
-            return GlooTicket((), what, self._wait)
-
-    def _is_widened(self, dtype: torch.dtype) -> bool:
-        return self._widens and dtype.itemsize < torch.float32.itemsize
-
-    def _reduce_beside(
-        self, buffer: torch.Tensor, own: torch.Tensor, wide: torch.Tensor | None, what: str
-    ) -> DeviceTicket:
-        """Reduces on a stream of the backend; what comes after its sum is done by the stream that joins the ticket."""
-        terms, total = buffer, own
-        if self._is_widened(buffer.dtype):
-            if wide is None or wide.numel() < buffer.numel():
-                raise CollectiveError(f"{what}: needs scratch space of {buffer.numel()} elements of fp32")
-            if self._last_reduction is not None:
-                self._last_reduction.join()  # it is in the same scratch space
-            terms = wide[: buffer.numel()].copy_(buffer)
-            total = self._slices(terms)[self.rank]
-        self._emit(SlicesReduced((self.world_size - 1) * _nbytes(total)))
-
-        def finish() -> None:
-            # By a tensor: a device multiplies with the rounded inverse of a number.
-            total.div_(total.new_full((), self.world_size))
-            if total is not own:
-                own.copy_(total)
-
-        ticket = DeviceTicket(self._scatter(total, terms), self._device, what, self._failure, finish)
-        self._last_reduction = ticket if terms is not buffer else None
-        return ticket
-
-    def _reduce_in_rounds(
-        self, slices: Sequence[torch.Tensor], staging: tuple[torch.Tensor | None, torch.Tensor | None]
-    ) -> None:
-        """Adds the received pieces while the next piece of every other rank arrives."""
-        own = slices[self.rank]
-        piece_numel = self._piece_numel(own.numel(), own.dtype)
-        starts = range(0, own.numel(), max(1, piece_numel))
-        narrow_numel, wide_numel = self.staging_numel(own.numel(), own.dtype)
-        narrow, wide = (
-            space[:numel] if space is not None else own[:0]
-            for space, numel in zip(staging, (narrow_numel, wide_numel), strict=True)
-        )
-        if narrow.numel() < narrow_numel or wide.numel() < wide_numel:
-            raise CollectiveError(f"reduce_scatter: needs scratch space of {(narrow_numel, wide_numel)} elements")
-        rounds = narrow.view(-1, self.world_size - 1, piece_numel) if narrow_numel else narrow
-        distances = range(1, self.world_size)
-
-        def receive(index: int) -> list[tuple[int, torch.Tensor, Any]]:
-            numel = min(piece_numel, own.numel() - starts[index])
-            received = []
-            for distance in distances:
-                source = (self.rank - distance) % self.world_size
-                target = rounds[index % 2, distance - 1, :numel]
-                received.append((source, target, self._receive(target, source)))
-            return received
-
-        # Receives are started before sends: a piece that is expected needs no second round trip.
-        pending = [receive(index) for index in range(min(2, len(starts)))]
-        sends: list[Any] = []
-        for start in starts:
-            for distance in distances:
-                target = (self.rank + distance) % self.world_size
-                piece = slices[target][start : start + piece_numel]
-                sends.append(self._send(piece, target))
-        for index, start in enumerate(starts):
-            terms = {self.rank: own[start : start + piece_numel]}
-            for source, piece, work in pending.pop(0):
-                work.wait()
-                terms[source] = piece
-            average([terms[rank] for rank in range(self.world_size)], self.rank, wide)
-            if index + 2 < len(starts):
-                pending.append(receive(index + 2))
-        for work in sends:
-            work.wait()
-
-    def exchange(
-        self, message: Sequence[int], what: str, *, subject: str | None = None, is_patient: bool = True
-    ) -> list[list[int]]:
-        """Sends integers to all ranks, and waits for theirs.
-
-        Args:
-            message: The integers.
+            value: The value; pickle must accept it.
             what: What this rank is about to do, as a verb phrase, for warnings and errors.
             subject: What the message is about, the same on all ranks; by default ``what``.
-            is_patient: Whether to wait until the timeout of the process group; else this rank gives up earlier.
-
-        Returns:
-            The messages by rank.
-
-        Raises:
-            CollectiveError: If the messages of other ranks are about something else.
-        """
-        if self.world_size == 1:
-            return [list(message)]
-        self._emit(MessageExchanged())
-        return self._swap(list(message), subject or what, what, is_patient)
-
-    def exchange_objects(self, value: Any, what: str) -> list[Any]:
-        """Sends an object to all ranks, and waits for theirs until the timeout of the process group.
-
-        Args:
-            value: The object; pickle must accept it.
-            what: What this rank is about to do, as a verb phrase; the same on all ranks.
+            is_prompt: Whether all ranks should send it at once; see [Note: how long a rank waits].
 
         Returns:
             The values by rank.
@@ -375,60 +339,32 @@ class Collectives:
         if self.world_size == 1:
             return [value]
         self._emit(MessageExchanged())
-        return self._swap(value, what, what)
+        with self._guarded(what) as watchdog:
 
-    def _swap(self, value: Any, subject: str, what: str, is_patient: bool = True) -> list[Any]:
-        """Sends a value to all ranks, and waits for theirs."""
+            def gather(rows: list[torch.Tensor], own: torch.Tensor) -> None:
+                # Direct sends to each rank would be twice as fast on idle cores, and many times slower on busy ones.
+                work = dist.all_gather(rows, own, group=self.control, async_op=True)
+                watchdog.wait(work, what, is_message=True, is_prompt=is_prompt)
 
-        def gather(rows: list[torch.Tensor], own: torch.Tensor) -> None:
-            # Direct sends to each rank would be twice as fast on idle cores, and many times slower on busy ones.
-            work = dist.all_gather(rows, own, group=self.control, async_op=True)
-            if self._vigil is None:
-                work.wait()
-            else:
-                self._vigil.wait(work, what, is_message=True, is_patient=is_patient)
-
-        with self._naming(what):
-            return swap_messages(value, subject, what, self.world_size, gather)
-
-    def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
-        """Overwrites a tensor with that of one rank, and waits until it has arrived.
-
-        Args:
-            tensor: A tensor of the same shape and type on every rank, on the host or on the device.
-            source: The rank whose values all get.
-            what: What the data is, for error messages.
-        """
-
-        def operate(packed: torch.Tensor, group: "dist.ProcessGroup | None") -> None:
-            # As bytes: no backend supports every type.
-            dist.broadcast(packed.view(-1).view(torch.uint8), group=group, group_src=source)
-
-        self._in_place(tensor, what, operate)
+            return swap_messages(value, subject or what, what, self.world_size, gather)
 
     def begin_broadcast(self, tensor: torch.Tensor, source: int, what: str) -> Callable[[], None]:
         """Begins to overwrite a tensor with that of one rank.
 
         Args:
-            tensor: A contiguous tensor of the same shape and type on every rank, on the host.
+            tensor: A tensor of the same shape and type on every rank, on the host or on the device.
             source: The rank whose values all get.
             what: What the data is, for error messages.
 
         Returns:
             A function that waits until the values have arrived.
         """
-        if self.world_size == 1 or not tensor.numel():
-            return lambda: None
-        with self._naming(what):
-            work = dist.broadcast(
-                tensor.view(-1).view(torch.uint8), group=self.control, group_src=source, async_op=True
-            )
 
-        def wait() -> None:
-            with self._naming(what):
-                self._wait(work, what)
+        def begin(packed: torch.Tensor, group: "dist.ProcessGroup | None") -> Any:
+            # As bytes: no backend supports every type.
+            return dist.broadcast(packed.view(-1).view(torch.uint8), group=group, group_src=source, async_op=True)
 
-        return wait
+        return self._begin_in_place(tensor, what, begin)
 
     def all_reduce(self, tensor: torch.Tensor, what: str) -> None:
         """Overwrites a tensor with its sum over all ranks, and waits for it; the backend chooses the order of addition.
@@ -437,56 +373,97 @@ class Collectives:
             tensor: A tensor of the same shape and type on every rank, on the host or on the device.
             what: What the data is, for error messages.
         """
-        self._in_place(tensor, what, lambda packed, group: dist.all_reduce(packed, group=group))
+        self._begin_in_place(tensor, what, lambda packed, group: dist.all_reduce(packed, group=group, async_op=True))()
 
-    def _in_place(
-        self, tensor: torch.Tensor, what: str, operate: "Callable[[torch.Tensor, dist.ProcessGroup | None], Any]"
-    ) -> None:
+    def _begin_in_place(
+        self, tensor: torch.Tensor, what: str, begin: "Callable[[torch.Tensor, dist.ProcessGroup | None], Any]"
+    ) -> Callable[[], None]:
         if self.world_size == 1 or not tensor.numel():
-            return
-        with self._naming(what), torch.no_grad():
-            tensor = without_repeats(tensor.detach())
-            packed = tensor.contiguous()
-            operate(packed, self.control if tensor.device.type == "cpu" else self._group)
-            if not tensor.is_contiguous():
-                tensor.copy_(packed)
+            return lambda: None
+        target = _without_repeats(tensor.detach())
+        packed, is_on_host = target.contiguous(), tensor.device.type == "cpu"
+        with self._guarded(what):
+            work = begin(packed, self.control if is_on_host else self._group)
 
-    def _hang_up(self, with_data: bool) -> None:
-        """Closes this rank's connections for messages: messages under way fail, on this rank and on the others.
+        def wait() -> None:
+            if is_on_host:
+                self._wait(work, what)
+            else:
+                DeviceTicket(work, self._device, what, self._failure).join()
+            if not target.is_contiguous():
+                target.copy_(packed)
 
-        Args:
-            with_data: Close the connections for data too.
+        return wait
+
+    # Failures, and the end
+
+    def _wait(self, work: Any, what: str) -> None:
+        """Waits for data that is under way on gloo."""
+        with self._guarded(what) as watchdog:
+            watchdog.wait(work, what)
+
+    @contextlib.contextmanager
+    def _guarded(self, what: str, *, is_blocking: bool = False) -> Iterator[Watchdog]:
+        """Turns torch's errors inside the block into errors that say what failed, and which ranks are missing.
+
+        What ends the block with an error also ends what other ranks wait for: this rank closes its connections.
         """
-        if with_data:
-            self._abort()
-        for group in (self.control, self._group if with_data and self._is_gloo else None):
-            others = range(self.world_size) if group is not None else ()
-            for other in set(others) - {self.rank}:
+        watchdog = self._watchdog
+        if self.control is None or watchdog is None:
+            raise CollectiveError(
+                f"{what}: the collectives of rank {self.rank} are closed; make a new engine, or restart the processes"
+            )
+        if watchdog.verdict:
+            raise CollectiveError(f"{what}: {watchdog.verdict}")
+        try:
+            with watchdog.warning(what) if is_blocking else contextlib.nullcontext():
+                yield watchdog
+        except torch.OutOfMemoryError:
+            raise
+        except CollectiveError:
+            if watchdog.verdict:
+                self._hang_up()
+            raise
+        except RuntimeError as error:
+            raise self._failure(what, error) from error
+        except (KeyboardInterrupt, SystemExit):
+            watchdog.judge(f"rank {self.rank} was interrupted while it {what}; restart from the last checkpoint")
+            self._hang_up()
+            raise
+
+    def _failure(self, what: str, error: Exception) -> CollectiveError:
+        self._hang_up()
+        assert self._watchdog is not None
+        return self._watchdog.explain(what, error)
+
+    def _hang_up(self) -> None:
+        """Closes this rank's connections, so that what is under way fails, on this rank and on those that wait for it.
+
+        Else the others would wait on, and so would the threads of this process that work on it when Python ends.
+        """
+        if self._is_cut_off:
+            return
+        self._is_cut_off = True
+        for group in {self.control, self._group if self._is_gloo else None} - {None}:
+            for other in set(range(self.world_size)) - {self.rank}:
                 nothing = torch.zeros(1, dtype=torch.int64, device="cpu")
                 with contextlib.suppress(RuntimeError):  # gloo closes all connections when a receive times out
                     work: Any = dist.irecv(nothing, group=group, group_src=other, tag=_NOBODY_SENDS)
                     work.wait(_AT_ONCE)
+        if not self._is_gloo:
+            thread = threading.Thread(target=self._abort, name="hf_patrickstar-abort", daemon=True)
+            thread.start()
+            thread.join(_ABORT_S)
 
     def _abort(self) -> None:
         """Ends what is under way on a device's backend: its kernels wait for ranks that are gone, and so would exit."""
-        if self._is_gloo or self._is_aborted or self._group is None:
-            return
-        self._is_aborted = True
-        groups = [group for group in (self._reductions, self._group) if group is not None]
-
-        def abort() -> None:
-            for group in groups:
+        for group in (self._reductions, self._group):
+            if group is not None:
                 with contextlib.suppress(AttributeError, RuntimeError, ValueError):
                     group.abort()
 
-        thread = threading.Thread(target=abort, name="hf_patrickstar-abort", daemon=True)
-        thread.start()
-        thread.join(_ABORT_S)
-
     def close(self) -> None:
         """Destroys the groups that ``connect`` made; the group for data stays."""
-        if self._vigil is not None:
-            self._vigil.close()
         made = [group for group in (self.control, self._reductions) if group not in (None, self._group)]
         self.control, self._reductions = None, self._group
         self._last_reduction = None
@@ -510,54 +487,70 @@ class Collectives:
         nbytes = max(_MIN_PIECE_NBYTES, nbytes)
         return min(slice_numel, nbytes // dtype.itemsize // ALIGNMENT_NUMEL * ALIGNMENT_NUMEL)
 
-    def _wait(self, work: Any, what: str) -> None:
-        """Waits for data that is under way on gloo."""
-        try:
-            if self._vigil is None:
-                work.wait()
-            else:
-                self._vigil.wait(work, what)
-        except CollectiveError:
-            raise
-        except RuntimeError as error:
-            raise self._failure(what, error) from error
 
-    @contextlib.contextmanager
-    def _naming(self, what: str) -> Iterator[None]:
-        """Turns torch's errors inside the block into errors that say what failed, and which ranks are missing."""
-        if self.control is None:
-            raise CollectiveError(
-                f"{what}: the collectives of rank {self.rank} are closed; make a new engine, or restart the processes"
-            )
-        if self._vigil is not None and self._vigil.verdict:
-            raise CollectiveError(f"{what}: {self._vigil.verdict}")
-        try:
-            with contextlib.nullcontext() if self._vigil is None else self._vigil.watched(what):
-                yield
-        except (CollectiveError, torch.OutOfMemoryError):
-            raise
-        except RuntimeError as error:
-            raise self._failure(what, error) from error
+def _average(terms: Sequence[torch.Tensor], rank: int, wide: torch.Tensor) -> None:
+    """Adds terms in the order of the ranks and writes the average over the term of one rank; others may change too.
 
-    def _failure(self, what: str, error: Exception) -> CollectiveError:
-        if self._vigil is not None and self._vigil.ask():
-            self._hang_up(False)  # others may wait for this rank alone
-            self._abort()
-            return CollectiveError(f"{what}: {self._vigil.verdict}")
-        finding = "" if self._liveness is None else self._liveness.hold()
-        self._abort()
-        return CollectiveError(complain(what, self.rank, self.world_size, finding, error))
+    Args:
+        terms: The terms by rank.
+        rank: Whose term becomes the average.
+        wide: Scratch space of fp32 for two tiles; empty where terms are added in their own type.
+    """
+    own, world_size = terms[rank], len(terms)
+    if not wide.numel():
+        total = terms[0]
+        for other in range(1, world_size):
+            total = torch.add(total, terms[other], out=own if other >= rank else total)
+        own.div_(world_size)
+        return
+    tile_numel = wide.numel() // 2
+    for start in range(0, own.numel(), tile_numel):
+        tiles = [term[start : start + tile_numel] for term in terms]
+        total, widened = (half[: tiles[0].numel()] for half in wide.split(tile_numel))
+        total.copy_(tiles[0])
+        for tile in tiles[1:]:
+            total.add_(widened.copy_(tile))
+        tiles[rank].copy_(total.div_(world_size))
 
 
-def announce_self() -> None:
-    """Lets other processes notice if this one ends before it makes an engine; see ``dist/arrival.py``."""
-    if dist.is_available() and dist.is_initialized():
-        announce(dist.get_rank(), _arrivals())
+def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """The distinct elements of an expanded tensor, which cannot be written to as a whole."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.size(dim) > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
-def _arrivals() -> Any:
-    """The keys of ``Arrival``."""
-    return dist.PrefixStore("hf_patrickstar/arrival", dist.distributed_c10d._get_default_store())
+# Process groups
+
+
+@functools.cache
+def leave_at_exit(destroy: Callable[[], None] | None = None) -> None:
+    """Has the process groups destroyed when Python ends, and gives the threads of gloo time before Python is gone.
+
+    A thread of gloo drops the tensors of a collective after it has said that the collective is done, and takes Python's
+    lock for it. Where Python has ended meanwhile, that aborts the process: "terminate called without an active
+    exception" (pytorch/pytorch issue 190489). ``destroy_process_group`` waits for these threads only if nobody else
+    holds the group; an engine that lives until the program ends holds it, as torch's ``DistributedDataParallel`` does.
+
+    The first call counts, and others with the same function do nothing: what the program has registered since then
+    (``atexit``) runs before, and may still use the groups.
+
+    Args:
+        destroy: Destroys the groups that are left; ``None`` where they stay.
+    """
+    atexit.register(_leave, destroy, os.getpid())
+
+
+def _leave(destroy: Callable[[], None] | None, pid: int) -> None:
+    if os.getpid() != pid:
+        return  # a process that was forked from the one that talks to the others
+    try:
+        if destroy is not None:
+            destroy()
+    finally:
+        for _ in range(_NUM_PAUSES):
+            time.sleep(_PAUSE_S)
 
 
 def _destroy_groups() -> None:
@@ -577,24 +570,11 @@ def _backend(group: "dist.ProcessGroup", device: torch.device) -> Any:
         ) from error
 
 
-def _new_group(group: "dist.ProcessGroup", device: torch.device, is_part: bool, backend: str) -> "dist.ProcessGroup":
-    """Makes another group of the same processes."""
-    return dist.new_group(
-        dist.get_process_group_ranks(group),
-        timeout=_timeout_of(group, device),
-        backend=backend,
-        use_local_synchronization=is_part,
-    )
-
-
 def _timeout_of(group: "dist.ProcessGroup", device: torch.device) -> timedelta | None:
     """The timeout of a group, from private names of torch; ``None``, torch's default, if these are not there."""
     return getattr(getattr(_backend(group, device), "options", None), "_timeout", None)
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.dtype.itemsize
-
-
-def _ceil_div(value: int, divisor: int) -> int:
-    return -(-value // divisor)
+def _new_group(ranks: list[int], timeout: timedelta | None, backend: str, is_part: bool) -> "dist.ProcessGroup":
+    """Makes another group of the same processes."""
+    return dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=is_part)

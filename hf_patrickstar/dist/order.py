@@ -21,24 +21,22 @@ An order only says what comes next; the caller executes it.
 Messages on different subjects may meet, also with those of other parts of the package (see ``dist/messages.py``). So
 processes that do different things find out, and raise an error that says what each one does, instead of waiting.
 
-A process that waits for a message gives up (see [Note: who gives up]) only where it does not know yet whether the
-others come at all:
+A message is prompt, so that a rank gives up that waits for it alone, where a rank does not know yet whether the others
+come at all (see [Note: how long a rank waits]):
 
-| subject | gives up |
+| subject | prompt |
 |---|---|
 | `BEGIN` of an evaluation, `GATHER` between steps, `READ`, `NORM`, `ENTER` | yes |
 | `BEGIN` of training: its batch may take long | no |
 | `GATHER`, `REDUCE`, `CHECK`, `END` of a step: all have begun it | no |
 | `READ`, `LEAVE`, `FOLLOW` while the model is saved, `MEET`: all have entered, and a disk may be slow | no |
-
-Where it says no, a process still gives up if all others wait as well, and not all of them for the same.
 """
 
 import dataclasses
 import enum
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,15 +44,8 @@ from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.dist.messages import DOES, disagreement
 from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace, common_trace
 
-_MOST_SHAPE_NUMBERS = 96
-_LEAST_NUMBERS = 6
-"""The numbers of a message on reading: the subject and the payload."""
-_BITS = 62
-_NO_LIMIT = 1 << _BITS
 _ABOUT = "what comes next"
 """The subject of all messages of an order for ``Collectives``; these are about a ``Subject`` each."""
-DTYPES = tuple(sorted({found for found in vars(torch).values() if isinstance(found, torch.dtype)}, key=str))
-"""The types of torch; messages name a type by its place here."""
 
 
 class Subject(enum.IntEnum):
@@ -87,8 +78,7 @@ class Phase(enum.IntEnum):
 
 _ASKING = frozenset({Subject.GATHER, Subject.REDUCE, Subject.END})
 _FOLLOWED = frozenset({Subject.READ, Subject.LEAVE})
-_ALONE = frozenset({Subject.READ, Subject.NORM, Subject.ENTER})
-"""Subjects of messages for which a rank gives up by default."""
+_PROMPT = frozenset({Subject.READ, Subject.NORM, Subject.ENTER})
 
 
 class Collective(NamedTuple):
@@ -96,9 +86,6 @@ class Collective(NamedTuple):
 
     subject: Subject
     group: int
-
-
-# Messages, and what processes agree on
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -166,96 +153,22 @@ class Ended:
     indices: frozenset[int] = frozenset()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _BeginMessage:
-    """How a step begins on one process, in numbers; the first two must be the same on all processes."""
+class Order:
+    """Decides which collective comes next, the same on all processes; see [Note: one order of collectives].
 
-    kind: int
-    version: int
-    is_readable: int
-    free_nbytes: int
-    chunk_nbytes: int
-    floor_nbytes: int
-    resident: int
-    structure: int
-    traces: int
-    num_sizes: int
-    sizes: tuple[int, ...]
+    Args:
+        collectives: Sends messages between the processes.
+        checks_all: Whether processes agree on every gather and reduction of a plan before it is done (debugging).
 
-    @classmethod
-    def of(cls, kind: str, shapes: Shapes, traces: int, room: Room, version: int) -> "_BeginMessage":
-        sizes = tuple(size for shape in shapes for size in shape)
-        is_readable = bool(shapes) and len(sizes) <= _MOST_SHAPE_NUMBERS
-        return cls(
-            _checksum(kind),
-            version,
-            int(is_readable),
-            room.free_nbytes,
-            _NO_LIMIT if room.chunk_nbytes is None else room.chunk_nbytes,
-            room.floor_nbytes,
-            _checksum(repr(room.resident)),
-            _checksum(repr([len(shape) for shape in shapes])),
-            traces,
-            len(sizes) if is_readable else 0,
-            sizes if is_readable else (),
-        )
+    Attributes:
+        is_alone: Whether there is only one process: then nothing has to be agreed on.
+    """
 
-    @classmethod
-    def from_words(cls, words: Sequence[int]) -> "_BeginMessage":
-        names = [field.name for field in dataclasses.fields(cls)][:-1]
-        found: dict[str, Any] = dict(zip(names, words, strict=False))
-        return cls(**found, sizes=tuple(words[len(names) : len(names) + found["num_sizes"]]))
-
-    def to_words(self) -> list[int]:
-        *fields, sizes = (getattr(self, field.name) for field in dataclasses.fields(self))
-        return [*fields, *sizes]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _EndMessage:
-    """How a phase ends on one process, in numbers; the first two must be the same on all processes."""
-
-    phase: int
-    checksum: int
-    is_diverged: int
-    is_recorded: int
-    bits: tuple[int, ...]
-
-    @classmethod
-    def of(cls, ending: Ending, checksum: int, num_words: int) -> "_EndMessage":
-        words = [0] * num_words
-        for index in ending.indices:
-            words[index // _BITS] |= 1 << index % _BITS
-        return cls(ending.phase, checksum, int(ending.is_diverged), int(ending.is_recorded), tuple(words))
-
-    @classmethod
-    def from_words(cls, words: Sequence[int]) -> "_EndMessage":
-        phase, checksum, is_diverged, is_recorded, *bits = words
-        return cls(phase, checksum, is_diverged, is_recorded, tuple(bits))
-
-    def to_words(self) -> list[int]:
-        return [self.phase, self.checksum, self.is_diverged, self.is_recorded, *self.bits]
-
-    @property
-    def indices(self) -> Iterable[int]:
-        """The tensors that have a bit."""
-        return (place * _BITS + bit for place, word in enumerate(self.bits) for bit in range(_BITS) if word >> bit & 1)
-
-
-# The orders
-
-
-class Order(Protocol):
-    """Decides which collective comes next, the same on all processes."""
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether there is only one process: then nothing is agreed on."""
-        ...
-
-    def note_tensors(self, num_tensors: int) -> None:
-        """Notes the number of parameters."""
-        ...
+    def __init__(self, collectives: Collectives, *, checks_all: bool = False) -> None:
+        self.is_alone = collectives.world_size == 1
+        self._collectives = collectives
+        self._checks_all = checks_all
+        self._checksum = 0
 
     def begin(self, kind: str, shapes: Shapes, traces: int, room: Room, version: int) -> Beginning:
         """Agrees on a step that begins.
@@ -270,7 +183,22 @@ class Order(Protocol):
         Raises:
             CollectiveError: If another process begins something else, or has done fewer steps.
         """
-        ...
+        if self.is_alone:
+            return Beginning(shapes, True, room)
+        what, is_prompt = f"begins '{kind}'", not StepKind.of(kind).is_training
+        resident = zlib.crc32(repr(room.resident).encode())
+        own = kind, version, shapes, traces, room.free_nbytes, room.chunk_nbytes, room.floor_nbytes, resident
+        found = self._exchange(Subject.BEGIN, own, what, is_prompt=is_prompt)
+        _, kinds, versions, inputs, known, free, limits, floors, residents = zip(*found, strict=True)
+        if not (_are_same(kinds) and _are_same(versions)):
+            self._mismatch(f"{what} after change {version} of the parameters")
+        agreed = Room(
+            min(free),
+            min((limit for limit in limits if limit is not None), default=None),
+            max(floors),
+            room.resident if _are_same(residents) else (),
+        )
+        return Beginning(_find_largest(inputs), _are_same(known), agreed)
 
     def agree_on_trace(self, trace: Trace) -> Trace:
         """Makes one trace of what the processes have recorded.
@@ -278,7 +206,7 @@ class Order(Protocol):
         Args:
             trace: The trace of this process.
         """
-        ...
+        return common_trace(self._collectives.exchange(trace, f"compares what it has recorded ('{trace.key}')"))
 
     def agree_on_foreseen(self, traces: Sequence[Trace]) -> Sequence[Trace]:
         """Makes one trace of each that the processes have made before a step.
@@ -289,7 +217,8 @@ class Order(Protocol):
         Returns:
             The traces of all, or none if a process has none.
         """
-        ...
+        found = self._collectives.exchange(traces, "compares what it foresees of a step")
+        return [common_trace(same) for same in zip(*found, strict=True)] if all(found) else ()
 
     def check(self, collective: Collective, dtype: torch.dtype, numel: int) -> None:
         """Notes the next collective of the plan, which the caller executes now.
@@ -303,7 +232,11 @@ class Order(Protocol):
             CollectiveError: While debugging, if another process is about to execute another collective, or to send
                 data of another type or size.
         """
-        ...
+        if self._checks_all:
+            what = f"is about to {collective.subject.name.lower()} group {collective.group}, as planned"
+            what = f"{what} ({numel} elements of {dtype})"
+            self.agree(Subject.CHECK, (*map(int, collective), dtype, numel), what)
+        self._note(collective)
 
     def ask(self, collective: Collective, who: str, *, is_in_step: bool) -> tuple[Collective, ...]:
         """Asks for a collective that is in no plan.
@@ -319,7 +252,9 @@ class Order(Protocol):
         Raises:
             CollectiveError: If another process does something else.
         """
-        ...
+        subject, index = collective
+        what = f"needs group {index} ({subject.name.lower()}) for {who}"
+        return self._wanted(self._exchange(subject, (index,), what, _ASKING, is_prompt=not is_in_step))
 
     def end(self, ending: Ending) -> Ended:
         """Ends a forward, a backward or an evaluation, if all processes end it; see ``Ended.collectives``.
@@ -330,18 +265,26 @@ class Order(Protocol):
         Raises:
             CollectiveError: If another process ended something else, or has executed other collectives.
         """
-        ...
+        what, bits = f"has ended its {ending.phase.name.lower()}", _to_bits(ending.indices)
+        own = int(ending.phase), self._checksum, ending.is_diverged, ending.is_recorded, bits
+        messages = self._exchange(Subject.END, own, what, _ASKING)
+        if any(message[0] != Subject.END for message in messages):
+            return Ended(self._wanted(messages))
+        _, phases, checksums, diverged, recorded, found = zip(*messages, strict=True)
+        if not (_are_same(phases) and _are_same(checksums)):
+            self._mismatch(f"{what}, with collectives of checksum {self._checksum:08x} so far")
+        return Ended((), any(diverged) or not _are_same(recorded), frozenset().union(*map(_from_bits, set(found))))
 
     def agree(
-        self, subject: Subject, payload: Sequence[int], what: str, *, is_patient: bool | None = None
+        self, subject: Subject, payload: Sequence[Any], what: str, *, is_prompt: bool | None = None
     ) -> list[int]:
         """Makes sure that all processes are about to do the same; some may follow, see ``follow_readers``.
 
         Args:
             subject: ``READ``, ``NORM``, ``LEAVE``, ``ENTER`` or ``MEET``.
-            payload: What identifies the parameter or call that it is about: five integers at most.
+            payload: What identifies the parameter or call that it is about.
             what: What this process is about to do, as a verb phrase, for warnings and errors.
-            is_patient: Whether all processes are known to come; by default as the table of the note says.
+            is_prompt: Whether the others may not come; by default as the table of the note says.
 
         Returns:
             The ranks that do it; the others follow.
@@ -349,210 +292,50 @@ class Order(Protocol):
         Raises:
             CollectiveError: If the processes are about to do different things.
         """
-        ...
+        allowed = frozenset((subject, Subject.FOLLOW)) if subject in _FOLLOWED else frozenset((subject,))
+        is_prompt = subject in _PROMPT if is_prompt is None else is_prompt
+        return self._readers(self._exchange(subject, payload, what, allowed, is_prompt=is_prompt), what)[1]
 
-    def follow_readers(self) -> tuple[Subject, list[int], list[int]]:
+    def follow_readers(self) -> tuple[Subject, Sequence[Any], list[int]]:
         """Waits for what the reading processes do next, on a process that only follows them.
 
         Returns:
-            ``READ`` or ``LEAVE``, the five integers of the readers' payload, and the ranks of the readers.
+            ``READ`` or ``LEAVE``, the readers' payload, and the ranks of the readers.
 
         Raises:
             CollectiveError: If the readers do different things, or no process reads.
         """
-        ...
-
-
-def make_order(collectives: Collectives, num_tensors: int, checks_all: bool) -> Order:
-    """Makes the order of one process, or of several.
-
-    Args:
-        collectives: Sends messages between the processes.
-        num_tensors: The number of managed parameters.
-        checks_all: Whether processes agree on every gather and reduction of a plan before it is done (debugging).
-    """
-    if collectives.world_size == 1:
-        return OwnOrder()
-    return AgreedOrder(collectives, num_tensors, checks_all)
-
-
-class OwnOrder:
-    """The order of one process: nothing has to be agreed on."""
-
-    is_alone = True
-
-    def note_tensors(self, num_tensors: int) -> None:
-        """Nothing to do."""
-
-    def begin(self, kind: str, shapes: Shapes, traces: int, room: Room, version: int) -> Beginning:
-        """Returns what was given."""
-        return Beginning(shapes, True, room)
-
-    def agree_on_trace(self, trace: Trace) -> Trace:
-        """Returns what was given."""
-        return trace
-
-    def agree_on_foreseen(self, traces: Sequence[Trace]) -> Sequence[Trace]:
-        """Returns what was given."""
-        return traces
-
-    def check(self, collective: Collective, dtype: torch.dtype, numel: int) -> None:
-        """Nothing to do."""
-
-    def ask(self, collective: Collective, who: str, *, is_in_step: bool) -> tuple[Collective, ...]:
-        """Returns the given collective."""
-        return (collective,)
-
-    def end(self, ending: Ending) -> Ended:
-        """Returns what was given."""
-        return Ended((), ending.is_diverged, frozenset(ending.indices))
-
-    def agree(
-        self, subject: Subject, payload: Sequence[int], what: str, *, is_patient: bool | None = None
-    ) -> list[int]:
-        """Returns this process."""
-        return [0]
-
-    def follow_readers(self) -> tuple[Subject, list[int], list[int]]:
-        """Returns at once: there are no readers."""
-        return Subject.LEAVE, [0, 0, 0, 0, 0], [0]
-
-
-class AgreedOrder:
-    """The order of several processes; see [Note: one order of collectives] and ``Order``.
-
-    Args:
-        collectives: Sends messages between the processes.
-        num_tensors: The number of managed parameters.
-        checks_all: Whether processes agree on every gather and reduction of a plan before it is done (debugging).
-    """
-
-    is_alone = False
-
-    def __init__(self, collectives: Collectives, num_tensors: int, checks_all: bool) -> None:
-        self._collectives = collectives
-        self._checks_all = checks_all
-        self._checksum = 0
-        self.note_tensors(num_tensors)
-
-    def note_tensors(self, num_tensors: int) -> None:
-        """Notes the number of parameters: messages have a bit of each."""
-        self._num_words = -(-num_tensors // _BITS)
-
-    def begin(self, kind: str, shapes: Shapes, traces: int, room: Room, version: int) -> Beginning:
-        """See ``Order``."""
-        own = _BeginMessage.of(kind, shapes, traces, room, version)
-        is_training = StepKind.of(kind).is_training
-        rows = self._payloads(Subject.BEGIN, own.to_words(), f"begins '{kind}'", is_patient=is_training)
-        found = [_BeginMessage.from_words(row) for row in rows]
-        if not _are_same((message.kind, message.version) for message in found):
-            self._mismatch(f"begins '{kind}' after change {version} of the parameters")
-        if _are_same(message.structure for message in found) and all(message.is_readable for message in found):
-            largest = map(max, zip(*(message.sizes for message in found), strict=True))
-            shapes = tuple(tuple(next(largest) for _ in shape) for shape in shapes)
-        else:  # inputs cannot be compared, so no trace of this step is kept
-            shapes = ()
-        least_chunk_nbytes = min(message.chunk_nbytes for message in found)
-        agreed = Room(
-            min(message.free_nbytes for message in found),
-            None if least_chunk_nbytes == _NO_LIMIT else least_chunk_nbytes,
-            max(message.floor_nbytes for message in found),
-            room.resident if _are_same(message.resident for message in found) else (),
-        )
-        return Beginning(shapes, _are_same(message.traces for message in found), agreed)
-
-    def agree_on_trace(self, trace: Trace) -> Trace:
-        """See ``Order``."""
-        return common_trace(self._collectives.exchange_objects(trace, f"compares what it has recorded ('{trace.key}')"))
-
-    def agree_on_foreseen(self, traces: Sequence[Trace]) -> Sequence[Trace]:
-        """See ``Order``."""
-        found = self._collectives.exchange_objects(list(traces), "compares what it foresees of a step")
-        if not all(found):
-            return ()
-        return [common_trace(same) for same in zip(*found, strict=True)]
-
-    def check(self, collective: Collective, dtype: torch.dtype, numel: int) -> None:
-        """See ``Order``."""
-        if self._checks_all:
-            what = f"is about to {collective.subject.name.lower()} group {collective.group}, as planned"
-            what = f"{what} ({numel} elements of {dtype})"
-            rows = self._payloads(Subject.CHECK, [*collective, number_of(dtype), numel], what)
-            if not _are_same(tuple(row[:4]) for row in rows):
-                self._mismatch(what)
-        self._note(collective)
-
-    def ask(self, collective: Collective, who: str, *, is_in_step: bool) -> tuple[Collective, ...]:
-        """See ``Order``."""
-        subject, index = collective
-        what = f"needs group {index} ({subject.name.lower()}) for {who}"
-        return self._wanted(self._exchange(subject, [index], what, _ASKING, is_patient=is_in_step))
-
-    def end(self, ending: Ending) -> Ended:
-        """See ``Order``."""
-        what = f"has ended its {ending.phase.name.lower()}"
-        own = _EndMessage.of(ending, self._checksum, self._num_words)
-        messages = self._exchange(Subject.END, own.to_words(), what, _ASKING)
-        if any(subject != Subject.END for subject, *_ in messages):
-            return Ended(self._wanted(messages))
-        found = [_EndMessage.from_words(words) for _, *words in messages]
-        if not _are_same((message.phase, message.checksum) for message in found):
-            self._mismatch(f"{what}, with collectives of checksum {self._checksum:08x} so far")
-        is_diverged = any(message.is_diverged for message in found)
-        is_diverged |= not _are_same(message.is_recorded for message in found)
-        return Ended((), is_diverged, frozenset(index for message in found for index in message.indices))
-
-    def agree(
-        self, subject: Subject, payload: Sequence[int], what: str, *, is_patient: bool | None = None
-    ) -> list[int]:
-        """See ``Order``."""
-        allowed = frozenset((subject, Subject.FOLLOW)) if subject in _FOLLOWED else frozenset((subject,))
-        messages = self._exchange(subject, payload, what, allowed, is_patient=is_patient)
-        return self._readers(messages, what)[1]
-
-    def follow_readers(self) -> tuple[Subject, list[int], list[int]]:
-        """See ``Order``."""
         what = "follows the processes that save the model"
-        messages = self._exchange(Subject.FOLLOW, [], what, _FOLLOWED | {Subject.FOLLOW})
+        messages = self._exchange(Subject.FOLLOW, (), what, _FOLLOWED | {Subject.FOLLOW})
         (subject, *payload), readers = self._readers(messages, what)
         return Subject(subject), payload, readers
 
     # Inside
 
-    def _readers(self, messages: list[list[int]], what: str) -> tuple[list[int], list[int]]:
+    def _readers(self, messages: Sequence[tuple[Any, ...]], what: str) -> tuple[tuple[Any, ...], list[int]]:
         """The message of the ranks that do not follow, which must be the same on all of them, and these ranks."""
-        readers = [rank for rank, row in enumerate(messages) if row[0] != Subject.FOLLOW]
-        if len({tuple(messages[rank]) for rank in readers}) != 1:
+        readers = [rank for rank, message in enumerate(messages) if message[0] != Subject.FOLLOW]
+        if len({messages[rank] for rank in readers}) != 1:
             self._mismatch(what)
         return messages[readers[0]], readers
-
-    def _payloads(
-        self, subject: Subject, payload: Sequence[int], what: str, *, is_patient: bool = True
-    ) -> list[list[int]]:
-        """Sends a message on a subject; returns the payloads of all ranks."""
-        messages = self._exchange(subject, payload, what, frozenset({subject}), is_patient=is_patient)
-        return [found for _, *found in messages]
 
     def _exchange(
         self,
         subject: Subject,
-        payload: Sequence[int],
+        payload: Sequence[Any],
         what: str,
-        allowed: frozenset[Subject],
+        allowed: frozenset[Subject] = frozenset(),
         *,
-        is_patient: bool | None = None,
-    ) -> list[list[int]]:
-        """Sends a message and gets those of all ranks: the subject, then the payload."""
-        message = [int(subject), *map(int, payload)]
-        message += [0] * (_LEAST_NUMBERS - len(message))
-        if is_patient is None:
-            is_patient = subject not in _ALONE
-        messages = self._collectives.exchange(message, what, subject=_ABOUT, is_patient=is_patient)
-        if not {found[0] for found in messages} <= allowed:
+        is_prompt: bool = False,
+    ) -> list[tuple[Any, ...]]:
+        """Sends a message and gets those of all ranks: the subject, then the payload; others may send ``allowed``."""
+        own = int(subject), *payload
+        messages = self._collectives.exchange(own, what, subject=_ABOUT, is_prompt=is_prompt)
+        if not {message[0] for message in messages} <= (allowed or {subject}):
             self._mismatch(what)
         return messages
 
-    def _wanted(self, messages: list[list[int]]) -> tuple[Collective, ...]:
+    def _wanted(self, messages: Sequence[tuple[Any, ...]]) -> tuple[Collective, ...]:
         """The collectives that messages ask for, each once, in the order in which all processes execute them."""
         asked = {(subject, index) for subject, index, *_ in messages if subject != Subject.END}
         collectives = tuple(Collective(Subject(subject), index) for subject, index in sorted(asked))
@@ -564,17 +347,27 @@ class AgreedOrder:
         self._checksum = zlib.crc32(b"%d %d" % collective, self._checksum)
 
     def _mismatch(self, what: str) -> None:
-        raise disagreement(self._collectives.exchange_objects(what, DOES))
+        raise disagreement(self._collectives.exchange(what, DOES))
 
 
 def _are_same(values: Iterable[object]) -> bool:
     return len(set(values)) == 1
 
 
-def _checksum(text: str) -> int:
-    return zlib.crc32(text.encode())
+def _find_largest(found: Sequence[Shapes]) -> Shapes:
+    """The largest of the shapes; none if they cannot be compared, so that no trace of the step is kept."""
+    if not _are_same(tuple(map(len, shapes)) for shapes in found):
+        return ()
+    return tuple(tuple(map(max, zip(*same, strict=True))) for same in zip(*found, strict=True))
 
 
-def number_of(dtype: torch.dtype) -> int:
-    """What a type is called in messages."""
-    return DTYPES.index(dtype)
+def _to_bits(indices: Sequence[int]) -> bytes:
+    """One bit for each index: messages about a model of 10,000 parameters stay short."""
+    bits = bytearray(max(indices, default=-1) // 8 + 1)
+    for index in indices:
+        bits[index // 8] |= 1 << index % 8
+    return bytes(bits)
+
+
+def _from_bits(bits: bytes) -> Iterable[int]:
+    return [8 * place + bit for place, byte in enumerate(bits) for bit in range(8) if byte >> bit & 1]

@@ -14,22 +14,31 @@ _LINGER_S = 1.0
 
 
 class GlooTicket:
-    """Waits for collectives of gloo that may still be under way; there may be none."""
+    """Collectives of gloo that may still be under way; there may be none.
 
-    __slots__ = ("_users", "_wait", "_what", "_works")
+    Args:
+        what: What the data is, for errors.
+        wait: Waits for one of them.
+        buffer: What they fill. Threads of gloo release it a moment after their collective is complete. In between, the
+            engine would count the reference as an alias of the chunk, on one rank and not on another.
 
-    def __init__(
-        self, works: Sequence[Any], what: str, wait: Callable[[Any, str], None], users: "Users | None" = None
-    ) -> None:
-        self._works = works
+    Attributes:
+        works: What torch.distributed gave, after this ticket was made.
+    """
+
+    __slots__ = ("_num_users", "_storage", "_wait", "_what", "works")
+
+    def __init__(self, what: str, wait: Callable[[Any, str], None], buffer: torch.Tensor | None = None) -> None:
+        self.works: Sequence[Any] = ()
         self._what = what
         self._wait = wait
-        self._users = users
+        self._storage = None if buffer is None else buffer.untyped_storage()
+        self._num_users = self._count_users()
 
     @property
     def is_done(self) -> bool:
         """Whether the host may use the buffer."""
-        return all(work.is_completed() for work in self._works)
+        return all(work.is_completed() for work in self.works)
 
     def wait(self) -> None:
         """Blocks until the host may use the buffer and gloo has no reference to it any more.
@@ -37,35 +46,19 @@ class GlooTicket:
         Raises:
             CollectiveError: If the collective failed.
         """
-        for work in self._works:
+        for work in self.works:
             self._wait(work, self._what)
             del work  # it has a reference to the buffer, too
-        self._works = ()
-        if self._users is not None:
-            self._users.wait()
-            self._users = None
+        self.works = ()
+        deadline = time.monotonic() + _LINGER_S
+        while self._count_users() > self._num_users and time.monotonic() < deadline:
+            time.sleep(0)
+        self._storage = None
 
     join = wait
 
-
-class Users:
-    """Counts the references to a buffer before gloo gets it.
-
-    Threads of gloo release a buffer a moment after their collective is complete. In between, the engine would count the
-    reference as an alias of the chunk, on one rank and not on another.
-    """
-
-    __slots__ = ("_num", "_storage")
-
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self._storage = buffer.untyped_storage()
-        self._num = torch._C._storage_Use_Count(self._storage._cdata)
-
-    def wait(self) -> None:
-        """Blocks until there are no more references than before, for a second at most."""
-        deadline = time.monotonic() + _LINGER_S
-        while torch._C._storage_Use_Count(self._storage._cdata) > self._num and time.monotonic() < deadline:
-            time.sleep(0)
+    def _count_users(self) -> int:
+        return 0 if self._storage is None else torch._C._storage_Use_Count(self._storage._cdata)
 
 
 class DeviceTicket:

@@ -13,7 +13,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, DynamoBackend, convert_outputs_to_fp32
 
 from hf_patrickstar.config import ConfigSource, PatrickStarConfig
-from hf_patrickstar.dist.collectives import announce_self
+from hf_patrickstar.dist.watchdog import announce
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.errors import ConfigError, EngineError
 from hf_patrickstar.events import Listener
@@ -114,7 +114,7 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
                 "without accelerators pass --use_cpu (TrainingArguments) or Accelerator(cpu=True), or set "
                 "ACCELERATE_USE_CPU=true"
             )
-        announce_self()
+        announce()
         self.patrickstar_config = config
         self._patrickstar_precision = precision
         self._patrickstar_accumulation_steps = accumulation_steps

@@ -70,7 +70,7 @@ def note_missing(
     Returns:
         What each rank misses.
     """
-    found: Sequence[Mapping[str, str]] = engine.collectives.exchange_objects(dict(missing), "looks for missing files")
+    found: Sequence[Mapping[str, str]] = engine.collectives.exchange(dict(missing), "looks for missing files")
     lost = {name: what for files in found for name, what in files.items()}
     if lost and engine.collectives.rank == 0:
         warn_of_missing(directory, lost)

@@ -25,8 +25,7 @@ from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import Kernel, settings_of
 from hf_patrickstar.optim.workers import SMALL_NUMEL, HostWorkers
-from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, ManagedTensor, round_masters
-from hf_patrickstar.runtime.gradient_place import AT_HOME, GradientPlace
+from hf_patrickstar.runtime.chunk import AT_HOME, GRADIENT, MASTER, Chunk, GradientPlace, ManagedTensor, round_masters
 from hf_patrickstar.runtime.update import Update
 from hf_patrickstar.units import ALIGNMENT_NUMEL, align
 
@@ -133,6 +132,7 @@ class AdamKernel(Kernel):
     follows_homes = True
     splits_tensors = True
     updates_at_once = False
+    runs_beside = True
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ def total_norm(manager: ChunkManager, items: Iterable[ManagedTensor | torch.Tens
     """
     gradients = manager.gradients
     if gradients.coefficient is not None:
-        manager.phases.apply_factor()
+        manager.apply_factor()
     if norm_type == 2.0:
         gradients.records_norms = True
     norms: list[torch.Tensor] = []
@@ -106,7 +106,7 @@ def clip_by_value(manager: ChunkManager, items: Iterable[ManagedTensor | torch.T
         limit: The bound.
     """
     if manager.gradients.coefficient is not None:
-        manager.phases.apply_factor()
+        manager.apply_factor()
     manager.gradient_mirrors.sync()
     scale = manager.gradients.inverse_scale
     for item in items:

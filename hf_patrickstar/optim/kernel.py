@@ -40,8 +40,8 @@ class Kernel(abc.ABC):
     updates_at_once: bool
     """Whether a step must see all parameters and gradients together."""
 
-    makes_states: bool = False
-    """Whether the first update of a parameter makes its state: it does not run beside the program."""
+    runs_beside: bool
+    """Whether an update may run in another thread while the program goes on: it has read everything before."""
 
     batch_numel: int
     """Small chunks are updated together if they have at most this many elements; 0 means one by one."""
@@ -71,7 +71,7 @@ class Kernel(abc.ABC):
             *also: These tiers need scratch space, too.
             widens: See ``workspace_numel``.
         """
-        updated = [chunk for chunk in chunks if chunk.spec.is_updated]
+        updated = [chunk for chunk in chunks if chunk.is_updated]
         if self.updates_at_once or not updated:
             return
         numel = self.workspace_numel(max(chunk.spec.chunk_numel for chunk in updated), widens=widens)
@@ -127,18 +127,24 @@ class Kernel(abc.ABC):
         if not any(parameter.grad is not None for parameter in parameters):
             return
         chosen = {id(parameter) for parameter in parameters}
-        lists = [group["params"] for group in self._optimizer.param_groups]
-        kept = [list(params) for params in lists]
-        try:
-            for params in lists:
-                params[:] = [parameter for parameter in params if id(parameter) in chosen]
-            raw_step(self._optimizer)()
-        finally:
-            for params, before in zip(lists, kept, strict=True):
-                params[:] = before
+        groups = self._optimizer.param_groups
+        self._step_over([[p for p in group["params"] if id(p) in chosen] for group in groups], self._optimizer.state)
 
-    def begin_step(self) -> None:  # noqa: B027
-        """Prepares for the chunks of a step; by default, does nothing."""
+    def _step_over(self, lists: Sequence[list[Any]], states: Any) -> None:
+        """Runs the step of the user's optimizer over other parameters.
+
+        Args:
+            lists: The parameters of each of its param groups.
+            states: What it keeps of them, by parameter.
+        """
+        optimizer = self._optimizer
+        before = optimizer.param_groups, optimizer.state
+        optimizer.param_groups = [{**group, "params": own} for group, own in zip(before[0], lists, strict=True)]
+        optimizer.state = states
+        try:
+            raw_step(optimizer)()
+        finally:
+            optimizer.param_groups, optimizer.state = before
 
     def end_step(self) -> None:  # noqa: B027
         """Ends a step after every chunk is updated; by default, does nothing.
@@ -169,16 +175,6 @@ class Kernel(abc.ABC):
             The update. If ``runs_beside``, settings and places may change before it runs.
         """
 
-    @property
-    def waits_because(self) -> str:
-        """Why no update may run in another thread while the program goes on; empty, as by default, if one may."""
-        return ""
-
-    @property
-    def runs_beside(self) -> bool:
-        """Whether an update may run in another thread while the program goes on: it has read everything before."""
-        return not self.waits_because
-
     def may_run_beside(self, chunks: Sequence[Chunk]) -> bool:
         """Returns whether an update may go on when the step has returned: nobody looks into states of the chunks."""
         return self.runs_beside and not any(chunk.is_lent(self.list_names) for chunk in chunks)
@@ -205,9 +201,6 @@ class Kernel(abc.ABC):
         for key, place in self.state_places(tensor).items() if state else ():
             place.copy_(tensor.own(state[key]))
         self.load_own_state(tensor, state)
-
-    def let_go(self) -> None:  # noqa: B027
-        """Leaves the user's optimizer, which has all states again; by default, does nothing."""
 
     @abc.abstractmethod
     def own_state(self, tensor: ManagedTensor) -> dict[str, Any]:

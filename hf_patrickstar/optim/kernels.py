@@ -31,7 +31,6 @@ def make_kernel(
     threads: HostThreads | None = None,
     workers: HostWorkers | None = None,
     has_lanes: bool = False,
-    overlaps: bool = False,
     is_alone: bool = True,
 ) -> "AdamKernel | TorchKernel":
     """The kernel for a user's optimizer.
@@ -43,7 +42,6 @@ def make_kernel(
         threads: The threads that torch computes updates on the host with; by default those that it has.
         workers: The threads that compute the updates of Adam on the host; by default as many as torch has.
         has_lanes: Whether a device computes beside the host.
-        overlaps: Whether updates on the host may go on while the program does.
         is_alone: Whether there is one process, which updates all parameters.
 
     Raises:
@@ -54,7 +52,7 @@ def make_kernel(
     is_at_once = not is_one_by_one(optimizer)
     if is_at_once and not is_alone:
         _check_parts(optimizer)
-    return TorchKernel(optimizer, pool, is_at_once, threads, overlaps)
+    return TorchKernel(optimizer, pool, is_at_once, threads)
 
 
 def _check_parts(optimizer: torch.optim.Optimizer) -> None:

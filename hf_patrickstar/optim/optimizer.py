@@ -14,7 +14,6 @@ from hf_patrickstar.memory.operators import unseen, with_modes_of_users
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.clipping import clip_by_norm, clip_by_value, total_norm
 from hf_patrickstar.optim.kernel import Kernel, in_batches, place_state
-from hf_patrickstar.optim.live_states import peek, without_states
 from hf_patrickstar.optim.state import (
     HOOK_NAMES,
     SAVED_MASTER,
@@ -30,7 +29,7 @@ from hf_patrickstar.optim.state import (
     pair_up,
     states_outside,
 )
-from hf_patrickstar.runtime.chunk import MASTER, Chunk, ManagedTensor
+from hf_patrickstar.runtime.chunk import MASTER, Chunk, GradientPlace, ManagedTensor
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.ranges import named
 from hf_patrickstar.runtime.turns import in_turn
@@ -95,12 +94,15 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     def follow_groups(self) -> None:
         """Notes which parameters are in which group now, and whether users have added some that need another chunk."""
         groups: dict[int, int] = {}
+        known = self._manager.parameters.by_parameter
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
-                tensor = self._manager.find(parameter)
-                if tensor is not None and self._updates(tensor):
+                tensor = known.get(id(parameter))
+                if tensor is None or tensor.is_given_up:
+                    continue
+                if tensor.chunk.is_updated and tensor.chunk.spec.optimizer_index == self.index:
                     groups[tensor.spec.index] = number
-                elif tensor is not None and tensor.spec.trainable and not tensor.chunk.spec.is_updated:
+                elif tensor.spec.trainable and not tensor.chunk.is_updated:
                     self._manager.has_new_groups = True
         self.group_numbers = groups
 
@@ -109,7 +111,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     def _has(self, chunk: Chunk) -> bool:
         """Whether this optimizer updates a chunk."""
-        return chunk.spec.is_updated and chunk.spec.optimizer_index == self.index
+        return chunk.is_updated and chunk.spec.optimizer_index == self.index
 
     @property
     def _tensors(self) -> list[ManagedTensor]:
@@ -158,7 +160,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             self._manager.writes.sync()
             for tensor in self._tensors:  # it may write to masters and states
                 tensor.chunk.wait_for_reader()
-            with self._manager.phases.turns.taken(f"optimizer.{name}()"), self.kernel.lent(self._tensors) as changed:
+            with self._manager.turns.taken(f"optimizer.{name}()"), self.kernel.lent(self._tensors) as changed:
                 result = found(*args, **kwargs)
             for tensor in changed:
                 self._manager.writes.follow_master(tensor)
@@ -179,7 +181,9 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     @unseen()
     def _as_ordinary(self) -> torch.optim.Optimizer:
         """The user's optimizer with copies of its states, over the model's own parameters."""
-        ordinary, states = without_states(self.inner), self._all_states()
+        ordinary, states = object.__new__(type(self.inner)), self._all_states()
+        ordinary.__dict__.update(self.inner.__dict__, state=copy.copy(self.inner.state))
+        ordinary.state.clear()
         for parameter, state in self._by_parameter(states):
             ordinary.state[parameter] = {key: value for key, value in state.items() if key != SAVED_MASTER}
         return ordinary
@@ -213,17 +217,17 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         if self._follow_model():
             self.follow_groups()
         manager = self._manager
-        manager.phases.settle_failures()
+        manager.settle_failures()
         manager.parameters.release_held_outside_forward()
         manager.writes.sync()
+        manager.writes.take_over_all(self._tensors)
         for tensor in self._tensors:
-            manager.writes.take_over(tensor)
-            if closure is None:  # a closure computes new gradients
+            if closure is None and tensor.is_consumed:  # a closure computes new gradients
                 manager.gradients.check_complete(tensor)
             if self.inner.state:
                 self._begin_anew(tensor)
         if manager.gradients.has_factor and self._is_beside_others:
-            manager.phases.apply_factor()
+            manager.apply_factor()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # read by schedulers made on the inner one
         if self.kernel.updates_at_once:
             loss = self.kernel.update_at_once(self._tensors, self._present, manager.writes.follow_master, closure)
@@ -237,9 +241,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _update(self, chunks: Sequence[Chunk], factor: torch.Tensor | None) -> None:
-        phases, gradients = self._manager.phases, self._manager.gradients
+        phases, gradients = self._manager, self._manager.gradients
         factors: dict[torch.device, torch.Tensor] = {}  # one copy per tier, not one per chunk
-        self.kernel.begin_step()
         phases.update_begin(chunks, self.index)
         keeps = (gradients.must_keep or self._is_wanted_by_peers) and gradients.try_to_keep(chunks)
         later = []
@@ -258,13 +261,15 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self, batch: list[Chunk], factor: torch.Tensor | None, factors: dict[torch.device, torch.Tensor], *, keeps: bool
     ) -> None:
         """Updates chunks that have the same home; ``factors`` has the copies of ``factor`` on every tier so far."""
-        phases, gradients, place = self._manager.phases, self._manager.gradients, batch[0].home_device
+        phases, gradients, place = self._manager, self._manager.gradients, batch[0].home_device
         if factor is not None and place not in factors:
             factors[place] = factor.to(place)
-        for tensor in (tensor for chunk in batch for tensor in chunk.tensors):
-            gradients.make_ready(tensor)
-            if tensor.spec.index not in self.group_numbers:
-                phases.leave_alone(tensor, factors.get(place))
+        for chunk in batch:
+            for tensor in chunk.tensors:
+                if tensor.deferred_gradient is not None or tensor.gradient is GradientPlace.APART:
+                    gradients.make_ready(tensor)
+                if tensor.spec.index not in self.group_numbers:
+                    phases.leave_alone(tensor, factors.get(place))
         with held_back(), named("update", *(chunk.spec.index for chunk in batch)), gradients.lock:
             update = self.kernel.prepare(batch, self.group_numbers, factors.get(place), keeps=keeps)
             phases.update(batch, update, may_run_beside=self.kernel.may_run_beside(batch))
@@ -440,7 +445,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
             tensor = self._manager.find(parameter)
             state = states.get(tensor.spec.index) if tensor is not None and self._updates(tensor) else None
-            state = state or peek(self.inner, parameter)
+            state = state or self.inner.state.get(parameter)
             if state:
                 yield parameter, state
 
@@ -455,7 +460,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 state[SAVED_MASTER] = tensor.view(tensor.chunk.lists[MASTER]).to("cpu", copy=True)
             if state:
                 own[tensor.spec.index] = state
-        return self._manager.sharing.states(own, self._manager.by_index, keep=keep)
+        return self._manager.sharing.states(own, self._manager.place_of, keep=keep)
 
     @contextlib.contextmanager
     def collected(self, *, keep: bool, states: dict[int, dict[str, Any]] | None = None) -> Iterator[None]:
@@ -520,14 +525,14 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         if tensor is None:
             self.follow_groups()
         for item in self._tensors if tensor is None else [tensor]:
-            state = peek(self.inner, item.parameter)
+            state = self.inner.state.get(item.parameter)
             if state and self._updates(item) and item.is_owned and not self._outdated.has(item, state):
                 self.inner.state.pop(item.parameter)
                 self.kernel.load_tensor_state(item, state)
 
     def _begin_anew(self, tensor: ManagedTensor) -> None:
         """Drops a state of before the parameter got another shape, if this step updates the parameter."""
-        state = peek(self.inner, tensor.parameter)
+        state = self.inner.state.get(tensor.parameter)
         if state and self._manager.gradients.has(tensor) and self._outdated.has(tensor, state):
             logger.warning(
                 "patrickstar: parameter '%s' has another shape than its optimizer state, which begins anew",
@@ -537,7 +542,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     def _leave_given_up(self) -> None:
         """Gives the user's optimizer the states of parameters that were given another shape."""
-        with self._manager.phases.turns.taken("a look at states"):  # the forward of another thread takes them in
+        with self._manager.turns.taken("a look at states"):  # the forward of another thread takes them in
             for tensor in [t for t in self._manager.tensors if t.is_given_up and self._updates(t)]:
                 self.give_back_state(tensor)
 
@@ -555,7 +560,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             self.kernel.load_tensor_state(item, {})
             if state:
                 own[item.spec.index] = state
-        states = self._manager.sharing.states(own, self._manager.by_index)
+        states = self._manager.sharing.states(own, self._manager.place_of)
         for item in chosen:
             given = states.get(item.spec.index)
             if given:
@@ -564,8 +569,6 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 state = {key: place_state(key, value, item.device, group) for key, value in given.items()}
                 self.inner.state[item.parameter] = state
                 self._outdated.remember(item, state)
-        if tensor is None:
-            self.kernel.let_go()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; the engine gives its parameters places with optimizer states before the next step."""

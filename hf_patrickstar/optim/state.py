@@ -9,7 +9,6 @@ import torch
 
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.optim.kernel import Kernel, place_state
-from hf_patrickstar.optim.live_states import peek
 from hf_patrickstar.runtime.chunk import MASTER, ManagedTensor
 from hf_patrickstar.runtime.manager import ChunkManager
 
@@ -220,8 +219,7 @@ class Outdated:
 
 def entries_of(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
     """What a user's optimizer keeps under keys that are no parameters: a counter of steps, say."""
-    keys = [key for key in optimizer.state if not isinstance(key, torch.Tensor)]
-    return {key: peek(optimizer, key) for key in keys}  # nobody gets, and waits for, states of parameters
+    return {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
 
 
 def load_entries(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:

@@ -51,11 +51,6 @@ class HostThreads:
         self.num = num
         self._is_asked = is_asked
 
-    @property
-    def are_those_of_torch(self) -> bool:
-        """Whether torch computes with as many threads anyway."""
-        return not self._is_asked or self.num == torch.get_num_threads()
-
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
         """Lets torch compute with these threads in a block, if the user named their number."""

@@ -1,6 +1,6 @@
 """What an engine would run on: a machine, and processes, that are not here. Nothing is allocated, moved or sent."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,8 +62,6 @@ class _ImaginedCollectives(Collectives):
         super().__init__(0, world_size, device, reduce_dtype=reduce_dtype)
         self._is_gloo = not machine.has_accelerator
 
-    def exchange(
-        self, message: Sequence[int], what: str, *, subject: str | None = None, is_patient: bool = True
-    ) -> list[list[int]]:
+    def exchange(self, value: Any, what: str, *, subject: str | None = None, is_prompt: bool = False) -> list[Any]:
         """See ``Collectives``."""
-        return [list(message) for _ in range(self.world_size)]
+        return [value] * self.world_size

@@ -249,8 +249,7 @@ class _Simulator:
 
     def _kernel_of(self, optimizer: torch.optim.Optimizer) -> Kernel:
         resources, is_alone = self._resources, self._trained.world_size == 1
-        overlaps = self._config.overlap_optimizer and resources.has_streams
-        return make_kernel(optimizer, resources.pool, False, None, None, resources.has_lanes, overlaps, is_alone)
+        return make_kernel(optimizer, resources.pool, False, None, None, resources.has_lanes, is_alone)
 
     def run(self) -> Simulation:
         ops, traces, lookups, reasons = self._looked_up(self._decisions.homes.device_homed)

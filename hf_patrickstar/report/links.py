@@ -68,7 +68,7 @@ def measure_together(
             host_nbytes=machine.host_nbytes // collectives.local_world_size,
             **links,  # type: ignore[arg-type]
         )
-        return _median_of(collectives.exchange_objects(machine, "compares what was measured"))
+        return _median_of(collectives.exchange(machine, "compares what was measured"))
 
 
 def _link_bandwidth(collectives: Collectives, device: torch.device, effort: Effort) -> float:

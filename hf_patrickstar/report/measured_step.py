@@ -16,7 +16,7 @@ from typing import Any
 
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.memory.lanes import LaneTimes, Stop, TimedCopy, WorkLane
-from hf_patrickstar.runtime.durations import Piece
+from hf_patrickstar.runtime.steps import Piece
 from hf_patrickstar.schedule.clock import Lane, Span, Timeline, Wait
 from hf_patrickstar.schedule.script import Part
 

@@ -3,7 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch._C import _current_graph_task_id
@@ -28,42 +28,33 @@ class _Kept(NamedTuple):
     value: Any
 
 
-class AutogradEvents(Protocol):
-    """What happens on events of autograd."""
-
-    def operand_saved(self, operand: torch.Tensor) -> Any:
-        """Autograd keeps an operand for backward; returns what it keeps instead."""
-        ...
-
-    def operand_needed(self, saved: Any) -> torch.Tensor:
-        """Backward needs what ``operand_saved`` has returned."""
-        ...
-
-    def backward_begin(self) -> None:
-        """A backward begins."""
-        ...
-
-    def backward_end(self) -> None:
-        """A backward has ended."""
-        ...
-
-
 class Autograd:
-    """Calls the phases of a step on events of autograd.
+    """What autograd keeps and needs, and when a backward begins and ends.
 
     Args:
-        phases: The phases.
+        pack: Called for every operand that autograd keeps; returns what it keeps instead.
+        unpack: Called in backward for what ``pack`` has returned, if that is no tensor; returns the operand.
+        begin: Called when a backward begins.
+        end: Called when it has ended.
         is_parameter: Tells from the address of a storage whether the value of a parameter is in it.
 
     Attributes:
-        pack: What autograd calls for every operand that it keeps, where no hooks of the user are in force.
+        pack: The same.
+        graph_tasks: Backwards that have begun: threads may have one each.
     """
 
-    def __init__(self, phases: AutogradEvents, is_parameter: Callable[[int], bool]) -> None:
-        self._phases = phases
-        self.pack = phases.operand_saved
+    def __init__(
+        self,
+        pack: Callable[[torch.Tensor], Any],
+        unpack: Callable[[Any], torch.Tensor],
+        begin: Callable[[], None],
+        end: Callable[[], None],
+        is_parameter: Callable[[int], bool],
+    ) -> None:
+        self.pack = pack
+        self._unpack_address, self._begin, self._end = unpack, begin, end
         self._is_parameter = is_parameter
-        self._graph_tasks: set[int] = set()  # backwards that have begun: threads may have one each
+        self.graph_tasks: set[int] = set()
         self._beginnings: dict[int, threading.RLock] = {}
 
     @contextlib.contextmanager
@@ -112,11 +103,11 @@ class Autograd:
                 shown = view.detach() if isinstance(view, LiveMixin) else view
             theirs = pack(shown)
             if theirs is shown:
-                return _Kept(self._phases.operand_saved(view))
+                return _Kept(self.pack(view))
             tensors = [leaf for leaf in tree_iter(theirs) if isinstance(leaf, torch.Tensor)]
             if not any(self._is_parameter(storage_key(tensor)) for tensor in tensors):
                 return theirs
-            return _Kept(tree_map_only(torch.Tensor, self._phases.operand_saved, theirs))
+            return _Kept(tree_map_only(torch.Tensor, self.pack, theirs))
 
         def unpack_both(kept: Any) -> torch.Tensor:
             self.notice_backward()
@@ -125,28 +116,30 @@ class Autograd:
         return pack_both, unpack_both
 
     def _unpack(self, saved: Any) -> torch.Tensor:
-        self.notice_backward()
-        return saved if isinstance(saved, torch.Tensor) else self._phases.operand_needed(saved)
+        task = _current_graph_task_id()
+        if task != -1 and task not in self.graph_tasks:
+            self.notice_backward()
+        return saved if isinstance(saved, torch.Tensor) else self._unpack_address(saved)
 
     def notice_backward(self) -> None:
         """Begins the phase of a backward, once, and registers a callback for its end."""
         task = _current_graph_task_id()
-        if task == -1 or task in self._graph_tasks:
+        if task == -1 or task in self.graph_tasks:
             return
         # The threads of a device and of the CPU may come at once: neither may touch a chunk before it has begun.
         # Each backward has a lock of its own: it may wait for the turn of another one, inside of which others begin.
         with self._beginnings.setdefault(task, threading.RLock()):
-            if task in self._graph_tasks:
+            if task in self.graph_tasks:
                 return
-            self._phases.backward_begin()
+            self._begin()
 
             def end() -> None:
-                self._graph_tasks.discard(task)
+                self.graph_tasks.discard(task)
                 self._beginnings.pop(task, None)
-                self._phases.backward_end()
+                self._end()
 
             torch.autograd.Variable._execution_engine.queue_callback(end)
-            self._graph_tasks.add(task)
+            self.graph_tasks.add(task)
 
 
 def may_keep(what: str) -> bool:

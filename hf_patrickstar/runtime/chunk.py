@@ -14,8 +14,10 @@ kernel that updates has the payloads from ``payloads``.
 
 import bisect
 import dataclasses
+import enum
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -27,7 +29,6 @@ from hf_patrickstar.memory.lanes import Ticket, WorkLane
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import Copy
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime.gradient_place import GradientPlace
 from hf_patrickstar.runtime.live_parameter import (
     LiveMixin,
     acquired_type,
@@ -70,116 +71,105 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(list(products))) if shape else ()
 
 
+class GradientPlace(enum.Enum):
+    """Where the gradient of a parameter is; see ``runtime/gradients.py``.
+
+    ``PARAM``: over the parameter's own place in the ``param`` list (gradient reuse, PatrickStar section 6.2).
+    ``LIST``: in the accumulation list. ``REMOTE``: on the rank that owns the parameter. ``APART``: in no chunk; in
+    ``ManagedTensor.kept``, which a user still refers to after a step, or all zeros if that is ``None``.
+
+    While a backward runs a gradient may be on its way to one of these: in the buffer of its group (``Groups``), or in
+    ``ManagedTensor.deferred_gradient`` while the graph still needs the value that it would go over.
+    """
+
+    NONE = "none"
+    PARAM = "param"
+    LIST = "list"
+    REMOTE = "remote"
+    APART = "apart"
+
+    __hash__ = object.__hash__  # members are compared by identity; Enum's own is a Python function
+
+
+AT_HOME = frozenset({GradientPlace.PARAM, GradientPlace.LIST})
+"""Updates find gradients in these places."""
+
+
 class Epoch:
     """The time between two assignments of ``parameter.data``: in torch the parameter has the same memory throughout.
+
+    What autograd keeps of a parameter refers to the epoch, and the parameter refers to it weakly: an epoch that is
+    alive has operands of a graph.
 
     Attributes:
         value: The value at the end of the epoch, for graphs that were made in it; ``None`` before.
     """
 
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value: torch.Tensor | None = None
+    value: torch.Tensor | None = None
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class ManagedTensor:
-    """One parameter under management.
+    """One parameter under management: where it is, and its state (PatrickStar section 6.2).
 
     Args:
         spec: The parameter as numbers.
         parameter: The model's own parameter.
         offset_numel: Its offset in the buffer that modules compute with.
         placeholder: What ``parameter.data`` is when the parameter is not being computed with: NaN in its shape.
-
-    Attributes:
-        parts: The elements of the flat tensor that each rank has at home, as (start, stop). One rank has all of them,
-            unless the tensor is larger than a chunk: then it is spread over its group.
-        part: Those of this rank.
-        is_split: Whether it is spread.
-        is_owned: Whether this rank has any.
-        home_offset_numel: The offset of those in every list at home.
     """
 
-    __slots__ = (
-        "chunk",
-        "crossing_nbytes",
-        "deferred_gradient",
-        "device",
-        "epoch",
-        "gradient",
-        "gradient_norm",
-        "home_offset_numel",
-        "is_bound",
-        "is_filled",
-        "is_given_up",
-        "is_looked_up",
-        "is_materialized",
-        "is_open",
-        "is_owned",
-        "is_split",
-        "kept",
-        "live",
-        "lookup",
-        "lookup_nbytes",
-        "num_saved",
-        "num_writes",
-        "offset_numel",
-        "origin",
-        "original_dtype",
-        "original_type",
-        "parameter",
-        "part",
-        "parts",
-        "placeholder",
-        "placeholder_key",
-        "read_at",
-        "spec",
-        "strides",
-        "threads",
-        "users",
-        "version",
-    )
+    spec: TensorSpec
+    parameter: torch.nn.Parameter
+    offset_numel: int
+    placeholder: torch.Tensor
+    placeholder_key: int = 0
+    # Its place, which its chunk sets. One rank has all elements, unless the tensor is larger than a chunk.
+    chunk: "Chunk" = dataclasses.field(init=False)
+    parts: tuple[tuple[int, int], ...] = ()  # elements of the flat tensor that each rank owns, as (start, stop)
+    part: tuple[int, int] = (0, 0)  # those of this rank
+    own_numel: int = 0  # how many they are
+    is_split: bool = False  # whether several ranks have some
+    is_owned: bool = True  # whether this rank has any
+    home_offset_numel: int = 0  # the offset of those in every list at home
+    strides: tuple[int, ...] = ()
+    # What it was, and will be again.
+    original_dtype: torch.dtype = torch.float32
+    original_type: type = torch.nn.Parameter
+    device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
+    origin: Any = None  # what has bits of the value that the chunk does not hold; see ``Originals``
+    # Its value.
+    is_filled: bool = False  # whether its value is in the chunk
+    is_bound: bool = False  # whether the parameter answers while it has no value
+    live: Any = None  # what answers then
+    is_open: bool = False  # whether it is an ordinary parameter for a while, in ``full_parameters``
+    is_given_up: bool = False  # somebody gave the parameter another shape: it is an ordinary one
+    is_materialized: bool = False  # whether the parameter itself has its value now, and not a placeholder
+    version: int = 0  # of the parameter, when it got its value
+    users: int = 0  # acquisitions that have not ended
+    threads: list[int] = dataclasses.field(default_factory=list)  # those of the users, once for each
+    num_writes: int = 0  # changes of the value that void graphs
+    read_at: int = -2  # ``num_writes`` when its value was read last
+    epoch: "weakref.ref[Epoch] | None" = None
+    lookup: str = "device"  # where an embedding reads its rows: or "home", or "auto", at home until it is decided
+    lookup_nbytes: int = 0
+    is_looked_up: bool = False
+    # Its gradient.
+    gradient: GradientPlace = GradientPlace.NONE
+    is_consumed: bool = False  # whether a step has used the gradient, which is nowhere now
+    is_incomplete: bool = False  # whether one came that torch would have added to a consumed one
+    gradient_norm: torch.Tensor | None = None
+    deferred_gradient: torch.Tensor | None = None  # it waits until nobody needs the value in its place
+    kept: torch.Tensor | None = None  # the gradient, if that is ``APART``
+    crossing_nbytes: int = 0  # of gradients that are not in their place yet
 
-    def __init__(
-        self, spec: TensorSpec, parameter: torch.nn.Parameter, offset_numel: int, placeholder: torch.Tensor
-    ) -> None:
-        self.spec = spec
-        self.parameter = parameter
-        self.offset_numel = self.home_offset_numel = offset_numel
-        self.parts: tuple[tuple[int, int], ...] = ((0, spec.numel),)
-        self.part = self.parts[0]
-        self.is_split = False
-        self.is_owned = True
-        self.placeholder = placeholder
-        self.placeholder_key = storage_key(placeholder)
-        self.strides = contiguous_strides(spec.shape)
-        self.original_dtype = parameter.dtype
-        self.origin: Any = None  # what has bits of the value that the chunk does not hold; see ``Originals``
-        self.original_type = type(parameter)
-        self.is_bound = False  # whether the parameter answers while it has no value
-        self.live: Any = None  # what answers then
-        self.device = parameter.device
-        self.chunk: Chunk
-        self.is_filled = False  # whether its value is in the chunk
-        self.users = 0
-        self.threads: list[int] = []  # those that use it, by their identities, once for each use
-        self.version = 0
-        self.num_writes = 0  # changes of the value that void graphs
-        self.read_at = -2  # ``num_writes`` when its value was read last
-        self.is_open = False
-        self.is_given_up = False  # somebody gave the parameter another shape: it is an ordinary one
-        self.is_materialized = False  # whether the parameter itself has its value now, and not a placeholder
-        self.is_looked_up = False
-        self.lookup = "device"  # or "home", or "auto": at home until it is decided
-        self.lookup_nbytes = 0
-        self.crossing_nbytes = 0  # of gradients that are not in their place yet
-        self.num_saved = 0
-        self.epoch = Epoch()
-        self.gradient = GradientPlace.NONE
-        self.gradient_norm: torch.Tensor | None = None
-        self.deferred_gradient: torch.Tensor | None = None
-        self.kept: torch.Tensor | None = None
+    def __post_init__(self) -> None:
+        parameter, numel = self.parameter, self.spec.numel
+        self.placeholder_key = storage_key(self.placeholder)
+        self.parts, self.part, self.own_numel = ((0, numel),), (0, numel), numel
+        self.home_offset_numel = self.offset_numel
+        self.strides = contiguous_strides(self.spec.shape)
+        self.original_dtype, self.original_type, self.device = parameter.dtype, type(parameter), parameter.device
 
     def bind(self, live: Any) -> None:
         """Makes the parameter answer; see [Note: a parameter that answers]."""
@@ -252,11 +242,6 @@ class ManagedTensor:
         """The whole tensor in the buffer that modules compute with, or in a buffer of the same layout."""
         return payload.as_strided(self.spec.shape, self.strides, self.offset_numel)
 
-    @property
-    def own_numel(self) -> int:
-        """Elements that this rank has at home."""
-        return self.part[1] - self.part[0]
-
     def own(self, value: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor in the parameter's shape, in the shape that ``view`` has."""
         return value.reshape(-1)[self.part[0] : self.part[1]] if self.is_split else value
@@ -267,11 +252,6 @@ class ManagedTensor:
         chunk = self.chunk
         is_narrow = chunk.dtype.itemsize < self.original_dtype.itemsize
         return is_narrow and not chunk.has_list(MASTER) and not chunk.spec.trainable
-
-    def take_crossing(self) -> int:
-        """Bytes of its gradient that came from the device since the last call."""
-        nbytes, self.crossing_nbytes = self.crossing_nbytes, 0
-        return nbytes
 
     @property
     def is_cpu_embedding(self) -> bool:
@@ -292,7 +272,14 @@ class ManagedTensor:
     @property
     def is_needed_at_home(self) -> bool:
         """Whether this step still needs the value at home, from which its chunk would be loaded again."""
-        return (self.num_saved > 0 or self.users > 0) and not self.chunk.is_group
+        if self.chunk.is_group:
+            return False
+        return self.users > 0 or (self.epoch is not None and self.epoch() is not None)
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether autograd keeps the value, or views of it, for a backward."""
+        return self.epoch is not None and self.epoch() is not None
 
     @property
     def state(self) -> TensorState:
@@ -303,9 +290,10 @@ class ManagedTensor:
             return TensorState.COMPUTE
         if self.gradient is GradientPlace.PARAM:
             return TensorState.HOLD_AFTER_BWD
-        return TensorState.HOLD_AFTER_FWD if self.num_saved else TensorState.HOLD
+        return TensorState.HOLD_AFTER_FWD if self.is_saved else TensorState.HOLD
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Chunk:
     """One chunk over all lists; see [Note: an update under way].
 
@@ -316,70 +304,53 @@ class Chunk:
         spec: The chunk as numbers.
         home: The tier where its lists live.
         rank: Which of the group's chunks this process owns.
-
-    Attributes:
-        dtype: The type of ``param``.
-        state_dtype: The type of all other lists.
-        is_mixed: Whether its values are rounded masters, and gradients are widened for the optimizer.
-        is_group: Whether its copy on the device has the chunks of several ranks; it stays true when the home changes.
-        views: Of a static chunk: the places of its parameters in ``compute``, each made once.
     """
 
-    __slots__ = (
-        "_lists",
-        "_offsets",
-        "_param",
-        "arrival",
-        "base_use_count",
-        "compute",
-        "dtype",
-        "home",
-        "is_group",
-        "is_mixed",
-        "last_access",
-        "num_computing",
-        "owned",
-        "rank",
-        "reader",
-        "spec",
-        "state_dtype",
-        "storage",
-        "tensors",
-        "tickets",
-        "update",
-        "views",
-    )
+    spec: ChunkSpec
+    home: Tier
+    rank: int = 0
+    # What follows from the spec and the home.
+    dtype: torch.dtype = dataclasses.field(init=False)  # of ``param``
+    state_dtype: torch.dtype = dataclasses.field(init=False)  # of all other lists
+    is_mixed: bool = False  # whether its values are rounded masters, and gradients are widened for the optimizer
+    is_group: bool = False  # whether its copy has the chunks of several ranks; it stays true when the home changes
+    is_static: bool = False  # whether modules compute with its payload at home, so that it never moves
+    is_updated: bool = False  # whether an optimizer changes its tensors
+    copy_nbytes: int = 0  # bytes of the buffer that modules compute with
+    tensors: list[ManagedTensor] = dataclasses.field(default_factory=list)
+    owned: list[ManagedTensor] = dataclasses.field(default_factory=list)  # those that this rank has any elements of
+    _offsets: list[int] = dataclasses.field(default_factory=list)
+    # The payloads at home.
+    home_param: torch.Tensor = dataclasses.field(init=False)  # read it after ``update``, as ``param`` does
+    home_lists: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    tickets: dict[WorkLane, Copy] = dataclasses.field(default_factory=dict)  # out of and into them, the last of a lane
+    update: Copy | None = None  # of the optimizer, which may still write to them
+    reader: threading.Event | None = None  # of a checkpoint that is being written from the fp32 lists
+    # The payload that modules compute with.
+    compute: torch.Tensor | None = None
+    storage: torch.UntypedStorage | None = None
+    base_use_count: int = 0  # users of the storage that are known
+    views: dict[ManagedTensor, torch.Tensor] = dataclasses.field(default_factory=dict)  # of a static chunk, kept
+    arrival: Ticket | None = None  # of a copy that was started ahead
+    last_access: int = 0
+    num_computing: int = 0  # parameters that modules compute with
+    num_watched: int = 0  # parameters whose copy may have been written to without a trace; see ``Writes.watch``
 
-    def __init__(self, spec: ChunkSpec, home: Tier, rank: int = 0) -> None:
-        self.spec = spec
-        self.dtype = torch_dtype(spec.types.param)
-        self.state_dtype = torch_dtype(spec.types.state)
-        self.is_mixed = spec.types.is_mixed
-        self.is_group = spec.world_size > 1
-        self.home = home
-        self.rank = rank
-        self.tensors: list[ManagedTensor] = []
-        self.owned: list[ManagedTensor] = []  # those that are at home on this rank
-        self._lists: dict[str, torch.Tensor] = {}
-        self._param: torch.Tensor
-        self.compute: torch.Tensor | None = None
-        self.storage: torch.UntypedStorage | None = None
-        self.views: dict[ManagedTensor, torch.Tensor] = {}
-        self.base_use_count = 0
-        self.last_access = 0
-        self.num_computing = 0
-        self.tickets: dict[WorkLane, Copy] = {}  # copies out of and into the home, the last of each lane
-        self.arrival: Ticket | None = None  # of a copy to the device that was started ahead
-        self.update: Copy | None = None  # of the optimizer, which may still write to the home
-        self.reader: threading.Event | None = None  # of a checkpoint that is being written from the fp32 lists
-        self._offsets: list[int] = []
+    def __post_init__(self) -> None:
+        types = self.spec.types
+        self.dtype, self.state_dtype = torch_dtype(types.param), torch_dtype(types.state)
+        self.is_mixed, self.is_group = types.is_mixed, self.spec.world_size > 1
+        self.copy_nbytes = self.spec.capacity_numel * self.dtype.itemsize
+        self.is_updated = self.spec.is_updated
+        self.live_on(self.home)
 
     def add(self, tensor: ManagedTensor) -> None:
         """Adds a tensor; tensors come in offset order."""
         tensor.chunk = self
         numel = tensor.spec.numel
         tensor.parts = self.spec.parts_of(numel, tensor.offset_numel)
-        tensor.part = tensor.parts[self.rank]
+        begin, end = tensor.part = tensor.parts[self.rank]
+        tensor.own_numel = end - begin
         tensor.is_split = sum(stop > start for start, stop in tensor.parts) > 1
         tensor.is_owned = tensor.own_numel > 0 or (numel == 0 and self.rank == 0)
         tensor.home_offset_numel = max(tensor.offset_numel - self.rank * self.spec.chunk_numel, 0)
@@ -400,6 +371,11 @@ class Chunk:
         """The tensor that holds the element at an offset."""
         return self.tensors[max(bisect.bisect_right(self._offsets, offset_numel) - 1, 0)]
 
+    def live_on(self, home: Tier) -> None:
+        """Takes note of the tier where its lists live from now on."""
+        self.home = home
+        self.is_static = home is Tier.DEVICE and not self.is_group
+
     def give_back(self, pool: PayloadPool) -> None:
         """Gives the payloads at home back to where they come from."""
         for name, payload in self.payloads.items():
@@ -408,7 +384,8 @@ class Chunk:
     def retire(self) -> None:
         """Makes the chunk empty after its payloads were given back; its index stays."""
         self.spec = dataclasses.replace(self.spec, capacity_numel=0, used_numel=0, tensor_indices=(), trainable=False)
-        self.home = Tier.HOST
+        self.copy_nbytes, self.is_updated = 0, False
+        self.live_on(Tier.HOST)
         self.param = self.param[:0].clone()
         self.lists.clear()
 
@@ -417,43 +394,45 @@ class Chunk:
     @property
     def param(self) -> torch.Tensor:
         """The ``param`` payload at home."""
-        self.wait_for_update()
-        return self._param
+        if self.update is not None:
+            self.wait_for_update()
+        return self.home_param
 
     @param.setter
     def param(self, payload: torch.Tensor) -> None:
         """Gives the chunk another one."""
-        self._param = payload
+        self.home_param = payload
 
     @property
     def lists(self) -> dict[str, torch.Tensor]:
         """All other payloads at home, by the name of the list."""
-        self.wait_for_update()
-        return self._lists
+        if self.update is not None:
+            self.wait_for_update()
+        return self.home_lists
 
     @lists.setter
     def lists(self, lists: dict[str, torch.Tensor]) -> None:
         """Gives the chunk others."""
-        self._lists = lists
+        self.home_lists = lists
 
     @property
     def payloads(self) -> dict[str, torch.Tensor]:
         """All payloads at home; the caller reads no values, or comes after the update itself."""
-        return {"param": self._param, **self._lists}
+        return {"param": self.home_param, **self.home_lists}
 
     @property
     def home_device(self) -> torch.device:
         """The torch device of the payloads at home."""
-        return self._param.device
+        return self.home_param.device
 
     @property
     def state_nbytes(self) -> int:
         """Bytes of all lists but ``param``."""
-        return sum(payload.nbytes for payload in self._lists.values())
+        return sum(payload.nbytes for payload in self.home_lists.values())
 
     def has_list(self, name: str) -> bool:
         """Whether the chunk has a list of a name."""
-        return name in self._lists
+        return name in self.home_lists
 
     def is_lent(self, names: Iterable[str]) -> bool:
         """Whether somebody looks into one of these lists at home, and so sees what is there at any moment.
@@ -464,9 +443,12 @@ class Chunk:
         update = self.update
         if update is not None and not update.is_done:
             return False  # to get at them is to wait for it; but its own views of them count as users
-        payloads = [self._lists[name] for name in names if type(self._lists.get(name)) is torch.Tensor]
-        # The list itself is one user of its storage, and the object that is made here to ask for it another.
-        return any(_use_count(payload.untyped_storage()._cdata) > 2 for payload in payloads)
+        for name in names:
+            payload = self.home_lists.get(name)
+            # The list itself is one user of its storage, and the object that is made here to ask for it another.
+            if type(payload) is torch.Tensor and _use_count(payload.untyped_storage()._cdata) > 2:
+                return True
+        return False
 
     def wait_for_update(self) -> None:
         """Waits until the optimizer has written the home; the first who waits gets the error of an update."""
@@ -482,19 +464,9 @@ class Chunk:
         return not self.spec.capacity_numel
 
     @property
-    def is_static(self) -> bool:
-        """Whether modules compute with its payload at home, so that it never moves."""
-        return self.home is Tier.DEVICE and not self.is_group
-
-    @property
     def param_nbytes(self) -> int:
         """Bytes of its ``param`` payload at home."""
-        return self._param.numel() * self.dtype.itemsize
-
-    @property
-    def copy_nbytes(self) -> int:
-        """Bytes of the buffer that modules compute with."""
-        return self.spec.capacity_numel * self.dtype.itemsize
+        return self.home_param.numel() * self.dtype.itemsize
 
     def own_slice(self, payload: torch.Tensor) -> torch.Tensor:
         """This rank's chunk in the buffer that modules compute with, or in a buffer of the same layout."""
@@ -512,6 +484,17 @@ class Chunk:
         self.storage = payload.untyped_storage()
         self.base_use_count = _use_count(self.storage._cdata)
         return self.storage._cdata
+
+    def view_of(self, tensor: ManagedTensor) -> torch.Tensor:
+        """The place of a parameter in the payload to compute with; that of a static chunk is made once for all uses.
+
+        It is for the engine alone: ``is_aliased`` does not count views that are kept.
+        """
+        assert self.compute is not None
+        view = tensor.view_copy(self.compute)
+        if self.is_static and type(view) is type(self.compute):  # else it is of a mode that is in force just now
+            self.views[tensor] = view
+        return view
 
     def clear_compute(self) -> tuple[torch.Tensor, int]:
         """Takes the payload away; returns it and its key."""
@@ -535,8 +518,8 @@ class Chunk:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether a module computes with it, or a tensor aliases it; then it cannot leave."""
-        if self.num_computing:
+        """Whether it cannot leave: a module computes with it, a tensor aliases it, or it may have been written to."""
+        if self.num_computing or self.num_watched:
             return True
         storage = self.storage  # as ``is_aliased``: a recorded visit asks every chunk
         return storage is not None and _use_count(storage._cdata) > self.base_use_count + len(self.views)
@@ -562,7 +545,8 @@ class Chunk:
 
     def wait(self) -> None:
         """Waits until the host may read and write the home: gradients have arrived, copies to the device are done."""
-        self.wait_for_update()
+        if self.update is not None:
+            self.wait_for_update()
         for lane, ticket in list(self.tickets.items()):
             ticket.wait()
             if self.tickets.get(lane) is ticket:  # another thread may have noted a later one meanwhile

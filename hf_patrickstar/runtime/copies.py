@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch._C._autograd import _profiler_enabled
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
@@ -16,8 +17,8 @@ from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.ranges import named
-from hf_patrickstar.runtime.watch import Watch
 
+_NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
@@ -32,19 +33,17 @@ class Copies:
         pool: Where copies come from.
         streams: How bytes cross.
         emit: Told of every event.
-        watch: Takes over what was written to a copy that is dropped.
 
     Attributes:
         find: Finds the chunk whose compute payload has a storage, by the key of that, or ``None``.
         moves: Whether any chunk is not computed with where it is at home.
     """
 
-    def __init__(self, chunks: list[Chunk], pool: PayloadPool, streams: Streams, emit: Listener, watch: Watch) -> None:
+    def __init__(self, chunks: list[Chunk], pool: PayloadPool, streams: Streams, emit: Listener) -> None:
         self._chunks = chunks
         self._pool = pool
         self._streams = streams
         self._emit = emit
-        self._watch = watch
         self._by_storage: dict[int, Chunk] = {}  # chunks that can be computed with, in the order in which they came
         self.find = self._by_storage.get
         self.moves = False
@@ -91,20 +90,22 @@ class Copies:
         Raises:
             DeviceMemoryError: If the device has no room.
         """
-        home = chunk.payloads["param"]  # the copy comes after an update that is under way
-        with named("bring in ahead" if ahead else "load", chunk.spec.index), _as_it_is(home):
+        home, begin = chunk.payloads["param"], time.perf_counter()  # the copy comes after an update that is under way
+        name = "bring in ahead" if ahead else "load"
+        with named(name, chunk.spec.index) if _profiler_enabled() else _NOTHING, _as_it_is(home):
             payload = self._begin(chunk)
-            begin = time.perf_counter()
             try:
                 if ahead:
                     chunk.arrival = copy = self._streams.fetch(home, payload, chunk.under_way)
-                    chunk.note(copy)
                 else:
-                    chunk.note(self._streams.to_device(home, payload, chunk.under_way))
+                    copy = self._streams.to_device(home, payload, chunk.under_way)
             except BaseException:
-                self._drop(chunk, is_filled=False)
+                self._drop(chunk)
                 raise
-        self._note_loaded(chunk, ahead, 0.0 if ahead else time.perf_counter() - begin)
+        if copy is not None:
+            chunk.note(copy)
+        nbytes = home.nbytes if chunk.home is Tier.HOST else 0
+        self._emit(ChunkLoaded(chunk.spec.index, nbytes, ahead, 0.0 if ahead else time.perf_counter() - begin))
 
     @contextlib.contextmanager
     def loaded_by_others(self, chunk: Chunk, *, ahead: bool) -> Iterator[torch.Tensor]:
@@ -128,9 +129,9 @@ class Copies:
                 with self._streams.beside():
                     yield payload
             except BaseException:
-                self._drop(chunk, is_filled=False)
+                self._drop(chunk)
                 raise
-        self._note_loaded(chunk, ahead)
+        self._emit(ChunkLoaded(chunk.spec.index, home.nbytes if chunk.home is Tier.HOST else 0, ahead))
 
     def _begin(self, chunk: Chunk) -> torch.Tensor:
         try:
@@ -139,10 +140,6 @@ class Copies:
             raise DeviceMemoryError(str(error)) from error
         self._by_storage[chunk.set_compute(payload)] = chunk
         return payload
-
-    def _note_loaded(self, chunk: Chunk, ahead: bool, waited_s: float = 0.0) -> None:
-        nbytes = chunk.param_nbytes if chunk.home is Tier.HOST else 0
-        self._emit(ChunkLoaded(chunk.spec.index, nbytes, ahead, waited_s))
 
     def wait(self, chunk: Chunk) -> float | None:
         """Lets the compute device wait for a copy that was started ahead.
@@ -163,14 +160,13 @@ class Copies:
 
     def evict(self, chunk: Chunk) -> None:
         """Drops a copy for want of room."""
-        with named("evict", chunk.spec.index):
+        with named("evict", chunk.spec.index) if _profiler_enabled() else _NOTHING:
             self._drop(chunk)
         self._emit(ChunkEvicted(chunk.spec.index, chunk.copy_nbytes))
 
     def poison(self, chunk: Chunk) -> None:
         """Fills a copy that is about to be evicted with NaN: who goes on to use it computes with that (debugging)."""
         assert chunk.compute is not None
-        self._watch.collect(chunk)
         chunk.compute.fill_(float("nan"))
 
     def invalidate(self, chunk: Chunk) -> None:
@@ -217,7 +213,7 @@ class Copies:
             self._pool.release(chunk.home, payload, name, keep=False)
         chunk.param = new["param"]
         chunk.lists = {name: payload for name, payload in new.items() if name != "param"}
-        chunk.home = home
+        chunk.live_on(home)
         self.note_chunks()
         nbytes = sum(payload.nbytes for payload in new.values())
         self._emit(ChunkRehomed(chunk.spec.index, to_device=home is Tier.DEVICE, nbytes=nbytes))
@@ -251,11 +247,9 @@ class Copies:
             raise
         return new
 
-    def _drop(self, chunk: Chunk, *, is_filled: bool = True) -> None:
+    def _drop(self, chunk: Chunk) -> None:
         if chunk.arrival is not None:
             self.wait(chunk)
-        if is_filled:
-            self._watch.collect(chunk)
         aliased = chunk.is_aliased
         payload, key = chunk.clear_compute()
         del self._by_storage[key]
@@ -271,7 +265,7 @@ def _as_it_is(payload: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     is_disguised = type(payload) is torch.Tensor and torch._C._get_dispatch_mode(_FAKE) is not None
     if is_disguised or torch.is_inference_mode_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
         return _without_modes(is_real=type(payload) is torch.Tensor)
-    return contextlib.nullcontext()
+    return _NOTHING
 
 
 @contextlib.contextmanager
@@ -279,6 +273,6 @@ def _without_modes(*, is_real: bool) -> Iterator[None]:
     with (
         torch.inference_mode(False),
         temporarily_clear_interpreter_stack(),
-        unset_fake_temporarily() if is_real else contextlib.nullcontext(),
+        unset_fake_temporarily() if is_real else _NOTHING,
     ):
         yield

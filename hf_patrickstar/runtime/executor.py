@@ -1,28 +1,39 @@
-"""Carries out what the plan of a step says: evict, load, bring in ahead, gather and reduce, visit by visit."""
+"""The one way in which chunks move: by the plan of the step, else on demand; and the one place that makes room.
+
+[Note: chunks in use]
+A chunk cannot leave while a module computes with it or a tensor looks into it, and only the chunk itself can tell
+(``Chunk.is_in_use``). While a step is recorded, each visit notes which chunks those are. To ask all of them at each
+visit would take a time that grows as the square of their number. But modules get hold of a chunk by a visit alone, and
+other processes by a gather. So at a visit only those chunks are asked that were in use at the last one, or were visited
+or gathered since, and those that code of the user has looked into by ``Values.look``, as an update of a parameter
+inside of a forward does. All are asked at the first visit of a step.
+"""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
 from hf_patrickstar.config import PatrickStarConfig
-from hf_patrickstar.dist.collectives import Collectives
-from hf_patrickstar.dist.order import Collective, Order, Subject
+from hf_patrickstar.errors import DeviceMemoryError
 from hf_patrickstar.events import ChunkVisited, Listener
 from hf_patrickstar.memory.meters import Meter
 from hf_patrickstar.memory.pool import PayloadPool
+from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime.buckets import Average, Buckets
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.copies import Copies
-from hf_patrickstar.runtime.gradient_mirrors import GradientMirrors
-from hf_patrickstar.runtime.gradients import Gradients
-from hf_patrickstar.runtime.in_use import ChunksInUse
-from hf_patrickstar.runtime.ranges import named
-from hf_patrickstar.runtime.reclaim import Reclaim
+from hf_patrickstar.runtime.forecast import Forecast
+from hf_patrickstar.runtime.placement import Placement
 from hf_patrickstar.runtime.tracer import Step, Tracer
 from hf_patrickstar.schedule.eviction import Chooser
 from hf_patrickstar.schedule.plan import Actions
+from hf_patrickstar.units import format_need
+
+_NEED_LESS = "use smaller or shorter batches, or activation checkpointing (--gradient_checkpointing)"
+
+Together = Callable[[Chunk, Step | None, int | None, str], None]
+"""Brings a chunk to the device together with other processes: the chunk, the step, the moment, and the caller."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,46 +76,23 @@ class MovePolicy:
         )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Services:
-    """What the parts of the runtime work with.
-
-    Attributes:
-        chunks: All chunks; the list may grow.
-        pool: Gives buffers, and has the ledger.
-        meter: Measures what else is on the device.
-        collectives: Talks to other processes.
-        order: Says which collective comes next on all processes.
-        copies: The copies on the device.
-        reclaim: Makes room for them.
-        tracer: Records steps, and follows them.
-        in_use: Knows which chunks cannot leave at a visit that is recorded.
-        policy: How copies come and go.
-    """
-
-    chunks: list[Chunk]
-    pool: PayloadPool
-    meter: Meter
-    collectives: Collectives
-    order: Order
-    copies: Copies
-    reclaim: Reclaim
-    tracer: Tracer
-    in_use: ChunksInUse
-    policy: MovePolicy
-
-
 class Executor:
-    """Brings chunks to the device: by plan where the step has one, on demand where not.
+    """Brings chunks to the device, by plan where the step has one, on demand where not, and makes room for them.
 
     A step whose trace is known follows a plan. One that is recorded is cautious: it keeps to a part of the budget,
     and chunks leave in list order.
 
     Args:
-        services: What it works with.
-        gradients: Where gradients are at home.
-        gradient_mirrors: What was handed out of them.
-        buckets: Where they wait until their group is complete.
+        chunks: All chunks; the list may grow.
+        copies: Makes and drops their copies on the device.
+        pool: Keeps buffers for reuse, and has the ledger.
+        meter: Measures what else is on the device.
+        streams: Hold gradients that are on their way to the host.
+        tracer: Has the step that runs: what a visit does depends on it.
+        placement: Knows which chunks live in the device margin, and moves them out.
+        forecast: Tells what binds when there is no room.
+        looked_into: Chunks that code has got a value of where it is; they are asked at the next recorded visit.
+        policy: How copies come and go.
         emit: Told of every visit.
 
     Attributes:
@@ -113,31 +101,91 @@ class Executor:
 
     def __init__(
         self,
-        services: Services,
-        gradients: Gradients,
-        gradient_mirrors: GradientMirrors,
-        buckets: Buckets,
+        chunks: list[Chunk],
+        copies: Copies,
+        pool: PayloadPool,
+        meter: Meter,
+        streams: Streams,
+        tracer: Tracer,
+        placement: Placement,
+        forecast: Forecast,
+        looked_into: set[Chunk],
+        policy: MovePolicy,
         emit: Listener,
     ) -> None:
-        self.in_backward = False
-        self._chunks = services.chunks
-        self._pool = services.pool
-        self._ledger = services.pool.ledger
-        self._meter = services.meter
-        self._collectives = services.collectives
-        self._order = services.order
-        self._is_alone = services.order.is_alone
-        self._copies = services.copies
-        self._reclaim = services.reclaim
-        self._tracer = services.tracer
-        self._in_use = services.in_use
-        self._gradients = gradients
-        self._gradient_mirrors = gradient_mirrors
-        self._buckets = buckets
+        self._chunks = chunks
+        self._copies = copies
+        self._pool = pool
+        self._ledger = pool.ledger
+        self._meter = meter
+        self._streams = streams
+        self._tracer = tracer
+        self._placement = placement
+        self._forecast = forecast
+        self._looked_into = looked_into
+        self._policy = policy
         self._emit = emit
-        self._evicts_all = services.policy.evict_all
-        self._needed: Chunk | None = None
+        self.in_backward = False
         self._tick = 0
+        self._asked: dict[int, Chunk] = {}  # whether they are in use, at the next recorded visit, by index
+        self._asked_at = (-1, 0)  # the step and the visit for which these are all
+
+    # A visit
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether every chunk is computed with where it is at home, and no visit has to be noted."""
+        if self._copies.moves:
+            return False
+        step = self._tracer.step
+        return step is None or step.cursor is not None
+
+    def visit(self, chunk: Chunk, caller: str, together: Together | None = None) -> torch.Tensor:
+        """Brings a chunk to the device: what the plan says for this moment, or what is needed.
+
+        Args:
+            chunk: The chunk.
+            caller: Who asks, for errors.
+            together: Brings the chunk, where there are several processes.
+
+        Returns:
+            The payload to compute with; it stays while a module computes with it or a tensor looks into it.
+
+        Raises:
+            DeviceMemoryError: If it cannot be brought to the device.
+        """
+        tracer, ledger = self._tracer, self._ledger
+        step = tracer.step
+        if chunk.compute is not None and not self._copies.moves and (step is None or step.cursor is not None):
+            return chunk.compute  # every chunk is at home on the device: there is nothing to follow
+        self._tick += 1
+        chunk.last_access = self._tick
+        moment = tracer.visit(chunk.spec.index, self._in_use, chunk)
+        step = tracer.step
+        actions = None
+        if step is not None:
+            self.expect(step, moment)
+            if moment is not None and step.plan is not None:
+                actions = step.plan.moments[moment]
+        if self._policy.evict_all:
+            self._evict_everything(exclude=chunk)
+        was_there = chunk.compute is not None
+        if together is not None:
+            together(chunk, step, moment, caller)
+        elif (not was_there or actions is None or actions.evict or actions.load) or ledger.available(
+            Tier.DEVICE, measures=False
+        ) < 0:
+            # At a visit that moves nothing, what others take is not measured, which would take longer than all else.
+            with ledger.one_reading():
+                self._bring(chunk, actions, caller)
+        waited_s = self._copies.wait(chunk) if chunk.arrival is not None else None
+        self._emit(ChunkVisited(chunk.spec.index, was_there and waited_s is None and not chunk.is_static, waited_s))
+        if step is not None and step.has_moments:
+            self._meter.restart()
+        elif step is not None and step.plan is not None:  # it is not measured: what the trace says is noted
+            ledger.note_total(ledger.reserved_nbytes)
+        assert chunk.compute is not None
+        return chunk.compute
 
     def expect(self, step: Step | None, moment: int | None = None) -> None:
         """Tells the ledger what others will need until the next moment, or to be cautious where no trace is known."""
@@ -154,221 +202,205 @@ class Executor:
             ledger.is_cautious = False
             ledger.reserved_nbytes = visits[max(step.cursor.moment if moment is None else moment, 0)].non_model_nbytes
 
-    @property
-    def is_at_rest(self) -> bool:
-        """Whether every chunk is computed with where it is at home, and nobody has to be told of visits."""
-        if self._copies.moves:
-            return False
-        step = self._tracer.step
-        return step is None or step.cursor is not None
-
-    def ensure_on_device(self, chunk: Chunk, who: str) -> torch.Tensor:
-        """The payload to compute with: a visit to the chunk.
-
-        Args:
-            chunk: The chunk.
-            who: Who asks, for errors.
-
-        Raises:
-            DeviceMemoryError: If it cannot be brought to the device.
-        """
-        index, tracer = chunk.spec.index, self._tracer
-        static = chunk.compute if not self._copies.moves else None
-        if static is not None and (tracer.step is None or tracer.step.cursor is not None):
-            return static  # everything is at home on the device: there is nothing to follow
-        self._tick += 1
-        chunk.last_access = self._tick
-        moment = tracer.visit(index, self._in_use.at_visit, chunk)
-        step = tracer.step
-        if step is not None:
-            self.expect(step, moment)
-        if self._evicts_all:
-            self._evict_everything(exclude=chunk)
-        was_there = chunk.compute is not None
-        actions = (
-            step.plan.moments[moment] if moment is not None and step is not None and step.plan is not None else None
-        )
-        if not self._is_alone:
-            self._bring_together(chunk, step, moment, who)
-        elif actions is None or actions.moves or not was_there or self._is_short():
-            with self._ledger.one_reading():
-                self._bring(chunk, actions, who)
-        waited_s = self._copies.wait(chunk) if chunk.arrival is not None else None
-        self._emit(ChunkVisited(index, was_there and waited_s is None and not chunk.is_static, waited_s))
-        if step is not None and step.has_moments:
-            self._meter.restart()
-        elif step is not None and step.plan is not None:  # it is not measured: what the trace says is noted
-            self._ledger.note_total(self._ledger.reserved_nbytes)
-        assert chunk.compute is not None
-        return chunk.compute
-
-    # Of this process alone
-
-    def _bring(self, chunk: Chunk, actions: Actions | None, who: str) -> None:
+    def _bring(self, chunk: Chunk, actions: Actions | None, caller: str) -> None:
+        """Does what the plan says, and loads the chunk if that has not; this process has all of it."""
         if actions is not None:
-            self._execute(actions, chunk, who)
+            self.evict_if_unused(actions.evict)
+            for index in actions.load:
+                other = self._chunks[index]
+                if other is not chunk and other.compute is None and self._pool.room(Tier.DEVICE) >= other.copy_nbytes:
+                    self._copies.load(other, ahead=True)
+                elif other is chunk and chunk.compute is None:
+                    self._load(chunk, caller)
         if chunk.compute is None:
-            self._load(chunk, who)
+            self._load(chunk, caller)
         else:
-            self._meet_others(chunk, who)
+            self.shrink_to_budget(chunk, caller)
 
-    def _is_short(self) -> bool:
-        """Whether there is more than the budget allows beside what others are known to need now.
-
-        That is all that is asked at a visit of a plan that moves nothing, since to measure what others really take
-        would take longer than all else of it. Where that has grown it is found at the next visit that moves something.
-        """
-        return self._ledger.available(Tier.DEVICE, measures=False) < 0
-
-    def _meet_others(self, chunk: Chunk, who: str) -> None:
-        """Evicts what is there beyond the budget, because others have grown."""
-        if self._ledger.available(Tier.DEVICE) < 0 and len(self._copies):
-            self._reclaim.make_room_for(chunk, 0, who)
-
-    def _execute(self, actions: Actions, chunk: Chunk, who: str) -> None:
-        self._evict_if_unused(actions.evict)
-        for index in actions.load:
-            other = self._chunks[index]
-            if other is chunk:
-                if chunk.compute is None:
-                    self._load(chunk, who)
-            elif other.compute is None and self._pool.room(Tier.DEVICE) >= other.copy_nbytes:
-                self._copies.load(other, ahead=True)
-
-    def _evict_if_unused(self, indices: Iterable[int]) -> None:
-        for index in indices:
-            chunk = self._chunks[index]
-            if chunk in self._copies and not chunk.is_in_use:
-                self._copies.evict(chunk)
-
-    def _load(self, chunk: Chunk, who: str) -> None:
-        self._reclaim.make_room_for(chunk, chunk.copy_nbytes, who)
+    def _load(self, chunk: Chunk, caller: str) -> None:
+        self.make_room_for(chunk, chunk.copy_nbytes, caller)
         self._copies.load(chunk, ahead=False)
 
-    # Together with other processes; see [Note: one order of collectives]
+    def shrink_to_budget(self, chunk: Chunk, caller: str) -> None:
+        """Evicts what is there beyond the budget, because non-model data has grown; the visited chunk stays."""
+        if self._ledger.available(Tier.DEVICE) < 0 and len(self._copies):
+            self.make_room_for(chunk, 0, caller)
 
-    def reduce_when_due(self, chunk: Chunk) -> None:
-        """Reduces a group as soon as its gradients are complete and it is its turn.
+    # What is in use; see [Note: chunks in use]
 
-        Args:
-            chunk: The group.
-        """
-        if self._is_alone:
-            return
-        is_complete = self._buckets.is_complete
-        if not is_complete(chunk):
-            return
-        step = self._tracer.step
-        if step is None or step.plan is None:
-            self.ask(Subject.REDUCE, chunk.spec.index, "its gradients, which are complete")
-            return
-        while step.due and is_complete(self._chunks[step.due[0]]):
-            self._perform_planned(Subject.REDUCE, step.due.pop(0))
+    def note_gathered(self, chunk: Chunk) -> None:
+        """Notes a chunk that may be in use from now on, although nobody visits it."""
+        self._asked[chunk.spec.index] = chunk
 
-    def _bring_together(self, chunk: Chunk, step: Step | None, moment: int | None, who: str) -> None:
-        self._needed = chunk
-        is_followed = moment is not None and step is not None and step.plan is not None
-        if self._ledger.available(Tier.DEVICE, measures=not is_followed) < 0:
-            self._buckets.let_go()
-        if step is not None and step.plan is not None:
-            end = self.end_of_phase(step, not self.in_backward)
-            if moment is not None:  # another branch may look like what comes after this forward
-                self.execute_until(step, min(moment + 1, end))
-            while chunk.compute is None and step.num_followed < end:
-                self.execute_until(step, step.num_followed + 1)
-        if chunk.compute is None or step is None:  # between steps others may lack it
-            if step is not None and step.plan is not None:
-                self.reduce_due(step)  # the others do these before they hear of what no plan has
-            self.ask(Subject.GATHER, chunk.spec.index, who)
-            while chunk.compute is None:  # it left for what another process asked for at the same time
-                self.ask(Subject.GATHER, chunk.spec.index, who)
-        self._needed = None
-        if not is_followed or self._is_short():
-            self._meet_others(chunk, who)
+    def _in_use(self, visited: Chunk) -> list[int]:
+        """The indices of all other chunks that are in use at a visit that is recorded, in order."""
+        number, moment = self._tracer.place
+        chunks = {*self._asked.values(), *self._looked_into}
+        if self._asked_at != (number, moment):
+            chunks = {*self._copies.computable}
+        self._looked_into.clear()
+        others = [chunk for chunk in chunks if chunk is not visited]
+        found = [chunk for chunk in others if chunk.is_in_use]
+        pending = [chunk for chunk in others if chunk.arrival is not None]  # whose gather may begin to look into it
+        self._asked = {chunk.spec.index: chunk for chunk in (visited, *found, *pending)}
+        self._asked_at = number, moment + 1
+        return sorted(chunk.spec.index for chunk in found)
 
-    def execute_until(self, step: Step, end: int) -> None:
-        """Executes the plan up to a moment, whether or not this process has come to it."""
-        assert step.plan is not None
-        while step.num_followed < end:
-            self.reduce_due(step)
-            actions = step.plan.moments[step.num_followed]
-            step.num_followed += 1
-            if actions.moves:
-                with self._ledger.one_reading():
-                    self._evict_if_unused(actions.evict)
-                    for index in actions.load:
-                        self._perform_planned(Subject.GATHER, index)
-            step.due = list(actions.reduce)
+    # Room: kept buffers go first, then copies, then gradients on their way to the host, then chunks of the margin
 
-    def reduce_due(self, step: Step) -> None:
-        """Executes what is left of the reductions of the moment that the plan has come to."""
-        while step.due:
-            self._perform_planned(Subject.REDUCE, step.due.pop(0))
-
-    def end_of_phase(self, step: Step, is_forward: bool) -> int:
-        """The moment of the plan up to which what is running now may go."""
-        assert step.plan is not None
-        ends = self._tracer.traces[step.key].forward_ends if step.key in self._tracer.traces else ()
-        if is_forward and ends:
-            return ends[len(step.forward_ends)] if len(step.forward_ends) < len(ends) else step.num_followed
-        return len(step.plan.moments)
-
-    def ask(self, subject: Subject, index: int, who: str) -> None:
-        """Does a collective that no plan has, with all that other processes ask for at the same time.
+    def make_room(self, nbytes: int, *, keep_margin: bool = False) -> None:
+        """Frees so many bytes, or as many as can be freed; the allocation that follows fails if they are too few.
 
         Args:
-            subject: ``GATHER`` or ``REDUCE``.
-            index: The group.
-            who: What it is needed for, for errors.
+            nbytes: How many.
+            keep_margin: Chunks that live in the margin stay there.
         """
-        is_in_step = self.in_backward or self._tracer.step is not None
-        self.perform(self._order.ask(Collective(subject, index), who, is_in_step=is_in_step))
+        while not self._evict_until(lambda: self._pool.room(Tier.DEVICE) >= nbytes):
+            # Caution is a reason for copies to leave, which come back at once, and none for homes.
+            if keep_margin or self._pool.room(Tier.DEVICE, cautious=False) >= nbytes or not self._leave_margin():
+                break
 
-    def perform(self, collectives: Iterable[Collective]) -> None:
-        """Does what all processes do now."""
-        for subject, index in collectives:
-            with named(subject.name.lower(), index):
-                (self._gather if subject is Subject.GATHER else self._reduce)(index)
+    def make_room_for(self, chunk: Chunk, nbytes: int, caller: str) -> None:
+        """Frees so many bytes for a chunk.
 
-    def _perform_planned(self, subject: Subject, index: int) -> None:
-        collective, chunk = Collective(subject, index), self._chunks[index]
-        self._order.check(collective, chunk.dtype, chunk.spec.chunk_numel)
-        self.perform([collective])
+        Args:
+            chunk: The chunk, which does not leave.
+            nbytes: How many; 0 only brings what is there under the budget, as far as it can leave.
+            caller: Who needs the chunk, for errors.
 
-    def _gather(self, index: int) -> None:
-        """Takes part in a gather, whether or not this process needs it."""
-        chunk, what = self._chunks[index], f"gathers group {index}"
-        self._gradients.bring_values_back(chunk)
-        if chunk.compute is None:
-            if self._pool.room(Tier.DEVICE) < chunk.copy_nbytes:
-                self._buckets.let_go()
-            self._reclaim.make_room_for(chunk, chunk.copy_nbytes, f"gathering group {index}")
-            with self._copies.loaded_by_others(chunk, ahead=chunk is not self._needed) as payload:
-                chunk.arrival = self._collectives.all_gather(payload, what)
-            self._in_use.add(chunk)
+        Raises:
+            DeviceMemoryError: If there are not as many.
+        """
+        self._trim_if_short()
+        if self._pool.room(Tier.DEVICE) >= nbytes:
             return
-        if chunk.arrival is not None:
-            self._copies.wait(chunk)
-        chunk.arrival = self._collectives.all_gather(chunk.compute, what)
-        self._in_use.add(chunk)
+        self._evict_until(lambda: self._pool.room(Tier.DEVICE) >= nbytes, exclude=chunk)
+        self._trim_if_short()
+        room = self._pool.room(Tier.DEVICE, cautious=False)
+        if nbytes and room < nbytes and self._leave_margin():
+            room = self._pool.room(Tier.DEVICE, cautious=False)
+        if nbytes and room < nbytes:
+            raise DeviceMemoryError(self._too_small(nbytes, room, chunk, caller))
 
-    def _reduce(self, index: int) -> None:
-        """Takes part in a reduction."""
-        self.take_home(self._buckets.reduce(self._chunks[index]))
-        self._tracer.note_reduced(index)
+    def make_room_for_gradients(self, chunk: Chunk) -> None:
+        """Frees the bytes of a buffer for the gradients of a group.
 
-    def take_home(self, averages: Iterable[Average]) -> None:
-        """Takes averages over processes to their places at home."""
-        for tensor, gradient in averages:
-            if tensor.chunk.home is Tier.HOST:
-                tensor.crossing_nbytes += gradient.nbytes
-            self._gradient_mirrors.sync_one(tensor)
-            self._gradients.add(tensor, gradient)
-            self._gradient_mirrors.drop(tensor)
+        Args:
+            chunk: The group; its copy may leave.
 
-    # Inside
+        Raises:
+            DeviceMemoryError: If there are not as many.
+        """
+        self.make_room(chunk.copy_nbytes)
+        room = self._pool.room(Tier.DEVICE, cautious=False)
+        if room < chunk.copy_nbytes:
+            caller = f"the gradients of group {chunk.spec.index}"
+            raise DeviceMemoryError(self._too_small(chunk.copy_nbytes, room, None, caller))
+
+    def make_room_for_others(self, *, is_step: bool) -> None:
+        """Makes room for what is not chunks, and was just allocated.
+
+        Args:
+            is_step: Whether that was inside of forward or backward, which may fail for it. Other code may have nothing
+                to do with the model; what it holds counts when the step goes on.
+
+        Raises:
+            DeviceMemoryError: If it is more than all copies that can leave.
+        """
+        ledger = self._ledger
+
+        def is_enough() -> bool:
+            self._trim_if_short(cautious=False)
+            return ledger.available(Tier.DEVICE, cautious=False) >= 0
+
+        while not self._evict_until(is_enough):
+            if self._leave_margin():
+                continue
+            if not is_step:
+                break
+            missing = -ledger.available(Tier.DEVICE, cautious=False)
+            short = self._forecast.shortage(sum(chunk.copy_nbytes for chunk in self._copies))
+            raise DeviceMemoryError(
+                f"{short.subject}: non-model data (activations, temporaries) of "
+                f"{format_need(ledger.non_model_nbytes())} and the chunks in use need {format_need(missing)} more "
+                f"than there is. {short.advise(_NEED_LESS)}\n{ledger.table()}"
+            )
+        ledger.note_total(ledger.non_model_nbytes())
+
+    def evict_unused(self) -> None:
+        """Evicts every copy that can leave, and gives up the buffers that are kept for reuse."""
+        for chunk in self._copies.unused():
+            self._copies.evict(chunk)
+        self._pool.trim()
+
+    def evict_if_unused(self, indices: Iterable[int]) -> None:
+        """Evicts those of these copies that nobody looks into."""
+        for index in indices:
+            chunk = self._chunks[index]
+            if chunk.compute is not None and not (chunk.is_static or chunk.is_in_use):
+                self._copies.evict(chunk)
 
     def _evict_everything(self, exclude: Chunk) -> None:
         for chunk in self._copies.unused(exclude):
             self._copies.poison(chunk)
             self._copies.evict(chunk)
+
+    def _evict_until(self, is_enough: Callable[[], bool], exclude: Chunk | None = None) -> bool:
+        """Evicts copies one by one until there is enough room; whether there is."""
+        while not is_enough():
+            victim = self._choose(exclude)
+            if victim is not None:
+                self._copies.evict(victim)
+            elif not (self._await_gathers(exclude) or self._free_gradients_in_flight()):
+                return False
+        return True
+
+    def _choose(self, exclude: Chunk | None) -> Chunk | None:
+        step = self._tracer.step
+        cursor, is_diverged = (step.cursor, step.is_diverged) if step is not None else (None, True)
+        chunks = {chunk.spec.index: chunk for chunk in self._copies if chunk is not exclude}
+        candidates = [(index, chunk.last_access) for index, chunk in chunks.items()]
+        order = self._policy.chooser.in_order(candidates, cursor, is_diverged)
+        # Whether a chunk is in use is asked in that order, since it takes longest.
+        return next((chunks[index] for index in order if not chunks[index].is_in_use), None)
+
+    def _await_gathers(self, exclude: Chunk | None) -> bool:
+        """Waits for gathers that this process had no need of, which still look into copies; whether there were any."""
+        groups = (chunk for chunk in self._copies if chunk.is_group and chunk is not exclude)
+        pending = [chunk for chunk in groups if chunk.arrival is not None]
+        for chunk in pending:
+            self._copies.wait(chunk)
+        return bool(pending)
+
+    def _free_gradients_in_flight(self) -> bool:
+        """Waits for gradients on their way; what was measured of this step with them is more than others will need."""
+        has_freed = self._streams.hold_at_most(0)
+        self._ledger.read_again()
+        if has_freed and self._tracer.step is not None:
+            self._tracer.step.is_void = True
+        return has_freed
+
+    def _leave_margin(self) -> bool:
+        has_left = self._placement.leave_margin()
+        self._ledger.read_again()  # what was on its way to the lists that moved has arrived
+        return has_left
+
+    def _trim_if_short(self, *, cautious: bool | None = None) -> None:
+        """Kept buffers are the first to go when others need the room."""
+        if self._ledger.available(Tier.DEVICE, cautious=cautious) < 0:
+            self._pool.trim()
+
+    def _too_small(self, nbytes: int, room: int, chunk: Chunk | None, caller: str) -> str:
+        ledger = self._ledger
+        pinned = [other for other in self._copies if other is not chunk]
+        names = ", ".join(sorted(self._forecast.names_in_use()))
+        short = self._forecast.shortage(nbytes + sum(other.copy_nbytes for other in pinned))
+        return (
+            f"{short.subject} for {caller}: {'it' if chunk is None else f'chunk {chunk.spec.index}'} needs "
+            f"{format_need(nbytes)}, "
+            f"{format_need(max(room, 0))} are free beside non-model data of {format_need(ledger.non_model_nbytes())}, "
+            f"and none of the chunks there ({[other.spec.index for other in pinned]}) can leave, because they are in "
+            f"use (computing with: {names or 'none'}; a recomputed segment keeps all of its parameters, and "
+            "saved-tensors hooks that a module puts on itself keep those that they return as they are). "
+            f"{short.advise(_NEED_LESS + ', or lower chunk_numel')}\n{ledger.table()}"
+        )

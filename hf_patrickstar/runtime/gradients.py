@@ -1,4 +1,13 @@
-"""Where the gradients of parameters are at home, and how they and the values make place for each other.
+"""A gradient's way, top to bottom: stored as autograd finishes it, used by a step, kept or consumed, dropped.
+
+[Note: gradient reuse]
+With one micro-batch per step the gradient overwrites the parameter's place in the ``param`` list (PatrickStar section
+6.2). The value is not lost: it is ``master`` rounded to the parameter's type. Whenever somebody needs the value while
+the gradient is there (a second forward before the optimizer's step, say) the gradient moves to an accumulation list and
+the value is written again. So no way of calling forward and backward can lose a gradient or compute with one.
+
+With several processes what is stored is the average that the owner of a parameter gets. A copy on the device never
+holds a gradient, so only a gather, which sends values, has to bring them back.
 
 [Note: gradients after the step]
 In torch a gradient stays until ``zero_grad``. A step that leaves gradients where they are needs room for them beside
@@ -8,6 +17,7 @@ somebody has read one after that first step, as AdaLoRA does. What is asked for 
 by a backward that would add to it, is an error and not a wrong number.
 """
 
+import collections
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -19,29 +29,25 @@ from hf_patrickstar.interrupts import held_back
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime.attempts import Attempts
-from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, ManagedTensor
-from hf_patrickstar.runtime.gradient_place import GradientPlace
+from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.executor import Executor
 from hf_patrickstar.runtime.gradient_ring import GradientRing, most_nbytes
 from hf_patrickstar.runtime.live_parameter import take_raw_grad
-from hf_patrickstar.runtime.reclaim import Reclaim
-from hf_patrickstar.runtime.resident import place_of
 from hf_patrickstar.runtime.values import Values
 
 # A name of the module is found faster than a member of an enum.
-_NONE, _PARAM, _LIST, _ZERO = GradientPlace.NONE, GradientPlace.PARAM, GradientPlace.LIST, GradientPlace.ZERO
-_KEPT, _CONSUMED, _INCOMPLETE = GradientPlace.KEPT, GradientPlace.CONSUMED, GradientPlace.INCOMPLETE
-_NOWHERE = frozenset({_NONE, _CONSUMED, _INCOMPLETE})
+_NONE, _PARAM, _LIST = GradientPlace.NONE, GradientPlace.PARAM, GradientPlace.LIST
+_REMOTE, _APART = GradientPlace.REMOTE, GradientPlace.APART
 
 
 class Gradients:
-    """Finds places for gradients.
+    """Stores gradients, and finds and drops them.
 
     Args:
         pool: Where accumulation lists come from.
         streams: How bytes cross.
         emit: Told of every event.
-        reclaim: Makes room for lists that nobody has planned for.
+        executor: Makes room for lists that nobody has planned for.
         values: Brings values back; its lock is held while places change.
         chunks: All chunks: what else may need an accumulation list.
         accumulate: Whether gradients go to the accumulation list at once: several micro-batches make a step.
@@ -63,7 +69,7 @@ class Gradients:
         pool: PayloadPool,
         streams: Streams,
         emit: Listener,
-        reclaim: Reclaim,
+        executor: Executor,
         values: Values,
         chunks: Sequence[Chunk],
         accumulate: bool,
@@ -76,10 +82,11 @@ class Gradients:
         self.lock = values.lock
         self.coefficient: torch.Tensor | None = None
         self.inverse_scale: torch.Tensor | None = None
+        self.is_watched = False
         self._pool = pool
         self._streams = streams
         self._emit = emit
-        self._reclaim = reclaim
+        self._executor = executor
         self._values = values
         self._chunks = chunks
         self._keeps = keeps
@@ -88,62 +95,35 @@ class Gradients:
         self._has_all_lists = False
         self._is_after_step = False  # whether a step has left the gradients that there are
         self._was_read_late = False
-        self.is_watched = False
-
-    # Finding them
-
-    def of(self, tensor: ManagedTensor) -> torch.Tensor | None:
-        """The gradient of a parameter that is at home on this rank, in the parameter's shape, or ``None``.
-
-        fp32 in the accumulation list, the parameter's type otherwise. It aliases its place: writing changes it.
-        """
-        with self.lock:
-            self.make_ready(tensor)
-            tensor.chunk.wait()
-            if tensor.gradient is _PARAM:
-                return tensor.view(tensor.chunk.param)
-            if tensor.gradient is _LIST:
-                return tensor.view(tensor.chunk.lists[GRADIENT])
-            return None
-
-    @staticmethod
-    def has(tensor: ManagedTensor) -> bool:
-        """Whether a parameter has a gradient, here or on the rank where it is at home."""
-        return tensor.deferred_gradient is not None or tensor.gradient not in _NOWHERE
-
-    @staticmethod
-    def is_absent(tensor: ManagedTensor) -> bool:
-        """Whether there is none of a parameter, nor was one before the last step."""
-        return tensor.gradient is _NONE and tensor.deferred_gradient is None
-
-    def make_ready(self, tensor: ManagedTensor) -> None:
-        """Brings a gradient that is elsewhere to a place at home, where the optimizer finds it."""
-        if tensor.deferred_gradient is not None:
-            self.place_deferred(tensor)
-        if tensor.gradient is _ZERO and tensor.is_owned:
-            self._write_zero(tensor)
-        elif tensor.gradient is _KEPT:
-            self.attempts.note_before(tensor.spec.index, _KEPT)
-            kept, tensor.kept, tensor.gradient = tensor.kept, None, _NONE
-            assert kept is not None
-            self.put(tensor, tensor.own(kept))
 
     # Storing them
 
-    def place(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
-        """Takes a finished gradient to its place, or defers it while the value that is there is still needed.
+    def store(self, tensor: ManagedTensor, gradient: torch.Tensor, *, is_at_home: bool = False) -> None:
+        """Takes a gradient that autograd has finished, unless a failed attempt at this micro-batch has done so.
+
+        While the value in its place is still needed it is deferred, until backward ends.
 
         Args:
             tensor: Whose gradient it is.
             gradient: The gradient of one backward, in the parameter's shape and type.
+            is_at_home: Whether it was computed on the host, where the chunk is at home: then nothing crosses.
         """
+        chunk = tensor.chunk
+        if self.attempts.is_running and self.attempts.is_counted(tensor.spec.index):
+            return
+        if not (is_at_home or chunk.is_static):
+            tensor.crossing_nbytes += gradient.nbytes
+        is_new = tensor.gradient is _NONE and not (tensor.is_consumed or self.accumulate)
         if tensor.deferred_gradient is not None:
             tensor.deferred_gradient = tensor.deferred_gradient + gradient.to(tensor.deferred_gradient.device)
         elif tensor.is_looked_up:
             # What its uses on either device contribute is added up in the parameter's type, as autograd does.
-            tensor.deferred_gradient = gradient.to(tensor.chunk.home_device)
-        elif tensor.is_needed_at_home and tensor.gradient is _NONE and not self.accumulate:
+            tensor.deferred_gradient = gradient.to(chunk.home_device)
+        elif is_new and tensor.is_needed_at_home:
             tensor.deferred_gradient = gradient
+        elif is_new and MASTER in chunk.home_lists and not self.attempts.is_running:  # as ``add`` does
+            self._is_after_step = False
+            self._write_over_value(tensor, chunk, gradient)
         else:
             self.add(tensor, gradient)
 
@@ -153,28 +133,109 @@ class Gradients:
         A gradient that torch would add to one that a step has consumed is dropped: the sum is not known any more.
         """
         self._is_after_step = False
-        if tensor.gradient is _CONSUMED:
-            tensor.gradient = _NONE if self._keeps is False else _INCOMPLETE
-        if tensor.gradient is _INCOMPLETE:
+        chunk = tensor.chunk
+        if tensor.is_consumed:
+            tensor.is_consumed, tensor.is_incomplete = self._keeps is not False, self._keeps is not False
+        if tensor.is_incomplete:
             return
-        if tensor.gradient is _ZERO:
-            tensor.gradient = _NONE  # and zero plus a gradient is that gradient
         before = tensor.gradient
-        if before is _KEPT:
-            self.make_ready(tensor)
+        if before is _APART:
+            if tensor.kept is None:
+                before = tensor.gradient = _NONE  # zero plus a gradient is that gradient
+            else:
+                self.make_ready(tensor)
         if tensor.gradient is _PARAM:
             self.move_to_list(tensor)
-        has_master = tensor.chunk.has_list(MASTER)
-        if self.accumulate or tensor.gradient is _LIST or tensor.is_needed_at_home or not has_master:
+        if self.accumulate or tensor.gradient is _LIST or not chunk.has_list(MASTER) or tensor.is_needed_at_home:
             self._add_to_list(tensor, gradient)
         else:
-            self._write_over_parameter(tensor, gradient)
-        self.attempts.note_placed(tensor.spec.index, before)
+            self._write_over_value(tensor, chunk, gradient)
+        if self.attempts.is_running:
+            self.attempts.note_placed(tensor.spec.index, before)
+
+    def _write_over_value(self, tensor: ManagedTensor, chunk: Chunk, gradient: torch.Tensor) -> None:
+        """See [Note: gradient reuse]."""
+        tensor.gradient_norm = gradient_norm(gradient, chunk.state_dtype) if self.records_norms else None
+        if chunk.is_static:
+            view = chunk.views.get(tensor)
+            (chunk.view_of(tensor) if view is None else view).copy_(gradient)
+        elif chunk.home is Tier.DEVICE:
+            for copy in chunk.under_way:  # of a group, from a home on the device
+                copy.join()
+            tensor.view(chunk.param).copy_(gradient)
+        else:
+            home = tensor.view(chunk.home_param)
+            if not self._streams.copies_beside(gradient, home):
+                chunk.wait()  # the host writes to the home, which a copy may be reading
+            chunk.note(self._streams.to_host(gradient, home, chunk.under_way))
+        tensor.gradient = _PARAM
+        nbytes, tensor.crossing_nbytes = tensor.crossing_nbytes, 0
+        self._emit(GradientStored(chunk.spec.index, tensor.spec.index, nbytes))
+
+    def _add_to_list(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
+        chunk, is_first, norm = tensor.chunk, tensor.gradient is _NONE, None
+        place = tensor.view(self._list(chunk))
+        if self._leaves_beside(chunk, gradient) and gradient.stride() == place.stride():
+            if self.records_norms and self.completes_step:
+                norm = torch.zeros((), dtype=chunk.state_dtype, device="cpu")  # may fail: before anything is added
+            for ticket in self._ring.add(gradient, place, is_first=is_first):
+                chunk.note(ticket)
+            if norm is not None:
+                self._fill_norm_beside(norm, chunk, place)
+        else:
+            chunk.wait()
+            if is_first:
+                place.copy_(gradient)
+            else:
+                place.add_(self._streams.on_tier_of(gradient, place))
+        tensor.gradient = _LIST
+        tensor.gradient_norm = norm
+        nbytes, tensor.crossing_nbytes = tensor.crossing_nbytes, 0
+        self._emit(GradientStored(chunk.spec.index, tensor.spec.index, nbytes))
+
+    def _fill_norm_beside(self, norm: torch.Tensor, chunk: Chunk, place: torch.Tensor) -> None:
+        """Lets the host's thread compute the norm of a sum, when it has added the last gradient."""
+
+        def work() -> None:
+            with torch.no_grad():
+                norm.copy_(gradient_norm(place, chunk.state_dtype))
+
+        chunk.note(self._streams.on_host(work))
+
+    def _leaves_beside(self, chunk: Chunk, gradient: torch.Tensor) -> bool:
+        """Whether a gradient goes to its list through the ring, which comes after all lists."""
+        if chunk.home is Tier.DEVICE or not self._streams.copies_beside(gradient, chunk.payloads["param"]):
+            return False
+        self._has_all_lists |= all(other.has_list(GRADIENT) for other in self._chunks if other.spec.trainable)
+        return self._has_all_lists and self._ring.open()
+
+    def _list(self, chunk: Chunk) -> torch.Tensor:
+        if not chunk.has_list(GRADIENT):
+            numel = chunk.spec.chunk_numel
+            if chunk.home is Tier.DEVICE:  # no plan knows of it: copies make room, or chunks leave the margin
+                self._executor.make_room(numel * chunk.state_dtype.itemsize)
+            others = (other for other in self._chunks if other is not chunk and chunk.home in (other.home, Tier.HOST))
+            ahead = _lists_nbytes(other for other in others if not other.has_list(GRADIENT))
+            chunk.lists[GRADIENT] = self._pool.allocate(
+                chunk.home, numel, chunk.state_dtype, GRADIENT, ahead_nbytes=ahead
+            )
+        return chunk.lists[GRADIENT]
+
+    def reserve(self, chunk: Chunk) -> None:
+        """Allocates what gradients that are given need, if the chunk itself has no place for them.
+
+        Raises:
+            BudgetError: If there is no room.
+        """
+        if self.accumulate or not chunk.has_list(MASTER) or chunk.is_mixed:
+            self._list(chunk)
 
     def note_remote(self, tensor: ManagedTensor) -> None:
-        """Notes that a gradient was added on the rank that has the parameter at home."""
-        is_lost = tensor.gradient in (_CONSUMED, _INCOMPLETE) and self._keeps is not False
-        tensor.gradient = _INCOMPLETE if is_lost else GradientPlace.REMOTE
+        """Notes that a gradient was added on the rank that owns the parameter."""
+        if tensor.is_consumed and self._keeps is not False:
+            tensor.is_incomplete = True
+        else:
+            tensor.gradient, tensor.is_consumed = _REMOTE, False
 
     def put(self, tensor: ManagedTensor, own: torch.Tensor) -> None:
         """Replaces a gradient by one that is given; what this rank has of it.
@@ -185,8 +246,9 @@ class Gradients:
         """
         with self.lock:
             tensor.gradient_norm = None
+            tensor.is_consumed = tensor.is_incomplete = False
             if not tensor.is_owned:
-                tensor.gradient = GradientPlace.REMOTE
+                tensor.gradient = _REMOTE
                 return
             home = self.of(tensor)
             is_wider = own.dtype.itemsize > tensor.chunk.dtype.itemsize
@@ -204,24 +266,75 @@ class Gradients:
             else:
                 home.copy_(own)
 
-    def check_complete(self, tensor: ManagedTensor) -> None:
-        """Makes sure that a gradient that is about to be used is all of it.
-
-        Raises:
-            EngineError: If a step has consumed it, or torch would have added it to one that a step has consumed.
-        """
-        if tensor.gradient is _CONSUMED and self._keeps is not False:
-            raise EngineError(consumed(tensor, "it is used again: torch would still have it"))
-        if tensor.gradient is _INCOMPLETE:
-            raise EngineError(
-                consumed(tensor, "zero_grad was not called since: torch would have added the next one to it")
-            )
+    def settle_deferred(self, tensors: Iterable[ManagedTensor]) -> None:
+        """Backward has ended: finds places for gradients that waited until nobody needed the values there."""
+        for tensor in tensors:
+            if tensor.deferred_gradient is not None:
+                self.place_deferred(tensor)
 
     def place_deferred(self, tensor: ManagedTensor) -> None:
         """Finds a place for a deferred gradient; if there is no room the gradient stays deferred."""
         assert tensor.deferred_gradient is not None
         self.add(tensor, tensor.deferred_gradient)
         tensor.deferred_gradient = None
+
+    # Finding them
+
+    @staticmethod
+    def has(tensor: ManagedTensor) -> bool:
+        """Whether a parameter has a gradient, here or on the rank that owns the parameter."""
+        return tensor.gradient is not _NONE or tensor.deferred_gradient is not None
+
+    @staticmethod
+    def is_absent(tensor: ManagedTensor) -> bool:
+        """Whether there is none of a parameter, nor was one before the last step."""
+        return tensor.gradient is _NONE and tensor.deferred_gradient is None and not tensor.is_consumed
+
+    def of(self, tensor: ManagedTensor) -> torch.Tensor | None:
+        """The gradient of a parameter that this rank owns, in the parameter's shape, or ``None``.
+
+        fp32 in the accumulation list, the parameter's type otherwise. It aliases its place: writing changes it.
+        """
+        with self.lock:
+            chunk = tensor.chunk
+            if tensor.deferred_gradient is not None or tensor.gradient is _APART:
+                self.make_ready(tensor)
+            chunk.wait()
+            if tensor.gradient is _PARAM:
+                return tensor.view(chunk.home_param)
+            if tensor.gradient is _LIST:
+                return tensor.view(chunk.home_lists[GRADIENT])
+            return None
+
+    def make_ready(self, tensor: ManagedTensor) -> None:
+        """Brings a gradient that is elsewhere to a place in the chunk, where the optimizer finds it."""
+        if tensor.deferred_gradient is not None:
+            self.place_deferred(tensor)
+        if tensor.gradient is not _APART:
+            return
+        if tensor.kept is not None:
+            self.attempts.note_before(tensor.spec.index, _APART)
+            kept, tensor.kept, tensor.gradient = tensor.kept, None, _NONE
+            self.put(tensor, tensor.own(kept))
+            return
+        chunk = tensor.chunk
+        chunk.wait()
+        in_list = self.accumulate or not chunk.has_list(MASTER)
+        tensor.view(self._list(chunk) if in_list else chunk.param).zero_()
+        tensor.gradient = _LIST if in_list else _PARAM
+
+    def check_complete(self, tensor: ManagedTensor) -> None:
+        """Makes sure that a gradient that is about to be used is all of it.
+
+        Raises:
+            EngineError: If a step has consumed it, or torch would have added it to one that a step has consumed.
+        """
+        if tensor.is_incomplete:
+            raise EngineError(
+                consumed(tensor, "zero_grad was not called since: torch would have added the next one to it")
+            )
+        if tensor.is_consumed and self._keeps is not False:
+            raise EngineError(consumed(tensor, "it is used again: torch would still have it"))
 
     def move_to_list(self, tensor: ManagedTensor) -> None:
         """Brings the value back to its place, keeping the gradient in the accumulation list; [Note: gradient reuse]."""
@@ -320,7 +433,7 @@ class Gradients:
             to_zero: Whether a gradient that was there, also before the last step, is zero from now on.
         """
         with self.lock:
-            was_there = self.has(tensor) or tensor.gradient is not _NONE
+            was_there = not self.is_absent(tensor)
             if tensor.gradient is _PARAM:
                 self._values.restore(tensor)
             self.clear(tensor)
@@ -337,15 +450,14 @@ class Gradients:
 
     @staticmethod
     def make_zero(tensor: ManagedTensor) -> None:
-        """Makes all zeros the gradient of a parameter that has no other, here or where the parameter is at home."""
-        tensor.gradient = _ZERO if tensor.is_owned else GradientPlace.REMOTE
+        """Makes all zeros the gradient of a parameter that has no other, here or where the parameter is owned."""
+        tensor.gradient, tensor.is_consumed = (_APART if tensor.is_owned else _REMOTE), False
 
     def clear(self, tensor: ManagedTensor) -> None:
         """Forgets a gradient whose place holds the value again, or is about to."""
         tensor.gradient = _NONE
-        tensor.gradient_norm = None
-        tensor.deferred_gradient = None
-        tensor.kept = None
+        tensor.is_consumed = tensor.is_incomplete = False
+        tensor.gradient_norm = tensor.deferred_gradient = tensor.kept = None
         tensor.crossing_nbytes = 0
 
     def finish_update(self, tensor: ManagedTensor, handed_out: torch.Tensor | None, *, keeps: bool) -> None:
@@ -359,97 +471,81 @@ class Gradients:
         tensor.gradient_norm = None  # of before it was multiplied
         if keeps and tensor.gradient is not _PARAM:
             return
-        self.clear(tensor)
-        if handed_out is not None:
-            tensor.kept, tensor.gradient = handed_out, _KEPT
-        else:
-            tensor.gradient = _CONSUMED
-
-    # Places
-
-    def _write_over_parameter(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
-        chunk = tensor.chunk
-        tensor.gradient_norm = gradient_norm(gradient, chunk.state_dtype) if self.records_norms else None
-        if chunk.home is Tier.DEVICE:
-            for copy in chunk.under_way:  # of a group, from a home on the device
-                copy.join()
-            found = place_of(tensor, chunk)
-            (tensor.view(chunk.param) if found is None else found).copy_(gradient)
-        else:
-            home = tensor.view(chunk.param)
-            if not self._streams.copies_beside(gradient, home):
-                chunk.wait()  # the host writes to the home, which a copy may be reading
-            chunk.note(self._streams.to_host(gradient, home, chunk.under_way))
-        tensor.gradient = _PARAM
-        self._emit(GradientStored(chunk.spec.index, tensor.spec.index, tensor.take_crossing()))
-
-    def _write_zero(self, tensor: ManagedTensor) -> None:
-        chunk = tensor.chunk
-        chunk.wait()
-        in_list = self.accumulate or not chunk.has_list(MASTER)
-        tensor.view(self._list(chunk) if in_list else chunk.param).zero_()
-        tensor.gradient = _LIST if in_list else _PARAM
-
-    def _add_to_list(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
-        chunk, is_first, norm = tensor.chunk, tensor.gradient is _NONE, None
-        place = tensor.view(self._list(chunk))
-        if self._leaves_beside(chunk, gradient) and gradient.stride() == place.stride():
-            if self.records_norms and self.completes_step:
-                norm = torch.zeros((), dtype=chunk.state_dtype, device="cpu")  # may fail: before anything is added
-            for ticket in self._ring.add(gradient, place, is_first=is_first):
-                chunk.note(ticket)
-            if norm is not None:
-                self._fill_norm_beside(norm, chunk, place)
-        else:
-            chunk.wait()
-            if is_first:
-                place.copy_(gradient)
-            else:
-                place.add_(self._streams.on_tier_of(gradient, place))
-        tensor.gradient = _LIST
-        tensor.gradient_norm = norm
-        self._emit(GradientStored(chunk.spec.index, tensor.spec.index, tensor.take_crossing()))
-
-    def _fill_norm_beside(self, norm: torch.Tensor, chunk: Chunk, place: torch.Tensor) -> None:
-        """Lets the host's thread compute the norm of a sum, when it has added the last gradient."""
-
-        def work() -> None:
-            with torch.no_grad():
-                norm.copy_(gradient_norm(place, chunk.state_dtype))
-
-        chunk.note(self._streams.on_host(work))
-
-    def _leaves_beside(self, chunk: Chunk, gradient: torch.Tensor) -> bool:
-        """Whether a gradient goes to its list through the ring, which comes after all lists."""
-        if chunk.home is Tier.DEVICE or not self._streams.copies_beside(gradient, chunk.payloads["param"]):
-            return False
-        self._has_all_lists |= all(other.has_list(GRADIENT) for other in self._chunks if other.spec.trainable)
-        return self._has_all_lists and self._ring.open()
+        tensor.gradient, tensor.kept = (_NONE if handed_out is None else _APART), handed_out
+        tensor.is_consumed, tensor.is_incomplete = handed_out is None, False
+        tensor.deferred_gradient, tensor.crossing_nbytes = None, 0
 
     def close(self) -> None:
         """Gives back what gradients leave through."""
         self._ring.close()
 
-    def reserve(self, chunk: Chunk) -> None:
-        """Allocates what gradients that are given need, if the chunk itself has no place for them.
 
-        Raises:
-            BudgetError: If there is no room.
+class Attempts:
+    """Counts the contributions to gradients over attempts at one micro-batch.
+
+    A gradient that a failed attempt was the first to store is dropped. A contribution that was added to the gradient of
+    earlier micro-batches cannot be subtracted without rounding, so it stays. The next attempt computes the same
+    contributions in the same order, and skips those that are there already.
+
+    Attributes:
+        is_running: Whether a micro-batch runs that may be repeated; else nothing is counted.
+    """
+
+    def __init__(self) -> None:
+        self.is_running = False
+        self._before: dict[int, GradientPlace] = {}
+        self._num_stored: collections.Counter[int] = collections.Counter()
+        self._num_placed: dict[int, int] = {}
+        self._num_counted: dict[int, int] = {}
+
+    def begin(self) -> None:
+        """Begins the first attempt."""
+        self.is_running = True
+        self._before.clear()
+        self._num_stored.clear()
+        self._num_placed.clear()
+        self._num_counted.clear()
+
+    def end(self) -> None:
+        """Ends the last attempt; nothing is counted until ``begin``."""
+        self.begin()
+        self.is_running = False
+
+    def is_counted(self, tensor_index: int) -> bool:
+        """Notes a contribution; returns whether a failed attempt has added it already."""
+        if not self.is_running:
+            return False
+        self._num_stored[tensor_index] += 1
+        return self._num_stored[tensor_index] <= self._num_counted.get(tensor_index, 0)
+
+    def note_before(self, tensor_index: int, before: GradientPlace) -> None:
+        """Notes where a gradient was before an attempt moved it to the place to which contributions are added."""
+        if self.is_running:
+            self._before.setdefault(tensor_index, before)
+
+    def note_placed(self, tensor_index: int, before: GradientPlace) -> None:
+        """Notes that all contributions so far are stored, and where the gradient was before the first one."""
+        if self.is_running:
+            self._before.setdefault(tensor_index, before)
+            self._num_placed[tensor_index] = self._num_stored[tensor_index]
+
+    @property
+    def has_leftovers(self) -> bool:
+        """Whether failed attempts have left contributions, so that only a repetition completes the gradients."""
+        return bool(self._num_counted)
+
+    def undo(self) -> set[int]:
+        """Begins the next attempt after a failed one.
+
+        Returns:
+            Indices of the tensors whose gradients the failed attempt was the first to store; the caller drops these.
         """
-        if self.accumulate or not chunk.has_list(MASTER) or chunk.is_mixed:
-            self._list(chunk)
-
-    def _list(self, chunk: Chunk) -> torch.Tensor:
-        if not chunk.has_list(GRADIENT):
-            numel = chunk.spec.chunk_numel
-            if chunk.home is Tier.DEVICE:  # no plan knows of it: copies make room, or chunks leave the margin
-                self._reclaim.make_room(numel * chunk.state_dtype.itemsize)
-            others = (other for other in self._chunks if other is not chunk and chunk.home in (other.home, Tier.HOST))
-            ahead = _lists_nbytes(other for other in others if not other.has_list(GRADIENT))
-            chunk.lists[GRADIENT] = self._pool.allocate(
-                chunk.home, numel, chunk.state_dtype, GRADIENT, ahead_nbytes=ahead
-            )
-        return chunk.lists[GRADIENT]
+        dropped = {index for index, before in self._before.items() if before is GradientPlace.NONE}
+        for index in self._before.keys() - dropped:
+            self._num_counted[index] = self._num_placed.get(index, 0)
+        self._before.clear()
+        self._num_stored.clear()
+        return dropped
 
 
 def _lists_nbytes(chunks: Iterable[Chunk]) -> int:

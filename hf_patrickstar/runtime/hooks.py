@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch._C import _current_graph_task_id, _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C._autograd import _profiler_enabled, _top_saved_tensors_default_hooks
 from torch._C._functorch import peek_interpreter_stack
 from torch.utils._pytree import tree_iter, tree_map_only
 
@@ -31,9 +32,9 @@ from hf_patrickstar.runtime.compiled import (
     may_be_traced,
     stand_in,
 )
-from hf_patrickstar.runtime.frames import Frame, current_stage
+from hf_patrickstar.runtime.frames import Frame
 from hf_patrickstar.runtime.live_model import LiveModel
-from hf_patrickstar.runtime.live_parameter import RAW, LiveMixin, raw_data, requires_grad, take_raw_grad
+from hf_patrickstar.runtime.live_parameter import GET_GRAD, RAW, SET_GRAD, LiveMixin, raw_data, requires_grad
 from hf_patrickstar.runtime.live_tensor import LiveServices, LiveTensor, LiveWeights
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.steps import Call
@@ -42,6 +43,9 @@ from hf_patrickstar.schedule.trace import input_shapes
 from hf_patrickstar.states import Stage
 
 _Found = TypeVar("_Found")
+
+# A name of the module is found faster than a member of an enum.
+_FORWARD, _BACKWARD, _EVALUATION = Stage.FORWARD, Stage.BACKWARD, Stage.EVALUATION
 
 
 class ModelHooks:
@@ -79,10 +83,17 @@ class ModelHooks:
         self._structure: tuple[list[int], list[Any]] = [], []  # at the last look: entries per place, all entries
         self._names: dict[torch.nn.Module, str] = {}
         self._compiled: dict[torch.nn.Module, Any] = {}  # with what is called; see [Note: compiled parts]
-        self._parameters, self._phases = manager.parameters, manager.phases
-        self._frames = manager.phases.frames
+        self._parameters, self._phases = manager.parameters, manager
+        self._frames = manager.frames
         copies = manager.copies
-        self._autograd = Autograd(manager.phases, lambda key: copies.find(key) is not None)
+        phases = manager
+        self._autograd = Autograd(
+            self._parameters.pack,
+            phases.operand_needed,
+            phases.backward_begin,
+            phases.backward_end,
+            lambda key: copies.find(key) is not None,
+        )
         self._services = LiveServices(manager, weights, self._frames, self._autograd)
         self._live_model = LiveModel(model, self._services)
         self._is_attached = False
@@ -192,7 +203,8 @@ class ModelHooks:
         if sizes != sizes_before or not all(map(operator.is_, found, before)):
             return True
         for tensor in self._manager.tensors:
-            if tensor.is_given_up or not tensor.is_ours:
+            is_ours = not tensor.is_bound or isinstance(tensor.parameter, LiveMixin) or tensor.is_open
+            if tensor.is_given_up or not is_ours:
                 return True
             if is_training and not tensor.spec.trainable and requires_grad(tensor.parameter):
                 return True
@@ -223,6 +235,7 @@ class ModelHooks:
 
     def _attach_module(self, module: torch.nn.Module, own: list[ManagedTensor]) -> list[Any]:
         phases, frames, autograd, name = self._phases, self._frames, self._autograd, self._names[module]
+        parameters = self._parameters
         reads_rows = is_embedding(module)
         is_model, is_root = module is self._model, module in self._roots
 
@@ -231,7 +244,10 @@ class ModelHooks:
             stack = frames.stack
             if stack and (is_model or (is_root and stack[0].module is _module)):
                 phases.unwind()  # of a forward that was interrupted: torch runs no hooks after a KeyboardInterrupt
-            frame = Frame(_module, current_stage())
+            frame = Frame(
+                _module,
+                _BACKWARD if _current_graph_task_id() != -1 else _FORWARD if torch.is_grad_enabled() else _EVALUATION,
+            )
             if not stack:
                 self._enter_outermost(frame, name, args, kwargs)
             stack.append(frame)
@@ -242,11 +258,14 @@ class ModelHooks:
             if peek_interpreter_stack() is not None:
                 self._replace(frame, name)
                 return None
-            phases.before_module(frame, own, name)
+            if _len_torch_function_stack() or _len_torch_dispatch_stack() or _profiler_enabled():
+                phases.before_module(frame, own, name)
+            else:
+                parameters.acquire_all(own, name, frame.acquired, is_recomputed=frame.stage is _BACKWARD)
             others = _top_saved_tensors_default_hooks(True)
             if frame.saved_tensors is None and (others is None or others[0] is not autograd.pack):
                 frame.saved_tensors = autograd.keep_inside()
-            if frame.stage is Stage.BACKWARD and may_be_traced(_module):
+            if frame.stage is _BACKWARD and may_be_traced(_module):
                 self._replace_frozen(frame)
             return None
 
@@ -257,9 +276,12 @@ class ModelHooks:
             frame = stack.pop()
             if stack and frame.saved_tensors is not None:
                 frame.leave_contexts()
-            if frame.replaced and frame.stage is Stage.BACKWARD:
+            if frame.replaced and frame.stage is _BACKWARD:
                 self._take_over_written(frame)
-            phases.after_module(frame)
+            if frame.replaced or _len_torch_function_stack() or _len_torch_dispatch_stack() or _profiler_enabled():
+                phases.after_module(frame)
+            elif frame.acquired:
+                parameters.release_all(frame.acquired)
             for lookup in frame.lookups.values():
                 counts = frame.stage is Stage.FORWARD and isinstance(output, torch.Tensor)
                 nbytes = output.numel() * output.element_size() if counts else 0
@@ -376,8 +398,8 @@ class ModelHooks:
                 self._manager.tracer.note_padding(has_padding(kwargs.get("attention_mask")))
             present = itertools.chain(inputs, self._model.buffers())
             call = Call(frame.module, name, args, kwargs, frame.stage is Stage.FORWARD)
-            with self._manager.steps.announced(call):
-                self._phases.before_forward(frame.stage, "" if frame.module is self._model else name, shapes, present)
+            name = "" if frame.module is self._model else name
+            self._manager.before_forward(frame.stage, call, name, shapes, present)
         except BaseException:
             self._phases.turns.give_up()
             raise
@@ -403,28 +425,26 @@ class ModelHooks:
     # Backward
 
     def _store_gradient(self, parameter: torch.Tensor) -> None:
-        self._autograd.notice_backward()
-        tensor = self._parameters.find(parameter)
-        gradient = None if tensor is None else take_raw_grad(parameter)
-        if gradient is None or tensor is None:
+        if _current_graph_task_id() not in self._autograd.graph_tasks:
+            self._autograd.notice_backward()
+        tensor = self._parameters.by_parameter.get(id(parameter))
+        if tensor is None or tensor.is_given_up:
+            return
+        with RAW():
+            gradient = GET_GRAD(parameter)
+            SET_GRAD(parameter, None)
+        if gradient is None:
             return
         if gradient.requires_grad and not tensor.chunk.is_group:  # backward(create_graph=True)
             before = parameter.grad
             total = gradient if before is None else before + gradient
             with unseen():
-                self._phases.gradient_ready(tensor, gradient.detach())
+                self._manager.gradient_ready(tensor, gradient.detach())
                 self._manager.gradient_mirrors.follow_recorded(tensor, total)
+        elif _len_torch_function_stack() or _len_torch_dispatch_stack() or _profiler_enabled():
+            self._manager.gradient_ready(tensor, gradient)
         else:
-            self.store(tensor, gradient)
-
-    def store(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
-        """Stores a finished gradient.
-
-        Args:
-            tensor: Whose gradient it is.
-            gradient: The gradient of one backward.
-        """
-        self._phases.gradient_ready(tensor, gradient)
+            self._manager.store_gradient(tensor, gradient)
 
 
 def computed_by(module: torch.nn.Module) -> list[torch.nn.Module]:

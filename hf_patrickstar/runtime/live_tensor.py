@@ -9,15 +9,15 @@ import torch
 
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.memory.operators import unseen
-from hf_patrickstar.runtime.access import Access
 from hf_patrickstar.runtime.autograd import Autograd, may_keep, refuse_reentrant
-from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.runtime.chunk import GradientPlace, ManagedTensor
 from hf_patrickstar.runtime.frames import Frames
-from hf_patrickstar.runtime.gradient_place import GradientPlace
 from hf_patrickstar.runtime.gradients import Gradients, consumed
 from hf_patrickstar.runtime.live_parameter import (
+    GET_GRAD,
     RAW,
     WITHOUT_VALUE,
+    Access,
     raw_data,
     raw_grad,
     requires_grad,
@@ -110,7 +110,7 @@ class LiveServices:
 
 
 class LiveTensor:
-    """Answers for one parameter; see ``access.Live``.
+    """Answers for one parameter; see ``Live``.
 
     Args:
         tensor: The parameter.
@@ -170,7 +170,7 @@ class LiveTensor:
         if tuple(value.shape) == self.tensor.spec.shape:
             manager.writes.assign(self.tensor, value.data)
             return
-        with manager.phases.turns.taken("an assignment that gives a parameter another shape"):
+        with manager.turns.taken("an assignment that gives a parameter another shape"):
             manager.writes.assign(self.tensor, value.data)
 
     def copy_from(self, source: torch.Tensor, is_graph: bool) -> bool:
@@ -186,7 +186,7 @@ class LiveTensor:
 
     def note_data_is_out(self) -> None:
         """Remembers to compare: what is written to ``.data`` leaves no trace."""
-        self.services.manager.watch.add(self.tensor)
+        self.services.manager.writes.watch(self.tensor)
 
     def detached_for_state_dict(self) -> torch.Tensor:
         """The placeholder, marked: the parameter may be an ordinary one when its value is asked for."""
@@ -232,17 +232,24 @@ class LiveTensor:
             EngineError: If it was consumed by a step.
         """
         manager, tensor = self.services.manager, self.tensor
-        own = raw_grad(tensor.parameter)
+        with RAW():
+            own: torch.Tensor | None = GET_GRAD(tensor.parameter)
         if own is not None or not tensor.spec.trainable:
             return own
-        with manager.gradients.lock:
-            if tensor.gradient in (GradientPlace.CONSUMED, GradientPlace.INCOMPLETE):
+        gradients, mirrors = manager.gradients, manager.gradient_mirrors
+        with gradients.lock:
+            mirror = mirrors.of(tensor)
+            is_there = tensor.gradient is not GradientPlace.NONE or tensor.deferred_gradient is not None
+            if mirror is not None and is_there and mirrors.follows and not gradients.has_factor:
+                gradients.note_read()
+                return mirror.value
+            if tensor.is_consumed:
                 return ConsumedGradient.make(tensor)
-            if not manager.gradients.has(tensor):
+            if not gradients.has(tensor):
                 return None
-            manager.phases.apply_factor()
-            manager.gradients.note_read()
-            return manager.gradient_mirrors.hand_out(tensor)
+            manager.apply_factor()
+            gradients.note_read()
+            return mirrors.hand_out(tensor)
 
     def set_grad(self, gradient: torch.Tensor | None) -> None:
         """Replaces the gradient, or drops it.
@@ -276,7 +283,7 @@ class LiveTensor:
                 f"the gradient of parameter '{tensor.spec.name}' must have shape {tensor.spec.shape} and type "
                 f"{types[0]}, got {tuple(gradient.shape)} and {gradient.dtype}; convert it first"
             )
-        manager.phases.apply_factor()
+        manager.apply_factor()
         manager.gradient_mirrors.assign(tensor, gradient)
 
 
@@ -331,7 +338,7 @@ class _InsideAccess(Access):
         """No copy: what aliases the chunk keeps it on the device. What is written through it is looked for later."""
         storage = self._tensor.chunk.storage
         if self._is_held and storage is not None and any(_is_over(result, storage._cdata) for result in results):
-            self._manager.watch.add(self._tensor)
+            self._manager.writes.watch(self._tensor)
         return False
 
     def make_room(self) -> None:
@@ -379,12 +386,12 @@ class _GraphAccess(Access):
         self._tensor = tensor
         self._manager = services.manager
         may_keep(f"code that computes with parameter '{tensor.spec.name}'")
-        self._manager.phases.turns.take("code that computes with a parameter")
+        self._manager.turns.take("code that computes with a parameter")
         try:
             _HasLeftError.check(tensor)
             self._manager.parameters.acquire(tensor, "code outside of every forward that computes with a parameter")
         except BaseException:
-            self._manager.phases.turns.give_up()
+            self._manager.turns.give_up()
             raise
         self._kept = services.autograd.kept_as_numbers()
         self._kept.__enter__()
@@ -418,7 +425,7 @@ class _GraphAccess(Access):
     def end(self) -> None:
         self._kept.__exit__(None, None, None)
         self._release()
-        self._manager.phases.turns.give_up()
+        self._manager.turns.give_up()
 
     def _release(self) -> None:
         if self._is_held:

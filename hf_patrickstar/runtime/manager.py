@@ -1,65 +1,163 @@
-"""What the engine, its optimizers and its checkpoints do with chunks outside of the phases of a step."""
+"""What happens when, on one page: every phase of a step, in the order in which it reads, and what is done between.
 
-from collections.abc import Callable, Iterable, Sequence
+``ModelHooks`` and ``Autograd`` translate what torch tells into these calls, the optimizer makes those of an update, and
+nobody below calls back. The constructor makes the parts, each of those before it: its lines are the layers.
+
+[Note: where things live]
+Every chunk has a home tier with all its lists. A chunk at home on the host is copied to the device to be computed
+with, and keeps its host storage meanwhile. Gradients go straight to the home, tensor by tensor, as autograd finishes
+them. So a device copy is never dirty: evicting one drops it and copies nothing, device -> host carries exactly the
+gradients, and after the optimizer has changed a home its device copy is stale and is dropped.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from typing import Literal
 
 import torch
 
+from hf_patrickstar.dist.collectives import Collectives
+from hf_patrickstar.dist.order import Order
+from hf_patrickstar.dist.sharing import Held, Sharing
+from hf_patrickstar.events import Listener
+from hf_patrickstar.layout.specs import TensorSpec
+from hf_patrickstar.memory.meters import Meter
 from hf_patrickstar.memory.operators import unseen
-from hf_patrickstar.memory.streams import Streams
-from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
-from hf_patrickstar.runtime.data import Data
-from hf_patrickstar.runtime.executor import Services
-from hf_patrickstar.runtime.live_parameter import set_raw_grad
-from hf_patrickstar.runtime.parameters import Parameters
-from hf_patrickstar.runtime.phases import Phases
+from hf_patrickstar.memory.pool import PayloadPool
+from hf_patrickstar.memory.streams import Copy, Streams
+from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.runtime.chunk import Chunk, GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.copies import Copies
+from hf_patrickstar.runtime.executor import Executor, MovePolicy
+from hf_patrickstar.runtime.forecast import Forecast
+from hf_patrickstar.runtime.frames import Frame, Frames, Lookup
+from hf_patrickstar.runtime.gradients import Gradients
+from hf_patrickstar.runtime.groups import Groups
+from hf_patrickstar.runtime.live_parameter import GET_GRAD, RAW, SET_GRAD, set_raw_grad
+from hf_patrickstar.runtime.mirrors import GradientMirrors, ValueMirrors
+from hf_patrickstar.runtime.originals import Originals
+from hf_patrickstar.runtime.parameters import Parameters, SavedView
 from hf_patrickstar.runtime.placement import Placement
-from hf_patrickstar.runtime.sharing import Held
-from hf_patrickstar.runtime.steps import Steps
+from hf_patrickstar.runtime.ranges import named, phase
+from hf_patrickstar.runtime.steps import Call, Foreseen, Steps
+from hf_patrickstar.runtime.tracer import Tracer
+from hf_patrickstar.runtime.turns import Turns, is_backward_elsewhere
+from hf_patrickstar.runtime.update import Update
+from hf_patrickstar.runtime.values import Values
+from hf_patrickstar.runtime.writes import Writes
+from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.placement import ChunkBytes
+from hf_patrickstar.schedule.prospect import PlacementRules
+from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace
+from hf_patrickstar.states import Stage
+
+_MOST_FORESEEN = 3
+"""How often a step is foreseen, at most: where embeddings are looked up may change what it does."""
 
 
 class ChunkManager:
-    """Has the parts of the runtime, and changes what they have in common.
+    """The parts of the runtime of one engine, and the phases in which they work together.
 
     Args:
-        services: What loads and evicts.
-        steps: Begins and ends steps.
-        placement: Moves chunks to better homes.
-        data: The places where values and gradients are.
-        parameters: Finds parameters, and gives them their values.
-        phases: What happens in a step.
+        chunks: All chunks, with their payloads allocated; the list may grow.
+        chunk_nbytes: The bytes of each, over all lists.
+        pool: Gives buffers, and has the ledger.
+        meter: Measures non-model bytes on the device.
         streams: How bytes cross.
+        collectives: The processes.
+        emit: Told of every event.
+        policy: How copies come and go.
+        rules: What the placement takes into account.
+        fills_margin: Whether chunks may move to the device margin; else the first placement stays for ever.
+        spilled: Chunks at home on the device because the host has no room for them.
+        reserve: Makes the optimizer allocate its workspace on a tier where it will update chunks.
+        need_at: Tells the bytes that chunks need at once in the layout for other budgets: of the device, and of chunks.
+        num_micro_batches: How many make a step of the optimizer.
+        keeps_gradients: Whether gradients stay after a step; see ``keep_gradients`` of the configuration.
+        checks_all: Agree on every collective of a plan before it is done (debugging).
+        known: Traces of a plan, if there is one.
 
     Attributes:
+        turns: Which thread runs a forward, a backward or an update.
+        frames: The forwards that run on this thread.
         has_new_groups: Whether param groups were changed, so that parameters may need other lists.
     """
 
     def __init__(
         self,
-        services: Services,
-        steps: Steps,
-        placement: Placement,
-        data: Data,
-        parameters: Parameters,
-        phases: Phases,
+        *,
+        chunks: list[Chunk],
+        chunk_nbytes: Sequence[ChunkBytes],
+        pool: PayloadPool,
+        meter: Meter,
         streams: Streams,
+        collectives: Collectives,
+        emit: Listener,
+        policy: MovePolicy,
+        rules: PlacementRules,
+        fills_margin: bool,
+        spilled: frozenset[int],
+        reserve: Callable[[Sequence[Chunk], Tier], None],
+        need_at: Callable[[int, int | None], int],
+        num_micro_batches: int,
+        keeps_gradients: bool | Literal["auto"],
+        checks_all: bool,
+        known: KnownTraces,
     ) -> None:
-        self.chunks = services.chunks
-        self.copies, self.reclaim, self.tracer = services.copies, services.reclaim, services.tracer
-        self.ledger = services.pool.ledger
-        self.steps, self.executor, self.placement = steps, steps.executor, placement
-        self.parameters, self.phases = parameters, phases
-        self.tensors, self.by_index = parameters.tensors, parameters.by_index
-        self.originals, self.values, self.sharing = data.originals, data.values, data.values.sharing
-        self.mirrors, self.gradient_mirrors = data.mirrors, data.gradient_mirrors
-        self.gradients, self.writes, self.watch = data.gradients, data.writes, data.watch
+        self.chunks, self.ledger = chunks, pool.ledger
+        self._pool, self._meter, self._streams = pool, meter, streams
+        order = Order(collectives, checks_all=checks_all)
+        # What a parameter's value is, and what users have of it.
+        self.originals = Originals(pool)
+        self.sharing = Sharing(collectives, order)
+        looked_into: set[Chunk] = set()  # by code that has got a value
+        self.values = values = Values(self.sharing, streams, self.originals, emit, looked_into)
+        self._lock = values.lock
+        num_own: dict[int, int] = {}  # users of a storage that are mirrors
+        self.mirrors = ValueMirrors(values, num_own)
+        # Where chunks are, and how they move.
+        self.copies = copies = Copies(chunks, pool, streams, emit)
+        self.tracer = tracer = Tracer((chunk.copy_nbytes for chunk in chunks), meter, pool.ledger, order, emit, known)
+        self.placement = Placement(chunks, chunk_nbytes, copies, pool.ledger, tracer, reserve, rules, fills_margin)
+        self.placement.in_margin |= spilled
+        self.placement.settle_lookups(known.lookups)
+        forecast = Forecast(chunks, pool, meter, tracer, need_at)
+        self.executor = executor = Executor(
+            chunks, copies, pool, meter, streams, tracer, self.placement, forecast, looked_into, policy, emit
+        )
+        # Where gradients are.
+        accumulates = num_micro_batches > 1
+        self.gradients = Gradients(pool, streams, emit, executor, values, chunks, accumulates, keeps_gradients)
+        self.gradient_mirrors = GradientMirrors(values, num_own, self.gradients)
+        self.writes = Writes(values, self.gradients, self.mirrors, self.gradient_mirrors)
+        self._groups: Groups | None = None
+        if collectives.world_size > 1:
+            self._groups = Groups(
+                chunks,
+                copies,
+                pool,
+                streams,
+                collectives,
+                order,
+                tracer,
+                executor,
+                self.gradients,
+                self.gradient_mirrors,
+            )
+        # What happens when.
+        self.steps = Steps(
+            chunks, copies, pool, meter, tracer, order, executor, self._groups, policy, num_micro_batches
+        )
+        self.turns, self.frames = Turns(), Frames()
+        visit = executor.visit if self._groups is None else self._groups.visit
+        self.parameters = Parameters(
+            chunks, copies, executor, visit, self.steps, self.gradients, self.writes, self.turns
+        )
+        self.tensors, self.by_index = self.parameters.tensors, self.parameters.by_index
         self.has_new_groups = False
-        self._buckets = data.buckets
-        self._order = services.order
-        self._pool = services.pool
-        self._meter = services.meter
-        self._streams = streams
-        self._lock = data.gradients.lock
+        self._overlaps_updates = policy.overlaps_updates
+        self._last_update: Copy | None = None  # on the host, beside what comes next
 
     def find(self, parameter: torch.Tensor) -> ManagedTensor | None:
         """See ``Parameters.find``."""
@@ -68,14 +166,334 @@ class ChunkManager:
     @property
     def in_order_of_use(self) -> list[Chunk]:
         """The chunks in the order in which the next forward comes to them; those that no step has visited come last."""
-        order = self.tracer.chunk_order
-        return sorted(self.chunks, key=lambda chunk: order.get(chunk.spec.index, len(order)))
+        order, num = self.tracer.chunk_order, len(self.chunks)
+        places = sorted([(order.get(chunk.spec.index, num), place) for place, chunk in enumerate(self.chunks)])
+        return [self.chunks[place] for _, place in places]
+
+    # Forward
+
+    @phase
+    def before_forward(
+        self, stage: Stage, call: Call, name: str, shapes: Shapes, present: Iterable[torch.Tensor]
+    ) -> None:
+        """An outermost forward begins: of training, which may go on with a step that runs, or an evaluation.
+
+        Args:
+            stage: ``FORWARD`` or ``EVALUATION``.
+            call: The call of its outermost module.
+            name: That module; empty for the model itself.
+            shapes: Shapes of its inputs.
+            present: Tensors on the device that are there already and are not chunks.
+
+        Raises:
+            Exception: See ``settle_failures``.
+        """
+        self.settle_failures()
+        is_evaluation = stage is Stage.EVALUATION
+        make_ready = functools.partial(self._make_ready, call)
+        if is_evaluation:
+            self.parameters.release_held_outside_forward()
+        self.writes.sync()
+        if is_evaluation:
+            self.steps.stop_idle_meter()
+            self.steps.begin_nested_evaluation(name, shapes, present, self.values.version, make_ready)
+        elif self.tracer.step is None:
+            self.steps.stop_idle_meter()
+            self.gradients.completes_step = self.steps.is_last_micro_batch
+            self.steps.begin_step(name, shapes, present, self.values.version, make_ready)
+
+    def _make_ready(self, call: Call, title: str, shapes: Shapes) -> bool:
+        """No trace is known for a step that begins: finds out what it will do, or makes room for what it may need."""
+        if self._foresee(call, title, shapes):
+            return True
+        with self._lock:
+            return self.placement.prepare(shapes, is_training=StepKind.of(title).is_training)
+
+    def _foresee(self, call: Call, title: str, shapes: Shapes) -> bool:
+        """Takes traces that are made before the step begins; chunks move to the homes that are best for it."""
+        own: Sequence[Trace] = ()
+        for _ in range(_MOST_FORESEEN):
+            foreseen = self.steps.foresee(call, title, shapes)
+            if foreseen is None:
+                break
+            self._learn(foreseen)
+            if self.tracer.covers(title, shapes):
+                own = foreseen.traces
+                break
+        agreed = self.steps.agree_on_foreseen(own, shapes)
+        if agreed and agreed != own:
+            self._learn(Foreseen(agreed, {}, is_exact=False))
+        return bool(agreed)
+
+    def _learn(self, foreseen: Foreseen) -> None:
+        self.tracer.learn(foreseen.traces)
+        if self.tracer.step is not None:
+            return  # inside of a step no chunk moves home
+        for index, nbytes in foreseen.lookup_nbytes.items():
+            self.by_index[index].lookup_nbytes = nbytes * self.steps.num_micro_batches
+        with self._lock:
+            num = self.steps.num_micro_batches
+            is_certain = foreseen.is_exact and self.steps.order.is_alone  # a rank that fails alone is waited for
+            self.placement.update(self.executor.make_room, num, is_foreseen=True, is_certain=is_certain)
+        for tensor in self.tensors:
+            tensor.lookup_nbytes = 0
+
+    @phase
+    def after_forward(self, frame: Frame, *, has_failed: bool) -> None:
+        """An outermost forward has ended; a step of training goes on with its backward."""
+        try:
+            if frame.stage is Stage.EVALUATION:
+                self.steps.end_nested_evaluation(is_whole=not has_failed)
+            elif frame.stage is Stage.FORWARD and has_failed:
+                self.steps.abandon_step()
+            elif frame.stage is Stage.FORWARD:
+                self.steps.end_forward()
+        finally:
+            self._end_turn(frame)
+
+    @phase
+    def before_module(self, frame: Frame, own: Sequence[ManagedTensor], name: str) -> None:
+        """A module is about to compute with its own parameters."""
+        self.parameters.acquire_all(own, name, frame.acquired, is_recomputed=frame.stage is Stage.BACKWARD)
+
+    @phase
+    def after_module(self, frame: Frame) -> None:
+        """A module has computed; its chunks may leave, unless somebody looks into them."""
+        if frame.replaced:
+            self.frames.end(frame)
+        if frame.acquired:
+            self.parameters.release_all(frame.acquired)
+
+    @phase
+    def lookup_begin(self, tensor: ManagedTensor) -> Lookup:
+        """An embedding is about to read rows of its weight where that is at home, on the host."""
+        return self.parameters.begin_lookup(tensor)
+
+    @phase
+    def lookup_end(self, lookup: Lookup, nbytes: int) -> None:
+        """It has read so many bytes."""
+        self.parameters.end_lookup(lookup, nbytes)
+
+    def unwind(self) -> None:
+        """Every forward that is open on this thread was interrupted, and ends."""
+        self.steps.abandon_step()
+        while self.frames.stack:
+            frame = self.frames.stack.pop()
+            self.after_module(frame)
+            frame.leave_contexts()
+            self._end_turn(frame)
+
+    def _end_turn(self, frame: Frame) -> None:
+        if frame.has_turn:
+            frame.has_turn = False
+            self.turns.give_up()
+
+    # Backward
+
+    @phase
+    def operand_needed(self, saved: SavedView) -> torch.Tensor:
+        """Backward needs an operand; its chunk is brought to the device, and stays while somebody looks into it."""
+        return self.parameters.unpack(saved)
+
+    @phase
+    def backward_begin(self) -> None:
+        """A backward begins; called from within, by what it needs or finishes first."""
+        self.turns.take_backward()
+        self.executor.in_backward = True
+        self.writes.sync()
+        self.apply_factor()  # what this backward adds is not clipped, or unscaled, with what is there
+
+    def store_gradient(self, tensor: ManagedTensor, gradient: torch.Tensor, *, is_at_home: bool = False) -> None:
+        """Autograd has finished the gradient of a parameter; it goes to its home, or to the bucket of its group.
+
+        Args:
+            tensor: Whose gradient it is.
+            gradient: The gradient of one backward, in the parameter's shape and type.
+            is_at_home: Whether it was computed where the chunk is at home: then nothing crosses.
+
+        Raises:
+            EngineError: If the parameter is frozen, or was computed with while it had no value.
+        """
+        with self._lock:
+            if not tensor.spec.trainable or tensor.read_at < tensor.num_writes - 1:
+                self.parameters.check_gradient(tensor)
+            if gradient.is_sparse:
+                gradient = gradient.to_dense()
+            is_mirrored = tensor.spec.index in self.gradient_mirrors.by_tensor
+            if is_mirrored:
+                self.gradient_mirrors.sync_one(tensor)
+            if self._groups is not None:
+                self._groups.store(tensor, gradient)
+            else:
+                self.gradients.store(tensor, gradient, is_at_home=is_at_home)
+                if is_mirrored:
+                    self.gradient_mirrors.refresh(tensor)
+
+    gradient_ready = phase(store_gradient)
+
+    @phase
+    def backward_end(self) -> None:
+        """A backward has ended: what it left is reduced and settled, and the micro-batch is counted."""
+        with self._end_of_backward():
+            self.parameters.release_held_outside_forward()
+            for index in self._groups.end_backward() if self._groups is not None else ():
+                tensor = self.by_index[index]
+                if not tensor.is_owned:
+                    self.gradients.note_remote(tensor)
+                self.gradient_mirrors.drop(tensor)
+            self.executor.in_backward = False
+            self.gradients.settle_deferred(self.tensors)
+            self._streams.release_in_flight()
+            self.steps.end_micro_batch()
+
+    @contextlib.contextmanager
+    def _end_of_backward(self) -> Iterator[None]:
+        try:
+            with self._lock:
+                yield
+        finally:
+            self.turns.give_up_backward()
+
+    def settle_failures(self) -> None:
+        """A forward or a step begins: it reports an update that failed, and drops a step whose backward did.
+
+        Raises:
+            Exception: What the update of a chunk raised, if all updates have ended and nobody has got the error. What
+                begins may use that chunk late, or not at all.
+        """
+        update = self._last_update
+        if update is not None and update.is_done:
+            self._last_update = None
+            update.wait()
+        self.abandon_failed_backward()
+
+    def abandon_failed_backward(self) -> None:
+        """Drops the step whose backward raised: one that has begun and neither runs nor has ended."""
+        if self.executor.in_backward and torch._C._current_graph_task_id() == -1 and not is_backward_elsewhere():
+            self.executor.in_backward = False
+            if self._groups is not None:
+                self._groups.abandon_backward()
+            self.steps.abandon_step()
+            for tensor in self.tensors:
+                gradient = self.gradients.take_unstored(tensor)
+                if gradient is not None and not tensor.chunk.is_group:
+                    self.gradients.store(tensor, gradient)
+
+    def apply_factor(self) -> None:
+        """Multiplies gradients with what the optimizer's step would multiply them with: somebody looks at them."""
+        factor = self.gradients.take_factor()
+        if factor is not None:
+            for tensor in self.tensors:
+                self.gradients.multiply(tensor, factor)
+                self.gradient_mirrors.refresh(tensor)
+
+    # The optimizer's step
+
+    @phase
+    def update_begin(self, chunks: Sequence[Chunk], optimizer_index: int = 0) -> None:
+        """An optimizer begins: copies of what it will change are dropped, which makes room for its work.
+
+        Args:
+            chunks: What it will change, in order.
+            optimizer_index: Which optimizer.
+        """
+        self.unwind()
+        with self._lock:
+            with self.ledger.one_reading():
+                for chunk in chunks:
+                    if chunk.compute is not None and not chunk.is_static:
+                        self.copies.invalidate(chunk)
+            self.steps.begin_update([chunk.spec.index for chunk in chunks], optimizer_index)
+
+    @phase
+    def before_update(self, chunk: Chunk) -> None:
+        """The optimizer comes to a chunk; a checkpoint that is being written from it goes first."""
+        self.steps.visit_for_update(chunk)
+        if chunk.reader is not None:
+            chunk.wait_for_reader()
+
+    def leave_alone(self, tensor: ManagedTensor, factor: torch.Tensor | None) -> None:
+        """Keeps the gradient and the value of a parameter that the optimizer does not have.
+
+        Args:
+            tensor: The parameter.
+            factor: What gradients are multiplied with, or ``None``.
+        """
+        if factor is not None:
+            self.gradients.multiply(tensor, factor)
+            self.gradient_mirrors.refresh(tensor)
+        self.gradients.move_to_list(tensor)
+
+    def update(self, chunks: Sequence[Chunk], update: Update, *, may_run_beside: bool) -> None:
+        """The optimizer updates chunks that have the same home; see [Note: an update under way].
+
+        Args:
+            chunks: The chunks.
+            update: What it does.
+            may_run_beside: Whether it may run in another thread, beside what comes next.
+
+        Raises:
+            Exception: What the update of one of these chunks, or an earlier one, raised.
+        """
+        is_beside = self._overlaps_updates and may_run_beside and chunks[0].home is Tier.HOST
+        try:
+            if is_beside:
+                after = [other for chunk in chunks for other in chunk.under_way]
+                self._last_update = self._streams.on_host(update, after, update.give_up)
+                for chunk in chunks:
+                    chunk.update = self._last_update
+            else:
+                if chunks[0].home is Tier.HOST and self._last_update is not None:
+                    self._last_update.wait()  # kernels have one workspace on a tier
+                for chunk in chunks:
+                    chunk.wait()
+                update.run()
+        except BaseException:  # it was not done, or not to its end, and can be done again
+            update.take_back()
+            raise
+
+    @phase
+    def chunk_updated(self, chunk: Chunk, updated: Container[int], *, keeps: bool) -> None:
+        """The optimizer has written new values at the home of a chunk.
+
+        Args:
+            chunk: The chunk.
+            updated: Indices of the parameters that the optimizer has; gradients of others stay.
+            keeps: Whether gradients stay too, in the accumulation list.
+        """
+        with self._lock:
+            read, mirrored = self.gradient_mirrors.by_tensor, self.mirrors.by_tensor
+            for tensor in chunk.tensors:
+                index = tensor.spec.index
+                has_one = tensor.gradient is not GradientPlace.NONE or tensor.deferred_gradient is not None
+                if has_one and index in updated:
+                    tensor.num_writes += 1
+                    handed_out = self.gradient_mirrors.kept(tensor) if index in read else None
+                    self.gradients.finish_update(tensor, handed_out, keeps=keeps)
+                    if index in mirrored:
+                        self.mirrors.refresh(tensor)
+
+    @phase
+    def update_end(self) -> None:
+        """The optimizer has changed all values; chunks may move to better homes."""
+        self.gradients.note_step()
+        self.values.version += 1
+        num_micro_batches = self.steps.end_update()
+        with named("placement"), self._lock:
+            self.placement.update(self.executor.make_room, num_micro_batches)
+        for tensor in self.tensors:
+            tensor.lookup_nbytes = 0
+
+    def place_of(self, index: int) -> tuple[TensorSpec, Sequence[tuple[int, int]]]:
+        """A parameter by its index, and the elements of it that each rank has at home."""
+        tensor = self.by_index[index]
+        return tensor.spec, tensor.parts
 
     # Changes of the model
 
     def begin_change(self) -> None:
         """Begins to add and remove parameters: no step runs, and nothing that was written is missed."""
-        self.phases.unwind()
+        self.unwind()
         self.writes.sync()
         self.steps.abandon_step()
 
@@ -112,8 +530,8 @@ class ChunkManager:
         """
         self.tracer.note_chunks([chunk.copy_nbytes for chunk in self.chunks])
         self.copies.note_chunks()
-        self._buckets.note_chunks()
-        self._order.note_tensors(max(self.by_index, default=-1) + 1)
+        if self._groups is not None:
+            self._groups.note_chunks()
         self.placement.note_chunks(nbytes)
         self.values.version += 1
 
@@ -122,15 +540,14 @@ class ChunkManager:
     def read_gradient(self, tensor: ManagedTensor, dtype: torch.dtype) -> torch.Tensor:
         """A copy of a parameter's gradient on the host; with several processes all call it together."""
         self.gradient_mirrors.sync_one(tensor)
-        return self.sharing.tensor(Held(tensor, self.gradients.of(tensor), dtype), "the gradient")
+        return self.sharing.tensor(Held(tensor.spec, tensor.parts, self.gradients.of(tensor), dtype), "the gradient")
 
     def zero_gradients(self, parameters: Iterable[torch.Tensor], *, set_to_none: bool) -> None:
         """What ``zero_grad`` means for parameters, in chunks or not; see [Note: gradients after the step]."""
-        found = [(parameter, self.find(parameter)) for parameter in parameters]
-        tensors = {tensor.spec.index: tensor for _, tensor in found if tensor is not None}
-        self.discard_gradients(tensors.values(), to_zero=not set_to_none)
+        tensors, others = self.parameters.find_all(parameters)
+        self.discard_gradients(tensors, to_zero=not set_to_none)
         self.gradients.note_zeroed(self.chunks)
-        for parameter in (parameter for parameter, tensor in found if tensor is None):
+        for parameter in others:
             if parameter.grad is not None and set_to_none:
                 parameter.grad = None
             elif parameter.grad is not None:
@@ -145,21 +562,29 @@ class ChunkManager:
             to_zero: Whether those that were there are zero from now on.
         """
         with self._lock:
-            self.phases.abandon_failed_backward()
+            self.abandon_failed_backward()
             self.parameters.release_held_outside_forward()
             self.steps.stop_idle_meter()
             chosen = None if tensors is None else list(tensors)
             if chosen is not None and self.gradients.has_factor:
                 dropped = {tensor.spec.index for tensor in chosen}
                 if any(self.gradients.has(tensor) for tensor in self.tensors if tensor.spec.index not in dropped):
-                    self.phases.apply_factor()  # those of another optimizer, say, are clipped all the same
+                    self.apply_factor()  # those of another optimizer, say, are clipped all the same
             self.gradients.coefficient = self.gradients.inverse_scale = None
             if self.tracer.step is None:
                 self.steps.micro_batch = 0
+            mirrored = self.gradient_mirrors.by_tensor
             for tensor in self.tensors if chosen is None else chosen:
-                self.gradients.take_unstored(tensor)
-                if self.gradients.is_absent(tensor):
-                    continue
+                if tensor.spec.trainable:
+                    with RAW():
+                        if GET_GRAD(tensor.parameter) is not None:  # a backward that failed has left it there
+                            SET_GRAD(tensor.parameter, None)
+                if tensor.gradient is GradientPlace.NONE and tensor.deferred_gradient is None:
+                    if not tensor.is_consumed:
+                        continue
+                    if not (to_zero or tensor.spec.index in mirrored):
+                        tensor.is_consumed = tensor.is_incomplete = False
+                        continue
                 self.gradient_mirrors.sync_one(tensor)
                 if not (to_zero and self.gradient_mirrors.zero(tensor)):
                     self.gradient_mirrors.drop(tensor)
@@ -185,7 +610,7 @@ class ChunkManager:
         Raises:
             EngineError: If a parameter is open.
         """
-        self.phases.unwind()
+        self.unwind()
         for tensor in self.tensors:
             if tensor.is_open:
                 self.parameters.check_usable(tensor)
@@ -217,7 +642,8 @@ class ChunkManager:
             for tensor in self.tensors:
                 self.originals.drop(tensor)
             self._streams.release_in_flight()
-            self._buckets.close()
+            if self._groups is not None:
+                self._groups.close()
             self.gradients.close()
             self.copies.close()
             self._meter.stop()

@@ -1,63 +1,150 @@
-"""What was handed out of a parameter, and may be written to, or read, later; ``gradient_mirrors`` is for its gradient.
+"""What was handed out of parameters and their gradients, and may be written to, or read, later.
 
 [Note: mirrors]
-In torch ``parameter.data``, a view, ``numpy()`` and ``parameter.grad`` are the memory of the parameter: who keeps one
-sees every later change, and what is written to one counts. The memory of a chunk cannot be handed out, since the place
-of a value may hold a gradient next. So a copy is, and the engine keeps the two the same: before it uses the value it
-compares (``fingerprint.py``) and takes over what was written, and when it has changed the value it writes to the copy.
-A copy that nobody else refers to any more is compared once more and freed. With several processes what was handed out
-does not follow (each process has a part of the value, and they need not keep the same), but what is written to it
-counts until the next change.
+In torch ``parameter.data``, a view, ``numpy()`` and ``parameter.grad`` are the memory of the parameter: code that keeps
+one sees every later change, and what is written to one counts. The memory of a chunk cannot be handed out, since the
+place of a value may hold a gradient next. So a copy is, and the engine keeps the two the same: before it uses the value
+it compares and takes over what was written, and when it has changed the value it writes to the copy. A copy that
+nobody else refers to any more is compared once more and freed. With several processes what was handed out does not
+follow (each process has a part of the value, and they need not keep the same), but what is written to it counts until
+the next change.
 """
 
+import dataclasses
 import sys
+import zlib
 from collections.abc import Sequence
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
-from hf_patrickstar.runtime.chunk import ManagedTensor
-from hf_patrickstar.runtime.fingerprint import Fingerprint
+from hf_patrickstar.dist.sharing import Held
+from hf_patrickstar.runtime.bits import same_bits
+from hf_patrickstar.runtime.chunk import MASTER, GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.values import Values, as_it_is
 
-SCAN_AT = 8
+_SCAN_AT = 8
 """With so many parameters handed out, look for all that nobody uses any more; with fewer, at the last two alone."""
 
 
+class Fingerprint:
+    """How a tensor looked that has a parameter's value, and that users may write to without a trace.
+
+    One process compares the bits of the tensor with those at home. Several processes compare checksums of the tensor,
+    so that every process finds out, wherever the value is at home. One process does so, too, where the value is read
+    from a file, which is not read again to compare. Fake tensors have no bytes: nobody has written to them.
+
+    Args:
+        values: Reads values.
+        tensor: The parameter.
+        value: The tensor, as it is now.
+    """
+
+    def __init__(self, values: Values, tensor: ManagedTensor, value: torch.Tensor) -> None:
+        self._values = values
+        self._tensor = tensor
+        self._has_bytes = not isinstance(value, FakeTensor)
+        is_apart = not values.sharing.is_alone or values.originals.has(tensor, value.dtype)
+        self._has_checksum = self._has_bytes and is_apart
+        self._checksum = 0
+        self.renew(value)
+
+    def renew(self, value: torch.Tensor) -> None:
+        """Takes the tensor as it is now for the parameter's value."""
+        if self._has_checksum:
+            self._checksum = checksum_of(value)
+
+    def has_changed(self, value: torch.Tensor) -> bool:
+        """Whether the tensor was written to since; a second call answers for the time after the first."""
+        if not self._has_bytes:
+            return False
+        if not self._has_checksum:
+            home = self._at_home(value.dtype)
+            return not same_bits(self._values.streams.on_tier_of(value, home), home)
+        before = self._checksum
+        self.renew(value)
+        return self._checksum != before
+
+    def _at_home(self, dtype: torch.dtype) -> torch.Tensor:
+        chunk = self._tensor.chunk
+        if chunk.is_static and chunk.has_list(MASTER):  # what is computed with is at home, and may be this very tensor
+            return self._tensor.view(chunk.lists[MASTER]).to(dtype)
+        return self._values.own_part(self._tensor, dtype)
+
+
+def checksum_of(value: torch.Tensor) -> int:
+    """A checksum of a tensor's bits."""
+    flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return zlib.crc32(flat.numpy().data)
+
+
+@dataclasses.dataclass(eq=False)
 class Mirror:
     """A tensor that users look into, in place of a parameter or its gradient.
 
-    Args:
+    Attributes:
         tensor: The parameter.
         value: What was handed out; users have aliases of it.
         is_held: Whether it must outlive its last reference, because only its address was asked for.
+        fingerprint: How it looked, if it has a value.
     """
 
-    def __init__(self, tensor: ManagedTensor, value: torch.Tensor, *, is_held: bool) -> None:
-        self.tensor = tensor
-        self.value = value
-        self.is_held = is_held
-        self.storage = value.untyped_storage()
+    tensor: ManagedTensor
+    value: torch.Tensor
+    is_held: bool = False
+    fingerprint: Fingerprint | None = None
+
+    def __post_init__(self) -> None:
+        self.storage = self.value.untyped_storage()
 
 
-class MirrorUsers:
-    """Knows which storages mirrors look into, and so whether anybody else does."""
+class Mirrors:
+    """What mirrors of values and of gradients have in common.
 
-    def __init__(self) -> None:
-        self._num_own: dict[int, int] = {}  # how many of a storage's users are mirrors
+    Args:
+        values: Reads and writes values.
+        num_own: How many users of each storage are mirrors, by its address; all mirrors of an engine share it.
 
-    def enter(self, mirror: Mirror) -> None:
-        """Takes note of a mirror."""
+    Attributes:
+        by_tensor: What was handed out of each parameter, by its index.
+        follows: Whether it stays the same as the value; see [Note: mirrors].
+    """
+
+    def __init__(self, values: Values, num_own: dict[int, int]) -> None:
+        self.by_tensor: dict[int, list[Mirror]] = {}
+        self.follows = values.sharing.is_alone
+        self._values = values
+        self._lock = values.lock
+        self._num_own = num_own
+        self._recent: list[ManagedTensor] = []  # the last two that were asked for
+        self._scan_at = _SCAN_AT
+
+    def __len__(self) -> int:
+        """Of how many parameters something is handed out."""
+        return len(self.by_tensor)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is handed out."""
+        return sum(mirror.value.nbytes for mirrors in self.by_tensor.values() for mirror in mirrors)
+
+    def _enter(self, mirror: Mirror) -> Mirror:
         key = mirror.storage._cdata
         self._num_own[key] = self._num_own.get(key, 0) + 1
+        self.by_tensor.setdefault(mirror.tensor.spec.index, []).append(mirror)
+        return mirror
 
-    def leave(self, mirror: Mirror) -> None:
-        """Forgets it."""
-        key = mirror.storage._cdata
+    def _leave(self, mirror: Mirror) -> None:
+        index, key = mirror.tensor.spec.index, mirror.storage._cdata
+        self.by_tensor[index].remove(mirror)
+        if not self.by_tensor[index]:
+            del self.by_tensor[index]
         self._num_own[key] -= 1
         if not self._num_own[key]:
             del self._num_own[key]
 
-    def has(self, mirror: Mirror) -> bool:
+    def _is_used(self, mirror: Mirror) -> bool:
         """Whether anybody else has what was handed out, or looks into it.
 
         Each mirror is one user of its storage, and the storage's own Python object, which all mirrors over it share, is
@@ -67,42 +154,53 @@ class MirrorUsers:
         is_looked_into = torch._C._storage_Use_Count(key) > self._num_own[key] + 1
         return mirror.is_held or is_looked_into or sys.getrefcount(mirror.value) > 2
 
+    def sync_one(self, tensor: ManagedTensor) -> None:
+        """Takes over what was written to a parameter's mirrors, and drops those that nobody uses."""
+        raise NotImplementedError
 
-class Recent:
-    """The last two tensors that were asked for, whose mirrors are looked at when the next one is asked for.
+    def sync(self) -> None:
+        """Takes over what was written to anything that was handed out; the engine is about to use it."""
+        if self.by_tensor:
+            with self._lock:
+                for tensor in [mirrors[0].tensor for mirrors in self.by_tensor.values()]:
+                    self.sync_one(tensor)
 
-    A loop that binds a name to each value still has the one before when it asks for the next, so the last one alone
-    would always be in use.
-    """
+    def sync_unused(self, but: ManagedTensor) -> None:
+        """Takes over, and frees, what nobody refers to any more.
 
-    def __init__(self) -> None:
-        self._tensors: list[ManagedTensor] = []
+        A loop that binds a name to each value still has the one before when it asks for the next, so the last two that
+        were asked for are looked at, and all of them from time to time.
 
-    def before(self, tensor: ManagedTensor) -> list[ManagedTensor]:
-        """The two that were asked for before this one, which is noted as the last from now on."""
-        recent = self._tensors
-        if not recent or recent[-1] is not tensor:
-            self._tensors = [*recent[-1:], tensor]
-        return recent
+        Args:
+            but: A parameter whose mirrors stay; it is noted as the last that was asked for.
+        """
+        recent = self._recent
+        if not recent or recent[-1] is not but:
+            self._recent = [*recent[-1:], but]
+        if not self.by_tensor:
+            return
+        with self._lock:
+            scans = len(self.by_tensor) >= self._scan_at  # at every access it would be quadratic in a loop over all
+            for tensor in [mirrors[0].tensor for mirrors in self.by_tensor.values()] if scans else recent:
+                mirrors = () if tensor is but else self.by_tensor.get(tensor.spec.index, ())
+                if not all(self._is_used(mirror) for mirror in mirrors):
+                    self.sync_one(tensor)
+            if scans:
+                self._scan_at = max(_SCAN_AT, 2 * len(self.by_tensor))
+
+    def forget(self, tensor: ManagedTensor) -> None:
+        """Forgets what was handed out of a parameter; code that has it keeps it."""
+        for mirror in list(self.by_tensor.get(tensor.spec.index, ())):
+            self._leave(mirror)
+
+    def close(self) -> None:
+        """Forgets everything."""
+        for tensor in [mirrors[0].tensor for mirrors in self.by_tensor.values()]:
+            self.forget(tensor)
 
 
-class ValueMirrors:
-    """All that was handed out of the values of parameters; see [Note: mirrors].
-
-    Args:
-        values: Reads and writes values.
-        users: Knows whether anybody has what was handed out.
-    """
-
-    def __init__(self, values: Values, users: MirrorUsers) -> None:
-        self._values = values
-        self._users = users
-        self._lock = values.lock
-        self._follows = values.sharing.is_alone
-        self._mirrors: dict[int, list[Mirror]] = {}
-        self._fingerprints: dict[Mirror, Fingerprint] = {}
-        self._recent = Recent()
-        self._scan_at = SCAN_AT
+class ValueMirrors(Mirrors):
+    """All that was handed out of the values of parameters; see [Note: mirrors]."""
 
     def hand_out(
         self, tensor: ManagedTensor, host_dtype: torch.dtype | None = None, *, is_held: bool = False
@@ -127,56 +225,43 @@ class ValueMirrors:
             return self.add(tensor, value, is_held=is_held)
 
     def add(self, tensor: ManagedTensor, value: torch.Tensor, *, is_held: bool = False) -> torch.Tensor:
-        """Lets a tensor that has a parameter's value stay the same as the value.
+        """Lets a tensor that has a parameter's value stay the same as the value, and returns it.
 
         Args:
             tensor: The parameter.
             value: The tensor, which users have or will have.
             is_held: Whether it must outlive its last reference.
-
-        Returns:
-            The tensor.
         """
         with self._lock:
-            mirror = Mirror(tensor, value, is_held=is_held)
-            self._fingerprints[mirror] = Fingerprint(self._values, tensor, value)
-            self._users.enter(mirror)
-            self._mirrors.setdefault(tensor.spec.index, []).append(mirror)
+            self._enter(Mirror(tensor, value, is_held, Fingerprint(self._values, tensor, value)))
             return value
 
     def sync_one(self, tensor: ManagedTensor, *, keeps_unused: bool = False) -> None:
-        """Takes over what was written to a parameter's mirrors, and drops those that nobody uses.
+        """See ``Mirrors``.
 
         Args:
             tensor: The parameter.
-            keeps_unused: Do not drop them: the next call may ask for the same memory again.
+            keeps_unused: Drop none: the next call may ask for the same memory again.
         """
-        if tensor.spec.index not in self._mirrors:
+        if tensor.spec.index not in self.by_tensor:
             return
         with self._lock, as_it_is(), torch.no_grad():
-            mirrors = self._mirrors.get(tensor.spec.index, [])  # not before: another thread may drop them
+            mirrors = self.by_tensor.get(tensor.spec.index, [])  # not before: another thread may drop them
             for mirror in list(mirrors):
                 if mirror not in mirrors:
                     continue  # what was written to another one has ended it
-                self._take_over(mirror)
-                if not (keeps_unused or self._users.has(mirror)):
-                    self._drop(mirror)
+                assert mirror.fingerprint is not None
+                if mirror.fingerprint.has_changed(mirror.value):
+                    self._values.write(tensor, mirror.value, voids_graphs=False)
+                    self.refresh(tensor, but=mirror)
+                if not (keeps_unused or self._is_used(mirror)):
+                    self._leave(mirror)
 
-    def _take_over(self, mirror: Mirror) -> None:
-        if self._fingerprints[mirror].has_changed(mirror.value):
-            self._values.write(mirror.tensor, mirror.value, voids_graphs=False)
-            self.refresh(mirror.tensor, but=mirror)
-
-    def _drop(self, mirror: Mirror) -> None:
-        index = mirror.tensor.spec.index
-        self._mirrors[index].remove(mirror)
-        if not self._mirrors[index]:
-            del self._mirrors[index]
-        self._leave(mirror)
-
-    def _leave(self, mirror: Mirror) -> None:
-        del self._fingerprints[mirror]
-        self._users.leave(mirror)
+    def sync(self) -> None:
+        """See ``Mirrors``; what only the address was asked for lives no longer than until now."""
+        for mirror in [mirror for mirrors in self.by_tensor.values() for mirror in mirrors]:
+            mirror.is_held = False
+        super().sync()
 
     def refresh(self, tensor: ManagedTensor, *, but: Mirror | None = None) -> None:
         """Lets the mirrors of a parameter follow a change of its value.
@@ -185,24 +270,16 @@ class ValueMirrors:
             tensor: The parameter.
             but: The mirror that the change came from.
         """
-        if tensor.spec.index not in self._mirrors:
+        if tensor.spec.index not in self.by_tensor:
             return
         with self._lock, as_it_is(), torch.no_grad():
-            for mirror in [mirror for mirror in self._mirrors.get(tensor.spec.index, ()) if mirror is not but]:
-                if self._follows:
+            for mirror in [mirror for mirror in self.by_tensor.get(tensor.spec.index, ()) if mirror is not but]:
+                if self.follows:
+                    assert mirror.fingerprint is not None
                     mirror.value.copy_(self._values.own_part(tensor, mirror.value.dtype))
-                    self._fingerprints[mirror].renew(mirror.value)
+                    mirror.fingerprint.renew(mirror.value)
                 else:
-                    self._drop(mirror)
-
-    def has(self, tensor: ManagedTensor) -> bool:
-        """Whether a parameter's value is handed out."""
-        return bool(self._mirrors.get(tensor.spec.index))
-
-    @property
-    def has_any(self) -> bool:
-        """Whether any value is handed out."""
-        return bool(self._mirrors)
+                    self._leave(mirror)
 
     def has_reusable(self, tensor: ManagedTensor) -> bool:
         """Whether ``hand_out`` can give again what a user has already."""
@@ -210,56 +287,140 @@ class ValueMirrors:
 
     def _reusable(self, tensor: ManagedTensor) -> Sequence[Mirror]:
         """With several processes there are none: another one may not have its mirror any more, and all must read."""
-        return self._mirrors.get(tensor.spec.index, ()) if self._follows else ()
+        return self.by_tensor.get(tensor.spec.index, ()) if self.follows else ()
 
     def drop(self, tensor: ManagedTensor) -> None:
         """Takes over what was written to a parameter's mirrors; from now on they are tensors of their own."""
-        if tensor.spec.index not in self._mirrors:
-            return
-        with self._lock:
-            self.sync_one(tensor)
-            for mirror in self._mirrors.pop(tensor.spec.index, ()):
-                self._leave(mirror)
-
-    def sync(self) -> None:
-        """Takes over what was written to anything that was handed out; the engine is about to use values."""
-        if not self._mirrors:
-            return
-        with self._lock:
-            tensors = [mirrors[0].tensor for mirrors in self._mirrors.values()]
-            for mirrors in self._mirrors.values():
-                for mirror in mirrors:
-                    mirror.is_held = False
-            for tensor in tensors:
+        if tensor.spec.index in self.by_tensor:
+            with self._lock:
                 self.sync_one(tensor)
+                self.forget(tensor)
 
-    def sync_unused(self, but: ManagedTensor) -> None:
-        """Takes over, and frees, what nobody refers to any more.
+
+class GradientMirrors(Mirrors):
+    """All that was handed out of gradients, one mirror of each; see [Note: mirrors].
+
+    Args:
+        values: Knows the processes and the device.
+        num_own: See ``Mirrors``.
+        gradients: Has the gradients.
+    """
+
+    def __init__(self, values: Values, num_own: dict[int, int], gradients: Gradients) -> None:
+        super().__init__(values, num_own)
+        self._gradients = gradients
+
+    def of(self, tensor: ManagedTensor) -> Mirror | None:
+        """The mirror of a parameter's gradient, if there is one."""
+        mirrors = self.by_tensor.get(tensor.spec.index)
+        return mirrors[0] if mirrors else None
+
+    def hand_out(self, tensor: ManagedTensor) -> torch.Tensor:
+        """The gradient as an ordinary tensor: the same one as long as somebody refers to it.
+
+        fp16 gradients are handed out in fp32, since code that unscales them would lose the small ones otherwise; with
+        several processes all gradients are.
 
         Args:
-            but: A parameter whose mirrors stay.
+            tensor: A parameter that has a gradient.
         """
-        recent = self._recent.before(but)
-        if not self._mirrors:
-            return
+        with self._lock, as_it_is(), torch.no_grad():
+            mirror = self.of(tensor)
+            if mirror is None or not self.follows:
+                self.sync_one(tensor)
+                mirror = self._copy_of(tensor)
+            return mirror.value
+
+    def _copy_of(self, tensor: ManagedTensor) -> Mirror:
+        home, known = self._gradients.of(tensor), self.of(tensor)
+        if self.follows:
+            assert home is not None
+            wanted = tensor.chunk.state_dtype if home.dtype is torch.float16 else home.dtype
+            value = home.to(self._values.device, wanted, copy=True)
+        else:  # in fp32: only the rank that has the gradient at home knows whether it is a sum
+            held = Held(tensor.spec, tensor.parts, home, tensor.chunk.state_dtype)
+            value = self._values.sharing.tensor(held, "the gradient").to(self._values.device)
+        if known is not None:
+            known.value.copy_(value)
+            return known
+        return self._enter(Mirror(tensor, value))
+
+    def assign(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
+        """Makes a tensor the gradient of a parameter: its values, and what is written to it later.
+
+        Args:
+            tensor: The parameter.
+            gradient: In the parameter's shape.
+        """
+        with self._lock, as_it_is(), torch.no_grad():
+            self._gradients.drop(tensor)
+            self._gradients.put(tensor, tensor.own(gradient.detach()))
+            self.follow_recorded(tensor, gradient)
+
+    def follow_recorded(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
+        """Makes a tensor that has the values of a parameter's gradient, and a graph, what is handed out of it.
+
+        Args:
+            tensor: The parameter.
+            gradient: What a backward has computed that is recorded itself (``create_graph``).
+        """
         with self._lock:
-            scans = len(self._mirrors) >= self._scan_at  # at every access it would be quadratic in a loop over all
-            found = [mirrors[0].tensor for mirrors in self._mirrors.values()] if scans else recent
-            for tensor in found:
-                mirrors = () if tensor is but else self._mirrors.get(tensor.spec.index, ())
-                if not all(self._users.has(mirror) for mirror in mirrors):
-                    self.sync_one(tensor)
-            if scans:
-                self._scan_at = max(SCAN_AT, 2 * len(self._mirrors))
+            self.forget(tensor)
+            # With a graph it has more than its values, which are at home.
+            self._enter(Mirror(tensor, gradient, is_held=gradient.requires_grad))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all that is handed out."""
-        return sum(mirror.value.nbytes for mirrors in self._mirrors.values() for mirror in mirrors)
-
-    def close(self) -> None:
-        """Forgets everything."""
-        for mirrors in self._mirrors.values():
-            for mirror in mirrors:
+    def sync_one(self, tensor: ManagedTensor) -> None:
+        """See ``Mirrors``."""
+        if tensor.spec.index not in self.by_tensor:
+            return
+        with self._lock, as_it_is(), torch.no_grad():
+            mirror = self.of(tensor)  # not before: another thread may drop it
+            if mirror is None:
+                return
+            if mirror.value.untyped_storage()._cdata != mirror.storage._cdata:  # gradient.data = value
                 self._leave(mirror)
-        self._mirrors.clear()
+                mirror.storage = mirror.value.untyped_storage()
+                self._enter(mirror)
+            is_zero = tensor.gradient is GradientPlace.APART and tensor.kept is None and not mirror.value.any()
+            home = None if is_zero else self._gradients.of(tensor)
+            if home is not None:
+                own = tensor.own(mirror.value.detach())
+                if not same_bits(home.to(own.dtype), own.to(home.device)):
+                    self._gradients.put(tensor, own)
+                del own  # which looks into it, too
+            mirror.is_held |= mirror.value.requires_grad  # what was written to it was recorded
+            if not self._is_used(mirror):
+                self._leave(mirror)
+
+    def refresh(self, tensor: ManagedTensor) -> None:
+        """Lets a gradient that was handed out follow a change: what another backward added, or clipping."""
+        if tensor.spec.index not in self.by_tensor:
+            return
+        with self._lock, as_it_is(), torch.no_grad():
+            home, mirror = self._gradients.of(tensor), self.of(tensor)
+            if mirror is not None and self.follows and home is not None and 0 not in mirror.value.stride():
+                mirror.value.copy_(home)
+            else:
+                self.forget(tensor)
+
+    def zero(self, tensor: ManagedTensor) -> bool:
+        """Writes zeros to a gradient that somebody has, and goes on following it; whether there is one."""
+        with self._lock:
+            mirror = self.of(tensor)
+            if mirror is None or not (self.follows and self._is_used(mirror)):
+                return False
+            mirror.is_held = False
+            mirror.value.detach_().requires_grad_(False).zero_()
+            return True
+
+    def kept(self, tensor: ManagedTensor) -> torch.Tensor | None:
+        """The gradient of a parameter, if it follows and somebody still refers to what was handed out."""
+        with self._lock:
+            mirror = self.of(tensor) if self.follows else None
+            return None if mirror is None or not self._is_used(mirror) else mirror.value
+
+    def drop(self, tensor: ManagedTensor) -> None:
+        """Forgets a gradient that was handed out; code that has it keeps it."""
+        if tensor.spec.index in self.by_tensor:
+            with self._lock:
+                self.forget(tensor)

@@ -1,23 +1,69 @@
-"""The parameters under management: which there are, and how each has its value for a while."""
+"""The parameters under management: how each gets its value, for a module or for autograd, and loses it again.
+
+A parameter's life, top to bottom (PatrickStar section 6.2). ``acquire_all`` gives the parameters of a module their
+values, when the module begins, and ``release_all`` takes them away, when it ends. What autograd keeps of a value
+meanwhile is replaced by an address (``pack``), and backward gets a view of the chunk for it (``unpack``). An embedding
+that reads rows where its weight is at home gets a leaf instead (``begin_lookup``).
+
+[Note: one call for a module]
+A module's parameters get their values in one call, whatever their number. What is to be found out about each of them
+(writes, assignments, gradients in the place of the value, other threads) is asked there, without a call. Where there is
+more to do for a parameter, it and those after it go one by one through ``acquire`` or ``release``.
+"""
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from hf_patrickstar.errors import DeviceMemoryError, EngineError
-from hf_patrickstar.runtime.chunk import MASTER, Chunk, ManagedTensor
-from hf_patrickstar.runtime.gradient_place import GradientPlace
+from hf_patrickstar.memory.operators import has_modes_of_users, unseen
+from hf_patrickstar.runtime.autograd import KeptOperand
+from hf_patrickstar.runtime.chunk import MASTER, Chunk, Epoch, GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.copies import Copies
+from hf_patrickstar.runtime.executor import Executor
+from hf_patrickstar.runtime.frames import Lookup
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.guard import Guard
-from hf_patrickstar.runtime.live_parameter import acquired_type, requires_grad
-from hf_patrickstar.runtime.resident import acquire_idle, release_unchanged
+from hf_patrickstar.runtime.live_parameter import (
+    RAW,
+    SET_DATA,
+    LiveMixin,
+    acquired_type,
+    released_type,
+    requires_grad,
+    set_data_inside,
+    storage_key,
+)
 from hf_patrickstar.runtime.steps import Steps
 from hf_patrickstar.runtime.turns import Turns, pauses_s
 from hf_patrickstar.runtime.writes import Writes
+
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+
+class SavedView(KeptOperand):
+    """The address of a parameter, or of a view of it, that autograd keeps in place of the tensor.
+
+    After ``parameter.data = x`` an earlier graph that kept a view uses the old value, and one that kept the parameter
+    itself uses ``x``, as in torch.
+    """
+
+    __slots__ = ("epoch", "is_whole", "num_updates", "num_writes", "offset", "size", "stride", "tensor")
+
+    tensor: ManagedTensor
+    is_whole: bool
+    size: Sequence[int]
+    stride: Sequence[int]
+    offset: int
+    epoch: Epoch
+    num_writes: int
+    num_updates: int
 
 
 class Parameters:
@@ -25,7 +71,10 @@ class Parameters:
 
     Args:
         chunks: All chunks; the list may grow.
-        steps: Brings chunks to the device.
+        copies: Finds the chunk that a storage belongs to.
+        executor: Knows whether chunks move at all.
+        visit: Brings a chunk to the device.
+        steps: Counts updates.
         gradients: Makes way for a value that is needed while a gradient is in its place.
         writes: Takes over what users wrote to a parameter.
         turns: Knows whether other threads may read parameters.
@@ -33,18 +82,29 @@ class Parameters:
     Attributes:
         tensors: All, in model order.
         by_index: The same by their number.
+        by_parameter: The same by the ``id`` of the parameter; also those that were given up.
         held_outside_forward: Those that code in backward acquired with no forward around it.
     """
 
     def __init__(
-        self, chunks: Sequence[Chunk], steps: Steps, gradients: Gradients, writes: Writes, turns: Turns
+        self,
+        chunks: Sequence[Chunk],
+        copies: Copies,
+        executor: Executor,
+        visit: Callable[[Chunk, str], torch.Tensor],
+        steps: Steps,
+        gradients: Gradients,
+        writes: Writes,
+        turns: Turns,
     ) -> None:
         self.tensors: list[ManagedTensor] = []
         self.by_index: dict[int, ManagedTensor] = {}
         self.held_outside_forward: list[ManagedTensor] = []
-        self._by_parameter: dict[int, ManagedTensor] = {}
+        self.by_parameter: dict[int, ManagedTensor] = {}
+        self._find_chunk = copies.find
         self._steps = steps
-        self._executor = steps.executor
+        self._executor = executor
+        self._visit = visit
         self._gradients = gradients
         self._writes = writes
         self._lock = gradients.lock
@@ -65,31 +125,151 @@ class Parameters:
         self.tensors[:] = tensors
         self.by_index.clear()
         self.by_index.update((tensor.spec.index, tensor) for tensor in tensors)
-        self._by_parameter = {id(tensor.parameter): tensor for tensor in tensors}
+        self.by_parameter = {id(tensor.parameter): tensor for tensor in tensors}
         self._is_trained = any(tensor.chunk.has_list(MASTER) for tensor in tensors)
 
     def find(self, parameter: torch.Tensor) -> ManagedTensor | None:
         """The managed parameter that a parameter is, or ``None``."""
-        tensor = self._by_parameter.get(id(parameter))
+        tensor = self.by_parameter.get(id(parameter))
         return None if tensor is None or tensor.is_given_up else tensor
+
+    def find_all(self, parameters: Iterable[torch.Tensor]) -> tuple[list[ManagedTensor], list[torch.Tensor]]:
+        """The managed parameters among some, each once, and those that are not managed."""
+        found: dict[int, ManagedTensor] = {}
+        others, known = [], self.by_parameter
+        for parameter in parameters:
+            tensor = known.get(id(parameter))
+            if tensor is None or tensor.is_given_up:
+                others.append(parameter)
+            else:
+                found[tensor.spec.index] = tensor
+        return list(found.values()), others
 
     def forget(self, tensor: ManagedTensor) -> None:
         """Forgets a parameter that is removed; ``index`` follows when all that change have changed."""
-        self._by_parameter.pop(id(tensor.parameter), None)
+        self.by_parameter.pop(id(tensor.parameter), None)
 
-    # Their values
+    # For a module
 
     @property
     def type_of(self) -> Callable[[type], type]:
         """Finds the class that a parameter has while it has its value, by the class that it had before the engine."""
         return self._guard.type_of if self._turns.others_may_read() else acquired_type
 
-    def acquire(self, tensor: ManagedTensor, module_name: str, *, is_alias: bool = False) -> None:
+    def acquire_all(
+        self, tensors: Sequence[ManagedTensor], caller: str, acquired: list[ManagedTensor], *, is_recomputed: bool
+    ) -> None:
+        """Gives the parameters of a module their values; see [Note: one call for a module].
+
+        Args:
+            tensors: The parameters.
+            caller: The module, for errors.
+            acquired: Each is added to it as soon as it has its value.
+            is_recomputed: Whether the forward runs again inside of a backward. Of a frozen parameter checkpointing
+                would keep the object, which has no value later: it is an alias, and its chunk stays.
+
+        Raises:
+            Exception: See ``acquire``.
+        """
+        num = 0
+        if self._writes.watched:
+            self._writes.settle_watched()
+        # Under fake tensors a view is a fake one, and no other must be beside it.
+        if not (peek_interpreter_stack() or torch.is_inference_mode_enabled() or torch._C._get_dispatch_mode(_FAKE)):
+            executor, this = self._executor, threading.get_ident()
+            mirrored = self._writes.mirrored
+            type_of: Callable[[type], type] = acquired_type
+            if threading.active_count() != self._turns.num_threads or self._turns.others_read:
+                type_of = self.type_of
+            with self._lock:
+                is_at_rest = executor.is_at_rest
+                for tensor in tensors:
+                    parameter, chunk = tensor.parameter, tensor.chunk
+                    if (
+                        tensor.users
+                        or tensor.is_open
+                        or tensor.is_materialized
+                        or not tensor.is_bound
+                        or (tensor.gradient is GradientPlace.PARAM and not chunk.is_group)
+                        or not isinstance(parameter, LiveMixin)
+                        or storage_key(parameter) != tensor.placeholder_key
+                        or tensor.spec.index in mirrored
+                        or not (tensor.spec.trainable or not chunk.is_group)
+                        or (is_recomputed and not requires_grad(parameter))
+                    ):
+                        break
+                    if not (is_at_rest or chunk.num_computing):
+                        try:
+                            self._visit(chunk, caller)
+                        except DeviceMemoryError as error:
+                            if error.__cause__ is not None or not self._is_held_elsewhere():
+                                self._steps.give_up()
+                                raise
+                            break  # another thread may free a chunk, which ``acquire`` waits for
+                    view = chunk.views.get(tensor)
+                    if view is None:
+                        view = chunk.view_of(tensor)
+                    tensor.read_at = tensor.num_writes
+                    with RAW():
+                        try:
+                            SET_DATA(parameter, view)
+                        except RuntimeError:
+                            set_data_inside(parameter, view)
+                        parameter.__class__ = type_of(tensor.original_type)  # another thread may use it from now on
+                        tensor.version = parameter._version
+                    tensor.is_materialized = True
+                    chunk.num_computing += 1
+                    tensor.users = 1
+                    tensor.threads.append(this)
+                    acquired.append(tensor)
+                    num += 1
+        for tensor in tensors[num:]:
+            is_alias = is_recomputed and not requires_grad(tensor.parameter)
+            self.acquire(tensor, caller, is_alias=is_alias)
+            acquired.append(tensor)
+
+    def release_all(self, tensors: Sequence[ManagedTensor]) -> None:
+        """Ends one acquisition of each of the parameters of a module, in order."""
+        num = 0
+        if peek_interpreter_stack() is None:
+            this, watched = threading.get_ident(), self._writes.watched
+            with self._lock, RAW():
+                for tensor in tensors:
+                    parameter, chunk = tensor.parameter, tensor.chunk
+                    if tensor.users != 1 or tensor.threads[0] != this:
+                        break
+                    if tensor.is_materialized:
+                        storage = chunk.storage
+                        if (
+                            not tensor.is_bound
+                            or storage is None
+                            or storage_key(parameter) != storage._cdata
+                            or parameter._version != tensor.version
+                            or parameter.shape != tensor.spec.shape
+                            or tensor in watched
+                        ):
+                            break
+                        parameter.__class__ = released_type(tensor.original_type)  # it answers by itself from now on
+                        try:
+                            SET_DATA(parameter, tensor.placeholder)
+                        except RuntimeError:
+                            set_data_inside(parameter, tensor.placeholder)
+                        tensor.is_materialized = False
+                    tensor.users = 0
+                    tensor.threads.clear()
+                    chunk.num_computing -= 1
+                    num += 1
+        for tensor in tensors[num:]:
+            self.release(tensor)
+
+    # One by one
+
+    def acquire(self, tensor: ManagedTensor, caller: str, *, is_alias: bool = False) -> None:
         """Gives a parameter its value, on the compute device, until it is released as often as it was acquired.
 
         Args:
             tensor: The parameter.
-            module_name: Who asks, for errors.
+            caller: Who asks, for errors.
             is_alias: Only keep its chunk on the device: whoever asks looks into that, and the parameter stays released.
 
         Raises:
@@ -100,13 +280,13 @@ class Parameters:
             # A payload made there could never be trained with, or would be a wrapper without storage.
             is_graph = torch.is_grad_enabled()
             with torch.inference_mode(False), torch.set_grad_enabled(is_graph), temporarily_clear_interpreter_stack():
-                return self.acquire(tensor, module_name, is_alias=is_alias)
+                return self.acquire(tensor, caller, is_alias=is_alias)
         pauses = None
         while True:
             try:
                 with self._lock:
                     try:
-                        return self._acquire(tensor, module_name, is_alias)
+                        return self._acquire(tensor, caller, is_alias)
                     except DeviceMemoryError:
                         is_held = self._is_held_elsewhere()  # by now, as the attempt has seen it
                         raise
@@ -119,61 +299,26 @@ class Parameters:
                     raise
                 time.sleep(pause_s)
 
-    def _acquire(self, tensor: ManagedTensor, module_name: str, is_alias: bool) -> None:
+    def _acquire(self, tensor: ManagedTensor, caller: str, is_alias: bool) -> None:
+        chunk = tensor.chunk
         if tensor.users == 0:
             if tensor.is_open:
                 self.check_usable(tensor)
             if not tensor.spec.trainable:
                 self._check_unfrozen(tensor)
             self._writes.take_over(tensor)
-        payload = self._ensure_on_device(tensor, module_name)
+        if tensor.gradient is GradientPlace.PARAM and not chunk.is_group:
+            self._gradients.move_to_list(tensor)
+        payload = chunk.compute
+        if payload is None or not chunk.num_computing:
+            payload = self._bring(tensor, caller)
         tensor.read_at = tensor.num_writes
         if not is_alias and not tensor.is_materialized:
             tensor.materialize(payload, self.type_of)
         if tensor.users == 0:
-            tensor.chunk.num_computing += 1
+            chunk.num_computing += 1
         tensor.users += 1
         tensor.threads.append(threading.get_ident())
-
-    def acquire_all(
-        self, tensors: Sequence[ManagedTensor], module_name: str, acquired: list[ManagedTensor], *, is_recomputed: bool
-    ) -> None:
-        """Gives the parameters of a module their values: what ``acquire`` does for each, in order.
-
-        Args:
-            tensors: The parameters.
-            module_name: Who asks, for errors.
-            acquired: Each is added to it as soon as it has its value.
-            is_recomputed: Whether the forward runs again inside of a backward. Of a frozen parameter checkpointing
-                would keep the object, which has no value later: it is an alias, and its chunk stays.
-
-        Raises:
-            Exception: See ``acquire``.
-        """
-        begin = len(acquired)
-        if peek_interpreter_stack() is None and not torch.is_inference_mode_enabled():
-            with self._lock:
-                if self._executor.is_at_rest:
-                    handed_out = self._writes.handed_out()
-                    acquire_idle(tensors, acquired, self.type_of, handed_out, is_recomputed=is_recomputed)
-            if len(acquired) - begin == len(tensors):
-                return
-        for tensor in tensors[len(acquired) - begin :]:
-            is_alias = is_recomputed and not requires_grad(tensor.parameter)
-            self.acquire(tensor, module_name, is_alias=is_alias)
-            acquired.append(tensor)
-
-    def release_all(self, tensors: Sequence[ManagedTensor]) -> None:
-        """Ends one acquisition of each of the parameters of a module, in order."""
-        num_released = 0
-        if peek_interpreter_stack() is None:
-            with self._lock:
-                if self._executor.is_at_rest and not self._writes.is_watching:
-                    num_released = release_unchanged(tensors)
-            if num_released == len(tensors):
-                return
-        for tensor in tensors[num_released:]:
-            self.release(tensor)
 
     def _is_held_elsewhere(self) -> bool:
         """Whether another thread holds a parameter, and may let go of it."""
@@ -197,34 +342,118 @@ class Parameters:
 
     def release_held_outside_forward(self) -> None:
         """Takes back parameters that were read outside of every forward."""
-        with self._lock:
-            while self.held_outside_forward:
-                self.release(self.held_outside_forward.pop())
+        if self.held_outside_forward:
+            with self._lock:
+                while self.held_outside_forward:
+                    self.release(self.held_outside_forward.pop())
 
-    def find_at_rest(self, tensor: ManagedTensor) -> torch.Tensor | None:
-        """The payload to compute with where ``ensure_on_device`` has nothing to do but to find it, else ``None``."""
-        if tensor.gradient is GradientPlace.PARAM or not self._executor.is_at_rest:
-            return None
-        return tensor.chunk.compute
-
-    def ensure_on_device(self, tensor: ManagedTensor, who: str) -> torch.Tensor:
+    def ensure_on_device(self, tensor: ManagedTensor, caller: str) -> torch.Tensor:
         """The payload to compute with, with this parameter's value; while it is aliased its chunk cannot leave.
 
         Args:
             tensor: The parameter.
-            who: Who asks, for errors.
+            caller: Who asks, for errors.
         """
         try:
             with self._lock:
-                return self._ensure_on_device(tensor, who)
+                return self._bring(tensor, caller)
         except DeviceMemoryError:
             self._steps.give_up()
             raise
 
-    def _ensure_on_device(self, tensor: ManagedTensor, who: str) -> torch.Tensor:
+    def _bring(self, tensor: ManagedTensor, caller: str) -> torch.Tensor:
+        if self._writes.watched:
+            self._writes.settle_watched()
         if tensor.gradient is GradientPlace.PARAM and not tensor.chunk.is_group:
             self._gradients.move_to_list(tensor)
-        return self._executor.ensure_on_device(tensor.chunk, who)
+        return self._visit(tensor.chunk, caller)
+
+    # For autograd
+
+    @unseen()
+    def _pack_unseen(self, view: torch.Tensor) -> torch.Tensor | SavedView:
+        return self.pack(view)
+
+    def pack(self, view: torch.Tensor) -> torch.Tensor | SavedView:
+        """Replaces an operand that autograd keeps by its address, if it lives in a chunk."""
+        if (_len_torch_function_stack() or _len_torch_dispatch_stack()) and has_modes_of_users():
+            return self._pack_unseen(view)
+        is_whole = isinstance(view, LiveMixin)
+        if is_whole:
+            tensor = self.by_parameter.get(id(view))
+            storage = None if tensor is None or tensor.is_given_up else tensor.chunk.storage
+            is_there = storage is not None and storage_key(view) == storage._cdata
+            # ``ctx.save_for_backward(parameter)`` keeps a released one.
+            if tensor is None or tensor.is_given_up or (tensor.is_materialized and not is_there):
+                with RAW():
+                    return self.pack(view.detach())
+            saved = SavedView()
+            saved.size, saved.stride, saved.offset = tensor.spec.shape, tensor.strides, tensor.offset_numel
+        else:
+            chunk = self._find_chunk(storage_key(view))
+            if chunk is None or view.dtype is not chunk.dtype:
+                # An operator that saves its own output would make a reference cycle that nothing collects.
+                return view.detach() if view.requires_grad else view
+            saved = SavedView()
+            saved.size, saved.stride, saved.offset = view.size(), view.stride(), int(view.storage_offset())
+            tensor = chunk.tensor_at(saved.offset)
+        saved.is_whole = is_whole
+        epoch = None if tensor.epoch is None else tensor.epoch()
+        if epoch is None:
+            epoch = Epoch()
+            tensor.epoch = weakref.ref(epoch)
+        saved.tensor, saved.epoch = tensor, epoch
+        saved.num_writes, saved.num_updates = tensor.num_writes, self._steps.num_updates
+        return saved
+
+    def unpack(self, saved: SavedView) -> torch.Tensor:
+        """Brings back an operand of backward.
+
+        The result aliases the chunk, and while it is alive the chunk cannot be evicted.
+
+        Raises:
+            EngineError: If the parameter was changed since forward.
+        """
+        tensor = saved.tensor
+        value = saved.epoch.value
+        if value is not None and not saved.is_whole:  # parameter.data was assigned since
+            return value.as_strided(saved.size, saved.stride, saved.offset - tensor.offset_numel)
+        if saved.num_writes != tensor.num_writes:
+            by_whom = "in place" if saved.num_updates == self._steps.num_updates else "by the optimizer"
+            raise EngineError(
+                f"parameter '{tensor.spec.name}' was changed {by_whom} between this forward and its backward; call "
+                "backward before the change"
+            )
+        payload = tensor.chunk.compute
+        if payload is None or tensor.gradient is GradientPlace.PARAM or not self._executor.is_at_rest:
+            payload = self.ensure_on_device(tensor, f"the backward of a use of '{tensor.spec.name}'")
+        view = payload.as_strided(saved.size, saved.stride, saved.offset)
+        # With create_graph autograd keeps the operands of this backward, without saved-tensors hooks: give it a copy.
+        return view.clone() if torch.is_grad_enabled() else view
+
+    # Embeddings that are looked up where their weight is at home: only rows cross the bus (PatrickStar section 8.2)
+
+    def begin_lookup(self, tensor: ManagedTensor) -> Lookup:
+        """An embedding begins to look rows up in its weight, whose chunk is at home on the host."""
+        with self._lock:
+            if tensor.users == 0:
+                self.check_usable(tensor)
+                self._writes.take_over(tensor)
+            tensor.read_at = tensor.num_writes
+            if tensor.gradient is GradientPlace.PARAM:
+                self._gradients.move_to_list(tensor)
+            tensor.chunk.wait()
+            tensor.is_looked_up = True
+            leaf = tensor.view(tensor.chunk.param).detach()
+            leaf.requires_grad_(tensor.spec.trainable and torch.is_grad_enabled())
+            return Lookup(tensor, leaf, leaf._version)
+
+    def end_lookup(self, lookup: Lookup, nbytes: int) -> None:
+        """Ends a lookup of so many bytes; an embedding with ``max_norm`` writes to the rows that it reads."""
+        tensor, leaf, version = lookup
+        tensor.lookup_nbytes += nbytes
+        if leaf._version != version:
+            self._writes.apply(tensor, leaf.detach(), voids_graphs=False)
 
     # Checks
 

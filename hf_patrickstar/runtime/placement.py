@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.memory.ledger import Ledger
@@ -18,14 +17,6 @@ from hf_patrickstar.schedule.sketch import ChunkWork
 from hf_patrickstar.schedule.trace import Shapes
 
 logger = logging.getLogger(__name__)
-
-
-class Room(Protocol):
-    """What makes room on the device."""
-
-    def make_room(self, nbytes: int, *, keep_margin: bool = False) -> None:
-        """Frees so many bytes, without the chunks that live in the margin if ``keep_margin``."""
-        ...
 
 
 class Placement:
@@ -76,12 +67,17 @@ class Placement:
         self._num_micro_batches = 1
 
     def update(
-        self, reclaim: Room, num_micro_batches: int, *, is_foreseen: bool = False, is_certain: bool = False
+        self,
+        make_room: Callable[..., None],
+        num_micro_batches: int,
+        *,
+        is_foreseen: bool = False,
+        is_certain: bool = False,
     ) -> None:
         """Decides anew if a step was recorded since the last time; called between steps.
 
         Args:
-            reclaim: Makes room for chunks that move in.
+            make_room: Makes room for chunks that move in; see ``Executor.make_room``.
             num_micro_batches: Micro-batches of the step that has ended.
             is_foreseen: Whether the traces are those of a step that has not run yet.
             is_certain: Whether it takes what they say, to the byte: what has no room is then an error, before anything
@@ -101,7 +97,7 @@ class Placement:
             if self._fills_margin:
                 if is_foreseen and self._prospect().room_beside(self._at_home_on_device()) < 0:
                     self._leave_device("beside what else a step takes")
-                self._fill_margin(reclaim, is_certain=is_certain)
+                self._fill_margin(make_room, is_certain=is_certain)
             self._foresee()
 
     def _foresee(self) -> None:
@@ -212,7 +208,7 @@ class Placement:
     def _at_home_on_device(self) -> frozenset[int]:
         return frozenset(chunk.spec.index for chunk in self._chunks if chunk.home is Tier.DEVICE)
 
-    def _fill_margin(self, reclaim: Room, *, is_certain: bool) -> None:
+    def _fill_margin(self, make_room: Callable[..., None], *, is_certain: bool) -> None:
         self.nbytes = [  # an accumulation list may have come since
             dataclasses.replace(nbytes, state_nbytes=chunk.state_nbytes)
             for nbytes, chunk in zip(self.nbytes, self._chunks, strict=True)
@@ -237,7 +233,7 @@ class Placement:
         while is_moving:  # where either tier is full, chunks change places as room comes free
             before = set(self.in_margin)
             self._move_out(self.in_margin - wanted)
-            self._move_in(reclaim, [index for index in plan.chunk_indices if index not in self.in_margin])
+            self._move_in(make_room, [index for index in plan.chunk_indices if index not in self.in_margin])
             is_moving = self.in_margin not in (wanted, before)
         self._move_out(self.in_margin - wanted)
 
@@ -249,7 +245,7 @@ class Placement:
         """What is known of a step as chunks are now."""
         on_host = [chunk for chunk in self._chunks if chunk.home is Tier.HOST and not chunk.is_retired]
         rules = self._rules
-        if any(chunk.spec.is_updated for chunk in on_host):
+        if any(chunk.is_updated for chunk in on_host):
             rules = dataclasses.replace(rules, host_workspace_nbytes=0)  # it is there already
         homes_nbytes = sum(self.nbytes[chunk.spec.index].host_nbytes for chunk in on_host)
         return Prospect(
@@ -257,7 +253,7 @@ class Placement:
             self._num_micro_batches,
             self.nbytes,
             self._works(frozenset()),
-            frozenset(chunk.spec.index for chunk in self._chunks if chunk.spec.is_updated),
+            frozenset(chunk.spec.index for chunk in self._chunks if chunk.is_updated),
             self._has_groups,
             self._ledger.available(Tier.HOST) + homes_nbytes,
             self._ledger.limit(Tier.DEVICE, cautious=False),
@@ -292,7 +288,7 @@ class Placement:
                 return
             self.in_margin.discard(index)
 
-    def _move_in(self, reclaim: Room, indices: Sequence[int]) -> None:
+    def _move_in(self, make_room: Callable[..., None], indices: Sequence[int]) -> None:
         try:
             if indices:
                 self._reserve(self._chunks, Tier.DEVICE)
@@ -303,7 +299,7 @@ class Placement:
             if not self._chunks[index].can_rehome:
                 continue  # of a forward that was interrupted; there will be another time
             try:
-                reclaim.make_room(self.nbytes[index].device_nbytes, keep_margin=True)
+                make_room(self.nbytes[index].device_nbytes, keep_margin=True)
                 self._copies.rehome(self._chunks[index], Tier.DEVICE)
             except BudgetError as error:  # something that no trace knows of is there; what moved in is enough
                 logger.info("patrickstar: the device margin is smaller than recorded: %s", error)

@@ -109,11 +109,11 @@ class Recovery:
                 # The frames of the failed attempt hold its activations.
                 traceback.clear_frames(error.__traceback__)
                 if attempt == max_retries:
-                    with self._manager.phases.turns.taken("to undo a micro-batch"):
+                    with self._manager.turns.taken("to undo a micro-batch"):
                         self._reset()
                         state.restore()
                         raise DeviceMemoryError(self._give_up(cause, max_retries)) from error
-            with self._manager.phases.turns.taken("to repeat a micro-batch"):
+            with self._manager.turns.taken("to repeat a micro-batch"):
                 self._reset()
                 in_pieces = self._make_careful(in_pieces)
             self._emit(MicroBatchRepeated(attempt + 1, is_defragmented=in_pieces))
@@ -131,7 +131,7 @@ class Recovery:
 
     @unseen()
     def _reset(self) -> None:
-        self._manager.phases.unwind()
+        self._manager.unwind()
         gc.collect()
         self._manager.undo_attempt()
         self._manager.steps.abandon_step()
@@ -142,7 +142,7 @@ class Recovery:
         manager = self._manager
         manager.tracer.distrust()
         manager.placement.leave_margin()
-        manager.reclaim.evict_unused()
+        manager.executor.evict_unused()
         ledger = manager.ledger
         if is_accelerator(self._device):
             empty_cache()

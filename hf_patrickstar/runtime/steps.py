@@ -1,24 +1,26 @@
 """Steps of a run: what begins and ends, what is recorded of it, and the plan that it follows."""
 
-import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from hf_patrickstar.dist.order import Beginning, Ending, Phase, Room, Subject
+from hf_patrickstar.dist.order import Beginning, Order, Phase, Room
 from hf_patrickstar.errors import BudgetError
-from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.meters import Meter
+from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime.chunk import GRADIENTS, Chunk
-from hf_patrickstar.runtime.durations import Durations
-from hf_patrickstar.runtime.executor import Executor, Services
+from hf_patrickstar.runtime.chunk import Chunk
+from hf_patrickstar.runtime.copies import Copies
+from hf_patrickstar.runtime.executor import Executor, MovePolicy
+from hf_patrickstar.runtime.groups import Groups
 from hf_patrickstar.runtime.ranges import named
-from hf_patrickstar.runtime.tracer import Step
+from hf_patrickstar.runtime.tracer import Step, Tracer
 from hf_patrickstar.schedule.plan import Plan, chunkable_nbytes, make_plan
+from hf_patrickstar.schedule.script import Part
 from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace
 
 logger = logging.getLogger(__name__)
@@ -66,40 +68,114 @@ class Foreseen:
     is_exact: bool = False
 
 
-class DeviceGauges:
-    """Measures on the compute device; see ``Gauges``.
+_MOST_PIECES = 10_000
+"""Of a step of more pieces the first ones are kept."""
 
-    Args:
-        meter: Measures what is not chunks.
-        ledger: Has the bytes of chunks, and of gradients.
+
+class Piece(NamedTuple):
+    """A part of a step, from its begin to its end, in nanoseconds of ``time.perf_counter_ns``.
+
+    Attributes:
+        part: Which one.
+        begin_ns: When the host began it.
+        end_ns: When the host left it.
+        moments: What ``Durations.mark`` gave then.
     """
 
-    def __init__(self, meter: Meter, ledger: Ledger) -> None:
-        self._meter = meter
-        self._ledger = ledger
-
-    def take_non_model_peak(self) -> int:
-        """See ``Gauges``; it is noted in the ledger, too."""
-        nbytes = self._meter.peak(self._ledger.used(Tier.DEVICE))
-        self._ledger.note_total(nbytes)
-        return nbytes
-
-    def take_gradient_peak(self) -> int:
-        """See ``Gauges``."""
-        return self._ledger.take_owner_peak(Tier.DEVICE, GRADIENTS)
+    part: Part
+    begin_ns: int
+    end_ns: int
+    moments: tuple[Any, Any] = (None, None)
 
 
-class Foresight(Protocol):
-    """Tells what a step will do before its first forward."""
+class _Now(NamedTuple):
+    """The host's time, and what ``Durations.mark`` gives."""
 
-    def foresee(self, call: Call, shapes: Shapes) -> Foreseen | None:
-        """What a step will do that a call begins, or ``None`` if that cannot be told.
+    ns: int
+    moment: Any
 
-        Args:
-            call: The call.
-            shapes: Shapes of its inputs, the largest of all processes.
-        """
-        ...
+
+class Durations:
+    """Adds up seconds by the host's clock, from the begin of a part to its end; a part that was given up is left out.
+
+    An accelerator works beside the host, so a part of a step there may go on when the host has left it.
+
+    Attributes:
+        last: The pieces of the last step, from its first forward to the end of the update, in their order.
+        mark: Is called where a part begins or ends, and what it gives is kept with the piece: a moment of the compute
+            stream, in a step whose lanes are measured.
+    """
+
+    def __init__(self) -> None:
+        self.last: tuple[Piece, ...] = ()
+        self.mark: Callable[[], Any] | None = None
+        self._pieces: list[Piece] = []
+        self._sums = {"computing": 0, "settling": 0, "updating": 0}
+        self._begin: _Now | None = None
+        self._forward_end: _Now | None = None
+        self._end: _Now | None = None
+
+    @property
+    def computing_s(self) -> float:
+        """Seconds from the begin of an outermost forward of training to the end of its backward."""
+        return self._sums["computing"] / 1e9
+
+    @property
+    def settling_s(self) -> float:
+        """Seconds from the end of the last backward of a step to the begin of the optimizer's step."""
+        return self._sums["settling"] / 1e9
+
+    @property
+    def updating_s(self) -> float:
+        """Seconds of steps of optimizers."""
+        return self._sums["updating"] / 1e9
+
+    def begin_computing(self) -> None:
+        """A micro-batch begins."""
+        self._begin, self._forward_end, self._end = self._now(), None, None
+
+    def end_forward(self) -> None:
+        """An outermost forward has ended; of several the last one counts."""
+        self._forward_end = self._now()
+
+    def end_computing(self) -> None:
+        """The backward of a micro-batch has ended."""
+        if self._begin is None:
+            return
+        self._end = self._now()
+        middle = self._begin if self._forward_end is None else self._forward_end
+        self._add(Part.FORWARD, self._begin, middle)
+        self._add(Part.BACKWARD, middle, self._end)
+        self._sums["computing"] += self._end.ns - self._begin.ns
+        self._begin = None
+
+    def begin_update(self) -> None:
+        """The optimizer's step begins."""
+        now = self._now()
+        if self._end is not None:
+            self._sums["settling"] += now.ns - self._end.ns
+        self._begin, self._end = now, None
+
+    def end_update(self) -> None:
+        """The optimizer's step has ended."""
+        if self._begin is not None:
+            now = self._now()
+            self._add(Part.UPDATE, self._begin, now)
+            self._sums["updating"] += now.ns - self._begin.ns
+        self._begin = None
+        self.last, self._pieces = tuple(self._pieces), []
+
+    def _now(self) -> _Now:
+        mark = self.mark  # another thread may end the measuring meanwhile
+        return _Now(time.perf_counter_ns(), None if mark is None else mark())
+
+    def _add(self, part: Part, begin: _Now, end: _Now) -> None:
+        if len(self._pieces) < _MOST_PIECES:
+            self._pieces.append(Piece(part, begin.ns, end.ns, (begin.moment, end.moment)))
+
+
+Foresee = Callable[[Call, Shapes], Foreseen | None]
+"""Says what a step will do that a call begins, with the largest input shapes of all processes; ``None`` if unknown."""
 
 
 class Steps:
@@ -109,35 +185,48 @@ class Steps:
     chunks leave in list order.
 
     Args:
-        services: What it works with.
+        chunks: All chunks; the list may grow.
+        copies: Their copies on the device.
+        pool: Gives buffers, and has the ledger.
+        meter: Measures what else is on the device.
+        tracer: Records steps, and follows them.
+        order: Says what comes next on all processes.
         executor: Executes plans.
+        groups: Ends phases together with other processes; ``None`` without any.
+        policy: How copies come and go.
         num_micro_batches: How many make a step of the optimizer.
     """
 
     def __init__(
         self,
-        services: Services,
+        chunks: Sequence[Chunk],
+        copies: Copies,
+        pool: PayloadPool,
+        meter: Meter,
+        tracer: Tracer,
+        order: Order,
         executor: Executor,
+        groups: Groups | None,
+        policy: MovePolicy,
         num_micro_batches: int,
     ) -> None:
-        self.executor = executor
-        self.tracer = services.tracer
-        self.order = services.order
+        self.tracer = tracer
+        self.order = order
         self.num_micro_batches = num_micro_batches
         self.micro_batch = 0  # those since the optimizer's step
         self.num_updates = 0  # of all optimizers
         self.durations = Durations()
         self.peaks = (0, 0, 0)  # bytes in the last step: chunks on the device, all on the device, on the host
-        self._chunks = services.chunks
-        self._copies = services.copies
-        self._reclaim = services.reclaim
-        self._pool = services.pool
-        self._meter = services.meter
-        self.policy = services.policy
-        self._prefetch_depth = 0 if self.policy.evict_all else self.policy.prefetch_depth
+        self.policy = policy
+        self._chunks = chunks
+        self._copies = copies
+        self._pool = pool
+        self._meter = meter
+        self._executor = executor
+        self._groups = groups
+        self._prefetch_depth = 0 if policy.evict_all else policy.prefetch_depth
         self._plans: dict[str, tuple[Trace, _Situation, Plan | None]] = {}
-        self.foresight: Foresight | None = None
-        self._call: Call | None = None
+        self.foresight: Foresee | None = None
 
     def begin_step(
         self, name: str, shapes: Shapes, present: Iterable[torch.Tensor], version: int, make_ready: MakeReady
@@ -152,28 +241,20 @@ class Steps:
             make_ready: Called first if no trace is known for such a step.
         """
         kind = self._kind_of_micro_batch()
-        is_last = self.is_last_micro_batch
-        dropped_after = frozenset(chunk.spec.index for chunk in self._chunks if chunk.spec.is_updated and is_last)
+        dropped_after = frozenset(
+            [c.spec.index for c in self._chunks if c.is_updated] if self.is_last_micro_batch else ()
+        )
         title = _title(kind, name)
         shapes, room = self._begin(title, shapes, version, make_ready)
         self.durations.begin_computing()  # what was foreseen before is no time of the step
         is_unknown = not shapes  # what its inputs are cannot be seen, so a trace may not be relied on
         self._enter(self.tracer.begin(title, shapes, dropped_after, always_metered=is_unknown), present, room)
 
-    @contextlib.contextmanager
-    def announced(self, call: Call) -> Iterator[None]:
-        """Inside, the step begins that a call begins."""
-        self._call = call
-        try:
-            yield
-        finally:
-            self._call = None
-
-    def foresee(self, title: str, shapes: Shapes) -> Foreseen | None:
+    def foresee(self, call: Call, title: str, shapes: Shapes) -> Foreseen | None:
         """What the step will do that begins, or ``None`` if that cannot be told; see ``begin_step``."""
-        if self.foresight is None or self._call is None or not self.tracer.may_learn(title, shapes):
+        if self.foresight is None or not self.tracer.may_learn(title, shapes):
             return None
-        return self.foresight.foresee(self._call, shapes)
+        return self.foresight(call, shapes)
 
     def agree_on_foreseen(self, traces: Sequence[Trace], shapes: Shapes) -> Sequence[Trace]:
         """What all processes foresee of a step with such inputs; nothing if one of them cannot tell."""
@@ -217,7 +298,7 @@ class Steps:
         if not agreed.is_traced:
             self.tracer.discard()
         if agreed.room.resident != room.resident:
-            self._reclaim.evict_unused()
+            self._executor.evict_unused()
         return agreed
 
     def end_nested_evaluation(self, *, is_whole: bool) -> None:
@@ -226,18 +307,19 @@ class Steps:
         Args:
             is_whole: Whether it came to its end; else what was recorded of it is dropped.
         """
-        if is_whole:
-            self.end_phase(Phase.EVALUATION)
+        if is_whole and self._groups is not None:
+            self._groups.end_phase(Phase.EVALUATION)
         self.tracer.end_nested_evaluation(is_whole=is_whole)
         step = self.tracer.step
         if step is None or not step.is_metered:
             self._meter.pause()
             self._meter.stop()
-        self.executor.expect(step)
+        self._executor.expect(step)
 
     def end_forward(self) -> None:
         """Ends an outermost forward of training."""
-        self.end_phase(Phase.FORWARD)
+        if self._groups is not None:
+            self._groups.end_phase(Phase.FORWARD)
         self.durations.end_forward()
         self.tracer.note_forward_end()
 
@@ -251,7 +333,7 @@ class Steps:
         """Ends a step. It may be called inside of backward, where the meter cannot be stopped, only paused."""
         self.tracer.finish()
         self._meter.pause()
-        self.executor.expect(None)
+        self._executor.expect(None)
 
     def begin_update(self, chunk_indices: Sequence[int], optimizer_index: int = 0) -> None:
         """Begins an optimizer's step, which has a trace of its own: what it needs on the device beside the chunks.
@@ -293,7 +375,7 @@ class Steps:
         """Drops a step that came to nothing."""
         self.tracer.abandon()
         self.stop_idle_meter()
-        self.executor.expect(None)
+        self._executor.expect(None)
 
     def give_up(self) -> None:
         """Stops measuring: the step has failed, and torch does not tell the end of a backward that raises."""
@@ -312,39 +394,7 @@ class Steps:
         if step.is_metered:
             self._meter.start(present)
             self._meter.restart()
-        self.executor.expect(step)
-
-    def end_phase(
-        self, phase: Phase, unreduced: Callable[[], Sequence[int]] = tuple, indices: Iterable[int] = ()
-    ) -> frozenset[int]:
-        """Ends a forward, a backward or an evaluation together with the other processes.
-
-        Args:
-            phase: What has ended.
-            unreduced: Tells which groups have gradients that are not reduced, when the plan is at its end.
-            indices: Tensors that got a gradient here.
-
-        Returns:
-            The tensors that got a gradient anywhere.
-        """
-        if self.order.is_alone:
-            return frozenset(indices)
-        step = self.tracer.step
-        if step is not None and step.plan is not None:
-            self.executor.execute_until(step, self.executor.end_of_phase(step, phase is Phase.FORWARD))
-            if phase is not Phase.FORWARD:  # what the last visit of a forward is followed by is not complete yet
-                self.executor.reduce_due(step)
-        while waiting := unreduced():  # what others ask for at the same time is done too
-            self.executor.ask(Subject.REDUCE, waiting[0], "gradients that no plan expects")
-        is_recorded = step is not None and step.is_recorded
-        ending = Ending(phase, step is not None and step.is_diverged, sorted(indices), is_recorded)
-        while (ended := self.order.end(ending)).collectives:
-            self.executor.perform(ended.collectives)
-        if step is not None:
-            step.diverged_anywhere |= ended.is_diverged
-        if step is not None and phase is not Phase.FORWARD:
-            step.is_diverged = ended.is_diverged  # anywhere: traces are recorded anew by all or by none
-        return ended.indices
+        self._executor.expect(step)
 
     @property
     def followed(self) -> list[tuple[Trace, Plan, Room]]:
@@ -369,7 +419,7 @@ class Steps:
 
     def _plan(self, trace: Trace, dropped_after: frozenset[int], room: Room) -> Plan | None:
         """The plan of a step that begins now; the last one of its kind if everything is as it was then."""
-        static = frozenset(chunk.spec.index for chunk in self._chunks if chunk.is_static)
+        static = frozenset([chunk.spec.index for chunk in self._chunks if chunk.is_static])
         indices = room.resident
         situation = (room, static, dropped_after)
         known = self._plans.get(trace.key)

@@ -4,9 +4,14 @@ import dataclasses
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
+from hf_patrickstar.dist.order import Order
 from hf_patrickstar.events import Listener, StepDiverged, StepRecorded
+from hf_patrickstar.memory.ledger import Ledger
+from hf_patrickstar.memory.meters import Meter
+from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.runtime.chunk import GRADIENTS
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.plan import Plan
 from hf_patrickstar.schedule.trace import Cursor, Shapes, StepKind, Trace, Visit, trace_key
@@ -76,31 +81,6 @@ class Step:
         self.reduced.append([])
 
 
-class Gauges(Protocol):
-    """What is measured while a step is recorded."""
-
-    def take_non_model_peak(self) -> int:
-        """The most non-model bytes on the device since the last moment."""
-        ...
-
-    def take_gradient_peak(self) -> int:
-        """The most bytes of gradients that waited on the device for their group since the last moment."""
-        ...
-
-
-class TraceOrder(Protocol):
-    """Makes one trace of the traces of several processes."""
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether there is one process."""
-        ...
-
-    def agree_on_trace(self, trace: Trace) -> Trace:
-        """One trace for all."""
-        ...
-
-
 class Tracer:
     """The traces of a model, one for each kind of step and bucket of input shapes.
 
@@ -115,7 +95,8 @@ class Tracer:
 
     Args:
         chunk_nbytes: Bytes of every chunk's ``param`` payload, by chunk index.
-        gauges: Measures a step that is recorded.
+        meter: Measures non-model bytes while a step is recorded.
+        ledger: Has the bytes of chunks, and of gradients that wait on the device for their group.
         order: Makes one trace of the traces of several processes.
         emit: Told of steps that are recorded, and of those that diverge.
         known: Traces of a plan: steps follow them that would be recorded first otherwise.
@@ -132,8 +113,9 @@ class Tracer:
     def __init__(
         self,
         chunk_nbytes: Iterable[int],
-        gauges: Gauges,
-        order: TraceOrder,
+        meter: Meter,
+        ledger: Ledger,
+        order: Order,
         emit: Listener,
         known: KnownTraces = NOTHING_KNOWN,
     ) -> None:
@@ -144,7 +126,8 @@ class Tracer:
         self.asks_padding = bool(known.traces) and not known.has_padding
         self.diverging: set[str] = set()
         self._chunk_nbytes = tuple(chunk_nbytes)
-        self._gauges = gauges
+        self._meter = meter
+        self._ledger = ledger
         self._order = order
         self._emit = emit
         self._diverged_in_a_row: dict[str, int] = {}
@@ -402,12 +385,19 @@ class Tracer:
         self.discard()
 
     def _close_moment(self, step: Step) -> None:
-        if len(step.non_model_nbytes) < len(step.visits):
-            step.non_model_nbytes.append(0 if step.is_void else self._gauges.take_non_model_peak())
-            step.gradient_nbytes.append(self._gauges.take_gradient_peak())
-        elif step.visits:  # closed before, by an inner step
-            step.non_model_nbytes[-1] = max(step.non_model_nbytes[-1], self._gauges.take_non_model_peak())
-            step.gradient_nbytes[-1] = max(step.gradient_nbytes[-1], self._gauges.take_gradient_peak())
+        """Notes the most non-model bytes, and bytes of gradients that waited for their group, since the last moment."""
+        if not step.visits:
+            return
+        is_open = len(step.non_model_nbytes) < len(step.visits)  # else an inner step has closed it before
+        nbytes = 0 if is_open and step.is_void else self._meter.peak(self._ledger.used(Tier.DEVICE))
+        self._ledger.note_total(nbytes)
+        gradients = self._ledger.take_owner_peak(Tier.DEVICE, GRADIENTS)
+        if is_open:
+            step.non_model_nbytes.append(nbytes)
+            step.gradient_nbytes.append(gradients)
+        else:
+            step.non_model_nbytes[-1] = max(step.non_model_nbytes[-1], nbytes)
+            step.gradient_nbytes[-1] = max(step.gradient_nbytes[-1], gradients)
 
 
 def _batch_sizes(trace: Trace) -> tuple[tuple[int, ...], ...]:

@@ -61,6 +61,10 @@ class Turns:
 
     Args:
         limit_s: Seconds that a thread waits for one call of another thread before it gives up.
+
+    Attributes:
+        num_threads: How many threads there were when ``others_may_read`` was found out; 0 to find out again.
+        others_read: What was found out then.
     """
 
     def __init__(self, limit_s: float = _LIMIT_S) -> None:
@@ -73,8 +77,8 @@ class Turns:
         self._waiting: collections.deque[threading.Thread] = collections.deque()  # those that wait, in order
         self._since_s = 0.0  # when the turn was taken
         self._blocked: dict[int, _Place] = {}  # where threads are that ``wait_for_calls`` waited for in vain
-        self._num_threads = 0  # as it was found out whether others may read; 0 to find out again
-        self._others_read = False
+        self.num_threads = 0
+        self.others_read = False
 
     @contextlib.contextmanager
     def taken(self, what: str) -> Iterator[None]:
@@ -99,7 +103,7 @@ class Turns:
             if self._owner is not this:
                 self._wait(what)
                 self._owner, self._what = this, what
-                self._num_threads = 0
+                self.num_threads = 0
             self._depth += 1
 
     @property
@@ -110,9 +114,9 @@ class Turns:
     def others_may_read(self) -> bool:
         """Whether other threads may read parameters while this one computes with them."""
         num_threads = threading.active_count()
-        if num_threads != self._num_threads:
-            self._num_threads, self._others_read = num_threads, _has_readers()
-        return self._others_read
+        if num_threads != self.num_threads:
+            self.num_threads, self.others_read = num_threads, _has_readers()
+        return self.others_read
 
     def wait_for_calls(self) -> None:
         """Waits until other threads have ended the calls of torch that they are in; 2 s at most.
@@ -211,7 +215,7 @@ def in_turn(method: Callable[Concatenate[Any, _P], _T]) -> Callable[Concatenate[
 
     @functools.wraps(method)
     def call(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        with self._manager.phases.turns.taken(what):
+        with self._manager.turns.taken(what):
             return work(self, *args, **kwargs)
 
     return call

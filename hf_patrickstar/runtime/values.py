@@ -8,14 +8,13 @@ from contextlib import contextmanager
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from hf_patrickstar.dist.sharing import Held, Sharing
 from hf_patrickstar.events import Listener, ValueRestored
 from hf_patrickstar.memory.operators import without_modes
 from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.runtime.bits import differs
-from hf_patrickstar.runtime.chunk import MASTER, ManagedTensor
-from hf_patrickstar.runtime.gradient_place import GradientPlace
+from hf_patrickstar.runtime.chunk import MASTER, Chunk, GradientPlace, ManagedTensor
 from hf_patrickstar.runtime.originals import Originals
-from hf_patrickstar.runtime.sharing import Held, Sharing
 
 
 class Values:
@@ -26,24 +25,26 @@ class Values:
         streams: How bytes cross.
         originals: Has the bits of frozen parameters that chunks do not hold.
         emit: Told of every event.
+        looked_into: Chunks are added to it whose own memory was handed out, perhaps.
 
     Attributes:
         device: The compute device.
         streams: How bytes cross.
         lock: Held while values or gradients change their places.
         version: Counts changes of values.
-        num_looks: How often a value was handed out that may be a chunk's own memory.
     """
 
-    def __init__(self, sharing: Sharing, streams: Streams, originals: Originals, emit: Listener) -> None:
+    def __init__(
+        self, sharing: Sharing, streams: Streams, originals: Originals, emit: Listener, looked_into: set[Chunk]
+    ) -> None:
         self.version = 0
-        self.num_looks = 0
         self.sharing = sharing
         self.originals = originals
         self.device = streams.device
         self.lock = threading.RLock()
         self.streams = streams
         self._emit = emit
+        self._looked_into = looked_into
 
     # Reading
 
@@ -55,14 +56,14 @@ class Values:
             dtype: Type to read it in.
         """
         if not tensor.is_owned:
-            return Held(tensor, None, dtype)
+            return Held(tensor.spec, tensor.parts, None, dtype)
         if self.originals.has(tensor, dtype):
-            return Held(tensor, functools.partial(self.originals.read, tensor), dtype)
-        return Held(tensor, tensor.view(tensor.chunk.lists.get(MASTER, tensor.chunk.param)), dtype)
+            return Held(tensor.spec, tensor.parts, functools.partial(self.originals.read, tensor), dtype)
+        return Held(tensor.spec, tensor.parts, tensor.view(tensor.chunk.lists.get(MASTER, tensor.chunk.param)), dtype)
 
     def own_part(self, tensor: ManagedTensor, dtype: torch.dtype) -> torch.Tensor:
         """What this rank has of a parameter's value, in a type; in place where that is possible."""
-        self.num_looks += 1
+        self._looked_into.add(tensor.chunk)
         chunk = tensor.chunk
         chunk.wait()
         if dtype == chunk.dtype and tensor.gradient is not GradientPlace.PARAM:
@@ -88,7 +89,7 @@ class Values:
 
         With several processes all must call it, for the same parameter.
         """
-        self.num_looks += 1
+        self._looked_into.add(tensor.chunk)
         chunk = tensor.chunk
         dtype = chunk.dtype
         with as_it_is():

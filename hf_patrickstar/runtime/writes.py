@@ -2,21 +2,19 @@
 
 [Note: writes without a trace]
 Writes by torch's functions to a parameter come here at once. A write to ``parameter.data``, or to a view that outlives
-its use, leaves no trace; ``Watch`` finds it by comparison. Other copies that users have are compared by mirrors. After
+its use, leaves no trace; ``watch`` finds it by comparison. Other copies that users have are compared by mirrors. After
 an assignment (``parameter.data = x``) earlier graphs keep the value that they need, as torch keeps the memory.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterable
 
 import torch
 
-from hf_patrickstar.runtime.chunk import MASTER, Epoch, ManagedTensor
-from hf_patrickstar.runtime.gradient_mirrors import GradientMirrors
+from hf_patrickstar.runtime.chunk import MASTER, GradientPlace, ManagedTensor
 from hf_patrickstar.runtime.gradients import Gradients
-from hf_patrickstar.runtime.live_parameter import raw_data, set_raw_data, storage_key
-from hf_patrickstar.runtime.mirrors import ValueMirrors
+from hf_patrickstar.runtime.live_parameter import LiveMixin, raw_data, set_raw_data, storage_key
+from hf_patrickstar.runtime.mirrors import Fingerprint, GradientMirrors, ValueMirrors
 from hf_patrickstar.runtime.values import Values
-from hf_patrickstar.runtime.watch import Watch
 
 
 class Writes:
@@ -27,7 +25,10 @@ class Writes:
         gradients: Has the gradients.
         mirrors: Copies of values that users have; they follow each write.
         gradient_mirrors: Copies of gradients that users have.
-        watch: Finds writes to copies on the device.
+
+    Attributes:
+        mirrored: Indices of the parameters that users have copies of; see ``ValueMirrors``.
+        watched: Parameters whose value on the device is compared when they are released; see ``watch``.
     """
 
     def __init__(
@@ -36,14 +37,14 @@ class Writes:
         gradients: Gradients,
         mirrors: ValueMirrors,
         gradient_mirrors: GradientMirrors,
-        watch: Watch,
     ) -> None:
         self._values = values
         self._gradients = gradients
         self._mirrors = mirrors
         self._gradient_mirrors = gradient_mirrors
-        self._watch = watch
         self._lock = values.lock
+        self.mirrored = mirrors.by_tensor
+        self.watched: dict[ManagedTensor, Fingerprint] = {}
 
     # Known writes
 
@@ -82,7 +83,8 @@ class Writes:
             self._take_over_value(tensor, is_other=is_other)
         else:
             tensor.dematerialize()
-            self._watch.compare(tensor)
+            if tensor in self.watched:
+                self._compare(tensor)
 
     def _take_over_value(self, tensor: ManagedTensor, *, is_other: bool) -> None:
         """Takes a value away from a parameter that was written to, or assigned, since the parameter got its value."""
@@ -97,24 +99,52 @@ class Writes:
 
     def _end_epoch(self, tensor: ManagedTensor) -> None:
         """Keeps the value that earlier graphs need, as torch keeps the memory that a parameter had."""
-        if tensor.num_saved:
-            tensor.epoch.value = self._values.look(tensor).clone()
-            tensor.epoch = Epoch()
+        epoch = None if tensor.epoch is None else tensor.epoch()
+        if epoch is not None:
+            epoch.value = self._values.look(tensor).clone()
+            tensor.epoch = None
 
     # Writes without a trace
 
-    def handed_out(self) -> Callable[[ManagedTensor], bool] | None:
-        """What tells whether users have copies of a value, or ``None`` if they have none of any."""
-        return self._mirrors.has if self._mirrors.has_any else None
+    def watch(self, tensor: ManagedTensor) -> None:
+        """Looks for what is written to a copy on the device without a trace: by ``.data``, or a view that outlives it.
 
-    @property
-    def is_watching(self) -> bool:
-        """Whether anything on the device is compared with its home when it is released."""
-        return self._watch.is_watching
+        The copy stays on the device until it has been compared with its home.
+        """
+        compute = tensor.chunk.compute
+        if compute is not None and tensor not in self.watched:
+            self.watched[tensor] = Fingerprint(self._values, tensor, tensor.view_copy(compute))
+            tensor.chunk.num_watched += 1
+
+    def settle_watched(self) -> None:
+        """Compares what no module computes with any more, so that its copies may leave."""
+        with self._lock:
+            for tensor in [tensor for tensor in self.watched if not tensor.users]:
+                self._compare(tensor)
+
+    def _compare(self, tensor: ManagedTensor) -> None:
+        compute = tensor.chunk.compute
+        if compute is not None and (tensor.gradient is not GradientPlace.PARAM or tensor.chunk.is_group):
+            self._take_over_copy(tensor, compute)
+        if not tensor.chunk.is_aliased:  # else it may still be written to
+            self._unwatch(tensor)
+
+    def _take_over_copy(self, tensor: ManagedTensor, compute: torch.Tensor) -> None:
+        """Takes over what was written to the copy; the view that it looks through is gone when it returns."""
+        value = tensor.view_copy(compute)
+        if self.watched[tensor].has_changed(value):
+            self.apply(tensor, value, voids_graphs=False)
+
+    def _unwatch(self, tensor: ManagedTensor) -> None:
+        if self.watched.pop(tensor, None) is not None:
+            tensor.chunk.num_watched -= 1
 
     def sync(self) -> None:
         """Takes over what users wrote without a trace, before values are used."""
-        self._watch.collect()
+        if self.watched:
+            with self._lock:
+                for tensor in list(self.watched):
+                    self._compare(tensor)
         self._mirrors.sync()
         self._gradient_mirrors.sync()
 
@@ -128,6 +158,17 @@ class Writes:
         if not tensor.is_as_left:
             self._take_over_data(tensor)
         self._mirrors.sync_one(tensor, keeps_unused=keeps_unused)
+
+    def take_over_all(self, tensors: Iterable[ManagedTensor]) -> None:
+        """Does the same for several parameters."""
+        for tensor in tensors:
+            parameter = tensor.parameter
+            is_as_left = tensor.is_open or (
+                (isinstance(parameter, LiveMixin) or not tensor.is_bound)
+                and (tensor.is_materialized or storage_key(parameter) == tensor.placeholder_key)
+            )
+            if not is_as_left or tensor.spec.index in self.mirrored:
+                self.take_over(tensor)
 
     def _take_over_data(self, tensor: ManagedTensor) -> None:
         if not tensor.is_ours:
@@ -168,7 +209,7 @@ class Writes:
     def forget(self, tensor: ManagedTensor) -> None:
         """Drops mirrors and gradients of a parameter that is removed."""
         self._drop(tensor)
-        self._watch.forget(tensor)
+        self._unwatch(tensor)
 
     def _drop(self, tensor: ManagedTensor) -> None:
         self._mirrors.drop(tensor)

@@ -2,11 +2,12 @@
 
 [Note: from operators to chunks]
 An ``OpTrace`` says what a model does with its parameters, whatever chunks they are in. Here the same micro-batch is
-told chunk by chunk, as the engine would see it on a device (``runtime/phases.py``): each acquisition of a parameter,
-and each operand that backward needs, is a visit to its chunk; a chunk is in use while a module computes with one of
-its parameters or a tensor looks into it; memory that operators make is non-model data until it is free. A finished
-gradient goes home at once, and its memory is held until the compute stream waits for its copy. With several processes
-it waits in the buffer of its group until all gradients of the group are there.
+told chunk by chunk, as the engine would see it on a device (``runtime/manager.py``): each acquisition of a parameter,
+unless a module computes with its chunk already, and each operand that backward needs, is a visit to its chunk; a chunk
+is in use while a module computes with one of its parameters or a tensor looks into it; memory that operators make is
+non-model data until it is free. A finished gradient goes home at once, and its memory is held until the compute stream
+waits for its copy. With several processes it waits in the buffer of its group until all gradients of the group are
+there.
 """
 
 import collections
@@ -188,7 +189,8 @@ class _Telling:
                 case Free(storage):
                     self._release(storage)
                 case Acquire(index):
-                    self._visit(index)
+                    if not any(self._chunk_of[used] == self._chunk_of[index] for used in self._users):
+                        self._visit(index)  # else a module computes with the chunk already, and nothing is to be moved
                     self._users[index] += 1
                 case Release(index, is_seen):
                     self._users[index] -= 1

@@ -6,6 +6,8 @@ A visit's place in its trace is its moment (PatrickStar section 8.1).
 import bisect
 import dataclasses
 import enum
+import functools
+import operator
 import re
 from collections.abc import Sequence
 
@@ -89,7 +91,7 @@ class Trace:
     @property
     def non_model_peak_nbytes(self) -> int:
         """The most non-model bytes of any moment."""
-        return max((visit.non_model_nbytes for visit in self.visits), default=0)
+        return max(map(operator.attrgetter("non_model_nbytes"), self.visits), default=0)
 
     def visits_in_order(self, chunk_indices: Sequence[int]) -> bool:
         """Whether its visits are to these chunks, in this order."""
@@ -162,6 +164,7 @@ def common_trace(traces: Sequence[Trace]) -> Trace:
     return chosen
 
 
+@functools.lru_cache
 def trace_key(name: str, shapes: Shapes) -> str:
     """The name of the trace that a step belongs to: what it is, and its bucket of input shapes.
 
@@ -226,6 +229,7 @@ class Cursor:
         return None if chunk_index in self._dropped_after else moments[0] + len(self.trace.visits)
 
 
+@functools.lru_cache
 def _covers(recorded: Shapes, shapes: Shapes) -> bool:
     recorded, shapes = _with_sizes(recorded), _with_sizes(shapes)
     if [len(shape) for shape in recorded] != [len(shape) for shape in shapes]:

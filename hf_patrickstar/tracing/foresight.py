@@ -105,7 +105,7 @@ class Foresight:
         self._is_certain = True  # what is traced now
 
     def foresee(self, call: Call, shapes: Shapes) -> Foreseen | None:
-        """What a step will do that a call begins; see ``steps.Foresight``."""
+        """What a step will do that a call begins; see ``steps.Foresee``."""
         begin, what, self._is_certain = time.monotonic(), (call.name, call.is_training), True
         if what in self._unforeseen:
             return None

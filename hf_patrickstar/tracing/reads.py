@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from hf_patrickstar.runtime.access import Access
 from hf_patrickstar.runtime.autograd import Autograd, may_keep, refuse_reentrant
 from hf_patrickstar.runtime.live_parameter import (
     RAW,
+    Access,
     raw_data,
     raw_grad,
     requires_grad,
@@ -24,7 +24,7 @@ from hf_patrickstar.tracing.notes import Notes, Watched
 
 
 class Reads:
-    """Answers for one parameter; see ``access.Live``.
+    """Answers for one parameter; see ``Live``.
 
     Args:
         watched: The parameter.

@@ -123,7 +123,9 @@ class _Recorder(AnsweringMode):
         self._charges = Charges(has_accelerator=setting.has_accelerator, times=setting.times)
         self._is_quiet = False
         self._is_evaluation = not torch.is_grad_enabled()
-        self._autograd = Autograd(self, self._by_storage.__contains__)
+        self._autograd = Autograd(
+            self._pack, self._unpack, lambda: None, self._end_backward, self._by_storage.__contains__
+        )
         self._stack = self._notes.frames.stack
 
     def run(self, forward: Callable[[], Any], backward: Callable[[Any], Any] | None) -> OpTrace | None:
@@ -298,29 +300,21 @@ class _Recorder(AnsweringMode):
         if lookup.leaf._version != lookup.version:  # an embedding with ``max_norm`` has changed its rows
             self._notes.is_odd = True
 
-    # Backward; see ``autograd.AutogradEvents``
+    # Backward; see ``Autograd``
 
-    def operand_saved(self, operand: torch.Tensor) -> Any:
-        """See ``AutogradEvents``."""
+    def _pack(self, operand: torch.Tensor) -> Any:
         watched = self._watched.get(id(operand)) or self._by_storage.get(storage_key(operand))
         if watched is None or operand.dtype is not watched.parameter.dtype:
             return operand.detach() if operand.requires_grad else operand
         return Operand(watched, raw_data(operand) if isinstance(operand, LiveMixin) else operand)
 
-    def operand_needed(self, saved: Any) -> torch.Tensor:
-        """See ``AutogradEvents``."""
-        if not isinstance(saved, Operand):
-            return saved  # type: ignore[no-any-return]
+    def _unpack(self, saved: Any) -> torch.Tensor:
         self._notes.add(Need(saved.watched.spec.index))
         self._notes.note_use(saved.watched)
         view = saved.view()
-        return view.clone() if torch.is_grad_enabled() else view
+        return view.clone() if torch.is_grad_enabled() else view  # type: ignore[no-any-return]
 
-    def backward_begin(self) -> None:
-        """See ``AutogradEvents``."""
-
-    def backward_end(self) -> None:
-        """See ``AutogradEvents``."""
+    def _end_backward(self) -> None:
         self._notes.add(LeaveBackward())
 
     def _store_gradient(self, parameter: torch.Tensor) -> None:

@@ -56,6 +56,7 @@ PARTS = {
     "membership": "Changes of the model",
     "engine": "Engine",
     "runtime": "Running model",
+    "dist": "Several processes",
     "optim": "Optimizer",
     "checkpoint": "Checkpoints",
 }

@@ -31,6 +31,8 @@ _SAME = {
     "format_nbytes",
 }
 """Functions whose value is about the same as their argument."""
+_PASSED_ON = {"judge"}
+"""Functions that return the text that they get, or another one like it."""
 _CLEARER = {
     "strerror": "reason",
     "class name": "class",
@@ -209,6 +211,8 @@ class Package:
             return self._texts_of_join(node.args[0], str(node.func.value.value), place)
         if name in _SAME or name in _WORDS_OF_CALLS:
             return []
+        if name in _PASSED_ON:
+            return self.texts(node.args[0], place)
         if name == "Later" and isinstance(node.args[0], ast.Lambda):
             return self.texts(node.args[0].body, place)
         found = self._find_function(name, place.module)

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from together import copy_state, differences, engaged, on_one_rank, recorded, seed_of, train_alone, train_together
 
-from hf_patrickstar.runtime.executor import Executor
+from hf_patrickstar.runtime.groups import Groups
 
 pytestmark = pytest.mark.xdist_group("distributed")  # one worker of pytest-xdist, or each starts processes
 
@@ -56,13 +56,13 @@ class Recorder:
 
     def __init__(self, monkeypatch):
         self.done = []
-        original = Executor.perform
+        original = Groups.perform
 
-        def perform(executor, collectives):
+        def perform(groups, collectives):
             self.done += [(subject.name.lower(), index) for subject, index in collectives]
-            original(executor, collectives)
+            original(groups, collectives)
 
-        monkeypatch.setattr(Executor, "perform", perform)
+        monkeypatch.setattr(Groups, "perform", perform)
 
     def take(self):
         done, self.done = self.done, []

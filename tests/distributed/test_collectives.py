@@ -11,7 +11,6 @@ import torch.distributed as dist
 from processes import GROUP_TIMEOUT_S, Workers
 
 from hf_patrickstar.dist.collectives import Collectives
-from hf_patrickstar.dist.vigil import Patience
 from hf_patrickstar.errors import CollectiveError, ConfigError
 from hf_patrickstar.report.statistics import Statistics
 
@@ -77,11 +76,11 @@ def test_one_process_needs_nobody():
         assert ticket.is_done
         ticket.wait()
         ticket.join()
-    one.broadcast(buffer, 0, "weights")
+    one.begin_broadcast(buffer, 0, "weights")()
     one.all_reduce(buffer, "norm")
     assert torch.equal(buffer, torch.arange(64.0))
     assert one.exchange([3, 4], "sizes") == [[3, 4]]
-    assert one.exchange_objects({"a": 1}, "config") == [{"a": 1}]
+    assert one.exchange({"a": 1}, "config") == [{"a": 1}]
     assert not any(statistics.summary().values())
     one.close()
     one.close()
@@ -282,24 +281,24 @@ def talk(rank):
         numbers = collectives.exchange([rank, -big, big + rank], "sizes")
         assert numbers == [[other, -big, big + other] for other in ranks]
         assert collectives.exchange([], "nothing") == [[] for _ in ranks]
-        assert collectives.exchange_objects({"rank": rank, "x": [rank]}, "config") == [
+        assert collectives.exchange({"rank": rank, "x": [rank]}, "config") == [
             {"rank": other, "x": [other]} for other in ranks
         ]
         for source in ranks:
             for dtype in (*DTYPES, torch.int64, torch.bool):
                 tensor = torch.full((3, 5), rank == source, dtype=dtype)
-                collectives.broadcast(tensor, source, "weights")
+                collectives.begin_broadcast(tensor, source, "weights")()
                 assert torch.equal(tensor, torch.ones(3, 5, dtype=dtype))
         square = torch.zeros(4, 4)
         square.t()[1:3] = rank + 1.0
-        collectives.broadcast(square.t()[1:3], ranks[-1], "columns")
+        collectives.begin_broadcast(square.t()[1:3], ranks[-1], "columns")()
         assert torch.equal(square.sum(0), torch.tensor([0.0, 4, 4, 0]) * len(ranks))
         collectives.all_reduce(square[:, 1], "a column")
         assert torch.equal(square.sum(0), torch.tensor([0.0, 4 * len(ranks), 4, 0]) * len(ranks))
         weight = torch.nn.Parameter(torch.full((2,), rank + 1.0))
         collectives.all_reduce(weight, "norm")
         assert torch.equal(weight.detach(), torch.full((2,), float(sum(ranks) + len(ranks))))
-        collectives.broadcast(torch.ones(0), 0, "nothing")
+        collectives.begin_broadcast(torch.ones(0), 0, "nothing")()
         dist.barrier()
         return (
             (collectives.rank, collectives.world_size, collectives.local_world_size),
@@ -397,7 +396,7 @@ def reduce_chunk(collectives):
 
 def be_late(rank):
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
-    collectives = Collectives.connect(group, CPU, Patience(answer_s=0.5))
+    collectives = Collectives.connect(group, CPU)
     if rank == 1:
         time.sleep(6)
         return None
@@ -408,8 +407,12 @@ def be_late(rank):
     return str(caught.value), time.monotonic() - begin
 
 
+def exchange(collectives):
+    collectives.exchange([1], "sizes")
+
+
 def lose_one(workers, lost, path, call):
-    """Runs ``lose``, kills a rank when it has come, and returns what the other says."""
+    """Runs ``lose``, kills a rank when it has come, and returns what another one says; all others end as well."""
     workers.start(lose, lost, path, call)
     deadline = time.monotonic() + 60
     while not path.exists():
@@ -419,32 +422,38 @@ def lose_one(workers, lost, path, call):
     workers.kill(lost)
     results = workers.collect(30)
     assert results[lost] is None
-    return results[1 - lost]
+    return results[lost - 1]
 
 
 def test_a_killed_rank_is_named(tmp_path):
     with Workers(2) as workers:
         text, seconds, again, _ = lose_one(workers, 1, tmp_path / "here", gather_chunk)
-    assert text.startswith("parameters of chunk 3: a collective failed on rank 0 of 2. Rank 1 has ended (process ")
+    assert text.startswith("parameters of chunk 3: a collective failed on rank 0 of 2: rank 1 has ended (process ")
     for part in ("ddp_timeout", "last checkpoint", "torch.distributed says: "):
         assert part in text
-    assert "store" not in text.partition("torch.distributed says")[0]
+    assert "the store" not in text.partition("torch.distributed says")[0]
     assert seconds < 10
-    assert again.startswith("afterwards: a collective failed on rank 0 of 2. Rank 1 has ended (process ")
+    assert again.startswith("afterwards: a collective failed on rank 0 of 2: rank 1 has ended (process ")
+
+
+@pytest.mark.parametrize("call", [gather_chunk, exchange])
+def test_all_others_end_when_one_is_killed(tmp_path, call):
+    with Workers(4) as workers:
+        text, seconds, _, _ = lose_one(workers, 2, tmp_path / "here", call)
+    assert "rank 2 has ended (process " in text
+    assert seconds < 10
 
 
 def test_a_killed_host_of_the_store_is_named(tmp_path):
     with Workers(2, store="tcp") as workers:
         text, seconds, _, more = lose_one(workers, 0, tmp_path / "here", reduce_chunk)
-    assert text.startswith("gradients of chunk 3: a collective failed on rank 1 of 2. Rank 0 has ended (process ")
-    assert "The store where the ranks met is gone" in text
+    assert text.startswith("gradients of chunk 3: a collective failed on rank 1 of 2: rank 0 has ended (process ")
+    assert "the store where the ranks met is gone" in text
     assert seconds < 10
     assert more < 10
 
 
 def test_a_rank_that_does_not_come_is_named(pair):
     text, seconds = pair.run(be_late)[0]
-    assert text.startswith(
-        "sizes of the inputs: a collective failed on rank 0 of 2. No answer within 0.5 s from rank 1"
-    )
+    assert text.startswith("sizes of the inputs: a collective failed on rank 0 of 2: rank 1 has not come. ")
     assert 1 < seconds < 5.9

@@ -10,8 +10,8 @@ from processes import Workers
 from together import make_optimizer
 
 from hf_patrickstar import PatrickStarEngine
-from hf_patrickstar.dist.collectives import Collectives, announce_self
-from hf_patrickstar.dist.vigil import Patience
+from hf_patrickstar.dist.collectives import Collectives
+from hf_patrickstar.dist.watchdog import announce
 from hf_patrickstar.errors import CollectiveError
 
 pytestmark = pytest.mark.xdist_group("distributed")
@@ -19,20 +19,21 @@ pytestmark = pytest.mark.xdist_group("distributed")
 
 def die_or_connect(rank, is_announced):
     if is_announced:
-        announce_self()
+        announce()
         dist.barrier()
     if rank == 1:
         os._exit(7)
-    patience = Patience(100, 100) if is_announced else Patience(0.5, 1.5)
+    wait_s = 100 if is_announced else 1.5
     with pytest.raises(CollectiveError) as caught:
-        Collectives.connect(None, torch.device("cpu"), patience)
+        Collectives.connect(None, torch.device("cpu"), wait_s)
     raise caught.value
 
 
 @pytest.mark.parametrize(("store", "is_announced"), [("file", True), ("tcp", False)])
 def test_it_is_named(store, is_announced):
     """At once if it has told who it is; else it has not come within the time that is set."""
-    expected = r"rank 1 has ended \(process \d+ on " if is_announced else "rank 1 has not come within 1.5 s"
+    expected = r"rank 0 gave up after [\d.]+ s: it makes an engine \(called at .*\), and rank 1 "
+    expected += r"has ended \(process \d+ on " if is_announced else r"has not come\. "
     with Workers(2, store) as workers:
         workers.start(die_or_connect, is_announced, timeout=50)
         workers._killed.add(1)  # which it does itself

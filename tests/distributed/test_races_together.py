@@ -47,6 +47,6 @@ def train_without_site(rank, key):
 
 
 def test_averages_on_their_way_home_are_waited_for(pair):
-    key = "runtime/buckets.py GroupBuckets.let_go: self._streams.release_in_flight()"
+    key = "runtime/groups.py Groups._release_leaving: self._streams.release_in_flight()"
     with pair.over("simulated"), pytest.raises(RaceError, match="gradients on the device"):
         pair.run(train_without_site, key)

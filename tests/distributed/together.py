@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import re
+from datetime import timedelta
 
 import pytest
 import torch
@@ -183,6 +184,14 @@ def reference_of(name, world_size, checkpointing=False, change=None, **kwargs):
     model = prepared(name, checkpointing, change)
     optimizer, losses, norms = train_alone(model, hf_loss(name), world_size, **kwargs)
     return copy_state(model), optimizer.state_dict(), losses, norms
+
+
+def join_again(rank, folder, timeout_s):
+    """Makes the default group anew, with a timeout of its own; the workers of a test cannot be used afterwards."""
+    world_size, timeout = dist.get_world_size(), timedelta(seconds=timeout_s)
+    dist.destroy_process_group()
+    address = f"file://{folder}/store of all"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size, timeout=timeout)
 
 
 @contextlib.contextmanager

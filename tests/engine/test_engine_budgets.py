@@ -193,6 +193,42 @@ def test_the_margin_is_given_up_for_larger_inputs_and_filled_again(factory):
     assert pair.engine.stats()["device_total_peak_nbytes"] <= 30000
 
 
+@pytest.mark.parametrize("factory", [Stack, Asking])
+def test_the_margin_stays_for_evaluations_that_need_no_more(factory):
+    pair = Pair(lambda: factory(8), "resident", settings={"device_budget": 30000})
+    pair.train(3)
+    before = pair.engine.stats()
+    with torch.no_grad():
+        pair.both(lambda model, _: [model(batch(size=size)).clone() for size in (4, 2)])
+    after = pair.engine.stats()
+    assert after["chunks_in_margin"] == before["chunks_in_margin"] > 0
+    assert after["chunk_moves"] == before["chunk_moves"]
+    pair.train(1, first=3)
+
+
+def test_a_model_whose_steps_have_changed_for_good_is_recorded_anew():
+    """After two steps in a row that differ from the trace, later ones follow a new one, and evict as well as before."""
+
+    class Turned(Stack):
+        is_turned = False
+
+        def forward(self, x):
+            for layer in reversed(self.layers) if self.is_turned else self.layers:
+                x = torch.tanh(layer(x))
+            return x
+
+    pair = Pair(lambda: Turned(8), "moving", settings={"chunks": 4})
+    before = counted(pair, 3, 0)[-1]
+    for model, _ in pair:
+        model.is_turned = True
+    rows = counted(pair, 6, 3)
+    stats = pair.engine.stats()
+    assert stats["diverged_steps"] == 2
+    assert stats["recorded_steps"] >= 1
+    assert rows[-1] == rows[-2]
+    assert rows[-1]["chunk_loads"] == before["chunk_loads"] == 8 + 3
+
+
 # Steps that are known, and steps that are not
 
 

@@ -10,6 +10,7 @@ from engine.small import (
     Stack,
     Tied,
     adamw,
+    assert_same_values,
     batch,
     config_of,
     copied,
@@ -224,6 +225,48 @@ def test_a_norm_is_of_what_gradients_are_now(budget):
 
     norms = pair.both(run)
     assert len({norm.item() for norm in norms}) == len(norms)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_norm_after_a_step_is_that_of_what_the_step_has_left(accumulation, budget):
+    settings = {"keep_gradients": True}
+    pair = Pair(Stack, budget, settings=settings, gradient_accumulation_steps=accumulation)
+
+    def run(model, optimizer):
+        norms = []
+        for step in range(2):
+            for part in range(accumulation):
+                loss_of(model, 10 * step + part).backward()
+            norms.append(clip(model, optimizer, 0.1))
+            optimizer.step()
+            norms.append(clip(model, optimizer, 1e6))
+            optimizer.zero_grad()
+        return norms
+
+    pair.both(run)
+    pair.check()
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_gradient_that_no_group_has_is_clipped_and_unscaled_too(scaled, budget):
+    """The step that multiplies gradients leaves this one, which the next reader finds multiplied all the same."""
+    pair = Pair(Stack, budget)
+
+    def run(model, optimizer):
+        left = optimizer.param_groups[0]["params"].pop(2)
+        is_ours = hasattr(model, "patrickstar_engine")
+        (loss_of(model) * (SCALE if scaled and is_ours else 1.0)).backward()
+        if scaled and is_ours:
+            optimizer.unscale(torch.tensor(1 / SCALE))
+        norm = clip(model, optimizer, 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        found = copied(left.grad), copied(left)
+        optimizer.param_groups[0]["params"].insert(2, left)
+        return norm, found
+
+    pair.both(run)
+    assert_same_values(pair.plain, pair.ours)
 
 
 def test_without_gradients_the_norm_is_zero(budget):

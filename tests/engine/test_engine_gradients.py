@@ -161,16 +161,31 @@ def test_parameters_that_come_and_go_between_steps(budget):
 def test_a_value_that_backward_still_needs_when_its_gradient_is_complete(budget):
     """A second use of the weight, through a detached alias, whose backward comes after that of the first."""
 
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shift = nn.Parameter(torch.randn(WIDTH))
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+
+        def forward(self, x):
+            x = torch.tanh(nn.functional.linear(x, self.weight.detach())) + self.shift
+            return nn.functional.linear(x, self.weight)
+
     class Late(nn.Module):
         def __init__(self):
             super().__init__()
-            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.first, self.second, self.third = nn.Linear(WIDTH, WIDTH), Twice(), Twice()
 
         def forward(self, x):
-            x = self.first(x)
-            x = nn.functional.linear(torch.tanh(x), self.second.weight.detach())
-            return self.second(x)
+            return self.third(self.second(self.first(x)))
 
+    pair = Pair(Late, budget)
+    for step in range(4):
+        pair.backward(step)
+        pair.check_gradients()
+        pair.both(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+        pair.check()
+    assert pair.engine.stats()["model_data_nbytes"] == 3 * (WIDTH * WIDTH + WIDTH) * 16, "no list of gradients"
     Pair(Late, budget).train(4)
     Pair(Late, budget, dtype="bf16").train(3)
 
@@ -313,6 +328,31 @@ def test_a_gradient_that_somebody_holds_over_the_step_stays(budget):
     pair.both(run)
     pair.both(lambda model, optimizer: optimizer.zero_grad())
     pair.train(1, first=6)
+
+
+@pytest.mark.parametrize("what", ["read", "value", "drop", "more", "evaluation"])
+def test_the_last_of_several_gradients_waits_for_the_step_or_for_whoever_comes_first(what, budget):
+    """In 16 bits the update may add it to the sum; whatever comes before finds the sum, and the value."""
+    pair = Pair(Stack, budget, dtype="bf16", gradient_accumulation_steps=2)
+    pair.train(2, micro=2)
+    for part in range(2):
+        pair.backward(20 + part)
+    if what == "read":
+        for parameter, master in zip(pair.ours.parameters(), pair.plain_optimizer.masters, strict=True):
+            assert torch.equal(parameter.grad, master.grad)
+    elif what == "value":
+        pair.check()
+    elif what == "drop":
+        pair.both(lambda model, optimizer: optimizer.zero_grad())
+        pair.check()
+    elif what == "more":
+        pair.backward(22)
+    else:
+        with torch.no_grad():
+            pair.both(lambda model, _: model(batch().bfloat16()).clone())
+    pair.both(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.check()
+    pair.train(1, first=3, micro=2)
 
 
 # What users do with them

@@ -28,7 +28,7 @@ from torch import nn
 
 from hf_patrickstar import EngineError
 
-SITUATIONS = ("resident", "evicting")
+SITUATIONS = ("resident", "moving", "evicting")
 
 READS = {
     "clone": lambda p: p.detach().clone(),
@@ -188,6 +188,39 @@ def test_writes_while_a_module_computes(budget):
     pair.train(3)
     with torch.no_grad():
         pair.both(lambda model, _: model(batch(5)).clone())
+    pair.check()
+
+
+@pytest.mark.parametrize("takes", ["data", "detach", "row"])
+def test_writes_to_what_was_taken_while_a_module_computed(takes, budget):
+    class Taking(nn.Linear):
+        taken = None
+
+        def forward(self, x):
+            views = {"data": self.weight.data, "detach": self.weight.detach(), "row": self.weight.detach()[3]}
+            self.taken = views[takes]
+            return super().forward(x)
+
+    pair = Pair(lambda: nn.Sequential(*(Taking(WIDTH, WIDTH) for _ in range(5))), budget, settings={"chunks": 7})
+
+    def run(model, optimizer):
+        found = []
+        for step in range(3):
+            with torch.no_grad():
+                model(batch(step))
+                model[1].taken.mul_(2)
+                model[4].taken.fill_(0.25)
+                found.append(model(batch(step)).clone())
+                model[3].taken.sub_(0.5)
+            loss = model(batch(step)).square().sum()
+            if takes == "data":
+                model[2].taken[3] = 0.5  # autograd does not notice it
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    pair.both(run)
     pair.check()
 
 

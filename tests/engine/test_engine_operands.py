@@ -59,6 +59,35 @@ def test_changes_through_data_are_not_noticed_and_used_as_in_torch(how, budget):
     pair.train(1)
 
 
+def test_a_parameter_that_autograd_keeps_itself_has_the_data_that_was_assigned_since(budget):
+    """A view of before keeps the memory of before, the parameter itself gets the new one, as in torch."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+            self.scale, self.shift = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.randn(2, WIDTH))
+
+        def forward(self, x):
+            return self.layer(x) * self.scale * self.shift[1]
+
+    pair = Pair(Scaled, budget)
+
+    def run(model, optimizer):
+        for step in range(2):
+            loss = model(batch(step)).square().sum()
+            model.scale.data = torch.full((WIDTH,), 3.0 + step)
+            model.shift.data = torch.full((2, WIDTH), 2.0)
+            loss.backward()
+            found = [copied(parameter.grad) for parameter in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    pair.both(run)
+    pair.check()
+
+
 def test_a_graph_of_before_a_step_is_refused(budget):
     pair = Pair(Stack, budget)
     stale = [loss_of(model) for model, _ in pair]

@@ -168,12 +168,12 @@ def test_closures(budget):
     pair.check()
 
 
-@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
-def test_lbfgs(line_search, budget):
+@pytest.mark.parametrize(("line_search", "accumulation"), [(None, 1), ("strong_wolfe", 1), (None, 2)])
+def test_lbfgs(line_search, accumulation, budget):
     def make_optimizer(parameters):
         return torch.optim.LBFGS(parameters, lr=0.1, max_iter=4, history_size=3, line_search_fn=line_search)
 
-    pair = Pair(Stack, budget, make_optimizer)
+    pair = Pair(Stack, budget, make_optimizer, gradient_accumulation_steps=accumulation)
 
     def run(model, optimizer):
         losses = []
@@ -181,8 +181,9 @@ def test_lbfgs(line_search, budget):
 
             def closure(step=step):
                 optimizer.zero_grad()
-                loss = loss_of(model, step)
-                loss.backward()
+                for part in range(accumulation):
+                    loss = loss_of(model, step + part)
+                    loss.backward()
                 return loss
 
             losses.append(optimizer.step(closure).detach().clone())

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from hf_patrickstar import BudgetError, ConfigError, initialize_engine
-from hf_patrickstar.runtime.gradient_mirrors import GradientMirrors
+from hf_patrickstar.runtime.mirrors import GradientMirrors
 
 WIDTH, VOCABULARY = 16, 40
 MOVING = {"chunk_numel": 1100, "chunk_budget": 5 * 4 * 1100}

@@ -12,7 +12,7 @@ from torch import nn
 from hf_patrickstar import ConfigError, EngineError, PatrickStarConfig, PatrickStarEngine, initialize_engine
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim import adam_kernel, workers
-from hf_patrickstar.runtime.gradient_place import GradientPlace
+from hf_patrickstar.runtime.chunk import GradientPlace
 
 HARSH = {"chunk_budget": 4000, "chunk_numel": 64, "debug_evict_all": True}
 

@@ -55,7 +55,7 @@ def test_forwards_without_backward_leave_nothing_behind():
     for _ in range(5):
         loss = model(torch.randn(4, 16)).sum()
         del loss
-    assert all(tensor.num_saved == 0 for tensor in engine.manager.tensors)
+    assert all(not tensor.is_saved for tensor in engine.manager.tensors)
     reference = weakref.ref(model)
     engine.detach()
     del model, engine

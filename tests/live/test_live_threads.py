@@ -326,7 +326,7 @@ def test_detach_inside_of_full_parameters_does_not_wait_for_those_that_wait_for_
     with engine.full_parameters():
         thread.start()
         deadline = time.monotonic() + 30
-        while thread not in engine.manager.phases.turns._waiting:
+        while thread not in engine.manager.turns._waiting:
             assert time.monotonic() < deadline
             time.sleep(0.001)
         with pytest.raises(EngineError, match=r"is open in full_parameters\(\); detach after the block has ended"):

@@ -75,14 +75,7 @@ class VirtualCollectives(Collectives):
         self._driver = driver
         self._is_gloo = not driver.machine.has_accelerator
 
-    def exchange(
-        self, message: Sequence[int], what: str, *, subject: str | None = None, is_patient: bool = True
-    ) -> list[list[int]]:
-        """See ``Collectives``."""
-        self._exchange()
-        return [list(message) for _ in range(self.world_size)]
-
-    def exchange_objects(self, value: Any, what: str) -> list[Any]:
+    def exchange(self, value: Any, what: str, *, subject: str | None = None, is_prompt: bool = False) -> list[Any]:
         """See ``Collectives``."""
         self._exchange()
         return [value] * self.world_size
@@ -102,11 +95,6 @@ class VirtualCollectives(Collectives):
             self._emit(MessageExchanged())
             self._driver.message()
 
-    def _in_place(self, tensor: torch.Tensor, what: str, operate: Callable[..., Any]) -> None:
-        """Takes the time of a message: what is sent so in a step is short."""
-        if self.world_size > 1:
-            self._driver.message()
-
     def _broadcast(self, slices: Sequence[torch.Tensor]) -> list[VirtualWork]:
         return [self._gather(slices[0], slices[self.rank])]
 
@@ -123,7 +111,10 @@ class VirtualCollectives(Collectives):
     def _scatter(self, total: torch.Tensor, terms: torch.Tensor) -> VirtualWork:
         return VirtualWork(self._driver, self._driver.reduce((self.world_size - 1) * total.nbytes))
 
+    def _wait(self, work: VirtualWork, what: str) -> None:
+        work.wait()
+
     @contextlib.contextmanager
-    def _naming(self, what: str) -> Iterator[None]:
+    def _guarded(self, what: str, *, is_blocking: bool = False) -> Iterator[Any]:
         """Nothing fails, and nobody is missing."""
-        yield
+        yield None

@@ -168,7 +168,7 @@ def record_step(training: Training, machine: Machine) -> Recording:
         try:
             return _record(engine, training, driver, _totals_of(engine.ledger))
         finally:
-            engine.manager.phases.unwind()  # takes the meter's mode off before the modes around it
+            engine.manager.unwind()  # takes the meter's mode off before the modes around it
 
 
 def make_engine(training: Training, driver: VirtualDriver) -> PatrickStarEngine:
@@ -237,9 +237,9 @@ def _record(engine: PatrickStarEngine, training: Training, driver: VirtualDriver
 def _num_to_pass(engine: PatrickStarEngine) -> int:
     """Steps by plans before the one that counts.
 
-    The first update of an optimizer that makes its own states runs beside nothing.
+    The first update of other optimizers than Adam makes their states, too.
     """
-    return int(any(optimizer.kernel.makes_states for optimizer in engine.optimizers))
+    return int(any(not optimizer.kernel.runs_beside for optimizer in engine.optimizers))
 
 
 def _update(engine: PatrickStarEngine, max_norm: float | None) -> None:

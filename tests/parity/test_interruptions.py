@@ -13,7 +13,7 @@ from test_overlapped_updates import Run, assert_same, threads_of_engines, tight_
 
 from hf_patrickstar.optim.adam_kernel import AdamKernel
 from hf_patrickstar.runtime.chunk import MASTER
-from hf_patrickstar.runtime.phases import Phases
+from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.update import Update
 
 pytestmark = pytest.mark.own_streams
@@ -154,13 +154,13 @@ def after_counting(patched, come):
 
 
 def before_noting(patched, come):
-    chunk_updated = Phases.chunk_updated
+    chunk_updated = ChunkManager.chunk_updated
 
     def interrupted(phases, *args, **settings):
         come()
         return chunk_updated(phases, *args, **settings)
 
-    patched.setattr(Phases, "chunk_updated", interrupted)
+    patched.setattr(ChunkManager, "chunk_updated", interrupted)
 
 
 PLACES = [before_hand_over, after_hand_over, in_the_pools_lock, after_counting, before_noting]

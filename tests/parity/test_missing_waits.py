@@ -528,7 +528,7 @@ def short_of_room(folder):
     run = Run()
 
     def make_room(*_):
-        run.manager.reclaim.make_room(10**9)
+        run.manager.executor.make_room(10**9)
         run.keep_in_flight()
 
     run.model.layers[0].register_full_backward_pre_hook(make_room)
@@ -694,8 +694,8 @@ RUNS = {
 
 WATCHED = (
     ("memory/streams.py", "DeviceStreams", "Copy", "StreamCopy"),
-    *((f"runtime/{name}.py",) for name in ("chunk", "copies", "cpu_embeddings", "executor", "gradients", "manager")),
-    *((f"runtime/{name}.py",) for name in ("phases", "reclaim", "values")),
+    *((f"runtime/{name}.py",) for name in ("chunk", "copies", "executor", "gradients", "manager")),
+    *((f"runtime/{name}.py",) for name in ("parameters", "values")),
     *((f"optim/{name}.py",) for name in ("clipping", "kernel", "optimizer", "state", "torch_kernel")),
 )
 """Modules that order copies and kernels of one process, some with the classes that do."""
@@ -720,14 +720,13 @@ ELSEWHERE = {
     "resources.py": "limits what may be in flight: tests/unit/memory/test_streams.py",
     "report/links.py": "measures, with nobody beside it",
     "report/measure.py": "measures, with nobody beside it",
-    "runtime/buckets.py": "several processes: tests/distributed/test_races_together.py",
+    "runtime/groups.py": "several processes: tests/distributed/test_races_together.py",
     "dist/collectives.py": "several processes: tests/distributed/test_races_together.py",
     "runtime/gate.py": "waits for threads",
     "runtime/gradient_ring.py": "waits where the ring is full: tests/unit/runtime/test_gradient_ring.py",
-    "dist/liveness.py": "waits for processes",
     "dist/tickets.py": "several processes: tests/distributed/test_races_together.py",
     "runtime/turns.py": "waits for threads",
-    "dist/vigil.py": "waits for processes",
+    "dist/watchdog.py": "waits for processes",
     "schedule/clock.py": "virtual time",
     "schedule/replay.py": "virtual time",
     "schedule/repeats.py": "joins words",
@@ -744,14 +743,13 @@ UNNOTICED = {
     "runtime/copies.py Copies.loaded_by_others: chunk.note(...)": _GROUP,
     "runtime/copies.py Copies.loaded_by_others: chunk.under_way": _GROUP,
     "runtime/copies.py Copies.rehome: chunk.wait_for_reader()": _HELD,
-    "runtime/executor.py Executor._gather: self._copies.wait(...)": _GROUP,
     "runtime/gradients.py Gradients._add_to_list: chunk.wait()": "all gradients of a parameter leave the same way",
-    "runtime/gradients.py Gradients._write_over_parameter: chunk.under_way": _GROUP,
-    "runtime/gradients.py Gradients._write_over_parameter: copy.join()": _GROUP,
+    "runtime/gradients.py Gradients._write_over_value: chunk.under_way": _GROUP,
+    "runtime/gradients.py Gradients._write_over_value: copy.join()": _GROUP,
     "runtime/manager.py ChunkManager.close: chunk.wait_for_reader()": _HELD,
     "runtime/manager.py ChunkManager.retire: chunk.wait_for_reader()": _HELD,
-    "runtime/phases.py Phases.settle_failures: update.wait()": "asks for the error of work that has ended",
-    "runtime/reclaim.py Reclaim._await_gathers: self._copies.wait(...)": _GROUP,
+    "runtime/manager.py ChunkManager.settle_failures: update.wait()": "asks for the error of work that has ended",
+    "runtime/executor.py Executor._await_gathers: self._copies.wait(...)": _GROUP,
     "runtime/values.py Values.own_part: chunk.wait()": "only on the CPU tier is a value written where it is",
 }
 """Sites that no run of one process can miss, and why."""

@@ -5,12 +5,9 @@ Each case runs with updates at once, then over simulated streams and with a real
 
 import collections
 import contextlib
-import copy
 import functools
 import gc
-import logging
 import os
-import pickle
 import re
 import subprocess
 import sys
@@ -28,11 +25,10 @@ from trainers import smallest_budget
 from transformers.optimization import Adafactor
 
 from hf_patrickstar import PatrickStarEngine
-from hf_patrickstar.errors import BudgetError, DeviceMemoryError, EngineError
+from hf_patrickstar.errors import DeviceMemoryError, EngineError
 from hf_patrickstar.memory.streams import Copy
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.adam_kernel import AdamKernel
-from hf_patrickstar.optim.torch_kernel import TorchKernel
 
 pytestmark = pytest.mark.own_streams
 
@@ -266,8 +262,6 @@ OTHERS = {
     "asgd": lambda p: torch.optim.ASGD(p, lr=1e-2),
 }
 """Optimizers that update parameters one by one, by a kernel of their own."""
-OVERLAPPING = {name: make for name, make in OTHERS.items() if name != "asgd"}
-"""Those whose numbers do not depend on what the program says meanwhile."""
 
 
 def halves(parameters):
@@ -446,107 +440,6 @@ def gate(monkeypatch):
     opened.set()
 
 
-@pytest.fixture
-def other_gate(monkeypatch):
-    """Updates of other optimizers than Adam wait until it is set."""
-    opened = threading.Event()
-    update = TorchKernel._update_chunks
-
-    def update_later(*args):
-        opened.wait()
-        update(*args)
-
-    monkeypatch.setattr(TorchKernel, "_update_chunks", update_later)
-    opened.set()
-    yield opened
-    opened.set()
-
-
-def take_a_step_that_waits(run, gate):
-    """Two steps, of which the first makes states, and a third one whose updates begin when the gate opens."""
-    run.step(0)
-    run.step(1)
-    run.model.state_dict()
-    gate.clear()
-    run.backward(2)
-    run.optimizer.step()
-
-
-@pytest.mark.parametrize("make_optimizer", OVERLAPPING.values(), ids=OVERLAPPING)
-def test_a_step_of_another_optimizer_returns_before_chunks_are_updated(late, other_gate, make_optimizer):
-    run = Run(make_optimizer)
-    take_a_step_that_waits(run, other_gate)
-    chunks = {run.engine.manager.by_index[index].chunk.spec.index for index in run.optimizer.group_numbers}
-    assert run.num_under_way == len(chunks) > 3
-    other_gate.set()
-    run.end()
-
-
-def test_who_looks_into_the_state_of_another_optimizer_waits_and_is_waited_for(late, other_gate):
-    """The step waits for the chunk of that parameter alone, for good: the tensor may still be in somebody's hands."""
-    run = Run(momentum)
-    first = next(run.model.parameters())
-    raw, chunk = run.optimizer.inner, run.engine.manager.find(first).chunk
-    take_a_step_that_waits(run, other_gate)
-    before = dict.__getitem__(raw.state, first)["momentum_buffer"].clone()
-    threading.Timer(0.05, other_gate.set).start()
-    held = raw.state[first]["momentum_buffer"]
-    assert not torch.equal(held, before), "it was updated first"
-    run.optimizer.zero_grad()
-    run.model.state_dict()
-    other_gate.clear()
-    threading.Timer(0.05, other_gate.set).start()
-    run.backward(3)
-    run.optimizer.step()
-    assert chunk.update is None or chunk.update.is_done
-    assert raw.state[first]["momentum_buffer"] is held
-    run.end()
-
-
-def test_to_go_through_parameters_that_have_a_state_waits_for_nothing(late, other_gate):
-    run = Run(momentum)
-    take_a_step_that_waits(run, other_gate)
-    states = run.optimizer.inner.state
-    assert set(states) == set(states.keys()) == set(run.model.parameters())
-    assert (len(states), next(run.model.parameters()) in states) == (len(list(run.model.parameters())), True)
-    assert run.num_under_way == len(run.engine.manager.chunks)
-    other_gate.set()
-    run.end()
-
-
-def test_an_optimizer_that_is_to_have_more_threads_than_the_program_waits(late):
-    """Torch has one number of threads for all new ones, which the program may begin meanwhile."""
-    run = Run(momentum, host_threads=torch.get_num_threads() + 1)
-    for seed in range(3):
-        run.step(seed, lambda run: run.keep(run.num_under_way))
-        assert run.found[-1] == 0
-
-
-def test_a_program_that_copies_its_optimizer_goes_on_as_before(late, other_gate):
-    run = Run(OTHERS["rmsprop"])
-    for seed in range(2):
-        run.step(seed)
-        assert len(pickle.loads(pickle.dumps(run.optimizer)).state) == len(copy.deepcopy(run.optimizer).state) > 3
-    other_gate.clear()
-    run.backward(2)
-    run.optimizer.step()
-    assert run.num_under_way == len(run.engine.manager.chunks)
-    other_gate.set()
-    run.end()
-
-
-def test_after_an_engine_that_could_not_be_made_another_one_overlaps(late):
-    """Somebody may still hold the error, and with it what there was of the first engine."""
-    model = make_model("gpt2").train()
-    made = momentum(model.parameters())
-    config = {"placement": "host", "chunk_numel": 700}
-    with pytest.raises(BudgetError) as held:
-        PatrickStarEngine(model, {**config, "chunk_budget": 64}, made)
-    engine = PatrickStarEngine(model, {**config, "chunk_budget": tight_budget("gpt2")}, made)
-    assert engine.optimizer.kernel.waits_because == ""
-    assert held.value.__traceback__ is not None
-
-
 def two_engines(streams, overlap):
     """One optimizer over two models that each have an engine; what it keeps is read after every step."""
     with streams_of(streams):
@@ -575,59 +468,6 @@ def test_two_engines_over_one_optimizer(streams):
     assert_same(two_engines("threads", False), two_engines(streams, True))
 
 
-def test_an_update_computes_with_as_many_threads_as_the_program_has_then(late, monkeypatch):
-    seen, update, before = set(), TorchKernel._update_chunk, torch.get_num_threads()
-
-    def note(*args, **settings):
-        seen.add((threading.current_thread().name.rpartition("_")[0], torch.get_num_threads()))
-        update(*args, **settings)
-
-    run = Run(adafactor)
-    try:
-        for num in (1, 1, 2, 3):
-            torch.set_num_threads(num)
-            monkeypatch.setattr(TorchKernel, "_update_chunk", note)
-            run.step(num)
-            run.model.state_dict()
-    finally:
-        torch.set_num_threads(before)
-    assert seen == {("", 1), ("hf_patrickstar-host", 1), ("", 2), ("", 3)}
-
-
-def test_a_detached_optimizer_has_an_ordinary_dictionary(late):
-    run = Run(momentum)
-    run.step(0)
-    inner = run.optimizer.inner
-    assert type(inner.state) is not collections.defaultdict
-    run.step(1)
-    run.engine.detach()
-    assert type(inner.state) is collections.defaultdict
-    assert len(inner.state) == len(list(run.model.parameters()))
-
-
-def test_where_somebody_holds_the_states_themselves_the_step_waits_and_says_so_once(late, caplog):
-    caplog.set_level(logging.INFO, "hf_patrickstar")
-    made = []
-
-    def make_optimizer(parameters):
-        made.append(momentum(parameters))
-        made.append(made[0].state)
-        return made[0]
-
-    run = Run(make_optimizer)
-    for seed in range(3):
-        run.backward(seed)
-        run.optimizer.step()
-        assert run.num_under_way == 0
-        run.optimizer.zero_grad()
-    assert made[0].state is made[1]
-    said = [record.getMessage() for record in caplog.records if "before step() returns" in record.getMessage()]
-    assert said == [
-        "patrickstar: chunks are updated before step() returns, because somebody holds the dictionary of states "
-        "of SGD, or has replaced it"
-    ]
-
-
 def test_an_error_of_another_optimizer_names_the_chunk_and_leaves_the_masters(late, monkeypatch):
     run = Run(momentum, dtype="bf16")
     for seed in range(2):
@@ -640,9 +480,8 @@ def test_an_error_of_another_optimizer_names_the_chunk_and_leaves_the_masters(la
     with monkeypatch.context() as patched:
         patched.setattr(torch.optim.SGD.step, "__wrapped__", fail)
         run.backward(2)
-        run.optimizer.step()
         with pytest.raises(ArithmeticError) as caught:
-            run.model.state_dict()
+            run.optimizer.step()
     assert re.fullmatch(r"while the optimizer updated '.+' \(chunk \d+\)", caught.value.__notes__[0])
     run.optimizer.zero_grad()
     assert_same(before, list(run.model.state_dict().values()))

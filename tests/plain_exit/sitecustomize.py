@@ -1,6 +1,6 @@
 """Python imports this when it starts: processes of plain torch give the threads of gloo time to end.
 
-They abort now and then otherwise; ``hf_patrickstar/dist/departure.py`` says why.
+They abort now and then otherwise; ``leave_at_exit`` in ``hf_patrickstar/dist/collectives.py`` says why.
 """
 
 import atexit

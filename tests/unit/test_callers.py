@@ -6,13 +6,12 @@ import runpy
 import signal
 import sys
 import threading
-import types
 
 import pytest
 import torch
 
 from hf_patrickstar import callers
-from hf_patrickstar.callers import find_caller, find_collective, frames_of_threads, is_idle, numbers_of_threads
+from hf_patrickstar.callers import find_caller, frames_of_threads, numbers_of_threads
 
 
 def in_library(name, text, **scope):
@@ -74,68 +73,6 @@ def test_a_thread_of_a_library_has_no_line():
     thread.start()
     thread.join()
     assert found == [""]
-
-
-# Collectives of the user's
-
-
-def nested(*modules):
-    """What ``find_collective`` finds where functions of these modules call each other, the outermost first."""
-    found = []
-
-    def innermost():
-        found.append(find_collective(sys._getframe(1)))
-
-    call = innermost
-    for name, function in reversed(modules):
-        scope = {"__name__": name, "call": call}
-        exec(f"def {function}():\n    call()", scope)
-        call = scope[function]
-    call()
-    return found[0]
-
-
-C10D = "torch.distributed.distributed_c10d"
-LOGGER = ("torch.distributed.c10d_logger", "wrapper")
-
-
-@pytest.mark.parametrize(
-    ("modules", "expected"),
-    [
-        ([LOGGER, (C10D, "all_gather")], "torch.distributed.all_gather"),
-        (
-            [LOGGER, (C10D, "broadcast_object_list"), LOGGER, (C10D, "broadcast")],
-            "torch.distributed.broadcast_object_list",
-        ),
-        ([("accelerate.utils.operations", "gather"), (C10D, "all_gather")], "torch.distributed.all_gather"),
-        ([(C10D, "barrier"), ("hf_patrickstar.memory.meters", "watch")], "torch.distributed.barrier"),
-        ([("hf_patrickstar.dist.collectives", "exchange"), (C10D, "all_gather")], ""),
-        ([("torch.distributed.checkpoint.filesystem", "write")], ""),
-        ([(C10D, "barrier"), ("train", "compute")], ""),
-        ([("torch.nn.modules.module", "_call_impl")], ""),
-    ],
-)
-def test_a_collective_that_a_thread_is_inside_of(modules, expected):
-    assert nested(*modules) == expected
-
-
-@pytest.mark.parametrize(
-    ("modules", "expected"),
-    [
-        (["threading", "concurrent.futures.thread"], True),
-        (["threading", "train", "queue"], False),
-        (["threading", "transformers.trainer"], False),
-    ],
-)
-def test_a_thread_that_has_nothing_to_do(modules, expected):
-    frame = None
-    for name in modules:
-        frame = types.SimpleNamespace(f_globals={"__name__": name}, f_back=frame)
-    assert is_idle(frame) is expected
-
-
-def test_a_thread_that_has_ended_has_nothing_to_do():
-    assert is_idle(None)
 
 
 @pytest.mark.parametrize("collects", [True, False])

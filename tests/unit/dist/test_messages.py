@@ -4,7 +4,7 @@ import concurrent.futures
 
 import pytest
 import torch
-from unit.runtime.data_parts import Exchange
+from unit.dist.ranks import Exchange
 
 from hf_patrickstar.errors import CollectiveError
 from hf_patrickstar.dist.messages import ROW_NBYTES, swap_messages

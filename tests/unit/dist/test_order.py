@@ -1,67 +1,29 @@
-"""Agreements between processes, with threads in their place and messages in a list."""
+"""Agreements between processes, with threads in their place."""
 
 import itertools
 import pickle
-import threading
 import zlib
 
 import pytest
 import torch
-from unit.runtime import data_parts
+from unit.dist.ranks import Exchange, ThreadCollectives, in_threads
 
-from hf_patrickstar.errors import CollectiveError
 from hf_patrickstar.dist.messages import ROW_NBYTES
-from hf_patrickstar.dist.order import (
-    AgreedOrder,
-    Beginning,
-    Collective,
-    Ending,
-    OwnOrder,
-    Phase,
-    Room,
-    Subject,
-    make_order,
-)
+from hf_patrickstar.dist.order import Beginning, Collective, Ending, Order, Phase, Room, Subject
+from hf_patrickstar.errors import CollectiveError
 from hf_patrickstar.schedule.trace import Trace, Visit
 
 ROOM = Room(1000, None, 10, (3, 1))
 SHAPES = ((4, 128), (4,))
 
 
-class Exchange(data_parts.Exchange):
-    """It knows how many bytes the messages have had."""
-
-    def __init__(self, world_size):
-        super().__init__(world_size)
-        self.lengths = set()
-
-
-class FakeCollectives:
-    """What an order needs of ``Collectives``."""
-
-    def __init__(self, rank, exchange):
-        self.rank, self.world_size = rank, exchange.world_size
-        self.place = exchange
-        self.whats, self.patient = [], []
-
-    def exchange(self, message, what, *, subject=None, is_patient=True):
-        assert all(-(2**63) <= number < 2**63 for number in message), "64 bits"
-        self.whats.append(what)
-        self.patient.append(is_patient)
-        self.place.lengths.add(len(pickle.dumps(message)))
-        return [list(row) for row in self.place.swap(self.rank, list(message))]
-
-    def exchange_objects(self, value, what):
-        return self.place.swap(self.rank, value)
-
-
 class Rank:
     """One process: its order, and the collectives that it did."""
 
-    def __init__(self, rank, exchange, num_tensors=10, checks_all=False):
-        self.rank = rank
-        self.collectives = FakeCollectives(rank, exchange)
-        self.order = AgreedOrder(self.collectives, num_tensors, checks_all)
+    def __init__(self, collectives, checks_all=False):
+        self.rank = collectives.rank
+        self.collectives = collectives
+        self.order = Order(collectives, checks_all=checks_all)
         self.is_in_step = True
         self.done = []
 
@@ -96,24 +58,19 @@ class Rank:
 def run(*functions, **settings):
     """Each function in a thread, with the rank that it is; returns the ranks and what came of them."""
     exchange = Exchange(len(functions))
-    ranks = [Rank(rank, exchange, **settings) for rank in range(len(functions))]
-    results = [None] * len(functions)
+    ranks = [Rank(ThreadCollectives(rank, exchange), **settings) for rank in range(len(functions))]
 
     def call(rank, function):
         try:
-            results[rank] = function(ranks[rank])
-        except Exception as error:
-            results[rank] = error
-            if not isinstance(error, CollectiveError):
-                exchange.barrier.abort()
+            return function(rank)
+        except CollectiveError:
+            raise
+        except Exception:
+            exchange.barrier.abort()
+            raise
 
-    threads = [threading.Thread(target=call, args=item, daemon=True) for item in enumerate(functions)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(data_parts.TIMEOUT_S)
-    assert max(exchange.lengths, default=0) <= ROW_NBYTES - 16, "a message fits into one row"
-    return ranks, results
+    calls = [lambda rank=rank, function=function: call(rank, function) for rank, function in zip(ranks, functions, strict=True)]
+    return ranks, in_threads(*calls, expected=CollectiveError)
 
 
 def agree(*functions, **settings):
@@ -205,26 +162,35 @@ def test_one_that_is_lost_is_known_to_all():
     assert results == [(True, frozenset())] * 3
 
 
-@pytest.mark.parametrize("num_tensors", [1, 61, 62, 63, 124, 125, 62 * 200])
+@pytest.mark.parametrize("num_tensors", [1, 7, 8, 9, 64, 10_000])
 def test_what_got_gradients_anywhere(num_tensors):
-    """In words of 62 bits; the last case has more of them than a message has room for shapes."""
-    wanted = {0, 30, 60, 61, 62, 63, 123, 124, num_tensors - 1} & set(range(num_tensors))
+    wanted = {0, 5, 6, 7, 8, 63, num_tensors - 1} & set(range(num_tensors))
     left, right = sorted(wanted)[::2], [*sorted(wanted)[1::2], max(wanted)]
-    _, results = agree(
-        lambda rank: rank.end(Phase.BACKWARD, indices=left),
-        lambda rank: rank.end(Phase.BACKWARD, indices=right),
-        num_tensors=num_tensors,
+    ranks, results = agree(
+        lambda rank: rank.end(Phase.BACKWARD, indices=left), lambda rank: rank.end(Phase.BACKWARD, indices=right)
     )
     assert results == [(False, frozenset(wanted))] * 2
 
 
+def test_a_message_about_many_tensors_fits_into_one_row():
+    sent = []
+
+    def end(rank):
+        swap = rank.collectives.place.swap
+        rank.collectives.place.swap = lambda place, value: sent.append(len(pickle.dumps(value))) or swap(place, value)
+        return rank.end(Phase.BACKWARD, indices=range(10_000))
+
+    run(end)
+    assert max(sent) < ROW_NBYTES - 16
+
+
 def test_all_of_many_got_one():
-    _, results = agree(*[lambda rank: rank.end(indices=range(rank.rank, 200, 2))] * 2, num_tensors=200)
+    _, results = agree(*[lambda rank: rank.end(indices=range(rank.rank, 200, 2))] * 2)
     assert results == [(False, frozenset(range(200)))] * 2
 
 
 def test_a_model_without_parameters_ends_too():
-    _, results = agree(lambda rank: rank.end(), lambda rank: rank.end(), num_tensors=0)
+    _, results = agree(lambda rank: rank.end(), lambda rank: rank.end())
     assert results == [(False, frozenset())] * 2
 
 
@@ -298,9 +264,7 @@ def test_one_subject_but_not_the_same_thing(subject):
 
 
 def test_one_process_agrees_with_itself():
-    collectives = FakeCollectives(0, Exchange(1))
-    order = make_order(collectives, 10, checks_all=True)
-    assert isinstance(order, OwnOrder)
+    order = Order(ThreadCollectives(), checks_all=True)
     assert order.is_alone
     assert order.begin("training", SHAPES, 7, ROOM, 0) == Beginning(SHAPES, True, ROOM)
     wanted = Collective(Subject.GATHER, 3)
@@ -309,10 +273,9 @@ def test_one_process_agrees_with_itself():
     ended = order.end(Ending(Phase.BACKWARD, is_diverged=True, indices=[2, 5]))
     assert (ended.collectives, ended.is_diverged, ended.indices) == ((), True, frozenset({2, 5}))
     assert order.agree(Subject.READ, [3], "reads") == [0]
-    assert collectives.whats == []
-    several = make_order(FakeCollectives(0, Exchange(2)), 10, checks_all=False)
-    assert isinstance(several, AgreedOrder)
-    assert not several.is_alone
+    trace = Trace("training", (8, 8), (Visit(0, (), 3), Visit(1)))
+    assert order.agree_on_trace(trace) == trace
+    assert list(order.agree_on_foreseen([trace])) == [trace]
 
 
 def test_only_some_record_it():
@@ -381,13 +344,6 @@ def test_shapes_that_cannot_be_compared_are_dropped(other):
 
 def test_shapes_without_sizes_count():
     assert begin_with(*[{"shapes": ((), (2,))}] * 2).shapes == ((), (2,))
-
-
-@pytest.mark.parametrize(("num_sizes", "is_known"), [(96, True), (97, False), (500, False)])
-def test_shapes_larger_than_a_message(num_sizes, is_known):
-    shapes = ((1,) * (num_sizes - 1), (9,))
-    assert begin_with(*[{"shapes": shapes}] * 2).shapes == (shapes if is_known else ())
-    assert begin_with({"shapes": shapes}, {}).shapes == ()
 
 
 def test_the_least_room_and_the_most_of_others():
@@ -482,27 +438,27 @@ def train(rank):
 
 
 @pytest.mark.parametrize(
-    ("doing", "patient"),
+    ("doing", "prompt"),
     [
-        (train, [True] * 5),
-        (evaluate, [False, True, True]),
-        (enter(Subject.READ), [False]),
-        (enter(Subject.NORM), [False]),
-        (enter(Subject.ENTER), [False]),
-        (enter(Subject.MEET), [True]),
-        (enter(Subject.LEAVE), [True]),
-        (enter(Subject.READ, is_patient=True), [True]),
+        (train, [False] * 5),
+        (evaluate, [True, False, False]),
+        (enter(Subject.READ), [True]),
+        (enter(Subject.NORM), [True]),
+        (enter(Subject.ENTER), [True]),
+        (enter(Subject.MEET), [False]),
+        (enter(Subject.LEAVE), [False]),
+        (enter(Subject.READ, is_prompt=False), [False]),
     ],
 )
-def test_who_may_be_alone_gives_up(doing, patient):
+def test_who_may_be_alone_gives_up(doing, prompt):
     ranks, results = run(doing, doing)
     assert not any(isinstance(result, Exception) for result in results)
-    assert [rank.collectives.patient for rank in ranks] == [patient] * 2
+    assert [rank.collectives.prompt for rank in ranks] == [prompt] * 2
 
 
 def test_who_follows_does_not_give_up():
-    ranks, _ = run(lambda rank: rank.order.follow_readers(), enter(Subject.READ, is_patient=True))
-    assert [rank.collectives.patient for rank in ranks] == [[True], [True]]
+    ranks, _ = run(lambda rank: rank.order.follow_readers(), enter(Subject.READ, is_prompt=False))
+    assert [rank.collectives.prompt for rank in ranks] == [[False], [False]]
 
 
 def test_between_steps_nobody_has_said_that_he_comes():
@@ -511,7 +467,7 @@ def test_between_steps_nobody_has_said_that_he_comes():
         rank.gather(1)
 
     ranks, _ = run(read, read)
-    assert [rank.collectives.patient for rank in ranks] == [[False], [False]]
+    assert [rank.collectives.prompt for rank in ranks] == [[True], [True]]
 
 
 def test_what_processes_foresee_is_one_trace_of_each_kind_or_nothing():
@@ -520,7 +476,6 @@ def test_what_processes_foresee_is_one_trace_of_each_kind_or_nothing():
     assert results == [[larger, other]] * 2
     _, results = agree(lambda rank: foresee(rank, first), lambda rank: foresee(rank))
     assert results == [[], []], "one cannot tell"
-    assert OwnOrder().agree_on_foreseen([first]) == [first]
 
 
 def foresee(rank, *traces):

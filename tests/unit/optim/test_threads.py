@@ -4,15 +4,10 @@ import math
 
 import pytest
 import torch
-from unit.optim.updates import give, make_parts
 
 from hf_patrickstar import cores
 from hf_patrickstar.optim import threads as module
-from hf_patrickstar.optim.adam_kernel import AdamKernel
-from hf_patrickstar.optim.kernels import make_kernel
 from hf_patrickstar.optim.threads import HostThreads, choose_threads
-from hf_patrickstar.optim.torch_kernel import TorchKernel
-from hf_patrickstar.optim.workers import HostWorkers
 
 FROM_TORCHRUN = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}
 FROM_ACCELERATE = {"OMP_NUM_THREADS": "1", "ACCELERATE_MIXED_PRECISION": "no"}
@@ -119,35 +114,3 @@ def test_torch_has_the_threads_that_were_asked_for_inside_of_a_block_alone(threa
         assert torch.get_num_threads() == inside
         raise KeyError
     assert torch.get_num_threads() == 1
-
-
-@pytest.mark.parametrize(
-    ("threads", "are_those"),
-    [(HostThreads(3), True), (HostThreads(3, is_asked=True), False), (HostThreads(1, is_asked=True), True)],
-)
-def test_only_a_number_that_was_asked_for_differs_from_that_of_torch(threads, are_those):
-    assert threads.are_those_of_torch is are_those
-
-
-@pytest.mark.parametrize(("threads", "inside"), [(HostThreads(3), 1), (HostThreads(3, is_asked=True), 3)])
-def test_another_optimizer_than_adam_computes_in_threads_of_torch_that_were_asked_for(threads, inside):
-    class Seen(torch.optim.SGD):
-        def step(self, closure=None):
-            seen.append(torch.get_num_threads())
-
-    seen, parts = [], make_parts((64,))
-    kernel = TorchKernel(Seen([torch.nn.Parameter(torch.zeros(1))], lr=0.1), parts.pool, False, threads)
-    kernel.reserve(parts.chunks)
-    give(parts, t0=1)
-    kernel.begin_step()
-    kernel.update(parts.chunks, {0: 0}, None)
-    assert seen == [inside]
-
-
-def test_adam_has_workers_and_others_have_threads():
-    parts, threads, workers = make_parts((64,)), HostThreads(3), HostWorkers(5)
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    adam = make_kernel(torch.optim.AdamW([parameter]), parts.pool, False, threads, workers)
-    other = make_kernel(torch.optim.SGD([parameter], lr=0.1), parts.pool, False, threads, workers)
-    assert (type(adam), adam.batch_numel) == (AdamKernel, 16 * 2**19)
-    assert (type(other), other.batch_numel) == (TorchKernel, 0)

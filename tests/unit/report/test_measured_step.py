@@ -11,7 +11,7 @@ from hf_patrickstar.report.measured_step import (
     timeline_from_dict,
     timeline_to_dict,
 )
-from hf_patrickstar.runtime.durations import Piece
+from hf_patrickstar.runtime.steps import Piece
 from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.schedule.script import Part
 

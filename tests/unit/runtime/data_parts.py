@@ -3,9 +3,11 @@
 import threading
 
 import torch
+from unit.dist.ranks import TIMEOUT_S, Exchange, ThreadCollectives
 from unit.spec_builders import BF16
 
-from hf_patrickstar.dist.order import make_order
+from hf_patrickstar.dist.order import Order
+from hf_patrickstar.dist.sharing import Sharing
 from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.memory.lanes import WorkLane
@@ -14,18 +16,13 @@ from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import MASTER, Chunk, ManagedTensor, torch_dtype
-from hf_patrickstar.runtime.gradient_mirrors import GradientMirrors
 from hf_patrickstar.runtime.gradients import Gradients
-from hf_patrickstar.runtime.mirrors import MirrorUsers, ValueMirrors
+from hf_patrickstar.runtime.mirrors import GradientMirrors, ValueMirrors
 from hf_patrickstar.runtime.originals import Originals
-from hf_patrickstar.runtime.sharing import Sharing
 from hf_patrickstar.runtime.values import Values
-from hf_patrickstar.runtime.watch import Watch
 from hf_patrickstar.runtime.writes import Writes
 
 CPU = torch.device("cpu")
-TIMEOUT_S = 10
-NUM_TENSORS = 8
 
 
 class InBackward(torch.autograd.Function):
@@ -40,53 +37,6 @@ class InBackward(torch.autograd.Function):
     def backward(ctx, gradient):
         ctx.function()
         return gradient, None
-
-
-class Exchange:
-    """Where threads that stand for processes meet; one that fails lets the others go."""
-
-    def __init__(self, world_size):
-        self.world_size = world_size
-        self.slots = [None] * world_size
-        self.barrier = threading.Barrier(world_size, timeout=TIMEOUT_S)
-
-    def swap(self, rank, value):
-        self.slots[rank] = value
-        self.barrier.wait()
-        values = list(self.slots)
-        self.barrier.wait()
-        return values
-
-
-class ThreadCollectives:
-    """What the runtime needs of ``Collectives``, among threads; of one process alone if no exchange is given."""
-
-    is_asynchronous = False
-
-    def __init__(self, rank=0, exchange=None):
-        self.place = Exchange(1) if exchange is None else exchange
-        self.rank, self.world_size = rank, self.place.world_size
-        self.whats, self.sent_numels = [], []
-
-    def exchange(self, message, what, *, subject=None, is_patient=True):
-        self.whats.append(what)
-        return [list(row) for row in self.place.swap(self.rank, list(message))]
-
-    def exchange_objects(self, value, what):
-        self.whats.append(what)
-        return self.place.swap(self.rank, value)
-
-    def begin_broadcast(self, tensor, source, what):
-        """Writes when it is waited for, and not before."""
-        self.sent_numels.append(tensor.numel())
-        found = self.place.swap(self.rank, tensor.clone())[source]
-        return lambda: tensor.copy_(found)
-
-    def broadcast(self, tensor, source, what):
-        self.begin_broadcast(tensor, source, what)()
-
-    def all_reduce(self, tensor, what):
-        tensor.copy_(sum(self.place.swap(self.rank, tensor.clone())))
 
 
 class Ticket:
@@ -139,11 +89,10 @@ class Process:
         self.tensors = []
         self.room = Room()
         self.originals = Originals(self.pool)
-        self.sharing = Sharing(self.collectives, make_order(self.collectives, NUM_TENSORS, checks_all=False))
-        self.values = Values(self.sharing, self.streams, self.originals, self.events.append)
-        self.users = MirrorUsers()
-        self.mirrors = ValueMirrors(self.values, self.users)
-        self.watch = Watch(self.values, self.mirrors)
+        self.sharing = Sharing(self.collectives, Order(self.collectives))
+        self.values = Values(self.sharing, self.streams, self.originals, self.events.append, set())
+        self.num_own = {}
+        self.mirrors = ValueMirrors(self.values, self.num_own)
 
     def add_chunk(
         self,
@@ -222,8 +171,8 @@ class Process:
 
     def make_writes(self, gradients):
         """What takes writes everywhere, and the mirrors of gradients that it knows."""
-        mirrors = GradientMirrors(self.values, gradients, self.users)
-        return Writes(self.values, gradients, self.mirrors, mirrors, self.watch), mirrors
+        mirrors = GradientMirrors(self.values, self.num_own, gradients)
+        return Writes(self.values, gradients, self.mirrors, mirrors), mirrors
 
 
 def values_at(tensor):

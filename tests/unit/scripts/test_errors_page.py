@@ -19,8 +19,7 @@ WITHOUT_REMEDY = {
     "checkpoint '<final>' cannot be written: <found>. Earlier ones are as they were",
     "checkpoint '<final>' was not completed: <found>. Earlier ones are as they were",
     # They check what the package itself hands over; a user meets none of them.
-    "<what>: needs scratch space of <number of elements of buffer> elements of fp32",
-    "reduce_scatter: needs scratch space of <narrow numel and wide numel> elements",
+    "<what>: needs scratch space of <numels> elements and <numels> of fp32",
     "a buffer of shape <shape of buffer> is not <world size> equal slices one after the other",
     # The first step is recorded then, and a log says it: there is nothing to do.
     "parameter '<spec>' is not managed",

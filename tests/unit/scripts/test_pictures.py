@@ -39,7 +39,7 @@ def test_the_flow_chart_of_the_architecture_is_read_whole(pictures):
     assert len(flow.edges) == chart.count("-->")
     assert {name for start, end, _ in flow.edges for name in (start, end)} == set(flow.labels)
     assert flow.labels["hooks"] == "hooks.py, autograd.py\ntorch's events"
-    assert ("reclaim", "copies", "evict") in flow.edges
+    assert ("executor", "copies", "load, evict") in flow.edges
 
 
 def test_a_node_is_below_all_that_lead_to_it(pictures):

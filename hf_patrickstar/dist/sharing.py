@@ -3,34 +3,36 @@
 import contextlib
 import itertools
 import math
-import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from hf_patrickstar.dist.collectives import Collectives
-from hf_patrickstar.dist.order import DTYPES, Order, Subject, number_of
+from hf_patrickstar.dist.order import Order, Subject
 from hf_patrickstar.errors import CheckpointError, CollectiveError
-from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.layout.specs import TensorSpec
+
+Parts: TypeAlias = Sequence[tuple[int, int]]
+"""The elements of a flat tensor that each rank has, as (start, stop)."""
 
 
 class Held(NamedTuple):
     """What one rank has of a parameter, or of something that goes with it.
 
     Attributes:
-        tensor: The parameter.
+        spec: The parameter.
+        parts: The elements that each rank has.
         source: The tensor that this rank has at home, or a function that returns its elements from the first to one
             after the last, flat, on the host; not used on a rank that has no elements.
         dtype: The type to read it in, the same on all ranks that read.
-        parts: The elements that each rank has, as (start, stop); by default those of the parameter.
         number: The number that identifies it in messages; by default the parameter's index.
     """
 
-    tensor: ManagedTensor
+    spec: TensorSpec
+    parts: Parts
     source: torch.Tensor | Callable[[int, int], torch.Tensor] | None
     dtype: torch.dtype
-    parts: Sequence[tuple[int, int]] | None = None
     number: int | None = None
 
 
@@ -38,18 +40,18 @@ class SharedState(NamedTuple):
     """One tensor of an optimizer's state, which one rank has, or several have parts of.
 
     Attributes:
-        tensor: The parameter that it belongs to.
+        spec: The parameter that it belongs to.
         key: Its name in the state.
         shape: Its shape.
         dtype: Its type.
-        parts: The elements that each rank has, as (start, stop).
+        parts: The elements that each rank has.
     """
 
-    tensor: ManagedTensor
+    spec: TensorSpec
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    parts: Sequence[tuple[int, int]]
+    parts: Parts
 
 
 class Sharing:
@@ -80,7 +82,7 @@ class Sharing:
         Args:
             what: What the call does, as a verb phrase, for warnings and errors.
         """
-        self._order.agree(Subject.ENTER, [zlib.crc32(what.encode())], what)
+        self._order.agree(Subject.ENTER, (what,), what)
 
     def meet(self, what: str) -> None:
         """Waits until all processes have come.
@@ -88,7 +90,7 @@ class Sharing:
         Args:
             what: What a process does here, as a verb phrase, for warnings and errors.
         """
-        self._order.agree(Subject.MEET, [], what)
+        self._order.agree(Subject.MEET, (), what)
 
     def tensor(self, held: Held, name: str) -> torch.Tensor:
         """A copy of what the owners of a parameter have, in the parameter's shape.
@@ -97,15 +99,15 @@ class Sharing:
             held: The parameter, and what this rank has of it.
             name: What is read of the parameter, for errors.
         """
-        numel = held.tensor.spec.numel
+        numel = held.spec.numel
         (value,) = self.parts(held, (0, numel), max(numel, 1), name)
         source = held.source
         if isinstance(source, torch.Tensor) and value.untyped_storage()._cdata == source.untyped_storage()._cdata:
             value = value.clone()
-        return value.view(held.tensor.spec.shape).data  # no view, which would keep its base alive as well
+        return value.view(held.spec.shape).data  # no view, which would keep its base alive as well
 
     def parts(
-        self, held: Held, place: tuple[int, int], piece_numel: int, name: str, *, is_patient: bool | None = None
+        self, held: Held, place: tuple[int, int], piece_numel: int, name: str, *, is_prompt: bool | None = None
     ) -> Generator[torch.Tensor, None, None]:
         """Reads what the owners of a parameter have, in pieces. To skip the rest, close the generator.
 
@@ -114,37 +116,15 @@ class Sharing:
             place: The first element of the flattened parameter, and one after the last.
             piece_numel: Elements of a piece.
             name: What is read of the parameter, for errors.
-            is_patient: Whether all processes are known to come; see ``Order.agree``.
+            is_prompt: Whether the other processes may not come; see ``Order.agree``.
 
         Yields:
             Flat tensors on the host, which may alias the source; one empty tensor if there are no elements.
         """
         what = _reading(held, name)
-        index = held.tensor.spec.index if held.number is None else held.number
-        asked = [index, *place, piece_numel, number_of(held.dtype)]
-        readers = self._order.agree(Subject.READ, asked, what, is_patient=is_patient)
+        asked = (held.spec.index if held.number is None else held.number, *place, piece_numel, held.dtype)
+        readers = self._order.agree(Subject.READ, asked, what, is_prompt=is_prompt)
         yield from self._pieces(held, place, piece_numel, what, readers)
-
-    def serve(self, held_of: Callable[[int], Held]) -> None:
-        """Takes part in the reads of other processes, until these end.
-
-        Args:
-            held_of: Gives the parameter of an index, and what this rank has of it.
-
-        Raises:
-            CheckpointError: If a reader failed.
-            CollectiveError: If a process is gone, or does something else.
-        """
-        while True:
-            subject, (index, start, stop, piece_numel, dtype), readers = self._order.follow_readers()
-            if subject is Subject.READ and index >= 0:
-                held = held_of(index)._replace(dtype=DTYPES[dtype])
-                for _ in self._pieces(held, (start, stop), piece_numel, _reading(held, "the value"), readers):
-                    pass
-            elif subject is Subject.LEAVE and not index:
-                return
-            elif subject is Subject.LEAVE:
-                raise CheckpointError("the process that saves the model failed; its own error says why")
 
     @contextlib.contextmanager
     def led(self, held_of: Callable[[int], Held], *, is_reader: bool) -> Iterator[None]:
@@ -153,31 +133,42 @@ class Sharing:
         All processes must enter the block together.
 
         Args:
-            held_of: Gives the parameter of a number that readers ask for, and what this rank has of it.
+            held_of: Gives what this rank has of the parameter of a number that readers ask for.
             is_reader: Whether this process reads; all readers must read the same, in the same order.
 
         Raises:
             CheckpointError: On a process that does not read, if a reader failed.
+            CollectiveError: If a process is gone, or does something else.
         """
         if not is_reader:
-            self.serve(held_of)
+            self._serve(held_of)
         try:
             yield
         except BaseException:
             if is_reader:
                 with contextlib.suppress(CollectiveError):
-                    self.leave(has_failed=True)
+                    self._leave(has_failed=True)
             raise
         if is_reader:
-            self.leave(has_failed=False)
+            self._leave(has_failed=False)
 
-    def leave(self, *, has_failed: bool) -> None:
-        """Tells the processes that follow that this process reads nothing more.
+    def _serve(self, held_of: Callable[[int], Held]) -> None:
+        """Takes part in the reads of other processes, until these end."""
+        while True:
+            subject, payload, readers = self._order.follow_readers()
+            if subject is Subject.LEAVE:
+                (has_failed,) = payload
+                if has_failed:
+                    raise CheckpointError("the process that saves the model failed; its own error says why")
+                return
+            number, start, stop, piece_numel, dtype = payload
+            held = held_of(number)._replace(dtype=dtype)
+            for _ in self._pieces(held, (start, stop), piece_numel, _reading(held, "the value"), readers):
+                pass
 
-        Args:
-            has_failed: Whether an error is the reason.
-        """
-        self._order.agree(Subject.LEAVE, [int(has_failed)], "has saved the model")
+    def _leave(self, *, has_failed: bool) -> None:
+        """Tells the processes that follow that this process reads nothing more."""
+        self._order.agree(Subject.LEAVE, (has_failed,), "has saved the model")
 
     def _pieces(
         self, held: Held, place: tuple[int, int], piece_numel: int, what: str, readers: list[int]
@@ -203,8 +194,7 @@ class Sharing:
         self, held: Held, start: int, stop: int, what: str, readers: list[int]
     ) -> tuple[torch.Tensor, Sequence[Callable[[], None]]]:
         """Starts to send a piece; returns it, and functions that wait until it is complete."""
-        _, source, dtype, *_ = held
-        parts = held.tensor.parts if held.parts is None else held.parts
+        _, parts, source, dtype, _ = held
         first, last = parts[self.rank]
         if readers == [self.rank] and first <= start and stop <= last and source is not None:
             return _elements(source, start - first, stop - first).to(device="cpu", dtype=dtype), ()
@@ -234,7 +224,7 @@ class Sharing:
             The vector, in fp32, on the host.
         """
         what = f"computes the norm of {num} gradients"
-        self._order.agree(Subject.NORM, [num], what)
+        self._order.agree(Subject.NORM, (num,), what)
         vector = torch.zeros(num, dtype=torch.float32, device="cpu")
         places: dict[torch.device, list[int]] = {}
         for place, scalar in found.items():
@@ -245,73 +235,71 @@ class Sharing:
         return vector
 
     def outline_states(
-        self, own: Mapping[int, Mapping[str, Any]], tensors: Mapping[int, ManagedTensor]
+        self, own: Mapping[int, Mapping[str, Any]], place_of: Callable[[int], tuple[TensorSpec, Parts]]
     ) -> dict[int, dict[str, Any]]:
         """Lists the optimizer states of all ranks, so that ``parts`` can read them.
 
         Args:
             own: The states of this rank, by tensor index.
-            tensors: All tensors, by index.
+            place_of: Gives the parameter of an index, and the elements of it that each rank has.
 
         Returns:
             The states by index, the same on all ranks: a ``SharedState`` for a tensor, anything else as it is.
         """
-        what = "reads the optimizer's state"
         states: dict[int, dict[str, Any]] = {}
-        for rank, outlines in enumerate(self._collectives.exchange_objects(_outlines(own), what)):
-            for index, keys in outlines.items():
-                state = states.setdefault(index, {})
-                for key, (shape, value) in keys.items():
-                    tensor = tensors[index]
-                    if shape is None:
-                        state[key] = value
-                    else:
-                        whole, parts = _whole(shape, tensor, rank, self._collectives.world_size)
-                        state[key] = SharedState(tensor, key, whole, value, parts)
+        for rank, index, key, shape, value in self._outlines(own):
+            state = states.setdefault(index, {})
+            if shape is None:
+                state[key] = value
+                continue
+            spec, parts = place_of(index)
+            if _is_split(parts) and shape == (parts[rank][1] - parts[rank][0],):
+                state[key] = SharedState(spec, key, spec.shape, value, parts)
+            else:
+                places = range(self._collectives.world_size)
+                parts = [(0, math.prod(shape) if place == rank else 0) for place in places]
+                state[key] = SharedState(spec, key, shape, value, parts)
         return dict(sorted(states.items()))
 
     def states(
-        self, own: Mapping[int, Mapping[str, Any]], tensors: Mapping[int, ManagedTensor], *, keep: bool = True
+        self,
+        own: Mapping[int, Mapping[str, Any]],
+        place_of: Callable[[int], tuple[TensorSpec, Parts]],
+        *,
+        keep: bool = True,
     ) -> dict[int, dict[str, Any]]:
         """The optimizer states of all ranks together.
 
         Args:
             own: The states of this rank, by tensor index.
-            tensors: All tensors, by index.
+            place_of: Gives the parameter of an index, and the elements of it that each rank has.
             keep: Whether this rank needs them; else it only takes part, and holds one tensor of others at a time.
         """
         if self.is_alone:
             return {index: dict(state) for index, state in own.items()}
-        what = "reads the optimizer's state"
-        self._order.agree(Subject.READ, [-1], what)
+        self.enter(_READING_STATES)
         states: dict[int, dict[str, Any]] = {}
-        for rank, outlines in enumerate(self._collectives.exchange_objects(_outlines(own), what)):
-            for index, keys in outlines.items():
-                state = states.setdefault(index, {}) if keep else {}
-                for key, (shape, value) in keys.items():
-                    if shape is None:
-                        state[key] = value
-                        continue
-                    part = own[index][key] if rank == self.rank else torch.zeros(shape, dtype=value, device="cpu")
-                    self._collectives.broadcast(part, rank, what)
-                    if keep:
-                        _join(state, key, part, tensors[index], rank)
+        for rank, index, key, shape, value in self._outlines(own):
+            state = states.setdefault(index, {}) if keep else {}
+            if shape is None:
+                state[key] = value
+                continue
+            part = own[index][key] if rank == self.rank else torch.zeros(shape, dtype=value, device="cpu")
+            self._collectives.begin_broadcast(part, rank, _READING_STATES)()
+            if keep:
+                spec, parts = place_of(index)
+                _join(state, key, part, spec, parts, rank)
         return dict(sorted(states.items()))
 
-
-def _whole(
-    shape: tuple[int, ...], tensor: ManagedTensor, rank: int, world_size: int
-) -> tuple[tuple[int, ...], Sequence[tuple[int, int]]]:
-    """The full shape of a state, from the shape of what one rank has, and the elements that each rank has."""
-    start, stop = tensor.parts[rank]
-    if tensor.is_split and shape == (stop - start,):
-        return tensor.spec.shape, tensor.parts
-    numel = math.prod(shape)
-    return shape, [(0, numel if other == rank else 0) for other in range(world_size)]
+    def _outlines(self, own: Mapping[int, Mapping[str, Any]]) -> Iterator[tuple[int, int, str, Any, Any]]:
+        """What all ranks have: rank, index and key, and the shape and type of a tensor, or ``None`` and the value."""
+        outlines = [(index, key, *_outline(value)) for index, state in own.items() for key, value in state.items()]
+        for rank, found in enumerate(self._collectives.exchange(outlines, _READING_STATES)):
+            for outline in found:
+                yield rank, *outline
 
 
-def _outlines(states: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    return {index: {key: _outline(value) for key, value in state.items()} for index, state in states.items()}
+_READING_STATES = "reads the optimizer's state"
 
 
 def _elements(source: torch.Tensor | Callable[[int, int], torch.Tensor], start: int, stop: int) -> torch.Tensor:
@@ -319,7 +307,7 @@ def _elements(source: torch.Tensor | Callable[[int, int], torch.Tensor], start: 
 
 
 def _reading(held: Held, name: str) -> str:
-    return f"reads {name} of parameter '{held.tensor.spec.name}' as {held.dtype}"
+    return f"reads {name} of parameter '{held.spec.name}' as {held.dtype}"
 
 
 def _arrived(value: torch.Tensor, waits: Sequence[Callable[[], None]]) -> torch.Tensor:
@@ -328,13 +316,18 @@ def _arrived(value: torch.Tensor, waits: Sequence[Callable[[], None]]) -> torch.
     return value
 
 
-def _join(state: dict[str, Any], key: str, part: torch.Tensor, tensor: ManagedTensor, rank: int) -> None:
+def _is_split(parts: Parts) -> bool:
+    """Whether more than one rank has elements."""
+    return sum(stop > start for start, stop in parts) > 1
+
+
+def _join(state: dict[str, Any], key: str, part: torch.Tensor, spec: TensorSpec, parts: Parts, rank: int) -> None:
     """Adds a rank's part to a state: the whole tensor, or a flat part of it where the parameter is split."""
-    start, stop = tensor.parts[rank]
-    if not tensor.is_split or part.shape != (stop - start,):
+    start, stop = parts[rank]
+    if not _is_split(parts) or part.shape != (stop - start,):
         state[key] = part
         return
-    whole = state.setdefault(key, torch.zeros(tensor.spec.shape, dtype=part.dtype, device="cpu"))
+    whole = state.setdefault(key, torch.zeros(spec.shape, dtype=part.dtype, device="cpu"))
     whole.view(-1)[start:stop].copy_(part)
 
 

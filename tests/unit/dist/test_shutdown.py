@@ -5,7 +5,7 @@ import sys
 
 SCRIPT = """
 import atexit, os, time
-from hf_patrickstar.dist import departure
+from hf_patrickstar.dist import collectives
 
 def destroy():
     print("destroyed")
@@ -18,11 +18,11 @@ def pause(seconds):
 num_pauses = 0
 atexit.register(lambda: print(num_pauses, "pauses"))
 atexit.register(print, "registered before")
-departure.leave_at_exit(destroy)
+collectives.leave_at_exit(destroy)
 atexit.register(print, "registered between")
-departure.leave_at_exit(destroy)
+collectives.leave_at_exit(destroy)
 atexit.register(print, "registered after")
-departure.time = type("", (), {"sleep": staticmethod(pause)})
+collectives.time = type("", (), {"sleep": staticmethod(pause)})
 child = os.fork()
 if child:
     os.waitpid(child, 0)

@@ -5,22 +5,51 @@ import itertools
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from unit.runtime.data_parts import Process, run_together
+from unit.dist import ranks
+from unit.dist.ranks import ThreadCollectives
+from unit.spec_builders import BF16
 
+from hf_patrickstar.dist.order import Order
+from hf_patrickstar.dist.sharing import Held, SharedState, Sharing
 from hf_patrickstar.errors import CheckpointError, CollectiveError
-from hf_patrickstar.runtime.sharing import Held, SharedState
+from hf_patrickstar.layout.specs import TensorSpec
 
 WIDE = torch.float32
 
 
-def make(process, *shapes, chunk_numel):
-    """Tensors of a group, and a function that tells what this rank has of one of them."""
-    tensors = process.add_chunk(*shapes, chunk_numel=chunk_numel)
+class Rank:
+    """One process, and what it has of tensors in a group of chunks; the value of tensor i counts up from 16 * i."""
 
-    def held_of(index):
-        return process.values.held(tensors[index], WIDE)
+    def __init__(self, collectives=None):
+        self.collectives = collectives or ThreadCollectives()
+        self.rank = self.collectives.rank
+        self.sharing = Sharing(self.collectives, Order(self.collectives))
 
-    return tensors, held_of
+
+def run_together(world_size, function):
+    return ranks.run_together(world_size, lambda collectives: function(Rank(collectives)))
+
+
+def spec_of(index, *shape):
+    return TensorSpec(index, f"t{index}", shape, True, types=BF16)
+
+
+def hold(*shape, source, **settings):
+    """What one process has of its only tensor."""
+    spec = spec_of(0, *shape)
+    return Held(spec, [(0, spec.numel)], source, settings.get("dtype", WIDE))
+
+
+def make(process, *numels, chunk_numel):
+    """A function that tells what a rank has of tensors that are one after the other in chunks of a group."""
+    held = []
+    for index, numel in enumerate(numels):
+        begin = sum(numels[:index])
+        cuts = [min(max(rank * chunk_numel - begin, 0), numel) for rank in range(process.collectives.world_size + 1)]
+        parts = list(itertools.pairwise(cuts))
+        value = torch.arange(numel) + 16.0 * index
+        held.append(Held(spec_of(index, numel), parts, value[slice(*parts[process.rank])], WIDE))
+    return held.__getitem__
 
 
 def numbers(pieces):
@@ -31,10 +60,9 @@ def numbers(pieces):
 
 
 def test_one_process_gets_a_copy():
-    process = Process()
-    (tensor,) = process.add_chunk((2, 2))
+    process = Rank()
     source = torch.arange(4.0)
-    value = process.sharing.tensor(Held(tensor, source, WIDE), "the value")
+    value = process.sharing.tensor(hold(2, 2, source=source), "the value")
     assert (value.tolist(), value.untyped_storage().nbytes()) == ([[0.0, 1.0], [2.0, 3.0]], 16)
     value.zero_()
     assert source.tolist() == [0.0, 1.0, 2.0, 3.0]
@@ -43,51 +71,45 @@ def test_one_process_gets_a_copy():
 
 
 def test_one_process_reads_pieces_in_place():
-    process = Process()
-    (tensor,) = process.add_chunk(5)
+    process = Rank()
     source = torch.arange(5.0)
-    pieces = list(process.sharing.parts(Held(tensor, source, WIDE), (1, 5), 3, "the value"))
+    pieces = list(process.sharing.parts(hold(5, source=source), (1, 5), 3, "the value"))
     assert numbers(pieces) == [[1.0, 2.0, 3.0], [4.0]]
     assert pieces[0].data_ptr() == source[1:].data_ptr()
-    other = process.sharing.parts(Held(tensor, source, torch.float64), (0, 1), 3, "the value")
+    other = process.sharing.parts(hold(5, source=source, dtype=torch.float64), (0, 1), 3, "the value")
     assert next(other).dtype is torch.float64
 
 
 def test_a_source_that_reads_is_asked_for_each_piece():
-    process, asked = Process(), []
-    (tensor,) = process.add_chunk(5)
+    process, asked = Rank(), []
 
     def source(start, stop):
         asked.append((start, stop))
         return torch.arange(start, stop, dtype=torch.float64)
 
-    pieces = process.sharing.parts(Held(tensor, source, WIDE), (0, 5), 2, "the value")
+    pieces = process.sharing.parts(hold(5, source=source), (0, 5), 2, "the value")
     assert numbers(pieces) == [[0.0, 1.0], [2.0, 3.0], [4.0]]
     assert asked == [(0, 2), (2, 4), (4, 5)]
 
 
 def test_of_nothing_there_is_one_empty_piece():
-    process = Process()
-    (tensor,) = process.add_chunk((0, 2))
-    held = Held(tensor, torch.zeros(0, 2), WIDE)
+    process = Rank()
+    held = hold(0, 2, source=torch.zeros(0, 2))
     assert numbers(process.sharing.parts(held, (0, 0), 4, "the value")) == [[]]
     assert process.sharing.tensor(held, "the value").shape == (0, 2)
 
 
 def test_one_process_does_not_wait_for_others():
-    process = Process()
+    process = Rank()
     process.sharing.enter("saves")
     process.sharing.meet("saves")
-    process.sharing.serve(lambda index: None)
     with process.sharing.led(lambda index: None, is_reader=True):
         pass
-    process.sharing.leave(has_failed=False)
     own = {1: {"step": torch.tensor(3.0)}}
-    states = process.sharing.states(own, {})
+    states = process.sharing.states(own, None)
     assert states == own
     states[1]["other"] = 5
     assert own[1].keys() == {"step"}
-    assert process.collectives.whats == []
 
 
 # Reading together
@@ -96,7 +118,7 @@ def test_one_process_does_not_wait_for_others():
 @pytest.mark.parametrize("piece_numel", [1, 2, 3, 4, 6, 100])
 def test_pieces_of_a_tensor_that_is_spread_come_to_all_in_order(piece_numel):
     def work(process):
-        _, held_of = make(process, 6, chunk_numel=2)
+        held_of = make(process, 6, chunk_numel=2)
         return numbers(process.sharing.parts(held_of(0), (0, 6), piece_numel, "the value"))
 
     whole = [float(number) for number in range(6)]
@@ -105,7 +127,7 @@ def test_pieces_of_a_tensor_that_is_spread_come_to_all_in_order(piece_numel):
 
 def test_a_part_of_a_tensor():
     def work(process):
-        _, held_of = make(process, 4, 2, chunk_numel=4)
+        held_of = make(process, 4, 2, chunk_numel=4)
         sharing = process.sharing
         return numbers(sharing.parts(held_of(0), (1, 3), 10, "the value")), process.collectives.sent_numels
 
@@ -114,7 +136,7 @@ def test_a_part_of_a_tensor():
 
 def test_what_is_read_is_told():
     def work(process):
-        _, held_of = make(process, 2, chunk_numel=2)
+        held_of = make(process, 2, chunk_numel=2)
         process.sharing.tensor(held_of(0), "the gradient")
         return process.collectives.whats
 
@@ -123,7 +145,7 @@ def test_what_is_read_is_told():
 
 def test_who_does_not_want_the_rest_lets_the_others_have_it():
     def work(process):
-        _, held_of = make(process, 6, chunk_numel=3)
+        held_of = make(process, 6, chunk_numel=3)
         pieces = process.sharing.parts(held_of(0), (0, 6), 1, "the value")
         found = [next(pieces).tolist()]
         if process.rank == 0:
@@ -137,9 +159,8 @@ def test_who_does_not_want_the_rest_lets_the_others_have_it():
 
 def test_a_reader_may_have_parts_and_a_number_of_its_own():
     def work(process):
-        (tensor,), _ = make(process, 2, chunk_numel=2)
         state = torch.tensor([7.0, 8.0, 9.0]) if process.rank == 1 else None
-        held = Held(tensor, state, WIDE, parts=[(0, 0), (0, 3)], number=5)
+        held = Held(spec_of(0, 2), [(0, 0), (0, 3)], state, WIDE, number=5)
         return numbers(process.sharing.parts(held, (0, 3), 3, "a state"))
 
     assert run_together(2, work) == [[[7.0, 8.0, 9.0]]] * 2
@@ -165,7 +186,7 @@ def test_a_reader_may_have_parts_and_a_number_of_its_own():
 )
 def test_those_who_do_not_do_the_same_find_out(works):
     def work(process):
-        _, held_of = make(process, 2, 2, chunk_numel=2)
+        held_of = make(process, 2, 2, chunk_numel=2)
         with pytest.raises(CollectiveError, match=r"the processes do not do the same: rank 0 .*; rank 1 "):
             works[process.rank](process.sharing, held_of)
 
@@ -186,12 +207,11 @@ def test_those_who_do_the_same_go_on():
 
 def test_those_who_follow_serve_readers_until_they_leave():
     def work(process):
-        _, held_of = make(process, 2, 2, chunk_numel=2)
-        if process.rank:
-            process.sharing.serve(held_of)
-            return process.collectives.sent_numels
-        found = [process.sharing.tensor(held_of(index), "the value").tolist() for index in (1, 0)]
-        process.sharing.leave(has_failed=False)
+        held_of = make(process, 2, 2, chunk_numel=2)
+        with process.sharing.led(held_of, is_reader=process.rank == 0):
+            if process.rank:
+                return process.collectives.sent_numels
+            found = [process.sharing.tensor(held_of(index), "the value").tolist() for index in (1, 0)]
         return found, process.collectives.sent_numels
 
     assert run_together(2, work) == [([[16.0, 17.0], [0.0, 1.0]], [2]), [2]], "what only its owner reads stays there"
@@ -199,32 +219,18 @@ def test_those_who_follow_serve_readers_until_they_leave():
 
 def test_of_a_tensor_that_is_spread_only_what_others_have_is_sent():
     def work(process):
-        _, held_of = make(process, 5, chunk_numel=3)
-        if process.rank:
-            process.sharing.serve(held_of)
-            return process.collectives.sent_numels
-        found = process.sharing.tensor(held_of(0), "the value").tolist()
-        process.sharing.leave(has_failed=False)
-        return found
+        held_of = make(process, 5, chunk_numel=3)
+        with process.sharing.led(held_of, is_reader=process.rank == 0):
+            return process.collectives.sent_numels if process.rank else process.sharing.tensor(held_of(0), "x").tolist()
 
     assert run_together(2, work) == [[0.0, 1.0, 2.0, 3.0, 4.0], [2]]
-
-
-def test_those_who_follow_are_told_of_a_reader_that_failed():
-    def work(process):
-        if not process.rank:
-            return process.sharing.leave(has_failed=True)
-        with pytest.raises(CheckpointError, match="the process that saves the model failed; its own error says why"):
-            process.sharing.serve(lambda index: None)
-
-    run_together(2, work)
 
 
 def test_readers_go_first():
     log = []
 
     def work(process):
-        _, held_of = make(process, 2, 2, chunk_numel=2)
+        held_of = make(process, 2, 2, chunk_numel=2)
         with process.sharing.led(held_of, is_reader=process.rank == 0):
             if process.rank == 0:
                 log.append(process.sharing.tensor(held_of(1), "the value").tolist())
@@ -236,9 +242,9 @@ def test_readers_go_first():
 
 def test_a_reader_that_fails_says_so_to_the_others():
     def work(process):
-        _, held_of = make(process, 2, chunk_numel=2)
-        expected = ValueError if process.rank == 0 else CheckpointError
-        with pytest.raises(expected), process.sharing.led(held_of, is_reader=process.rank == 0):
+        held_of = make(process, 2, chunk_numel=2)
+        expected = "disk full" if process.rank == 0 else "the process that saves the model failed; its own error says why"
+        with pytest.raises((ValueError, CheckpointError), match=expected), process.sharing.led(held_of, is_reader=process.rank == 0):
             raise ValueError("disk full")
         return process.sharing.tensor(held_of(0), "the value").tolist()
 
@@ -247,7 +253,7 @@ def test_a_reader_that_fails_says_so_to_the_others():
 
 def test_one_that_follows_fails_alone():
     def work(process):
-        _, held_of = make(process, 2, chunk_numel=2)
+        held_of = make(process, 2, chunk_numel=2)
         if process.rank == 0:
             with process.sharing.led(held_of, is_reader=True):
                 return True
@@ -302,18 +308,14 @@ def own_states(rank):
     }
 
 
-def states_parts(process):
-    process.add_chunk(4, chunk_numel=2)
-    process.add_chunk((1, 2), chunk_numel=2)
-    tensors = dict(enumerate(process.tensors))
-    tensors[1].parts = ((0, 0), (0, 2))
-    return own_states(process.rank), tensors
+def place_of(index):
+    return (spec_of(0, 4), ((0, 2), (2, 4))) if index == 0 else (spec_of(1, 1, 2), ((0, 0), (0, 2)))
 
 
 def test_states_of_all_ranks_together():
     def work(process):
-        own, tensors = states_parts(process)
-        states = process.sharing.states(own, tensors)
+        own = own_states(process.rank)
+        states = process.sharing.states(own, place_of)
         assert list(states) == [0, 1]
         assert states[1]["momentum"].dtype is torch.bfloat16
         return {
@@ -334,8 +336,8 @@ def test_states_of_all_ranks_together():
 
 def test_who_does_not_want_states_takes_part():
     def work(process):
-        own, tensors = states_parts(process)
-        states = process.sharing.states(own, tensors, keep=process.rank == 1)
+        own = own_states(process.rank)
+        states = process.sharing.states(own, place_of, keep=process.rank == 1)
         return sorted(states), process.collectives.sent_numels
 
     assert run_together(2, work) == [([], [2, 1, 2, 2]), ([0, 1], [2, 1, 2, 2])]
@@ -343,13 +345,13 @@ def test_who_does_not_want_states_takes_part():
 
 def test_the_outline_of_states_is_the_same_everywhere():
     def work(process):
-        own, tensors = states_parts(process)
-        states = process.sharing.outline_states(own, tensors)
+        own = own_states(process.rank)
+        states = process.sharing.outline_states(own, place_of)
         assert process.collectives.sent_numels == []
-        spread = SharedState(tensors[0], "exp_avg", (4,), WIDE, ((0, 2), (2, 4)))
+        spread = SharedState(place_of(0)[0], "exp_avg", (4,), WIDE, ((0, 2), (2, 4)))
         assert states[0]["exp_avg"] == spread
-        assert states[0]["factor"] == SharedState(tensors[0], "factor", (1, 1), WIDE, [(0, 1), (0, 0)])
-        assert states[1]["momentum"] == SharedState(tensors[1], "momentum", (1, 2), torch.bfloat16, [(0, 0), (0, 2)])
+        assert states[0]["factor"] == SharedState(place_of(0)[0], "factor", (1, 1), WIDE, [(0, 1), (0, 0)])
+        assert states[1]["momentum"] == SharedState(place_of(1)[0], "momentum", (1, 2), torch.bfloat16, [(0, 0), (0, 2)])
         assert states[0]["step"].item() == 3.0
         return {index: list(state) for index, state in states.items()}
 

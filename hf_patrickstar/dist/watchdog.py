@@ -1,0 +1,341 @@
+"""The watchdog over waits for other ranks: it warns, ends waits that are too long, and names the missing ranks.
+
+[Note: how long a rank waits]
+A rank waits for a message, which all ranks send at a call that they make together, or for data that follow a message.
+
+- For a message it waits ``process_wait_s`` seconds. For data, and for messages of ranks that have said before that they
+  come (a step has begun, say, and one rank computes longer), it waits until the timeout of the process group.
+- A rank that has waited for a second writes into the store what it waits for: the number of messages so far, what it is
+  about to do, and the line of the user's code. After ten seconds it logs one warning, with what the others wrote.
+- A rank that ends a wait, or whose collective fails, writes the reason into the store, as the verdict, and closes its
+  connections. So a rank that waits for this one fails at once. A rank that waits for a third one looks for a verdict
+  every second. Both raise the verdict.
+
+Processes of this system that have ended are found by their process numbers; others are ranks that have not come.
+"""
+
+import contextlib
+import json
+import logging
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
+
+import psutil
+import torch.distributed as dist
+
+from hf_patrickstar.callers import find_caller
+from hf_patrickstar.cores import usable_cores
+from hf_patrickstar.errors import CollectiveError
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+_WARN_S, _POLL_S, _ANSWER_S, _STORE_S = 10.0, 1.0, 3.0, 3.0
+_CLOCK_SLACK_S, _PAUSE_S = 2.0, 0.05
+
+
+class Process(NamedTuple):
+    """A process, as the others need to know it.
+
+    Attributes:
+        system: Names the system in which the process number is unique; each container of a host has its own numbers.
+        host: The name of its host.
+        pid: Its process number.
+        started: When it started, in seconds of its host's clock.
+        cores: The cores on which it may run.
+    """
+
+    system: str
+    host: str
+    pid: int
+    started: float
+    cores: list[int]
+
+    @classmethod
+    def own(cls) -> "Process":
+        """This process."""
+        started = psutil.Process().create_time()
+        return cls(_find_system(), socket.gethostname(), os.getpid(), started, sorted(usable_cores()))
+
+    @property
+    def is_running(self) -> bool | None:
+        """Whether it runs; ``None`` if that cannot be seen from here."""
+        if self.system != _find_system():
+            return None
+        try:
+            process = psutil.Process(self.pid)
+            is_same = abs(process.create_time() - self.started) < _CLOCK_SLACK_S  # numbers are used again
+            return is_same and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+        except psutil.Error:
+            return None
+
+
+class _Wait(NamedTuple):
+    """What a rank waits for: the number of messages so far, what it is about to do, and the line of the user's code."""
+
+    number: int
+    what: str
+    caller: str
+
+    def __str__(self) -> str:
+        return f"{self.what} (called at {self.caller})" if self.caller else self.what
+
+
+def announce() -> None:
+    """Lets other processes notice if this one ends before it makes an engine, if there is a process group."""
+    if dist.is_available() and dist.is_initialized():
+        _find_store().set(f"process {dist.get_rank()}", json.dumps(Process.own()))
+
+
+class Watchdog:
+    """Watches the waits of one rank; see [Note: how long a rank waits].
+
+    Args:
+        rank: This rank.
+        ranks: The ranks of all processes in the default group.
+        wait_s: Seconds to wait for a message (``process_wait_s``); with 0 or ``None`` there is no limit.
+        timeout_s: The timeout of the process group, in seconds.
+
+    Attributes:
+        verdict: Why these ranks cannot go on together; empty as long as they can.
+        processes: The processes by rank; all of them as soon as they have met.
+    """
+
+    def __init__(self, rank: int, ranks: Sequence[int], wait_s: float | None, timeout_s: float) -> None:
+        self.verdict = ""
+        self.processes: dict[int, Process] = {}
+        self._rank = rank
+        self._ranks = ranks
+        self._others = [other for other in range(len(ranks)) if other != rank]
+        self._wait_s = wait_s or math.inf
+        self._timeout_s = timeout_s
+        self._warn_s = min(_WARN_S, self._wait_s / 3)
+        self._poll_s = min(_POLL_S, self._warn_s / 5)
+        self._num_messages = 0
+        self._is_warned = self._is_store_gone = False
+        self._all_store = self._store = _find_store()
+
+    def meet(self) -> None:
+        """Waits until all ranks have come to make a group; torch itself would wait for half an hour without a word.
+
+        Processes that announced themselves and are seen to run are only slow: for these the group's timeout counts.
+
+        Raises:
+            CollectiveError: If a rank does not come.
+        """
+        announce()
+        wait, begin, pause_s = _Wait(0, "makes an engine", find_caller()), time.monotonic(), 0.002
+        key = ",".join(map(str, self._ranks))
+        key = f"{key} {self._all_store.add(f'{key} {self._rank}', 1)}"  # all make their n-th engine together
+        self._store = dist.PrefixStore(key, self._all_store)
+        self._write(wait)
+        while missing := self._ask(self._find_missing, self._others):
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.25)
+            self.processes = self._ask(self._read_processes, self.processes)
+            running = [rank in self.processes and self.processes[rank].is_running for rank in missing]
+            limit_s = self._timeout_s if all(running) else min(self._wait_s, self._timeout_s)
+            limit_s = 0.0 if self._find_ended() or self._is_store_gone else limit_s
+            self._check(wait, time.monotonic() - begin, limit_s)
+        self._check(wait, 0.0, math.inf)  # a rank that came may have ended its wait since
+        self.processes = self._read_processes()
+        self._write(None)
+
+    def wait(self, work: Any, what: str, *, is_message: bool = False, is_prompt: bool = False) -> None:
+        """Waits until a collective of gloo is complete.
+
+        Args:
+            work: The ``Work`` that torch returned for it.
+            what: What this rank is about to do, as a verb phrase.
+            is_message: Whether it is a message; all ranks send messages in one order.
+            is_prompt: Whether all ranks should send it at once, so that the wait ends after ``process_wait_s``.
+
+        Raises:
+            CollectiveError: If this rank or another one ended a wait.
+            RuntimeError: If the collective failed, or the timeout of the process group has passed.
+        """
+        self._num_messages += is_message
+        if _is_over(work, self._poll_s):
+            return
+        wait, begin = _Wait(self._num_messages, what, find_caller()), time.monotonic() - self._poll_s
+        self._write(wait)
+        while not _is_over(work, self._poll_s):
+            self._check(wait, time.monotonic() - begin, self._wait_s if is_prompt else math.inf)
+        self._write(None)
+
+    @contextlib.contextmanager
+    def warning(self, what: str) -> Iterator[None]:
+        """Warns, from another thread, if the block takes long: gloo receives from one rank without a time limit.
+
+        Args:
+            what: What this rank is about to do, as a verb phrase.
+        """
+        timer = threading.Timer(self._warn_s, self._be_late, [_Wait(self._num_messages, what, find_caller())])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+        if self._is_warned:
+            self._write(None)
+
+    def judge(self, verdict: str) -> str:
+        """Lets all ranks know why they cannot go on together.
+
+        Args:
+            verdict: The reason, in sentences.
+
+        Returns:
+            The verdict that counts: the first that a rank wrote.
+        """
+        if not self.verdict:
+            self.verdict = self._ask(lambda: self._store.compare_set("verdict", "", verdict).decode(), verdict)
+        return self.verdict
+
+    def explain(self, what: str, error: Exception) -> CollectiveError:
+        """Makes the error of a collective that failed; waits some seconds until the other ranks say where they are.
+
+        Args:
+            what: What the collective was for.
+            error: What torch said.
+        """
+        wait, deadline = _Wait(self._num_messages, what, find_caller()), time.monotonic() + min(_ANSWER_S, self._wait_s)
+        self._write(wait)
+        while not (self._find_verdict() or self._find_ended() or time.monotonic() > deadline):
+            waits = self._read_waits()
+            if waits and all(waits.values()):
+                break  # all others are there
+            time.sleep(_PAUSE_S)
+        text = (
+            f"a collective failed on rank {self._rank} of {len(self._ranks)}: {self._describe_others(wait)}. Look "
+            "first at the error of a rank that is missing; if it was only slow, raise the timeout of the process group "
+            "(ddp_timeout in the training arguments). Then restart from the last checkpoint. torch.distributed says: "
+            f"{error}"
+        )
+        return CollectiveError(f"{what}: {self.judge(text)}")
+
+    # Inside
+
+    def _check(self, wait: _Wait, waited_s: float, limit_s: float) -> None:
+        """Raises an error if another rank ended a wait, or this one takes too long; warns if it takes long."""
+        if self._find_verdict():
+            raise CollectiveError(f"{wait.what}: {self.verdict}")
+        if waited_s >= limit_s:
+            seconds = round(waited_s, 1)
+            text = (
+                f"rank {self._rank} gave up after {seconds:g} s: it {wait}, and "
+                f"{self._describe_others(wait)}. This must be called by all processes together (Trainer.save_model and "
+                "engine.full_parameters too). Look first at the error of a rank that is missing; where it was only "
+                "busy, raise process_wait_s. The processes are not in the same place any more: restart from the last "
+                "checkpoint"
+            )
+            raise CollectiveError(self.judge(text))
+        if waited_s >= self._warn_s and not self._is_warned:
+            self._warn(wait, waited_s, limit_s)
+
+    def _be_late(self, wait: _Wait) -> None:
+        self._write(wait)
+        self._warn(wait, self._warn_s, math.inf)
+
+    def _warn(self, wait: _Wait, waited_s: float, limit_s: float) -> None:
+        self._is_warned, text = True, "It goes on waiting, until the timeout of the process group (ddp_timeout)"
+        if limit_s == self._wait_s < math.inf:
+            text = f"All processes must call it together; this one gives up after {limit_s:g} s (process_wait_s)"
+        text = f"{wait} and has waited for {waited_s:.2g} s: {self._describe_others(wait)}. {text}"
+        logger.warning("patrickstar: rank %d %s", self._rank, text)
+
+    def _describe_others(self, own: _Wait) -> str:
+        """Which ranks have ended or have not come, and what ranks do that wait for something else."""
+        ended, waits = self._find_ended(), self._read_waits()
+        texts = [f"rank {rank} has ended (process {gone.pid} on {gone.host})" for rank, gone in ended.items()]
+        alive = {rank: wait for rank, wait in waits.items() if rank not in ended}
+        if absent := [str(rank) for rank, wait in alive.items() if wait is None]:
+            names = ", ".join(absent)
+            texts.append(f"ranks {names} have not come" if len(absent) > 1 else f"rank {names} has not come")
+        texts += [f"rank {rank} {wait} meanwhile" for rank, wait in alive.items() if wait and wait[:2] != own[:2]]
+        if self._is_store_gone:
+            texts.append("the store where the ranks met is gone, and so is its host (rank 0 or the launcher)")
+        return "; ".join(texts) or "all other ranks are there"
+
+    def _find_ended(self) -> dict[int, Process]:
+        return {rank: process for rank, process in self.processes.items() if process.is_running is False}
+
+    # The store
+
+    def _find_verdict(self) -> str:
+        if not self.verdict:
+            self.verdict = self._ask(lambda: self._read("verdict"), "")
+        return self.verdict
+
+    def _find_missing(self) -> list[int]:
+        return [rank for rank in self._others if not self._store.check([str(rank)])]
+
+    def _read_processes(self) -> dict[int, Process]:
+        """The processes that have announced themselves."""
+        keys, store = [f"process {rank}" for rank in self._ranks], self._all_store
+        return {rank: Process(*json.loads(store.get(key))) for rank, key in enumerate(keys) if store.check([key])}
+
+    def _read_waits(self) -> dict[int, _Wait | None]:
+        """What the others wait for; empty if the store is gone."""
+        texts = self._ask(lambda: [(rank, self._read(str(rank))) for rank in self._others], list[tuple[int, str]]())
+        return {rank: _Wait(*json.loads(text)) if text else None for rank, text in texts}
+
+    def _read(self, key: str) -> str:
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    def _write(self, wait: _Wait | None) -> None:
+        """Writes what this rank waits for."""
+        self._is_warned = False
+        self._ask(lambda: self._store.set(str(self._rank), json.dumps(wait) if wait else ""), None)
+
+    def _ask(self, action: Callable[[], _T], otherwise: _T) -> _T:
+        """Asks the store, for some seconds at most: one whose host lost its power does not even fail.
+
+        A store that has failed once is not asked again.
+        """
+        results: list[_T] = []
+
+        def act() -> None:
+            with contextlib.suppress(RuntimeError, OSError):
+                results.append(action())
+
+        if not self._is_store_gone:
+            thread = threading.Thread(target=act, name="hf_patrickstar-store", daemon=True)
+            thread.start()
+            thread.join(_STORE_S)
+            self._is_store_gone = not results
+        return results[0] if results else otherwise
+
+
+def _is_over(work: Any, seconds: float) -> bool:
+    """Waits for some seconds at most, and returns whether the work is complete; raises its error if it failed."""
+    try:
+        work.wait(timedelta(seconds=max(seconds, 0.001)))  # torch takes 0 as no time limit
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # raises if it failed; it may also have completed just now
+    return True
+
+
+def _find_store() -> Any:
+    return dist.PrefixStore("hf_patrickstar", dist.distributed_c10d._get_default_store())
+
+
+def _find_system() -> str:
+    """Names the system of this process; hosts can share a name, and containers do not see each other's processes."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()

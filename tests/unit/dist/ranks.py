@@ -1,0 +1,92 @@
+"""Threads in place of processes: they meet in memory, or at a store of torch."""
+
+import threading
+
+TIMEOUT_S = 10
+
+
+class Exchange:
+    """Where threads that stand for processes meet; one that fails lets the others go."""
+
+    def __init__(self, world_size):
+        self.world_size = world_size
+        self.slots = [None] * world_size
+        self.barrier = threading.Barrier(world_size, timeout=TIMEOUT_S)
+
+    def swap(self, rank, value):
+        self.slots[rank] = value
+        self.barrier.wait()
+        values = list(self.slots)
+        self.barrier.wait()
+        return values
+
+
+class ThreadCollectives:
+    """What orders, sharing and buckets need of ``Collectives``; of one process alone if no exchange is given.
+
+    Attributes:
+        whats: What each message was about.
+        prompt: Whether each message was one that all should send at once.
+        sent_numels: The elements of each tensor that was sent.
+    """
+
+    is_asynchronous = False
+
+    def __init__(self, rank=0, exchange=None):
+        self.place = Exchange(1) if exchange is None else exchange
+        self.rank, self.world_size = rank, self.place.world_size
+        self.whats, self.prompt, self.sent_numels = [], [], []
+
+    def exchange(self, value, what, *, subject=None, is_prompt=False):
+        self.whats.append(what)
+        self.prompt.append(is_prompt)
+        return self.place.swap(self.rank, value)
+
+    def begin_broadcast(self, tensor, source, what):
+        """Writes when it is waited for, and not before."""
+        self.sent_numels.append(tensor.numel())
+        found = self.place.swap(self.rank, tensor.clone())[source]
+        return lambda: tensor.copy_(found)
+
+    def all_reduce(self, tensor, what):
+        tensor.copy_(sum(self.place.swap(self.rank, tensor.clone())))
+
+
+def in_threads(*functions, expected=()):
+    """Calls each function in a thread of its own; returns what came of them, an error of an expected type too."""
+    results = [None] * len(functions)
+    failed = []
+
+    def call(place, function):
+        try:
+            results[place] = function()
+        except expected as error:
+            results[place] = error
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=call, args=item, daemon=True) for item in enumerate(functions)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    for error in sorted(failed, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
+    assert not any(thread.is_alive() for thread in threads), "hangs"
+    return results
+
+
+def run_together(world_size, function, expected=()):
+    """Calls a function of ``ThreadCollectives`` once for each of several processes; returns what came of it."""
+    exchange = Exchange(world_size)
+
+    def call(rank):
+        try:
+            return function(ThreadCollectives(rank, exchange))
+        except expected:
+            raise
+        except BaseException:
+            exchange.barrier.abort()
+            raise
+
+    return in_threads(*[lambda rank=rank: call(rank) for rank in range(world_size)], expected=expected)

@@ -1,0 +1,285 @@
+"""A rank that waits long warns, ends, and tells the others: threads for processes, and stores of torch."""
+
+import json
+import logging
+import math
+import re
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import psutil
+import pytest
+import torch.distributed as dist
+from unit.dist.ranks import in_threads
+
+from hf_patrickstar.dist import watchdog as module
+from hf_patrickstar.dist.watchdog import Process, Watchdog
+from hf_patrickstar.errors import CollectiveError
+
+WAIT_S = 0.6
+CALLER = "train.py:12 in main: model.state_dict()"
+ELSEWHERE = Process("another system", "far", 1, 0.0, [0])
+SLEEPER = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+
+
+class Work:
+    """A collective of gloo: over when somebody says so; one that failed raises whenever it is waited for."""
+
+    def __init__(self, error=None, is_over=False):
+        self.event, self.error = threading.Event(), error
+        if is_over:
+            self.event.set()
+
+    def wait(self, timeout=None):
+        assert timeout is None or timeout >= timedelta(milliseconds=1), "none is no time limit at all"
+        if not self.event.wait(timeout and timeout.total_seconds()):
+            raise RuntimeError("Operation timed out!")
+        if self.error is not None:
+            raise self.error
+
+    def is_completed(self):
+        return self.event.is_set()
+
+
+def in_a_while(seconds, error=None):
+    """Work that is over after so many seconds."""
+    work = Work(error)
+    threading.Timer(seconds, work.event.set).start()
+    return work
+
+
+@pytest.fixture(params=["hash", "file", "tcp"])
+def store(request, tmp_path, monkeypatch):
+    """Where the ranks of a test meet."""
+    if request.param == "hash":
+        made = dist.HashStore()
+    elif request.param == "file":
+        made = dist.FileStore(str(tmp_path / "store"), 4)
+    else:
+        made = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(module, "_find_store", lambda: dist.PrefixStore("test", made))
+    monkeypatch.setattr(module, "announce", lambda: None)
+    monkeypatch.setattr(module, "find_caller", lambda: CALLER)
+    return made
+
+
+in_memory = pytest.mark.parametrize("store", ["hash"], indirect=True)
+
+
+@pytest.fixture
+def heard(caplog):
+    """The warnings so far."""
+    caplog.set_level(logging.WARNING, logger="hf_patrickstar")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def make(rank, world_size=3, wait_s=WAIT_S, processes=None, timeout_s=60.0):
+    dog = Watchdog(rank, range(world_size), wait_s, timeout_s)
+    dog.processes = dict.fromkeys(range(world_size), ELSEWHERE) if processes is None else processes
+    return dog
+
+
+def fails(function, *args, **settings):
+    with pytest.raises(CollectiveError) as caught:
+        function(*args, **settings)
+    return str(caught.value)
+
+
+# Waits
+
+
+def test_a_short_wait_leaves_no_trace(store, heard):
+    dog = make(0)
+    dog.wait(Work(is_over=True), "reads", is_message=True, is_prompt=True)
+    assert not dog._store.check(["0"])
+    assert heard() == []
+
+
+def test_one_that_waits_alone_warns_once_and_ends_and_the_others_are_told(store, heard):
+    first, second, third = map(make, range(3))
+    begin = time.monotonic()
+    text = fails(first.wait, Work(), "reads", is_message=True, is_prompt=True)
+    assert WAIT_S <= time.monotonic() - begin < WAIT_S + 3
+    told = f"it reads (called at {CALLER}), and ranks 1, 2 have not come. This must be called by all processes together"
+    assert text.startswith(f"rank 0 gave up after {WAIT_S:g} s: {told}")
+    for word in ("process_wait_s", "Trainer.save_model", "last checkpoint"):
+        assert word in text
+    (warning,) = heard()
+    assert warning.startswith(f"patrickstar: rank 0 reads (called at {CALLER}) and has waited for 0.2")
+    assert "ranks 1, 2 have not come. All processes must call it together" in warning
+    assert f"gives up after {WAIT_S:g} s (process_wait_s)" in warning
+    # One that waits for somebody else looks into the store; one whose connection was closed finds it there at once.
+    assert fails(second.wait, Work(), "begins 'training'") == f"begins 'training': {text}"
+    assert str(third.explain("gathers", RuntimeError("closed"))) == f"gathers: {text}"
+
+
+@in_memory
+def test_what_the_others_wait_for_is_named(store, heard):
+    dogs = [make(rank, 4) for rank in range(4)]
+    work = Work()
+
+    def follow(dog, what):
+        return fails(dog.wait, work, what, is_message=True)
+
+    texts = in_threads(
+        lambda: fails(dogs[0].wait, Work(), "saves", is_message=True, is_prompt=True),
+        lambda: follow(dogs[1], "begins 'training'"),
+        lambda: follow(dogs[2], "saves"),
+    )
+    assert f"and rank 3 has not come; rank 1 begins 'training' (called at {CALLER}) meanwhile. " in texts[0]
+    assert texts[1:] == [f"begins 'training': {texts[0]}", f"saves: {texts[0]}"]
+
+
+@in_memory
+def test_ranks_that_are_slow_are_waited_for(store, heard):
+    """Data, and messages of ranks that have said that they come."""
+    dog = make(0, 2)
+    dog.wait(in_a_while(2 * WAIT_S), "gathers")
+    (warning,) = heard()
+    assert "rank 1 has not come. It goes on waiting, until the timeout of the process group (ddp_timeout)" in warning
+    assert dog._store.get("0") == b"", "it waits no longer"
+    assert not dog.verdict
+
+
+@in_memory
+@pytest.mark.parametrize("wait_s", [0, None, math.inf])
+def test_without_a_limit_all_are_waited_for(store, monkeypatch, wait_s, heard):
+    monkeypatch.setattr(module, "_WARN_S", 0.1)
+    make(0, wait_s=wait_s).wait(in_a_while(0.5), "reads", is_message=True, is_prompt=True)
+    (warning,) = heard()
+    assert "timeout of the process group" in warning
+
+
+@in_memory
+def test_a_collective_that_failed_raises_its_error(store):
+    for work in (Work(RuntimeError("closed"), is_over=True), in_a_while(0.2, RuntimeError("closed"))):
+        with pytest.raises(RuntimeError, match="closed"):
+            make(0).wait(work, "reads")
+
+
+@in_memory
+def test_a_block_that_takes_long_warns_too(store, heard):
+    dog = make(0, 2)
+    with dog.warning("reduces"):
+        pass
+    with dog.warning("reduces"):
+        time.sleep(WAIT_S)
+    (warning,) = heard()
+    assert warning.startswith(f"patrickstar: rank 0 reduces (called at {CALLER}) and has waited for ")
+    assert dog._store.get("0") == b""
+
+
+# Failures
+
+
+def sleeper():
+    process = subprocess.Popen(SLEEPER)
+    seen = psutil.Process(process.pid)
+    return process, Process.own()._replace(pid=process.pid, started=seen.create_time())
+
+
+@in_memory
+def test_a_process_that_has_ended_is_named_at_once(store):
+    process, member = sleeper()
+    assert member.is_running
+    assert member._replace(started=0.0).is_running is False, "another one has its number now"
+    assert ELSEWHERE.is_running is None
+    process.kill()
+    deadline = time.monotonic() + 10
+    while member.is_running and time.monotonic() < deadline:  # a zombie has ended, too
+        time.sleep(0.01)
+    dog = make(0, 3, 60, {0: Process.own(), 1: member, 2: ELSEWHERE})
+    begin = time.monotonic()
+    text = str(dog.explain("gathers group 3", RuntimeError("Connection closed by peer")))
+    assert time.monotonic() - begin < 2
+    process.wait()
+    assert text.startswith(
+        f"gathers group 3: a collective failed on rank 0 of 3: rank 1 has ended (process {process.pid} on {member.host})"
+    )
+    assert "; rank 2 has not come. Look first at the error of a rank that is missing" in text
+    assert text.endswith("torch.distributed says: Connection closed by peer")
+
+
+@in_memory
+def test_all_whose_collective_failed_say_the_same(store):
+    dogs = [make(rank) for rank in range(3)]
+    begin = time.monotonic()
+    texts = in_threads(*[lambda dog=dog: str(dog.explain("gathers", RuntimeError("closed"))) for dog in dogs])
+    assert time.monotonic() - begin < 3
+    assert len(set(texts)) == 1
+    assert re.match(r"gathers: a collective failed on rank \d of 3: all other ranks are there\. ", texts[0])
+
+
+@in_memory
+@pytest.mark.parametrize("is_hanging", [False, True])
+def test_a_store_that_is_gone_keeps_nobody(store, monkeypatch, is_hanging):
+    """That of a host without power does not even fail."""
+    monkeypatch.setattr(module, "_STORE_S", 0.2)
+    dog = make(0, 2)
+
+    class Gone:
+        def __getattr__(self, name):
+            if is_hanging:
+                threading.Event().wait(60)
+            raise RuntimeError("Broken pipe")
+
+    dog._store = Gone()
+    begin = time.monotonic()
+    text = fails(dog.wait, Work(), "reads", is_message=True, is_prompt=True)
+    assert "and the store where the ranks met is gone" in text
+    assert str(dog.explain("reads", RuntimeError("closed"))) == f"reads: {text}"
+    assert time.monotonic() - begin < 3
+
+
+# The start
+
+
+def write_processes(store, *processes):
+    for rank, process in enumerate(processes):
+        dist.PrefixStore("test", store).set(f"process {rank}", json.dumps(process))
+
+
+def test_all_come_and_know_each_other(store):
+    write_processes(store, *[ELSEWHERE._replace(pid=rank) for rank in range(3)])
+    for _ in range(2):  # one engine after the other
+        dogs = [make(rank, processes={}) for rank in range(3)]
+        in_threads(*[dog.meet for dog in dogs])
+        assert [dog.processes[2].pid for dog in dogs] == [2] * 3
+
+
+def test_one_that_does_not_come_is_named_and_one_that_is_late_is_told(store, heard):
+    write_processes(store, ELSEWHERE)
+    text = fails(make(0, 2, processes={}).meet)
+    assert f"it makes an engine (called at {CALLER}), and rank 1 has not come" in text
+    assert any("rank 1 has not come" in warning for warning in heard())
+    write_processes(store, ELSEWHERE, ELSEWHERE)
+    assert fails(make(1, 2, processes={}).meet) == f"makes an engine: {text}"
+
+
+@in_memory
+def test_one_that_ended_before_it_came_is_named_at_once(store):
+    process, member = sleeper()
+    process.kill()
+    process.wait()
+    write_processes(store, Process.own(), member)
+    begin = time.monotonic()
+    text = fails(make(0, 2, 60, processes={}).meet)
+    assert time.monotonic() - begin < 3
+    assert f"and rank 1 has ended (process {process.pid} on " in text
+
+
+@in_memory
+def test_one_that_is_seen_to_run_is_only_slow(store):
+    write_processes(store, Process.own(), Process.own())
+    dogs = [make(rank, 2, 0.3, processes={}) for rank in range(2)]
+
+    def come_late():
+        time.sleep(1)
+        dogs[1].meet()
+
+    in_threads(dogs[0].meet, come_late)
+    text = fails(make(0, 2, 0.3, processes={}, timeout_s=0.8).meet)
+    assert "gave up after 0.8" in text or "gave up after 0.9" in text or "gave up after 1" in text
