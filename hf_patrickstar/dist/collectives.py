@@ -176,12 +176,12 @@ class Collectives:
         """
         if self.world_size == 1:
             return GlooTicket(what, self._wait)
+        ticket = GlooTicket(what, self._wait, buffer)  # before the slices, which it would count as users of the buffer
         slices = self._slices(buffer)
         with self._guarded(what):
             self._emit(SlicesGathered((self.world_size - 1) * slices[0].nbytes))
             if not self._is_gloo:
                 return DeviceTicket(self._gather(buffer, slices[self.rank]), self._device, what, self._failure)
-            ticket = GlooTicket(what, self._wait, buffer)
             ticket.works = self._broadcast(slices)
             return ticket
 
