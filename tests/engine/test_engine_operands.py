@@ -88,6 +88,35 @@ def test_a_parameter_that_autograd_keeps_itself_has_the_data_that_was_assigned_s
     pair.check()
 
 
+def test_data_that_is_assigned_while_a_module_computes(budget):
+    """What was computed with it before needs the memory of before in backward, what comes later the new one."""
+
+    class Assigning(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4), nn.Parameter(torch.randn(WIDTH))
+
+        def forward(self, x):
+            x = torch.tanh(nn.functional.linear(x, self.weight, self.bias))
+            self.weight.data = self.weight.detach() * 0.5 + 0.125
+            return nn.functional.linear(x, self.weight) + self.bias
+
+    pair = Pair(lambda: nn.Sequential(*(Assigning() for _ in range(4))), budget)
+
+    def run(model, optimizer):
+        found = []
+        for step in range(3):
+            loss = model(batch(step)).square().sum()
+            loss.backward()
+            found += [loss.detach().clone(), *(copied(parameter.grad) for parameter in model.parameters())]
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    pair.both(run)
+    pair.check()
+
+
 def test_a_graph_of_before_a_step_is_refused(budget):
     pair = Pair(Stack, budget)
     stale = [loss_of(model) for model, _ in pair]
