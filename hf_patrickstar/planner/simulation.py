@@ -18,6 +18,7 @@ from hf_patrickstar.decisions import Decisions, decide_for, inspect
 from hf_patrickstar.dist.order import Room
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.homes import Circumstances, ModelNumbers, can_move_homes, lists_of
+from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.membership import holders
 from hf_patrickstar.memory.tiers import Tier
@@ -311,13 +312,16 @@ class _Simulator:
             self._config.reduce_dtype == "fp32" and self._machine.has_accelerator,
             self._trained.max_norm is not None,
             homed,
-            {
-                spec.index: HostWork("update", 0, round(self._cost.nbytes * self._own_numel(spec.index)))
-                for spec in chunks
-                if spec.is_updated
-            },
+            {spec.index: self._update_work(spec, kernel) for spec in chunks if spec.is_updated},
             overlaps and self._resources.has_lanes and kernel.runs_beside,
         )
+
+    def _update_work(self, spec: ChunkSpec, kernel: Kernel) -> HostWork:
+        calls = 1
+        if not isinstance(kernel, AdamKernel):  # each gradient is widened and clipped by itself, too
+            each = self._cost.num_calls + (self._trained.max_norm is not None) + (spec.types.param != spec.types.state)
+            calls = each * sum(1 for index in spec.tensor_indices if self._places.own_numel[index])
+        return HostWork("update", 0, round(self._cost.nbytes * self._own_numel(spec.index)), calls)
 
     def _own_numel(self, chunk_index: int) -> int:
         """Elements of the parameters of a chunk that this process has at home."""
@@ -463,7 +467,7 @@ def _a_parameter() -> torch.nn.Parameter:
 
 
 def _cost_of(kernel: Kernel, optimizer: torch.optim.Optimizer) -> UpdateCost:
-    """What an update costs per element: Adam works tile by tile, others as torch computes them."""
+    """What an update costs: Adam works tile by tile, others as torch computes them."""
     if isinstance(kernel, AdamKernel):
-        return UpdateCost(ADAM_NBYTES, 0.0, 0.0)
+        return UpdateCost(ADAM_NBYTES, 0.0, 0.0, 1)
     return cost_of_update(optimizer)

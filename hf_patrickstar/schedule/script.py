@@ -55,11 +55,13 @@ class HostWork:
         name: The operator.
         flops: Floating-point operations of matrix products.
         nbytes: Bytes read and written.
+        num_calls: How many operators it stands for; each is called by itself.
     """
 
     name: str
     flops: int
     nbytes: int
+    num_calls: int = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

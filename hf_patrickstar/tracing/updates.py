@@ -14,17 +14,19 @@ _SHAPE = 1000, 1000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UpdateCost:
-    """What an update costs per element of the parameters.
+    """What an update costs: bytes per element of the parameters, and calls.
 
     Attributes:
         nbytes: Bytes read and written.
         state_nbytes: Bytes of states that the optimizer keeps itself.
         temporary_nbytes: The most bytes of memory that it takes for a moment.
+        num_calls: Operators that it calls for each parameter.
     """
 
     nbytes: float
     state_nbytes: float
     temporary_nbytes: float
+    num_calls: int
 
 
 def cost_of_update(optimizer: torch.optim.Optimizer) -> UpdateCost:
@@ -42,13 +44,13 @@ def cost_of_update(optimizer: torch.optim.Optimizer) -> UpdateCost:
     operators = _Operators()
     for _ in range(2):  # the first step makes states
         parameter.grad = torch.zeros(_SHAPE, device="cpu")
-        operators.nbytes = 0
+        operators.nbytes = operators.num_calls = 0
         with operators, torch.no_grad():
             type(optimizer).step(alike)
     states = [value for value in alike.state[parameter].values() if isinstance(value, torch.Tensor)]
     numel = parameter.numel()
     kept = sum(value.nbytes for value in states if value.dim())
-    return UpdateCost(operators.nbytes / numel, kept / numel, operators.largest_nbytes / numel)
+    return UpdateCost(operators.nbytes / numel, kept / numel, operators.largest_nbytes / numel, operators.num_calls)
 
 
 class _Operators(AnsweringMode):
@@ -57,6 +59,7 @@ class _Operators(AnsweringMode):
     def __init__(self) -> None:
         super().__init__()
         self.nbytes = 0
+        self.num_calls = 0
         self.largest_nbytes = 0
 
     def has_run(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
@@ -64,5 +67,6 @@ class _Operators(AnsweringMode):
         cost = cost_of(func, args, kwargs, result)
         if cost is not None:
             self.nbytes += cost.nbytes
+            self.num_calls += 1
         if isinstance(result, torch.Tensor) and not any(result is other for other in args):
             self.largest_nbytes = max(self.largest_nbytes, result.nbytes)

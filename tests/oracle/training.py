@@ -15,6 +15,7 @@ from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.pool import CACHE_OWNER
 from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.optim.torch_kernel import OWN_STATE
 from hf_patrickstar.planner.planning import make_adamw
 from hf_patrickstar.planner.simulation import Simulation, Trained, simulate
 from hf_patrickstar.runtime.tracer import Step
@@ -222,6 +223,9 @@ def _record(engine: PatrickStarEngine, training: Training, driver: VirtualDriver
         totals.clear()
         before = engine.stats()
         driver.begin(engine.manager.chunks)
+        for tensor in engine.manager.tensors:  # some optimizers make states when they are made
+            for value in engine.optimizer.inner.state.get(tensor.parameter, {}).values():
+                driver.take(value, tensor.chunk.home, OWN_STATE)
         if number:
             _update(engine, training.max_norm)
         steps = _train(engine, training)

@@ -223,6 +223,14 @@ def overlapped(folder):
     return run.end()
 
 
+def overlapped_one_by_one(folder):
+    """So it is with large chunks: copies are started of values that are not updated yet."""
+    run = Run(prefetch_depth=2)
+    run.optimizer.kernel.batch_numel = 0
+    run.train(4)
+    return run.end()
+
+
 def looking_at_states(folder):
     """Whoever has the states sees those of the last step."""
     run = Run(num_chunks=16, device_budget=10**6)
@@ -647,6 +655,7 @@ RUNS = {
     "on demand": on_demand,
     "ahead": ahead,
     "overlapped": overlapped,
+    "overlapped one by one": overlapped_one_by_one,
     "looking at states": looking_at_states,
     "updated by the caller": updated_by_the_caller,
     "saved while it steps": saved_while(Run.step),
@@ -696,7 +705,7 @@ WATCHED = (
     ("memory/streams.py", "DeviceStreams", "Copy", "StreamCopy"),
     *((f"runtime/{name}.py",) for name in ("chunk", "copies", "executor", "gradients", "manager")),
     *((f"runtime/{name}.py",) for name in ("parameters", "values")),
-    *((f"optim/{name}.py",) for name in ("clipping", "kernel", "optimizer", "state", "torch_kernel")),
+    *((f"optim/{name}.py",) for name in ("clipping", "kernel", "optimizer", "state")),
 )
 """Modules that order copies and kernels of one process, some with the classes that do."""
 

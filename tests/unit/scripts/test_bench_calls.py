@@ -1,6 +1,5 @@
 """A step makes few calls into the package: what Python costs a model for being in chunks, on any device."""
 
-import bench_calls
 import pytest
 
 MOST_CALLS = {"resident": 2200, "moving": 4400, "moving, torch's clipping": 7500}
@@ -8,9 +7,9 @@ MOST_TO_COPY = 7
 """Frames from a module's hook to the copy of a chunk."""
 
 
-@pytest.mark.parametrize("mode", bench_calls.MODES)
-def test_a_steady_step_makes_few_calls(mode):
-    calls, loads = bench_calls.count_ours(mode)
+@pytest.mark.parametrize("mode", MOST_CALLS)
+def test_a_steady_step_makes_few_calls(mode, load):
+    calls, loads = load("bench_calls").count_ours(mode)
     assert sum(calls.functions.values()) <= MOST_CALLS[mode], calls.functions.most_common(20)
     assert calls.to_copy <= MOST_TO_COPY
     assert (loads > 0) is (mode != "resident")
