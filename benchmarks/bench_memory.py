@@ -24,8 +24,7 @@ import common
 import torch
 
 from hf_patrickstar import PatrickStarEngine
-from hf_patrickstar.optim.adam_kernel import TILE_NUMEL
-from hf_patrickstar.units import ALIGNMENT_NUMEL, format_nbytes
+from hf_patrickstar.units import format_nbytes
 
 SHARES = (None, 1.0, 0.5, 0.25, 0.1)
 
@@ -40,11 +39,6 @@ def formula(engine, numel, accumulation):
     terms = {name: width * numel for name, width in lists.items()}
     capacity = sum(chunk.spec.capacity_numel for chunk in layout)
     terms["padding"] = (capacity - numel) * sum(lists.values())
-    largest = max(chunk.spec.capacity_numel for chunk in layout)
-    widens = itemsize == 2 and accumulation == 1
-    workers = torch.get_num_threads()
-    part = -(-largest // (workers * ALIGNMENT_NUMEL)) * ALIGNMENT_NUMEL  # of a chunk that all workers share
-    terms["workspace"] = 4 * workers * min(TILE_NUMEL, part) if widens else 0
     home = sum(terms.values())
     budget = engine.ledger.chunk_budget
     if budget is None or budget >= home:

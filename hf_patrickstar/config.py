@@ -94,8 +94,8 @@ class PatrickStarConfig:
             depend on the number. Under ``mp.spawn``, ``srun`` or ``mpirun``, which do not set it, several processes on
             the same cores take no more than that share. Where ``OMP_NUM_THREADS`` was set by somebody else, it holds. A
             number is used for every optimizer that works chunk by chunk. More threads make updates faster until memory
-            or other processes are the limit, and each takes up to 2 MiB of scratch space in 16-bit; an optimizer that
-            reduces over tensors rounds differently with another number.
+            or other processes are the limit; an optimizer that reduces over tensors rounds differently with another
+            number.
         overlap_optimizer: Whether the chunks of the host are updated while the next forward runs on an accelerator:
             ``step()`` settles what it does and returns, and what needs a chunk waits for its update. The results have
             the same bits. ``False`` updates all of them before ``step()`` returns, which is slower. On a machine

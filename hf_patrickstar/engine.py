@@ -29,11 +29,10 @@ from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import Kernel
-from hf_patrickstar.optim.kernels import make_kernel
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
 from hf_patrickstar.optim.optimizer_set import OptimizerSet
 from hf_patrickstar.optim.threads import choose_threads
-from hf_patrickstar.optim.torch_kernel import OWN_STATE
+from hf_patrickstar.optim.torch_kernel import OWN_STATE, make_kernel
 from hf_patrickstar.optim.workers import HostWorkers
 from hf_patrickstar.payloads import Payloads
 from hf_patrickstar.plan_cache import find_traces
@@ -111,9 +110,9 @@ class PatrickStarEngine:
         self.ledger = self.resources.ledger
         given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*(optimizer or ())]
         check_optimizers(model, given)
-        self._threads, said = choose_threads(self.config.host_threads, self.collectives.num_core_sharers, os.environ)
+        num_threads, said = choose_threads(self.config.host_threads, self.collectives.num_core_sharers, os.environ)
         logger.info("patrickstar: %s", said)
-        self._workers = HostWorkers(self._threads.num)
+        self._workers = HostWorkers(num_threads)
         self._kernels: list[Kernel] = [self._make_kernel(item) for item in given]
         situation = Circumstances(self.config, self.resources, self._kernels, holders(given), self._num_micro_batches)
         weakref.finalize(self, self.collectives.close)  # the process group has threads and sockets
@@ -153,7 +152,9 @@ class PatrickStarEngine:
 
     def _make_kernel(self, optimizer: torch.optim.Optimizer) -> Kernel:
         prefer_fused, resources = self.device.type != "cpu", self.resources
-        others = self._threads, self._workers, resources.has_lanes, self.collectives.world_size == 1
+        asked, is_alone = self.config.host_threads, self.collectives.world_size == 1
+        num_threads = None if asked == "auto" else int(asked)
+        others = num_threads, self._workers, resources.has_lanes, is_alone
         return make_kernel(optimizer, resources.pool, prefer_fused, *others)
 
     def _make_optimizer(self, optimizer: torch.optim.Optimizer, kernel: Kernel, number: int) -> ChunkedOptimizer:

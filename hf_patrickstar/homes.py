@@ -223,8 +223,8 @@ class Arranger:
         ledger, is_alone = resources.ledger, resources.collectives.world_size == 1
         nbytes = chunk_bytes(choice.layout.chunks, self.lists, resources.pool, embeddings)
         widens = self.situation.num_micro_batches == 1
-        workspace = _workspace_nbytes(self.situation, choice, widens)
-        device_workspace = workspace if widens else 0
+        workspace = _workspace_nbytes(self.situation, choice, Tier.HOST, widens)
+        device_workspace = _workspace_nbytes(self.situation, choice, Tier.DEVICE, widens)
         host, for_homes = ledger.limit(Tier.HOST), room.for_homes
         if not resources.is_metered:
             for_homes = min(for_homes, max(room.whole - host, 0))  # both tiers are the same memory
@@ -320,12 +320,12 @@ def _needs(
     return [(sum(nbytes[index].param_nbytes for index in indices), indices) for indices in sorted(together, key=sorted)]
 
 
-def _workspace_nbytes(situation: Circumstances, choice: ChunkSizeChoice, widens: bool) -> int:
-    """Bytes of scratch space in which optimizers widen and scale gradients, on each tier where they update chunks."""
+def _workspace_nbytes(situation: Circumstances, choice: ChunkSizeChoice, tier: Tier, widens: bool) -> int:
+    """Bytes of scratch space in which optimizers widen gradients on a tier where they update chunks."""
     workspace = 0
     for number, kernel in enumerate(situation.kernels):
         own = [spec.chunk_numel for spec in choice.layout.chunks if widened_by(spec, number)]
-        workspace += kernel.workspace_numel(max(own, default=0), widens=widens) * torch.float32.itemsize
+        workspace += kernel.workspace_numel(tier, max(own, default=0), widens=widens) * torch.float32.itemsize
     return workspace
 
 

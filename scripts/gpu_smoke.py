@@ -30,13 +30,14 @@ from hf_patrickstar.memory.accelerator import (
 from hf_patrickstar.memory.pages import new_on_host
 from hf_patrickstar.memory.pinning import TorchPinning, make_pinning
 from hf_patrickstar.memory.streams import make_streams
-from hf_patrickstar.optim.adam_kernel import TILE_NUMEL
+from hf_patrickstar.optim.adam_kernel import SHARE_NUMEL, TILE_NUMEL
+from hf_patrickstar.optim.adam_script import adam_script, rule_of, torch_adam
 from hf_patrickstar.optim.workers import HostWorkers
 
 CHECKS = []
 HUGE_PAGES = pathlib.Path("/sys/kernel/mm/transparent_hugepage")
 FILES = ("/proc/version", "/proc/meminfo", HUGE_PAGES / "enabled", HUGE_PAGES / "shmem_enabled", HUGE_PAGES / "defrag")
-ADAMW = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8, "amsgrad": False}
+ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.01, "eps": 1e-8, "maximize": False}
 
 
 def check(*, needs_device):
@@ -177,24 +178,30 @@ def streams(device, numel):
 
 @check(needs_device=False)
 def adam_on_the_host(device, numel):
-    """Adam on all cores, and what the launch of a kernel takes meanwhile: workers hold Python's lock between tiles."""
-    workers, step, x = HostWorkers(), torch.tensor(1.0), torch.zeros(8, device=device)
-    lists = [torch.zeros(numel) for _ in range(4)]
+    """Adam on all cores, and what the launch of a kernel takes meanwhile: whether workers hold Python's lock."""
+    workers, script, step, x = HostWorkers(), adam_script(), torch.tensor(1.0), torch.zeros(8, device=device)
+    lists = [torch.zeros(numel) for _ in range(3)] + [torch.zeros(numel, dtype=torch.bfloat16) for _ in range(2)]
+    rule = rule_of(ADAMW, 0, True)
+    if script is None:
+        raise RuntimeError("the scripted update has other bits than torch's Adam")
+
+    def in_one_call(_, at):
+        parts = [[values[at : at + SHARE_NUMEL]] for values in lists]
+        script(*parts, [step], [rule], [False], fused=True, factor=None)
+
+    def from_python(_, at):
+        masters, firsts, seconds, gradients, values = ([values[at : at + TILE_NUMEL]] for values in lists)
+        torch_adam(masters, [gradients[0].float()], firsts, seconds, step, ADAMW, fused=True, decoupled=True)
+        torch._foreach_copy_(values, masters)
+
     found = {"workers": workers.num, "launch_us_alone": launch_us(x, lambda number: number < 20_000)}
-    for factor in (1, 2, 4):
-        tile_numel = factor * TILE_NUMEL
-
-        def update(_, at, end=tile_numel):
-            tile = [[values[at : at + end]] for values in lists]
-            torch._fused_adamw_(*tile, [], [step], maximize=False, **ADAMW)
-
-        workers.submit(update, range(0, numel, tile_numel)).wait()
+    for update, most in ((in_one_call, SHARE_NUMEL), (from_python, TILE_NUMEL)):
+        workers.submit(update, range(0, numel, most)).wait()
         begin = time.perf_counter()
-        workers.submit(update, range(0, numel, tile_numel)).wait()
-        name = f"tiles_of_{tile_numel}"
-        found[f"{name}_g_parameters_s"] = numel / (time.perf_counter() - begin) / 1e9
-        ticket = workers.submit(update, range(0, numel, tile_numel))
-        found[f"{name}_launch_us"] = launch_us(x, lambda _, ticket=ticket: not ticket.is_done)
+        workers.submit(update, range(0, numel, most)).wait()
+        found[f"{update.__name__}_g_parameters_s"] = numel / (time.perf_counter() - begin) / 1e9
+        ticket = workers.submit(update, range(0, numel, most))
+        found[f"{update.__name__}_launch_us"] = launch_us(x, lambda _, ticket=ticket: not ticket.is_done)
         ticket.wait()
     return found
 

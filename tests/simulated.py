@@ -79,18 +79,18 @@ def pooled_streams(seed=None):
     Gives the name of the thread that computed each tile.
     """
     delays, names = random.Random(0 if seed is None else seed), []
-    update_tile = adam_kernel.AdamKernel._update_tile
+    update_share = adam_kernel.AdamKernel._update_share
 
     def update_late(*args, **settings):
         names.append(threading.current_thread().name)
         time.sleep(delays.random() * MOST_S)
-        update_tile(*args, **settings)
+        update_share(*args, **settings)
 
     with (
         delayed_streams(seed, tile_numel=3 * ALIGNMENT_NUMEL),
         mock.patch.object(adam_kernel, "SMALL_NUMEL", ALIGNMENT_NUMEL),
         mock.patch.object(workers, "SMALL_NUMEL", ALIGNMENT_NUMEL),
-        mock.patch.object(adam_kernel.AdamKernel, "_update_tile", update_late),
+        mock.patch.object(adam_kernel.AdamKernel, "_update_share", update_late),
     ):
         yield names
 
@@ -102,6 +102,6 @@ def _engines_over(make_driver, tile_numel=TILE_NUMEL):
 
     with (
         mock.patch("hf_patrickstar.resources.make_streams", make),
-        mock.patch.object(adam_kernel, "TILE_NUMEL", tile_numel),
+        mock.patch.multiple(adam_kernel, TILE_NUMEL=tile_numel, SHARE_NUMEL=tile_numel),
     ):
         yield

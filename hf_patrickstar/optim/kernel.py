@@ -24,8 +24,6 @@ class Kernel(abc.ABC):
         optimizer: The user's optimizer.
         pool: It gives the scratch space.
 
-    Attributes:
-        find: It finds a parameter in chunks, by identity.
     """
 
     list_names: tuple[str, ...]
@@ -49,22 +47,20 @@ class Kernel(abc.ABC):
     def __init__(self, optimizer: torch.optim.Optimizer, pool: PayloadPool) -> None:
         self._optimizer = optimizer
         self._pool = pool
-        self.find: Callable[[torch.Tensor], ManagedTensor | None] = _ignore
         self._scratch: dict[Tier, torch.Tensor] = {}
 
     @abc.abstractmethod
-    def workspace_numel(self, capacity_numel: int, *, widens: bool = True) -> int:
+    def workspace_numel(self, tier: Tier, capacity_numel: int, *, widens: bool = True) -> int:
         """Returns how many fp32 elements of scratch space a chunk with 16-bit parameters needs.
 
         Args:
+            tier: The chunk's home.
             capacity_numel: The elements of the chunk.
             widens: Whether its gradients are widened to fp32. Those of an accumulation list are wide.
         """
 
     def reserve(self, chunks: Sequence[Chunk], *also: Tier, widens: bool = True) -> None:
         """Allocates the scratch space for chunks with 16-bit parameters, on every tier that needs it and has none.
-
-        Gradients that are wide already need none on the device, which computes from its own memory in any case.
 
         Args:
             chunks: This kernel updates them. The tiers of their homes need scratch space.
@@ -74,10 +70,11 @@ class Kernel(abc.ABC):
         updated = [chunk for chunk in chunks if chunk.is_updated]
         if self.updates_at_once or not updated:
             return
-        numel = self.workspace_numel(max(chunk.spec.chunk_numel for chunk in updated), widens=widens)
-        tiers = {*also, *(chunk.home for chunk in updated)} - ({Tier.DEVICE} if not widens else set())
-        for tier in tiers - self._scratch.keys() if numel else ():
-            self._scratch[tier] = self._pool.allocate(tier, numel, torch.float32, WORKSPACE)
+        capacity_numel = max(chunk.spec.chunk_numel for chunk in updated)
+        for tier in {*also, *(chunk.home for chunk in updated)} - self._scratch.keys():
+            numel = self.workspace_numel(tier, capacity_numel, widens=widens)
+            if numel:
+                self._scratch[tier] = self._pool.allocate(tier, numel, torch.float32, WORKSPACE)
 
     def release(self) -> set[Tier]:
         """Gives the scratch space back, and returns the tiers where it was."""
@@ -177,16 +174,10 @@ class Kernel(abc.ABC):
 
     def may_run_beside(self, chunks: Sequence[Chunk]) -> bool:
         """Returns whether an update may go on when the step has returned: nobody looks into states of the chunks."""
-        return self.runs_beside and not any(chunk.is_lent(self.list_names) for chunk in chunks)
-
-    def update(self, chunks: Sequence[Chunk], groups: Mapping[int, int], coefficient: torch.Tensor | None) -> None:
-        """Updates chunks at once; see ``prepare``."""
-        update = self.prepare(chunks, groups, coefficient)
-        try:
-            update.run()
-        except BaseException:
-            update.take_back()
-            raise
+        for chunk in chunks:
+            if chunk.is_lent(self.list_names):
+                return False
+        return self.runs_beside
 
     def tensor_state(self, tensor: ManagedTensor) -> dict[str, Any]:
         """Returns a copy of ``own_state`` on the host, with the names that torch uses."""
@@ -217,8 +208,8 @@ class Kernel(abc.ABC):
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a copy of the settings of a param group; schedulers also write to tensors that are settings."""
-    settings = {key: value for key, value in group.items() if key != "params"}
-    return {key: _copy_of(value) for key, value in settings.items()}
+    plain = (int, float, str, type(None))
+    return {k: v if isinstance(v, plain) else _copy_of(v) for k, v in group.items() if k != "params"}
 
 
 def _copy_of(value: Any) -> Any:
@@ -231,10 +222,6 @@ def _copy_of(value: Any) -> Any:
     return value
 
 
-def _ignore(tensor: object) -> None:
-    """Nobody has to know, and nothing is found."""
-
-
 def in_batches(chunks: Iterable[Chunk], batch_numel: int) -> Iterator[list[Chunk]]:
     """Yields the chunks of each call: a large chunk alone, small ones with those after them on the same tier.
 
@@ -245,10 +232,11 @@ def in_batches(chunks: Iterable[Chunk], batch_numel: int) -> Iterator[list[Chunk
     batch: list[Chunk] = []
     numel = 0
     for chunk in chunks:
-        numel += chunk.spec.chunk_numel
+        own_numel = chunk.spec.capacity_numel // chunk.spec.world_size
+        numel += own_numel
         if batch and (chunk.home is not batch[0].home or numel > batch_numel):
             yield batch
-            batch, numel = [], chunk.spec.chunk_numel
+            batch, numel = [], own_numel
         batch.append(chunk)
     if batch:
         yield batch

@@ -83,7 +83,6 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         # Copies of the groups, since torch's constructor replaces their lists, to which some optimizers (LBFGS) refer.
         super().__init__([{**group, "params": [*group["params"]]} for group in optimizer.param_groups], {})
         self.kernel = kernel  # not earlier: torch's constructor assigns an empty state
-        kernel.find = manager.find
         self.param_groups = optimizer.param_groups
         self.defaults = optimizer.defaults
         for name in HOOK_NAMES:
@@ -231,8 +230,10 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self.inner._opt_called = True  # type: ignore[attr-defined]  # read by schedulers made on the inner one
         if self.kernel.updates_at_once:
             loss = self.kernel.update_at_once(self._tensors, self._present, manager.writes.follow_master, closure)
-        self._update([chunk for chunk in manager.in_order_of_use if self._has(chunk)], manager.gradients.take_factor())
-        num_held = sum(len(group["params"]) for group in self.param_groups)
+        chunks, index = manager.in_order_of_use, self.index
+        own = [chunk for chunk in chunks if chunk.is_updated and chunk.spec.optimizer_index == index]
+        self._update(own, manager.gradients.take_factor())
+        num_held = sum([len(group["params"]) for group in self.param_groups])
         if not self.kernel.updates_at_once and len(self.group_numbers) < num_held:
             self.kernel.update_others(self._others)
         self._num_steps += 1
@@ -247,8 +248,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         keeps = (gradients.must_keep or self._is_wanted_by_peers) and gradients.try_to_keep(chunks)
         later = []
         for batch in in_batches(chunks, self.kernel.batch_numel):
-            for chunk in batch:
-                phases.before_update(chunk)
+            phases.before_update(batch)
             if self.kernel.runs_beside and batch[0].home is Tier.DEVICE:
                 later.append(batch)  # the host computes the others beside, while it launches the kernels of these
             else:
@@ -270,11 +270,11 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                     gradients.make_ready(tensor)
                 if tensor.spec.index not in self.group_numbers:
                     phases.leave_alone(tensor, factors.get(place))
-        with held_back(), named("update", *(chunk.spec.index for chunk in batch)), gradients.lock:
+        with held_back(), named("update", *[chunk.spec.index for chunk in batch]), gradients.lock:
             update = self.kernel.prepare(batch, self.group_numbers, factors.get(place), keeps=keeps)
-            phases.update(batch, update, may_run_beside=self.kernel.may_run_beside(batch))
-            for chunk in batch:
-                phases.chunk_updated(chunk, self.group_numbers, keeps=keeps)
+            may_run_beside = batch[0].home is Tier.HOST and self.kernel.may_run_beside(batch)
+            phases.update(batch, update, may_run_beside=may_run_beside)
+            phases.chunks_updated(batch, self.group_numbers, keeps=keeps)
 
     def _present(self, is_all: bool) -> torch.Tensor | None:
         """Makes gradients ready for an optimizer that uses all at once; returns the factor to multiply them with."""
@@ -297,7 +297,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         Args:
             set_to_none: If false, existing gradients become zeros, and the next step still updates their parameters.
         """
-        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         self._manager.zero_gradients(parameters, set_to_none=set_to_none)
 
     @in_turn

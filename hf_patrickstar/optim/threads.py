@@ -14,9 +14,8 @@ the same instructions whatever their number is. Other optimizers compute in torc
 tensor, in an order that depends on the number; they get another one only if the user has named it.
 """
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import psutil
 import torch
@@ -36,41 +35,12 @@ def launcher_environment() -> Mapping[str, str] | None:
         return None
 
 
-class HostThreads:
-    """The threads of updates on the host.
-
-    Args:
-        num: How many; ``None`` for those that torch has anyway.
-        is_asked: Whether the user named the number; then torch's own threads have it, too.
-
-    Attributes:
-        num: How many.
-    """
-
-    def __init__(self, num: int | None = None, *, is_asked: bool = False) -> None:
-        self.num = num
-        self._is_asked = is_asked
-
-    @contextlib.contextmanager
-    def inside(self) -> Iterator[None]:
-        """Lets torch compute with these threads in a block, if the user named their number."""
-        before = torch.get_num_threads()
-        if self.num in (None, before) or not self._is_asked:
-            yield
-            return
-        torch.set_num_threads(self.num)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
-
-
 def choose_threads(
     setting: "int | str",
     num_sharers: int,
     environment: Mapping[str, str],
     launcher: Callable[[], "Mapping[str, str] | None"] = launcher_environment,
-) -> tuple[HostThreads, str]:
+) -> tuple[int | None, str]:
     """Decides with how many threads updates on the host run.
 
     Args:
@@ -80,22 +50,22 @@ def choose_threads(
         launcher: Tells those that its launcher was started with.
 
     Returns:
-        The threads, and a sentence for the log.
+        How many, ``None`` for those that torch has anyway; and a sentence for the log.
     """
     if setting != "auto":
-        return HostThreads(int(setting), is_asked=True), f"host_threads={setting}: as asked"
+        return int(setting), f"host_threads={setting}: as asked"
     told, now = environment.get(_NUM_THREADS), torch.get_num_threads()
     num_cores, num = len(usable_cores()), own_cores(num_sharers)
     if told is None and (num_sharers < 2 or now <= num):
-        return HostThreads(), f"host_threads=auto: {now}, as torch has chosen"
+        return None, f"host_threads=auto: {now}, as torch has chosen"
     if told is None:
-        return HostThreads(num), _describe(num, num_cores, num_sharers, f"{_NUM_THREADS} is not set; {now}")
+        return num, _describe(num, num_cores, num_sharers, f"{_NUM_THREADS} is not set; {now}")
     if told != "1" or now != 1 or not any(name in environment for name in _LAUNCHERS):
-        return HostThreads(), f"host_threads=auto: {now}, as {_NUM_THREADS} or the program says"
+        return None, f"host_threads=auto: {now}, as {_NUM_THREADS} or the program says"
     before = launcher()
     if before is not None and _NUM_THREADS in before:
-        return HostThreads(), f"host_threads=auto: {now}, as {_NUM_THREADS} said before the launcher began"
-    return HostThreads(num), _describe(num, num_cores, num_sharers, f"{_NUM_THREADS}=1 comes from the launcher; 1")
+        return None, f"host_threads=auto: {now}, as {_NUM_THREADS} said before the launcher began"
+    return num, _describe(num, num_cores, num_sharers, f"{_NUM_THREADS}=1 comes from the launcher; 1")
 
 
 def _describe(num: int, num_cores: int, num_sharers: int, why: str) -> str:

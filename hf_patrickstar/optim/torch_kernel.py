@@ -1,23 +1,29 @@
-"""The kernel for any torch optimizer, which runs on the fp32 masters of chunks."""
+"""The kernel for any torch optimizer, which runs on the fp32 masters of chunks; and which optimizers have it."""
 
 import collections
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from hf_patrickstar.errors import BudgetError
+from hf_patrickstar.errors import BudgetError, ConfigError
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.optim.adam_kernel import AdamKernel, is_plain_adam
 from hf_patrickstar.optim.kernel import Kernel, place_state, raw_step
-from hf_patrickstar.optim.threads import HostThreads
+from hf_patrickstar.optim.workers import HostWorkers
 from hf_patrickstar.runtime.chunk import AT_HOME, GRADIENT, MASTER, Chunk, GradientPlace, ManagedTensor, round_masters
 from hf_patrickstar.runtime.update import Update
 
+logger = logging.getLogger(__name__)
+
 OWN_STATE = "optimizer_state"
 """The ledger's owner of state that optimizers allocate themselves."""
+_ONE_BY_ONE = ("torch.optim", "transformers.optimization")
+"""Packages whose optimizers update every parameter independently of the others."""
 
 
 class TorchKernel(Kernel):
@@ -31,7 +37,7 @@ class TorchKernel(Kernel):
         optimizer: See ``Kernel``.
         pool: See ``Kernel``. Its ledger also books the optimizer's own state.
         updates_at_once: Whether the optimizer must see all parameters together.
-        threads: The threads that torch computes an update with; by default those that it has.
+        num_threads: How many threads torch computes an update with; by default those that it has.
     """
 
     list_names = (MASTER,)
@@ -45,16 +51,16 @@ class TorchKernel(Kernel):
         optimizer: torch.optim.Optimizer,
         pool: PayloadPool,
         updates_at_once: bool,
-        threads: HostThreads | None = None,
+        num_threads: int | None = None,
     ) -> None:
         super().__init__(optimizer, pool)
-        self._threads = threads or HostThreads()
+        self._num_threads = num_threads
         self.updates_at_once = updates_at_once
         self._masters: dict[int, torch.nn.Parameter] = {}  # of an optimizer that may keep them
         self._booked: dict[int, int] = {}
         self._over_budget: dict[Tier, int] = {}
 
-    def workspace_numel(self, capacity_numel: int, *, widens: bool = True) -> int:
+    def workspace_numel(self, tier: Tier, capacity_numel: int, *, widens: bool = True) -> int:
         """See ``Kernel``. The scratch space has a whole chunk if gradients are widened, else there is none."""
         return capacity_numel if widens and not self.updates_at_once else 0
 
@@ -109,7 +115,7 @@ class TorchKernel(Kernel):
             lists[groups[tensor.spec.index]].append(master)
             if tensor.parameter in known:
                 states[master] = known[tensor.parameter]
-        with self._threads.inside():
+        with _in_threads(self._num_threads):
             self._step_over(lists, states)
         round_masters(masters, [tensor.view(chunk.param) for tensor in tensors])
         for tensor, master in zip(tensors, masters, strict=True):
@@ -251,3 +257,71 @@ class TorchKernel(Kernel):
                 ahead += max(owners.get(MASTER, 0) - owners.get(GRADIENT, 0), 0)
             ledger.book(tier, OWN_STATE, nbytes, is_allocated=True, ahead_nbytes=ahead)  # it raises, with all of them
             ledger.unbook(tier, OWN_STATE, nbytes)
+
+
+@contextlib.contextmanager
+def _in_threads(num: int | None) -> Iterator[None]:
+    """Lets torch compute with so many threads in a block; ``None`` for those that it has."""
+    before = torch.get_num_threads()
+    if num is None or num == before:
+        yield
+        return
+    torch.set_num_threads(num)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def is_one_by_one(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is known to update every parameter independently; an optimizer of other libraries is not."""
+    module = type(optimizer).__module__
+    is_known = any(module == package or module.startswith(f"{package}.") for package in _ONE_BY_ONE)
+    return is_known and not isinstance(optimizer, torch.optim.LBFGS)
+
+
+def make_kernel(
+    optimizer: torch.optim.Optimizer,
+    pool: PayloadPool,
+    prefer_fused: bool,
+    num_threads: int | None = None,
+    workers: HostWorkers | None = None,
+    has_lanes: bool = False,
+    is_alone: bool = True,
+) -> AdamKernel | TorchKernel:
+    """The kernel for a user's optimizer.
+
+    Args:
+        optimizer: The optimizer.
+        pool: Where scratch space comes from.
+        prefer_fused: Whether to use torch's fused kernel where the optimizer leaves the choice open.
+        num_threads: How many threads torch computes the updates of other optimizers with; by default those that it has.
+        workers: The threads that compute the updates of Adam on the host; by default as many as torch has.
+        has_lanes: Whether a device computes beside the host.
+        is_alone: Whether there is one process, which updates all parameters.
+
+    Raises:
+        ConfigError: If the optimizer needs all parameters, and other processes have some of them.
+    """
+    if is_plain_adam(optimizer):
+        return AdamKernel(optimizer, pool, prefer_fused, workers, has_lanes)
+    is_at_once = not is_one_by_one(optimizer)
+    if is_at_once and not is_alone:
+        _check_parts(optimizer)
+    return TorchKernel(optimizer, pool, is_at_once, num_threads)
+
+
+def _check_parts(optimizer: torch.optim.Optimizer) -> None:
+    """Checks an optimizer that may look at all parameters together, where each process has only some of them."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            f"optimizer: {name} computes with all parameters together, and with several processes each of them updates "
+            "only its own part; train with one process, or use another optimizer"
+        )
+    logger.warning(
+        "patrickstar: %s is not known to update every parameter independently. With several processes each of them "
+        "updates its own parameters: if the optimizer combines parameters, by a norm of all gradients for example, the "
+        "weights are not those of one process",
+        name,
+    )

@@ -24,8 +24,7 @@ from hf_patrickstar.membership import holders
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.adam_kernel import AdamKernel
 from hf_patrickstar.optim.kernel import WORKSPACE, Kernel
-from hf_patrickstar.optim.kernels import make_kernel
-from hf_patrickstar.optim.torch_kernel import OWN_STATE
+from hf_patrickstar.optim.torch_kernel import OWN_STATE, make_kernel
 from hf_patrickstar.plan_cache import computation_of, key_of
 from hf_patrickstar.planner.imagined import resources_of, settings_for
 from hf_patrickstar.report.survey import NON_MODEL, Survey, SurveyedChunk

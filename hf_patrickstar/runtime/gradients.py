@@ -18,7 +18,7 @@ by a backward that would add to it, is an error and not a wrong number.
 """
 
 import collections
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -460,20 +460,25 @@ class Gradients:
         tensor.gradient_norm = tensor.deferred_gradient = tensor.kept = None
         tensor.crossing_nbytes = 0
 
-    def finish_update(self, tensor: ManagedTensor, handed_out: torch.Tensor | None, *, keeps: bool) -> None:
-        """Ends the optimizer's step for a parameter that had a gradient.
+    @staticmethod
+    def finish_update(
+        tensors: Iterable[ManagedTensor], handed_out: Mapping[int, torch.Tensor | None], *, keeps: bool
+    ) -> None:
+        """Ends the optimizer's step for parameters that had a gradient.
 
         Args:
-            tensor: The parameter.
-            handed_out: The gradient, if somebody still refers to what was handed out of it.
-            keeps: Whether it was left in the accumulation list.
+            tensors: The parameters.
+            handed_out: By index the gradients of which somebody still refers to what was handed out.
+            keeps: Whether gradients were left in the accumulation list.
         """
-        tensor.gradient_norm = None  # of before it was multiplied
-        if keeps and tensor.gradient is not _PARAM:
-            return
-        tensor.gradient, tensor.kept = (_NONE if handed_out is None else _APART), handed_out
-        tensor.is_consumed, tensor.is_incomplete = handed_out is None, False
-        tensor.deferred_gradient, tensor.crossing_nbytes = None, 0
+        for tensor in tensors:
+            tensor.gradient_norm = None  # of before it was multiplied
+            if keeps and tensor.gradient is not _PARAM:
+                continue
+            kept = handed_out.get(tensor.spec.index)
+            tensor.gradient, tensor.kept = (_NONE if kept is None else _APART), kept
+            tensor.is_consumed, tensor.is_incomplete = kept is None, False
+            tensor.deferred_gradient, tensor.crossing_nbytes = None, 0
 
     def close(self) -> None:
         """Gives back what gradients leave through."""

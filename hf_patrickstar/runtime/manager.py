@@ -406,11 +406,12 @@ class ChunkManager:
             self.steps.begin_update([chunk.spec.index for chunk in chunks], optimizer_index)
 
     @phase
-    def before_update(self, chunk: Chunk) -> None:
-        """The optimizer comes to a chunk; a checkpoint that is being written from it goes first."""
-        self.steps.visit_for_update(chunk)
-        if chunk.reader is not None:
-            chunk.wait_for_reader()
+    def before_update(self, chunks: Sequence[Chunk]) -> None:
+        """The optimizer comes to chunks; a checkpoint that is being written from them goes first."""
+        self.steps.visit_for_update(chunks)
+        for chunk in chunks:
+            if chunk.reader is not None:
+                chunk.wait_for_reader()
 
     def leave_alone(self, tensor: ManagedTensor, factor: torch.Tensor | None) -> None:
         """Keeps the gradient and the value of a parameter that the optimizer does not have.
@@ -433,7 +434,7 @@ class ChunkManager:
             may_run_beside: Whether it may run in another thread, beside what comes next.
 
         Raises:
-            Exception: What the update of one of these chunks, or an earlier one, raised.
+            Exception: What the update of one of these chunks raised, or an earlier one of theirs.
         """
         is_beside = self._overlaps_updates and may_run_beside and chunks[0].home is Tier.HOST
         try:
@@ -443,35 +444,37 @@ class ChunkManager:
                 for chunk in chunks:
                     chunk.update = self._last_update
             else:
-                if chunks[0].home is Tier.HOST and self._last_update is not None:
-                    self._last_update.wait()  # kernels have one workspace on a tier
                 for chunk in chunks:
-                    chunk.wait()
+                    if chunk.update is not None or chunk.tickets:
+                        chunk.wait()
                 update.run()
         except BaseException:  # it was not done, or not to its end, and can be done again
             update.take_back()
             raise
 
     @phase
-    def chunk_updated(self, chunk: Chunk, updated: Container[int], *, keeps: bool) -> None:
-        """The optimizer has written new values at the home of a chunk.
+    def chunks_updated(self, chunks: Sequence[Chunk], updated: Container[int], *, keeps: bool) -> None:
+        """The optimizer has written new values at the homes of chunks.
 
         Args:
-            chunk: The chunk.
+            chunks: The chunks.
             updated: Indices of the parameters that the optimizer has; gradients of others stay.
             keeps: Whether gradients stay too, in the accumulation list.
         """
+        had, handed_out, none = [], {}, GradientPlace.NONE
+        read, mirrored = self.gradient_mirrors.by_tensor, self.mirrors.by_tensor
         with self._lock:
-            read, mirrored = self.gradient_mirrors.by_tensor, self.mirrors.by_tensor
-            for tensor in chunk.tensors:
-                index = tensor.spec.index
-                has_one = tensor.gradient is not GradientPlace.NONE or tensor.deferred_gradient is not None
-                if has_one and index in updated:
-                    tensor.num_writes += 1
-                    handed_out = self.gradient_mirrors.kept(tensor) if index in read else None
-                    self.gradients.finish_update(tensor, handed_out, keeps=keeps)
-                    if index in mirrored:
-                        self.mirrors.refresh(tensor)
+            for chunk in chunks:
+                for tensor in chunk.tensors:
+                    index = tensor.spec.index
+                    if index in updated and (tensor.gradient is not none or tensor.deferred_gradient is not None):
+                        tensor.num_writes += 1
+                        had.append(tensor)
+                        if index in read:
+                            handed_out[index] = self.gradient_mirrors.kept(tensor)
+            self.gradients.finish_update(had, handed_out, keeps=keeps)
+            for tensor in had if mirrored else ():
+                self.mirrors.refresh(tensor)
 
     @phase
     def update_end(self) -> None:

@@ -352,11 +352,18 @@ class Steps:
             self._meter.start(())
             self._meter.restart()
 
-    def visit_for_update(self, chunk: Chunk) -> None:
-        """Notes that the optimizer comes to a chunk, wherever that is at home."""
-        self.tracer.visit(chunk.spec.index, tuple)
-        if self.tracer.step is not None and self.tracer.step.has_moments:
-            self._meter.restart()
+    def visit_for_update(self, chunks: Iterable[Chunk]) -> None:
+        """Notes that the optimizer comes to chunks, wherever those are at home."""
+        for chunk in chunks:
+            step, index = self.tracer.step, chunk.spec.index
+            if step is not None and step.cursor is not None and not (step.is_measured or step.is_diverged):
+                visits, moment = step.cursor.trace.visits, step.cursor.moment + 1
+                if moment < len(visits) and visits[moment].chunk_index == index:  # nothing is recorded
+                    step.cursor.moment = moment
+                    continue
+            self.tracer.visit(index, tuple)
+            if self.tracer.step is not None and self.tracer.step.has_moments:
+                self._meter.restart()
 
     def end_update(self) -> int:
         """Ends the optimizer's step; returns how many micro-batches it was made of."""

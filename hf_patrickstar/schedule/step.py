@@ -48,6 +48,8 @@ from hf_patrickstar.schedule.script import (
 )
 from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace, Visit, trace_key
 
+_LAUNCHES = 5
+"""Of an update on the device: it counts, widens gradients, multiplies them, computes, and rounds."""
 _LEAST_IN_FLIGHT = 2
 """Gradients whose copies the compute stream need not wait for, however large; as in ``memory/streams.py``."""
 _SUM_ITEMSIZE = 4
@@ -441,7 +443,9 @@ def _update(ops: OpTrace, places: Places, rules: StepRules) -> Iterator[Entry]:
         if work is None:
             continue
         if index in rules.device_homed:
-            yield Kernel(work.name, work.flops, work.nbytes, places.chunks[index].types.state)
+            dtype = places.chunks[index].types.state
+            yield from itertools.repeat(Kernel(work.name, 0, 0, dtype), _LAUNCHES - 1)
+            yield Kernel(work.name, work.flops, work.nbytes, dtype)
         elif rules.overlaps_update:
             yield ThreadWork((work,), frozenset({index}), ())
         else:

@@ -61,6 +61,12 @@ def test_every_optimizer_has_the_bits_of_torch(make_optimizer, dtype):
     Pair(Tied, "moving", make_optimizer, dtype=dtype, settings={"chunks": 4}).train(3)
 
 
+@pytest.mark.parametrize("make_optimizer", ADAMS.values(), ids=ADAMS)
+def test_where_torchs_adam_is_called_for_each_tile_no_bit_is_another(make_optimizer, monkeypatch):
+    monkeypatch.setattr("hf_patrickstar.optim.adam_kernel.adam_script", lambda: None)
+    Pair(Tied, "moving", make_optimizer, dtype="bf16", settings={"chunks": 4}).train(3)
+
+
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES)

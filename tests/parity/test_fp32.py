@@ -4,7 +4,7 @@ import pytest
 from models import MODELS, make_model
 from trainers import assert_same_run, smallest_budget, train
 
-from hf_patrickstar.optim import adam_kernel
+from hf_patrickstar.optim import adam_kernel, adam_script
 
 HARSH = {"debug_evict_all": True}
 
@@ -63,7 +63,8 @@ def test_chunk_sizes(chunk_numel, tmp_path):
 
 @pytest.mark.parametrize("tile_numel", [64, 1024])
 def test_tiles(tile_numel, tmp_path, monkeypatch):
-    monkeypatch.setattr(adam_kernel, "TILE_NUMEL", tile_numel)
+    monkeypatch.setattr(adam_kernel, "SHARE_NUMEL", 2 * tile_numel)
+    monkeypatch.setattr(adam_script, "TILE_NUMEL", tile_numel)
     assert_same_run(train("bert", tmp_path), train("bert", tmp_path, {}))
 
 

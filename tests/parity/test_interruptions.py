@@ -154,13 +154,13 @@ def after_counting(patched, come):
 
 
 def before_noting(patched, come):
-    chunk_updated = ChunkManager.chunk_updated
+    chunks_updated = ChunkManager.chunks_updated
 
     def interrupted(phases, *args, **settings):
         come()
-        return chunk_updated(phases, *args, **settings)
+        return chunks_updated(phases, *args, **settings)
 
-    patched.setattr(ChunkManager, "chunk_updated", interrupted)
+    patched.setattr(ChunkManager, "chunks_updated", interrupted)
 
 
 PLACES = [before_hand_over, after_hand_over, in_the_pools_lock, after_counting, before_noting]

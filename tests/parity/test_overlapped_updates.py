@@ -429,13 +429,13 @@ def late():
 def gate(monkeypatch):
     """Updates on the host wait until it is set."""
     opened = threading.Event()
-    update = AdamKernel._update_all
+    update = AdamKernel._run
 
     def update_later(*args):
         opened.wait()
         update(*args)
 
-    monkeypatch.setattr(AdamKernel, "_update_all", update_later)
+    monkeypatch.setattr(AdamKernel, "_run", update_later)
     yield opened
     opened.set()
 
@@ -507,15 +507,15 @@ def test_a_forward_begins_when_the_first_chunk_is_updated(late, monkeypatch):
     for seed in range(3):
         run.step(seed)
     run.model.state_dict()  # waits for all updates
-    first_module_ran, update = threading.Event(), AdamKernel._update_all
+    first_module_ran, update = threading.Event(), AdamKernel._run
     last = run.engine.manager.chunks[-1]
 
-    def update_late(kernel, joined, *args):
-        if joined and joined[-1].chunk is last:
+    def update_late(kernel, job, segments):
+        if segments and segments[-1].chunk is last:
             assert first_module_ran.wait(30)
-        update(kernel, joined, *args)
+        update(kernel, job, segments)
 
-    monkeypatch.setattr(AdamKernel, "_update_all", update_late)
+    monkeypatch.setattr(AdamKernel, "_run", update_late)
     run.step(3)
     run.model.transformer.wpe.register_forward_hook(lambda *_: first_module_ran.set())
     run.step(4)
@@ -611,20 +611,15 @@ def test_a_second_attempt_begins_while_all_chunks_are_updated(late, gate):
 @contextlib.contextmanager
 def failing(chunk_index, monkeypatch):
     """Inside, the update of a chunk fails."""
-    tile, adam, here = AdamKernel._update_tile, AdamKernel._adam, threading.local()
+    compute = AdamKernel._update_by_script
 
-    def update(kernel, number, segments, **kwargs):
-        here.is_bad = any(segment.chunk.spec.index == chunk_index for segment in segments)
-        tile(kernel, number, segments, **kwargs)
-
-    def compute(*args):
-        if here.is_bad:
+    def fail(kernel, job, rules, share):
+        if any(segment.chunk.spec.index == chunk_index for segment in share):
             raise ArithmeticError("a worker failed")
-        adam(*args)
+        compute(kernel, job, rules, share)
 
     with monkeypatch.context() as patch:
-        patch.setattr(AdamKernel, "_update_tile", update)
-        patch.setattr(AdamKernel, "_adam", compute)
+        patch.setattr(AdamKernel, "_update_by_script", fail)
         yield
 
 
@@ -841,11 +836,11 @@ EXIT = """
     context.__enter__()
     run = tests.Run(host_threads=2)
     run.step(0)
-    update = AdamKernel._update_all
+    update = AdamKernel._run
     def update_late(*args):
         time.sleep(0.05)
         update(*args)
-    AdamKernel._update_all = update_late
+    AdamKernel._run = update_late
     run.step(1)
     assert run.num_under_way > 3
     atexit.register(lambda: torch.save(run.model.state_dict(), sys.argv[1]))
@@ -951,17 +946,17 @@ def test_updates_that_nobody_looks_into_do_not_wait_for_each_other(late, gate):
     run = Run(make_optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True))
     run.step(0)
     started, go_on = threading.Event(), threading.Event()
-    update_tile = AdamKernel._update_tile
+    update_share = AdamKernel._update_share
 
-    def pausing(kernel, number, segments, **rest):
-        views = [segment.of(name) for segment in segments for name in ("master", "exp_avg")]
+    def pausing(kernel, job, number, share):
+        views = [segment.payloads[name][segment.start :] for segment in share for name in ("master", "exp_avg")]
         narrow = [view[1:] for view in views]
         started.set()
         assert go_on.wait(30)
         del views, narrow
-        update_tile(kernel, number, segments, **rest)
+        update_share(kernel, job, number, share)
 
-    with mock.patch.object(AdamKernel, "_update_tile", pausing):
+    with mock.patch.object(AdamKernel, "_update_share", pausing):
         run.backward(1)
         run.optimizer.step()
         assert started.wait(30)
@@ -1091,7 +1086,7 @@ def test_the_driver_of_these_tests_makes_late_copies():
 
 def test_scratch_space_comes_back_on_every_tier_that_had_it():
     """A new module has it allocated anew, also while all chunks live in the margin; they may go home again."""
-    run = Run(dtype="bf16")
+    run = Run(lambda p: torch.optim.SGD(p, lr=0.1), dtype="bf16")
     engine, manager = run.engine, run.engine.manager
     engine._payloads.reserve(manager.chunks, Tier.DEVICE)
     kernel = run.optimizer.kernel

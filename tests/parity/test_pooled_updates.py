@@ -41,16 +41,16 @@ def test_workers_compute_while_the_next_forward_runs(monkeypatch):
         for seed in range(3):
             run.step(seed)
         run.model.state_dict()  # waits for all updates
-        first_module_ran, update, threads = threading.Event(), AdamKernel._update_tile, []
+        first_module_ran, update, threads = threading.Event(), AdamKernel._update_share, []
         last = run.engine.manager.chunks[-1]
 
-        def update_late(kernel, number, segments, **settings):
-            if segments[0].chunk is last:
+        def update_late(kernel, job, number, share):
+            if share[0].chunk is last:
                 assert first_module_ran.wait(30)
                 threads.append(threading.current_thread().name)
-            update(kernel, number, segments, **settings)
+            update(kernel, job, number, share)
 
-        monkeypatch.setattr(AdamKernel, "_update_tile", update_late)
+        monkeypatch.setattr(AdamKernel, "_update_share", update_late)
         run.step(3)
         run.model.transformer.wpe.register_forward_hook(lambda *_: first_module_ran.set())
         run.step(4)
@@ -70,11 +70,11 @@ EXIT = """
     threads = context.__enter__()
     run = tests.Run(host_threads=3, dtype="bf16")
     run.step(0)
-    update = AdamKernel._update_tile
+    update = AdamKernel._update_share
     def update_late(*args, **settings):
         time.sleep(0.005)
         update(*args, **settings)
-    AdamKernel._update_tile = update_late
+    AdamKernel._update_share = update_late
     run.step(1)
     assert run.num_under_way > 3
     num_begun = len(threads)

@@ -7,7 +7,7 @@ from reference import Reference
 from trainers import smallest_budget
 
 from hf_patrickstar import PatrickStarAccelerator
-from hf_patrickstar.optim import adam_kernel, workers
+from hf_patrickstar.optim import adam_kernel, adam_script, workers
 
 LR = 3e-3
 
@@ -202,5 +202,6 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(workers.HostWorkers, "submit", counted)
     for place in (adam_kernel, workers):
         monkeypatch.setattr(place, "SMALL_NUMEL", 64)
-    monkeypatch.setattr(adam_kernel, "TILE_NUMEL", 192)
+    monkeypatch.setattr(adam_kernel, "SHARE_NUMEL", 2 * 192)
+    monkeypatch.setattr(adam_script, "TILE_NUMEL", 192)
     return begun

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_patrickstar.optim.kernel import place_state, raw_step
-from hf_patrickstar.optim.kernels import is_one_by_one
+from hf_patrickstar.optim.torch_kernel import is_one_by_one
 
 CPU = torch.device("cpu")
 

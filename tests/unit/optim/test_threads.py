@@ -7,7 +7,7 @@ import torch
 
 from hf_patrickstar import cores
 from hf_patrickstar.optim import threads as module
-from hf_patrickstar.optim.threads import HostThreads, choose_threads
+from hf_patrickstar.optim.threads import choose_threads
 
 FROM_TORCHRUN = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}
 FROM_ACCELERATE = {"OMP_NUM_THREADS": "1", "ACCELERATE_MIXED_PRECISION": "no"}
@@ -44,7 +44,7 @@ def choose(environment, setting="auto", sharers=2, launcher=None):
 @pytest.mark.parametrize("launcher", [None, {}, {"PATH": "/bin"}])
 def test_one_thread_by_the_launcher_becomes_the_cores_of_the_process(machine, environment, sharers, num, launcher):
     threads, said = choose(environment, sharers=sharers, launcher=launcher)
-    assert threads.num == num
+    assert threads == num
     assert said == (
         f"host_threads=auto: {num} for the optimizer's update on the host (16 cores, {sharers} processes on them), "
         "because OMP_NUM_THREADS=1 comes from the launcher; 1 for all else"
@@ -53,7 +53,7 @@ def test_one_thread_by_the_launcher_becomes_the_cores_of_the_process(machine, en
 
 def test_a_limit_of_the_cgroup_counts(machine, monkeypatch):
     monkeypatch.setattr(cores, "cpu_quota", lambda: 6.5)
-    assert choose(FROM_TORCHRUN)[0].num == 3
+    assert choose(FROM_TORCHRUN)[0] == 3
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_limit_of_the_cgroup_counts(machine, monkeypatch):
 )
 def test_what_somebody_has_set_holds(machine, environment, launcher, why):
     threads, said = choose(environment, launcher=launcher)
-    assert threads.num is None
+    assert threads is None
     assert said == f"host_threads=auto: {why}"
 
 
@@ -75,7 +75,7 @@ def test_what_somebody_has_set_holds(machine, environment, launcher, why):
 def test_processes_for_which_nobody_has_set_a_number_share_the_cores(machine, torch_threads, environment, sharers, num):
     torch_threads(16)
     threads, said = choose(environment, sharers=sharers)
-    assert threads.num == num
+    assert threads == num
     assert said == (
         f"host_threads=auto: {num} for the optimizer's update on the host (16 cores, {sharers} processes on them), "
         "because OMP_NUM_THREADS is not set; 16 for all else"
@@ -86,31 +86,21 @@ def test_processes_for_which_nobody_has_set_a_number_share_the_cores(machine, to
 def test_threads_of_torch_that_are_no_more_than_the_share_of_the_process_stay(machine, torch_threads, sharers, now):
     torch_threads(now)
     threads, said = choose({}, sharers=sharers)
-    assert threads.num is None
+    assert threads is None
     assert said == f"host_threads=auto: {now}, as torch has chosen"
 
 
 def test_a_limit_of_the_cgroup_is_shared_where_nobody_has_set_a_number(machine, torch_threads, monkeypatch):
     torch_threads(16)
     monkeypatch.setattr(cores, "cpu_quota", lambda: 6.5)
-    assert choose({})[0].num == 3
+    assert choose({})[0] == 3
 
 
 def test_a_program_that_has_set_its_threads_keeps_them(machine):
     torch.set_num_threads(2)
-    assert choose(FROM_TORCHRUN)[0].num is None
+    assert choose(FROM_TORCHRUN)[0] is None
 
 
 def test_a_number_holds_whatever_the_environment_says(machine):
     threads, said = choose(FROM_TORCHRUN, setting=5)
-    assert (threads.num, said) == (5, "host_threads=5: as asked")
-
-
-@pytest.mark.parametrize(
-    ("threads", "inside"), [(HostThreads(3), 1), (HostThreads(3, is_asked=True), 3), (HostThreads(), 1)]
-)
-def test_torch_has_the_threads_that_were_asked_for_inside_of_a_block_alone(threads, inside):
-    with pytest.raises(KeyError), threads.inside():  # noqa: PT012
-        assert torch.get_num_threads() == inside
-        raise KeyError
-    assert torch.get_num_threads() == 1
+    assert (threads, said) == (5, "host_threads=5: as asked")

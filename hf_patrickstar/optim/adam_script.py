@@ -1,0 +1,212 @@
+"""Adam over many tiles in one call, in which no Python runs.
+
+[Note: one call for many tiles]
+The lists of a tile stay in the caches of a core while some ten operators go over them. Called from Python, each of
+these operators takes the interpreter's lock for some microseconds; sixteen workers would hold it for half of the time
+in which another thread launches the kernels of the next forward. So the loop over tiles is TorchScript: the lock is
+released when the call begins and taken again when it ends. What it runs are torch's own operators in the order of
+torch's own Adam, so every bit is the same. This is looked at once in a process; where a version of torch computes
+otherwise, or has no TorchScript, torch's Adam is called for each tile.
+"""
+
+import functools
+import itertools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.adam import adam
+
+TILE_NUMEL = 2**15
+"""The elements of a tile: its fp32 lists and scratch space take 640 KiB, and torch computes it in one thread."""
+# ``slots`` are lists of the caller's, because a write through a list that is made here would be taken for dead code.
+_SOURCE = """
+def update(masters: List[Tensor], firsts: List[Tensor], seconds: List[Tensor], gradients: List[Tensor],
+           values: List[Tensor], steps: List[Tensor], rules: List[List[float]], factor: Optional[Tensor],
+           stays: List[bool], fused: bool, tile: int, slots: List[List[Tensor]]):
+    wide = masters[0].new_empty([0])
+    root = wide
+    for i in range(len(masters)):
+        lr, beta1, beta2, weight_decay, eps, maximize, decoupled, decay, weight1, weight2, scale, size = rules[i]
+        numel = masters[i].numel()
+        room = min(tile, numel)
+        scales = factor is not None and not stays[i]
+        changes = not fused and (maximize != 0.0 or (weight_decay != 0.0 and decoupled == 0.0))
+        if wide.dtype != masters[i].dtype:
+            wide = masters[i].new_empty([0])
+            root = wide
+        if wide.numel() < room and (scales or changes or gradients[i].dtype != masters[i].dtype):
+            wide = masters[i].new_empty([room])
+        if root.numel() < room and not fused:
+            root = masters[i].new_empty([room])
+        begin = 0
+        while begin < numel:
+            num = min(tile, numel - begin)
+            master = masters[i].narrow(0, begin, num)
+            first = firsts[i].narrow(0, begin, num)
+            second = seconds[i].narrow(0, begin, num)
+            gradient = gradients[i].narrow(0, begin, num)
+            scratch = wide.narrow(0, 0, min(num, wide.numel()))
+            if gradient.dtype != master.dtype:
+                gradient = scratch.copy_(gradient)
+                if factor is not None:
+                    gradient.mul_(factor)
+            elif factor is not None:
+                if stays[i]:
+                    gradient.mul_(factor)
+                else:
+                    gradient = torch.mul(gradient, factor, out=scratch)
+            if fused:
+                slots[0][0] = master
+                slots[1][0] = gradient
+                slots[2][0] = first
+                slots[3][0] = second
+                slots[4][0] = steps[i]
+                if decoupled != 0.0:
+                    torch._fused_adamw_(slots[0], slots[1], slots[2], slots[3], [], slots[4], lr=lr, beta1=beta1,
+                                        beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=False,
+                                        maximize=maximize != 0.0)
+                else:
+                    torch._fused_adam_(slots[0], slots[1], slots[2], slots[3], [], slots[4], lr=lr, beta1=beta1,
+                                       beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=False,
+                                       maximize=maximize != 0.0)
+            else:
+                if maximize != 0.0:
+                    gradient = torch.neg(gradient, out=scratch)
+                if weight_decay != 0.0:
+                    if decoupled != 0.0:
+                        master.mul_(decay)
+                    else:
+                        gradient = torch.add(gradient, master, alpha=weight_decay, out=scratch)
+                first.lerp_(gradient, weight1)
+                second.mul_(beta2).addcmul_(gradient, gradient, value=weight2)
+                below = torch.sqrt(second, out=root.narrow(0, 0, num)).div_(scale).add_(eps)
+                master.addcdiv_(first, below, value=size)
+            values[i].narrow(0, begin, num).copy_(master)
+            begin += num
+"""
+
+
+def rule_of(settings: Mapping[str, Any], step: int, decoupled: bool) -> list[float] | None:
+    """The numbers of a step as torch's Adam computes them; ``None`` if one of the settings is no number.
+
+    Args:
+        settings: The settings of a param group.
+        step: How many steps there were before.
+        decoupled: Whether weight decay is that of AdamW.
+    """
+    beta1, beta2 = settings["betas"]
+    lr, weight_decay, eps = settings["lr"], settings["weight_decay"], settings["eps"]
+    for number in (lr, beta1, beta2, weight_decay, eps):
+        if not isinstance(number, (int, float)):
+            return None
+    scale = (1 - beta2 ** (step + 1.0)) ** 0.5
+    size = -(lr / (1 - beta1 ** (step + 1.0)))
+    numbers = lr, beta1, beta2, weight_decay, eps, settings["maximize"], decoupled
+    return [float(n) for n in (*numbers, 1 - lr * weight_decay, 1 - beta1, 1 - beta2, scale, size)]
+
+
+def torch_adam(
+    masters: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    firsts: Sequence[torch.Tensor],
+    seconds: Sequence[torch.Tensor],
+    step: int,
+    settings: Mapping[str, Any],
+    *,
+    fused: bool | None,
+    decoupled: bool,
+) -> None:
+    """Calls torch's own Adam; a fused update with plain numbers launches two kernels.
+
+    Args:
+        masters: Parameters of one group.
+        gradients: Their gradients, of the same type.
+        firsts: Their ``exp_avg``.
+        seconds: Their ``exp_avg_sq``.
+        step: How many steps there were before.
+        settings: The settings of the group.
+        fused: Whether it is the fused kernel; ``None`` if torch may choose between the other two.
+        decoupled: Whether weight decay is that of AdamW.
+    """
+    beta1, beta2 = settings["betas"]
+    # Counters are made by a kernel: torch.tensor would copy from the host, and wait for it.
+    make_count = functools.partial(torch.full, (), dtype=torch.float32, device=masters[0].device if fused else "cpu")
+    if fused and isinstance(settings["lr"], float) and isinstance(beta1, float) and isinstance(beta2, float):
+        # What adam() comes to, without a counter for each tensor, and without sorting tensors by device and type.
+        (torch._fused_adamw_ if decoupled else torch._fused_adam_)(
+            list(masters),
+            list(gradients),
+            list(firsts),
+            list(seconds),
+            [],
+            [make_count(step + 1.0)] * len(masters),
+            lr=settings["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=settings["weight_decay"],
+            eps=settings["eps"],
+            amsgrad=False,
+            maximize=settings["maximize"],
+        )
+        return
+    adam(
+        list(masters),
+        list(gradients),
+        list(firsts),
+        list(seconds),
+        [],
+        [make_count(float(step)) for _ in masters],
+        foreach=settings.get("foreach"),
+        fused=fused,
+        decoupled_weight_decay=decoupled,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=settings["lr"],
+        weight_decay=settings["weight_decay"],
+        eps=settings["eps"],
+        maximize=settings["maximize"],
+    )
+
+
+@functools.cache
+def adam_script() -> Callable[..., None] | None:
+    """The scripted update, or ``None`` where it has not the bits of torch's Adam."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            script = torch.jit.CompilationUnit(_SOURCE).update
+        return functools.partial(_call, script) if _has_bits_of_torch(script) else None
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return None
+
+
+def _call(script: Callable[..., None], *args: Any, fused: bool, factor: torch.Tensor | None) -> None:
+    *lists, rules, in_place = args
+    slots = [[tensor] for tensor in (lists[0][0], lists[3][0], lists[1][0], lists[2][0], lists[5][0])]
+    script(*lists, rules, factor, in_place, fused, TILE_NUMEL, slots)
+
+
+@torch.no_grad()
+def _has_bits_of_torch(script: Callable[..., None]) -> bool:
+    """Compares the script with torch's Adam, over a tile and a part of one, with all kinds of settings."""
+    numel = TILE_NUMEL + 37
+    wave = torch.linspace(-9.0, 9.0, numel, dtype=torch.float32, device="cpu").sin()
+    factor = torch.full((), 0.3, dtype=torch.float32, device="cpu")
+    for fused, decoupled, maximize in itertools.product((False, True), repeat=3):
+        settings = {"lr": 3e-3, "betas": (0.9, 0.999), "weight_decay": 0.1, "eps": 1e-8, "maximize": maximize}
+        count = torch.full((), 3.0, dtype=torch.float32, device="cpu")
+        narrow = (wave * 0.7).to(torch.bfloat16)
+        expected = [wave.clone(), wave.roll(5), wave.roll(9).square()]
+        found = [*(tensor.clone() for tensor in expected), narrow.clone()]
+        master, first, second = ([tensor] for tensor in expected)
+        gradients = [narrow.float() * factor]
+        torch_adam(master, gradients, first, second, 2, settings, fused=fused or None, decoupled=decoupled)
+        rule = rule_of(settings, 2, decoupled)
+        lists = [[tensor] for tensor in (*found[:3], narrow, found[3], count)]
+        _call(script, *lists, [rule], [False], fused=fused, factor=factor)
+        if not all(map(torch.equal, [*expected, expected[0].to(torch.bfloat16)], found)):
+            return False
+    return True

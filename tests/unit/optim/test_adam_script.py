@@ -1,0 +1,89 @@
+"""The scripted update beside torch's Adam: the same bits, whatever its settings, types and tiles are."""
+
+import itertools
+
+import pytest
+import torch
+
+from hf_patrickstar.optim import adam_script as module
+from hf_patrickstar.optim.adam_script import adam_script, rule_of
+
+NUMELS = (1000, 64, 333)
+DTYPES = [
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float32),
+    (torch.float32, torch.float32),
+    (torch.float64, torch.float64),
+]
+
+
+def make_lists(value_dtype, state_dtype):
+    """Masters, averages, averages of squares, gradients and values of some ranges."""
+    torch.manual_seed(0)
+    masters, firsts, seconds, gradients = ([torch.randn(n).to(state_dtype) for n in NUMELS] for _ in range(4))
+    seconds = [second.square() for second in seconds]
+    return masters, firsts, seconds, [g.to(value_dtype) for g in gradients], [m.to(value_dtype) for m in masters]
+
+
+@pytest.mark.parametrize(("value_dtype", "state_dtype"), DTYPES)
+@pytest.mark.parametrize("tile_numel", [64, 192, 2**15])
+@pytest.mark.parametrize("factor", [None, 0.3])
+@pytest.mark.parametrize(("fused", "foreach"), [(True, None), (None, None), (None, True)])
+def test_every_bit_is_that_of_torch(fused, foreach, factor, tile_numel, value_dtype, state_dtype, monkeypatch):
+    monkeypatch.setattr(module, "TILE_NUMEL", tile_numel)
+    factor = None if factor is None else torch.tensor(factor)
+    for decoupled, maximize, decay in itertools.product((False, True), (False, True), (0.0, 0.1)):
+        settings = {"lr": 0.01, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": decay, "maximize": maximize}
+        masters, firsts, seconds, gradients, values = make_lists(value_dtype, state_dtype)
+        parameters = [torch.nn.Parameter(master.clone()) for master in masters]
+        cls = torch.optim.AdamW if decoupled else torch.optim.Adam
+        twin = cls(parameters, **settings, fused=fused, foreach=foreach)
+        for p, first, second, gradient in zip(parameters, firsts, seconds, gradients, strict=True):
+            twin.state[p] = {"step": torch.tensor(2.0), "exp_avg": first.clone(), "exp_avg_sq": second.clone()}
+            p.grad = gradient.to(state_dtype) if factor is None else gradient.to(state_dtype) * factor
+        twin.step()
+        steps, rules = [torch.tensor(3.0)] * 3, [rule_of(settings, 2, decoupled)] * 3
+        lists = masters, firsts, seconds, gradients, values
+        adam_script()(*lists, steps, rules, [False] * len(rules), fused=bool(fused), factor=factor)
+        for number, p in enumerate(parameters):
+            assert torch.equal(masters[number], p)
+            assert torch.equal(values[number], p.to(value_dtype))
+            assert torch.equal(firsts[number], twin.state[p]["exp_avg"])
+            assert torch.equal(seconds[number], twin.state[p]["exp_avg_sq"])
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_gradient_of_its_type_is_multiplied_in_its_place_if_it_stays(keeps):
+    lists = make_lists(torch.float32, torch.float32)
+    before = [gradient.clone() for gradient in lists[3]]
+    rules = [rule_of({"lr": 1, "betas": (0.9, 0.9), "eps": 1, "weight_decay": 0, "maximize": False}, 0, True)] * 3
+    adam_script()(*lists, [torch.tensor(1.0)] * 3, rules, [keeps] * 3, fused=False, factor=torch.tensor(0.5))
+    for gradient, old in zip(lists[3], before, strict=True):
+        assert torch.equal(gradient, old * 0.5 if keeps else old)
+
+
+@pytest.mark.parametrize("name", ["lr", "betas", "weight_decay", "eps"])
+def test_settings_that_are_tensors_are_for_torch(name):
+    settings = {"lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.0, "eps": 1e-8, "maximize": False}
+    settings[name] = (0.9, torch.tensor(0.99)) if name == "betas" else torch.tensor(0.1)
+    assert rule_of(settings, 3, True) is None
+
+
+CHANGES = {
+    "value=weight2": "value=weight2 * 1.000001",
+    "div_(scale)": "mul_(1.0 / scale)",
+    "weight_decay=weight_decay": "weight_decay=0.0",
+    "gradient.mul_(factor)": "gradient.div_(1.0 / factor)",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_script_with_other_bits_than_torch_is_not_used(change, monkeypatch):
+    assert change in module._SOURCE
+    monkeypatch.setattr(module, "_SOURCE", module._SOURCE.replace(change, CHANGES[change]))
+    assert adam_script.__wrapped__() is None
+
+
+def test_without_torchscript_there_is_none(monkeypatch):
+    monkeypatch.setattr(module, "_SOURCE", "def update(:")
+    assert adam_script.__wrapped__() is None
