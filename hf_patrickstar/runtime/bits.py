@@ -16,4 +16,5 @@ def differs(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether two tensors of one type have the same bits."""
-    return torch.equal(_bits(left), _bits(right))
+    integers = _INTEGERS[left.dtype.itemsize]
+    return torch.equal(left.view(integers), right.view(integers))

@@ -164,7 +164,12 @@ class Executor:
         step = tracer.step
         actions = None
         if step is not None:
-            self.expect(step, moment)
+            if moment is None or step.is_measured:
+                self.expect(step, moment)
+            else:
+                assert step.cursor is not None
+                ledger.is_cautious = False
+                ledger.reserved_nbytes = step.cursor.trace.visits[moment].non_model_nbytes
             if moment is not None and step.plan is not None:
                 actions = step.plan.moments[moment]
         if self._policy.evict_all:
@@ -180,7 +185,7 @@ class Executor:
                 self._bring(chunk, actions, caller)
         waited_s = self._copies.wait(chunk) if chunk.arrival is not None else None
         self._emit(ChunkVisited(chunk.spec.index, was_there and waited_s is None and not chunk.is_static, waited_s))
-        if step is not None and step.has_moments:
+        if step is not None and (moment is None or step.is_measured) and step.has_moments:
             self._meter.restart()
         elif step is not None and step.plan is not None:  # it is not measured: what the trace says is noted
             ledger.note_total(ledger.reserved_nbytes)

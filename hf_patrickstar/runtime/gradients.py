@@ -62,6 +62,8 @@ class Gradients:
         is_watched: Whether somebody is known to look at them between the step and ``zero_grad``.
         records_norms: Whether norms are computed as gradients arrive: somebody has asked for one.
         completes_step: Whether the micro-batch that runs is the last one of its step.
+        is_after_step: Whether a step has left the gradients that there are.
+        was_read_late: Whether somebody has read one of these.
     """
 
     def __init__(
@@ -93,8 +95,7 @@ class Gradients:
         self._was_zeroed = False
         self._ring = GradientRing(pool, streams, most_nbytes(_lists_nbytes(chunks)))
         self._has_all_lists = False
-        self._is_after_step = False  # whether a step has left the gradients that there are
-        self._was_read_late = False
+        self.is_after_step = self.was_read_late = False
 
     # Storing them
 
@@ -119,10 +120,10 @@ class Gradients:
         elif tensor.is_looked_up:
             # What its uses on either device contribute is added up in the parameter's type, as autograd does.
             tensor.deferred_gradient = gradient.to(chunk.home_device)
-        elif is_new and tensor.is_needed_at_home:
-            tensor.deferred_gradient = gradient
+        elif is_new and not chunk.is_group and (tensor.users or (tensor.epoch is not None and tensor.epoch())):
+            tensor.deferred_gradient = gradient  # ``is_needed_at_home``
         elif is_new and MASTER in chunk.home_lists and not self.attempts.is_running:  # as ``add`` does
-            self._is_after_step = False
+            self.is_after_step = False
             self._write_over_value(tensor, chunk, gradient)
         else:
             self.add(tensor, gradient)
@@ -132,7 +133,7 @@ class Gradients:
 
         A gradient that torch would add to one that a step has consumed is dropped: the sum is not known any more.
         """
-        self._is_after_step = False
+        self.is_after_step = False
         chunk = tensor.chunk
         if tensor.is_consumed:
             tensor.is_consumed, tensor.is_incomplete = self._keeps is not False, self._keeps is not False
@@ -299,7 +300,8 @@ class Gradients:
             chunk = tensor.chunk
             if tensor.deferred_gradient is not None or tensor.gradient is _APART:
                 self.make_ready(tensor)
-            chunk.wait()
+            if chunk.update is not None or chunk.tickets:
+                chunk.wait()
             if tensor.gradient is _PARAM:
                 return tensor.view(chunk.home_param)
             if tensor.gradient is _LIST:
@@ -387,16 +389,12 @@ class Gradients:
     @property
     def must_keep(self) -> bool:
         """Whether the optimizer's step leaves gradients as they are; see [Note: gradients after the step]."""
-        wanted = self.is_watched or self._was_read_late or not self._was_zeroed
+        wanted = self.is_watched or self.was_read_late or not self._was_zeroed
         return self._keeps is True or (self._keeps == "auto" and wanted)
 
     def note_step(self) -> None:
         """Learns that the gradients that there are were used by a step."""
-        self._is_after_step = True
-
-    def note_read(self) -> None:
-        """Learns that somebody reads a gradient."""
-        self._was_read_late |= self._is_after_step
+        self.is_after_step = True
 
     def try_to_keep(self, chunks: Iterable[Chunk]) -> bool:
         """Moves the gradients of chunks to the accumulation list, where a step leaves them; whether there was room.

@@ -97,6 +97,7 @@ class ModelHooks:
         self._services = LiveServices(manager, weights, self._frames, self._autograd)
         self._live_model = LiveModel(model, self._services)
         self._is_attached = False
+        self._store_gradient = self._make_store()
 
     # Attach and detach
 
@@ -156,18 +157,10 @@ class ModelHooks:
     def _attach_tensor(self, tensor: ManagedTensor) -> None:
         if not tensor.spec.trainable:
             return
-        # The garbage collector cannot see through a parameter's hooks: a strong reference would be a leak.
-        this = weakref.ref(self)
-
-        def store(parameter: torch.Tensor) -> None:
-            hooks = this()
-            if hooks is not None:
-                hooks._store_gradient(parameter)
-
         parameter: Any = tensor.parameter
         needs_grad = requires_grad(parameter)
         parameter.requires_grad_(True)  # torch takes no such hook of a parameter that is frozen for the moment
-        self._of_tensors[tensor.spec.index] = parameter.register_post_accumulate_grad_hook(store)
+        self._of_tensors[tensor.spec.index] = parameter.register_post_accumulate_grad_hook(self._store_gradient)
         # torch.utils.swap_tensors takes what calls the hooks along, and leaves them here.
         parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
         parameter.requires_grad_(needs_grad)
@@ -424,27 +417,37 @@ class ModelHooks:
 
     # Backward
 
-    def _store_gradient(self, parameter: torch.Tensor) -> None:
-        if _current_graph_task_id() not in self._autograd.graph_tasks:
-            self._autograd.notice_backward()
-        tensor = self._parameters.by_parameter.get(id(parameter))
-        if tensor is None or tensor.is_given_up:
-            return
-        with RAW():
-            gradient = GET_GRAD(parameter)
-            SET_GRAD(parameter, None)
-        if gradient is None:
-            return
-        if gradient.requires_grad and not tensor.chunk.is_group:  # backward(create_graph=True)
-            before = parameter.grad
-            total = gradient if before is None else before + gradient
-            with unseen():
-                self._manager.gradient_ready(tensor, gradient.detach())
-                self._manager.gradient_mirrors.follow_recorded(tensor, total)
-        elif _len_torch_function_stack() or _len_torch_dispatch_stack() or _profiler_enabled():
-            self._manager.gradient_ready(tensor, gradient)
-        else:
-            self._manager.store_gradient(tensor, gradient)
+    def _make_store(self) -> Callable[[torch.Tensor], None]:
+        """Makes the hook that takes what autograd has added up in ``parameter.grad``."""
+        # The garbage collector cannot see through a parameter's hooks: a strong reference would be a leak.
+        this = weakref.ref(self)
+
+        def store(parameter: torch.Tensor) -> None:
+            hooks = this()
+            if hooks is None:
+                return
+            if _current_graph_task_id() not in hooks._autograd.graph_tasks:
+                hooks._autograd.notice_backward()
+            manager, tensor = hooks._manager, hooks._parameters.by_parameter.get(id(parameter))
+            if tensor is None or tensor.is_given_up:
+                return
+            with RAW():
+                gradient = GET_GRAD(parameter)
+                SET_GRAD(parameter, None)
+            if gradient is None:
+                return
+            if gradient.requires_grad and not tensor.chunk.is_group:  # backward(create_graph=True)
+                before = parameter.grad
+                total = gradient if before is None else before + gradient
+                with unseen():
+                    manager.gradient_ready(tensor, gradient.detach())
+                    manager.gradient_mirrors.follow_recorded(tensor, total)
+            elif _len_torch_function_stack() or _len_torch_dispatch_stack() or _profiler_enabled():
+                manager.gradient_ready(tensor, gradient)
+            else:
+                manager.store_gradient(tensor, gradient)
+
+        return store
 
 
 def computed_by(module: torch.nn.Module) -> list[torch.nn.Module]:

@@ -68,7 +68,13 @@ class Access:
 
 
 class Live(Protocol):
-    """What answers for one parameter."""
+    """What answers for one parameter.
+
+    Attributes:
+        tensor: The ``ManagedTensor`` of the parameter.
+    """
+
+    tensor: Any
 
     def access(self, func: Any, *, is_graph: bool, writes: bool = False) -> Access:
         """Begins the access of one call.
@@ -303,7 +309,7 @@ class ReleasedMixin(LiveMixin):
         if _len_torch_function_stack():  # whose modes see that it is read
             return _Base.grad.__get__(self)  # type: ignore[no-any-return]
         live: Live | None = self.__dict__.get("_live")
-        if live is None or _len_torch_dispatch_stack() or live.value_for(self) is not None:  # type: ignore[arg-type]
+        if live is None or live.tensor.parameter is not self or _len_torch_dispatch_stack():
             live = _live_of(self)
         return live.get_grad()
 

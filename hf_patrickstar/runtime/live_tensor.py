@@ -238,18 +238,16 @@ class LiveTensor:
             return own
         gradients, mirrors = manager.gradients, manager.gradient_mirrors
         with gradients.lock:
-            mirror = mirrors.of(tensor)
-            is_there = tensor.gradient is not GradientPlace.NONE or tensor.deferred_gradient is not None
-            if mirror is not None and is_there and mirrors.follows and not gradients.has_factor:
-                gradients.note_read()
-                return mirror.value
             if tensor.is_consumed:
                 return ConsumedGradient.make(tensor)
-            if not gradients.has(tensor):
+            if tensor.gradient is GradientPlace.NONE and tensor.deferred_gradient is None:
                 return None
-            manager.apply_factor()
-            gradients.note_read()
-            return mirrors.hand_out(tensor)
+            if gradients.coefficient is not None or gradients.inverse_scale is not None:
+                manager.apply_factor()
+            if gradients.is_after_step:
+                gradients.was_read_late = True
+            found = mirrors.by_tensor.get(tensor.spec.index)
+            return found[0].value if found and mirrors.follows else mirrors.hand_out(tensor)
 
     def set_grad(self, gradient: torch.Tensor | None) -> None:
         """Replaces the gradient, or drops it.

@@ -326,13 +326,15 @@ class GradientMirrors(Mirrors):
         """
         with self._lock, as_it_is(), torch.no_grad():
             mirror = self.of(tensor)
-            if mirror is None or not self.follows:
+            if mirror is not None and not self.follows:
                 self.sync_one(tensor)
-                mirror = self._copy_of(tensor)
+                mirror = self.of(tensor)
+            if mirror is None or not self.follows:
+                mirror = self._copy_of(tensor, mirror)
             return mirror.value
 
-    def _copy_of(self, tensor: ManagedTensor) -> Mirror:
-        home, known = self._gradients.of(tensor), self.of(tensor)
+    def _copy_of(self, tensor: ManagedTensor, known: Mirror | None) -> Mirror:
+        home = self._gradients.of(tensor)
         if self.follows:
             assert home is not None
             wanted = tensor.chunk.state_dtype if home.dtype is torch.float16 else home.dtype
@@ -374,9 +376,9 @@ class GradientMirrors(Mirrors):
         if tensor.spec.index not in self.by_tensor:
             return
         with self._lock, as_it_is(), torch.no_grad():
-            mirror = self.of(tensor)  # not before: another thread may drop it
-            if mirror is None:
+            if tensor.spec.index not in self.by_tensor:  # asked again: another thread may have dropped it
                 return
+            (mirror,) = self.by_tensor[tensor.spec.index]
             if mirror.value.untyped_storage()._cdata != mirror.storage._cdata:  # gradient.data = value
                 self._leave(mirror)
                 mirror.storage = mirror.value.untyped_storage()

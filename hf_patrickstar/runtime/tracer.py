@@ -252,18 +252,21 @@ class Tracer:
         step = self.step
         if step is None or step.is_diverged:
             return None
-        if step.cursor is None:
+        cursor = step.cursor
+        if cursor is None:
             if len(step.visits) == MOST_VISITS:  # of forwards without a backward
                 self.abandon()
                 return None
             self._close_moment(step)
             step.note_visit(chunk_index, pinned(*of))
             return None
-        if step.cursor.advance(chunk_index):
+        visits = cursor.trace.visits
+        cursor.moment = moment = cursor.moment + 1
+        if moment < len(visits) and visits[moment].chunk_index == chunk_index:
             if step.is_measured:
                 self._close_moment(step)
                 step.note_visit(chunk_index, pinned(*of))
-            return step.cursor.moment
+            return moment
         step.cursor = None
         self._emit(StepDiverged(step.key))
         if step.is_measured and self._order.is_alone:  # all of its visits are known, and it goes on as one recorded

@@ -3,7 +3,7 @@
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -198,13 +198,16 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
-@contextmanager
-def as_it_is() -> Iterator[None]:
+def as_it_is() -> AbstractContextManager[None]:
     """Leaves inference mode, function transforms and whatever else looks on: no meter counts this work."""
     has_modes = torch._C._len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0
     has_modes = has_modes or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-    if not (has_modes or torch.is_inference_mode_enabled() or torch._C._functorch.peek_interpreter_stack() is not None):
-        yield
-        return
+    if has_modes or torch.is_inference_mode_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return _as_it_is()
+    return nullcontext()
+
+
+@contextmanager
+def _as_it_is() -> Iterator[None]:
     with torch.inference_mode(False), temporarily_clear_interpreter_stack(), without_modes():
         yield

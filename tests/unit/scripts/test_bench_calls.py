@@ -2,7 +2,7 @@
 
 import pytest
 
-MOST_CALLS = {"resident": 2200, "moving": 4400, "moving, torch's clipping": 7500}
+MOST_CALLS = {"resident": 1200, "moving": 3500, "moving, torch's clipping": 5000}
 MOST_TO_COPY = 7
 """Frames from a module's hook to the copy of a chunk."""
 
