@@ -326,7 +326,9 @@ class ModelHooks:
         for places, key, tensor in self._places_of(frame.module):
             if not tensor.is_materialized and tensor.chunk.compute is not None:
                 if tensor not in aliases:
-                    value, cls = tensor.view_copy(tensor.chunk.compute), self._parameters.type_of(tensor.original_type)
+                    # ``.data`` has a version of its own, which tells whether the module writes to it.
+                    value = tensor.view_copy(tensor.chunk.compute).data
+                    cls = self._parameters.type_of(tensor.original_type)
                     aliases[tensor] = stand_in(tensor.parameter, value, cls)
                 places[key] = aliases[tensor]
                 frame.replaced.append((places, key, tensor.parameter))

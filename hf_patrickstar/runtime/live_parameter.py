@@ -580,6 +580,8 @@ def detach(parameter: Any) -> torch.Tensor:
 class _Orphan:
     """Answers for a parameter that was made from a live one: it has its own value, and becomes an ordinary one."""
 
+    tensor = None
+
     def __init__(self, parameter: torch.Tensor) -> None:
         self._parameter = parameter
 
