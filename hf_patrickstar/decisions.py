@@ -31,12 +31,12 @@ from hf_patrickstar.runtime.admission import check_model, check_values, is_left_
 from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, torch_dtype
 from hf_patrickstar.runtime.live_parameter import LiveMixin
 from hf_patrickstar.runtime.together import roots_of
+from hf_patrickstar.schedule.estimate import Estimate, PlacementRules
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.margin import StepCost, needed_nbytes
 from hf_patrickstar.schedule.pace import choose_depth
 from hf_patrickstar.schedule.placement import HomePlan
-from hf_patrickstar.schedule.prospect import PlacementRules, Prospect
-from hf_patrickstar.schedule.sketch import ChunkWork
+from hf_patrickstar.schedule.step_estimate import ChunkWork
 from hf_patrickstar.units import format_nbytes, format_seconds
 
 logger = logging.getLogger(__name__)
@@ -100,10 +100,10 @@ class Decisions(Arrangement):
                 largest[spec.types.param] = max(spec.chunk_numel, largest.get(spec.types.param, 0))
         return sum(staging_nbytes(collectives, numel, name) for name, numel in largest.items())
 
-    def foresee(
+    def estimate_cost(
         self, situation: Circumstances, known: KnownTraces, rules: PlacementRules, *, fills_margin: bool
     ) -> StepCost | None:
-        """What a step will cost when homes are settled (``Prospect.settled``); ``None`` if that is not known.
+        """What a step will cost when homes are settled (``Estimate.settled``); ``None`` if that is not known.
 
         Without traces nothing is known of the inputs, and without lanes no machine's rates tell what a step takes.
 
@@ -115,11 +115,11 @@ class Decisions(Arrangement):
         """
         if not rules.has_lanes or not any(trace.kind.is_training for trace in known.traces.values()):
             return None
-        prospect, homed = self.prospect(situation, known, rules), self.homes.device_homed
+        estimate, homed = self.estimate(situation, known, rules), self.homes.device_homed
         if fills_margin:
             with contextlib.suppress(BudgetError):  # the inputs may be smaller than those that were planned
-                homed, _ = prospect.settled(homed, self.homes.spilled)
-        return prospect.cost(homed)
+                homed, _ = estimate.settled(homed, self.homes.spilled)
+        return estimate.cost(homed)
 
     def with_tide(self, situation: Circumstances, known: KnownTraces, rules: PlacementRules) -> "Decisions":
         """These decisions, with the homes that fit what a step needs at each moment, if the host has no room for all.
@@ -133,17 +133,17 @@ class Decisions(Arrangement):
             return self
         kept = self.homes.device_homed - self.homes.spilled
         try:
-            spilled = self.prospect(situation, known, rules).spilled(kept)
+            spilled = self.estimate(situation, known, rules).spilled(kept)
         except BudgetError as error:  # no refusal: nobody knows whether inputs will be as large
             logger.info("patrickstar: a step with inputs as large as those that were planned has no room: %s", error)
             return self
         situation.resources.ledger.spilled_nbytes = sum(self.chunk_nbytes[index].host_nbytes for index in spilled)
         return dataclasses.replace(self, homes=HomePlan(kept | spilled, self.homes.reason, spilled))
 
-    def prospect(self, situation: Circumstances, known: KnownTraces, rules: PlacementRules) -> Prospect:
-        """What is known of a step before chunks are allocated; see ``foresee``."""
+    def estimate(self, situation: Circumstances, known: KnownTraces, rules: PlacementRules) -> Estimate:
+        """What is known of a step before chunks are allocated; see ``estimate_cost``."""
         resources, chunks, looked_up = situation.resources, self.choice.layout.chunks, self._looked_up(known)
-        return Prospect(
+        return Estimate(
             [*known.traces.values()],
             situation.num_micro_batches,
             self.chunk_nbytes,
@@ -170,13 +170,13 @@ class Decisions(Arrangement):
             begin, end = spec.parts_of(tensor.numel, placement.offset_numel)[rank]
             yield tensor, end - begin
 
-    def expected(self, situation: Circumstances, known: KnownTraces, foreseen: StepCost | None) -> str:
+    def expected(self, situation: Circumstances, known: KnownTraces, estimated: StepCost | None) -> str:
         """What this process will need for model data, and for a step, in one line.
 
         Args:
             situation: What the decisions depended on.
             known: Traces of a plan, which know activations.
-            foreseen: What a step will cost, if that is known.
+            estimated: What a step will cost, if that is known.
         """
         ledger, homed = situation.resources.ledger, self.homes.device_homed
         num, num_trained = (
@@ -194,9 +194,9 @@ class Decisions(Arrangement):
         limits = [limit.nbytes for limit in ledger.limits(Tier.DEVICE)]
         room = limits[0] if in_step else min(limits)  # the second limit is that of chunks alone
         time = short = ""
-        if foreseen is not None:
+        if estimated is not None:
             name = situation.resources.machine.name
-            time = f", and about {format_seconds(foreseen.seconds)} per step by the rates of '{name}'"
+            time = f", and about {format_seconds(estimated.seconds)} per step by the rates of '{name}'"
         if in_step and on_device > room:  # no refusal: nobody knows whether inputs will be as large
             short = (
                 ". A step with inputs as large as those that were planned has no room: use smaller or shorter batches, "

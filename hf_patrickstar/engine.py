@@ -49,7 +49,7 @@ from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.recovery import MAX_RETRIES, Recovery
 from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.known import KnownTraces
-from hf_patrickstar.tracing.foresight import make_foresight
+from hf_patrickstar.tracing.estimator import make_estimator
 
 logger = logging.getLogger(__name__)
 
@@ -120,8 +120,8 @@ class PatrickStarEngine:
         known = find_traces(model, self._decisions, situation)
         self._rules = self._decisions.rules(situation)
         self._decisions = self._decisions.with_tide(situation, known, self._rules)
-        self.foreseen = self._decisions.foresee(situation, known, self._rules, fills_margin=self._fills_margin())
-        expected = self._decisions.expected(situation, known, self.foreseen)
+        self.estimated = self._decisions.estimate_cost(situation, known, self._rules, fills_margin=self._fills_margin())
+        expected = self._decisions.expected(situation, known, self.estimated)
         logger.info("patrickstar: %s", expected)
         self._emit(ModelDecided(expected))
         self._payloads = Payloads(self.resources, self._decisions, self._kernels, self._workers)
@@ -171,7 +171,7 @@ class PatrickStarEngine:
         Raises:
             BudgetError: If there is no room for new parameters; nothing has changed then.
         """
-        with self.manager.turns.taken("follow_model()"):
+        with self.manager.model_lock.held("follow_model()"):
             return self._follow_model(True)
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> ChunkedOptimizer:
@@ -277,8 +277,8 @@ class PatrickStarEngine:
             self.hooks.attach()
             of_copy = self._decisions.precision.casting(torch.device("cpu"))
             resources, reuses = self.resources, self.config.reuse_plan
-            foresight = make_foresight(self.model, self.manager, of_copy, resources, reuses)
-            self.manager.steps.foresight = None if foresight is None else foresight.foresee
+            estimator = make_estimator(self.model, self.manager, of_copy, resources, reuses)
+            self.manager.steps.estimator = None if estimator is None else estimator.estimate
             self._move_in()
             for optimizer in self.optimizers:
                 optimizer.take_inner_state()
@@ -478,12 +478,12 @@ class PatrickStarEngine:
         if not self._attached:
             return
         if self.manager.frames.stack:
-            self.manager.unwind()  # a forward of this thread that was interrupted has the turn
-        if self.manager.turns.is_computing:  # in a block of full_parameters(), others may wait for its end
+            self.manager.unwind()  # a forward of this thread that was interrupted holds the model lock
+        if self.manager.model_lock.is_computing:  # in a block of full_parameters(), others may wait for its end
             self.weights.check_closed()
         with Gate(self.model.modules(), FORWARD + STATE_DICT) as gate:
             gate.wait("detach the engine")
-            with self.manager.turns.taken("detach()"):
+            with self.manager.model_lock.held("detach()"):
                 self._detach()
 
     @unseen()
@@ -532,7 +532,7 @@ class PatrickStarEngine:
         """Makes room on the compute tier for non-model data."""
         if self.manager.writes.watched:
             self.manager.writes.settle_watched()
-        self.manager.executor.make_room_for_others(is_step=self.hooks.is_running)
+        self.manager.executor.make_room_for_non_model(is_step=self.hooks.is_running)
 
     def _move_in(self) -> None:
         """Moves buffers to the device, and parameters into their chunks."""

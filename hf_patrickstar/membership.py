@@ -29,7 +29,7 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
 from hf_patrickstar.payloads import Payloads
 from hf_patrickstar.runtime.admission import check_modules, check_values
-from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
+from hf_patrickstar.runtime.chunk import Chunk, ManagedParameter
 from hf_patrickstar.runtime.gate import STATE_DICT, Gate
 from hf_patrickstar.runtime.hooks import ModelHooks
 from hf_patrickstar.runtime.live_parameter import raw_grad, set_raw_data
@@ -104,7 +104,7 @@ class _Change:
     modules: list[ModuleSpec]
     parameters: list[torch.nn.Parameter]
     new: list[int]
-    gone: list[ManagedTensor]
+    gone: list[ManagedParameter]
 
 
 class Membership:
@@ -183,7 +183,7 @@ class Membership:
         return parameter.dtype if tensor is None else tensor.original_dtype
 
     @staticmethod
-    def _must_move(tensor: ManagedTensor, spec: TensorSpec, is_training: bool) -> bool:
+    def _must_move(tensor: ManagedParameter, spec: TensorSpec, is_training: bool) -> bool:
         """Whether a parameter needs other lists than its chunk has."""
         if spec.trainable and not tensor.spec.trainable:
             return is_training
@@ -214,7 +214,7 @@ class Membership:
         )
         placements = {placement.tensor_index: placement for placement in layout.placements}
         parameters = {change.specs[place].index: change.parameters[place] for place in change.new}
-        made: dict[int, ManagedTensor] = {}
+        made: dict[int, ManagedParameter] = {}
         for chunk in chunks:
             for index in chunk.spec.tensor_indices:
                 spec = next(spec for spec in change.specs if spec.index == index)
@@ -332,7 +332,7 @@ class Membership:
                     )
                 )
 
-    def _give_back(self, tensor: ManagedTensor) -> None:
+    def _give_back(self, tensor: ManagedParameter) -> None:
         """Makes a parameter an ordinary one, with its value, gradient and state of the optimizer."""
         parts, manager = self._parts, self._parts.manager
         optimizer = self._optimizer_of(tensor)
@@ -343,7 +343,7 @@ class Membership:
             if manager.gradients.has(tensor):
                 gradient = manager.read_gradient(tensor, tensor.original_dtype).to(tensor.placeholder.device)
             value = parts.weights.read(tensor).to(tensor.placeholder.device)
-            parts.hooks.let_go(tensor)
+            parts.hooks.release(tensor)
             set_raw_data(tensor.parameter, value)
             tensor.unbind()
             tensor.parameter.grad = gradient
@@ -351,7 +351,7 @@ class Membership:
 
     def _take_in(
         self, spec: TensorSpec, parameter: torch.nn.Parameter, placement: Placement, chunk: Chunk
-    ) -> ManagedTensor:
+    ) -> ManagedParameter:
         """Moves a parameter into its place in a chunk, with its value, gradient and optimizer state."""
         parts, manager = self._parts, self._parts.manager
         before = manager.find(parameter)
@@ -368,7 +368,7 @@ class Membership:
             manager.gradient_mirrors.assign(tensor, gradient)
         return tensor
 
-    def _optimizer_of(self, tensor: ManagedTensor) -> ChunkedOptimizer | None:
+    def _optimizer_of(self, tensor: ManagedParameter) -> ChunkedOptimizer | None:
         spec = tensor.chunk.spec
         return self._parts.optimizers[spec.optimizer_index] if spec.is_updated else None
 

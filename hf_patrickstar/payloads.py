@@ -16,7 +16,7 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import Kernel
 from hf_patrickstar.optim.workers import HostWorkers, WorkTicket
 from hf_patrickstar.resources import Resources
-from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor, torch_dtype
+from hf_patrickstar.runtime.chunk import Chunk, ManagedParameter, torch_dtype
 from hf_patrickstar.schedule.placement import ChunkBytes
 from hf_patrickstar.units import format_nbytes
 
@@ -131,7 +131,7 @@ class Payloads:
             ticket.cancel()
         self._zeroing.clear()
 
-    def make_tensor(self, spec: TensorSpec, parameter: torch.nn.Parameter, offset_numel: int) -> ManagedTensor:
+    def make_tensor(self, spec: TensorSpec, parameter: torch.nn.Parameter, offset_numel: int) -> ManagedParameter:
         """Makes a managed parameter; it is in no chunk yet.
 
         Args:
@@ -141,7 +141,7 @@ class Payloads:
         """
         # Each parameter has its own placeholder, since libraries take parameters with one storage for tied ones.
         nan = torch.full((), float("nan"), dtype=torch_dtype(spec.types.param), device=self._device)
-        return ManagedTensor(spec, parameter, offset_numel, nan.expand(spec.shape))
+        return ManagedParameter(spec, parameter, offset_numel, nan.expand(spec.shape))
 
     def nbytes_of(self, specs: Iterable[ChunkSpec]) -> list[ChunkBytes]:
         """The bytes of chunks over all lists."""

@@ -93,7 +93,7 @@ class Resources:
                 a function of the device, a listener that is told of every collective, and ``reduce_dtype``, which
                 makes the collectives of simulated processes.
             make_room: Makes room on the CPU tier when the measured bytes reach its budget.
-            emit: Told of every collective.
+            emit: Called with every collective.
 
         Raises:
             ConfigError: If a setting cannot work here.

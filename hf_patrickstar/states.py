@@ -8,7 +8,7 @@ class TensorState(enum.Enum):
 
     ``FREE`` has no value in a chunk. ``COMPUTE`` is being read by an operator: its chunk is pinned to the device. The
     three hold states may be moved: ``HOLD`` keeps a value, ``HOLD_AFTER_FWD`` one that a backward will need, and
-    ``HOLD_AFTER_BWD`` a gradient in its place. Nobody sets a state: ``ManagedTensor.state`` follows from facts.
+    ``HOLD_AFTER_BWD`` a gradient in its place. Nobody sets a state: ``ManagedParameter.state`` follows from facts.
     """
 
     FREE = "free"

@@ -61,19 +61,19 @@ def _streams(request):
 @pytest.fixture(autouse=True)
 def _no_traces(monkeypatch):
     """Engines of a test keep no traces, which those of other tests would begin with; see ``keeping``."""
-    monkeypatch.setattr("hf_patrickstar.tracing.foresight.keep_traces", lambda known: None)
+    monkeypatch.setattr("hf_patrickstar.tracing.estimator.keep_traces", lambda known: None)
 
 
 @pytest.fixture
 def keeping(monkeypatch):
-    """Engines of the test keep the traces of steps that they foresee."""
-    monkeypatch.setattr("hf_patrickstar.tracing.foresight.keep_traces", keep_traces)
+    """Engines of the test keep the traces of steps that they estimate."""
+    monkeypatch.setattr("hf_patrickstar.tracing.estimator.keep_traces", keep_traces)
 
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """No engine foresees its first steps: they are recorded."""
-    monkeypatch.setattr("hf_patrickstar.engine.make_foresight", lambda *_: None)
+    """No engine estimates its first steps: they are recorded."""
+    monkeypatch.setattr("hf_patrickstar.engine.make_estimator", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)

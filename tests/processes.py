@@ -264,7 +264,7 @@ def _call(rank, world_size, message):
         torch.manual_seed(0)
         if function is not _join:
             assert dist.get_world_size() == world_size
-        no_traces = mock.patch("hf_patrickstar.tracing.foresight.keep_traces", return_value=None)  # as in conftest.py
+        no_traces = mock.patch("hf_patrickstar.tracing.estimator.keep_traces", return_value=None)  # as in conftest.py
         with streams_of(streams), no_traces:
             return pickle.dumps((True, function(rank, *args), ""))
     except BaseException as error:

@@ -24,7 +24,7 @@ from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.memory.operators import unseen
-from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.runtime.manager import ChunkManager
 
 logger = logging.getLogger(__name__)
@@ -220,7 +220,7 @@ class Checkpoints:
                 )
         if self.together(lambda: bool(adapter_directories(self._model, directory))):
             self.check_state(directory)
-            with self._manager.turns.taken("loading adapters"):
+            with self._manager.model_lock.held("loading adapters"):
                 self._load_adapters(directory)
             return self.load_parts(None, directory)
         found = self.together(lambda: self._find_all(directory))
@@ -321,7 +321,7 @@ class Checkpoints:
         self.wait()
         found = found or FoundWeights({}, [], [])
         loading = self._open(found, state_directory)
-        with self._manager.turns.taken("loading a checkpoint"):
+        with self._manager.model_lock.held("loading a checkpoint"):
             self._apply(found)
             if loading is not None:
                 loading.apply()
@@ -403,5 +403,5 @@ def adapter_directories(model: torch.nn.Module, directory: str | os.PathLike[str
     return places if any((path / _ADAPTER_NAME).is_file() for path in places.values()) else {}
 
 
-def _value_of(tensor: ManagedTensor, values: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+def _value_of(tensor: ManagedParameter, values: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     return next((values[name] for name in (tensor.spec.name, *tensor.spec.aliases) if name in values), None)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor, Reader, is_read_by_any_thread
-from hf_patrickstar.runtime.chunk import MASTER, ManagedTensor
+from hf_patrickstar.runtime.chunk import MASTER, ManagedParameter
 
 PART_NUMEL = 2**21
 """Elements that a worker fills before it takes the next part: a few milliseconds of work."""
@@ -62,7 +62,7 @@ class Filling:
         value: Its value: a tensor in memory, or a deferred one.
     """
 
-    def __init__(self, tensor: ManagedTensor, value: torch.Tensor) -> None:
+    def __init__(self, tensor: ManagedParameter, value: torch.Tensor) -> None:
         chunk = tensor.chunk
         self.tensor = tensor
         self.value = value
@@ -149,7 +149,7 @@ class Filler:
         self._begun: dict[int, Filling] = {}
         self._work: Work | None = None
 
-    def begin(self, tensors: Iterable[ManagedTensor], value_of: Callable[[ManagedTensor], torch.Tensor]) -> None:
+    def begin(self, tensors: Iterable[ManagedParameter], value_of: Callable[[ManagedParameter], torch.Tensor]) -> None:
         """Starts to fill the places that workers may fill.
 
         Args:
@@ -167,7 +167,7 @@ class Filler:
         if parts:
             self._work = self._workers.submit(self._fill_part, parts)
 
-    def finish(self, tensor: ManagedTensor, value: torch.Tensor) -> None:
+    def finish(self, tensor: ManagedParameter, value: torch.Tensor) -> None:
         """Returns when the place of a parameter is filled; fills it if workers do not.
 
         Args:

@@ -13,7 +13,7 @@ from hf_patrickstar.checkpoint.origins import ModelFiles, origin_of
 from hf_patrickstar.checkpoint.progress import shown
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import EngineError
-from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.runtime.live_parameter import raw_data
 from hf_patrickstar.runtime.originals import Origin
 
@@ -36,7 +36,7 @@ class FirstValues:
 
     def __init__(
         self,
-        tensors: Sequence[ManagedTensor],
+        tensors: Sequence[ManagedParameter],
         collectives: Collectives,
         piece_numel: int,
         workers: Workers | None = None,
@@ -48,7 +48,7 @@ class FirstValues:
         self._files: ModelFiles | None = None
 
     def begin(self, model: torch.nn.Module) -> None:
-        """Turns deferred parameters into ordinary ones, which stay the same objects, and reads deferred buffers.
+        """ModelLock deferred parameters into ordinary ones, which stay the same objects, and reads deferred buffers.
 
         Args:
             model: The model.
@@ -76,7 +76,7 @@ class FirstValues:
         self._unread.clear()
 
     @torch.no_grad()
-    def move_in(self, buffers: Iterable[torch.Tensor], take_in: Callable[[Sequence[ManagedTensor]], None]) -> None:
+    def move_in(self, buffers: Iterable[torch.Tensor], take_in: Callable[[Sequence[ManagedParameter]], None]) -> None:
         """Moves every value into its chunk, and frees the memory that it had before.
 
         Frozen parameters come last: without a master they could not be restored exactly if a later parameter failed.
@@ -112,14 +112,14 @@ class FirstValues:
         self._explain_origins()
         self._collectives.exchange(None, "reads the weights")  # one process may have a slower disk
 
-    def _has_value(self, tensor: ManagedTensor) -> bool:
+    def _has_value(self, tensor: ManagedParameter) -> bool:
         """Whether this process fills the place of a parameter: it owns it, and there are bytes to fill it with."""
         return tensor.is_owned and (tensor.spec.index in self._unread or not isinstance(tensor.parameter, FakeTensor))
 
-    def _value_of(self, tensor: ManagedTensor) -> torch.Tensor:
+    def _value_of(self, tensor: ManagedParameter) -> torch.Tensor:
         return self._unread.get(tensor.spec.index, raw_data(tensor.parameter))
 
-    def _find_origin(self, tensor: ManagedTensor, value: torch.Tensor) -> Origin | None:
+    def _find_origin(self, tensor: ManagedParameter, value: torch.Tensor) -> Origin | None:
         if isinstance(value, DeferredTensor):
             return origin_of(value)
         return None if self._files is None else self._files.find(tensor, value)

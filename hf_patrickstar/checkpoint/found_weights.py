@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from hf_patrickstar.checkpoint.deferred import READING, DeferredTensor, Reader
 from hf_patrickstar.checkpoint.weight_files import deferred_weights, open_weights
 from hf_patrickstar.errors import CheckpointError, PatrickStarError
-from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.runtime.together import roots_of
 
 _EXTRA_STATE = "_extra_state"
@@ -195,7 +195,7 @@ def shape_mismatch(name: str, value: torch.Tensor, shape: tuple[int, ...]) -> st
     )
 
 
-def is_in_model_file(model: torch.nn.Module, tensor: ManagedTensor) -> bool:
+def is_in_model_file(model: torch.nn.Module, tensor: ManagedParameter) -> bool:
     """Whether saving a model saves a parameter: PEFT saves adapters alone, and some models leave out names."""
     names = {tensor.spec.name, *tensor.spec.aliases}
     roots = roots_of(model)

@@ -12,7 +12,7 @@ from hf_patrickstar.checkpoint.safetensors_file import FileSource
 from hf_patrickstar.checkpoint.weight_files import open_safetensors
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.runtime.bits import same_bits
-from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.runtime.originals import Origin
 
 _WRAPPERS = ("base_layer", "original_module")
@@ -39,7 +39,7 @@ class ModelFiles:
         self._model = model
         self._opened: list[dict[str, DeferredTensor]] | None = None
 
-    def find(self, tensor: ManagedTensor, value: torch.Tensor) -> Origin | None:
+    def find(self, tensor: ManagedParameter, value: torch.Tensor) -> Origin | None:
         """The tensor in a file that has the same bits as a value, or ``None``.
 
         Args:

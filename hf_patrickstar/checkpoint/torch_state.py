@@ -18,7 +18,7 @@ from hf_patrickstar.checkpoint.torch_file import write_torch
 from hf_patrickstar.checkpoint.weight_files import load_torch_file
 from hf_patrickstar.dist.sharing import Held, SharedState, Sharing
 from hf_patrickstar.errors import CheckpointError
-from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.runtime.manager import ChunkManager
 
 
@@ -41,7 +41,7 @@ class TorchOptimizers(Protocol):
         """The number of optimizers."""
         ...
 
-    def own_state(self, tensor: ManagedTensor) -> dict[str, Any]:
+    def own_state(self, tensor: ManagedParameter) -> dict[str, Any]:
         """This rank's part of a parameter's state, not copied; empty before the first step."""
         ...
 

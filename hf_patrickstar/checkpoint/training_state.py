@@ -51,7 +51,7 @@ from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile, write_sa
 from hf_patrickstar.checkpoint.storage import damaged, describe_failure, missing_file
 from hf_patrickstar.checkpoint.torch_state import TorchOptimizers
 from hf_patrickstar.errors import CheckpointError
-from hf_patrickstar.runtime.chunk import MASTER, Chunk, ManagedTensor
+from hf_patrickstar.runtime.chunk import MASTER, Chunk, ManagedParameter
 from hf_patrickstar.runtime.manager import ChunkManager
 
 logger = logging.getLogger(__name__)
@@ -86,11 +86,11 @@ class ShardedOptimizer(TorchOptimizers, Protocol):
         """For each optimizer and group the names of parameters in the optimizer's chunks, ``None`` for others."""
         ...
 
-    def state_places(self, tensor: ManagedTensor) -> dict[str, torch.Tensor]:
+    def state_places(self, tensor: ManagedParameter) -> dict[str, torch.Tensor]:
         """The tensors of a parameter's state that are in chunk lists, and so exist before the first step."""
         ...
 
-    def load_own_state(self, tensor: ManagedTensor, state: Mapping[str, Any]) -> None:
+    def load_own_state(self, tensor: ManagedParameter, state: Mapping[str, Any]) -> None:
         """Loads this rank's part of a parameter's state; the caller has filled the tensors of ``state_places``."""
         ...
 
@@ -124,7 +124,7 @@ class TrainingState:
         optimizer: ShardedOptimizer,
         rank: int,
         world_size: int,
-        is_in_model_file: Callable[[ManagedTensor], bool] = lambda tensor: True,
+        is_in_model_file: Callable[[ManagedParameter], bool] = lambda tensor: True,
     ) -> None:
         self._is_in_model_file = is_in_model_file
         self._manager = manager
@@ -199,7 +199,7 @@ class TrainingState:
         except OSError as error:
             raise CheckpointError(describe_failure(Path(directory) / INDEX_NAME, error)) from error
 
-    def owned(self) -> Iterator[ManagedTensor]:
+    def owned(self) -> Iterator[ManagedParameter]:
         """The parameters with optimizer states of which this rank has a part at home, in the order of chunks."""
         return (t for chunk in self._manager.chunks if chunk.spec.is_updated for t in chunk.owned)
 
@@ -278,7 +278,7 @@ class TrainingState:
                     "groups of the same parameters as those that were saved"
                 )
 
-    def _check_tensor(self, saved: "SavedState", tensor: ManagedTensor) -> None:
+    def _check_tensor(self, saved: "SavedState", tensor: ManagedParameter) -> None:
         name = tensor.spec.name
         if name not in saved.shapes:
             raise CheckpointError(

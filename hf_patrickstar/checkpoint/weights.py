@@ -13,7 +13,7 @@ from hf_patrickstar.checkpoint.safetensors_file import streamed_writing
 from hf_patrickstar.dist.sharing import Held
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.memory.operators import unseen
-from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.runtime.live_parameter import raw_data, take_raw_grad
 from hf_patrickstar.runtime.manager import ChunkManager
 
@@ -21,7 +21,7 @@ from hf_patrickstar.runtime.manager import ChunkManager
 class _ChunkSource(StreamedSource):
     """A parameter in chunks as the source of a deferred tensor."""
 
-    def __init__(self, weights: "ChunkWeights", tensor: ManagedTensor) -> None:
+    def __init__(self, weights: "ChunkWeights", tensor: ManagedParameter) -> None:
         self._weights, self._tensor = weights, tensor
         self.shape, self.dtype = tensor.spec.shape, tensor.original_dtype
 
@@ -90,7 +90,7 @@ class ChunkWeights:
             finally:
                 self._deferred = None
 
-    def deferred(self, tensor: ManagedTensor) -> DeferredTensor | None:
+    def deferred(self, tensor: ManagedParameter) -> DeferredTensor | None:
         """The deferred tensor of a parameter inside ``streamed``, the same for tied names; ``None`` elsewhere."""
         if self._deferred is None or threading.get_ident() != self._saver:
             return None
@@ -100,14 +100,14 @@ class ChunkWeights:
             self._deferred[index] = made
         return self._deferred[index]
 
-    def _held(self, tensor: ManagedTensor) -> Held:
+    def _held(self, tensor: ManagedParameter) -> Held:
         self._manager.writes.take_over(tensor)
         if tensor.is_open:
             return Held(tensor.spec, tensor.parts, tensor.own(tensor.parameter.data), tensor.original_dtype)
         return self._manager.values.held(tensor, tensor.original_dtype)
 
     def read_parts(
-        self, tensor: ManagedTensor, start: int, stop: int, piece_numel: int
+        self, tensor: ManagedParameter, start: int, stop: int, piece_numel: int
     ) -> Generator[torch.Tensor, None, None]:
         """Reads elements of a flattened parameter in pieces; with several processes all take part.
 
@@ -152,7 +152,7 @@ class ChunkWeights:
         finally:
             self._collected = None
 
-    def read(self, tensor: ManagedTensor) -> torch.Tensor:
+    def read(self, tensor: ManagedParameter) -> torch.Tensor:
         """The value of a parameter.
 
         With several processes all must call it, for the same parameter, unless ``collected`` has all of them here.
@@ -180,7 +180,7 @@ class ChunkWeights:
             return tensor.parameter.data.to(device="cpu", dtype=tensor.original_dtype, copy=True)
         return self._manager.values.read(tensor, tensor.original_dtype)
 
-    def hand_out(self, tensor: ManagedTensor) -> torch.Tensor:
+    def hand_out(self, tensor: ManagedParameter) -> torch.Tensor:
         """The value for ``state_dict``: a mirror, unless the parameter is collected or open; see [Note: mirrors]."""
         if self._collected is not None or tensor.is_open:
             return self.read(tensor)
@@ -193,7 +193,7 @@ class ChunkWeights:
             raise EngineError(f"parameter '{opened[0]}' is open in full_parameters(); detach after the block has ended")
 
     @contextlib.contextmanager
-    def opened(self, tensors: Iterable[ManagedTensor], writeback: bool, with_grads: bool) -> Iterator[None]:
+    def opened(self, tensors: Iterable[ManagedParameter], writeback: bool, with_grads: bool) -> Iterator[None]:
         """Inside the block parameters have their full values, as ordinary tensors on the host.
 
         Args:
@@ -206,10 +206,10 @@ class ChunkWeights:
         Raises:
             EngineError: At the end, if the block gave a parameter another shape; everything else is written.
         """
-        with self._manager.turns.taken("full_parameters()"):
+        with self._manager.model_lock.held("full_parameters()"):
             yield from self._opened(tensors, writeback, with_grads)
 
-    def _opened(self, tensors: Iterable[ManagedTensor], writeback: bool, with_grads: bool) -> Iterator[None]:
+    def _opened(self, tensors: Iterable[ManagedParameter], writeback: bool, with_grads: bool) -> Iterator[None]:
         opened = [tensor for tensor in tensors if not tensor.is_open]
         gradients: dict[int, tuple[torch.Tensor, int]] = {}
         with unseen():
@@ -231,7 +231,7 @@ class ChunkWeights:
             with self._manager.gradients.lock:  # other threads may read parameters
                 for tensor in opened:
                     tensor.answer()
-                self._manager.turns.wait_for_calls()
+                self._manager.model_lock.wait_for_calls()
                 for tensor in opened:
                     self._close(tensor, writeback, with_grads, gradients.get(tensor.spec.index))
             if reshaped and writeback:
@@ -243,7 +243,7 @@ class ChunkWeights:
     @unseen()
     @torch.no_grad()
     def _close(
-        self, tensor: ManagedTensor, writeback: bool, with_grads: bool, handed: tuple[torch.Tensor, int] | None
+        self, tensor: ManagedParameter, writeback: bool, with_grads: bool, handed: tuple[torch.Tensor, int] | None
     ) -> None:
         value, gradient = raw_data(tensor.parameter), take_raw_grad(tensor.parameter)
         tensor.is_open = False

@@ -50,7 +50,7 @@ class Collectives:
         world_size: The number of processes.
         device: The compute device.
         group: The process group for data; ``None`` for one process.
-        emit: Told of every collective with other processes.
+        emit: Called with every collective with other processes.
         reduce_dtype: ``"fp32"`` if a backend of a device adds 16-bit gradients in fp32, ``"auto"`` if in their type.
 
     Attributes:
@@ -99,7 +99,7 @@ class Collectives:
             group: The processes, or ``None`` for the default group, if there is one.
             device: The compute device.
             wait_s: How long to wait for a message, in seconds; see [Note: how long a rank waits].
-            emit: Told of every collective with other processes.
+            emit: Called with every collective with other processes.
             reduce_dtype: See the class.
 
         Returns:
@@ -404,7 +404,7 @@ class Collectives:
 
     @contextlib.contextmanager
     def _guarded(self, what: str, *, is_blocking: bool = False) -> Iterator[Watchdog]:
-        """Turns torch's errors inside the block into errors that say what failed, and which ranks are missing.
+        """ModelLock torch's errors inside the block into errors that say what failed, and which ranks are missing.
 
         What ends the block with an error also ends what other ranks wait for: this rank closes its connections.
         """

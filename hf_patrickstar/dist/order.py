@@ -208,7 +208,7 @@ class Order:
         """
         return common_trace(self._collectives.exchange(trace, f"compares what it has recorded ('{trace.key}')"))
 
-    def agree_on_foreseen(self, traces: Sequence[Trace]) -> Sequence[Trace]:
+    def agree_on_estimated(self, traces: Sequence[Trace]) -> Sequence[Trace]:
         """Makes one trace of each that the processes have made before a step.
 
         Args:
@@ -217,7 +217,7 @@ class Order:
         Returns:
             The traces of all, or none if a process has none.
         """
-        found = self._collectives.exchange(traces, "compares what it foresees of a step")
+        found = self._collectives.exchange(traces, "compares what it estimates of a step")
         return [common_trace(same) for same in zip(*found, strict=True)] if all(found) else ()
 
     def check(self, collective: Collective, dtype: torch.dtype, numel: int) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 from hf_patrickstar.integrations.trainer_report import Stopwatch
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.report.outcome import Outcome, describe_foreseen, describe_outcome, describe_step
+from hf_patrickstar.report.outcome import Outcome, describe_estimated, describe_outcome, describe_step
 
 _SUMS = ("waiting_seconds", "loading_seconds", "computing_seconds", "settling_seconds", "updating_seconds", "retries")
 
@@ -31,7 +31,7 @@ class RunOutcome:
         """Notes that a micro-batch begins.
 
         Returns:
-            Once, when the first step has ended that was not recorded, what was foreseen for it, unless that was said
+            Once, when the first step has ended that was not recorded, what was estimated for it, unless that was said
             before the run began, and what it took; else nothing.
         """
         if self._is_told:
@@ -46,8 +46,8 @@ class RunOutcome:
             return ()
         self._is_told = True
         engine = self._trainer.patrickstar_engine
-        foreseen = engine.manager.placement.foreseen if engine.foreseen is None else None
-        before = () if foreseen is None else (describe_foreseen(foreseen.seconds, engine.resources.machine.name),)
+        estimated = engine.manager.placement.estimated if engine.estimated is None else None
+        before = () if estimated is None else (describe_estimated(estimated.seconds, engine.resources.machine.name),)
         return *before, describe_step(step, now - last[2], stats)
 
     def lines(self) -> tuple[str, ...]:
@@ -58,8 +58,8 @@ class RunOutcome:
         trainer, engine, seconds = self._trainer, self._trainer.patrickstar_engine, self.watch.elapsed
         stats = trainer.patrickstar_stats()
         added = {name: stats[name] - self._before[name] for name in _SUMS}
-        foreseen, machine = engine.manager.placement.foreseen, engine.resources.machine.name
-        whole = max(foreseen.duration_ns, 1) if foreseen is not None else 1
+        estimated, machine = engine.manager.placement.estimated, engine.resources.machine.name
+        whole = max(estimated.duration_ns, 1) if estimated is not None else 1
         chunks = [chunk for chunk in engine.manager.chunks if not chunk.is_retired]
         return describe_outcome(
             Outcome(
@@ -73,8 +73,8 @@ class RunOutcome:
                 batch_size=int(trainer._train_batch_size),
                 num_micro_batches=int(trainer.args.gradient_accumulation_steps),
                 settings=engine.config.to_dict(),
-                machine=machine if foreseen is not None else "",
-                copying=foreseen.copying_ns / whole if foreseen is not None else 0.0,
-                updating=foreseen.updating_ns / whole if foreseen is not None else 0.0,
+                machine=machine if estimated is not None else "",
+                copying=estimated.copying_ns / whole if estimated is not None else 0.0,
+                updating=estimated.updating_ns / whole if estimated is not None else 0.0,
             )
         )

@@ -5,11 +5,11 @@ On an accelerator work is put into lanes, each of which runs its work in order: 
 user, and one stream for copies in each direction. The host puts work into lanes and runs ahead of all of them. Nothing
 orders work of different lanes but what is said here:
 
-- A copy begins after all that the compute stream was told before the copy was started: its source is written, and
+- A copy begins after all that the compute stream was given before the copy was started: its source is written, and
   kernels that use the memory of its target are done.
 - A copy begins after the copies that its caller names (``after``): those that use the same home.
 - The compute stream goes on after a copy whose ticket is joined, the host after one whose ticket is waited for.
-- The memory of a gradient is held until the compute stream was told to wait for its copy.
+- The memory of a gradient is held until the compute stream was given to wait for its copy.
 - Work of the host's thread begins after what its caller names, and the host goes on beside it. No stream can wait for
   it: a copy that is started ahead is put into its lane by that thread, when the work is done; where another copy comes
   after it, or its ticket is joined, the host waits.
@@ -117,7 +117,7 @@ class LaneTimes:
             self._first.elapsed_time(self._first)
 
     def mark(self) -> Any:
-        """A moment of the compute stream: after all that it was told so far."""
+        """A moment of the compute stream: after all that it was given so far."""
         return self._driver.record_moment(self._driver.current_stream())
 
     def ns_of(self, moment: Any) -> int:

@@ -25,7 +25,15 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.adam_script import adam_script, rule_of, torch_adam
 from hf_patrickstar.optim.kernel import Kernel, settings_of
 from hf_patrickstar.optim.workers import SMALL_NUMEL, HostWorkers
-from hf_patrickstar.runtime.chunk import AT_HOME, GRADIENT, MASTER, Chunk, GradientPlace, ManagedTensor, round_masters
+from hf_patrickstar.runtime.chunk import (
+    AT_HOME,
+    GRADIENT,
+    MASTER,
+    Chunk,
+    GradientPlace,
+    ManagedParameter,
+    round_masters,
+)
 from hf_patrickstar.runtime.update import Update
 from hf_patrickstar.units import ALIGNMENT_NUMEL, align
 
@@ -64,8 +72,8 @@ class _Segment:
     group: int
     step: int
     place: GradientPlace
-    first: ManagedTensor
-    last: ManagedTensor
+    first: ManagedParameter
+    last: ManagedParameter
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -303,7 +311,7 @@ class AdamKernel(Kernel):
 
     # States
 
-    def own_state(self, tensor: ManagedTensor) -> dict[str, Any]:
+    def own_state(self, tensor: ManagedParameter) -> dict[str, Any]:
         """See ``Kernel``. The state is ``step`` and ``state_places``."""
         places = self.state_places(tensor)  # an update that fails changes the number before this returns
         step = self._steps.get(tensor.spec.index)
@@ -313,12 +321,12 @@ class AdamKernel(Kernel):
             step = self._steps[tensor.spec.index] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
         return {"step": step, **places}
 
-    def state_places(self, tensor: ManagedTensor) -> dict[str, torch.Tensor]:
+    def state_places(self, tensor: ManagedParameter) -> dict[str, torch.Tensor]:
         """See ``Kernel``. They are ``exp_avg`` and ``exp_avg_sq``, in the chunk lists."""
         lists = tensor.chunk.lists
         return {EXP_AVG: tensor.view(lists[EXP_AVG]), EXP_AVG_SQ: tensor.view(lists[EXP_AVG_SQ])}
 
-    def load_own_state(self, tensor: ManagedTensor, state: dict[str, Any]) -> None:
+    def load_own_state(self, tensor: ManagedParameter, state: dict[str, Any]) -> None:
         """See ``Kernel``."""
         if state:
             self._steps[tensor.spec.index] = int(state["step"])

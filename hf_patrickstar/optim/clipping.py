@@ -4,18 +4,20 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.runtime.gradients import gradient_norm
 from hf_patrickstar.runtime.manager import ChunkManager
 
 
-def total_norm(manager: ChunkManager, items: Iterable[ManagedTensor | torch.Tensor], norm_type: float) -> torch.Tensor:
+def total_norm(
+    manager: ChunkManager, items: Iterable[ManagedParameter | torch.Tensor], norm_type: float
+) -> torch.Tensor:
     """The total norm of gradients; with several processes all call it together.
 
     Args:
         manager: The manager of the chunks.
-        items: The ``ManagedTensor`` of each parameter in a chunk, other parameters themselves. Those without a gradient
-            are skipped.
+        items: The ``ManagedParameter`` of each parameter in a chunk, other parameters themselves. Those without a
+            gradient are skipped.
         norm_type: Order of the norm.
 
     Returns:
@@ -33,7 +35,7 @@ def total_norm(manager: ChunkManager, items: Iterable[ManagedTensor | torch.Tens
     manager.gradient_mirrors.sync()
     inverse_scale = gradients.inverse_scale
     for item in items:
-        if not isinstance(item, ManagedTensor):
+        if not isinstance(item, ManagedParameter):
             if item.grad is not None:
                 norm = gradient_norm(item.grad, item.grad.dtype, norm_type)
                 norms.append(norm if inverse_scale is None else norm / inverse_scale.to(norm.device))
@@ -63,7 +65,7 @@ def total_norm(manager: ChunkManager, items: Iterable[ManagedTensor | torch.Tens
 
 
 def clip_by_norm(
-    manager: ChunkManager, items: Sequence[ManagedTensor | torch.Tensor], max_norm: float, norm_type: float
+    manager: ChunkManager, items: Sequence[ManagedParameter | torch.Tensor], max_norm: float, norm_type: float
 ) -> torch.Tensor:
     """Clips gradients by their total norm; see ``ChunkedOptimizer.clip_grad_norm_``.
 
@@ -81,11 +83,11 @@ def clip_by_norm(
         return total
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     gradients = manager.gradients
-    chosen = {item.spec.index for item in items if isinstance(item, ManagedTensor)}
+    chosen = {item.spec.index for item in items if isinstance(item, ManagedParameter)}
     left_out = any(gradients.has(tensor) for tensor in manager.tensors if tensor.spec.index not in chosen)
     is_at_once = left_out or len(manager.gradient_mirrors) > 0
     for item in items:
-        if not isinstance(item, ManagedTensor):
+        if not isinstance(item, ManagedParameter):
             if item.grad is not None:
                 item.grad.mul_(coefficient.to(item.grad.device))
         elif is_at_once:
@@ -97,7 +99,7 @@ def clip_by_norm(
     return total
 
 
-def clip_by_value(manager: ChunkManager, items: Iterable[ManagedTensor | torch.Tensor], limit: float) -> None:
+def clip_by_value(manager: ChunkManager, items: Iterable[ManagedParameter | torch.Tensor], limit: float) -> None:
     """Clips every element of gradients; see ``ChunkedOptimizer.clip_grad_value_``.
 
     Args:
@@ -110,17 +112,17 @@ def clip_by_value(manager: ChunkManager, items: Iterable[ManagedTensor | torch.T
     manager.gradient_mirrors.sync()
     scale = manager.gradients.inverse_scale
     for item in items:
-        is_scaled = isinstance(item, ManagedTensor) and scale is not None
-        gradient = manager.gradients.of(item) if isinstance(item, ManagedTensor) else item.grad
+        is_scaled = isinstance(item, ManagedParameter) and scale is not None
+        gradient = manager.gradients.of(item) if isinstance(item, ManagedParameter) else item.grad
         if gradient is not None:
             own_limit = limit / float(scale) if is_scaled and scale is not None else limit
             gradient.clamp_(-own_limit, own_limit)
-        if isinstance(item, ManagedTensor):
+        if isinstance(item, ManagedParameter):
             item.gradient_norm = None
             manager.gradient_mirrors.refresh(item)
 
 
-def _norm_of(manager: ChunkManager, tensor: ManagedTensor, norm_type: float) -> torch.Tensor | None:
+def _norm_of(manager: ChunkManager, tensor: ManagedParameter, norm_type: float) -> torch.Tensor | None:
     """The norm of this rank's part of a gradient; the 2-norm is cached until the gradient changes."""
     if norm_type == 2.0 and tensor.gradient_norm is not None and tensor.deferred_gradient is None:
         tensor.chunk.wait_for_host_work()

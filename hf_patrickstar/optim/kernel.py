@@ -11,7 +11,7 @@ import torch
 
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
+from hf_patrickstar.runtime.chunk import Chunk, ManagedParameter
 from hf_patrickstar.runtime.update import Update
 
 WORKSPACE = "workspace"
@@ -85,7 +85,7 @@ class Kernel(abc.ABC):
         return tiers
 
     @contextlib.contextmanager
-    def lent(self, tensors: Sequence[ManagedTensor]) -> Iterator[list[ManagedTensor]]:
+    def lent(self, tensors: Sequence[ManagedParameter]) -> Iterator[list[ManagedParameter]]:
         """Puts fp32 masters into the groups and states of the user's optimizer for a block; by default, does nothing.
 
         Args:
@@ -98,9 +98,9 @@ class Kernel(abc.ABC):
 
     def update_at_once(
         self,
-        tensors: Sequence[ManagedTensor],
+        tensors: Sequence[ManagedParameter],
         present: Callable[[bool], torch.Tensor | None],
-        follow: Callable[[ManagedTensor], None],
+        follow: Callable[[ManagedParameter], None],
         closure: Callable[[], Any] | None,
     ) -> Any:
         """Runs the user's optimizer on all masters; ``update`` then finishes each chunk.
@@ -179,14 +179,14 @@ class Kernel(abc.ABC):
                 return False
         return self.runs_beside
 
-    def tensor_state(self, tensor: ManagedTensor) -> dict[str, Any]:
+    def tensor_state(self, tensor: ManagedParameter) -> dict[str, Any]:
         """Returns a copy of ``own_state`` on the host, with the names that torch uses."""
         return {
             key: value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
             for key, value in self.own_state(tensor).items()
         }
 
-    def load_tensor_state(self, tensor: ManagedTensor, state: dict[str, Any]) -> None:
+    def load_tensor_state(self, tensor: ManagedParameter, state: dict[str, Any]) -> None:
         """Takes over a state from ``tensor_state`` or a torch optimizer; an empty state resets the parameter."""
         tensor.chunk.wait_for_reader()
         for key, place in self.state_places(tensor).items() if state else ():
@@ -194,15 +194,15 @@ class Kernel(abc.ABC):
         self.load_own_state(tensor, state)
 
     @abc.abstractmethod
-    def own_state(self, tensor: ManagedTensor) -> dict[str, Any]:
+    def own_state(self, tensor: ManagedParameter) -> dict[str, Any]:
         """Returns this rank's part of a parameter's state, not a copy; it is empty before the first step."""
 
-    def state_places(self, tensor: ManagedTensor) -> dict[str, torch.Tensor]:
+    def state_places(self, tensor: ManagedParameter) -> dict[str, torch.Tensor]:
         """Returns this rank's part of the state tensors that always exist; by default, there are none."""
         return {}
 
     @abc.abstractmethod
-    def load_own_state(self, tensor: ManagedTensor, state: dict[str, Any]) -> None:
+    def load_own_state(self, tensor: ManagedParameter, state: dict[str, Any]) -> None:
         """Takes over this rank's part of a state except ``state_places``; an empty state resets the parameter."""
 
 

@@ -29,10 +29,10 @@ from hf_patrickstar.optim.state import (
     pair_up,
     states_outside,
 )
-from hf_patrickstar.runtime.chunk import MASTER, Chunk, GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.chunk import MASTER, Chunk, GradientPlace, ManagedParameter
 from hf_patrickstar.runtime.manager import ChunkManager
+from hf_patrickstar.runtime.model_lock import holds_model_lock
 from hf_patrickstar.runtime.ranges import named
-from hf_patrickstar.runtime.turns import in_turn
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                     self._manager.has_new_groups = True
         self.group_numbers = groups
 
-    def _updates(self, tensor: ManagedTensor) -> bool:
+    def _updates(self, tensor: ManagedParameter) -> bool:
         return self._has(tensor.chunk)
 
     def _has(self, chunk: Chunk) -> bool:
@@ -113,7 +113,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         return chunk.is_updated and chunk.spec.optimizer_index == self.index
 
     @property
-    def _tensors(self) -> list[ManagedTensor]:
+    def _tensors(self) -> list[ManagedParameter]:
         """The parameters in its groups that are in chunks of its own, in model order."""
         return [tensor for tensor in self._manager.tensors if tensor.spec.index in self.group_numbers]
 
@@ -159,7 +159,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             self._manager.writes.sync()
             for tensor in self._tensors:  # it may write to masters and states
                 tensor.chunk.wait_for_reader()
-            with self._manager.turns.taken(f"optimizer.{name}()"), self.kernel.lent(self._tensors) as changed:
+            with self._manager.model_lock.held(f"optimizer.{name}()"), self.kernel.lent(self._tensors) as changed:
                 result = found(*args, **kwargs)
             for tensor in changed:
                 self._manager.writes.follow_master(tensor)
@@ -205,7 +205,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """
         return self._step(None if closure is None else with_modes_of_users(closure))
 
-    @in_turn
+    @holds_model_lock
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None and not self.kernel.updates_at_once:
@@ -290,7 +290,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             tensor.chunk.wait_for_reader()
         return gradients.take_factor()
 
-    @in_turn
+    @holds_model_lock
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients of the parameters in its groups, and restores values that gradients had overwritten.
 
@@ -300,7 +300,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         self._manager.zero_gradients(parameters, set_to_none=set_to_none)
 
-    @in_turn
+    @holds_model_lock
     def skip_step(self) -> None:
         """Drops a step: gradients that overflowed are discarded, parameters keep their values."""
         self.follow_groups()
@@ -311,7 +311,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     # Norm, clipping and unscaling
 
-    @in_turn
+    @holds_model_lock
     def grad_norm(self, parameters: Iterable[torch.Tensor] | None = None, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of all gradients together, computed as ``torch.nn.utils.get_total_norm`` does.
 
@@ -325,14 +325,14 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """
         return total_norm(self._manager, self._find(parameters), norm_type)
 
-    def _find(self, parameters: Iterable[torch.Tensor] | None) -> list[ManagedTensor | torch.Tensor]:
-        """The ``ManagedTensor`` of each parameter in a chunk, other parameters themselves; each once."""
+    def _find(self, parameters: Iterable[torch.Tensor] | None) -> list[ManagedParameter | torch.Tensor]:
+        """The ``ManagedParameter`` of each parameter in a chunk, other parameters themselves; each once."""
         if parameters is None:
             return [*self._manager.tensors, *(p for p in self._others if self._manager.find(p) is None)]
         found = {id(parameter): self._manager.find(parameter) or parameter for parameter in parameters}
         return list(found.values())
 
-    @in_turn
+    @holds_model_lock
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | None, max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
@@ -351,7 +351,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """
         return clip_by_norm(self._manager, self._find(parameters), max_norm, norm_type)
 
-    @in_turn
+    @holds_model_lock
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[torch.Tensor] | None = None) -> None:
         """Clips every element of gradients to ``[-clip_value, clip_value]``.
 
@@ -361,7 +361,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """
         clip_by_value(self._manager, self._find(parameters), float(clip_value))
 
-    @in_turn
+    @holds_model_lock
     def unscale(self, inverse_scale: torch.Tensor) -> torch.Tensor:
         """Removes a loss scale from the gradients: if possible only when the next step reads them, else at once.
 
@@ -415,7 +415,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """The parameters of each param group, in order: names of those in chunks of its own, ``None`` for others."""
         return [[t.spec.name if t is not None and self._updates(t) else None for t in found] for found in self._found()]
 
-    def _found(self) -> list[list[ManagedTensor | None]]:
+    def _found(self) -> list[list[ManagedParameter | None]]:
         return [[self._manager.find(parameter) for parameter in group["params"]] for group in self.param_groups]
 
     def other_states(self) -> dict[int, dict[str, Any]]:
@@ -426,7 +426,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """Replaces ``other_states``; a parameter without a given state begins anew."""
         load_states_outside(self.inner, self._others, states)
 
-    @in_turn
+    @holds_model_lock
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """The state in torch's own format, with tensors in the parameters' shapes.
 
@@ -487,7 +487,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 is_own = tensor.is_owned and self._updates(tensor)
                 check_keys(tensor, state, self.kernel.state_places(tensor) if is_own else ())
 
-    @in_turn
+    @holds_model_lock
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
         """Takes over a state in torch's format, from this class or from a stock optimizer of the same kind.
 
@@ -515,8 +515,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         load_entries(self.inner, state_dict)
         call_hooks(self._optimizer_load_state_dict_post_hooks, self)
 
-    @in_turn
-    def take_inner_state(self, tensor: ManagedTensor | None = None) -> None:
+    @holds_model_lock
+    def take_inner_state(self, tensor: ManagedParameter | None = None) -> None:
         """Moves the states that the user's optimizer has from earlier use into chunks.
 
         Args:
@@ -530,7 +530,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 self.inner.state.pop(item.parameter)
                 self.kernel.load_tensor_state(item, state)
 
-    def _begin_anew(self, tensor: ManagedTensor) -> None:
+    def _begin_anew(self, tensor: ManagedParameter) -> None:
         """Drops a state of before the parameter got another shape, if this step updates the parameter."""
         state = self.inner.state.get(tensor.parameter)
         if state and self._manager.gradients.has(tensor) and self._outdated.has(tensor, state):
@@ -542,12 +542,12 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     def _leave_given_up(self) -> None:
         """Gives the user's optimizer the states of parameters that were given another shape."""
-        with self._manager.turns.taken("a look at states"):  # the forward of another thread takes them in
+        with self._manager.model_lock.held("a look at states"):  # the forward of another thread takes them in
             for tensor in [t for t in self._manager.tensors if t.is_given_up and self._updates(t)]:
                 self.give_back_state(tensor)
 
-    @in_turn
-    def give_back_state(self, tensor: ManagedTensor | None = None) -> None:
+    @holds_model_lock
+    def give_back_state(self, tensor: ManagedParameter | None = None) -> None:
         """Moves states from chunks to the user's optimizer, as ordinary tensors on the devices of the parameters.
 
         Args:

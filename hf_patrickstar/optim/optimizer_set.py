@@ -7,7 +7,7 @@ import torch
 
 from hf_patrickstar.optim.kernel import Kernel
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
-from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.runtime.chunk import ManagedParameter
 
 
 class OptimizerSet:
@@ -38,15 +38,15 @@ class OptimizerSet:
         """The names of the parameters of each param group."""
         return [names for optimizer in self._optimizers for names in optimizer.named_groups()]
 
-    def own_state(self, tensor: ManagedTensor) -> dict[str, Any]:
+    def own_state(self, tensor: ManagedParameter) -> dict[str, Any]:
         """See ``Kernel.own_state``."""
         return self._kernel_of(tensor).own_state(tensor)
 
-    def state_places(self, tensor: ManagedTensor) -> dict[str, torch.Tensor]:
+    def state_places(self, tensor: ManagedParameter) -> dict[str, torch.Tensor]:
         """See ``Kernel.state_places``."""
         return self._kernel_of(tensor).state_places(tensor)
 
-    def load_own_state(self, tensor: ManagedTensor, state: Mapping[str, Any]) -> None:
+    def load_own_state(self, tensor: ManagedParameter, state: Mapping[str, Any]) -> None:
         """See ``Kernel.load_own_state``; the caller has filled the tensors of ``state_places``."""
         self._kernel_of(tensor).load_own_state(tensor, dict(state))
 
@@ -101,5 +101,5 @@ class OptimizerSet:
             places = {place: states.get(f"{number}.{place}", {}) for place in optimizer.other_states()}
             optimizer.load_other_states(places)
 
-    def _kernel_of(self, tensor: ManagedTensor) -> Kernel:
+    def _kernel_of(self, tensor: ManagedParameter) -> Kernel:
         return self._optimizers[tensor.chunk.spec.optimizer_index].kernel

@@ -9,7 +9,7 @@ import torch
 
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.optim.kernel import Kernel, place_state
-from hf_patrickstar.runtime.chunk import MASTER, ManagedTensor
+from hf_patrickstar.runtime.chunk import MASTER, ManagedParameter
 from hf_patrickstar.runtime.manager import ChunkManager
 
 HOOK_NAMES = (
@@ -38,7 +38,7 @@ class StateView(MutableMapping[Any, Any]):
     """
 
     def __init__(
-        self, kernel: Kernel, manager: ChunkManager, others: Any, is_ours: Callable[[ManagedTensor], bool]
+        self, kernel: Kernel, manager: ChunkManager, others: Any, is_ours: Callable[[ManagedParameter], bool]
     ) -> None:
         self._kernel = kernel
         self._manager = manager
@@ -46,8 +46,8 @@ class StateView(MutableMapping[Any, Any]):
         self._is_ours = is_ours
 
     @unseen()
-    def _find(self, key: Any) -> ManagedTensor | None:
-        """The ``ManagedTensor`` of a key, if it is a parameter whose state is in chunk lists; else ``None``."""
+    def _find(self, key: Any) -> ManagedParameter | None:
+        """The ``ManagedParameter`` of a key, if it is a parameter whose state is in chunk lists; else ``None``."""
         tensor = self._manager.find(key) if isinstance(key, torch.Tensor) else None
         return tensor if tensor is not None and self._is_ours(tensor) and self._kernel.state_places(tensor) else None
 
@@ -118,7 +118,7 @@ class ParameterState(MutableMapping[str, Any]):
         tensor: The parameter.
     """
 
-    def __init__(self, kernel: Kernel, tensor: ManagedTensor) -> None:
+    def __init__(self, kernel: Kernel, tensor: ManagedParameter) -> None:
         self._kernel = kernel
         self._tensor = tensor
 
@@ -161,7 +161,7 @@ class ParameterState(MutableMapping[str, Any]):
         return repr(dict(self))
 
 
-def has_shapes(tensor: ManagedTensor, state: Mapping[str, Any], keys: Iterable[str]) -> bool:
+def has_shapes(tensor: ManagedParameter, state: Mapping[str, Any], keys: Iterable[str]) -> bool:
     """Whether tensors of a state have the parameter's shape; see ``check_shapes``."""
     try:
         check_shapes(tensor, state, keys)
@@ -170,7 +170,7 @@ def has_shapes(tensor: ManagedTensor, state: Mapping[str, Any], keys: Iterable[s
     return True
 
 
-def check_shapes(tensor: ManagedTensor, state: Mapping[str, Any], keys: Iterable[str]) -> None:
+def check_shapes(tensor: ManagedParameter, state: Mapping[str, Any], keys: Iterable[str]) -> None:
     """Makes sure that the tensors of a state that have places in chunks have the parameter's shape.
 
     Args:
@@ -204,13 +204,13 @@ class Outdated:
         self._keys = keys
         self._before: dict[int, tuple[tuple[int, ...], list[weakref.ref[torch.Tensor]]]] = {}
 
-    def remember(self, tensor: ManagedTensor, state: Mapping[str, Any]) -> None:
+    def remember(self, tensor: ManagedParameter, state: Mapping[str, Any]) -> None:
         """Remembers the state that a parameter had in a chunk, if somebody has given it another shape since."""
         if tensor.is_given_up:
             kept = [weakref.ref(value) for value in state.values() if isinstance(value, torch.Tensor)]
             self._before[id(tensor.parameter)] = tensor.spec.shape, kept
 
-    def has(self, tensor: ManagedTensor, state: Mapping[str, Any]) -> bool:
+    def has(self, tensor: ManagedParameter, state: Mapping[str, Any]) -> bool:
         """Whether a state was made for another shape than the parameter has."""
         shape, kept = self._before.get(id(tensor.parameter), (tensor.spec.shape, []))
         is_of_before = any(value is old() for value in state.values() for old in kept)
@@ -265,7 +265,7 @@ def load_states_outside(
             optimizer.state[parameter] = {k: place_state(k, value, parameter.device, group) for k, value in given}
 
 
-def check_keys(tensor: ManagedTensor, state: Mapping[str, Any], needed: Iterable[str]) -> None:
+def check_keys(tensor: ManagedParameter, state: Mapping[str, Any], needed: Iterable[str]) -> None:
     """Makes sure that a state has every key that its optimizer needs; an empty state is allowed.
 
     Raises:

@@ -15,7 +15,15 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.adam_kernel import AdamKernel, is_plain_adam
 from hf_patrickstar.optim.kernel import Kernel, place_state, raw_step
 from hf_patrickstar.optim.workers import HostWorkers
-from hf_patrickstar.runtime.chunk import AT_HOME, GRADIENT, MASTER, Chunk, GradientPlace, ManagedTensor, round_masters
+from hf_patrickstar.runtime.chunk import (
+    AT_HOME,
+    GRADIENT,
+    MASTER,
+    Chunk,
+    GradientPlace,
+    ManagedParameter,
+    round_masters,
+)
 from hf_patrickstar.runtime.update import Update
 
 logger = logging.getLogger(__name__)
@@ -100,7 +108,7 @@ class TorchKernel(Kernel):
     def _update_chunk(
         self,
         chunk: Chunk,
-        tensors: Sequence[ManagedTensor],
+        tensors: Sequence[ManagedParameter],
         groups: Mapping[int, int],
         coefficient: torch.Tensor | None,
     ) -> None:
@@ -123,7 +131,7 @@ class TorchKernel(Kernel):
                 known[tensor.parameter] = states[master]
             self._book_state(tensor)
 
-    def _gradient_of(self, tensor: ManagedTensor) -> torch.Tensor:
+    def _gradient_of(self, tensor: ManagedParameter) -> torch.Tensor:
         chunk = tensor.chunk
         if tensor.gradient is GradientPlace.LIST:
             return tensor.view(chunk.lists[GRADIENT])
@@ -134,9 +142,9 @@ class TorchKernel(Kernel):
 
     def update_at_once(
         self,
-        tensors: Sequence[ManagedTensor],
+        tensors: Sequence[ManagedParameter],
         present: Callable[[bool], torch.Tensor | None],
-        follow: Callable[[ManagedTensor], None],
+        follow: Callable[[ManagedParameter], None],
         closure: Callable[[], Any] | None,
     ) -> Any:
         """See ``Kernel``."""
@@ -168,9 +176,9 @@ class TorchKernel(Kernel):
                     self._master(tensor).grad = None
 
     @contextlib.contextmanager
-    def lent(self, tensors: Sequence[ManagedTensor]) -> Iterator[list[ManagedTensor]]:
+    def lent(self, tensors: Sequence[ManagedParameter]) -> Iterator[list[ManagedParameter]]:
         """See ``Kernel``."""
-        changed: list[ManagedTensor] = []
+        changed: list[ManagedParameter] = []
         versions = [self._master(tensor)._version for tensor in tensors]
         try:
             with self._swapped(tensors):
@@ -182,7 +190,7 @@ class TorchKernel(Kernel):
                 self._masters.clear()  # they would look into the lists of chunks
 
     @contextlib.contextmanager
-    def _swapped(self, tensors: Sequence[ManagedTensor], *, is_back: bool = False) -> Iterator[None]:
+    def _swapped(self, tensors: Sequence[ManagedParameter], *, is_back: bool = False) -> Iterator[None]:
         """Puts masters in place of parameters, in groups and states, for a block; ``is_back`` undoes it inside one."""
         self._swap(tensors, is_back)
         try:
@@ -190,7 +198,7 @@ class TorchKernel(Kernel):
         finally:
             self._swap(tensors, not is_back)
 
-    def _swap(self, tensors: Sequence[ManagedTensor], is_back: bool) -> None:
+    def _swap(self, tensors: Sequence[ManagedParameter], is_back: bool) -> None:
         pairs = [(tensor.parameter, self._master(tensor)) for tensor in tensors]
         others = {id(old): new for old, new in (((b, a) for a, b in pairs) if is_back else pairs)}
         for group in self._optimizer.param_groups:
@@ -200,7 +208,7 @@ class TorchKernel(Kernel):
         for key in [key for key in state if id(key) in others]:
             state[others[id(key)]] = state.pop(key)
 
-    def _master(self, tensor: ManagedTensor) -> torch.nn.Parameter:
+    def _master(self, tensor: ManagedParameter) -> torch.nn.Parameter:
         index = tensor.spec.index
         if index not in self._masters and not tensor.is_owned:
             # It stands for what another process updates: it has a shape, no memory, and never a gradient.
@@ -213,11 +221,11 @@ class TorchKernel(Kernel):
 
     # States
 
-    def own_state(self, tensor: ManagedTensor) -> dict[str, Any]:
+    def own_state(self, tensor: ManagedParameter) -> dict[str, Any]:
         """See ``Kernel``."""
         return dict(self._optimizer.state.get(tensor.parameter) or {})
 
-    def load_own_state(self, tensor: ManagedTensor, state: dict[str, Any]) -> None:
+    def load_own_state(self, tensor: ManagedParameter, state: dict[str, Any]) -> None:
         """See ``Kernel``."""
         if state:
             device = tensor.chunk.lists[MASTER].device
@@ -230,7 +238,7 @@ class TorchKernel(Kernel):
             self._masters.pop(tensor.spec.index, None)
         self._book_state(tensor)
 
-    def _book_state(self, tensor: ManagedTensor) -> None:
+    def _book_state(self, tensor: ManagedParameter) -> None:
         """Books the state that the optimizer has allocated for a parameter; its size is not known before."""
         state = self._optimizer.state.get(tensor.parameter) or {}
         nbytes = sum(v.numel() * v.dtype.itemsize for v in state.values() if isinstance(v, torch.Tensor))

@@ -73,7 +73,7 @@ def largest_that_fit(
         plan: The plan.
         subject: The model and its batches.
         given: How it is trained.
-        progress: Told of every plan before it is made.
+        progress: Called with every plan before it is made.
     """
     if plan.fits or plan.tier(Tier.HOST).missing_nbytes or plan.shortage is not None:
         return None  # smaller batches need as much of the host, and chunks as much of the device

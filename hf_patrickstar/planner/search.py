@@ -70,7 +70,7 @@ def search(goal: Goal | str, subject: Subject, given: Circumstances, progress: P
         goal: What to search for.
         subject: The model and its batches; its own size is what is tried first.
         given: How it is trained.
-        progress: Told of every plan before it is made.
+        progress: Called with every plan before it is made.
 
     Raises:
         ConfigError: If the goal is unknown, or the model cannot have other layers.
@@ -108,7 +108,7 @@ def search_below(goal: Goal, subject: Subject, given: Circumstances, progress: P
         goal: ``MAX_BATCH`` or ``MAX_LENGTH``.
         subject: The model and its batches, which do not fit.
         given: How it is trained.
-        progress: Told of every plan before it is made.
+        progress: Called with every plan before it is made.
     """
     scale = _scale_of(goal, subject)
     asked = subject.batch_size if goal is Goal.MAX_BATCH else subject.length

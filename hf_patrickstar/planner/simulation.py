@@ -32,15 +32,15 @@ from hf_patrickstar.runtime import gradient_ring
 from hf_patrickstar.runtime.chunk import GRADIENTS, STAGING
 from hf_patrickstar.schedule.bounds import ADAM_NBYTES
 from hf_patrickstar.schedule.clock import Timeline
+from hf_patrickstar.schedule.estimate import Estimate
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.op_trace import LookedUp, OpTrace
 from hf_patrickstar.schedule.placement import Lookups, plan_lookups
 from hf_patrickstar.schedule.plan import Plan, chunkable_nbytes, repeated_plans
-from hf_patrickstar.schedule.prospect import Prospect
 from hf_patrickstar.schedule.replay import replay
 from hf_patrickstar.schedule.script import Entry, HostWork, Load, Reduce, Send
-from hf_patrickstar.schedule.sketch import steps_of
 from hf_patrickstar.schedule.step import Places, StepRules, traces_of, whole_step
+from hf_patrickstar.schedule.step_estimate import steps_of
 from hf_patrickstar.schedule.trace import StepKind, Trace, Visit, trace_key
 from hf_patrickstar.tracing.answers import AnsweringMode
 from hf_patrickstar.tracing.fake import FakeTensors
@@ -263,11 +263,11 @@ class _Simulator:
         known = self._known_traces(traces, lookups)
         placement = decisions.rules(situation)
         decisions = decisions.with_tide(situation, known, placement)
-        prospect, homed = decisions.prospect(situation, known, placement), decisions.homes.device_homed
+        estimate, homed = decisions.estimate(situation, known, placement), decisions.homes.device_homed
         if can_move_homes(situation) and not self._config.debug_evict_all:
-            homed, settled = prospect.settled(homed, decisions.homes.spilled)
+            homed, settled = estimate.settled(homed, decisions.homes.spilled)
             reasons += settled
-        return self._planned(ops, known, prospect, homed, [*decisions.reasons, *reasons])
+        return self._planned(ops, known, estimate, homed, [*decisions.reasons, *reasons])
 
     def _known_traces(self, traces: Sequence[Trace], lookups: Mapping[int, str]) -> KnownTraces:
         key = key_of(self._computation, self._decisions, self._situation)
@@ -289,7 +289,7 @@ class _Simulator:
             if isinstance(note, LookedUp):
                 rows[note.index] = rows.get(note.index, 0) + note.nbytes
         known = self._known_traces(traces, {})
-        room = decisions.prospect(self._situation, known, decisions.rules(self._situation)).room_beside(homed)
+        room = decisions.estimate(self._situation, known, decisions.rules(self._situation)).room_beside(homed)
         sizes = {index: decisions.chunk_nbytes[chunk_of[index]].param_nbytes for index in rows}
         lookups, reason = plan_lookups(
             {index: Lookups(sizes[index], rows[index], decisions.tensors[index].trainable) for index in rows},
@@ -339,12 +339,12 @@ class _Simulator:
     # Plans
 
     def _planned(
-        self, ops: OpTrace, known: KnownTraces, prospect: Prospect, homed: frozenset[int], reasons: list[str]
+        self, ops: OpTrace, known: KnownTraces, estimate: Estimate, homed: frozenset[int], reasons: list[str]
     ) -> Simulation:
         trained, tensors, layout = self._trained, self._decisions.tensors, self._layout
         (traces,) = steps_of(known.traces.values(), self._num_micro_batches)
-        rules = self._plan_rules(prospect, homed)
-        plans = rules.plans(traces, prospect.device_nbytes)
+        rules = self._plan_rules(estimate, homed)
+        plans = rules.plans(traces, estimate.device_nbytes)
         told = self._rules(homed)
         script = whole_step(ops, self._places, told, [made.kind for made in traces])
         loads = tuple(
@@ -367,17 +367,17 @@ class _Simulator:
                 "chunk_numel": layout.chunk_numel,
                 "chunk_utilisation": layout.utilisation,
             },
-            survey=self._survey(traces, plans, homed, prospect.device_nbytes - rules.fixed_nbytes, reasons),
+            survey=self._survey(traces, plans, homed, estimate.device_nbytes - rules.fixed_nbytes, reasons),
             known=known,
             precision=str(self._decisions.precision.dtype).removeprefix("torch."),
             rules=rules,
         )
 
-    def _plan_rules(self, prospect: Prospect, homed: frozenset[int]) -> PlanRules:
+    def _plan_rules(self, estimate: Estimate, homed: frozenset[int]) -> PlanRules:
         alone = self._trained.world_size == 1
         asked: dict[str, Any] = {
             "policy": self._config.eviction,
-            "dropped_after": prospect.updated,
+            "dropped_after": estimate.updated,
             "static": homed if alone else frozenset(),
             "prefetch_depth": self._depth,
             "reshard_after_forward": self._config.reshard_after_forward and not alone,

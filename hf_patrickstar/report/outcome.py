@@ -85,7 +85,7 @@ def describe_outcome(outcome: Outcome) -> tuple[str, str, str]:
     return _memory(outcome), _time(outcome), _advice(outcome)
 
 
-def describe_foreseen(seconds: float, machine: str) -> str:
+def describe_estimated(seconds: float, machine: str) -> str:
     """What a step is expected to take, in one line.
 
     Args:
@@ -136,13 +136,13 @@ def _time(outcome: Outcome) -> str:
     shares = ", ".join(f"{share:.0%} {names.get(name, name)}" for name, share in outcome.shares.items())
     num = outcome.num_steps
     each = f"{num} steps took {format_seconds(outcome.seconds)}, {format_seconds(outcome.seconds / num)} each"
-    foreseen = ""
+    estimated = ""
     if outcome.machine:
-        foreseen = (
+        estimated = (
             f"; by the rates of '{outcome.machine}' a step waits {outcome.copying:.0%} of its time for copies and "
             f"{outcome.updating:.0%} for the update on the host"
         )
-    return f"{each if num > 1 else f'1 step took {format_seconds(outcome.seconds)}'}: {shares}{foreseen}"
+    return f"{each if num > 1 else f'1 step took {format_seconds(outcome.seconds)}'}: {shares}{estimated}"
 
 
 def _advice(outcome: Outcome) -> str:

@@ -127,7 +127,7 @@ class Autograd:
         if task == -1 or task in self.graph_tasks:
             return
         # The threads of a device and of the CPU may come at once: neither may touch a chunk before it has begun.
-        # Each backward has a lock of its own: it may wait for the turn of another one, inside of which others begin.
+        # Each backward has a lock of its own: it may wait until another one has ended, inside of which others begin.
         with self._beginnings.setdefault(task, threading.RLock()):
             if task in self.graph_tasks:
                 return

@@ -76,10 +76,10 @@ class GradientPlace(enum.Enum):
 
     ``PARAM``: over the parameter's own place in the ``param`` list (gradient reuse, PatrickStar section 6.2).
     ``LIST``: in the accumulation list. ``REMOTE``: on the rank that owns the parameter. ``APART``: in no chunk; in
-    ``ManagedTensor.kept``, which a user still refers to after a step, or all zeros if that is ``None``.
+    ``ManagedParameter.kept``, which a user still refers to after a step, or all zeros if that is ``None``.
 
     While a backward runs a gradient may be on its way to one of these: in the buffer of its group (``Groups``), or in
-    ``ManagedTensor.deferred_gradient`` while the graph still needs the value that it would go over.
+    ``ManagedParameter.deferred_gradient`` while the graph still needs the value that it would go over.
     """
 
     NONE = "none"
@@ -109,7 +109,7 @@ class Epoch:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class ManagedTensor:
+class ManagedParameter:
     """One parameter under management: where it is, and its state (PatrickStar section 6.2).
 
     Args:
@@ -317,8 +317,8 @@ class Chunk:
     is_static: bool = False  # whether modules compute with its payload at home, so that it never moves
     is_updated: bool = False  # whether an optimizer changes its tensors
     copy_nbytes: int = 0  # bytes of the buffer that modules compute with
-    tensors: list[ManagedTensor] = dataclasses.field(default_factory=list)
-    owned: list[ManagedTensor] = dataclasses.field(default_factory=list)  # those that this rank has any elements of
+    tensors: list[ManagedParameter] = dataclasses.field(default_factory=list)
+    owned: list[ManagedParameter] = dataclasses.field(default_factory=list)  # those that this rank has any elements of
     _offsets: list[int] = dataclasses.field(default_factory=list)
     # The payloads at home.
     home_param: torch.Tensor = dataclasses.field(init=False)  # read it after ``update``, as ``param`` does
@@ -330,7 +330,7 @@ class Chunk:
     compute: torch.Tensor | None = None
     storage: torch.UntypedStorage | None = None
     base_use_count: int = 0  # users of the storage that are known
-    views: dict[ManagedTensor, torch.Tensor] = dataclasses.field(default_factory=dict)  # of a static chunk, kept
+    views: dict[ManagedParameter, torch.Tensor] = dataclasses.field(default_factory=dict)  # of a static chunk, kept
     arrival: Ticket | None = None  # of a copy that was started ahead
     last_access: int = 0
     num_computing: int = 0  # parameters that modules compute with
@@ -344,7 +344,7 @@ class Chunk:
         self.is_updated = self.spec.is_updated
         self.live_on(self.home)
 
-    def add(self, tensor: ManagedTensor) -> None:
+    def add(self, tensor: ManagedParameter) -> None:
         """Adds a tensor; tensors come in offset order."""
         tensor.chunk = self
         numel = tensor.spec.numel
@@ -359,7 +359,7 @@ class Chunk:
             self.owned.append(tensor)
         self._offsets.append(tensor.offset_numel)
 
-    def remove(self, tensor: ManagedTensor) -> None:
+    def remove(self, tensor: ManagedParameter) -> None:
         """Removes a tensor; its place stays unused."""
         place = self.tensors.index(tensor)
         del self.tensors[place], self._offsets[place]
@@ -367,7 +367,7 @@ class Chunk:
         if tensor in self.owned:
             self.owned.remove(tensor)
 
-    def tensor_at(self, offset_numel: int) -> ManagedTensor:
+    def tensor_at(self, offset_numel: int) -> ManagedParameter:
         """The tensor that holds the element at an offset."""
         return self.tensors[max(bisect.bisect_right(self._offsets, offset_numel) - 1, 0)]
 
@@ -485,7 +485,7 @@ class Chunk:
         self.base_use_count = _use_count(self.storage._cdata)
         return self.storage._cdata
 
-    def view_of(self, tensor: ManagedTensor) -> torch.Tensor:
+    def view_of(self, tensor: ManagedParameter) -> torch.Tensor:
         """The place of a parameter in the payload to compute with; that of a static chunk is made once for all uses.
 
         It is for the engine alone: ``is_aliased`` does not count views that are kept.

@@ -32,7 +32,7 @@ class Copies:
         chunks: All chunks.
         pool: Where copies come from.
         streams: How bytes cross.
-        emit: Told of every event.
+        emit: Called with every event.
 
     Attributes:
         find: Finds the chunk whose compute payload has a storage, by the key of that, or ``None``.

@@ -93,7 +93,7 @@ class Executor:
         forecast: Tells what binds when there is no room.
         looked_into: Chunks that code has got a value of where it is; they are asked at the next recorded visit.
         policy: How copies come and go.
-        emit: Told of every visit.
+        emit: Called with every visit.
 
     Attributes:
         in_backward: Whether a backward has begun that has not ended.
@@ -198,7 +198,7 @@ class Executor:
         if step is None:
             ledger.is_cautious, ledger.reserved_nbytes = False, 0
         elif step.cursor is None or (step.is_measured and step.plan is None):
-            # A trace that was made beforehand may foresee too much: if no plan fits, what is measured decides.
+            # A trace that was made beforehand may estimate too much: if no plan fits, what is measured decides.
             trace = self._tracer.traces.get(step.key) if step.is_diverged and not step.is_measured else None
             ledger.is_cautious = True
             ledger.reserved_nbytes = trace.non_model_peak_nbytes if trace is not None else 0
@@ -302,7 +302,7 @@ class Executor:
             caller = f"the gradients of group {chunk.spec.index}"
             raise DeviceMemoryError(self._too_small(chunk.copy_nbytes, room, None, caller))
 
-    def make_room_for_others(self, *, is_step: bool) -> None:
+    def make_room_for_non_model(self, *, is_step: bool) -> None:
         """Makes room for what is not chunks, and was just allocated.
 
         Args:

@@ -44,7 +44,7 @@ class Forecast:
         self._meter = meter
         self._tracer = tracer
         self._known: dict[tuple[int, int | None], int | None] = {}
-        self._foreseen: dict[str, int] = {}  # the most non-model bytes of each step that followed a trace
+        self._estimated: dict[str, int] = {}  # the most non-model bytes of each step that followed a trace
 
     def shortage(self, in_use_nbytes: int) -> Shortage:
         """The budgets that are too small, and values that are large enough.
@@ -111,6 +111,6 @@ class Forecast:
         if step is None:
             return _UNKNOWN * seen
         if step.cursor is not None:  # attempts that repeat the step have no trace
-            self._foreseen[step.key] = step.cursor.trace.non_model_peak_nbytes
-        seen, foreseen = max([seen, *step.non_model_nbytes]), self._foreseen.get(step.key, 0)
-        return foreseen if foreseen >= seen else _UNKNOWN * seen
+            self._estimated[step.key] = step.cursor.trace.non_model_peak_nbytes
+        seen, estimated = max([seen, *step.non_model_nbytes]), self._estimated.get(step.key, 0)
+        return estimated if estimated >= seen else _UNKNOWN * seen

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._C import _current_graph_task_id
 
-from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.states import Stage
 
 
@@ -20,7 +20,7 @@ class Lookup(NamedTuple):
         version: The version counter of the leaf when the lookup began.
     """
 
-    tensor: ManagedTensor
+    tensor: ManagedParameter
     leaf: torch.Tensor
     version: int
 
@@ -39,18 +39,18 @@ class Frame:
             inside of which hooks of the user would be innermost.
         autocast: The context of autocast, if this forward entered it.
         handled: The exception that the caller was handling when the forward began.
-        has_turn: Whether the forward took the turn, which then ends with it; see ``Turns``.
+        has_lock: Whether the forward acquired the model lock, which it then releases; see ``ModelLock``.
     """
 
     module: torch.nn.Module
     stage: Stage
-    acquired: list[ManagedTensor] = dataclasses.field(default_factory=list)
+    acquired: list[ManagedParameter] = dataclasses.field(default_factory=list)
     lookups: dict[int, Lookup] = dataclasses.field(default_factory=dict)
     replaced: list[tuple[dict[str, Any], str, torch.Tensor]] = dataclasses.field(default_factory=list)
     saved_tensors: Any = None
     autocast: Any = None
     handled: BaseException | None = None
-    has_turn: bool = False
+    has_lock: bool = False
 
     def leave_contexts(self) -> None:
         """Leaves autocast and the hooks on saved tensors."""

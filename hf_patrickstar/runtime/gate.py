@@ -1,14 +1,14 @@
 """Keeps other threads out of a model while an engine is attached to it, or detached from it.
 
 [Note: the gate]
-Hooks and turns keep threads apart while an engine is attached. They know nothing of a forward that began before there
-were hooks: it holds the memory of parameters that are about to move, and would go on with NaN. While the gate is
-closed, a forward, a ``state_dict`` or a ``deepcopy`` of another thread that begins waits until the gate is open again,
-before torch looks for hooks. One that had begun before goes on, through the gate where it calls other modules of the
-model, and ``Gate.wait`` waits until it has ended. It also waits for a backward of any model that has begun. From then
-on nothing goes on: a ``forward`` that was called as a function, past the gate, waits where it calls the next module.
-The stacks of the threads tell which threads are inside. The gate is made of attributes of the modules, which are
-removed when it opens. A thread that has waited then looks the method up again: another gate may be closed by then.
+Hooks and the model lock keep threads apart while an engine is attached. They know nothing of a forward that began
+before there were hooks: it holds the memory of parameters that are about to move, and would go on with NaN. While the
+gate is closed, a forward, a ``state_dict`` or a ``deepcopy`` of another thread that begins waits until the gate is open
+again, before torch looks for hooks. One that had begun before goes on, through the gate where it calls other modules of
+the model, and ``Gate.wait`` waits until it has ended. It also waits for a backward of any model that has begun. From
+then on nothing goes on: a ``forward`` that was called as a function, past the gate, waits where it calls the next
+module. The stacks of the threads tell which threads are inside. The gate is made of attributes of the modules, which
+are removed when it opens. A thread that has waited then looks the method up again: another gate may be closed by then.
 
 Dynamo would trace the gate, and fail with ``fullgraph=True``. So modules inside of a compiled one have no gate before
 their forward: that of a module around them keeps threads out.
@@ -29,7 +29,7 @@ from torch._C import _current_graph_task_id
 from hf_patrickstar.callers import frames_of_threads
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.runtime.compiled import is_compiled
-from hf_patrickstar.runtime.turns import is_backward
+from hf_patrickstar.runtime.model_lock import is_backward
 
 STATE_DICT = ("state_dict",)
 FORWARD = ("_call_impl", "forward")

@@ -29,7 +29,7 @@ from hf_patrickstar.interrupts import held_back
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, Chunk, GradientPlace, ManagedParameter
 from hf_patrickstar.runtime.executor import Executor
 from hf_patrickstar.runtime.gradient_ring import GradientRing, most_nbytes
 from hf_patrickstar.runtime.live_parameter import take_raw_grad
@@ -46,7 +46,7 @@ class Gradients:
     Args:
         pool: Where accumulation lists come from.
         streams: How bytes cross.
-        emit: Told of every event.
+        emit: Called with every event.
         executor: Makes room for lists that nobody has planned for.
         values: Brings values back; its lock is held while places change.
         chunks: All chunks: what else may need an accumulation list.
@@ -99,7 +99,7 @@ class Gradients:
 
     # Storing them
 
-    def store(self, tensor: ManagedTensor, gradient: torch.Tensor, *, is_at_home: bool = False) -> None:
+    def store(self, tensor: ManagedParameter, gradient: torch.Tensor, *, is_at_home: bool = False) -> None:
         """Takes a gradient that autograd has finished, unless a failed attempt at this micro-batch has done so.
 
         While the value in its place is still needed it is deferred, until backward ends.
@@ -128,7 +128,7 @@ class Gradients:
         else:
             self.add(tensor, gradient)
 
-    def add(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
+    def add(self, tensor: ManagedParameter, gradient: torch.Tensor) -> None:
         """Adds a gradient to what is there; an attempt that fails before it is there has not counted it.
 
         A gradient that torch would add to one that a step has consumed is dropped: the sum is not known any more.
@@ -154,7 +154,7 @@ class Gradients:
         if self.attempts.is_running:
             self.attempts.note_placed(tensor.spec.index, before)
 
-    def _write_over_value(self, tensor: ManagedTensor, chunk: Chunk, gradient: torch.Tensor) -> None:
+    def _write_over_value(self, tensor: ManagedParameter, chunk: Chunk, gradient: torch.Tensor) -> None:
         """See [Note: gradient reuse]."""
         tensor.gradient_norm = gradient_norm(gradient, chunk.state_dtype) if self.records_norms else None
         if chunk.is_static:
@@ -173,7 +173,7 @@ class Gradients:
         nbytes, tensor.crossing_nbytes = tensor.crossing_nbytes, 0
         self._emit(GradientStored(chunk.spec.index, tensor.spec.index, nbytes))
 
-    def _add_to_list(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
+    def _add_to_list(self, tensor: ManagedParameter, gradient: torch.Tensor) -> None:
         chunk, is_first, norm = tensor.chunk, tensor.gradient is _NONE, None
         place = tensor.view(self._list(chunk))
         if self._leaves_beside(chunk, gradient) and gradient.stride() == place.stride():
@@ -231,19 +231,19 @@ class Gradients:
         if self.accumulate or not chunk.has_list(MASTER) or chunk.is_mixed:
             self._list(chunk)
 
-    def note_remote(self, tensor: ManagedTensor) -> None:
+    def note_remote(self, tensor: ManagedParameter) -> None:
         """Notes that a gradient was added on the rank that owns the parameter."""
         if tensor.is_consumed and self._keeps is not False:
             tensor.is_incomplete = True
         else:
             tensor.gradient, tensor.is_consumed = _REMOTE, False
 
-    def put(self, tensor: ManagedTensor, own: torch.Tensor) -> None:
+    def put(self, tensor: ManagedParameter, own: torch.Tensor) -> None:
         """Replaces a gradient by one that is given; what this rank has of it.
 
         Args:
             tensor: The parameter.
-            own: The values, in the shape that ``ManagedTensor.view`` gives; not changed.
+            own: The values, in the shape that ``ManagedParameter.view`` gives; not changed.
         """
         with self.lock:
             tensor.gradient_norm = None
@@ -267,13 +267,13 @@ class Gradients:
             else:
                 home.copy_(own)
 
-    def settle_deferred(self, tensors: Iterable[ManagedTensor]) -> None:
+    def settle_deferred(self, tensors: Iterable[ManagedParameter]) -> None:
         """Backward has ended: finds places for gradients that waited until nobody needed the values there."""
         for tensor in tensors:
             if tensor.deferred_gradient is not None:
                 self.place_deferred(tensor)
 
-    def place_deferred(self, tensor: ManagedTensor) -> None:
+    def place_deferred(self, tensor: ManagedParameter) -> None:
         """Finds a place for a deferred gradient; if there is no room the gradient stays deferred."""
         assert tensor.deferred_gradient is not None
         self.add(tensor, tensor.deferred_gradient)
@@ -282,16 +282,16 @@ class Gradients:
     # Finding them
 
     @staticmethod
-    def has(tensor: ManagedTensor) -> bool:
+    def has(tensor: ManagedParameter) -> bool:
         """Whether a parameter has a gradient, here or on the rank that owns the parameter."""
         return tensor.gradient is not _NONE or tensor.deferred_gradient is not None
 
     @staticmethod
-    def is_absent(tensor: ManagedTensor) -> bool:
+    def is_absent(tensor: ManagedParameter) -> bool:
         """Whether there is none of a parameter, nor was one before the last step."""
         return tensor.gradient is _NONE and tensor.deferred_gradient is None and not tensor.is_consumed
 
-    def of(self, tensor: ManagedTensor) -> torch.Tensor | None:
+    def of(self, tensor: ManagedParameter) -> torch.Tensor | None:
         """The gradient of a parameter that this rank owns, in the parameter's shape, or ``None``.
 
         fp32 in the accumulation list, the parameter's type otherwise. It aliases its place: writing changes it.
@@ -308,7 +308,7 @@ class Gradients:
                 return tensor.view(chunk.home_lists[GRADIENT])
             return None
 
-    def make_ready(self, tensor: ManagedTensor) -> None:
+    def make_ready(self, tensor: ManagedParameter) -> None:
         """Brings a gradient that is elsewhere to a place in the chunk, where the optimizer finds it."""
         if tensor.deferred_gradient is not None:
             self.place_deferred(tensor)
@@ -325,7 +325,7 @@ class Gradients:
         tensor.view(self._list(chunk) if in_list else chunk.param).zero_()
         tensor.gradient = _LIST if in_list else _PARAM
 
-    def check_complete(self, tensor: ManagedTensor) -> None:
+    def check_complete(self, tensor: ManagedParameter) -> None:
         """Makes sure that a gradient that is about to be used is all of it.
 
         Raises:
@@ -338,7 +338,7 @@ class Gradients:
         if tensor.is_consumed and self._keeps is not False:
             raise EngineError(consumed(tensor, "it is used again: torch would still have it"))
 
-    def move_to_list(self, tensor: ManagedTensor) -> None:
+    def move_to_list(self, tensor: ManagedParameter) -> None:
         """Brings the value back to its place, keeping the gradient in the accumulation list; [Note: gradient reuse]."""
         with self.lock:
             if tensor.gradient is not _PARAM:
@@ -372,7 +372,7 @@ class Gradients:
             return scale if coefficient is None else coefficient
         return coefficient * scale.to(coefficient.device)
 
-    def multiply(self, tensor: ManagedTensor, factor: torch.Tensor) -> None:
+    def multiply(self, tensor: ManagedParameter, factor: torch.Tensor) -> None:
         """Multiplies a gradient, in fp32."""
         if not self.has(tensor):
             return
@@ -423,7 +423,7 @@ class Gradients:
                 if chunk.has_list(GRADIENT) and not any(t.gradient is _LIST for t in chunk.tensors):
                     self._pool.release(chunk.home, chunk.lists.pop(GRADIENT), GRADIENT, keep=False)
 
-    def drop(self, tensor: ManagedTensor, *, to_zero: bool = False) -> None:
+    def drop(self, tensor: ManagedParameter, *, to_zero: bool = False) -> None:
         """Drops the gradient of one parameter; its value is in its place again.
 
         Args:
@@ -439,7 +439,7 @@ class Gradients:
                 self.make_zero(tensor)
 
     @staticmethod
-    def take_unstored(tensor: ManagedTensor) -> torch.Tensor | None:
+    def take_unstored(tensor: ManagedParameter) -> torch.Tensor | None:
         """Takes from autograd what a backward has left there that raised before the gradient was stored, if anything.
 
         A parameter that was frozen when chunks were made keeps its gradient there until it is adopted.
@@ -447,11 +447,11 @@ class Gradients:
         return take_raw_grad(tensor.parameter) if tensor.spec.trainable else None
 
     @staticmethod
-    def make_zero(tensor: ManagedTensor) -> None:
+    def make_zero(tensor: ManagedParameter) -> None:
         """Makes all zeros the gradient of a parameter that has no other, here or where the parameter is owned."""
         tensor.gradient, tensor.is_consumed = (_APART if tensor.is_owned else _REMOTE), False
 
-    def clear(self, tensor: ManagedTensor) -> None:
+    def clear(self, tensor: ManagedParameter) -> None:
         """Forgets a gradient whose place holds the value again, or is about to."""
         tensor.gradient = _NONE
         tensor.is_consumed = tensor.is_incomplete = False
@@ -460,7 +460,7 @@ class Gradients:
 
     @staticmethod
     def finish_update(
-        tensors: Iterable[ManagedTensor], handed_out: Mapping[int, torch.Tensor | None], *, keeps: bool
+        tensors: Iterable[ManagedParameter], handed_out: Mapping[int, torch.Tensor | None], *, keeps: bool
     ) -> None:
         """Ends the optimizer's step for parameters that had a gradient.
 
@@ -556,7 +556,7 @@ def _lists_nbytes(chunks: Iterable[Chunk]) -> int:
     return sum(chunk.spec.chunk_numel * chunk.state_dtype.itemsize for chunk in chunks if chunk.spec.trainable)
 
 
-def consumed(tensor: ManagedTensor, why: str) -> str:
+def consumed(tensor: ManagedParameter, why: str) -> str:
     """The message where a gradient is missed that a step has consumed."""
     return (
         f"the gradient of parameter '{tensor.spec.name}' was consumed by optimizer.step(), and {why}. Call "

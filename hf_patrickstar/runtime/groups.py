@@ -18,7 +18,7 @@ from hf_patrickstar.memory.lanes import Ticket
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime.chunk import GRADIENTS, STAGING, Chunk, ManagedTensor
+from hf_patrickstar.runtime.chunk import GRADIENTS, STAGING, Chunk, ManagedParameter
 from hf_patrickstar.runtime.copies import Copies
 from hf_patrickstar.runtime.executor import Executor
 from hf_patrickstar.runtime.gradients import Gradients
@@ -74,7 +74,7 @@ class Groups:
         self._num_expected: list[int] = []
         self._buffers: dict[int, torch.Tensor] = {}
         self._stored: dict[int, set[int]] = {}
-        self._held: list[tuple[ManagedTensor, torch.Tensor]] = []
+        self._held: list[tuple[ManagedParameter, torch.Tensor]] = []
         self._leaving: torch.Tensor | None = None  # the buffer of averages that are on their way to the host
         self._under_way: tuple[Chunk, torch.Tensor, set[int], Ticket] | None = None
         self._staging: dict[torch.dtype, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
@@ -148,7 +148,7 @@ class Groups:
 
     # Gradients
 
-    def store(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
+    def store(self, tensor: ManagedParameter, gradient: torch.Tensor) -> None:
         """Keeps a gradient until its group is complete, and reduces the group as soon as it is its turn.
 
         Args:
@@ -226,7 +226,7 @@ class Groups:
         if not self._collectives.is_asynchronous:
             self._release_leaving()
 
-    def _store_average(self, tensor: ManagedTensor, average: torch.Tensor) -> None:
+    def _store_average(self, tensor: ManagedParameter, average: torch.Tensor) -> None:
         if tensor.chunk.home is Tier.HOST:
             tensor.crossing_nbytes += average.nbytes
         self._gradient_mirrors.sync_one(tensor)

@@ -20,7 +20,7 @@ from hf_patrickstar.runtime.live_parameter import (
     call_with_values,
     detach,
 )
-from hf_patrickstar.runtime.turns import Turns
+from hf_patrickstar.runtime.model_lock import ModelLock
 
 _DATA: Any = AcquiredMixin.data
 _AS_THEY_ARE = WITHOUT_VALUE | {torch.Tensor.data.__set__}  # type: ignore[attr-defined]
@@ -30,23 +30,23 @@ class Guard:
     """The ``__torch_function__`` of guarded parameters, and their classes.
 
     Args:
-        turns: Knows which thread computes.
+        model_lock: Knows which thread computes.
     """
 
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
+    def __init__(self, model_lock: ModelLock) -> None:
+        self._model_lock = model_lock
         self._types: dict[type, type] = {}
 
     def __get__(self, parameter: Any, owner: type) -> Any:
         """What torch finds as ``__torch_function__``, of a parameter or of its class."""
-        return NOT_OVERRIDDEN if self._turns.is_computing else self._answer
+        return NOT_OVERRIDDEN if self._model_lock.is_computing else self._answer
 
     def _set_data(self, parameter: Any, value: torch.Tensor) -> None:
         """Assigns ``.data``; of a parameter that another thread computes with, when it has done so."""
-        if self._turns.is_computing:
+        if self._model_lock.is_computing:
             _DATA.fset(parameter, value)
             return
-        with self._turns.taken("an assignment to the data of a parameter"):
+        with self._model_lock.held("an assignment to the data of a parameter"):
             parameter.data = value
 
     def type_of(self, original: type) -> type:
@@ -71,6 +71,6 @@ class Guard:
             with RAW():
                 return func(*args, **kwargs)
         if func in BACKWARDS:
-            with self._turns.taken("a backward"):
+            with self._model_lock.held("a backward"):
                 return func(*args, **kwargs)
         return detach(*args) if func is torch.Tensor.detach else call_with_values(func, args, kwargs)

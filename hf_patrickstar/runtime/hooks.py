@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.runtime.autograd import Autograd, may_keep, refuse_reentrant
 from hf_patrickstar.runtime.casting import Casting
-from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.runtime.compiled import (
     NAMES_OF_CALLS,
     CompiledCall,
@@ -75,7 +75,9 @@ class ModelHooks:
         self._manager = manager
         self._device = device
         self._follow_model = follow_model
-        self._of_modules: dict[torch.nn.Module, tuple[list[ManagedTensor], list[Any]]] = {}  # their tensors and hooks
+        self._of_modules: dict[
+            torch.nn.Module, tuple[list[ManagedParameter], list[Any]]
+        ] = {}  # their tensors and hooks
         self._of_tensors: dict[int, Any] = {}
         self._of_model: list[Any] = []
         self._places: list[dict[str, Any]] = []  # where modules keep their parameters and modules
@@ -150,11 +152,11 @@ class ModelHooks:
 
     def _detach_module(self, module: torch.nn.Module) -> None:
         own, handles = self._of_modules.pop(module)
-        own.clear()  # a thread that waits for its turn in the hook goes on without
+        own.clear()  # a thread that waits for the model lock in the hook goes on without
         for handle in handles:
             handle.remove()
 
-    def _attach_tensor(self, tensor: ManagedTensor) -> None:
+    def _attach_tensor(self, tensor: ManagedParameter) -> None:
         if not tensor.spec.trainable:
             return
         parameter: Any = tensor.parameter
@@ -165,11 +167,11 @@ class ModelHooks:
         parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
         parameter.requires_grad_(needs_grad)
 
-    def bind(self, tensors: Iterable[ManagedTensor]) -> None:
+    def bind(self, tensors: Iterable[ManagedParameter]) -> None:
         """Lets parameters answer; nobody uses the memory that they had when this has returned."""
         for tensor in tensors:
             tensor.bind(LiveTensor(tensor, self._services))
-        self._phases.turns.wait_for_calls()
+        self._phases.model_lock.wait_for_calls()
 
     def detach(self) -> None:
         """Removes every hook; the model's attributes are as they were before ``attach``."""
@@ -214,19 +216,19 @@ class ModelHooks:
         self._live_model.refresh(self._hook_ids())
         self._manager.has_new_groups = False
 
-    def take_in(self, tensors: Iterable[ManagedTensor]) -> None:
+    def take_in(self, tensors: Iterable[ManagedParameter]) -> None:
         """Lets new parameters answer, and their gradients arrive."""
         for tensor in tensors:
             self._attach_tensor(tensor)
         self.bind(tensors)
 
-    def let_go(self, tensor: ManagedTensor) -> None:
+    def release(self, tensor: ManagedParameter) -> None:
         """Removes the hook of a parameter that is given back."""
         handle = self._of_tensors.pop(tensor.spec.index, None)
         if handle is not None:
             handle.remove()
 
-    def _attach_module(self, module: torch.nn.Module, own: list[ManagedTensor]) -> list[Any]:
+    def _attach_module(self, module: torch.nn.Module, own: list[ManagedParameter]) -> list[Any]:
         phases, frames, autograd, name = self._phases, self._frames, self._autograd, self._names[module]
         parameters = self._parameters
         reads_rows = is_embedding(module)
@@ -298,7 +300,7 @@ class ModelHooks:
         fill = self._live_model.fill_state_dict
         return module.register_state_dict_post_hook(lambda *args: fill(*args))
 
-    def _held_by(self, module: torch.nn.Module) -> list[ManagedTensor]:
+    def _held_by(self, module: torch.nn.Module) -> list[ManagedParameter]:
         """What a module computes with itself, each parameter once."""
         return list(dict.fromkeys(tensor for _, _, tensor in self._places_of(module)))
 
@@ -322,7 +324,7 @@ class ModelHooks:
         Checkpointing would keep the objects of frozen ones, so these have no value. To dynamo the aliases are what the
         parameters were in the forward, down to which of them are one: the same graph is run.
         """
-        aliases: dict[ManagedTensor, torch.Tensor] = {}
+        aliases: dict[ManagedParameter, torch.Tensor] = {}
         for places, key, tensor in self._places_of(frame.module):
             if not tensor.is_materialized and tensor.chunk.compute is not None:
                 if tensor not in aliases:
@@ -340,16 +342,16 @@ class ModelHooks:
             if isinstance(alias, LiveMixin) and tensor is not None and alias._version:  # type: ignore[attr-defined]
                 self._manager.writes.apply(tensor, raw_data(alias), voids_graphs=False)  # type: ignore[arg-type]
 
-    def _places_of(self, module: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, ManagedTensor]]:
+    def _places_of(self, module: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, ManagedParameter]]:
         return places_of(module, self._parameters.find)
 
-    def _looks_up(self, tensor: ManagedTensor) -> bool:
+    def _looks_up(self, tensor: ManagedParameter) -> bool:
         """Whether an embedding reads its rows at home; not if the user has hooks on the gradient of the weight."""
         if not tensor.is_cpu_embedding or peek_interpreter_stack() is not None:
             return False
         return not has_hooks_of_user(tensor.parameter, tensor.spec.trainable)
 
-    def _begin_lookup(self, frame: Frame, tensor: ManagedTensor, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _begin_lookup(self, frame: Frame, tensor: ManagedParameter, args: Any, kwargs: dict[str, Any]) -> Any:
         """Lets an embedding look rows up where its weight is at home: only activations cross the bus."""
         lookup = frame.lookups[id(tensor.parameter)] = self._phases.lookup_begin(tensor)
         if lookup.leaf.requires_grad:
@@ -384,7 +386,7 @@ class ModelHooks:
             return
         frame.handled = sys.exc_info()[1]
         may_keep(f"the forward of {name}")
-        self._phases.turns.take(f"the forward of {name}")
+        self._phases.model_lock.acquire(f"the forward of {name}")
         try:
             self._follow_model(frame.stage is Stage.FORWARD)
             inputs = list(tensors_in((args, kwargs)))
@@ -396,9 +398,9 @@ class ModelHooks:
             name = "" if frame.module is self._model else name
             self._manager.before_forward(frame.stage, call, name, shapes, present)
         except BaseException:
-            self._phases.turns.give_up()
+            self._phases.model_lock.release()
             raise
-        frame.has_turn = True
+        frame.has_lock = True
         frame.saved_tensors = self._autograd.kept_as_numbers()
         frame.saved_tensors.__enter__()
         self._begin_autocast(frame)

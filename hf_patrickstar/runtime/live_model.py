@@ -10,7 +10,7 @@ import torch
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.runtime import captures
-from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.runtime.live_tensor import LiveServices, cannot_share
 from hf_patrickstar.runtime.together import roots_of
 
@@ -148,7 +148,7 @@ class LiveModel:
                 elif getattr(state_dict[key], "is_placeholder", False):
                     state_dict[key] = parameter.detach()
 
-    def _read(self, tensor: ManagedTensor) -> torch.Tensor:
+    def _read(self, tensor: ManagedParameter) -> torch.Tensor:
         """The value of a parameter; tied names of one ``state_dict`` call share one tensor, as they do in torch."""
         deferred = self._weights.deferred(tensor)
         if deferred is not None:
@@ -237,7 +237,7 @@ def _children_first(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 @unseen()
-def _changes(function: Callable[[torch.Tensor], torch.Tensor], tensor: ManagedTensor) -> bool:
+def _changes(function: Callable[[torch.Tensor], torch.Tensor], tensor: ManagedParameter) -> bool:
     """Whether a function does anything to a parameter: ``model.to`` calls it for what is there already.
 
     Raises:

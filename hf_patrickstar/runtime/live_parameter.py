@@ -71,7 +71,7 @@ class Live(Protocol):
     """What answers for one parameter.
 
     Attributes:
-        tensor: The ``ManagedTensor`` of the parameter.
+        tensor: The ``ManagedParameter`` of the parameter.
     """
 
     tensor: Any

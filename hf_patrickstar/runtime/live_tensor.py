@@ -10,7 +10,7 @@ import torch
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.runtime.autograd import Autograd, may_keep, refuse_reentrant
-from hf_patrickstar.runtime.chunk import GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.chunk import GradientPlace, ManagedParameter
 from hf_patrickstar.runtime.frames import Frames
 from hf_patrickstar.runtime.gradients import Gradients, consumed
 from hf_patrickstar.runtime.live_parameter import (
@@ -64,7 +64,7 @@ _SHARING = frozenset({torch.Tensor.share_memory_})
 class LiveWeights(Protocol):
     """Reads and writes full parameters; what makes ``state_dict`` and ``load_state_dict`` truthful."""
 
-    def read(self, tensor: ManagedTensor) -> torch.Tensor:
+    def read(self, tensor: ManagedParameter) -> torch.Tensor:
         """The parameter's value, on the host, in the type that the model was loaded in."""
         ...
 
@@ -73,7 +73,7 @@ class LiveWeights(Protocol):
         """Whether all processes must read together."""
         ...
 
-    def hand_out(self, tensor: ManagedTensor) -> torch.Tensor:
+    def hand_out(self, tensor: ManagedParameter) -> torch.Tensor:
         """The parameter's value, on the host, that stays the same as the value."""
         ...
 
@@ -82,12 +82,12 @@ class LiveWeights(Protocol):
         ...
 
     def opened(
-        self, tensors: Iterable[ManagedTensor], writeback: bool, with_grads: bool
+        self, tensors: Iterable[ManagedParameter], writeback: bool, with_grads: bool
     ) -> contextlib.AbstractContextManager[None]:
         """Gives parameters their full value, as ordinary tensors on the host, for the length of a block."""
         ...
 
-    def deferred(self, tensor: ManagedTensor) -> torch.Tensor | None:
+    def deferred(self, tensor: ManagedParameter) -> torch.Tensor | None:
         """A parameter as it is read while the model is saved piece by piece, or ``None``."""
         ...
 
@@ -119,7 +119,7 @@ class LiveTensor:
 
     __slots__ = ("kept", "services", "tensor")
 
-    def __init__(self, tensor: ManagedTensor, services: LiveServices) -> None:
+    def __init__(self, tensor: ManagedParameter, services: LiveServices) -> None:
         self.tensor = tensor
         self.services = services
         self.kept: torch.Tensor | None = None  # the value, for what the parameter was exchanged for
@@ -170,7 +170,7 @@ class LiveTensor:
         if tuple(value.shape) == self.tensor.spec.shape:
             manager.writes.assign(self.tensor, value.data)
             return
-        with manager.turns.taken("an assignment that gives a parameter another shape"):
+        with manager.model_lock.held("an assignment that gives a parameter another shape"):
             manager.writes.assign(self.tensor, value.data)
 
     def copy_from(self, source: torch.Tensor, is_graph: bool) -> bool:
@@ -288,10 +288,10 @@ class LiveTensor:
 class ConsumedGradient(torch.Tensor):
     """Stands where a gradient was before the optimizer's step consumed it: there, but not to be read."""
 
-    _tensor: ManagedTensor
+    _tensor: ManagedParameter
 
     @staticmethod
-    def make(tensor: ManagedTensor) -> "ConsumedGradient":
+    def make(tensor: ManagedParameter) -> "ConsumedGradient":
         """The one of a parameter."""
         gradient = torch.Tensor._make_subclass(ConsumedGradient, tensor.placeholder)
         gradient._tensor = tensor
@@ -318,7 +318,7 @@ class _InsideAccess(Access):
     released again when backward comes to use it. So there functions get an alias of the chunk instead of the parameter.
     """
 
-    def __init__(self, tensor: ManagedTensor, services: LiveServices, func: Any) -> None:
+    def __init__(self, tensor: ManagedParameter, services: LiveServices, func: Any) -> None:
         self._tensor = tensor
         self._manager = services.manager
         self._stack = services.frames.stack
@@ -367,7 +367,7 @@ class _HasLeftError(Exception):
     """The parameter has left its chunk while this thread waited."""
 
     @staticmethod
-    def check(tensor: ManagedTensor) -> None:
+    def check(tensor: ManagedParameter) -> None:
         """Raises it if so."""
         if tensor.is_open or not tensor.is_bound:
             raise _HasLeftError
@@ -380,16 +380,16 @@ class _GraphAccess(Access):
     which is a part of the graph.
     """
 
-    def __init__(self, tensor: ManagedTensor, services: LiveServices) -> None:
+    def __init__(self, tensor: ManagedParameter, services: LiveServices) -> None:
         self._tensor = tensor
         self._manager = services.manager
         may_keep(f"code that computes with parameter '{tensor.spec.name}'")
-        self._manager.turns.take("code that computes with a parameter")
+        self._manager.model_lock.acquire("code that computes with a parameter")
         try:
             _HasLeftError.check(tensor)
             self._manager.parameters.acquire(tensor, "code outside of every forward that computes with a parameter")
         except BaseException:
-            self._manager.turns.give_up()
+            self._manager.model_lock.release()
             raise
         self._kept = services.autograd.kept_as_numbers()
         self._kept.__enter__()
@@ -423,7 +423,7 @@ class _GraphAccess(Access):
     def end(self) -> None:
         self._kept.__exit__(None, None, None)
         self._release()
-        self._manager.turns.give_up()
+        self._manager.model_lock.release()
 
     def _release(self) -> None:
         if self._is_held:
@@ -446,7 +446,7 @@ class _Alias(torch.autograd.Function):
 class _ValueAccess(Access):
     """Between forward and backward, not recorded: the value where it is, or a mirror of it; see [Note: mirrors]."""
 
-    def __init__(self, tensor: ManagedTensor, services: LiveServices, func: Any, *, writes: bool) -> None:
+    def __init__(self, tensor: ManagedParameter, services: LiveServices, func: Any, *, writes: bool) -> None:
         self._tensor = tensor
         self._writes = writes
         self._manager = manager = services.manager
@@ -501,7 +501,7 @@ class _ValueAccess(Access):
         self._lock.release()
 
 
-def cannot_share(tensor: ManagedTensor) -> str:
+def cannot_share(tensor: ManagedParameter) -> str:
     """The message where a parameter should go to memory that other processes share."""
     return (
         f"parameter '{tensor.spec.name}' is in a chunk and cannot be moved to shared memory; share a copy of the model "
@@ -509,7 +509,7 @@ def cannot_share(tensor: ManagedTensor) -> str:
     )
 
 
-def _places(tensor: ManagedTensor) -> set[int]:
+def _places(tensor: ManagedParameter) -> set[int]:
     """The storages of the chunk that a parameter is in."""
     chunk = tensor.chunk
     payloads = [*chunk.payloads.values(), *([chunk.compute] if chunk.compute is not None else [])]

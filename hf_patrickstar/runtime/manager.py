@@ -27,7 +27,7 @@ from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import Copy, Streams
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime.chunk import Chunk, GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.chunk import Chunk, GradientPlace, ManagedParameter
 from hf_patrickstar.runtime.copies import Copies
 from hf_patrickstar.runtime.executor import Executor, MovePolicy
 from hf_patrickstar.runtime.forecast import Forecast
@@ -36,24 +36,24 @@ from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.groups import Groups
 from hf_patrickstar.runtime.live_parameter import GET_GRAD, RAW, SET_GRAD, set_raw_grad
 from hf_patrickstar.runtime.mirrors import GradientMirrors, ValueMirrors
+from hf_patrickstar.runtime.model_lock import ModelLock, is_backward_elsewhere
 from hf_patrickstar.runtime.originals import Originals
 from hf_patrickstar.runtime.parameters import Parameters, SavedView
 from hf_patrickstar.runtime.placement import Placement
 from hf_patrickstar.runtime.ranges import named, phase
-from hf_patrickstar.runtime.steps import Call, Foreseen, Steps
+from hf_patrickstar.runtime.steps import Call, Estimated, Steps
 from hf_patrickstar.runtime.tracer import Tracer
-from hf_patrickstar.runtime.turns import Turns, is_backward_elsewhere
 from hf_patrickstar.runtime.update import Update
 from hf_patrickstar.runtime.values import Values
 from hf_patrickstar.runtime.writes import Writes
+from hf_patrickstar.schedule.estimate import PlacementRules
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.placement import ChunkBytes
-from hf_patrickstar.schedule.prospect import PlacementRules
 from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace
 from hf_patrickstar.states import Stage
 
-_MOST_FORESEEN = 3
-"""How often a step is foreseen, at most: where embeddings are looked up may change what it does."""
+_MOST_ESTIMATES = 3
+"""How often a step is estimated, at most: where embeddings are looked up may change what it does."""
 
 
 class ChunkManager:
@@ -66,7 +66,7 @@ class ChunkManager:
         meter: Measures non-model bytes on the device.
         streams: How bytes cross.
         collectives: The processes.
-        emit: Told of every event.
+        emit: Called with every event.
         policy: How copies come and go.
         rules: What the placement takes into account.
         fills_margin: Whether chunks may move to the device margin; else the first placement stays for ever.
@@ -79,7 +79,7 @@ class ChunkManager:
         known: Traces of a plan, if there is one.
 
     Attributes:
-        turns: Which thread runs a forward, a backward or an update.
+        model_lock: Held by the thread that runs a forward, a backward or an update.
         frames: The forwards that run on this thread.
         has_new_groups: Whether param groups were changed, so that parameters may need other lists.
     """
@@ -149,17 +149,17 @@ class ChunkManager:
         self.steps = Steps(
             chunks, copies, pool, meter, tracer, order, executor, self._groups, policy, num_micro_batches
         )
-        self.turns, self.frames = Turns(), Frames()
+        self.model_lock, self.frames = ModelLock(), Frames()
         visit = executor.visit if self._groups is None else self._groups.visit
         self.parameters = Parameters(
-            chunks, copies, executor, visit, self.steps, self.gradients, self.writes, self.turns
+            chunks, copies, executor, visit, self.steps, self.gradients, self.writes, self.model_lock
         )
         self.tensors, self.by_index = self.parameters.tensors, self.parameters.by_index
         self.has_new_groups = False
         self._overlaps_updates = policy.overlaps_updates
         self._last_update: Copy | None = None  # on the host, beside what comes next
 
-    def find(self, parameter: torch.Tensor) -> ManagedTensor | None:
+    def find(self, parameter: torch.Tensor) -> ManagedParameter | None:
         """See ``Parameters.find``."""
         return self.parameters.find(parameter)
 
@@ -204,37 +204,37 @@ class ChunkManager:
 
     def _make_ready(self, call: Call, title: str, shapes: Shapes) -> bool:
         """No trace is known for a step that begins: finds out what it will do, or makes room for what it may need."""
-        if self._foresee(call, title, shapes):
+        if self._estimate(call, title, shapes):
             return True
         with self._lock:
             return self.placement.prepare(shapes, is_training=StepKind.of(title).is_training)
 
-    def _foresee(self, call: Call, title: str, shapes: Shapes) -> bool:
+    def _estimate(self, call: Call, title: str, shapes: Shapes) -> bool:
         """Takes traces that are made before the step begins; chunks move to the homes that are best for it."""
         own: Sequence[Trace] = ()
-        for _ in range(_MOST_FORESEEN):
-            foreseen = self.steps.foresee(call, title, shapes)
-            if foreseen is None:
+        for _ in range(_MOST_ESTIMATES):
+            estimated = self.steps.estimate(call, title, shapes)
+            if estimated is None:
                 break
-            self._learn(foreseen)
+            self._learn(estimated)
             if self.tracer.covers(title, shapes):
-                own = foreseen.traces
+                own = estimated.traces
                 break
-        agreed = self.steps.agree_on_foreseen(own, shapes)
+        agreed = self.steps.agree_on_estimated(own, shapes)
         if agreed and agreed != own:
-            self._learn(Foreseen(agreed, {}, is_exact=False))
+            self._learn(Estimated(agreed, {}, is_exact=False))
         return bool(agreed)
 
-    def _learn(self, foreseen: Foreseen) -> None:
-        self.tracer.learn(foreseen.traces)
+    def _learn(self, estimated: Estimated) -> None:
+        self.tracer.learn(estimated.traces)
         if self.tracer.step is not None:
             return  # inside of a step no chunk moves home
-        for index, nbytes in foreseen.lookup_nbytes.items():
+        for index, nbytes in estimated.lookup_nbytes.items():
             self.by_index[index].lookup_nbytes = nbytes * self.steps.num_micro_batches
         with self._lock:
             num = self.steps.num_micro_batches
-            is_certain = foreseen.is_exact and self.steps.order.is_alone  # a rank that fails alone is waited for
-            self.placement.update(self.executor.make_room, num, is_foreseen=True, is_certain=is_certain)
+            is_certain = estimated.is_exact and self.steps.order.is_alone  # a rank that fails alone is waited for
+            self.placement.update(self.executor.make_room, num, is_estimated=True, is_certain=is_certain)
         for tensor in self.tensors:
             tensor.lookup_nbytes = 0
 
@@ -249,10 +249,10 @@ class ChunkManager:
             elif frame.stage is Stage.FORWARD:
                 self.steps.end_forward()
         finally:
-            self._end_turn(frame)
+            self._release_lock(frame)
 
     @phase
-    def before_module(self, frame: Frame, own: Sequence[ManagedTensor], name: str) -> None:
+    def before_module(self, frame: Frame, own: Sequence[ManagedParameter], name: str) -> None:
         """A module is about to compute with its own parameters."""
         self.parameters.acquire_all(own, name, frame.acquired, is_recomputed=frame.stage is Stage.BACKWARD)
 
@@ -265,7 +265,7 @@ class ChunkManager:
             self.parameters.release_all(frame.acquired)
 
     @phase
-    def lookup_begin(self, tensor: ManagedTensor) -> Lookup:
+    def lookup_begin(self, tensor: ManagedParameter) -> Lookup:
         """An embedding is about to read rows of its weight where that is at home, on the host."""
         return self.parameters.begin_lookup(tensor)
 
@@ -281,12 +281,12 @@ class ChunkManager:
             frame = self.frames.stack.pop()
             self.after_module(frame)
             frame.leave_contexts()
-            self._end_turn(frame)
+            self._release_lock(frame)
 
-    def _end_turn(self, frame: Frame) -> None:
-        if frame.has_turn:
-            frame.has_turn = False
-            self.turns.give_up()
+    def _release_lock(self, frame: Frame) -> None:
+        if frame.has_lock:
+            frame.has_lock = False
+            self.model_lock.release()
 
     # Backward
 
@@ -298,12 +298,12 @@ class ChunkManager:
     @phase
     def backward_begin(self) -> None:
         """A backward begins; called from within, by what it needs or finishes first."""
-        self.turns.take_backward()
+        self.model_lock.acquire_backward()
         self.executor.in_backward = True
         self.writes.sync()
         self.apply_factor()  # what this backward adds is not clipped, or unscaled, with what is there
 
-    def store_gradient(self, tensor: ManagedTensor, gradient: torch.Tensor, *, is_at_home: bool = False) -> None:
+    def store_gradient(self, tensor: ManagedParameter, gradient: torch.Tensor, *, is_at_home: bool = False) -> None:
         """Autograd has finished the gradient of a parameter; it goes to its home, or to the bucket of its group.
 
         Args:
@@ -352,7 +352,7 @@ class ChunkManager:
             with self._lock:
                 yield
         finally:
-            self.turns.give_up_backward()
+            self.model_lock.release_backward()
 
     def settle_failures(self) -> None:
         """A forward or a step begins: it reports an update that failed, and drops a step whose backward did.
@@ -413,7 +413,7 @@ class ChunkManager:
             if chunk.reader is not None:
                 chunk.wait_for_reader()
 
-    def leave_alone(self, tensor: ManagedTensor, factor: torch.Tensor | None) -> None:
+    def leave_alone(self, tensor: ManagedParameter, factor: torch.Tensor | None) -> None:
         """Keeps the gradient and the value of a parameter that the optimizer does not have.
 
         Args:
@@ -505,7 +505,7 @@ class ChunkManager:
         self.chunks.extend(chunks)
         self.copies.note_chunks()
 
-    def remove(self, tensor: ManagedTensor) -> None:
+    def remove(self, tensor: ManagedParameter) -> None:
         """Removes a parameter, which is an ordinary one again; its chunk is freed if no other is in it."""
         with self._lock:
             self.writes.forget(tensor)
@@ -540,7 +540,7 @@ class ChunkManager:
 
     # Gradients between steps
 
-    def read_gradient(self, tensor: ManagedTensor, dtype: torch.dtype) -> torch.Tensor:
+    def read_gradient(self, tensor: ManagedParameter, dtype: torch.dtype) -> torch.Tensor:
         """A copy of a parameter's gradient on the host; with several processes all call it together."""
         self.gradient_mirrors.sync_one(tensor)
         return self.sharing.tensor(Held(tensor.spec, tensor.parts, self.gradients.of(tensor), dtype), "the gradient")
@@ -557,7 +557,7 @@ class ChunkManager:
                 parameter.grad.detach_().zero_()
 
     @unseen()
-    def discard_gradients(self, tensors: Iterable[ManagedTensor] | None = None, *, to_zero: bool = False) -> None:
+    def discard_gradients(self, tensors: Iterable[ManagedParameter] | None = None, *, to_zero: bool = False) -> None:
         """Drops gradients; parameters that were overwritten get their value back from ``master``.
 
         Args:
@@ -624,7 +624,7 @@ class ChunkManager:
                 self.copies.invalidate(chunk)
                 chunk.wait_for_reader()
 
-    def load(self, tensor: ManagedTensor, fill: Callable[[torch.Tensor], None]) -> None:
+    def load(self, tensor: ManagedParameter, fill: Callable[[torch.Tensor], None]) -> None:
         """Does what ``Values.load`` does; what another thread has been handed out meanwhile follows at once."""
         with self._lock:
             self.values.load(tensor, fill)

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_patrickstar.dist.sharing import Held
 from hf_patrickstar.runtime.bits import same_bits
-from hf_patrickstar.runtime.chunk import MASTER, GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.chunk import MASTER, GradientPlace, ManagedParameter
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.values import Values, as_it_is
 
@@ -41,7 +41,7 @@ class Fingerprint:
         value: The tensor, as it is now.
     """
 
-    def __init__(self, values: Values, tensor: ManagedTensor, value: torch.Tensor) -> None:
+    def __init__(self, values: Values, tensor: ManagedParameter, value: torch.Tensor) -> None:
         self._values = values
         self._tensor = tensor
         self._has_bytes = not isinstance(value, FakeTensor)
@@ -90,7 +90,7 @@ class Mirror:
         fingerprint: How it looked, if it has a value.
     """
 
-    tensor: ManagedTensor
+    tensor: ManagedParameter
     value: torch.Tensor
     is_held: bool = False
     fingerprint: Fingerprint | None = None
@@ -117,7 +117,7 @@ class Mirrors:
         self._values = values
         self._lock = values.lock
         self._num_own = num_own
-        self._recent: list[ManagedTensor] = []  # the last two that were asked for
+        self._recent: list[ManagedParameter] = []  # the last two that were asked for
         self._scan_at = _SCAN_AT
 
     def __len__(self) -> int:
@@ -154,7 +154,7 @@ class Mirrors:
         is_looked_into = torch._C._storage_Use_Count(key) > self._num_own[key] + 1
         return mirror.is_held or is_looked_into or sys.getrefcount(mirror.value) > 2
 
-    def sync_one(self, tensor: ManagedTensor) -> None:
+    def sync_one(self, tensor: ManagedParameter) -> None:
         """Takes over what was written to a parameter's mirrors, and drops those that nobody uses."""
         raise NotImplementedError
 
@@ -165,7 +165,7 @@ class Mirrors:
                 for tensor in [mirrors[0].tensor for mirrors in self.by_tensor.values()]:
                     self.sync_one(tensor)
 
-    def sync_unused(self, but: ManagedTensor) -> None:
+    def sync_unused(self, but: ManagedParameter) -> None:
         """Takes over, and frees, what nobody refers to any more.
 
         A loop that binds a name to each value still has the one before when it asks for the next, so the last two that
@@ -188,7 +188,7 @@ class Mirrors:
             if scans:
                 self._scan_at = max(_SCAN_AT, 2 * len(self.by_tensor))
 
-    def forget(self, tensor: ManagedTensor) -> None:
+    def forget(self, tensor: ManagedParameter) -> None:
         """Forgets what was handed out of a parameter; code that has it keeps it."""
         for mirror in list(self.by_tensor.get(tensor.spec.index, ())):
             self._leave(mirror)
@@ -203,7 +203,7 @@ class ValueMirrors(Mirrors):
     """All that was handed out of the values of parameters; see [Note: mirrors]."""
 
     def hand_out(
-        self, tensor: ManagedTensor, host_dtype: torch.dtype | None = None, *, is_held: bool = False
+        self, tensor: ManagedParameter, host_dtype: torch.dtype | None = None, *, is_held: bool = False
     ) -> torch.Tensor:
         """A copy of the value that stays the same as the value.
 
@@ -224,7 +224,7 @@ class ValueMirrors(Mirrors):
             value = self._values.read(tensor, wanted) if host_dtype else self._values.look(tensor).clone()
             return self.add(tensor, value, is_held=is_held)
 
-    def add(self, tensor: ManagedTensor, value: torch.Tensor, *, is_held: bool = False) -> torch.Tensor:
+    def add(self, tensor: ManagedParameter, value: torch.Tensor, *, is_held: bool = False) -> torch.Tensor:
         """Lets a tensor that has a parameter's value stay the same as the value, and returns it.
 
         Args:
@@ -236,7 +236,7 @@ class ValueMirrors(Mirrors):
             self._enter(Mirror(tensor, value, is_held, Fingerprint(self._values, tensor, value)))
             return value
 
-    def sync_one(self, tensor: ManagedTensor, *, keeps_unused: bool = False) -> None:
+    def sync_one(self, tensor: ManagedParameter, *, keeps_unused: bool = False) -> None:
         """See ``Mirrors``.
 
         Args:
@@ -263,7 +263,7 @@ class ValueMirrors(Mirrors):
             mirror.is_held = False
         super().sync()
 
-    def refresh(self, tensor: ManagedTensor, *, but: Mirror | None = None) -> None:
+    def refresh(self, tensor: ManagedParameter, *, but: Mirror | None = None) -> None:
         """Lets the mirrors of a parameter follow a change of its value.
 
         Args:
@@ -281,15 +281,15 @@ class ValueMirrors(Mirrors):
                 else:
                     self._leave(mirror)
 
-    def has_reusable(self, tensor: ManagedTensor) -> bool:
+    def has_reusable(self, tensor: ManagedParameter) -> bool:
         """Whether ``hand_out`` can give again what a user has already."""
         return bool(self._reusable(tensor))
 
-    def _reusable(self, tensor: ManagedTensor) -> Sequence[Mirror]:
+    def _reusable(self, tensor: ManagedParameter) -> Sequence[Mirror]:
         """With several processes there are none: another one may not have its mirror any more, and all must read."""
         return self.by_tensor.get(tensor.spec.index, ()) if self.follows else ()
 
-    def drop(self, tensor: ManagedTensor) -> None:
+    def drop(self, tensor: ManagedParameter) -> None:
         """Takes over what was written to a parameter's mirrors; from now on they are tensors of their own."""
         if tensor.spec.index in self.by_tensor:
             with self._lock:
@@ -310,12 +310,12 @@ class GradientMirrors(Mirrors):
         super().__init__(values, num_own)
         self._gradients = gradients
 
-    def of(self, tensor: ManagedTensor) -> Mirror | None:
+    def of(self, tensor: ManagedParameter) -> Mirror | None:
         """The mirror of a parameter's gradient, if there is one."""
         mirrors = self.by_tensor.get(tensor.spec.index)
         return mirrors[0] if mirrors else None
 
-    def hand_out(self, tensor: ManagedTensor) -> torch.Tensor:
+    def hand_out(self, tensor: ManagedParameter) -> torch.Tensor:
         """The gradient as an ordinary tensor: the same one as long as somebody refers to it.
 
         fp16 gradients are handed out in fp32, since code that unscales them would lose the small ones otherwise; with
@@ -333,7 +333,7 @@ class GradientMirrors(Mirrors):
                 mirror = self._copy_of(tensor, mirror)
             return mirror.value
 
-    def _copy_of(self, tensor: ManagedTensor, known: Mirror | None) -> Mirror:
+    def _copy_of(self, tensor: ManagedParameter, known: Mirror | None) -> Mirror:
         home = self._gradients.of(tensor)
         if self.follows:
             assert home is not None
@@ -347,7 +347,7 @@ class GradientMirrors(Mirrors):
             return known
         return self._enter(Mirror(tensor, value))
 
-    def assign(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
+    def assign(self, tensor: ManagedParameter, gradient: torch.Tensor) -> None:
         """Makes a tensor the gradient of a parameter: its values, and what is written to it later.
 
         Args:
@@ -359,7 +359,7 @@ class GradientMirrors(Mirrors):
             self._gradients.put(tensor, tensor.own(gradient.detach()))
             self.follow_recorded(tensor, gradient)
 
-    def follow_recorded(self, tensor: ManagedTensor, gradient: torch.Tensor) -> None:
+    def follow_recorded(self, tensor: ManagedParameter, gradient: torch.Tensor) -> None:
         """Makes a tensor that has the values of a parameter's gradient, and a graph, what is handed out of it.
 
         Args:
@@ -371,7 +371,7 @@ class GradientMirrors(Mirrors):
             # With a graph it has more than its values, which are at home.
             self._enter(Mirror(tensor, gradient, is_held=gradient.requires_grad))
 
-    def sync_one(self, tensor: ManagedTensor) -> None:
+    def sync_one(self, tensor: ManagedParameter) -> None:
         """See ``Mirrors``."""
         if tensor.spec.index not in self.by_tensor:
             return
@@ -394,7 +394,7 @@ class GradientMirrors(Mirrors):
             if not self._is_used(mirror):
                 self._leave(mirror)
 
-    def refresh(self, tensor: ManagedTensor) -> None:
+    def refresh(self, tensor: ManagedParameter) -> None:
         """Lets a gradient that was handed out follow a change: what another backward added, or clipping."""
         if tensor.spec.index not in self.by_tensor:
             return
@@ -405,7 +405,7 @@ class GradientMirrors(Mirrors):
             else:
                 self.forget(tensor)
 
-    def zero(self, tensor: ManagedTensor) -> bool:
+    def zero(self, tensor: ManagedParameter) -> bool:
         """Writes zeros to a gradient that somebody has, and goes on following it; whether there is one."""
         with self._lock:
             mirror = self.of(tensor)
@@ -415,13 +415,13 @@ class GradientMirrors(Mirrors):
             mirror.value.detach_().requires_grad_(False).zero_()
             return True
 
-    def kept(self, tensor: ManagedTensor) -> torch.Tensor | None:
+    def kept(self, tensor: ManagedParameter) -> torch.Tensor | None:
         """The gradient of a parameter, if it follows and somebody still refers to what was handed out."""
         with self._lock:
             mirror = self.of(tensor) if self.follows else None
             return None if mirror is None or not self._is_used(mirror) else mirror.value
 
-    def drop(self, tensor: ManagedTensor) -> None:
+    def drop(self, tensor: ManagedParameter) -> None:
         """Forgets a gradient that was handed out; code that has it keeps it."""
         if tensor.spec.index in self.by_tensor:
             with self._lock:

@@ -17,7 +17,7 @@ from hf_patrickstar.errors import BudgetError, PatrickStarError
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.bits import differs, same_bits
-from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.units import format_nbytes, format_need
 
 logger = logging.getLogger(__name__)
@@ -62,11 +62,11 @@ class Originals:
         self._pool = pool
         self._told: set[str] = set()
 
-    def has(self, tensor: ManagedTensor, dtype: torch.dtype) -> bool:
+    def has(self, tensor: ManagedParameter, dtype: torch.dtype) -> bool:
         """Whether a read of a parameter in a given type takes it from its origin."""
         return tensor.origin is not None and dtype != tensor.chunk.dtype
 
-    def read(self, tensor: ManagedTensor, start: int = 0, stop: int | None = None) -> torch.Tensor:
+    def read(self, tensor: ManagedParameter, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Reads elements of this rank's part of a parameter that has an origin, or has just lost it.
 
         Args:
@@ -94,7 +94,7 @@ class Originals:
             return held
         return value
 
-    def note_write(self, tensor: ManagedTensor, own: torch.Tensor) -> None:
+    def note_write(self, tensor: ManagedParameter, own: torch.Tensor) -> None:
         """Keeps all bits of a value that is about to be written to a parameter whose chunk rounds it.
 
         Args:
@@ -121,13 +121,13 @@ class Originals:
             return
         tensor.origin = _Kept(buffer.copy_(own), tensor.part[0])
 
-    def drop(self, tensor: ManagedTensor) -> None:
+    def drop(self, tensor: ManagedParameter) -> None:
         """Forgets the origin of a parameter."""
         if isinstance(tensor.origin, _Kept):
             self._pool.release(Tier.HOST, tensor.origin.buffer, _OWNER, keep=False)
         tensor.origin = None
 
-    def _lose(self, tensor: ManagedTensor, why: str, advice: str) -> None:
+    def _lose(self, tensor: ManagedParameter, why: str, advice: str) -> None:
         tensor.origin = None
         if why not in self._told:
             self._told.add(why)

@@ -24,7 +24,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from hf_patrickstar.errors import DeviceMemoryError, EngineError
 from hf_patrickstar.memory.operators import has_modes_of_users, unseen
 from hf_patrickstar.runtime.autograd import KeptOperand
-from hf_patrickstar.runtime.chunk import MASTER, Chunk, Epoch, GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.chunk import MASTER, Chunk, Epoch, GradientPlace, ManagedParameter
 from hf_patrickstar.runtime.copies import Copies
 from hf_patrickstar.runtime.executor import Executor
 from hf_patrickstar.runtime.frames import Lookup
@@ -40,8 +40,8 @@ from hf_patrickstar.runtime.live_parameter import (
     set_data_inside,
     storage_key,
 )
+from hf_patrickstar.runtime.model_lock import ModelLock, pauses_s
 from hf_patrickstar.runtime.steps import Steps
-from hf_patrickstar.runtime.turns import Turns, pauses_s
 from hf_patrickstar.runtime.writes import Writes
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
@@ -56,7 +56,7 @@ class SavedView(KeptOperand):
 
     __slots__ = ("epoch", "is_whole", "num_updates", "num_writes", "offset", "size", "stride", "tensor")
 
-    tensor: ManagedTensor
+    tensor: ManagedParameter
     is_whole: bool
     size: Sequence[int]
     stride: Sequence[int]
@@ -77,7 +77,7 @@ class Parameters:
         steps: Counts updates.
         gradients: Makes way for a value that is needed while a gradient is in its place.
         writes: Takes over what users wrote to a parameter.
-        turns: Knows whether other threads may read parameters.
+        model_lock: Knows whether other threads may read parameters.
 
     Attributes:
         tensors: All, in model order.
@@ -95,12 +95,12 @@ class Parameters:
         steps: Steps,
         gradients: Gradients,
         writes: Writes,
-        turns: Turns,
+        model_lock: ModelLock,
     ) -> None:
-        self.tensors: list[ManagedTensor] = []
-        self.by_index: dict[int, ManagedTensor] = {}
-        self.held_outside_forward: list[ManagedTensor] = []
-        self.by_parameter: dict[int, ManagedTensor] = {}
+        self.tensors: list[ManagedParameter] = []
+        self.by_index: dict[int, ManagedParameter] = {}
+        self.held_outside_forward: list[ManagedParameter] = []
+        self.by_parameter: dict[int, ManagedParameter] = {}
         self._find_chunk = copies.find
         self._steps = steps
         self._executor = executor
@@ -108,15 +108,15 @@ class Parameters:
         self._gradients = gradients
         self._writes = writes
         self._lock = gradients.lock
-        self._turns = turns
-        self._guard = Guard(turns)
+        self._model_lock = model_lock
+        self._guard = Guard(model_lock)
         self._is_trained = False  # whether any chunk has masters, so that gradients are asked for
         tensors = (tensor for chunk in chunks for tensor in chunk.tensors)
         self.index(sorted(tensors, key=lambda tensor: tensor.spec.index))
 
     # Which there are
 
-    def index(self, tensors: Sequence[ManagedTensor]) -> None:
+    def index(self, tensors: Sequence[ManagedParameter]) -> None:
         """Takes note of which parameters there are.
 
         Args:
@@ -128,14 +128,14 @@ class Parameters:
         self.by_parameter = {id(tensor.parameter): tensor for tensor in tensors}
         self._is_trained = any(tensor.chunk.has_list(MASTER) for tensor in tensors)
 
-    def find(self, parameter: torch.Tensor) -> ManagedTensor | None:
+    def find(self, parameter: torch.Tensor) -> ManagedParameter | None:
         """The managed parameter that a parameter is, or ``None``."""
         tensor = self.by_parameter.get(id(parameter))
         return None if tensor is None or tensor.is_given_up else tensor
 
-    def find_all(self, parameters: Iterable[torch.Tensor]) -> tuple[list[ManagedTensor], list[torch.Tensor]]:
+    def find_all(self, parameters: Iterable[torch.Tensor]) -> tuple[list[ManagedParameter], list[torch.Tensor]]:
         """The managed parameters among some, each once, and those that are not managed."""
-        found: dict[int, ManagedTensor] = {}
+        found: dict[int, ManagedParameter] = {}
         others, known = [], self.by_parameter
         for parameter in parameters:
             tensor = known.get(id(parameter))
@@ -145,7 +145,7 @@ class Parameters:
                 found[tensor.spec.index] = tensor
         return list(found.values()), others
 
-    def forget(self, tensor: ManagedTensor) -> None:
+    def forget(self, tensor: ManagedParameter) -> None:
         """Forgets a parameter that is removed; ``index`` follows when all that change have changed."""
         self.by_parameter.pop(id(tensor.parameter), None)
 
@@ -154,10 +154,10 @@ class Parameters:
     @property
     def type_of(self) -> Callable[[type], type]:
         """Finds the class that a parameter has while it has its value, by the class that it had before the engine."""
-        return self._guard.type_of if self._turns.others_may_read() else acquired_type
+        return self._guard.type_of if self._model_lock.others_may_read() else acquired_type
 
     def acquire_all(
-        self, tensors: Sequence[ManagedTensor], caller: str, acquired: list[ManagedTensor], *, is_recomputed: bool
+        self, tensors: Sequence[ManagedParameter], caller: str, acquired: list[ManagedParameter], *, is_recomputed: bool
     ) -> None:
         """Gives the parameters of a module their values; see [Note: one call for a module].
 
@@ -179,7 +179,7 @@ class Parameters:
             executor, this = self._executor, threading.get_ident()
             mirrored = self._writes.mirrored
             type_of: Callable[[type], type] = acquired_type
-            if threading.active_count() != self._turns.num_threads or self._turns.others_read:
+            if threading.active_count() != self._model_lock.num_threads or self._model_lock.others_read:
                 type_of = self.type_of
             with self._lock:
                 is_at_rest = executor.is_at_rest
@@ -228,7 +228,7 @@ class Parameters:
             self.acquire(tensor, caller, is_alias=is_alias)
             acquired.append(tensor)
 
-    def release_all(self, tensors: Sequence[ManagedTensor]) -> None:
+    def release_all(self, tensors: Sequence[ManagedParameter]) -> None:
         """Ends one acquisition of each of the parameters of a module, in order."""
         num = 0
         if peek_interpreter_stack() is None:
@@ -264,7 +264,7 @@ class Parameters:
 
     # One by one
 
-    def acquire(self, tensor: ManagedTensor, caller: str, *, is_alias: bool = False) -> None:
+    def acquire(self, tensor: ManagedParameter, caller: str, *, is_alias: bool = False) -> None:
         """Gives a parameter its value, on the compute device, until it is released as often as it was acquired.
 
         Args:
@@ -299,7 +299,7 @@ class Parameters:
                     raise
                 time.sleep(pause_s)
 
-    def _acquire(self, tensor: ManagedTensor, caller: str, is_alias: bool) -> None:
+    def _acquire(self, tensor: ManagedParameter, caller: str, is_alias: bool) -> None:
         chunk = tensor.chunk
         if tensor.users == 0:
             if tensor.is_open:
@@ -325,7 +325,7 @@ class Parameters:
         this = threading.get_ident()
         return any(ident != this for tensor in self.tensors for ident in tensor.threads)
 
-    def release(self, tensor: ManagedTensor) -> None:
+    def release(self, tensor: ManagedParameter) -> None:
         """Ends one acquisition; after the last, the parameter is a placeholder again."""
         if peek_interpreter_stack() is not None:
             with temporarily_clear_interpreter_stack():
@@ -347,7 +347,7 @@ class Parameters:
                 while self.held_outside_forward:
                     self.release(self.held_outside_forward.pop())
 
-    def ensure_on_device(self, tensor: ManagedTensor, caller: str) -> torch.Tensor:
+    def ensure_on_device(self, tensor: ManagedParameter, caller: str) -> torch.Tensor:
         """The payload to compute with, with this parameter's value; while it is aliased its chunk cannot leave.
 
         Args:
@@ -361,7 +361,7 @@ class Parameters:
             self._steps.give_up()
             raise
 
-    def _bring(self, tensor: ManagedTensor, caller: str) -> torch.Tensor:
+    def _bring(self, tensor: ManagedParameter, caller: str) -> torch.Tensor:
         if self._writes.watched:
             self._writes.settle_watched()
         if tensor.gradient is GradientPlace.PARAM and not tensor.chunk.is_group:
@@ -433,7 +433,7 @@ class Parameters:
 
     # Embeddings that are looked up where their weight is at home: only rows cross the bus (PatrickStar section 8.2)
 
-    def begin_lookup(self, tensor: ManagedTensor) -> Lookup:
+    def begin_lookup(self, tensor: ManagedParameter) -> Lookup:
         """An embedding begins to look rows up in its weight, whose chunk is at home on the host."""
         with self._lock:
             if tensor.users == 0:
@@ -457,7 +457,7 @@ class Parameters:
 
     # Checks
 
-    def check_usable(self, tensor: ManagedTensor) -> None:
+    def check_usable(self, tensor: ManagedParameter) -> None:
         """Refuses to use a parameter that is open.
 
         Raises:
@@ -468,7 +468,7 @@ class Parameters:
                 f"parameter '{tensor.spec.name}' is open in full_parameters(); run the model after the block has ended"
             )
 
-    def check_gradient(self, tensor: ManagedTensor) -> None:
+    def check_gradient(self, tensor: ManagedParameter) -> None:
         """Refuses a gradient that the engine cannot store, or that was computed with something else than the value.
 
         Raises:
@@ -484,7 +484,7 @@ class Parameters:
                 "full_parameters()"
             )
 
-    def _check_unfrozen(self, tensor: ManagedTensor) -> None:
+    def _check_unfrozen(self, tensor: ManagedParameter) -> None:
         """Refuses to compute with a frozen parameter whose gradient would stay on this process, and not be averaged.
 
         One that is unfrozen between forwards is adopted by then. Alone, autograd keeps the gradient of any other.
@@ -497,7 +497,7 @@ class Parameters:
             raise EngineError(_unfrozen(tensor))
 
 
-def _unfrozen(tensor: ManagedTensor) -> str:
+def _unfrozen(tensor: ManagedParameter) -> str:
     return (
         f"parameter '{tensor.spec.name}' was unfrozen inside of a forward, where the processes cannot agree on a place "
         "for its gradient; set requires_grad between two steps: before the model is called, or in a TrainerCallback "

@@ -10,10 +10,10 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.copies import Copies
 from hf_patrickstar.runtime.tracer import Tracer
+from hf_patrickstar.schedule.estimate import Estimate, PlacementRules, left_device
 from hf_patrickstar.schedule.margin import StepCost
 from hf_patrickstar.schedule.placement import ChunkBytes, Limits, Lookups, plan_lookups
-from hf_patrickstar.schedule.prospect import PlacementRules, Prospect, left_device
-from hf_patrickstar.schedule.sketch import ChunkWork
+from hf_patrickstar.schedule.step_estimate import ChunkWork
 from hf_patrickstar.schedule.trace import Shapes
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Placement:
         in_margin: Indices of the chunks that live in the margin: of those that the host has no room for, too.
         nbytes: The bytes of each chunk, over all lists.
         reasons: What was decided last, a sentence each: about lookups, and about the margin.
-        foreseen: What a step costs as chunks live now, by the rates of the machine; ``None`` if it is not known.
+        estimated: What a step costs as chunks live now, by the rates of the machine; ``None`` if it is not known.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Placement:
     ) -> None:
         self.in_margin: set[int] = set()
         self.reasons: dict[str, str] = {}
-        self.foreseen: StepCost | None = None
+        self.estimated: StepCost | None = None
         self._chunks = chunks
         self.nbytes = list(nbytes)
         self._copies = copies
@@ -71,7 +71,7 @@ class Placement:
         make_room: Callable[..., None],
         num_micro_batches: int,
         *,
-        is_foreseen: bool = False,
+        is_estimated: bool = False,
         is_certain: bool = False,
     ) -> None:
         """Decides anew if a step was recorded since the last time; called between steps.
@@ -79,7 +79,7 @@ class Placement:
         Args:
             make_room: Makes room for chunks that move in; see ``Executor.make_room``.
             num_micro_batches: Micro-batches of the step that has ended.
-            is_foreseen: Whether the traces are those of a step that has not run yet.
+            is_estimated: Whether the traces are those of a step that has not run yet.
             is_certain: Whether it takes what they say, to the byte: what has no room is then an error, before anything
                 is computed.
 
@@ -95,15 +95,15 @@ class Placement:
             tracer.discard()  # the next step visits other chunks
         elif any(trace.kind.is_training for trace in tracer.traces.values()):
             if self._fills_margin:
-                if is_foreseen and self._prospect().room_beside(self._at_home_on_device()) < 0:
+                if is_estimated and self._estimate().room_beside(self._at_home_on_device()) < 0:
                     self._leave_device("beside what else a step takes")
                 self._fill_margin(make_room, is_certain=is_certain)
-            self._foresee()
+            self._estimate_cost()
 
-    def _foresee(self) -> None:
-        """Without lanes nothing waits for a copy beside computation, so there is nothing to foresee."""
+    def _estimate_cost(self) -> None:
+        """Without lanes nothing waits for a copy beside computation, so there is nothing to estimate."""
         if self._rules.has_lanes:
-            self.foreseen = self._prospect().cost(self._at_home_on_device())
+            self.estimated = self._estimate().cost(self._at_home_on_device())
 
     def allow_margin(self, is_allowed: bool) -> None:
         """Tells whether chunks may move to the margin, now that an optimizer came.
@@ -176,7 +176,7 @@ class Placement:
         measured = {tensor.spec.index: tensor.lookup_nbytes // self._num_micro_batches for tensor in asked}
         if not any(measured.values()):
             return False
-        room = self._prospect().room_beside(self._at_home_on_device())
+        room = self._estimate().room_beside(self._at_home_on_device())
         choice, reason = plan_lookups(
             {t.spec.index: Lookups(t.chunk.param_nbytes, measured[t.spec.index], t.spec.trainable) for t in asked},
             self._rules.machine,
@@ -215,7 +215,7 @@ class Placement:
         ]
         try:
             kept, current = self._at_home_on_device() - self.in_margin, frozenset(self.in_margin)
-            plan = self._prospect().margin(kept, self._limits(), current)
+            plan = self._estimate().margin(kept, self._limits(), current)
         except BudgetError as error:
             if is_certain:
                 raise
@@ -241,14 +241,14 @@ class Placement:
         """The settings that limit both tiers, for errors."""
         return Limits(self._ledger.limits(Tier.HOST)[0], self._ledger.limits(Tier.DEVICE))
 
-    def _prospect(self) -> Prospect:
+    def _estimate(self) -> Estimate:
         """What is known of a step as chunks are now."""
         on_host = [chunk for chunk in self._chunks if chunk.home is Tier.HOST and not chunk.is_retired]
         rules = self._rules
         if any(chunk.is_updated for chunk in on_host):
             rules = dataclasses.replace(rules, host_workspace_nbytes=0)  # it is there already
         homes_nbytes = sum(self.nbytes[chunk.spec.index].host_nbytes for chunk in on_host)
-        return Prospect(
+        return Estimate(
             list(self._tracer.traces.values()),
             self._num_micro_batches,
             self.nbytes,

@@ -54,7 +54,7 @@ class Recovery:
         manager: The manager of the chunks.
         device: The compute device.
         buffers: Gives the model's buffers; some modules write to them in forward.
-        emit: Told of every repetition.
+        emit: Called with every repetition.
     """
 
     def __init__(
@@ -109,11 +109,11 @@ class Recovery:
                 # The frames of the failed attempt hold its activations.
                 traceback.clear_frames(error.__traceback__)
                 if attempt == max_retries:
-                    with self._manager.turns.taken("to undo a micro-batch"):
+                    with self._manager.model_lock.held("to undo a micro-batch"):
                         self._reset()
                         state.restore()
                         raise DeviceMemoryError(self._give_up(cause, max_retries)) from error
-            with self._manager.turns.taken("to repeat a micro-batch"):
+            with self._manager.model_lock.held("to repeat a micro-batch"):
                 self._reset()
                 in_pieces = self._make_careful(in_pieces)
             self._emit(MicroBatchRepeated(attempt + 1, is_defragmented=in_pieces))

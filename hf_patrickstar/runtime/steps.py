@@ -54,7 +54,7 @@ class Call:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Foreseen:
+class Estimated:
     """What steps will do.
 
     Attributes:
@@ -174,7 +174,7 @@ class Durations:
             self._pieces.append(Piece(part, begin.ns, end.ns, (begin.moment, end.moment)))
 
 
-Foresee = Callable[[Call, Shapes], Foreseen | None]
+EstimateStep = Callable[[Call, Shapes], Estimated | None]
 """Says what a step will do that a call begins, with the largest input shapes of all processes; ``None`` if unknown."""
 
 
@@ -226,7 +226,7 @@ class Steps:
         self._groups = groups
         self._prefetch_depth = 0 if policy.evict_all else policy.prefetch_depth
         self._plans: dict[str, tuple[Trace, _Situation, Plan | None]] = {}
-        self.foresight: Foresee | None = None
+        self.estimator: EstimateStep | None = None
 
     def begin_step(
         self, name: str, shapes: Shapes, present: Iterable[torch.Tensor], version: int, make_ready: MakeReady
@@ -246,19 +246,19 @@ class Steps:
         )
         title = _title(kind, name)
         shapes, room = self._begin(title, shapes, version, make_ready)
-        self.durations.begin_computing()  # what was foreseen before is no time of the step
+        self.durations.begin_computing()  # what was estimated before is no time of the step
         is_unknown = not shapes  # what its inputs are cannot be seen, so a trace may not be relied on
         self._enter(self.tracer.begin(title, shapes, dropped_after, always_metered=is_unknown), present, room)
 
-    def foresee(self, call: Call, title: str, shapes: Shapes) -> Foreseen | None:
+    def estimate(self, call: Call, title: str, shapes: Shapes) -> Estimated | None:
         """What the step will do that begins, or ``None`` if that cannot be told; see ``begin_step``."""
-        if self.foresight is None or not self.tracer.may_learn(title, shapes):
+        if self.estimator is None or not self.tracer.may_learn(title, shapes):
             return None
-        return self.foresight(call, shapes)
+        return self.estimator(call, shapes)
 
-    def agree_on_foreseen(self, traces: Sequence[Trace], shapes: Shapes) -> Sequence[Trace]:
-        """What all processes foresee of a step with such inputs; nothing if one of them cannot tell."""
-        return self.order.agree_on_foreseen(traces) if self.foresight is not None and shapes else traces
+    def agree_on_estimated(self, traces: Sequence[Trace], shapes: Shapes) -> Sequence[Trace]:
+        """What all processes estimate of a step with such inputs; nothing if one of them cannot tell."""
+        return self.order.agree_on_estimated(traces) if self.estimator is not None and shapes else traces
 
     @property
     def is_last_micro_batch(self) -> bool:
@@ -287,7 +287,7 @@ class Steps:
         if not self.tracer.covers(title, agreed.shapes):
             has_changed = make_ready(title, agreed.shapes)
             if not self.order.is_alone:  # all ask again, or none; for a step that is recorded there is nothing to ask
-                has_changed = self.foresight is not None and bool(agreed.shapes)
+                has_changed = self.estimator is not None and bool(agreed.shapes)
             if has_changed:
                 agreed = self._agree(title, agreed.shapes, version)
         return agreed.shapes, agreed.room
@@ -345,7 +345,7 @@ class Steps:
         self.durations.begin_update()
         self.tracer.abandon()
         title = _title(StepKind.UPDATE, str(optimizer_index or ""))
-        if self.foresight is not None:
+        if self.estimator is not None:
             self.tracer.learn_update(title, chunk_indices)
         step = self.tracer.begin(title, chunk_indices=chunk_indices)
         if step.is_metered:

@@ -98,7 +98,7 @@ class Tracer:
         meter: Measures non-model bytes while a step is recorded.
         ledger: Has the bytes of chunks, and of gradients that wait on the device for their group.
         order: Makes one trace of the traces of several processes.
-        emit: Told of steps that are recorded, and of those that diverge.
+        emit: Called with steps that are recorded, and of those that diverge.
         known: Traces of a plan: steps follow them that would be recorded first otherwise.
 
     Attributes:
@@ -274,7 +274,7 @@ class Tracer:
             self._learnt.discard(step.key)
             self.traces.pop(step.key, None)
             step.is_measured, step.plan = False, None
-            logger.info("patrickstar: step '%s' does something else than was foreseen, and is recorded", step.key)
+            logger.info("patrickstar: step '%s' does something else than was estimated, and is recorded", step.key)
             return self.visit(chunk_index, pinned, *of)
         step.is_diverged = True
         self.diverging.add(step.key)

@@ -13,7 +13,7 @@ from hf_patrickstar.events import Listener, ValueRestored
 from hf_patrickstar.memory.operators import without_modes
 from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.runtime.bits import differs
-from hf_patrickstar.runtime.chunk import MASTER, Chunk, GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.chunk import MASTER, Chunk, GradientPlace, ManagedParameter
 from hf_patrickstar.runtime.originals import Originals
 
 
@@ -24,7 +24,7 @@ class Values:
         sharing: Reads what other ranks have at home.
         streams: How bytes cross.
         originals: Has the bits of frozen parameters that chunks do not hold.
-        emit: Told of every event.
+        emit: Called with every event.
         looked_into: Chunks are added to it whose own memory was handed out, perhaps.
 
     Attributes:
@@ -48,7 +48,7 @@ class Values:
 
     # Reading
 
-    def held(self, tensor: ManagedTensor, dtype: torch.dtype) -> Held:
+    def held(self, tensor: ManagedParameter, dtype: torch.dtype) -> Held:
         """What this rank has of a parameter's value: in place, its fp32 master if there is one, or its original.
 
         Args:
@@ -61,7 +61,7 @@ class Values:
             return Held(tensor.spec, tensor.parts, functools.partial(self.originals.read, tensor), dtype)
         return Held(tensor.spec, tensor.parts, tensor.view(tensor.chunk.lists.get(MASTER, tensor.chunk.param)), dtype)
 
-    def own_part(self, tensor: ManagedTensor, dtype: torch.dtype) -> torch.Tensor:
+    def own_part(self, tensor: ManagedParameter, dtype: torch.dtype) -> torch.Tensor:
         """What this rank has of a parameter's value, in a type; in place where that is possible."""
         self._looked_into.add(tensor.chunk)
         chunk = tensor.chunk
@@ -72,7 +72,7 @@ class Values:
             return self.originals.read(tensor).view_as(tensor.view(chunk.param)).to(dtype)
         return tensor.view(chunk.lists.get(MASTER, chunk.param)).to(dtype)
 
-    def read(self, tensor: ManagedTensor, dtype: torch.dtype) -> torch.Tensor:
+    def read(self, tensor: ManagedParameter, dtype: torch.dtype) -> torch.Tensor:
         """A copy of a parameter's value on the host, with all bits that are known; see ``held``.
 
         With several processes all must call it, for the same parameter.
@@ -84,7 +84,7 @@ class Values:
         with as_it_is():
             return self.sharing.tensor(self.held(tensor, dtype), "the value")
 
-    def look(self, tensor: ManagedTensor) -> torch.Tensor:
+    def look(self, tensor: ManagedParameter) -> torch.Tensor:
         """The value on the compute device, in the type that is computed with; in place where that is possible.
 
         With several processes all must call it, for the same parameter.
@@ -102,7 +102,7 @@ class Values:
             # Whoever gets it may write to it, which a checkpoint that is being written must not see.
             return self.streams.on_device(self.own_part(tensor, dtype), copy=chunk.reader is not None)
 
-    def host_alias(self, tensor: ManagedTensor, dtype: torch.dtype) -> torch.Tensor:
+    def host_alias(self, tensor: ManagedParameter, dtype: torch.dtype) -> torch.Tensor:
         """The value on the host, without a copy if it is there in this type: a tensor whose storage is it alone.
 
         It is only true until the parameter changes.
@@ -117,7 +117,7 @@ class Values:
 
     # Writing
 
-    def write(self, tensor: ManagedTensor, value: torch.Tensor, *, voids_graphs: bool = True) -> None:
+    def write(self, tensor: ManagedParameter, value: torch.Tensor, *, voids_graphs: bool = True) -> None:
         """Changes the value of a parameter, in every place where it is; a gradient that it holds is kept.
 
         Where the new value has less bits than the fp32 master, elements that are the old value rounded keep theirs; so
@@ -144,7 +144,7 @@ class Values:
             tensor.num_writes += voids_graphs
             self.version += 1
 
-    def _follow(self, tensor: ManagedTensor, value: torch.Tensor) -> None:
+    def _follow(self, tensor: ManagedParameter, value: torch.Tensor) -> None:
         """Makes a device copy of the chunk, if there is one, follow."""
         chunk = tensor.chunk
         if chunk.compute is None or chunk.is_static:
@@ -154,7 +154,7 @@ class Values:
         else:
             _copy(tensor.view_copy(chunk.compute), value)
 
-    def restore(self, tensor: ManagedTensor) -> None:
+    def restore(self, tensor: ManagedParameter) -> None:
         """Writes the parameter's place from ``master``, at home and in a device copy if there is one."""
         chunk = tensor.chunk
         chunk.wait()
@@ -162,7 +162,7 @@ class Values:
         if not chunk.is_group:
             self.refresh_copy(tensor)
 
-    def refresh_copy(self, tensor: ManagedTensor) -> None:
+    def refresh_copy(self, tensor: ManagedParameter) -> None:
         """Makes a device copy of the chunk, if there is one, follow a change that the host has made at home."""
         chunk = tensor.chunk
         if chunk.compute is not None and not chunk.is_static:
@@ -170,7 +170,7 @@ class Values:
             chunk.note(self.streams.to_device(home, tensor.view_copy(chunk.compute)))
             self._emit(ValueRestored(chunk.spec.index, tensor.spec.index, home.numel() * home.dtype.itemsize))
 
-    def load(self, tensor: ManagedTensor, fill: Callable[[torch.Tensor], None]) -> None:
+    def load(self, tensor: ManagedParameter, fill: Callable[[torch.Tensor], None]) -> None:
         """Changes what this rank has at home of a parameter that has no gradient and no copy; see ``begin_loading``.
 
         Args:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
-from hf_patrickstar.runtime.chunk import MASTER, GradientPlace, ManagedTensor
+from hf_patrickstar.runtime.chunk import MASTER, GradientPlace, ManagedParameter
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.live_parameter import LiveMixin, raw_data, set_raw_data, storage_key
 from hf_patrickstar.runtime.mirrors import Fingerprint, GradientMirrors, ValueMirrors
@@ -44,20 +44,20 @@ class Writes:
         self._gradient_mirrors = gradient_mirrors
         self._lock = values.lock
         self.mirrored = mirrors.by_tensor
-        self.watched: dict[ManagedTensor, Fingerprint] = {}
+        self.watched: dict[ManagedParameter, Fingerprint] = {}
 
     # Known writes
 
-    def apply(self, tensor: ManagedTensor, value: torch.Tensor, *, voids_graphs: bool = True) -> None:
+    def apply(self, tensor: ManagedParameter, value: torch.Tensor, *, voids_graphs: bool = True) -> None:
         """Changes the value of a parameter, in every place where it is; see ``Values.write``."""
         self._values.write(tensor, value, voids_graphs=voids_graphs)
         self._mirrors.refresh(tensor)
 
-    def follow_master(self, tensor: ManagedTensor) -> None:
+    def follow_master(self, tensor: ManagedParameter) -> None:
         """Lets the value of a parameter follow a change of its fp32 master."""
         self.apply(tensor, tensor.view(tensor.chunk.lists[MASTER]))
 
-    def assign(self, tensor: ManagedTensor, value: torch.Tensor) -> None:
+    def assign(self, tensor: ManagedParameter, value: torch.Tensor) -> None:
         """What ``parameter.data = value`` means: in torch both are the same memory from now on.
 
         Args:
@@ -74,7 +74,7 @@ class Writes:
             if value.dtype == tensor.chunk.dtype:
                 self._mirrors.add(tensor, value)
 
-    def take_back(self, tensor: ManagedTensor) -> None:
+    def take_back(self, tensor: ManagedParameter) -> None:
         """Takes the value away from a parameter, and takes over what was written to it meanwhile."""
         parameter, storage = tensor.parameter, tensor.chunk.storage
         assert storage is not None
@@ -86,7 +86,7 @@ class Writes:
             if tensor in self.watched:
                 self._compare(tensor)
 
-    def _take_over_value(self, tensor: ManagedTensor, *, is_other: bool) -> None:
+    def _take_over_value(self, tensor: ManagedParameter, *, is_other: bool) -> None:
         """Takes a value away from a parameter that was written to, or assigned, since the parameter got its value."""
         value = raw_data(tensor.parameter)
         if tuple(value.shape) != tensor.spec.shape:
@@ -97,7 +97,7 @@ class Writes:
             self._end_epoch(tensor)
         self.apply(tensor, value, voids_graphs=False)
 
-    def _end_epoch(self, tensor: ManagedTensor) -> None:
+    def _end_epoch(self, tensor: ManagedParameter) -> None:
         """Keeps the value that earlier graphs need, as torch keeps the memory that a parameter had."""
         epoch = None if tensor.epoch is None else tensor.epoch()
         if epoch is not None:
@@ -106,7 +106,7 @@ class Writes:
 
     # Writes without a trace
 
-    def watch(self, tensor: ManagedTensor) -> None:
+    def watch(self, tensor: ManagedParameter) -> None:
         """Looks for what is written to a copy on the device without a trace: by ``.data``, or a view that outlives it.
 
         The copy stays on the device until it has been compared with its home.
@@ -122,20 +122,20 @@ class Writes:
             for tensor in [tensor for tensor in self.watched if not tensor.users]:
                 self._compare(tensor)
 
-    def _compare(self, tensor: ManagedTensor) -> None:
+    def _compare(self, tensor: ManagedParameter) -> None:
         compute = tensor.chunk.compute
         if compute is not None and (tensor.gradient is not GradientPlace.PARAM or tensor.chunk.is_group):
             self._take_over_copy(tensor, compute)
         if not tensor.chunk.is_aliased:  # else it may still be written to
             self._unwatch(tensor)
 
-    def _take_over_copy(self, tensor: ManagedTensor, compute: torch.Tensor) -> None:
+    def _take_over_copy(self, tensor: ManagedParameter, compute: torch.Tensor) -> None:
         """Takes over what was written to the copy; the view that it looks through is gone when it returns."""
         value = tensor.view_copy(compute)
         if self.watched[tensor].has_changed(value):
             self.apply(tensor, value, voids_graphs=False)
 
-    def _unwatch(self, tensor: ManagedTensor) -> None:
+    def _unwatch(self, tensor: ManagedParameter) -> None:
         if self.watched.pop(tensor, None) is not None:
             tensor.chunk.num_watched -= 1
 
@@ -148,7 +148,7 @@ class Writes:
         self._mirrors.sync()
         self._gradient_mirrors.sync()
 
-    def take_over(self, tensor: ManagedTensor, *, keeps_unused: bool = False) -> None:
+    def take_over(self, tensor: ManagedParameter, *, keeps_unused: bool = False) -> None:
         """Takes over what users wrote to one parameter: to what was handed out, or around torch's functions.
 
         Args:
@@ -159,7 +159,7 @@ class Writes:
             self._take_over_data(tensor)
         self._mirrors.sync_one(tensor, keeps_unused=keeps_unused)
 
-    def take_over_all(self, tensors: Iterable[ManagedTensor]) -> None:
+    def take_over_all(self, tensors: Iterable[ManagedParameter]) -> None:
         """Does the same for several parameters."""
         for tensor in tensors:
             parameter = tensor.parameter
@@ -170,7 +170,7 @@ class Writes:
             if not is_as_left or tensor.spec.index in self.mirrored:
                 self.take_over(tensor)
 
-    def _take_over_data(self, tensor: ManagedTensor) -> None:
+    def _take_over_data(self, tensor: ManagedParameter) -> None:
         if not tensor.is_ours:
             self.give_up_swapped(tensor)
             return
@@ -180,7 +180,7 @@ class Writes:
 
     # Parameters that leave
 
-    def give_up(self, tensor: ManagedTensor, value: torch.Tensor) -> None:
+    def give_up(self, tensor: ManagedParameter, value: torch.Tensor) -> None:
         """Lets go of a parameter that somebody gave another shape; the engine takes it in again when it is used.
 
         Args:
@@ -192,7 +192,7 @@ class Writes:
         set_raw_data(tensor.parameter, value)
         tensor.unbind()
 
-    def give_up_swapped(self, tensor: ManagedTensor) -> None:
+    def give_up_swapped(self, tensor: ManagedParameter) -> None:
         """Lets go of a parameter that was exchanged for another tensor (``torch.utils.swap_tensors``).
 
         The parameter becomes an ordinary one. The other tensor answers for the value in the chunk now, and gets this
@@ -206,12 +206,12 @@ class Writes:
             tensor.live.kept = self._values.read(tensor, tensor.original_dtype).to(tensor.device)
             self.give_up(tensor, raw_data(tensor.parameter))
 
-    def forget(self, tensor: ManagedTensor) -> None:
+    def forget(self, tensor: ManagedParameter) -> None:
         """Drops mirrors and gradients of a parameter that is removed."""
         self._drop(tensor)
         self._unwatch(tensor)
 
-    def _drop(self, tensor: ManagedTensor) -> None:
+    def _drop(self, tensor: ManagedParameter) -> None:
         self._mirrors.drop(tensor)
         self._gradient_mirrors.drop(tensor)
         self._gradients.drop(tensor)

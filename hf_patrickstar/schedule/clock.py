@@ -2,7 +2,7 @@
 
 [Note: virtual time]
 The host runs ahead: it pays for putting work into a lane, and goes on. A lane runs its work in order. A piece of work
-begins when the lane is free, when the host has put it there, and when what the lane was told to wait for is done. The
+begins when the lane is free, when the host has put it there, and when what the lane has to wait for is done. The
 host stops only where it waits. What a piece of work began after is kept, so that the chain of causes that leads to the
 end of a step, its critical path, can be read backwards.
 """
@@ -162,7 +162,7 @@ class Clock:
         return self._free[Lane.HOST].time_ns
 
     def end_of(self, lane: Lane) -> Mark:
-        """The point at which a lane has done all that it was told."""
+        """The point at which a lane has done all that it was given."""
         return self._free[lane]
 
     def host(self, duration_ns: int, what: str) -> None:
@@ -200,7 +200,7 @@ class Clock:
             self._free[Lane.HOST] = mark
 
     def wait_for_all(self, place: str) -> None:
-        """Stops the host until all lanes have done what they were told."""
+        """Stops the host until all lanes have done what they were given."""
         for lane in Lane:
             self.wait(self._free[lane], place)
 

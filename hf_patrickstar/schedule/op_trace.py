@@ -1,6 +1,6 @@
 """What torch tells an engine in a micro-batch, in order. Pure data.
 
-[Note: micro-batches that are told again]
+[Note: micro-batches that are replayed]
 Which operators a model calls, which parameters its modules need and when, and what memory its activations take depend
 on the model and its batch, and on which embeddings are looked up at home, but not on chunks or budgets. So one
 micro-batch of the plain model is run with fake tensors (``tracing/recorder.py``), and all that torch would tell an
@@ -8,7 +8,7 @@ engine is noted. ``schedule/step.py`` tells it again for any chunks and budgets,
 since no operator of the model runs.
 
 The planner runs the model twice, and the notes of both runs must be equal: what it does the first time alone, or
-otherwise each time, cannot be told again. An engine runs it once: the first step checks the notes. A model whose blocks
+otherwise each time, cannot be replayed. An engine runs it once: the first step checks the notes. A model whose blocks
 repeat runs with a few of them; see [Note: blocks that repeat].
 """
 
@@ -177,7 +177,7 @@ Note = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OpTrace:
-    """All that torch tells an engine in one micro-batch; see [Note: micro-batches that are told again].
+    """All that torch tells an engine in one micro-batch; see [Note: micro-batches that are replayed].
 
     Attributes:
         notes: What it tells, in order; what operators cost comes between.

@@ -263,7 +263,7 @@ class _Replay:
         self._works.update(dict.fromkeys(work.chunk_indices, end))
 
     def _send(self, index: int, nbytes: int, *, to_device: bool, is_here: bool = False) -> Mark:
-        """Starts a copy after all that the compute lane was told, the last one the other way, and the thread."""
+        """Starts a copy after all that the compute lane was given, the last one the other way, and the thread."""
         lane = lane_of(to_device=to_device)
         self._clock.follow(lane, self._clock.end_of(Lane.COMPUTE))
         self._clock.follow(lane, self._last.get((index, not to_device), Mark()))

@@ -113,7 +113,7 @@ class Send:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reduce:
-    """A reduce-scatter of several processes, in a lane of its own, after all that the compute lane was told.
+    """A reduce-scatter of several processes, in a lane of its own, after all that the compute lane was given.
 
     Attributes:
         nbytes: Bytes that this process sends.

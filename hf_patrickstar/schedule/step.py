@@ -2,12 +2,12 @@
 
 [Note: from operators to chunks]
 An ``OpTrace`` says what a model does with its parameters, whatever chunks they are in. Here the same micro-batch is
-told chunk by chunk, as the engine would see it on a device (``runtime/manager.py``): each acquisition of a parameter,
-unless a module computes with its chunk already, and each operand that backward needs, is a visit to its chunk; a chunk
-is in use while a module computes with one of its parameters or a tensor looks into it; memory that operators make is
-non-model data until it is free. A finished gradient goes home at once, and its memory is held until the compute stream
-waits for its copy. With several processes it waits in the buffer of its group until all gradients of the group are
-there.
+replayed chunk by chunk, as the engine would see it on a device (``runtime/manager.py``): each acquisition of a
+parameter, unless a module computes with its chunk already, and each operand that backward needs, is a visit to its
+chunk; a chunk is in use while a module computes with one of its parameters or a tensor looks into it; memory that
+operators make is non-model data until it is free. A finished gradient goes home at once, and its memory is held until
+the compute stream waits for its copy. With several processes it waits in the buffer of its group until all gradients of
+the group are there.
 """
 
 import collections
@@ -143,7 +143,7 @@ def micro_batch(
 
 
 class _Telling:
-    """A micro-batch while it is told."""
+    """A micro-batch while it is replayed."""
 
     def __init__(
         self, places: Places, rules: StepRules, kind: StepKind, numbers: Iterator[int], name: str = ""

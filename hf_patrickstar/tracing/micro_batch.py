@@ -1,6 +1,6 @@
 """Traces a micro-batch of a model; models whose blocks repeat with a few of them.
 
-See [Note: micro-batches that are told again] and [Note: blocks that repeat].
+See [Note: micro-batches that are replayed] and [Note: blocks that repeat].
 """
 
 import dataclasses
@@ -134,7 +134,7 @@ def _trace_few(
     model = ready(stacks, FEW_BLOCKS)
     found, names = run(model), model.names
     if found is None:
-        raise IrregularError("a model with few blocks cannot be told again")
+        raise IrregularError("a model with few blocks cannot be replayed")
     few = [dataclasses.replace(stack, num_blocks=FEW_BLOCKS) for stack in stacks]
     more, more_names = extend(found.notes, names, few, [FEW_BLOCKS + 1] * len(few))
     model = ready(stacks, FEW_BLOCKS + 1)
@@ -184,12 +184,12 @@ class _Ready:
         return OpTrace(found.notes[: max(ends, default=-1) + 1])  # an evaluation ends with its last forward
 
     def record_twice(self) -> OpTrace | None:
-        """Notes a micro-batch; ``None`` if one is not like the other: what is done once cannot be told again."""
+        """Notes a micro-batch; ``None`` if one is not like the other: what is done once cannot be replayed."""
         before = self.record()
         for _ in range(_MOST_RUNS - 1):  # torch may remember of the first run what it is asked again
             found = self.record()
             if found is not None and found == before:
                 return found
             before = found
-        logger.info("patrickstar: the model does what cannot be told again, and is run each time")
+        logger.info("patrickstar: the model does what cannot be replayed, and is run each time")
         return None

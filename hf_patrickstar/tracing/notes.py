@@ -1,4 +1,4 @@
-"""Writes down what a micro-batch of a model does; see [Note: micro-batches that are told again]."""
+"""Writes down what a micro-batch of a model does; see [Note: micro-batches that are replayed]."""
 
 import weakref
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""Records what a micro-batch of a plain model does; see [Note: micro-batches that are told again].
+"""Records what a micro-batch of a plain model does; see [Note: micro-batches that are replayed].
 
 The recorder does what ``runtime/hooks.py`` does for an engine, without one: its hooks are at the same places of the
 model, parameters answer as they do there (``reads.py``), and autograd keeps operands in the same way. So the notes are

@@ -69,14 +69,14 @@ class Recorder:
         return done
 
 
-def record(rank, config, num_frozen, steps, is_foreseen=True):
+def record(rank, config, num_frozen, steps, is_estimated=True):
     """The collectives, bytes and messages of every step."""
     world_size = dist.get_world_size()
     model = make_chain(world_size)
     for layer in model.layers[:num_frozen]:
         layer.requires_grad_(False)
     found = []
-    with pytest.MonkeyPatch.context() as monkeypatch, recorded(not is_foreseen), engaged(model, config) as engine:
+    with pytest.MonkeyPatch.context() as monkeypatch, recorded(not is_estimated), engaged(model, config) as engine:
         recorder = Recorder(monkeypatch)
         before = engine.stats()
         for step in range(steps):
@@ -87,7 +87,7 @@ def record(rank, config, num_frozen, steps, is_foreseen=True):
             assert stats["reduce_scatters"] - before["reduce_scatters"] == sum(kind == "reduce" for kind, _ in counts)
             found.append((counts, sent, stats["diverged_steps"]))
             before = stats
-        assert stats["recorded_steps"] == (0 if is_foreseen else 2)  # of training and of the optimizer
+        assert stats["recorded_steps"] == (0 if is_estimated else 2)  # of training and of the optimizer
     return found
 
 
@@ -98,13 +98,13 @@ ON_DEMAND = [
 ]
 
 
-@pytest.mark.parametrize("is_foreseen", [True, False])
+@pytest.mark.parametrize("is_estimated", [True, False])
 @pytest.mark.parametrize("num", [2, 4])
-def test_every_group_is_gathered_twice_and_reduced_once(num, is_foreseen, request):
+def test_every_group_is_gathered_twice_and_reduced_once(num, is_estimated, request):
     workers = request.getfixturevalue({2: "pair", 4: "four"}[num])
-    results = workers.run(record, {**DROPPED, "prefetch_depth": 0}, 0, 3, is_foreseen)
+    results = workers.run(record, {**DROPPED, "prefetch_depth": 0}, 0, 3, is_estimated)
     chunk_nbytes = 4 * WIDTH * WIDTH
-    first = ON_DEMAND if is_foreseen else RECORDED  # what is recorded keeps groups after forward
+    first = ON_DEMAND if is_estimated else RECORDED  # what is recorded keeps groups after forward
     for found in results:
         assert [counts for counts, _, _ in found] == [first, ON_DEMAND, ON_DEMAND]
         assert [sent for _, sent, _ in found] == [len(c) * (num - 1) * chunk_nbytes for c in (first, *[ON_DEMAND] * 2)]

@@ -117,10 +117,10 @@ def train_together(engine, loss_of, steps=STEPS, accumulation=1, max_norm=None, 
 
 @contextlib.contextmanager
 def recorded(is_recorded=True):
-    """Inside, engines do not foresee their first steps, which are recorded; as the fixture of this name."""
+    """Inside, engines do not estimate their first steps, which are recorded; as the fixture of this name."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         if is_recorded:
-            monkeypatch.setattr("hf_patrickstar.engine.make_foresight", lambda *_: None)
+            monkeypatch.setattr("hf_patrickstar.engine.make_estimator", lambda *_: None)
         yield
 
 

@@ -592,7 +592,7 @@ def out_of_memory():
 
 @case()
 def advice():
-    """What a step needs is foreseen for the device, with tensors that are fakes there."""
+    """What a step needs is estimated for the device, with tensors that are fakes there."""
     batch = {key: value.to(SIM) for key, value in make_batch("gpt2", size=8).items()}
     config = budgeted(500_000)
     model, engine = make_engine("gpt2", config, tight=False)

@@ -50,10 +50,10 @@ def test_page_locked_memory_is_booked_as_what_is_taken(at_home_on_host, caplog):
     free()
 
 
-@pytest.mark.parametrize("is_foreseen", [True, False])
+@pytest.mark.parametrize("is_estimated", [True, False])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_margin_is_filled_and_left(dtype, is_foreseen, at_home_on_host, request):
-    if not is_foreseen:
+def test_the_margin_is_filled_and_left(dtype, is_estimated, at_home_on_host, request):
+    if not is_estimated:
         request.getfixturevalue("recorded")
     model = make_model("gpt2").train()
     config = {**capped("gpt2", 4), "dtype": dtype, "placement": "auto"}
@@ -70,7 +70,7 @@ def test_the_margin_is_filled_and_left(dtype, is_foreseen, at_home_on_host, requ
         assert torch.isfinite(loss)
     stats = engine.stats()
     assert in_margin[1] > 0
-    if is_foreseen:
+    if is_estimated:
         assert in_margin[0] > 0, "it is filled before the first step"
         assert stats["recorded_steps"] == stats["diverged_steps"] == 0
     else:

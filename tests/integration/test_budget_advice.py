@@ -233,7 +233,7 @@ class Fickle(torch.nn.Module):
         return x.sum() if x.sum().item() > 0 else -x.sum()
 
 
-def test_what_cannot_be_foreseen_is_advised_with_room_to_spare():
+def test_what_cannot_be_estimated_is_advised_with_room_to_spare():
     def run(config):
         model = Fickle()
         engine = PatrickStarEngine(model, config, adamw(model.parameters()))

@@ -89,7 +89,7 @@ def test_events_of_a_recorded_step_and_of_planned_ones():
         assert words(events) == [*planned, *BACKWARD_OF_FOUR, "step"]
 
 
-def test_events_of_a_first_step_that_is_foreseen():
+def test_events_of_a_first_step_that_is_estimated():
     """It follows a plan, as later ones do."""
     model, engine, events = record("belady", 2, num_layers=4, prefetch_depth=1)
     for _ in range(2):

@@ -112,7 +112,7 @@ def test_model_data_of_101_percent_is_refused_before_anything_is_allocated_and_w
 
 
 def test_activations_that_have_no_room_beside_the_chunks_of_a_full_host():
-    """A step that is foreseen is refused before it computes anything, with sums over both tiers and what is enough."""
+    """A step that is estimated is refused before it computes anything, with sums over both tiers and what is enough."""
     config = budgets(0.97)
     with pytest.raises(BudgetError, match=r"^host_budget is too small for the model data") as caught:
         train(config, size=8)

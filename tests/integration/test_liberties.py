@@ -514,7 +514,7 @@ def test_batches_of_a_real_model_after_all_that():
 def test_a_construction_that_fails_anywhere_leaves_everything_as_it_was(stage, monkeypatch):
     from hf_patrickstar.memory.pool import PayloadPool
     from hf_patrickstar.optim.optimizer import ChunkedOptimizer
-    from hf_patrickstar.runtime.chunk import ManagedTensor
+    from hf_patrickstar.runtime.chunk import ManagedParameter
 
     model = make_model("gpt2")
     model.transformer.wte.weight.requires_grad_(False)
@@ -527,8 +527,8 @@ def test_a_construction_that_fails_anywhere_leaves_everything_as_it_was(stage, m
     target, name, after = {
         "allocate": (PayloadPool, "allocate", 5),
         "hooks": (torch.nn.Module, "register_forward_pre_hook", 4),
-        "first": (ManagedTensor, "move_in", 0),
-        "middle": (ManagedTensor, "move_in", 10),
+        "first": (ManagedParameter, "move_in", 0),
+        "middle": (ManagedParameter, "move_in", 10),
         "state": (ChunkedOptimizer, "take_inner_state", 0),
     }[stage]
     original, calls = getattr(target, name), []

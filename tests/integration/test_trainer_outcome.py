@@ -43,7 +43,7 @@ def test_lines_at_the_beginning_and_at_the_end(disable_tqdm, tmp_path, capsys):
     assert 97 <= sum(map(int, re.fullmatch(TIME, lines[3]).groups())) <= 103
     stats = trainer.patrickstar_stats()
     assert f"{stats['device_total_peak_nbytes'] / 2**20:.2f} MiB of 4.00" in lines[2] or "KiB" in lines[2]
-    assert text.split(lines[1])[0].count("'loss'") == 1, "the first step was foreseen"
+    assert text.split(lines[1])[0].count("'loss'") == 1, "the first step was estimated"
     assert text.index(lines[0]) < text.index("'loss'"), "before the first step"
     assert text.index("'train_runtime'") < text.index(lines[2]), "after the last log"
     for name in ("computing_seconds", "settling_seconds", "updating_seconds"):
@@ -76,7 +76,7 @@ def test_every_call_of_train_is_an_account_of_its_own(tmp_path, capsys):
     first = said(capsys.readouterr().out)
     run(trainer)
     second = said(capsys.readouterr().out)
-    assert len(first) == 5, "the first step was foreseen, and is followed by another"
+    assert len(first) == 5, "the first step was estimated, and is followed by another"
     assert [line.split(" took")[0] for line in second if " took" in line][-1] == "patrickstar: 2 steps"
 
 
@@ -121,7 +121,7 @@ def test_beside_lanes_the_clock_of_the_simulator_says_what_a_step_waits_for(tmp_
     with simulated_streams():
         trainer, _ = train("gpt2", tmp_path, config, max_steps=3)
     *_, time, advice = said(capsys.readouterr().out)
-    cost = trainer.patrickstar_engine.manager.placement.foreseen
+    cost = trainer.patrickstar_engine.manager.placement.estimated
     assert 0.8 < cost.copying_ns / cost.duration_ns <= 1 - cost.updating_ns / cost.duration_ns
     assert f"by the rates of 'slow bus' a step waits {cost.copying_ns / cost.duration_ns:.0%} of its time" in time
     assert "waiting for copies" in advice or "of the time went neither" in advice
@@ -146,11 +146,11 @@ def run_with_lanes(tmp_path, **settings):
 @pytest.mark.usefixtures("kept_traces")
 def test_seconds_are_expected_where_a_plan_left_traces(tmp_path, capsys):
     engine = run_with_lanes(tmp_path)
-    expected, foreseen, first, *_ = said(capsys.readouterr().out)
+    expected, estimated, first, *_ = said(capsys.readouterr().out)
     assert re.fullmatch(EXPECTED, expected)
     assert " s per step" not in expected, "nothing is known of the inputs"
-    cost = engine.manager.placement.foreseen
-    assert foreseen == f"patrickstar: by the rates of 'rtx4090' a step takes about {cost.seconds:.3g} s"
+    cost = engine.manager.placement.estimated
+    assert estimated == f"patrickstar: by the rates of 'rtx4090' a step takes about {cost.seconds:.3g} s"
     assert "the first one by a plan, took" in first
 
     tracer, placement = engine.manager.tracer, engine.manager.placement
@@ -158,8 +158,8 @@ def test_seconds_are_expected_where_a_plan_left_traces(tmp_path, capsys):
     again = run_with_lanes(tmp_path)
     expected, first, *_ = said(capsys.readouterr().out)
     assert expected.endswith(f", and about {cost.seconds:.3g} s per step by the rates of 'rtx4090'")
-    assert "the first one by a plan, took" in first, "what was foreseen is said once"
-    assert again.manager.placement.foreseen == cost == again.foreseen, "the same as when the chunks had their homes"
+    assert "the first one by a plan, took" in first, "what was estimated is said once"
+    assert again.manager.placement.estimated == cost == again.estimated, "the same as when the chunks had their homes"
 
 
 @pytest.mark.usefixtures("kept_traces")

@@ -154,7 +154,7 @@ def move_homes(model, make_engine, directory):
     """Larger inputs than any before need the device margin, where chunks live meanwhile."""
     engine = make_engine(model, {"device_budget": 100000, "chunk_numel": 400}, adamw(model))
     if make_engine is PatrickStarEngine:
-        engine.manager.steps.foresight = None  # what is foreseen moves once
+        engine.manager.steps.estimator = None  # what is estimated moves once
     for size in range(1, 6):
         train(model, engine.optimizer, 3, loss=lambda model, step, size=size: loss_of(model, step, size))
     assert engine.stats()["chunk_moves"] > 10, engine.stats()["chunk_moves"]
@@ -326,7 +326,7 @@ def test_detach_inside_of_full_parameters_does_not_wait_for_those_that_wait_for_
     with engine.full_parameters():
         thread.start()
         deadline = time.monotonic() + 30
-        while thread not in engine.manager.turns._waiting:
+        while thread not in engine.manager.model_lock._waiting:
             assert time.monotonic() < deadline
             time.sleep(0.001)
         with pytest.raises(EngineError, match=r"is open in full_parameters\(\); detach after the block has ended"):

@@ -64,7 +64,7 @@ class VirtualCollectives(Collectives):
         driver: Has the clock.
         world_size: How many processes there are.
         device: The compute device.
-        emit: Told of every collective.
+        emit: Called with every collective.
         reduce_dtype: See ``Collectives``.
     """
 

@@ -734,7 +734,7 @@ ELSEWHERE = {
     "runtime/gate.py": "waits for threads",
     "runtime/gradient_ring.py": "waits where the ring is full: tests/unit/runtime/test_gradient_ring.py",
     "dist/tickets.py": "several processes: tests/distributed/test_races_together.py",
-    "runtime/turns.py": "waits for threads",
+    "runtime/model_lock.py": "waits for threads",
     "dist/watchdog.py": "waits for processes",
     "schedule/clock.py": "virtual time",
     "schedule/replay.py": "virtual time",

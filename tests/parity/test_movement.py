@@ -1,4 +1,4 @@
-"""The simulator predicts what the engine moves, exactly; foresight never changes a loss."""
+"""The simulator predicts what the engine moves, exactly; estimator never changes a loss."""
 
 import pytest
 import torch

@@ -149,8 +149,8 @@ def test_the_error_is_that_of_the_first_parameter(tmp_path, monkeypatch, is_defe
     moved = []
     with monkeypatch.context() as patches:
         fail_at(patches, "2.weight", "3.weight", "4.weight")
-        real = filling.ManagedTensor.move_in
-        patches.setattr(filling.ManagedTensor, "move_in", lambda self: (moved.append(self.spec.name), real(self)))
+        real = filling.ManagedParameter.move_in
+        patches.setattr(filling.ManagedParameter, "move_in", lambda self: (moved.append(self.spec.name), real(self)))
         with pytest.raises(CheckpointError, match=r"cannot read 2\.weight from 0$"):
             make_engine(model, MIXED)
     assert moved == ["0.weight", "0.bias", "1.weight", "1.bias"]
@@ -189,7 +189,7 @@ def test_memory_is_freed_when_a_parameter_is_moved_in(monkeypatch):
     """Nobody else holds it, however far ahead workers are."""
     model = make_model()
     order, counts = [], []
-    real = filling.ManagedTensor.move_in
+    real = filling.ManagedParameter.move_in
 
     def move_in(self):
         storage = raw_data(self.parameter).untyped_storage()
@@ -198,7 +198,7 @@ def test_memory_is_freed_when_a_parameter_is_moved_in(monkeypatch):
             order.append(self.spec.name)
             counts.append(torch._C._storage_Use_Count(storage._cdata))
 
-    monkeypatch.setattr(filling.ManagedTensor, "move_in", move_in)
+    monkeypatch.setattr(filling.ManagedParameter, "move_in", move_in)
     make_engine(model, MIXED)
     assert order == [f"{place}.weight" for place in range(DEPTH)]
     assert max(counts) == 1  # only the one here

@@ -275,7 +275,7 @@ def test_one_process_agrees_with_itself():
     assert order.agree(Subject.READ, [3], "reads") == [0]
     trace = Trace("training", (8, 8), (Visit(0, (), 3), Visit(1)))
     assert order.agree_on_trace(trace) == trace
-    assert list(order.agree_on_foreseen([trace])) == [trace]
+    assert list(order.agree_on_estimated([trace])) == [trace]
 
 
 def test_only_some_record_it():
@@ -470,16 +470,16 @@ def test_between_steps_nobody_has_said_that_he_comes():
     assert [rank.collectives.prompt for rank in ranks] == [[True], [True]]
 
 
-def test_what_processes_foresee_is_one_trace_of_each_kind_or_nothing():
+def test_what_processes_estimate_is_one_trace_of_each_kind_or_nothing():
     first, larger, other = (Trace("training", (8, 8), (Visit(0, (), num), Visit(1))) for num in (3, 5, 4))
-    _, results = agree(lambda rank: foresee(rank, first, other), lambda rank: foresee(rank, larger, first))
+    _, results = agree(lambda rank: estimate(rank, first, other), lambda rank: estimate(rank, larger, first))
     assert results == [[larger, other]] * 2
-    _, results = agree(lambda rank: foresee(rank, first), lambda rank: foresee(rank))
+    _, results = agree(lambda rank: estimate(rank, first), lambda rank: estimate(rank))
     assert results == [[], []], "one cannot tell"
 
 
-def foresee(rank, *traces):
-    return list(rank.order.agree_on_foreseen(traces))
+def estimate(rank, *traces):
+    return list(rank.order.agree_on_estimated(traces))
 
 
 @pytest.mark.parametrize("subject", [Subject.NORM, Subject.ENTER, Subject.MEET])

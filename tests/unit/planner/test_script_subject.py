@@ -160,7 +160,7 @@ class Trainer(PatrickStarTrainer):
 
 
 def test_a_model_that_is_recorded_in_vain_leaves_the_trainer_the_one_that_runs(tmp_path):
-    """A step of several micro-batches is recorded; what evaluates in its loss cannot be told again, and runs."""
+    """A step of several micro-batches is recorded; what evaluates in its loss cannot be replayed, and runs."""
     assert plan_subject(*arrange(tmp_path, EVALUATES_IN_ITS_LOSS, "--gradient_accumulation_steps", "2", *CHUNKS)).fits
 
 

@@ -74,13 +74,13 @@ def test_beside_a_device_the_host_sees_no_wait_of_the_device():
     assert outcome.shares["compute"] == pytest.approx(0.81), "what comes before the update is the device's work"
     assert outcome.shares["optimizer"] == pytest.approx(0.10)
     assert "81% forward and backward with the waits of the device, 3% the host waiting" in describe_outcome(outcome)[1]
-    foreseen = dataclasses.replace(outcome, machine="h100", copying=0.22, updating=0.41)
-    _, time, advice = describe_outcome(foreseen)
+    estimated = dataclasses.replace(outcome, machine="h100", copying=0.22, updating=0.41)
+    _, time, advice = describe_outcome(estimated)
     assert time.endswith(
         "; by the rates of 'h100' a step waits 22% of its time for copies and 41% for the update on the host"
     )
     assert advice.startswith("most worth changing: a larger device_budget, since by the rates of 'h100' 22% of a step")
-    _, _, advice = describe_outcome(dataclasses.replace(foreseen, copying=0.0))
+    _, _, advice = describe_outcome(dataclasses.replace(estimated, copying=0.0))
     assert advice.startswith(
         "most worth changing: --gradient_accumulation_steps 8, since by the rates of 'h100' 41% of"
     )

@@ -15,7 +15,7 @@ from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime.chunk import MASTER, Chunk, ManagedTensor, torch_dtype
+from hf_patrickstar.runtime.chunk import MASTER, Chunk, ManagedParameter, torch_dtype
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.mirrors import GradientMirrors, ValueMirrors
 from hf_patrickstar.runtime.originals import Originals
@@ -137,7 +137,7 @@ class Process:
         for one, offset in zip(specs, offsets or ends[:-1], strict=True):
             parameter = torch.nn.Parameter(self.first_value(one).to(original), requires_grad=trainable)
             placeholder = torch.full((), float("nan"), dtype=chunk.param.dtype).expand(one.shape)
-            tensor = ManagedTensor(one, parameter, offset, placeholder)
+            tensor = ManagedParameter(one, parameter, offset, placeholder)
             tensor.dematerialize()
             chunk.add(tensor)
             tensor.is_filled = True

@@ -8,7 +8,7 @@ import torch
 from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.runtime import captures
 from hf_patrickstar.runtime.captures import Capture
-from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.runtime.live_parameter import LiveMixin
 
 ENTRY_POINTS = [
@@ -54,7 +54,7 @@ def make_live(model):
     for index, (name, parameter) in enumerate(model.named_parameters()):
         value = parameter.detach().clone()
         placeholder = torch.full((), float("nan")).expand(parameter.shape)
-        tensor = ManagedTensor(TensorSpec(index, name, tuple(parameter.shape), True), parameter, 0, placeholder)
+        tensor = ManagedParameter(TensorSpec(index, name, tuple(parameter.shape), True), parameter, 0, placeholder)
         tensor.bind(Live(value))
         tensor.dematerialize()
     return model

@@ -6,7 +6,7 @@ import torch
 from hf_patrickstar.layout.packing import pack
 from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime.chunk import Chunk, ManagedTensor
+from hf_patrickstar.runtime.chunk import Chunk, ManagedParameter
 
 
 def make_chunk(shapes, chunk_numel, world_size, rank, splits=True):
@@ -16,7 +16,7 @@ def make_chunk(shapes, chunk_numel, world_size, rank, splits=True):
     chunk = Chunk(spec, Tier.HOST, rank)
     for index in spec.tensor_indices:
         parameter = torch.nn.Parameter(torch.full(specs[index].shape, 1.0))
-        chunk.add(ManagedTensor(specs[index], parameter, layout.placements[index].offset_numel, parameter.detach()))
+        chunk.add(ManagedParameter(specs[index], parameter, layout.placements[index].offset_numel, parameter.detach()))
     return chunk
 
 

@@ -9,8 +9,8 @@ from hf_patrickstar.errors import BudgetError, ConfigError, DeviceMemoryError
 from hf_patrickstar.events import MicroBatchRepeated
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.runtime.model_lock import ModelLock
 from hf_patrickstar.runtime.recovery import Recovery, is_out_of_memory
-from hf_patrickstar.runtime.turns import Turns
 
 CAREFUL = ["discard trace", "leave margin", "evict unused"]
 
@@ -33,7 +33,7 @@ class Manager:
 
         self.ledger = Ledger({Tier.DEVICE: 1000, Tier.HOST: 1000})
         self.gradients = types.SimpleNamespace(attempts=Attempts(log))
-        self.unwind, self.turns = note("unwind"), Turns()
+        self.unwind, self.model_lock = note("unwind"), ModelLock()
         self.steps = types.SimpleNamespace(abandon_step=note("forget step"))
         self.tracer = types.SimpleNamespace(distrust=note("discard trace"))
         self.placement = types.SimpleNamespace(leave_margin=note("leave margin"))

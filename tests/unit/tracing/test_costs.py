@@ -93,7 +93,7 @@ def test_products_of_groups_are_counted(name, flops):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", GROUPED)
-def test_the_result_of_groups_is_foreseen(name, dtype):
+def test_the_result_of_groups_is_estimated(name, dtype):
     first, second, ends = GROUPED[name]
     operands = first.to(dtype), second.to(dtype), ends
     real, ours = aten._grouped_mm.default(*operands), grouped_result(*operands)

@@ -1,8 +1,8 @@
 """Estimates a step from its traces alone, so that an engine can compare ways to do it by the simulator's clock.
 
-[Note: a sketch of a step]
+[Note: the estimate of a step]
 The engine knows which chunks a step visits, but not what the device computes in between: nobody watches operators on a
-real device. A sketch puts in what every transformer does: each matrix is multiplied with each row (token) of a
+real device. An estimate puts in what every transformer does: each matrix is multiplied with each row (token) of a
 micro-batch once in forward and twice in backward. The rest is known: the copies are those of the plan, gradients leave
 when a chunk has been visited for the last time, and the optimizer reads and writes 28 bytes per parameter at home. The
 script is played by the same ``replay`` as that of a recorded step.
@@ -66,7 +66,7 @@ class ChunkWork:
         *,
         is_static: bool = False,
     ) -> "ChunkWork":
-        """What a step does with a chunk; see [Note: a sketch of a step].
+        """What a step does with a chunk; see [Note: the estimate of a step].
 
         Args:
             spec: The chunk.
@@ -118,7 +118,7 @@ def steps_of(traces: Iterable[Trace], num_micro_batches: int) -> list[list[Trace
     return steps
 
 
-def sketch(traces: Sequence[Trace], works: Sequence[ChunkWork], *, overlaps_update: bool) -> list[Entry]:
+def estimate_script(traces: Sequence[Trace], works: Sequence[ChunkWork], *, overlaps_update: bool) -> list[Entry]:
     """The script of a step: the update of the last one, then forward and backward of every micro-batch.
 
     Args:

@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.schedule.replay import replay
 from hf_patrickstar.schedule.script import Begin, HostWork, Kernel, Part, Reach, Reduce, Send, ThreadWork
-from hf_patrickstar.schedule.sketch import ChunkWork, num_rows, sketch, steps_of
+from hf_patrickstar.schedule.step_estimate import ChunkWork, estimate_script, num_rows, steps_of
 from hf_patrickstar.schedule.trace import Trace, Visit
 
 SIZES = (20, 20)
@@ -35,7 +35,7 @@ def compute(flops):
 
 def test_a_step():
     """Each matrix is multiplied with ten rows; the work of a chunk is spread over its visits."""
-    assert sketch([make_trace()], [HOST, HOST], overlaps_update=True) == [
+    assert estimate_script([make_trace()], [HOST, HOST], overlaps_update=True) == [
         *(Begin(Part.UPDATE), update(0), update(1)),
         Begin(Part.FORWARD),
         *(Reach(0), compute(60), Reach(1), compute(120), Reach(0), compute(60)),
@@ -46,13 +46,13 @@ def test_a_step():
 
 
 def test_an_update_that_stops_the_host_and_one_on_the_device():
-    script = sketch([make_trace()], [HOST, DEVICE], overlaps_update=False)
+    script = estimate_script([make_trace()], [HOST, DEVICE], overlaps_update=False)
     assert script[1:3] == [HostWork("update", 0, 28 * 8), Kernel("update", 0, 28 * 8, "float32")]
     assert [entry for entry in script if isinstance(entry, Send)] == [Send(0, 20, False)]
 
 
 def test_what_is_frozen_is_computed_with_and_no_more():
-    script = sketch([make_trace()], [FROZEN, HOST], overlaps_update=True)
+    script = estimate_script([make_trace()], [FROZEN, HOST], overlaps_update=True)
     assert script[1] == update(1)
     assert [entry for entry in script if isinstance(entry, Send)] == [Send(1, 20, False)]
     assert sum(entry.flops for entry in script if isinstance(entry, Kernel)) == 720
@@ -61,7 +61,7 @@ def test_what_is_frozen_is_computed_with_and_no_more():
 def test_gradients_of_micro_batches_are_added_when_they_have_left():
     """Numbers count all that may be waited for: two updates come first."""
     traces = [make_trace("training first"), make_trace("training last")]
-    script = sketch(traces, [HOST, HOST], overlaps_update=True)
+    script = estimate_script(traces, [HOST, HOST], overlaps_update=True)
     adding = [entry for entry in script if isinstance(entry, ThreadWork) and not entry.chunk_indices]
     assert [entry.after for entry in adding] == [(2,), (4,), (6,), (8,)]
     assert adding[0].operators == (HostWork("add gradients", 0, 20 + 64),)
@@ -69,7 +69,7 @@ def test_gradients_of_micro_batches_are_added_when_they_have_left():
 
 def test_groups_are_reduced_when_the_trace_says_so():
     group = ChunkWork(6, 8, 20, 60, "bfloat16", False)
-    script = sketch([make_trace(reduced=(1, 0))], [group, group], overlaps_update=True)
+    script = estimate_script([make_trace(reduced=(1, 0))], [group, group], overlaps_update=True)
     assert script[-6:] == [Reach(0), compute(240), Reduce(60), Send(1, 20, False), Reduce(60), Send(0, 20, False)]
 
 
@@ -108,7 +108,7 @@ def make_llama():
 
 @pytest.mark.parametrize("make_model", [make_gpt2, make_llama])
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
-def test_a_sketch_takes_about_as_long_as_what_was_simulated(make_model, num_micro_batches):
+def test_an_estimate_takes_about_as_long_as_what_was_simulated(make_model, num_micro_batches):
     """Attention, norms and dropout are left out; with few tokens, where copies and updates bind, they are hidden.
 
     Launches of operators, which bind in models as small as these, take hardly any time here.
@@ -122,7 +122,7 @@ def test_a_sketch_takes_about_as_long_as_what_was_simulated(make_model, num_micr
     training = Training(make_model, make_inputs, config, num_micro_batches=num_micro_batches)
     told = training.simulate(MACHINES["rtx4090"])
     works = [ChunkWork(load.nbytes // 2, load.nbytes // 2, load.nbytes, 0, "bfloat16", False) for load in told.loads]
-    script = sketch(told.traces, works, overlaps_update=True)
+    script = estimate_script(told.traces, works, overlaps_update=True)
     for name in ("rtx4090", "h100", "v100"):
         machine = dataclasses.replace(MACHINES[name], operator_s=1e-7, kernel_s=1e-7)
         estimated, simulated = (replay(each, told.plans, told.loads, machine) for each in (script, told.script))

@@ -6,19 +6,19 @@ import pytest
 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.machine import MACHINES
+from hf_patrickstar.schedule.estimate import Estimate, PlacementRules
 from hf_patrickstar.schedule.placement import ChunkBytes
-from hf_patrickstar.schedule.prospect import PlacementRules, Prospect
-from hf_patrickstar.schedule.sketch import ChunkWork
+from hf_patrickstar.schedule.step_estimate import ChunkWork
 from hf_patrickstar.schedule.trace import Trace, Visit
 
 NUM, PARAM, STATE, OTHERS = 4, 100, 600, 50
 WHOLE = PARAM + STATE
 
 
-def prospect_of(device_nbytes, host_nbytes=NUM * WHOLE, may_move=True, has_groups=False, workspace=0):
+def estimate_of(device_nbytes, host_nbytes=NUM * WHOLE, may_move=True, has_groups=False, workspace=0):
     order = [*range(NUM), *reversed(range(NUM))]
     visits = tuple(Visit(index, non_model_nbytes=OTHERS) for index in order)
-    return Prospect(
+    return Estimate(
         [Trace("training/4", (PARAM,) * NUM, visits, (((4,),),), (NUM,))],
         1,
         [ChunkBytes(index, PARAM, PARAM, STATE) for index in range(NUM)],
@@ -37,21 +37,21 @@ def indices(*numbers):
 
 
 def test_the_room_beside_homes_is_what_no_moment_needs():
-    assert prospect_of(1000).room_beside(indices()) == 1000 - OTHERS - PARAM
-    assert prospect_of(1000).room_beside(indices(0)) == 1000 - OTHERS - PARAM - WHOLE
-    assert prospect_of(4 * WHOLE).room_beside(indices(0, 1, 2, 3)) == -OTHERS, "nothing moves any more"
-    assert prospect_of(1000, has_groups=True).room_beside(indices(0)) == 1000 - OTHERS - PARAM - WHOLE
-    assert prospect_of(4 * WHOLE, has_groups=True).room_beside(indices(0, 1, 2, 3)) == -OTHERS - PARAM
-    assert prospect_of(1000, workspace=64).room_beside(indices()) == 1000 - OTHERS - PARAM - 64
+    assert estimate_of(1000).room_beside(indices()) == 1000 - OTHERS - PARAM
+    assert estimate_of(1000).room_beside(indices(0)) == 1000 - OTHERS - PARAM - WHOLE
+    assert estimate_of(4 * WHOLE).room_beside(indices(0, 1, 2, 3)) == -OTHERS, "nothing moves any more"
+    assert estimate_of(1000, has_groups=True).room_beside(indices(0)) == 1000 - OTHERS - PARAM - WHOLE
+    assert estimate_of(4 * WHOLE, has_groups=True).room_beside(indices(0, 1, 2, 3)) == -OTHERS - PARAM
+    assert estimate_of(1000, workspace=64).room_beside(indices()) == 1000 - OTHERS - PARAM - 64
 
 
 def test_chunks_stay_where_there_is_room():
     everything = indices(0, 1, 2, 3)
-    assert prospect_of(4 * WHOLE + OTHERS, may_move=False).settled(everything, indices()) == (everything, [])
+    assert estimate_of(4 * WHOLE + OTHERS, may_move=False).settled(everything, indices()) == (everything, [])
 
 
 def test_chunks_leave_the_device_where_a_step_has_no_room_beside_them():
-    homed, reasons = prospect_of(WHOLE + OTHERS + PARAM).settled(indices(0, 1, 2), indices())
+    homed, reasons = estimate_of(WHOLE + OTHERS + PARAM).settled(indices(0, 1, 2), indices())
     assert len(homed) <= 1
     assert reasons[0] == "3 chunks left the device, where not everything fits after all: beside what else a step takes"
     assert "live in the device margin" in reasons[1]
@@ -59,27 +59,27 @@ def test_chunks_leave_the_device_where_a_step_has_no_room_beside_them():
 
 @pytest.mark.parametrize("spilled", [indices(2, 3), indices(0, 1)])
 def test_chunks_that_the_host_has_no_room_for_stay(spilled):
-    prospect = prospect_of(2 * WHOLE + OTHERS + PARAM, host_nbytes=2 * WHOLE)
-    homed, reasons = prospect.settled(spilled, spilled)
+    estimate = estimate_of(2 * WHOLE + OTHERS + PARAM, host_nbytes=2 * WHOLE)
+    homed, reasons = estimate.settled(spilled, spilled)
     assert homed == spilled
     (reason,) = reasons
     assert reason.startswith("the host has no room for 2 chunks, which live on the device; beside them ")
 
 
 def test_only_what_the_host_has_room_for_leaves():
-    prospect = prospect_of(2 * WHOLE + OTHERS + PARAM, host_nbytes=3 * WHOLE)
-    homed, reasons = prospect.settled(indices(0, 1, 2), indices(2))
+    estimate = estimate_of(2 * WHOLE + OTHERS + PARAM, host_nbytes=3 * WHOLE)
+    homed, reasons = estimate.settled(indices(0, 1, 2), indices(2))
     assert 2 in homed
     assert reasons[0].startswith("2 chunks left the device")
 
 
 def test_what_fits_neither_tier_is_an_error():
     with pytest.raises(BudgetError):
-        prospect_of(WHOLE, host_nbytes=2 * WHOLE).settled(indices(), indices())
+        estimate_of(WHOLE, host_nbytes=2 * WHOLE).settled(indices(), indices())
 
 
 def test_nothing_is_said_of_chunks_that_are_not_there():
-    prospect = prospect_of(OTHERS + PARAM - 1)
-    assert prospect.room_beside(indices()) < 0
-    homed, reasons = dataclasses.replace(prospect, works=prospect.works[:0]).settled(indices(), indices())
+    estimate = estimate_of(OTHERS + PARAM - 1)
+    assert estimate.room_beside(indices()) < 0
+    homed, reasons = dataclasses.replace(estimate, works=estimate.works[:0]).settled(indices(), indices())
     assert (homed, reasons) == (indices(), [])

@@ -1,6 +1,6 @@
-"""One thread at a time runs a forward, a backward or a step; others wait for their turn.
+"""A fair lock: one thread at a time runs a forward, a backward or a step of a model.
 
-[Note: turns]
+[Note: the model lock]
 Between two calls of a model another thread may compute with it, also between a forward and its backward: both threads
 get right values, since chunks come and go for each call. During a call another thread may not: its chunks would evict
 chunks that the call needs. So a thread that begins a call waits for the thread that is inside one. The thread that has
@@ -56,8 +56,8 @@ _Place = tuple[int, int, float]
 """A frame, an instruction in it, and how long the thread has computed until then."""
 
 
-class Turns:
-    """Gives turns to threads; see [Note: turns].
+class ModelLock:
+    """A reentrant lock of threads, and of backwards that several threads run; see [Note: the model lock].
 
     Args:
         limit_s: Seconds that a thread waits for one call of another thread before it gives up.
@@ -75,22 +75,22 @@ class Turns:
         self._depth = 0
         self._backward: tuple[int, int] | None = None  # its graph task and a thread that runs it: autograd's, on a GPU
         self._waiting: collections.deque[threading.Thread] = collections.deque()  # those that wait, in order
-        self._since_s = 0.0  # when the turn was taken
+        self._since_s = 0.0  # when the lock was acquired
         self._blocked: dict[int, _Place] = {}  # where threads are that ``wait_for_calls`` waited for in vain
         self.num_threads = 0
         self.others_read = False
 
     @contextlib.contextmanager
-    def taken(self, what: str) -> Iterator[None]:
-        """Takes the turn for the block; see ``take``."""
-        self.take(what)
+    def held(self, what: str) -> Iterator[None]:
+        """Holds the lock inside the block; see ``acquire``."""
+        self.acquire(what)
         try:
             yield
         finally:
-            self.give_up()
+            self.release()
 
-    def take(self, what: str) -> None:
-        """Waits for the turn; a thread that has the turn may take it again.
+    def acquire(self, what: str) -> None:
+        """Waits for the lock; a thread that holds it may acquire it again.
 
         Args:
             what: What begins, for the errors of other threads.
@@ -108,7 +108,7 @@ class Turns:
 
     @property
     def is_computing(self) -> bool:
-        """Whether this thread has the turn, or runs a backward."""
+        """Whether this thread holds the lock, or runs a backward."""
         return self._owner is threading.current_thread() or _current_graph_task_id() != -1
 
     def others_may_read(self) -> bool:
@@ -147,16 +147,16 @@ class Turns:
         # A thread that computes is not found again with the same time; without a clock its place alone is known.
         self._blocked = blocked | {ident: place for ident, (place, _) in inside.items()}
 
-    def give_up(self) -> None:
-        """Ends what ``take`` began."""
+    def release(self) -> None:
+        """Ends what ``acquire`` began."""
         with self._condition:
             self._depth -= 1
             if not self._depth:
                 self._owner = None
                 self._condition.notify_all()
 
-    def take_backward(self) -> None:
-        """Begins a backward: waits for the turn, unless the thread that has it is the one that called backward."""
+    def acquire_backward(self) -> None:
+        """Begins a backward: waits for the lock, unless the thread that holds it is the one that called backward."""
         with self._condition:
             owner = self._owner
             if owner is not None and (owner is threading.current_thread() or runs_backward(owner.ident)):
@@ -164,8 +164,8 @@ class Turns:
             self._wait("a backward")
             self._backward = _current_graph_task_id(), threading.get_ident()
 
-    def give_up_backward(self) -> None:
-        """Ends what ``take_backward`` began."""
+    def release_backward(self) -> None:
+        """Ends what ``acquire_backward`` began."""
         with self._condition:
             self._backward = None
             self._condition.notify_all()
@@ -187,7 +187,7 @@ class Turns:
         self._since_s = time.monotonic()
 
     def _is_part_of_backward(self) -> bool:
-        """Whether this thread is inside of the backward that has the turn, or of another one that this one began."""
+        """Whether this thread is inside of the backward that holds the lock, or of another one that this one began."""
         task, found = _current_graph_task_id(), self._backward
         return task != -1 and found is not None and (found[0] == task or found[1] == threading.get_ident())
 
@@ -209,13 +209,13 @@ class Turns:
         return self._owner is not None or self._backward is not None
 
 
-def in_turn(method: Callable[Concatenate[Any, _P], _T]) -> Callable[Concatenate[Any, _P], _T]:
+def holds_model_lock(method: Callable[Concatenate[Any, _P], _T]) -> Callable[Concatenate[Any, _P], _T]:
     """Decorates a method of an optimizer that must not meet a forward of another thread; it works ``unseen``."""
     what, work = f"optimizer.{method.__name__.lstrip('_')}()", unseen()(torch.no_grad()(method))
 
     @functools.wraps(method)
     def call(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        with self._manager.turns.taken(what):
+        with self._manager.model_lock.held(what):
             return work(self, *args, **kwargs)
 
     return call

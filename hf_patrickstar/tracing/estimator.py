@@ -1,15 +1,15 @@
 """Tells an engine what a step will do before its first forward.
 
-[Note: steps that are foreseen]
+[Note: steps that are estimated]
 Before the first step of each kind, and of each bucket of input shapes, the engine has to know which chunks are needed
 when, and what else takes memory. A copy of the model without bytes does what the step will do (``micro_batch.py``), on
-inputs of the same shapes, and nobody sees it (``unobserved.py``). Its operators are told chunk by chunk
+inputs of the same shapes, and nobody sees it (``unobserved.py``). Its operators are replayed chunk by chunk
 (``schedule/step.py``). So homes are decided, and the first step follows a plan.
 
 What the loop computes of the model's outputs is not known yet. If there is no loss among them, a logarithm of softmax
 stands in for it, which takes as much memory as a cross entropy. Code of libraries that asks for a value gets a
 plausible one. In both cases the trace is not certain. The first step is measured, and its bytes correct what was
-foreseen. Where a model cannot be copied, or the user's code asks for values, its first step is recorded instead.
+estimated. Where a model cannot be copied, or the user's code asks for values, its first step is recorded instead.
 """
 
 import collections
@@ -33,10 +33,10 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.plan_cache import keep_traces
 from hf_patrickstar.resources import Resources
 from hf_patrickstar.runtime.casting import Casting
-from hf_patrickstar.runtime.chunk import ManagedTensor
+from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.runtime.hooks import has_hooks_of_user, has_padding
 from hf_patrickstar.runtime.manager import ChunkManager
-from hf_patrickstar.runtime.steps import Call, Foreseen
+from hf_patrickstar.runtime.steps import Call, Estimated
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.op_trace import EnterForward, LookedUp, OpTrace
 from hf_patrickstar.schedule.step import Places, StepRules, kinds_of, micro_batch
@@ -60,10 +60,10 @@ _MOST_WORKSPACES = 1 / 16
 """How much of what is free that is at most: a small budget would have no room for chunks."""
 
 
-def make_foresight(
+def make_estimator(
     model: torch.nn.Module, manager: ChunkManager, casting: Casting, resources: Resources, keeps: bool
-) -> "Foresight | None":
-    """Makes what foresees the steps of an engine; ``None`` where nobody follows plans, or tensors have no bytes.
+) -> "StepEstimator | None":
+    """Makes what estimates the steps of an engine; ``None`` where nobody follows plans, or tensors have no bytes.
 
     Args:
         model: The model.
@@ -74,11 +74,11 @@ def make_foresight(
     """
     if detect_fake_mode() is not None or not manager.steps.policy.has_plans:
         return None
-    return Foresight(model, manager, casting, resources, keeps)
+    return StepEstimator(model, manager, casting, resources, keeps)
 
 
-class Foresight:
-    """Foresees the steps of one engine; see [Note: steps that are foreseen].
+class StepEstimator:
+    """Estimates the steps of one engine; see [Note: steps that are estimated].
 
     Args:
         model: The model.
@@ -101,13 +101,13 @@ class Foresight:
         self._keeps = keeps and self._rank == 0
         self._first_chunks = [chunk.spec for chunk in manager.chunks]  # those of the key under which traces are kept
         self._kept: dict[str, Trace] = {}
-        self._unforeseen: set[tuple[str, bool]] = set()  # calls that could not be traced
+        self._not_estimated: set[tuple[str, bool]] = set()  # calls that could not be traced
         self._is_certain = True  # what is traced now
 
-    def foresee(self, call: Call, shapes: Shapes) -> Foreseen | None:
-        """What a step will do that a call begins; see ``steps.Foresee``."""
+    def estimate(self, call: Call, shapes: Shapes) -> Estimated | None:
+        """What a step will do that a call begins; see ``steps.EstimateStep``."""
         begin, what, self._is_certain = time.monotonic(), (call.name, call.is_training), True
-        if what in self._unforeseen:
+        if what in self._not_estimated:
             return None
         try:
             ops, tensors = self._trace(call, shapes)
@@ -117,7 +117,7 @@ class Foresight:
                     "evaluates inside of its forward, or changes an embedding that is looked up on the CPU"
                 )
         except (Exception, SystemExit) as error:  # the user's code may raise anything, and what is wrong fails again
-            self._unforeseen.add(what)
+            self._not_estimated.add(what)
             reason = str(error)
             if not isinstance(error, TraceError):
                 reason = f"the model does not run with tensors without bytes ({type(error).__name__}: {error})"
@@ -150,9 +150,9 @@ class Foresight:
 
     # A copy of the model
 
-    def _trace(self, call: Call, shapes: Shapes) -> tuple[OpTrace | None, dict[TensorSpec, ManagedTensor]]:
+    def _trace(self, call: Call, shapes: Shapes) -> tuple[OpTrace | None, dict[TensorSpec, ManagedParameter]]:
         """What a micro-batch does, and the parameters of the copy of the model."""
-        tensors: dict[TensorSpec, ManagedTensor] = {}
+        tensors: dict[TensorSpec, ManagedParameter] = {}
         by_name = {tensor.spec.name: tensor for tensor in self._manager.tensors}
         cpu = torch.device("cpu")
 
@@ -235,7 +235,7 @@ class Foresight:
 
     # Chunk by chunk
 
-    def _told(self, call: Call, ops: OpTrace, tensors: Mapping[TensorSpec, ManagedTensor]) -> Foreseen:
+    def _told(self, call: Call, ops: OpTrace, tensors: Mapping[TensorSpec, ManagedParameter]) -> Estimated:
         place_of = {tensor.spec.index: spec.index for spec, tensor in tensors.items()}  # others have left the model
         chunks = []
         for chunk in self._manager.chunks:
@@ -260,7 +260,7 @@ class Foresight:
         for note in ops.notes:
             if isinstance(note, LookedUp):
                 lookups[index_of[note.index]] += note.nbytes
-        return Foreseen(traces, lookups, self._device.type == "cpu" and self._is_certain)
+        return Estimated(traces, lookups, self._device.type == "cpu" and self._is_certain)
 
 
 def _has_padding(call: Call) -> bool:
@@ -302,7 +302,7 @@ def loss_in(output: Any) -> torch.Tensor | None:
 
 
 def stand_in_for_loss(output: Any) -> torch.Tensor:
-    """What stands in for the loss; see [Note: steps that are foreseen].
+    """What stands in for the loss; see [Note: steps that are estimated].
 
     Args:
         output: The outputs of a model.

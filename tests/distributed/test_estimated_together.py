@@ -1,4 +1,4 @@
-"""Ranks that foresee different first steps, or of which one cannot: they go on together, and compute the same."""
+"""Ranks that estimate different first steps, or of which one cannot: they go on together, and compute the same."""
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def train(rank, make, args, loss_of, accumulation, is_tight):
 
 @pytest.mark.parametrize("is_tight", [False, True])
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
-def test_steps_are_foreseen_where_only_one_rank_has_padding(pair, accumulation, is_tight):
+def test_steps_are_estimated_where_only_one_rank_has_padding(pair, accumulation, is_tight):
     found = pair.run(train, make_model, ("gpt2",), padded_loss, accumulation, is_tight)
     assert found == [(0, 0)] * 2
 
@@ -80,7 +80,7 @@ def test_steps_are_foreseen_where_only_one_rank_has_padding(pair, accumulation, 
 @pytest.mark.parametrize("is_tight", [False, True])
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("unseen", [0, 1])
-def test_where_one_rank_cannot_foresee_a_step_all_record_it(pair, unseen, accumulation, is_tight):
+def test_where_one_rank_cannot_estimate_a_step_all_record_it(pair, unseen, accumulation, is_tight):
     route = ((0, 1, 2, 3),) * 2
     first, second = pair.run(train, make_routed, (route, unseen), routed_loss, accumulation, is_tight)
     assert first == second
@@ -92,5 +92,5 @@ def test_where_one_rank_cannot_foresee_a_step_all_record_it(pair, unseen, accumu
 @pytest.mark.parametrize(
     "route", [((0, 1, 2, 3), (3, 2, 1, 0)), ((0, 1), (0, 1, 2, 3)), ((0, 1, 2), (0, 3, 2))], ids=str
 )
-def test_ranks_that_foresee_different_steps_go_on_together(pair, route, is_tight):
+def test_ranks_that_estimate_different_steps_go_on_together(pair, route, is_tight):
     pair.run(train, make_routed, (route,), routed_loss, 1, is_tight)

@@ -12,8 +12,8 @@ from torch import nn
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.plan_cache import keep_traces
+from hf_patrickstar.tracing.estimator import StepEstimator, as_on
 from hf_patrickstar.tracing.fake import fused_attention
-from hf_patrickstar.tracing.foresight import Foresight, as_on
 
 
 def read_numbers(hidden):
@@ -125,24 +125,24 @@ def test_code_of_a_library_that_asks_gets_an_answer_which_nobody_relies_on(caplo
         of_library("def ask(hidden): return hidden if (hidden < 1e6).all() else hidden.repeat(64, 64)[:2, :8]")
     )
     sizes = dict.fromkeys((True, False))
-    for is_foreseen in sizes:
+    for is_estimated in sizes:
         copied = copy.deepcopy(model)
         config = {"device_budget": 2500, "chunk_numel": 72, "placement": "host"}
         with pytest.MonkeyPatch.context() as monkeypatch:
-            if not is_foreseen:
-                monkeypatch.setattr("hf_patrickstar.engine.make_foresight", lambda *_: None)
+            if not is_estimated:
+                monkeypatch.setattr("hf_patrickstar.engine.make_estimator", lambda *_: None)
             engine = PatrickStarEngine(copied, config, torch.optim.AdamW(copied.parameters()), device="cpu")
-            sizes[is_foreseen] = train(copied, engine.optimizer)
-        assert (engine.stats()["recorded_steps"] == 0) is is_foreseen
+            sizes[is_estimated] = train(copied, engine.optimizer)
+        assert (engine.stats()["recorded_steps"] == 0) is is_estimated
         engine.detach()
     assert sizes[True] == sizes[False]
 
 
-def test_what_could_not_be_foreseen_is_not_tried_again(monkeypatch):
+def test_what_could_not_be_estimated_is_not_tried_again(monkeypatch):
     """Neither for the other micro-batches of a step nor for other shapes."""
     tried = []
-    original = Foresight._trace
-    monkeypatch.setattr(Foresight, "_trace", lambda *args: tried.append(args) or original(*args))
+    original = StepEstimator._trace
+    monkeypatch.setattr(StepEstimator, "_trace", lambda *args: tried.append(args) or original(*args))
     model = Peculiar(branch_on_a_value)
     made = torch.optim.AdamW(model.parameters())
     engine = PatrickStarEngine(model, {"device_budget": 2**20}, made, device="cpu", gradient_accumulation_steps=3)
@@ -153,16 +153,16 @@ def test_what_could_not_be_foreseen_is_not_tried_again(monkeypatch):
     assert len(tried) == 1
 
 
-def test_generated_text_is_not_foreseen_token_by_token(monkeypatch):
-    foreseen = []
-    original = Foresight.foresee
-    monkeypatch.setattr(Foresight, "foresee", lambda *args: foreseen.append(args) or original(*args))
+def test_generated_text_is_not_estimated_token_by_token(monkeypatch):
+    estimated = []
+    original = StepEstimator.estimate
+    monkeypatch.setattr(StepEstimator, "estimate", lambda *args: estimated.append(args) or original(*args))
     model = make_model("gpt2").eval()
     settings = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     expected = model.generate(torch.arange(5)[None], **settings)
     PatrickStarEngine(model, {"device_budget": 2**20}, torch.optim.AdamW(model.parameters()), device="cpu")
     assert torch.equal(model.generate(torch.arange(5)[None], **settings), expected)
-    assert 0 < len(foreseen) <= 6
+    assert 0 < len(estimated) <= 6
 
 
 def test_a_user_hook_on_the_weight_of_an_embedding_is_known(caplog):
@@ -193,10 +193,10 @@ class Layers(nn.Module):
         return {"out": x, "hidden": hidden}
 
 
-@pytest.mark.parametrize("is_foreseen", [True, False])
-def test_a_loss_that_is_not_known_yet_refuses_no_training(is_foreseen, request):
+@pytest.mark.parametrize("is_estimated", [True, False])
+def test_a_loss_that_is_not_known_yet_refuses_no_training(is_estimated, request):
     """What stands in for it takes memory for all outputs, and there is room for that of the loop's own."""
-    if not is_foreseen:
+    if not is_estimated:
         request.getfixturevalue("recorded")
     model = Layers()
     states = 16 * sum(parameter.numel() for parameter in model.parameters())
@@ -235,7 +235,7 @@ def test_the_cpu_computes_in_the_type_of_an_autocast_of_the_device():
 
 
 def test_a_forward_that_takes_too_long_without_bytes_is_recorded_instead(caplog, monkeypatch):
-    monkeypatch.setattr("hf_patrickstar.tracing.foresight._PATIENCE_S", -1.0)
+    monkeypatch.setattr("hf_patrickstar.tracing.estimator._PATIENCE_S", -1.0)
     model = Peculiar(lambda hidden: hidden)
     engine = PatrickStarEngine(model, {"device_budget": 2**20}, torch.optim.AdamW(model.parameters()), device="cpu")
     with caplog.at_level(logging.INFO, "hf_patrickstar"):
@@ -266,7 +266,7 @@ def test_attention_of_an_accelerator_writes_no_scores(call):
 
 
 @pytest.mark.usefixtures("keeping")
-def test_a_later_run_begins_with_what_was_foreseen(caplog):
+def test_a_later_run_begins_with_what_was_estimated(caplog):
     config = {"device_budget": 2**20, "chunk_numel": 64}
     for number in range(2):
         torch.manual_seed(0)
@@ -283,7 +283,7 @@ def test_a_later_run_begins_with_what_was_foreseen(caplog):
 @pytest.mark.usefixtures("keeping")
 def test_traces_of_a_model_that_has_grown_are_not_kept_for_the_one_before(monkeypatch):
     kept = []
-    monkeypatch.setattr("hf_patrickstar.tracing.foresight.keep_traces", kept.append)
+    monkeypatch.setattr("hf_patrickstar.tracing.estimator.keep_traces", kept.append)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     engine = PatrickStarEngine(
         model, {"device_budget": 2**20, "chunk_numel": 64}, torch.optim.AdamW(model.parameters()), device="cpu"
@@ -298,7 +298,7 @@ def test_batches_of_another_size_follow_no_kept_traces(monkeypatch):
     """A run plans with the activations of its own batches, and leaves no others."""
     kept = []
     monkeypatch.setattr(
-        "hf_patrickstar.tracing.foresight.keep_traces", lambda known: (kept.append(known), keep_traces(known))
+        "hf_patrickstar.tracing.estimator.keep_traces", lambda known: (kept.append(known), keep_traces(known))
     )
     for num_rows in (4, 1, 1):
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
@@ -316,7 +316,7 @@ def test_batches_of_another_size_follow_no_kept_traces(monkeypatch):
 @pytest.mark.usefixtures("keeping")
 def test_traces_of_all_lengths_are_kept(monkeypatch):
     kept = []
-    monkeypatch.setattr("hf_patrickstar.tracing.foresight.keep_traces", kept.append)
+    monkeypatch.setattr("hf_patrickstar.tracing.estimator.keep_traces", kept.append)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     engine = PatrickStarEngine(model, {"device_budget": 2**20}, torch.optim.AdamW(model.parameters()), device="cpu")
     for length in (4, 40, 400):

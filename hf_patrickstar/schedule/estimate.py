@@ -11,7 +11,7 @@ from hf_patrickstar.schedule.placement import ChunkBytes, Limits, Tiers, spill, 
 from hf_patrickstar.schedule.plan import chunkable_nbytes, repeated_plans
 from hf_patrickstar.schedule.replay import replay
 from hf_patrickstar.schedule.script import Load, Send
-from hf_patrickstar.schedule.sketch import ChunkWork, sketch, steps_of
+from hf_patrickstar.schedule.step_estimate import ChunkWork, estimate_script, steps_of
 from hf_patrickstar.schedule.trace import Trace
 
 _COPYING = (Lane.TO_DEVICE, Lane.TO_HOST, Lane.GATHERS, Lane.REDUCTIONS)
@@ -42,7 +42,7 @@ class PlacementRules:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Prospect:
+class Estimate:
     """What is known before a step: the same numbers before chunks are allocated as while they move.
 
     Attributes:
@@ -166,7 +166,7 @@ class Prospect:
             spilled: Those of them that the host has no room for.
 
         Raises:
-            BudgetError: As for ``Prospect.spilled``.
+            BudgetError: As for ``Estimate.spilled``.
         """
         reasons = []
         leaving = homed - spilled
@@ -208,7 +208,7 @@ class Prospect:
                 )
             except BudgetError:
                 return None
-            script = sketch(traces, works, overlaps_update=rules.overlaps_update)
+            script = estimate_script(traces, works, overlaps_update=rules.overlaps_update)
             timeline = replay(script, plans, loads, rules.machine)
             duration_ns += timeline.duration_ns if rules.has_lanes else sum(timeline.busy_ns().values())
             critical = timeline.critical_ns()
