@@ -11,12 +11,14 @@ otherwise, or has no TorchScript, torch's Adam is called for each tile.
 
 import functools
 import itertools
-import warnings
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim.adam import adam
+
+logger = logging.getLogger(__name__)
 
 TILE_NUMEL = 2**15
 """The elements of a tile: its fp32 lists and scratch space take 640 KiB, and torch computes it in one thread."""
@@ -174,13 +176,15 @@ def torch_adam(
 @functools.cache
 def adam_script() -> Callable[..., None] | None:
     """The scripted update, or ``None`` where it has not the bits of torch's Adam."""
+    why = "this version of torch rounds differently"
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            script = torch.jit.CompilationUnit(_SOURCE).update
-        return functools.partial(_call, script) if _has_bits_of_torch(script) else None
-    except (RuntimeError, AttributeError, NotImplementedError):
-        return None
+        script = torch.jit.CompilationUnit(_SOURCE).update
+        if _has_bits_of_torch(script):
+            return functools.partial(_call, script)
+    except (RuntimeError, AttributeError, NotImplementedError) as error:
+        why = f"TorchScript does not compile it: {error}"
+    logger.info("patrickstar: Adam is called tile by tile on the host, and not in one call per worker, because %s", why)
+    return None
 
 
 def _call(script: Callable[..., None], *args: Any, fused: bool, factor: torch.Tensor | None) -> None:

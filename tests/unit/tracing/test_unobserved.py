@@ -1,6 +1,7 @@
 """Training with a trace of a copy without bytes, and without: nothing tells them apart."""
 
 import argparse
+import builtins
 import collections
 import contextlib
 import dataclasses
@@ -1108,3 +1109,27 @@ def test_containers_are_copied_with_what_they_refer_to():
     assert copied.call.keywords["input"] is copied.cyclic
     assert copied.last[0] is copied
     assert copied.last.maxlen == 3
+
+
+def test_traces_in_two_threads_leave_nothing_behind():
+    before = builtins.open, os.open, torch.Tensor.register_hook, logging.Logger._log, sys.stdout
+    begun, may_end = threading.Event(), threading.Event()
+
+    def first():
+        with unobserved():
+            begun.set()
+            may_end.wait(30)
+
+    def second():
+        with unobserved():
+            threads[0].join(30)
+
+    threads = [threading.Thread(target=work) for work in (first, second)]
+    threads[0].start()
+    assert begun.wait(30)
+    threads[1].start()
+    time.sleep(0.2)  # time to begin inside of the first one
+    may_end.set()
+    for thread in threads:
+        thread.join(30)
+    assert (builtins.open, os.open, torch.Tensor.register_hook, logging.Logger._log, sys.stdout) == before
