@@ -563,16 +563,16 @@ def test_updates_on_the_host_use_the_workers_that_were_asked_for_and_nothing_els
     monkeypatch.setattr(workers, "SMALL_NUMEL", 64)
     monkeypatch.setattr(adam_kernel, "SMALL_NUMEL", 64)
     together, seen = threading.Barrier(3, timeout=60), {"update": set(), "else": set()}
-    round_masters = adam_kernel.round_masters
+    update_share = adam_kernel.AdamKernel._update_share
 
     def counted(*args):
         found = (threading.current_thread().name, torch.get_num_threads())
         if found not in seen["update"]:
             seen["update"].add(found)
             together.wait()  # so that no worker takes what there is for all
-        return round_masters(*args)
+        return update_share(*args)
 
-    monkeypatch.setattr(adam_kernel, "round_masters", counted)
+    monkeypatch.setattr(adam_kernel.AdamKernel, "_update_share", counted)
     before, threads = torch.get_num_threads(), set(threading.enumerate())
     model = make_model("gpt2").train()
     model.lm_head.register_forward_hook(lambda *args: seen["else"].add(torch.get_num_threads()))
