@@ -1,15 +1,24 @@
 """A step makes few calls into the package: what Python costs a model for being in chunks, on any device."""
 
-import pytest
+import json
+import pathlib
+import subprocess
+import sys
 
+import hf_patrickstar
+
+BENCHMARK = pathlib.Path(hf_patrickstar.__file__).parent.parent / "benchmarks/bench_calls.py"
 MOST_CALLS = {"resident": 1200, "moving": 3500, "moving, torch's clipping": 5000}
 MOST_TO_COPY = 7
 """Frames from a module's hook to the copy of a chunk."""
 
 
-@pytest.mark.parametrize("mode", MOST_CALLS)
-def test_a_steady_step_makes_few_calls(mode, load):
-    calls, loads = load("bench_calls").count_ours(mode)
-    assert sum(calls.functions.values()) <= MOST_CALLS[mode], calls.functions.most_common(20)
-    assert calls.to_copy <= MOST_TO_COPY
-    assert (loads > 0) is (mode != "resident")
+def test_a_steady_step_makes_few_calls(tmp_path):
+    # In a process of its own: where other threads may read parameters, or something was compiled, more is called.
+    command = [sys.executable, str(BENCHMARK), "--output", str(tmp_path / "calls.json")]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    found = json.loads((tmp_path / "calls.json").read_text())
+    for mode, most in MOST_CALLS.items():
+        assert 0 < found[mode]["calls"] <= most, found[mode]
+        assert found[mode]["frames_to_copy"] <= MOST_TO_COPY
+        assert (found[mode]["loads"] > 0) is (mode != "resident")
