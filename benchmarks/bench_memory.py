@@ -6,7 +6,7 @@ hold, and all budgets must train to the same losses.
 The formula, for M trainable parameters of b bytes (2 in 16-bit, 4 in fp32), A micro-batches per step, host-homed:
 
     host    = param b M + master 4 M + exp_avg 4 M + exp_avg_sq 4 M  [+ grad 4 M if A > 1]
-              + padding of the chunks + workspace (one fp32 tile, 16-bit and A = 1 only)
+              + padding of the chunks
     device  = the most that a least-recently-used cache of the budget's size holds while the param chunks are
               visited module by module, forward and backward
 

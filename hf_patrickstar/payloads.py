@@ -168,7 +168,7 @@ class Payloads:
         Tiers that had it have it again: chunks that live in the device margin may go back to the host.
         """
         for chunk in chunks:
-            chunk.wait_for_update()  # which uses the workspace
+            chunk.wait_for_update()  # on the device it uses the workspace
         tiers = {tier for kernel in self._kernels for tier in kernel.release()}
         self.reserve(chunks, *tiers)
 

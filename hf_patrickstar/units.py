@@ -26,7 +26,7 @@ def align(numel: int) -> int:
 
 
 def parse_nbytes(value: int | str, name: str = "size") -> int:
-    """ModelLock a size into a number of bytes.
+    """Turns a size into a number of bytes.
 
     Args:
         value: A number of bytes, or text such as ``"8GiB"`` (binary units: KiB, MiB, GiB, TiB), ``"8GB"`` (decimal

@@ -221,7 +221,7 @@ def set_labels(config, splits, column, training):
 
 
 def make_examples(split, tokenizer, length, labels, data_args, args):
-    """ModelLock rows into tokens and, unless ``labels`` is ``None``, labels."""
+    """Turns rows into tokens and, unless ``labels`` is ``None``, labels."""
     candidates = [("sentence1", "sentence2"), ("text",), ("sentence",)]
     columns = common.choose_text_columns(split, data_args.text_column_names, candidates, "--text_column_names")
     if len(columns) > 2:

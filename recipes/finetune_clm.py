@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
 
 def make_blocks(split, tokenizer, block_size, data_args, args):
-    """ModelLock rows of text into blocks of tokens that are their own labels."""
+    """Turns rows of text into blocks of tokens that are their own labels."""
     candidates = [("text",), ("content",), ("sentence",)]
     (column,) = common.choose_text_columns(split, data_args.text_column_name, candidates, "--text_column_name")[:1]
     if data_args.append_eos and tokenizer.eos_token is None:

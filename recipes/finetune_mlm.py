@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
 
 def make_sequences(split, tokenizer, length, data_args, args):
-    """ModelLock rows of text into sequences of tokens; special tokens are marked, as they are never masked."""
+    """Turns rows of text into sequences of tokens; special tokens are marked, as they are never masked."""
     candidates = [("text",), ("content",), ("sentence",)]
     (column,) = common.choose_text_columns(split, data_args.text_column_name, candidates, "--text_column_name")[:1]
 

@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
 
 def make_examples(split, tokenizer, lengths, data_args, args):
-    """ModelLock pairs of texts into tokens and labels."""
+    """Turns pairs of texts into tokens and labels."""
     columns = [
         common.choose_text_columns(split, name, [], option)[0]
         for name, option in ((data_args.source_column, "--source_column"), (data_args.target_column, "--target_column"))

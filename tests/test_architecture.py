@@ -541,7 +541,7 @@ BAD = [
     (imports_only_lower_parts, "dist.sharing", "from hf_patrickstar.runtime.chunk import Chunk"),
     (imports_only_lower_parts, "memory.copies", "from hf_patrickstar.dist.collectives import Collectives"),
     (imports_only_lower_parts, "runtime.chunk", "from hf_patrickstar.optim.adam_kernel import AdamKernel"),
-    (imports_only_lower_parts, "runtime.chunk", "from ..optim import kernels"),
+    (imports_only_lower_parts, "runtime.chunk", "from ..optim import torch_kernel"),
     (imports_only_lower_parts, "runtime.chunk", "from hf_patrickstar import PatrickStarEngine"),
     (imports_only_lower_parts, "runtime.chunk", "import hf_patrickstar"),
     (imports_only_lower_parts, "optim.torch_kernel", "from hf_patrickstar.checkpoint.weights import ChunkWeights"),

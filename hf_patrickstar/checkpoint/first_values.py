@@ -48,7 +48,7 @@ class FirstValues:
         self._files: ModelFiles | None = None
 
     def begin(self, model: torch.nn.Module) -> None:
-        """ModelLock deferred parameters into ordinary ones, which stay the same objects, and reads deferred buffers.
+        """Turns deferred parameters into ordinary ones, which stay the same objects, and reads deferred buffers.
 
         Args:
             model: The model.

@@ -404,7 +404,7 @@ class Collectives:
 
     @contextlib.contextmanager
     def _guarded(self, what: str, *, is_blocking: bool = False) -> Iterator[Watchdog]:
-        """ModelLock torch's errors inside the block into errors that say what failed, and which ranks are missing.
+        """Turns torch's errors inside the block into errors that say what failed, and which ranks are missing.
 
         What ends the block with an error also ends what other ranks wait for: this rank closes its connections.
         """

@@ -71,7 +71,7 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
         gradient_accumulation_steps: int,
         listener: Listener | None = None,
     ) -> "PatrickStarAccelerator":
-        """ModelLock an existing accelerator, made without mixed precision, into one of this class.
+        """Turns an existing accelerator, made without mixed precision, into one of this class.
 
         The Trainer makes its own accelerator and hands out bound methods of it, so the object must stay the same.
 

@@ -9,7 +9,7 @@ orders work of different lanes but what is said here:
   kernels that use the memory of its target are done.
 - A copy begins after the copies that its caller names (``after``): those that use the same home.
 - The compute stream goes on after a copy whose ticket is joined, the host after one whose ticket is waited for.
-- The memory of a gradient is held until the compute stream was given to wait for its copy.
+- The memory of a gradient is held until the compute stream has been made to wait for its copy.
 - Work of the host's thread begins after what its caller names, and the host goes on beside it. No stream can wait for
   it: a copy that is started ahead is put into its lane by that thread, when the work is done; where another copy comes
   after it, or its ticket is joined, the host waits.

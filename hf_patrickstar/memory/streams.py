@@ -418,7 +418,7 @@ class DeviceStreams(Streams):
             self._driver.copy(source, target, stream)
 
     def _hold(self, source: torch.Tensor, ticket: Copy) -> None:
-        """Holds a gradient until the compute stream has to wait for its copy; then its memory can be reused.
+        """Holds a gradient until the compute stream has been made to wait for its copy; then its memory can be reused.
 
         ``record_stream`` would do the same by the clock of the host, which runs far ahead: every gradient in between
         would need memory of its own.

@@ -73,7 +73,7 @@ def _inactive_file_nbytes(stat_file: pathlib.Path) -> int:
 def resolve_budgets(
     device: torch.device, device_budget: int | str, host_budget: int | str, local_world_size: int = 1
 ) -> dict[Tier, int]:
-    """ModelLock ``"auto"`` into bytes.
+    """Turns ``"auto"`` into bytes.
 
     Args:
         device: The compute device.

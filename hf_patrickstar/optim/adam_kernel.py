@@ -61,8 +61,6 @@ class _Segment:
         group: The number of its param group.
         step: How many steps have updated it.
         place: Where its gradient is.
-        first: The first parameter in it, before it was cut.
-        last: The last one.
     """
 
     chunk: Chunk
@@ -72,8 +70,6 @@ class _Segment:
     group: int
     step: int
     place: GradientPlace
-    first: ManagedParameter
-    last: ManagedParameter
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -169,14 +165,14 @@ class AdamKernel(Kernel):
                     and start % ALIGNMENT_NUMEL == 0
                     and (last.group, last.step, last.place) == (group, step, place)
                 ):
-                    last.stop, last.last = stop, tensor
+                    last.stop = stop
                 elif stop > start:
-                    last = _Segment(chunk, payloads, start, stop, group, step, place, tensor, tensor)
+                    last = _Segment(chunk, payloads, start, stop, group, step, place)
                     segments.append(last)
-        self._count(indices, 1)
         settings = [settings_of(group) for group in self._optimizer.param_groups]
         rules = self._rules(segments, settings)
         job = _Job(settings, None if coefficient is None else coefficient.clone(), keeps, rules)
+        self._count(indices, 1)
         return Update(
             functools.partial(self._run, job, segments),
             functools.partial(self._count, indices, -1),
@@ -202,7 +198,9 @@ class AdamKernel(Kernel):
         else:
             most = TILE_NUMEL if job.rules is None else SHARE_NUMEL
             if self._workers.suits(param, numel):
-                most = min(most, max(align(-(-numel // self._workers.num)), SMALL_NUMEL))
+                # All workers end at about the same time: the step waits for the last one.
+                num_shares = self._workers.num * -(-numel // (self._workers.num * most))
+                most = max(align(-(-numel // num_shares)), SMALL_NUMEL)
                 self._workers.submit(update, _shares(segments, most)).wait()
                 return
         for share in _shares(segments, most):
@@ -214,17 +212,19 @@ class AdamKernel(Kernel):
     def _rules(
         self, segments: Sequence[_Segment], settings: Sequence[Mapping[str, Any]]
     ) -> dict[tuple[int, int], list[float]] | None:
-        """See ``_Job``. The script is for numbers and ordinary tensors: those were compared."""
+        """See ``_Job``. The script is for numbers and ordinary tensors; in 16 bits it would round numbers, too."""
         rules: dict[tuple[int, int], list[float]] = {}
         for segment in segments:
-            key = segment.group, segment.step
+            chunk, param = segment.chunk, segment.payloads["param"]
+            is_wide = chunk.state_dtype.itemsize >= torch.float32.itemsize
+            if not (is_wide and type(param) is torch.Tensor and param.is_cpu) or self._is_on_device(chunk):
+                return None
+            key, own = (segment.group, segment.step), settings[segment.group]
             if key in rules:
                 continue
-            own, param = settings[segment.group], segment.payloads["param"]
-            is_ordinary = type(param) is torch.Tensor and param.is_cpu and not self._is_on_device(segment.chunk)
-            is_fused = self._is_fused(own)
-            rule = rule_of(own, segment.step, self._is_decoupled(own)) if is_ordinary else None
-            if rule is None or is_fused != self._is_fused(settings[segments[0].group]) or adam_script() is None:
+            rule = rule_of(own, segment.step, self._is_decoupled(own))
+            is_alike = self._is_fused(own) == self._is_fused(settings[segments[0].group])
+            if rule is None or not is_alike or adam_script() is None:
                 return None
             rules[key] = rule
         return rules
@@ -366,6 +366,12 @@ def _shares(segments: Iterable[_Segment], most_numel: int) -> Iterator[list[_Seg
 
 def _named(share: Sequence[_Segment]) -> str:
     """The first and the last parameter of a share, for errors."""
-    ends = (share[0].chunk, share[0].first), (share[-1].chunk, share[-1].last)
-    names = [f"'{tensor.spec.name}' (chunk {chunk.spec.index})" for chunk, tensor in ends]
-    return " to ".join(dict.fromkeys(names))
+    ends = []
+    for segment in (share[0], share[-1]):
+        inside = [
+            tensor.spec.name
+            for tensor in segment.chunk.owned
+            if tensor.home_offset_numel < segment.stop and segment.start < tensor.home_offset_numel + tensor.own_numel
+        ]
+        ends.append([f"'{name}' (chunk {segment.chunk.spec.index})" for name in inside])
+    return " to ".join(dict.fromkeys((ends[0][0], ends[1][-1])))

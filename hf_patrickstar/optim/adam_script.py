@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.optim.adam import adam
 
+from hf_patrickstar.units import ALIGNMENT_NUMEL
+
 logger = logging.getLogger(__name__)
 
 TILE_NUMEL = 2**15
@@ -133,8 +135,9 @@ def torch_adam(
         decoupled: Whether weight decay is that of AdamW.
     """
     beta1, beta2 = settings["betas"]
-    # Counters are made by a kernel: torch.tensor would copy from the host, and wait for it.
-    make_count = functools.partial(torch.full, (), dtype=torch.float32, device=masters[0].device if fused else "cpu")
+    # A kernel makes counters: torch.tensor would copy from the host, and wait for it. Of fake masters they are fake.
+    device = masters[0].device if fused else torch.device("cpu")
+    make_count = functools.partial(masters[0].new_full, (), dtype=torch.float32, device=device)
     if fused and isinstance(settings["lr"], float) and isinstance(beta1, float) and isinstance(beta2, float):
         # What adam() comes to, without a counter for each tensor, and without sorting tensors by device and type.
         (torch._fused_adamw_ if decoupled else torch._fused_adam_)(
@@ -187,16 +190,19 @@ def adam_script() -> Callable[..., None] | None:
     return None
 
 
-def _call(script: Callable[..., None], *args: Any, fused: bool, factor: torch.Tensor | None) -> None:
+def _call(
+    script: Callable[..., None], *args: Any, fused: bool, factor: torch.Tensor | None, tile_numel: int | None = None
+) -> None:
     *lists, rules, in_place = args
     slots = [[tensor] for tensor in (lists[0][0], lists[3][0], lists[1][0], lists[2][0], lists[5][0])]
-    script(*lists, rules, factor, in_place, fused, TILE_NUMEL, slots)
+    script(*lists, rules, factor, in_place, fused, tile_numel or TILE_NUMEL, slots)
 
 
 @torch.no_grad()
 def _has_bits_of_torch(script: Callable[..., None]) -> bool:
     """Compares the script with torch's Adam, over a tile and a part of one, with all kinds of settings."""
-    numel = TILE_NUMEL + 37
+    tile_numel = 16 * ALIGNMENT_NUMEL  # so few elements that torch computes them in this thread
+    numel = tile_numel + 37
     wave = torch.linspace(-9.0, 9.0, numel, dtype=torch.float32, device="cpu").sin()
     factor = torch.full((), 0.3, dtype=torch.float32, device="cpu")
     for fused, decoupled, maximize in itertools.product((False, True), repeat=3):
@@ -210,7 +216,7 @@ def _has_bits_of_torch(script: Callable[..., None]) -> bool:
         torch_adam(master, gradients, first, second, 2, settings, fused=fused or None, decoupled=decoupled)
         rule = rule_of(settings, 2, decoupled)
         lists = [[tensor] for tensor in (*found[:3], narrow, found[3], count)]
-        _call(script, *lists, [rule], [False], fused=fused, factor=factor)
+        _call(script, *lists, [rule], [False], fused=fused, factor=factor, tile_numel=tile_numel)
         if not all(map(torch.equal, [*expected, expected[0].to(torch.bfloat16)], found)):
             return False
     return True

@@ -7,8 +7,8 @@ cores would run four threads. How many threads a team has is a number of the cal
 worker asks for its number once, because torch replaces it at the first use of a thread, then sets it to one, and
 whoever started the workers sets its own number again: it has changed in the workers alone.
 
-An operator lets go of Python's lock while it computes. With tiles of 512 K elements two workers wait less than 1 % of
-the time for the lock; with tiles of 32 K they lose a third.
+An operator releases Python's lock while it computes. Where operators are called from Python on 512 K elements two
+workers wait less than 1 % of the time for the lock; on 32 K they lose a third.
 """
 
 import collections

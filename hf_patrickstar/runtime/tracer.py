@@ -98,7 +98,7 @@ class Tracer:
         meter: Measures non-model bytes while a step is recorded.
         ledger: Has the bytes of chunks, and of gradients that wait on the device for their group.
         order: Makes one trace of the traces of several processes.
-        emit: Called with steps that are recorded, and of those that diverge.
+        emit: Called when a step is recorded, and when one diverges.
         known: Traces of a plan: steps follow them that would be recorded first otherwise.
 
     Attributes:

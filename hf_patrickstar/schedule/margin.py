@@ -199,7 +199,7 @@ def plan_margin(
     return MarginPlan(
         chosen,
         f"{count} of {len(chunks)} chunks live in the device margin ({taken}; {len(candidates)} would fit), the first "
-        f"layers first: by estimate at the rates of '{machine_name}' a step takes {best.duration_ns / 1e6:.2f} ms and "
-        f"moves {format_nbytes(best.moved_nbytes)}, against {first.duration_ns / 1e6:.2f} ms and "
+        f"layers first: at the rates of '{machine_name}' a step is estimated to take {best.duration_ns / 1e6:.2f} ms "
+        f"and to move {format_nbytes(best.moved_nbytes)}, against {first.duration_ns / 1e6:.2f} ms and "
         f"{format_nbytes(first.moved_nbytes)} without",
     )

@@ -4,7 +4,7 @@
 Which operators a model calls, which parameters its modules need and when, and what memory its activations take depend
 on the model and its batch, and on which embeddings are looked up at home, but not on chunks or budgets. So one
 micro-batch of the plain model is run with fake tensors (``tracing/recorder.py``), and all that torch would tell an
-engine is noted. ``schedule/step.py`` tells it again for any chunks and budgets, which takes a fraction of the time,
+engine is noted. ``schedule/step.py`` replays it for any chunks and budgets, which takes a fraction of the time,
 since no operator of the model runs.
 
 The planner runs the model twice, and the notes of both runs must be equal: what it does the first time alone, or

@@ -49,7 +49,7 @@ from hf_patrickstar.schedule.script import (
 from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace, Visit, trace_key
 
 _LAUNCHES = 5
-"""Of an update on the device: it counts, widens gradients, multiplies them, computes, and rounds."""
+"""Of an update by Adam on the device: it counts, widens gradients, multiplies them, computes, and rounds."""
 _LEAST_IN_FLIGHT = 2
 """Gradients whose copies the compute stream need not wait for, however large; as in ``memory/streams.py``."""
 _SUM_ITEMSIZE = 4
@@ -444,7 +444,7 @@ def _update(ops: OpTrace, places: Places, rules: StepRules) -> Iterator[Entry]:
             continue
         if index in rules.device_homed:
             dtype = places.chunks[index].types.state
-            yield from itertools.repeat(Kernel(work.name, 0, 0, dtype), _LAUNCHES - 1)
+            yield from itertools.repeat(Kernel(work.name, 0, 0, dtype), max(work.num_calls, _LAUNCHES) - 1)
             yield Kernel(work.name, work.flops, work.nbytes, dtype)
         elif rules.overlaps_update:
             yield ThreadWork((work,), frozenset({index}), ())

@@ -5,7 +5,7 @@ The engine knows which chunks a step visits, but not what the device computes in
 real device. An estimate puts in what every transformer does: each matrix is multiplied with each row (token) of a
 micro-batch once in forward and twice in backward. The rest is known: the copies are those of the plan, gradients leave
 when a chunk has been visited for the last time, and the optimizer reads and writes 28 bytes per parameter at home. The
-script is played by the same ``replay`` as that of a recorded step.
+script is run by the same ``replay`` as that of a recorded step.
 """
 
 import dataclasses

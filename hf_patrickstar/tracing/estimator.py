@@ -45,7 +45,7 @@ from hf_patrickstar.tracing.fake import FakeTensors, fused_attention
 from hf_patrickstar.tracing.masks import masks_of_batches
 from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
 from hf_patrickstar.tracing.twins import OTHERS_CODE, copy_without_bytes
-from hf_patrickstar.tracing.unobserved import unobserved
+from hf_patrickstar.tracing.unobserved import TRACE_LOCK, unobserved
 from hf_patrickstar.units import MIB
 
 logger = logging.getLogger(__name__)
@@ -195,7 +195,8 @@ class StepEstimator:
         masks = masks_of_batches(has_padding=_has_padding(call), is_packed="position_ids" in call.kwargs)
         is_apart = self._device.type != "cpu"
         patience = _patience(is_first=self._rank == 0)
-        with patience as check_time, unobserved(self._model), FakeTensors(), masks, as_on(self._device):
+        # The time that another thread traces is not counted.
+        with TRACE_LOCK, patience as check_time, unobserved(self._model), FakeTensors(), masks, as_on(self._device):
             ops = trace(
                 what,
                 looked_up=looked_up,

@@ -49,7 +49,7 @@ from hf_patrickstar.tracing.twins import is_of_library, origin_of
 from hf_patrickstar.tracing.user_state import own_variables
 
 _PACKAGE = __name__.partition(".")[0]
-_LOCK = threading.RLock()
+TRACE_LOCK = threading.RLock()
 """One thread traces at a time: what two replace in the process would not come back in the opposite order."""
 _LOGS_ONCE = ("warning_once", "info_once", "warning_advice")
 """What transformers adds to every logger; two of them remember what was logged."""
@@ -68,7 +68,7 @@ def unobserved(model: torch.nn.Module | None = None) -> Iterator[None]:
     if peek_interpreter_stack() is not None:
         raise TraceError("a model cannot be traced inside of torch.func (grad, vmap); trace it outside")
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_LOCK)
+        stack.enter_context(TRACE_LOCK)
         for context in (
             *(_quiet_warnings, _quiet_logs, _quiet_streams, _no_files, _without_modes, _without_saved_tensors_hooks),
             *(_without_global_hooks, _no_hooks_of_tensors, same_state, _same_random_numbers, _same_settings),

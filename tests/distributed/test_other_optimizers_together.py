@@ -20,7 +20,7 @@ from transformers.optimization import Adafactor
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.optim import kernels
+from hf_patrickstar.optim import torch_kernel
 
 pytestmark = pytest.mark.xdist_group("distributed")
 
@@ -106,7 +106,7 @@ def test_an_optimizer_that_needs_all_parameters_is_refused(pair):
 def warn(rank):
     model = prepared("gpt2")
     with (
-        mock.patch.object(kernels.logger, "warning") as warning,
+        mock.patch.object(torch_kernel.logger, "warning") as warning,
         engaged(model, {}, optimizer=Frugal(model.parameters())),
     ):
         (call,) = warning.call_args_list

@@ -121,7 +121,7 @@ def test_prefetches_bring_not_a_byte_more():
     assert rows[0] == rows[1] == rows[2]
 
 
-def test_estimator_evicts_less_than_what_was_used_longest_ago():
+def test_a_plan_evicts_less_than_what_was_used_longest_ago():
     class Twice(Stack):
         def forward(self, x):
             return super().forward(super().forward(x))

@@ -67,6 +67,21 @@ def test_where_torchs_adam_is_called_for_each_tile_no_bit_is_another(make_optimi
     Pair(Tied, "moving", make_optimizer, dtype="bf16", settings={"chunks": 4}).train(3)
 
 
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_states_in_16_bits_have_the_bits_of_torch(half):
+    """A model that was loaded in 16 bits, and keeps them because nothing was asked for, has states in them, too."""
+
+    class Half(Stack):
+        def forward(self, x):
+            return super().forward(x.to(half))
+
+    def make_optimizer(parameters):
+        return torch.optim.AdamW(parameters, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.3)
+
+    settings = {"chunks": 6}
+    Pair(Half, "moving", make_optimizer, dtype="auto", prepare=lambda m: m.to(half), settings=settings).train(4)
+
+
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES)

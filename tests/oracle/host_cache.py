@@ -11,7 +11,7 @@ from hf_patrickstar.tracing.operands import read_operands, storage_key, written_
 from hf_patrickstar.units import MIB
 
 HOST_CACHE_NBYTES = 16 * MIB
-"""Bytes that the caches of a core keep: a tile of Adam's lists, which is made to stay there (``adam_kernel.py``)."""
+"""Bytes that the caches of a core keep: a tile of Adam's lists, which is made to stay there (``adam_script.py``)."""
 
 
 class Touch(NamedTuple):

@@ -1,4 +1,4 @@
-"""The simulator predicts what the engine moves, exactly; estimator never changes a loss."""
+"""The simulator predicts what the engine moves, exactly; no policy, depth or placement changes a loss."""
 
 import pytest
 import torch

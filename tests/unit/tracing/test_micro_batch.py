@@ -1,4 +1,4 @@
-"""Micro-batches that are traced: how often their model runs, and which are not told again."""
+"""Micro-batches that are traced: how often their model runs, and which cannot be replayed."""
 
 import dataclasses
 
