@@ -530,3 +530,21 @@ def test_steps_without_gradients_count_as_in_torch(budget):
     pair.both(run)
     pair.check()
     assert pair.engine.stats()["steps"] == 4
+
+
+def test_threads_of_torch_are_as_before_after_an_error_in_an_update(monkeypatch):
+    """An optimizer that computes in torch's threads gets the number that the user has named for its step alone."""
+    before, seen = torch.get_num_threads(), []
+
+    def fail(optimizer, closure=None):
+        seen.append(torch.get_num_threads())
+        raise LookupError("in an update")
+
+    settings = {"chunks": 4, "host_threads": before + 1}
+    pair = Pair(Stack, "moving", lambda p: torch.optim.SGD(p, lr=0.1), settings=settings)
+    loss_of(pair.ours, 0).backward()
+    monkeypatch.setattr(torch.optim.SGD, "step", fail)
+    with pytest.raises(LookupError):
+        pair.optimizer.step()
+    assert set(seen) == {before + 1}
+    assert torch.get_num_threads() == before
