@@ -246,19 +246,18 @@ class Sharing:
         Returns:
             The states by index, the same on all ranks: a ``SharedState`` for a tensor, anything else as it is.
         """
+        outlines = {index: {key: _outline(value) for key, value in state.items()} for index, state in own.items()}
         states: dict[int, dict[str, Any]] = {}
-        for rank, index, key, shape, value in self._outlines(own):
-            state = states.setdefault(index, {})
-            if shape is None:
-                state[key] = value
-                continue
-            spec, parts = place_of(index)
-            if _is_split(parts) and shape == (parts[rank][1] - parts[rank][0],):
-                state[key] = SharedState(spec, key, spec.shape, value, parts)
-            else:
-                places = range(self._collectives.world_size)
-                parts = [(0, math.prod(shape) if place == rank else 0) for place in places]
-                state[key] = SharedState(spec, key, shape, value, parts)
+        for rank, found in enumerate(self._collectives.exchange(outlines, _READING_STATES)):
+            for index, state in found.items():
+                spec, parts = place_of(index)
+                for key, (shape, value) in state.items():
+                    place = spec.shape, parts
+                    if shape is not None and not (_is_split(parts) and shape == (parts[rank][1] - parts[rank][0],)):
+                        numels = [math.prod(shape) if other == rank else 0 for other in range(len(parts))]
+                        place = shape, [(0, numel) for numel in numels]
+                    shared = value if shape is None else SharedState(spec, key, place[0], value, place[1])
+                    states.setdefault(index, {})[key] = shared
         return dict(sorted(states.items()))
 
     def states(
@@ -278,25 +277,15 @@ class Sharing:
         if self.is_alone:
             return {index: dict(state) for index, state in own.items()}
         self.enter(_READING_STATES)
-        states: dict[int, dict[str, Any]] = {}
-        for rank, index, key, shape, value in self._outlines(own):
-            state = states.setdefault(index, {}) if keep else {}
-            if shape is None:
-                state[key] = value
-                continue
-            part = own[index][key] if rank == self.rank else torch.zeros(shape, dtype=value, device="cpu")
-            self._collectives.begin_broadcast(part, rank, _READING_STATES)()
-            if keep:
-                spec, parts = place_of(index)
-                _join(state, key, part, spec, parts, rank)
-        return dict(sorted(states.items()))
-
-    def _outlines(self, own: Mapping[int, Mapping[str, Any]]) -> Iterator[tuple[int, int, str, Any, Any]]:
-        """What all ranks have: rank, index and key, and the shape and type of a tensor, or ``None`` and the value."""
-        outlines = [(index, key, *_outline(value)) for index, state in own.items() for key, value in state.items()]
-        for rank, found in enumerate(self._collectives.exchange(outlines, _READING_STATES)):
-            for outline in found:
-                yield rank, *outline
+        states = self.outline_states(own, place_of)
+        for index, state in states.items():
+            for key, item in state.items():
+                if isinstance(item, SharedState):
+                    held = Held(item.spec, item.parts, own.get(index, {}).get(key), item.dtype)
+                    numel, everyone = math.prod(item.shape), list(range(self._collectives.world_size))
+                    (value,) = self._pieces(held, (0, numel), max(numel, 1), _READING_STATES, everyone)
+                    state[key] = value.view(item.shape) if keep else None
+        return states if keep else {}
 
 
 _READING_STATES = "reads the optimizer's state"
@@ -319,16 +308,6 @@ def _arrived(value: torch.Tensor, waits: Sequence[Callable[[], None]]) -> torch.
 def _is_split(parts: Parts) -> bool:
     """Whether more than one rank has elements."""
     return sum(stop > start for start, stop in parts) > 1
-
-
-def _join(state: dict[str, Any], key: str, part: torch.Tensor, spec: TensorSpec, parts: Parts, rank: int) -> None:
-    """Adds a rank's part to a state: the whole tensor, or a flat part of it where the parameter is split."""
-    start, stop = parts[rank]
-    if not _is_split(parts) or part.shape != (stop - start,):
-        state[key] = part
-        return
-    whole = state.setdefault(key, torch.zeros(spec.shape, dtype=part.dtype, device="cpu"))
-    whole.view(-1)[start:stop].copy_(part)
 
 
 def _outline(value: Any) -> tuple[tuple[int, ...] | None, Any]:

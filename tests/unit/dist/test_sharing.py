@@ -340,7 +340,7 @@ def test_who_does_not_want_states_takes_part():
         states = process.sharing.states(own, place_of, keep=process.rank == 1)
         return sorted(states), process.collectives.sent_numels
 
-    assert run_together(2, work) == [([], [2, 1, 2, 2]), ([0, 1], [2, 1, 2, 2])]
+    assert run_together(2, work) == [([], [2, 2, 1, 2]), ([0, 1], [2, 2, 1, 2])]
 
 
 def test_the_outline_of_states_is_the_same_everywhere():
