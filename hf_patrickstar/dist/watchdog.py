@@ -116,12 +116,10 @@ class Watchdog:
         self._rank = rank
         self._ranks = ranks
         self._others = [other for other in range(len(ranks)) if other != rank]
-        self._wait_s = wait_s or math.inf
-        self._timeout_s = timeout_s
+        self._wait_s, self._timeout_s = wait_s or math.inf, timeout_s
         self._warn_s = min(_WARN_S, self._wait_s / 3)
         self._poll_s = min(_POLL_S, self._warn_s / 5)
-        self._num_messages = 0
-        self._is_warned = self._is_store_gone = False
+        self._num_messages, self._is_warned, self._is_store_gone = 0, False, False
         self._all_store = self._store = _find_store()
 
     def meet(self) -> None:
@@ -231,9 +229,8 @@ class Watchdog:
         if self._find_verdict():
             raise CollectiveError(f"{wait.what}: {self.verdict}")
         if waited_s >= limit_s:
-            seconds = round(waited_s, 1)
             text = (
-                f"rank {self._rank} gave up after {seconds:g} s: it {wait}, and "
+                f"rank {self._rank} gave up after {waited_s:.0f} s: it {wait}, and "
                 f"{self._describe_others(wait)}. This must be called by all processes together (Trainer.save_model and "
                 "engine.full_parameters too). Look first at the error of a rank that is missing; where it was only "
                 "busy, raise process_wait_s. The processes are not in the same place any more: restart from the last "

@@ -171,7 +171,7 @@ def test_one_of_two_is_warned_and_gives_up_and_the_other_is_told(tmp_path, call)
         assert "rank 1 has not come" in text
     assert warning.startswith("patrickstar: rank 0 ")
     assert f"after {LIMIT_S:g} s (process_wait_s)" in warning
-    assert f"rank 0 gave up after {LIMIT_S:g} s: " in own
+    assert re.search(r"rank 0 gave up after \d+ s: ", own)
     for word in ("all processes", "process_wait_s", "last checkpoint"):
         assert word in own
     story = own[own.index("rank 0 gave up") :]
@@ -205,7 +205,7 @@ def test_some_of_four(tmp_path, alone):
             assert who in text
             assert CALLS[read_all] in text
         for text in (*nexts, own or nexts[0]):
-            assert re.search(rf"rank \d gave up after {limit_s:g} s", text)
+            assert re.search(r"rank \d gave up after \d+ s", text)
         assert max(times) < SOON_S, rank
 
 
@@ -298,7 +298,7 @@ def wait_inside_a_step(rank):
 def test_one_that_waits_for_data_is_told_too():
     with Workers(2) as workers:
         text, own = workers.run(wait_inside_a_step)
-    assert "rank 1 gave up after 1 s: it reads the optimizer's state" in own
+    assert re.search(r"rank 1 gave up after \d+ s: it reads the optimizer's state", own)
     assert own in text
 
 
@@ -376,8 +376,9 @@ def test_one_that_gave_up_can_leave(tmp_path, wait):
         texts = [process.communicate(timeout=100)[1] for process in processes]
     assert [process.returncode for process in processes] == [1, 1]
     assert time.monotonic() - begin < 60
-    story = "rank 0 gave up after 2 s: it reads the value of parameter 'weight' as torch.float32 (called at "
+    story = " s: it reads the value of parameter 'weight' as torch.float32 (called at "
     story += f"{tmp_path}/script.py:17 in <module>: engine.model.state_dict()), and rank 1 has not come"
     for text in texts:
+        assert "rank 0 gave up after " in text.splitlines()[-1]
         assert story in text.splitlines()[-1]
     assert "CollectiveError: begins 'training': rank 0 gave up" in texts[1]

@@ -104,7 +104,7 @@ def test_one_that_waits_alone_warns_once_and_ends_and_the_others_are_told(store,
     text = fails(first.wait, Work(), "reads", is_message=True, is_prompt=True)
     assert WAIT_S <= time.monotonic() - begin < WAIT_S + 3
     told = f"it reads (called at {CALLER}), and ranks 1, 2 have not come. This must be called by all processes together"
-    assert text.startswith(f"rank 0 gave up after {WAIT_S:g} s: {told}")
+    assert re.match(rf"rank 0 gave up after \d+ s: {re.escape(told)}", text)
     for word in ("process_wait_s", "Trainer.save_model", "last checkpoint"):
         assert word in text
     (warning,) = heard()
@@ -282,4 +282,4 @@ def test_one_that_is_seen_to_run_is_only_slow(store):
 
     in_threads(dogs[0].meet, come_late)
     text = fails(make(0, 2, 0.3, processes={}, timeout_s=0.8).meet)
-    assert "gave up after 0.8" in text or "gave up after 0.9" in text or "gave up after 1" in text
+    assert "gave up after 1 s" in text
