@@ -531,7 +531,8 @@ def die_in_a_step(rank, path):
 def test_a_killed_rank_is_named_in_the_middle_of_a_step(tmp_path):
     with Workers(2) as workers, pytest.raises(WorkerError, match=r"Rank 1 of 2 died with exit code -9 \(SIGKILL\)"):
         workers.run(die_in_a_step, str(tmp_path / "said"))
-    assert "Rank 1 has ended (process " in (tmp_path / "said").read_text()
+    said = (tmp_path / "said").read_text()  # whether a collective failed first, or was not begun any more
+    assert "rank 1 has ended (process " in said.lower()
 
 
 def world_size(rank):
