@@ -11,6 +11,9 @@ and the nanoseconds over those of torch's fused optimizer with casts. Where othe
 says in how many rounds they had less than a fifth of one core; if those are five or more, the others do not count. The
 masters of this package must be those of torch, bit for bit.
 
+The last row is ``optimizer.step()`` of a GPT-2 with a vocabulary of 50,257, per parameter of its own: how far a model,
+whose parameters are small and large, is from equal ones.
+
 The engine's step has a millisecond or two that do not grow with the model, and a small ``--numel`` shows those rather
 than the update. A model that is trained in chunks has more parameters than the default. All updates together take
 13 GiB of memory, and more with DeepSpeed.
@@ -24,12 +27,14 @@ import time
 import common
 import psutil
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_patrickstar import PatrickStarEngine
 
 TENSOR_NUMEL = 2**21
 NBYTES = 28
 FUSED = "torch fused + casts"
+MODEL = "patrickstar, GPT-2"
 QUIET = 0.2
 LEAST_ROUNDS = 5
 
@@ -95,9 +100,14 @@ class OurUpdate:
 
     def __init__(self, gradients, make, threads, dtype):
         self.threads = threads
-        self.model = Weights(gradients)
+        self.model = self.make_model(gradients)
+        self.numel = sum(parameter.numel() for parameter in self.model.parameters())
         config = {"dtype": dtype, "autocast": False, "host_threads": threads}
         self.engine = PatrickStarEngine(self.model, config, make(self.model.parameters()), device="cpu")
+
+    def make_model(self, gradients):
+        """Parameters that have these gradients."""
+        return Weights(gradients)
 
     def prepare(self):
         """A forward and a backward."""
@@ -111,6 +121,20 @@ class OurUpdate:
     def final(self):
         """The masters."""
         return list(self.model.state_dict().values())
+
+
+class ModelUpdate(OurUpdate):
+    """The step of this package's optimizer over a GPT-2 of six layers (82 M parameters)."""
+
+    def make_model(self, gradients):
+        """The model."""
+        return GPT2LMHeadModel(GPT2Config(n_layer=6))
+
+    def prepare(self):
+        """A forward and a backward."""
+        self.model.zero_grad()
+        tokens = torch.arange(16)[None]
+        self.model(input_ids=tokens, labels=tokens).loss.backward()
 
 
 def make_updates(options, gradients):
@@ -138,6 +162,7 @@ def make_updates(options, gradients):
             )
         updates["patrickstar, fused", threads] = OurUpdate(gradients, fused, threads, options.dtype)
         updates["patrickstar, default", threads] = OurUpdate(gradients, default, threads, options.dtype)
+        updates[MODEL, threads] = ModelUpdate(gradients, fused, threads, options.dtype)
     return updates
 
 
@@ -176,8 +201,8 @@ def measure(updates, buffer, rounds):
     return samples
 
 
-def make_row(key, samples, numel):
-    """Medians of the quiet rounds of an update, or of all if there are too few."""
+def make_row(key, samples, numel, added_numel):
+    """Medians of an update's quiet rounds, or of all if there are too few; its addition is over other parameters."""
     quiet = [sample for sample in samples if sample[2]]
     chosen = quiet if len(quiet) >= LEAST_ROUNDS else samples
     return {
@@ -185,15 +210,15 @@ def make_row(key, samples, numel):
         "threads": key[1],
         "quiet": len(quiet),
         "ns": statistics.median(own for own, _, _ in chosen) / numel * 1e9,
-        "addition_ns": statistics.median(beside for _, beside, _ in chosen) / numel * 1e9,
-        "share": statistics.median(beside / own for own, beside, _ in chosen),
+        "addition_ns": statistics.median(beside for _, beside, _ in chosen) / added_numel * 1e9,
+        "share": statistics.median(beside / own for own, beside, _ in chosen) * numel / added_numel,
     }
 
 
 def check_bits(updates):
     """Fails if masters of ours are not those of torch."""
     for (name, threads), update in updates.items():
-        if isinstance(update, OurUpdate):
+        if type(update) is OurUpdate:
             twin = updates[f"torch {name.rpartition(' ')[2]} + casts", threads]
             if not all(map(torch.equal, update.final(), twin.final())):
                 raise SystemExit(f"{name}, {threads} threads: masters differ from torch's")
@@ -218,13 +243,19 @@ def main():
     updates = make_updates(options, gradients)
     samples = measure(updates, torch.zeros(numel * NBYTES // 8), options.rounds)
     check_bits(updates)
-    rows = [make_row(key, samples[key], numel) for key in updates]
+    rows = [make_row(key, samples[key], getattr(update, "numel", numel), numel) for key, update in updates.items()]
     print(f"{'':28s}{'threads':>8s}{'quiet':>7s}{'ns':>8s}{'addition':>10s}{'share':>8s}{'to fused':>10s}")
     for row in rows:
         (fused,) = (r["ns"] for r in rows if r["update"] == FUSED and r["threads"] == row["threads"])
         row["to_fused"] = row["ns"] / fused
+        if row["update"] == MODEL:
+            (ours,) = (r["ns"] for r in rows if r["update"] == "patrickstar, fused" and r["threads"] == row["threads"])
+            row["to_equal_parameters"] = row["ns"] / ours
         figures = f"{row['ns']:8.2f}{row['addition_ns']:10.2f}{row['share']:8.2f}{row['to_fused']:10.2f}"
         print(f"{row['update']:28s}{row['threads']:8d}{row['quiet']:7d}{figures}")
+    for row in rows:
+        if row["update"] == MODEL:
+            print(f"a GPT-2 to equal parameters, {row['threads']} threads: {row['to_equal_parameters']:.2f}")
     deepspeed = common.package_version("deepspeed") or "not installed"
     print(f"{numel / 1e6:.1f} M parameters, {options.dtype}; masters equal, bit for bit; DeepSpeed: {deepspeed}")
     result = {"parameters": numel, "rounds": options.rounds, "deepspeed": deepspeed, "masters_equal": True}

@@ -17,10 +17,10 @@ from hf_patrickstar.homes import (
     FROZEN,
     Arrangement,
     Arranger,
-    Circumstances,
     ModelNumbers,
+    Situation,
+    nbytes_in_use,
     staging_nbytes,
-    taken_by_others,
 )
 from hf_patrickstar.layout.packing import ChunkSpec, Layout
 from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec, collect_specs
@@ -75,7 +75,7 @@ class Decisions(Arrangement):
             self.depth_reason,
         )
 
-    def rules(self, situation: Circumstances) -> PlacementRules:
+    def rules(self, situation: Situation) -> PlacementRules:
         """What a placement takes into account.
 
         Args:
@@ -101,7 +101,7 @@ class Decisions(Arrangement):
         return sum(staging_nbytes(collectives, numel, name) for name, numel in largest.items())
 
     def estimate_cost(
-        self, situation: Circumstances, known: KnownTraces, rules: PlacementRules, *, fills_margin: bool
+        self, situation: Situation, known: KnownTraces, rules: PlacementRules, *, fills_margin: bool
     ) -> StepCost | None:
         """What a step will cost when homes are settled (``Estimate.settled``); ``None`` if that is not known.
 
@@ -121,7 +121,7 @@ class Decisions(Arrangement):
                 homed, _ = estimate.settled(homed, self.homes.spilled)
         return estimate.cost(homed)
 
-    def with_tide(self, situation: Circumstances, known: KnownTraces, rules: PlacementRules) -> "Decisions":
+    def with_tide(self, situation: Situation, known: KnownTraces, rules: PlacementRules) -> "Decisions":
         """These decisions, with the homes that fit what a step needs at each moment, if the host has no room for all.
 
         Args:
@@ -140,7 +140,7 @@ class Decisions(Arrangement):
         situation.resources.ledger.spilled_nbytes = sum(self.chunk_nbytes[index].host_nbytes for index in spilled)
         return dataclasses.replace(self, homes=HomePlan(kept | spilled, self.homes.reason, spilled))
 
-    def estimate(self, situation: Circumstances, known: KnownTraces, rules: PlacementRules) -> Estimate:
+    def estimate(self, situation: Situation, known: KnownTraces, rules: PlacementRules) -> Estimate:
         """What is known of a step before chunks are allocated; see ``estimate_cost``."""
         resources, chunks, looked_up = situation.resources, self.choice.layout.chunks, self._looked_up(known)
         return Estimate(
@@ -170,7 +170,7 @@ class Decisions(Arrangement):
             begin, end = spec.parts_of(tensor.numel, placement.offset_numel)[rank]
             yield tensor, end - begin
 
-    def expected(self, situation: Circumstances, known: KnownTraces, estimated: StepCost | None) -> str:
+    def expected(self, situation: Situation, known: KnownTraces, estimated: StepCost | None) -> str:
         """What this process will need for model data, and for a step, in one line.
 
         Args:
@@ -208,7 +208,7 @@ class Decisions(Arrangement):
             f"{beside} activations, at least {format_nbytes(on_device)} of {format_nbytes(room)}{time}{short}"
         )
 
-    def explain(self, situation: Circumstances) -> None:
+    def explain(self, situation: Situation) -> None:
         """Logs one line per decision that ``auto`` made."""
         config, ledger = situation.config, situation.resources.ledger
         logger.info("patrickstar: %s", self.precision.describe(self.tensors))
@@ -247,7 +247,7 @@ def _in_words(num: int) -> str:
     return f"{num / 1e9:.2f} B" if num >= 10**9 else f"{num / 1e6:.2f} M"
 
 
-def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> Decisions:
+def decide(model: torch.nn.Module, precision: str, situation: Situation) -> Decisions:
     """Decides types, layout and homes for a model.
 
     Args:
@@ -261,12 +261,12 @@ def decide(model: torch.nn.Module, precision: str, situation: Circumstances) -> 
         EngineError: If the model cannot be managed.
     """
     numbers, parameters = inspect(model, precision, situation)
-    decided = decide_for(numbers, situation, taken_by_others(situation, parameters))
+    decided = decide_for(numbers, situation, nbytes_in_use(situation, parameters))
     return dataclasses.replace(decided, parameters=parameters)
 
 
 def inspect(
-    model: torch.nn.Module, precision: str, situation: Circumstances
+    model: torch.nn.Module, precision: str, situation: Situation
 ) -> tuple[ModelNumbers, list[torch.nn.Parameter]]:
     """What decisions depend on of a model, and its parameters; see ``decide``.
 
@@ -291,17 +291,17 @@ def inspect(
     return ModelNumbers(tensors, modules, chosen, is_restorable, embeddings, outlines), parameters
 
 
-def decide_for(numbers: ModelNumbers, situation: Circumstances, others_nbytes: int = 0) -> Decisions:
+def decide_for(numbers: ModelNumbers, situation: Situation, in_use_nbytes: int = 0) -> Decisions:
     """Decides layout and homes, from numbers alone; see ``decide``.
 
     Args:
         numbers: The model.
         situation: What decisions depend on.
-        others_nbytes: Bytes of the device that are in use by others (another model, for example).
+        in_use_nbytes: Bytes of the device that are in use already (by another model, for example).
     """
     ledger, tensors = situation.resources.ledger, numbers.tensors
     lists = _choose_lists(situation, is_restorable=numbers.is_restorable)
-    arranger = Arranger(numbers, lists, situation, others_nbytes)
+    arranger = Arranger(numbers, lists, situation, in_use_nbytes)
     found = arranger.arrange(functools.partial(_agree, numbers, situation))
     ledger.spilled_nbytes = sum(found.chunk_nbytes[index].host_nbytes for index in found.homes.spilled)
     if not situation.resources.is_metered:
@@ -321,7 +321,7 @@ def decide_for(numbers: ModelNumbers, situation: Circumstances, others_nbytes: i
     )
 
 
-def _choose_depth(situation: Circumstances, layout: Layout) -> tuple[int, str]:
+def _choose_depth(situation: Situation, layout: Layout) -> tuple[int, str]:
     """How many chunks are loaded ahead, and why."""
     depth = situation.config.prefetch_depth
     if isinstance(depth, int):
@@ -330,7 +330,7 @@ def _choose_depth(situation: Circumstances, layout: Layout) -> tuple[int, str]:
     return choose_depth(sorted(nbytes)[len(nbytes) // 2] if nbytes else 0, situation.resources.machine)
 
 
-def _choose_lists(situation: Circumstances, *, is_restorable: bool) -> dict[int, tuple[str, ...]]:
+def _choose_lists(situation: Situation, *, is_restorable: bool) -> dict[int, tuple[str, ...]]:
     """The lists beside ``param``, by the index of the optimizer."""
     # Without an optimizer masters are kept only where the model could not be restored without them.
     lists: dict[int, tuple[str, ...]] = {-1: () if is_restorable else (MASTER,)}
@@ -392,7 +392,7 @@ def list_names(kernel: Kernel, num_micro_batches: int) -> tuple[str, ...]:
     return (*kernel.list_names, GRADIENT) if num_micro_batches > 1 else kernel.list_names
 
 
-def _agree(numbers: ModelNumbers, situation: Circumstances, limits: list[int]) -> list[int]:
+def _agree(numbers: ModelNumbers, situation: Situation, limits: list[int]) -> list[int]:
     """The smallest of each limit of all processes; raises if their models or settings differ."""
     collectives, tensors = situation.resources.collectives, numbers.tensors
     settings = {key: value for key, value in situation.config.to_dict().items() if not key.endswith("_budget")}

@@ -23,8 +23,8 @@ from hf_patrickstar.config import ConfigSource, PatrickStarConfig
 from hf_patrickstar.decisions import decide, list_names
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.events import Listener, ModelDecided, both
-from hf_patrickstar.homes import Circumstances
-from hf_patrickstar.membership import Membership, Parts, check_optimizers, holders
+from hf_patrickstar.homes import Situation
+from hf_patrickstar.membership import Membership, check_optimizers, holders
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
@@ -114,7 +114,7 @@ class PatrickStarEngine:
         logger.info("patrickstar: %s", said)
         self._workers = HostWorkers(num_threads)
         self._kernels: list[Kernel] = [self._make_kernel(item) for item in given]
-        situation = Circumstances(self.config, self.resources, self._kernels, holders(given), self._num_micro_batches)
+        situation = Situation(self.config, self.resources, self._kernels, holders(given), self._num_micro_batches)
         weakref.finalize(self, self.collectives.close)  # the process group has threads and sockets
         self._decisions = decide(model, precision, situation)
         known = find_traces(model, self._decisions, situation)
@@ -262,15 +262,13 @@ class PatrickStarEngine:
             casting = self._decisions.precision.casting(self.device)
             self.hooks = ModelHooks(self.model, self.manager, self.weights, self._follow_model, self.device, casting)
             self._membership = Membership(
-                Parts(
-                    model=self.model,
-                    manager=self.manager,
-                    hooks=self.hooks,
-                    weights=self.weights,
-                    payloads=self._payloads,
-                    optimizers=self.optimizers,
-                    collectives=self.collectives,
-                ),
+                self.model,
+                self.manager,
+                self.hooks,
+                self.weights,
+                self._payloads,
+                self.optimizers,
+                self.collectives,
                 self._decisions,
             )
             self._recovery = Recovery(self.manager, self.device, self.model.buffers, self._emit)

@@ -36,7 +36,7 @@ It is small, since a training that has more must not be refused for it: where ac
 first step says how much.
 """
 _COPIES_SHARE = 4
-"""Where the host cannot hold all chunks, copies take at most this part of what the others leave of the device."""
+"""Where the host cannot hold all chunks, copies take at most this part of the device that is not in use already."""
 
 _WHOLE_SHARE = 0.25
 """Largest part of a device budget that the groups in use may need; if they need more, tensors are spread over ranks."""
@@ -47,7 +47,7 @@ FROZEN = -2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Circumstances:
+class Situation:
     """What decisions depend on beside the model.
 
     Attributes:
@@ -122,7 +122,7 @@ class _Room:
     Attributes:
         share: For all model data, if all of it is to live there.
         limit: For copies of chunks, at most.
-        whole: What others do not hold.
+        whole: What is not in use already.
         reserve: What is kept of that for non-model data.
         for_homes: For copies, and chunks at home there because the host has no room for them.
     """
@@ -142,13 +142,13 @@ class Arranger:
         numbers: The model.
         lists: The lists beside ``param``, by the index of the optimizer.
         situation: What decisions depend on.
-        others_nbytes: Bytes of the device that are in use by others (another model, for example).
+        in_use_nbytes: Bytes of the device that are in use already (by another model, for example).
     """
 
     numbers: ModelNumbers
     lists: Mapping[int, tuple[str, ...]]
-    situation: Circumstances
-    others_nbytes: int
+    situation: Situation
+    in_use_nbytes: int
 
     @functools.cached_property
     def _total_nbytes(self) -> int:
@@ -210,7 +210,7 @@ class Arranger:
             device_nbytes: The device budget.
             chunk_nbytes: Bytes that chunks may take, or ``None`` for all.
         """
-        whole = max(device_nbytes - self.others_nbytes, 0)
+        whole = max(device_nbytes - self.in_use_nbytes, 0)
         share, reserve = whole, 0
         if self.situation.resources.is_metered:
             share, reserve = int(whole * UNMEASURED_SHARE), int(whole * UNMEASURED_RESERVE)
@@ -219,7 +219,7 @@ class Arranger:
 
     def _place(self, choice: ChunkSizeChoice, embeddings: EmbeddingChoice) -> Arrangement:
         """Gives each chunk of a layout a home."""
-        resources, room, others = self.situation.resources, self._room, self.others_nbytes
+        resources, room = self.situation.resources, self._room
         ledger, is_alone = resources.ledger, resources.collectives.world_size == 1
         nbytes = chunk_bytes(choice.layout.chunks, self.lists, resources.pool, embeddings)
         widens = self.situation.num_micro_batches == 1
@@ -230,7 +230,9 @@ class Arranger:
             for_homes = min(for_homes, max(room.whole - host, 0))  # both tiers are the same memory
         device, *chunks = ledger.limits(Tier.DEVICE)
         usable = 1 - (UNMEASURED_RESERVE if room.reserve else 0)
-        device = dataclasses.replace(device, nbytes=room.whole - room.reserve, usable=usable, taken_nbytes=others)
+        device = dataclasses.replace(
+            device, nbytes=room.whole - room.reserve, usable=usable, taken_nbytes=self.in_use_nbytes
+        )
         homes = plan_homes(
             nbytes,
             Tiers(host, for_homes, _needs(choice, self.numbers.modules, nbytes, is_alone), workspace, device_workspace),
@@ -301,9 +303,9 @@ class Arranger:
         device, *chunks = ledger.limits(Tier.DEVICE)
         device = dataclasses.replace(
             device,
-            nbytes=max(device.nbytes - self.others_nbytes, 0),
-            taken_nbytes=self.others_nbytes,
-            has_others=resources.is_metered,
+            nbytes=max(device.nbytes - self.in_use_nbytes, 0),
+            taken_nbytes=self.in_use_nbytes,
+            counts_activations=resources.is_metered,
         )
         return [device, *chunks]
 
@@ -320,7 +322,7 @@ def _needs(
     return [(sum(nbytes[index].param_nbytes for index in indices), indices) for indices in sorted(together, key=sorted)]
 
 
-def _workspace_nbytes(situation: Circumstances, choice: ChunkSizeChoice, tier: Tier, widens: bool) -> int:
+def _workspace_nbytes(situation: Situation, choice: ChunkSizeChoice, tier: Tier, widens: bool) -> int:
     """Bytes of scratch space in which optimizers widen gradients on a tier where they update chunks."""
     workspace = 0
     for number, kernel in enumerate(situation.kernels):
@@ -352,8 +354,8 @@ def _state_itemsize(spec: TensorSpec | ChunkSpec, lists: Mapping[int, tuple[str,
     return spec.types.state_itemsize * len(lists_of(spec, lists))
 
 
-def taken_by_others(situation: Circumstances, parameters: list[torch.nn.Parameter]) -> int:
-    """Bytes of the device that are in use by others (another model, for example).
+def nbytes_in_use(situation: Situation, parameters: list[torch.nn.Parameter]) -> int:
+    """Bytes of the device that are in use already (by another model, for example).
 
     Args:
         situation: What decisions depend on.
@@ -379,7 +381,7 @@ def staging_nbytes(collectives: Collectives, chunk_numel: int, name: str) -> int
     return narrow * dtype.itemsize + wide * torch.float32.itemsize
 
 
-def can_move_homes(situation: Circumstances) -> bool:
+def can_move_homes(situation: Situation) -> bool:
     """Whether chunks that live on the device can leave it later.
 
     Args:

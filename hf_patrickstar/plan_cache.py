@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from hf_patrickstar.decisions import Decisions
-from hf_patrickstar.homes import Circumstances
+from hf_patrickstar.homes import Situation
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.trace import Trace, Visit
 from hf_patrickstar.units import MIB
@@ -132,7 +132,7 @@ def _stamp(path: pathlib.Path) -> tuple[int, int]:
     return stat.st_size, stat.st_mtime_ns
 
 
-def find_traces(model: torch.nn.Module, decisions: Decisions, situation: Circumstances) -> KnownTraces:
+def find_traces(model: torch.nn.Module, decisions: Decisions, situation: Situation) -> KnownTraces:
     """The traces that a plan has left for a training, or none; their key is that of the training in any case.
 
     Args:
@@ -166,7 +166,7 @@ def keep_traces(known: KnownTraces) -> None:
     write(_TRACES, known.key, buffer.getvalue())
 
 
-def key_of(computation: list[object], decisions: Decisions, situation: Circumstances) -> str:
+def key_of(computation: list[object], decisions: Decisions, situation: Situation) -> str:
     """Names what the traces of a training depend on, as far as the engine can see it.
 
     Args:

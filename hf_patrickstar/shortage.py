@@ -16,8 +16,8 @@ class Limit:
         nbytes: Bytes that it leaves for a need.
         is_auto: Whether the value comes from ``"auto"``: it is then all that the machine has, and cannot be raised.
         usable: Part of the setting that a need may use; the advised value includes the rest.
-        taken_nbytes: Bytes of the setting that others hold.
-        has_others: Whether activations, whose bytes are not known yet, count against the setting too.
+        taken_nbytes: Bytes of the setting that are taken already, by another model for example.
+        counts_activations: Whether activations, whose bytes are not known yet, count against the setting too.
     """
 
     setting: str
@@ -25,7 +25,7 @@ class Limit:
     is_auto: bool = False
     usable: float = 1.0
     taken_nbytes: int = 0
-    has_others: bool = False
+    counts_activations: bool = False
 
     def value_for(self, need_nbytes: int) -> int:
         """The value of the setting that leaves so many bytes."""
@@ -74,11 +74,11 @@ class Shortage:
             return f"{auto}=auto is all that the machine has to give, so {otherwise}."
         values = [(limit, limit.value_for(need)) for limit, need in self.needs]
         plain = " and ".join(
-            f"{limit.setting} to at least {value} bytes" for limit, value in values if not limit.has_others
+            f"{limit.setting} to at least {value} bytes" for limit, value in values if not limit.counts_activations
         )
         sentences = [f"Raise {plain}"] if plain else []
         for limit, value in values:
-            if limit.has_others:
+            if limit.counts_activations:
                 sentences.append(
                     f"Set {limit.setting} to 'auto', which is all that the machine has. A number must be more than "
                     f"{value} bytes, by what activations need: the error of the first step says how much that is"

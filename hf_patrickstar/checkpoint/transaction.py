@@ -20,9 +20,9 @@ from hf_patrickstar.errors import CheckpointError, CollectiveError
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
-_PATIENCE_S = 1800.0
+_TIMEOUT_S = 1800.0
 """Seconds without progress after which this process gives up waiting for the parts that other processes write."""
-LAST_PATIENCE_S = 20.0
+LAST_TIMEOUT_S = 20.0
 """The same while this process ends: the other processes may have ended before they wrote their parts."""
 
 
@@ -181,7 +181,7 @@ class Transactions:
             nbytes = sum(map(nbytes_of, files))
             if nbytes != known:
                 known, since = nbytes, time.monotonic()
-            if time.monotonic() > since + (LAST_PATIENCE_S if checkpoint.is_last.is_set() else _PATIENCE_S):
+            if time.monotonic() > since + (LAST_TIMEOUT_S if checkpoint.is_last.is_set() else _TIMEOUT_S):
                 break
             time.sleep(_POLL_S)
         missing = [_failure(checkpoint, file) or f"'{file}' was not written" for file in files if not file.exists()]

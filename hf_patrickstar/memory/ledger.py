@@ -194,14 +194,14 @@ class Ledger:
         # Every visit asks, so nothing is called here that need not be.
         if self.is_cautious if cautious is None else cautious:
             limit = int(limit * self._fraction)
-        others = self.reserved_nbytes
+        non_model = self.reserved_nbytes
         if measures:
             there = self._reading
             if there is None:
                 there = self._read()
-            if there > others:
-                others = there
-        free, chunk_budget = limit - used - others, self.chunk_budget
+            if there > non_model:
+                non_model = there
+        free, chunk_budget = limit - used - non_model, self.chunk_budget
         return free if chunk_budget is None or chunk_budget - used > free else chunk_budget - used
 
     def book(self, tier: Tier, owner: str, nbytes: int, *, is_allocated: bool = False, ahead_nbytes: int = 0) -> None:
@@ -220,12 +220,12 @@ class Ledger:
         """
         if nbytes < 0:
             raise ValueError(f"cannot book {nbytes} bytes for '{owner}'")
-        available, others = self._room_for(tier, nbytes, is_allocated=is_allocated)
+        available, non_model = self._room_for(tier, nbytes, is_allocated=is_allocated)
         if nbytes > max(available, 0):
             booked = self._used[tier] + nbytes + ahead_nbytes
             if tier is Tier.HOST and self.spilled_nbytes:
                 booked += self.spilled_nbytes + self._owners[Tier.DEVICE].get(owner, 0)
-            short = Shortage.of(zip(self.limits(tier), (booked + others, booked), strict=False))
+            short = Shortage.of(zip(self.limits(tier), (booked + non_model, booked), strict=False))
             ahead = f", and up to {format_need(ahead_nbytes)} beside it later" if ahead_nbytes else ""
             raise BudgetError(
                 f"{short.subject}: {format_need(nbytes)} more needed for '{owner}'{ahead}, "
@@ -237,7 +237,7 @@ class Ledger:
         self._peaks[tier] = max(self._peaks[tier], self._used[tier])
         self._peaks[tier, owner] = max(self._peaks.get((tier, owner), 0), now)
         if tier is Tier.DEVICE:
-            self.note_total(others)
+            self.note_total(non_model)
 
     def _room_for(self, tier: Tier, nbytes: int, *, is_allocated: bool) -> tuple[int, int]:
         """Bytes that can be booked, and non-model bytes beside them, from one measurement; see ``book``."""
@@ -246,13 +246,13 @@ class Ledger:
         if is_allocated:
             self.read_again()
         with self.one_reading():
-            available, others = self.available(tier, cautious=False), self.non_model_nbytes()
+            available, non_model = self.available(tier, cautious=False), self.non_model_nbytes()
             if is_allocated:
                 # Booking takes the bytes out of the measured non-model data, but not out of the reserved bytes.
                 rest = max(self._read() - nbytes, self.reserved_nbytes, 0)
-                available, others = available + others - rest, rest
+                available, non_model = available + non_model - rest, rest
                 self.read_again()
-            return available, others
+            return available, non_model
 
     def unbook(self, tier: Tier, owner: str, nbytes: int) -> None:
         """Takes bytes of an owner out of the book.
@@ -291,8 +291,8 @@ class Ledger:
             total, peak = self._used[tier], self._most(tier)
             rows.append(f"{tier.value:8}{'total':24}{format_nbytes(total):>14}{format_nbytes(peak):>14}")
             if tier is Tier.DEVICE:
-                others = self.non_model_nbytes()
-                rows.append(f"{tier.value:8}{'non-model data':24}{format_nbytes(others):>14}")
+                non_model = self.non_model_nbytes()
+                rows.append(f"{tier.value:8}{'non-model data':24}{format_nbytes(non_model):>14}")
                 if self.chunk_budget is not None:
                     rows.append(f"{tier.value:8}{'chunk budget':24}{format_nbytes(self.chunk_budget):>14}")
             rows.append(f"{tier.value:8}{'budget':24}{format_nbytes(self._budgets[tier]):>14}")

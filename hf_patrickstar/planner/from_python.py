@@ -55,9 +55,9 @@ def plan(
     model = check_types(model, machine, given)
     if said and given["settings"] is not None:
         given["settings"] = {**said["settings"], **given["settings"]}
-    subject, circumstances = arrange(model, machine, **given)
-    found, _ = plan_for_runs(subject, circumstances)
+    subject, training = arrange(model, machine, **given)
+    found, _ = plan_for_runs(subject, training)
     if not advice:
         return found
-    changes = advise(subject, circumstances, found)
-    return dataclasses.replace(found, changes=changes, largest=largest_that_fit(found, subject, circumstances))
+    changes = advise(subject, training, found)
+    return dataclasses.replace(found, changes=changes, largest=largest_that_fit(found, subject, training))

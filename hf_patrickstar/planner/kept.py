@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
-def kept(kind: str, subject: Subject, circumstances: object, is_measured: bool, make: Callable[[], _T]) -> _T:
+def kept(kind: str, subject: Subject, training: object, is_measured: bool, make: Callable[[], _T]) -> _T:
     """A result that was kept, or else one that is made and kept.
 
     What a script trains is never kept: nobody knows what it depends on. Nor is what was measured here, which is never
@@ -25,13 +25,13 @@ def kept(kind: str, subject: Subject, circumstances: object, is_measured: bool, 
     Args:
         kind: What is made.
         subject: What it is made of.
-        circumstances: How that is trained, written alike by ``repr`` if it is alike.
+        training: How that is trained, written alike by ``repr`` if it is alike.
         is_measured: Whether it depends on measurements.
         make: Makes it.
     """
     if is_measured or type(subject) is not Subject:
         return make()
-    key = plan_cache.digest([kind, *_parts_of(subject), circumstances])
+    key = plan_cache.digest([kind, *_parts_of(subject), training])
     found = plan_cache.read(kind, key)
     with no_collections():  # of some hundred thousand objects, none of which is garbage
         if found is not None:

@@ -17,7 +17,7 @@ from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.decisions import Decisions, decide_for, inspect
 from hf_patrickstar.dist.order import Room
 from hf_patrickstar.errors import BudgetError
-from hf_patrickstar.homes import Circumstances, ModelNumbers, can_move_homes, lists_of
+from hf_patrickstar.homes import ModelNumbers, Situation, can_move_homes, lists_of
 from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.membership import holders
@@ -224,7 +224,7 @@ class _Simulator:
         self._resources = resources_of(machine, self._config, trained.world_size)
         self._num_micro_batches = max(trained.num_micro_batches, 1)
         numbers, self._cost, self._kernel = self._known()
-        self._situation = Circumstances(self._config, self._resources, [self._kernel], {}, self._num_micro_batches)
+        self._situation = Situation(self._config, self._resources, [self._kernel], {}, self._num_micro_batches)
         self._decisions: Decisions = decide_for(numbers, self._situation)
         self._layout = self._decisions.choice.layout
         self._places = Places.of(self._layout)
@@ -239,7 +239,7 @@ class _Simulator:
                 optimizer = trained.make_optimizer(model.parameters())
                 kernel = self._kernel_of(optimizer)
                 of = holders([optimizer])
-                situation = Circumstances(self._config, self._resources, [kernel], of, self._num_micro_batches)
+                situation = Situation(self._config, self._resources, [kernel], of, self._num_micro_batches)
                 made.append(kernel)
                 computation = computation_of(model)
                 return inspect(model, "no", situation)[0], _cost_of(kernel, optimizer), computation

@@ -180,7 +180,7 @@ class Executor:
         elif (not was_there or actions is None or actions.evict or actions.load) or ledger.available(
             Tier.DEVICE, measures=False
         ) < 0:
-            # At a visit that moves nothing, what others take is not measured, which would take longer than all else.
+            # At a visit that moves nothing, non-model data is not measured, which would take longer than all else.
             with ledger.one_reading():
                 self._bring(chunk, actions, caller)
         waited_s = self._copies.wait(chunk) if chunk.arrival is not None else None
@@ -193,7 +193,7 @@ class Executor:
         return chunk.compute
 
     def expect(self, step: Step | None, moment: int | None = None) -> None:
-        """Tells the ledger what others will need until the next moment, or to be cautious where no trace is known."""
+        """Tells the ledger what non-model data will need until the next moment, or to be cautious without a trace."""
         ledger = self._ledger
         if step is None:
             ledger.is_cautious, ledger.reserved_nbytes = False, 0
@@ -378,7 +378,7 @@ class Executor:
         return bool(pending)
 
     def _free_gradients_in_flight(self) -> bool:
-        """Waits for gradients on their way; what was measured of this step with them is more than others will need."""
+        """Waits for gradients on their way; what was measured of this step with them is more than later steps need."""
         has_freed = self._streams.hold_at_most(0)
         self._ledger.read_again()
         if has_freed and self._tracer.step is not None:
@@ -391,7 +391,7 @@ class Executor:
         return has_left
 
     def _trim_if_short(self, *, cautious: bool | None = None) -> None:
-        """Kept buffers are the first to go when others need the room."""
+        """Kept buffers are the first to go when non-model data needs the room."""
         if self._ledger.available(Tier.DEVICE, cautious=cautious) < 0:
             self._pool.trim()
 

@@ -63,13 +63,13 @@ class Forecast:
         owners = ledger.owners(Tier.DEVICE)
         waiting = branches_nbytes(chunk.spec for chunk in self._chunks)
         counted = min(owners.get(GRADIENTS, 0), waiting) + owners.get(STAGING, 0)
-        others = self._non_model_nbytes()
+        non_model = self._non_model_nbytes()
         explained = self._need_at(ledger.budget(Tier.DEVICE), ledger.chunk_budget)
         if explained is not None and in_use_nbytes > explained:
             in_use_nbytes += self._unvisited_nbytes()
         booked = fixed + in_use_nbytes
         limits = ledger.limits(Tier.DEVICE)
-        device_nbytes, chunk_nbytes = max(ledger.budget(Tier.DEVICE), booked + others), ledger.chunk_budget
+        device_nbytes, chunk_nbytes = max(ledger.budget(Tier.DEVICE), booked + non_model), ledger.chunk_budget
         for _ in range(_MOST_ROUNDS):  # a larger budget may have larger chunks
             chunk_nbytes = None if chunk_nbytes is None else max(chunk_nbytes, booked)
             need = self._need_at(device_nbytes, chunk_nbytes)
@@ -77,10 +77,10 @@ class Forecast:
                 device_nbytes += device_nbytes // 8
                 continue
             booked = max(booked, fixed - static - counted + need)
-            if booked + others <= device_nbytes and (chunk_nbytes is None or booked <= chunk_nbytes):
+            if booked + non_model <= device_nbytes and (chunk_nbytes is None or booked <= chunk_nbytes):
                 break
-            device_nbytes = max(device_nbytes, booked + others)
-        return Shortage.of(zip(limits, (booked + others, booked), strict=False))
+            device_nbytes = max(device_nbytes, booked + non_model)
+        return Shortage.of(zip(limits, (booked + non_model, booked), strict=False))
 
     def names_in_use(self) -> set[str]:
         """Names of the parameters that modules compute with now."""

@@ -35,7 +35,7 @@ from hf_patrickstar.runtime.compiled import (
 from hf_patrickstar.runtime.frames import Frame
 from hf_patrickstar.runtime.live_model import LiveModel
 from hf_patrickstar.runtime.live_parameter import GET_GRAD, RAW, SET_GRAD, LiveMixin, raw_data, requires_grad
-from hf_patrickstar.runtime.live_tensor import LiveServices, LiveTensor, LiveWeights
+from hf_patrickstar.runtime.live_tensor import LiveTensor, LiveWeights
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.steps import Call
 from hf_patrickstar.runtime.together import roots_of
@@ -85,19 +85,18 @@ class ModelHooks:
         self._structure: tuple[list[int], list[Any]] = [], []  # at the last look: entries per place, all entries
         self._names: dict[torch.nn.Module, str] = {}
         self._compiled: dict[torch.nn.Module, Any] = {}  # with what is called; see [Note: compiled parts]
-        self._parameters, self._phases = manager.parameters, manager
+        self._parameters = manager.parameters
         self._frames = manager.frames
         copies = manager.copies
-        phases = manager
         self._autograd = Autograd(
             self._parameters.pack,
-            phases.operand_needed,
-            phases.backward_begin,
-            phases.backward_end,
+            manager.operand_needed,
+            manager.backward_begin,
+            manager.backward_end,
             lambda key: copies.find(key) is not None,
         )
-        self._services = LiveServices(manager, weights, self._frames, self._autograd)
-        self._live_model = LiveModel(model, self._services)
+        self._weights = weights
+        self._live_model = LiveModel(model, manager, weights)
         self._is_attached = False
         self._store_gradient = self._make_store()
 
@@ -170,13 +169,13 @@ class ModelHooks:
     def bind(self, tensors: Iterable[ManagedParameter]) -> None:
         """Lets parameters answer; nobody uses the memory that they had when this has returned."""
         for tensor in tensors:
-            tensor.bind(LiveTensor(tensor, self._services))
-        self._phases.model_lock.wait_for_calls()
+            tensor.bind(LiveTensor(tensor, self._manager, self._weights, self._autograd))
+        self._manager.model_lock.wait_for_calls()
 
     def detach(self) -> None:
         """Removes every hook; the model's attributes are as they were before ``attach``."""
         self._is_attached = False
-        self._phases.unwind()
+        self._manager.unwind()
         self._parameters.release_held_outside_forward()
         for module in list(self._of_modules):
             self._detach_module(module)
@@ -229,7 +228,7 @@ class ModelHooks:
             handle.remove()
 
     def _attach_module(self, module: torch.nn.Module, own: list[ManagedParameter]) -> list[Any]:
-        phases, frames, autograd, name = self._phases, self._frames, self._autograd, self._names[module]
+        manager, frames, autograd, name = self._manager, self._frames, self._autograd, self._names[module]
         parameters = self._parameters
         reads_rows = is_embedding(module)
         is_model, is_root = module is self._model, module in self._roots
@@ -238,7 +237,7 @@ class ModelHooks:
         def before(_module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
             stack = frames.stack
             if stack and (is_model or (is_root and stack[0].module is _module)):
-                phases.unwind()  # of a forward that was interrupted: torch runs no hooks after a KeyboardInterrupt
+                manager.unwind()  # of a forward that was interrupted: torch runs no hooks after a KeyboardInterrupt
             frame = Frame(
                 _module,
                 _BACKWARD if _current_graph_task_id() != -1 else _FORWARD if torch.is_grad_enabled() else _EVALUATION,
@@ -254,7 +253,7 @@ class ModelHooks:
                 self._replace(frame, name)
                 return None
             if _len_torch_function_stack() or _len_torch_dispatch_stack() or _profiler_enabled():
-                phases.before_module(frame, own, name)
+                manager.before_module(frame, own, name)
             else:
                 parameters.acquire_all(own, name, frame.acquired, is_recomputed=frame.stage is _BACKWARD)
             others = _top_saved_tensors_default_hooks(True)
@@ -274,13 +273,13 @@ class ModelHooks:
             if frame.replaced and frame.stage is _BACKWARD:
                 self._take_over_written(frame)
             if frame.replaced or _len_torch_function_stack() or _len_torch_dispatch_stack() or _profiler_enabled():
-                phases.after_module(frame)
+                manager.after_module(frame)
             elif frame.acquired:
                 parameters.release_all(frame.acquired)
             for lookup in frame.lookups.values():
                 counts = frame.stage is Stage.FORWARD and isinstance(output, torch.Tensor)
                 nbytes = output.numel() * output.element_size() if counts else 0
-                phases.lookup_end(lookup, nbytes)
+                manager.lookup_end(lookup, nbytes)
             result = _to(output, self._device) if frame.lookups and self._device.type != "cpu" else output
             if frame.autocast is not None:
                 result = self._casting.widen(result)
@@ -353,7 +352,7 @@ class ModelHooks:
 
     def _begin_lookup(self, frame: Frame, tensor: ManagedParameter, args: Any, kwargs: dict[str, Any]) -> Any:
         """Lets an embedding look rows up where its weight is at home: only activations cross the bus."""
-        lookup = frame.lookups[id(tensor.parameter)] = self._phases.lookup_begin(tensor)
+        lookup = frame.lookups[id(tensor.parameter)] = self._manager.lookup_begin(tensor)
         if lookup.leaf.requires_grad:
             this, parameter = weakref.ref(self), tensor.parameter
 
@@ -364,7 +363,7 @@ class ModelHooks:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
                 elif hooks is not None and gradient is not None:
                     hooks._autograd.notice_backward()
-                    hooks._phases.gradient_ready(tensor, gradient, is_at_home=True)
+                    hooks._manager.gradient_ready(tensor, gradient, is_at_home=True)
 
             lookup.leaf.register_post_accumulate_grad_hook(store)
         if self._device.type == "cpu":
@@ -386,7 +385,7 @@ class ModelHooks:
             return
         frame.handled = sys.exc_info()[1]
         may_keep(f"the forward of {name}")
-        self._phases.model_lock.acquire(f"the forward of {name}")
+        self._manager.model_lock.acquire(f"the forward of {name}")
         try:
             self._follow_model(frame.stage is Stage.FORWARD)
             inputs = list(tensors_in((args, kwargs)))
@@ -398,7 +397,7 @@ class ModelHooks:
             name = "" if frame.module is self._model else name
             self._manager.before_forward(frame.stage, call, name, shapes, present)
         except BaseException:
-            self._phases.model_lock.release()
+            self._manager.model_lock.release()
             raise
         frame.has_lock = True
         frame.saved_tensors = self._autograd.kept_as_numbers()
@@ -412,7 +411,7 @@ class ModelHooks:
 
     def _leave_outermost(self, frame: Frame) -> None:
         frame.leave_contexts()
-        self._phases.after_forward(frame, has_failed=sys.exc_info()[1] is not frame.handled)
+        self._manager.after_forward(frame, has_failed=sys.exc_info()[1] is not frame.handled)
 
     @property
     def is_running(self) -> bool:

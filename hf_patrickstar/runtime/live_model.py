@@ -11,7 +11,8 @@ from hf_patrickstar.errors import EngineError
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.runtime import captures
 from hf_patrickstar.runtime.chunk import ManagedParameter
-from hf_patrickstar.runtime.live_tensor import LiveServices, cannot_share
+from hf_patrickstar.runtime.live_tensor import LiveWeights, cannot_share
+from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.together import roots_of
 
 _HOOK_DICTIONARIES = (
@@ -26,15 +27,16 @@ class LiveModel:
 
     Args:
         model: The model.
-        services: What its parameters share.
+        manager: Has the parameters' values.
+        weights: Reads full parameters.
     """
 
-    def __init__(self, model: torch.nn.Module, services: LiveServices) -> None:
+    def __init__(self, model: torch.nn.Module, manager: ChunkManager, weights: LiveWeights) -> None:
         self._model = model
         self._roots = roots_of(model)
-        self._manager = services.manager
-        self._weights = services.weights
-        self._frames = services.frames
+        self._manager = manager
+        self._weights = weights
+        self._frames = manager.frames
         self._installed: dict[torch.nn.Module, set[str]] = {}
         self._hook_ids: frozenset[int] = frozenset()
         self._read_cache: dict[int, tuple[int, Any]] = {}

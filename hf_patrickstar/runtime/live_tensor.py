@@ -1,7 +1,6 @@
 """What answers for a parameter whose value is in a chunk: how one call gets at its value, and its gradient."""
 
 import contextlib
-import dataclasses
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -11,7 +10,6 @@ from hf_patrickstar.errors import EngineError
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.runtime.autograd import Autograd, may_keep, refuse_reentrant
 from hf_patrickstar.runtime.chunk import GradientPlace, ManagedParameter
-from hf_patrickstar.runtime.frames import Frames
 from hf_patrickstar.runtime.gradients import Gradients, consumed
 from hf_patrickstar.runtime.live_parameter import (
     GET_GRAD,
@@ -92,43 +90,29 @@ class LiveWeights(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LiveServices:
-    """What all parameters of one engine share.
-
-    Attributes:
-        manager: Gives and takes values.
-        weights: Reads full parameters.
-        frames: Which forwards are running.
-        autograd: What autograd keeps.
-    """
-
-    manager: ChunkManager
-    weights: LiveWeights
-    frames: Frames
-    autograd: Autograd
-
-
 class LiveTensor:
     """Answers for one parameter; see ``Live``.
 
     Args:
         tensor: The parameter.
-        services: What all parameters share.
+        manager: Gives and takes its value.
+        weights: Reads it as a whole.
+        autograd: What autograd keeps.
     """
 
-    __slots__ = ("kept", "services", "tensor")
+    __slots__ = ("autograd", "kept", "manager", "tensor", "weights")
 
-    def __init__(self, tensor: ManagedParameter, services: LiveServices) -> None:
-        self.tensor = tensor
-        self.services = services
+    def __init__(
+        self, tensor: ManagedParameter, manager: ChunkManager, weights: LiveWeights, autograd: Autograd
+    ) -> None:
+        self.tensor, self.manager, self.weights, self.autograd = tensor, manager, weights, autograd
         self.kept: torch.Tensor | None = None  # the value, for what the parameter was exchanged for
 
     def value_for(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """See ``Live.value_for``."""
         if parameter is self.tensor.parameter:
             return None
-        self.services.manager.writes.give_up_swapped(self.tensor)
+        self.manager.writes.give_up_swapped(self.tensor)
         return self.kept
 
     def access(self, func: Any, *, is_graph: bool, writes: bool = False) -> Access:
@@ -137,24 +121,25 @@ class LiveTensor:
         Raises:
             EngineError: If the function needs memory that other processes share.
         """
-        services, tensor = self.services, self.tensor
-        deferred = services.weights.deferred(tensor)
+        manager, tensor, frames = self.manager, self.tensor, self.manager.frames
+        deferred = self.weights.deferred(tensor)
         if deferred is not None:
             return Access(deferred)
         if func in _SHARING:
             raise EngineError(cannot_share(tensor))
         is_graph = is_graph and func not in WITHOUT_GRAPH
-        is_inside = services.frames.is_inside
-        leaf = services.frames.find_lookup(tensor.parameter) if is_inside else None
+        is_inside = frames.is_inside
+        leaf = frames.find_lookup(tensor.parameter) if is_inside else None
         if leaf is not None:
             return Access(leaf)
-        if is_inside and not services.manager.sharing.is_alone:  # there others may do something else meanwhile
-            return _InsideAccess(tensor, services, func)
-        if is_inside and (is_graph or (services.frames.stack and not writes and func not in WITHOUT_GRAPH)):
-            return _InsideAccess(tensor, services, func)
-        is_graph = is_graph and not is_inside
+        if is_inside and not manager.sharing.is_alone:  # there others may do something else meanwhile
+            return _InsideAccess(tensor, manager, func)
+        if is_inside and (is_graph or (frames.stack and not writes and func not in WITHOUT_GRAPH)):
+            return _InsideAccess(tensor, manager, func)
         try:
-            return _GraphAccess(tensor, services) if is_graph else _ValueAccess(tensor, services, func, writes=writes)
+            if is_graph and not is_inside:
+                return _GraphAccess(tensor, manager, self.autograd)
+            return _ValueAccess(tensor, manager, func, writes=writes)
         except _HasLeftError:
             return Access(tensor.parameter)  # which answers for itself now
 
@@ -166,7 +151,7 @@ class LiveTensor:
         """
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"Variable data has to be a tensor, but got {type(value).__name__}")
-        manager = self.services.manager
+        manager = self.manager
         if tuple(value.shape) == self.tensor.spec.shape:
             manager.writes.assign(self.tensor, value.data)
             return
@@ -175,9 +160,9 @@ class LiveTensor:
 
     def copy_from(self, source: torch.Tensor, is_graph: bool) -> bool:
         """Gives the fp32 master of a 16-bit parameter all bits of what is copied into it."""
-        manager, tensor = self.services.manager, self.tensor
+        manager, tensor = self.manager, self.tensor
         is_wider = source.dtype.itemsize > tensor.chunk.dtype.itemsize and source.is_floating_point()
-        if is_graph or not is_wider or self.services.frames.is_inside:
+        if is_graph or not is_wider or manager.frames.is_inside:
             return False
         with manager.gradients.lock:
             manager.writes.take_over(tensor)
@@ -186,7 +171,7 @@ class LiveTensor:
 
     def note_data_is_out(self) -> None:
         """Remembers to compare: what is written to ``.data`` leaves no trace."""
-        self.services.manager.writes.watch(self.tensor)
+        self.manager.writes.watch(self.tensor)
 
     def detached_for_state_dict(self) -> torch.Tensor:
         """The placeholder, marked: the parameter may be an ordinary one when its value is asked for."""
@@ -196,20 +181,20 @@ class LiveTensor:
 
     def host_value(self) -> torch.Tensor:
         """The value on the host, in the type that the model was loaded in; it may alias the chunk."""
-        manager, tensor = self.services.manager, self.tensor
+        manager, tensor = self.manager, self.tensor
         manager.writes.take_over(tensor)
         return manager.values.host_alias(tensor, tensor.original_dtype)
 
     def copied_value(self) -> torch.Tensor:
         """A copy of it, also while another thread takes the parameter out of its chunk."""
         tensor = self.tensor
-        with self.services.manager.gradients.lock:
+        with self.manager.gradients.lock:
             has_left = tensor.is_open or not tensor.is_bound
             return (raw_data(tensor.parameter) if has_left else self.host_value()).clone()
 
     def view_whole(self, func: Any) -> torch.Tensor:
         """Lends the parameter a mirror as its storage while the view is made."""
-        manager, tensor = self.services.manager, self.tensor
+        manager, tensor = self.manager, self.tensor
         parameter = tensor.parameter
         with manager.gradients.lock, torch.no_grad():
             manager.writes.take_over(tensor, keeps_unused=True)
@@ -231,7 +216,7 @@ class LiveTensor:
         Raises:
             EngineError: If it was consumed by a step.
         """
-        manager, tensor = self.services.manager, self.tensor
+        manager, tensor = self.manager, self.tensor
         with RAW():
             own: torch.Tensor | None = GET_GRAD(tensor.parameter)
         if own is not None or not tensor.spec.trainable:
@@ -255,7 +240,7 @@ class LiveTensor:
         Raises:
             EngineError: If the shape or the type is another one.
         """
-        manager, tensor = self.services.manager, self.tensor
+        manager, tensor = self.manager, self.tensor
         is_autograds = raw_grad(tensor.parameter) is not None or not tensor.spec.trainable
         if is_autograds:
             set_raw_grad(tensor.parameter, gradient)
@@ -318,11 +303,11 @@ class _InsideAccess(Access):
     released again when backward comes to use it. So there functions get an alias of the chunk instead of the parameter.
     """
 
-    def __init__(self, tensor: ManagedParameter, services: LiveServices, func: Any) -> None:
+    def __init__(self, tensor: ManagedParameter, manager: ChunkManager, func: Any) -> None:
         self._tensor = tensor
-        self._manager = services.manager
-        self._stack = services.frames.stack
-        self._stage = services.frames.stage
+        self._manager = manager
+        self._stack = manager.frames.stack
+        self._stage = manager.frames.stage
         self._is_held, self._is_kept = True, func in EXPORTS
         if self._stage is Stage.BACKWARD:
             refuse_reentrant(f"code that reads parameter '{tensor.spec.name}'")
@@ -380,9 +365,9 @@ class _GraphAccess(Access):
     which is a part of the graph.
     """
 
-    def __init__(self, tensor: ManagedParameter, services: LiveServices) -> None:
+    def __init__(self, tensor: ManagedParameter, manager: ChunkManager, autograd: Autograd) -> None:
         self._tensor = tensor
-        self._manager = services.manager
+        self._manager = manager
         may_keep(f"code that computes with parameter '{tensor.spec.name}'")
         self._manager.model_lock.acquire("code that computes with a parameter")
         try:
@@ -391,7 +376,7 @@ class _GraphAccess(Access):
         except BaseException:
             self._manager.model_lock.release()
             raise
-        self._kept = services.autograd.kept_as_numbers()
+        self._kept = autograd.kept_as_numbers()
         self._kept.__enter__()
         self._is_held, self._is_copy, self._is_mirror = True, False, False
         self.value: torch.Tensor = tensor.parameter
@@ -446,10 +431,10 @@ class _Alias(torch.autograd.Function):
 class _ValueAccess(Access):
     """Between forward and backward, not recorded: the value where it is, or a mirror of it; see [Note: mirrors]."""
 
-    def __init__(self, tensor: ManagedParameter, services: LiveServices, func: Any, *, writes: bool) -> None:
+    def __init__(self, tensor: ManagedParameter, manager: ChunkManager, func: Any, *, writes: bool) -> None:
         self._tensor = tensor
         self._writes = writes
-        self._manager = manager = services.manager
+        self._manager = manager
         self._lock = manager.gradients.lock
         self._lock.acquire()
         try:

@@ -60,7 +60,7 @@ class Originals:
 
     def __init__(self, pool: PayloadPool) -> None:
         self._pool = pool
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def has(self, tensor: ManagedParameter, dtype: torch.dtype) -> bool:
         """Whether a read of a parameter in a given type takes it from its origin."""
@@ -129,8 +129,8 @@ class Originals:
 
     def _lose(self, tensor: ManagedParameter, why: str, advice: str) -> None:
         tensor.origin = None
-        if why not in self._told:
-            self._told.add(why)
+        if why not in self._warned:
+            self._warned.add(why)
             logger.warning(
                 "patrickstar: %s. So frozen parameters ('%s' is the first) are read and saved as they are computed "
                 "with, rounded to %s%s",

@@ -67,7 +67,7 @@ class Step:
 
     @property
     def has_moments(self) -> bool:
-        """Whether what others take is measured from each moment to the next."""
+        """Whether non-model data is measured from each moment to the next."""
         return self.is_measured if self.cursor is not None else not self.is_diverged
 
     def note_visit(self, chunk_index: int, pinned: Iterable[int]) -> None:
@@ -221,8 +221,8 @@ class Tracer:
             shapes: Shapes of its inputs.
             dropped_after: Chunks whose device copies are void when it has ended.
             always_metered: Measure non-model data even if the step only follows its trace.
-            chunk_indices: The chunks that it will visit, in order, if that is known. A trace of others is dropped: the
-                step is recorded anew, and does not diverge.
+            chunk_indices: The chunks that it will visit, in order, if that is known. A trace of other chunks is
+                dropped: the step is recorded anew, and does not diverge.
         """
         self._num_begun += 1
         key = trace_key(kind, shapes)

@@ -71,7 +71,7 @@ class Estimate:
 
     @property
     def unusable_nbytes(self) -> int:
-        """Bytes of the device that chunks may not take even where others leave them."""
+        """Bytes of the device that chunks may not take even where non-model data leaves them."""
         return 0 if self.chunk_nbytes is None else max(self.device_nbytes - self.chunk_nbytes, 0)
 
     def spilled(self, kept: frozenset[int], limits: Limits | None = None) -> frozenset[int]:

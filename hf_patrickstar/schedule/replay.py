@@ -1,4 +1,4 @@
-"""Plays a step on a machine: puts its work on the clock, by any plan."""
+"""Replays a step on a machine: puts its work on the clock, by any plan."""
 
 from collections.abc import Iterable, Sequence
 
@@ -165,7 +165,7 @@ def lane_of(*, to_device: bool) -> Lane:
 
 
 def replay(script: Sequence[Entry], plans: Sequence[Plan], loads: Sequence[Load], machine: Machine) -> Timeline:
-    """Plays a step by the plans of its micro-batches.
+    """Replays a step by the plans of its micro-batches.
 
     Args:
         script: What the step does.

@@ -129,7 +129,7 @@ class MicroBatch(NamedTuple):
 def micro_batch(
     ops: OpTrace, places: Places, rules: StepRules, kind: StepKind, numbers: Iterator[int] | None = None, name: str = ""
 ) -> MicroBatch:
-    """Tells a micro-batch chunk by chunk; see [Note: from operators to chunks].
+    """Translates what a model does into a trace and a script of chunks; see [Note: from operators to chunks].
 
     Args:
         ops: What the model does.
@@ -139,11 +139,11 @@ def micro_batch(
         numbers: Counts copies, reductions and works of the thread in the whole script; by default from 0.
         name: The outermost module, if that is not the model.
     """
-    return _Telling(places, rules, kind, itertools.count() if numbers is None else numbers, name).tell(ops.notes)
+    return _Translation(places, rules, kind, itertools.count() if numbers is None else numbers, name).of(ops.notes)
 
 
-class _Telling:
-    """A micro-batch while it is replayed."""
+class _Translation:
+    """The state of a micro-batch while its notes are replayed in order."""
 
     def __init__(
         self, places: Places, rules: StepRules, kind: StepKind, numbers: Iterator[int], name: str = ""
@@ -179,7 +179,7 @@ class _Telling:
         self._under_way: tuple[int, int] | None = None  # the group that is reduced, and the number of the reduction
         self._reduced: list[int] = []
 
-    def tell(self, notes: Iterable[Note]) -> MicroBatch:
+    def of(self, notes: Iterable[Note]) -> MicroBatch:
         for note in notes:
             if self._is_inner and isinstance(note, (Acquire, Release)):
                 continue  # an evaluation is a step of its own
@@ -424,8 +424,8 @@ def whole_step(ops: OpTrace, places: Places, rules: StepRules, kinds: Iterable[S
     homed, chunks = rules.device_homed, places.chunks
     is_at_rest = len(homed) == len(chunks) and all(chunk.world_size == 1 for chunk in chunks)
     for kind in kinds:  # where all chunks are at home on the device, the engine has nothing to do at a visit
-        told = micro_batch(ops, places, rules, kind, numbers).script
-        script += (entry for entry in told if not (is_at_rest and isinstance(entry, Reach)))
+        entries = micro_batch(ops, places, rules, kind, numbers).script
+        script += (entry for entry in entries if not (is_at_rest and isinstance(entry, Reach)))
     return tuple(script)
 
 

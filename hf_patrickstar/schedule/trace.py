@@ -140,7 +140,7 @@ def common_trace(traces: Sequence[Trace]) -> Trace:
     """One trace for several processes that recorded the same step; every process computes the same one.
 
     Where processes visited different chunks, the longest trace is used; each of its moments then has room for the most
-    bytes that the others needed at any moment.
+    bytes that the other processes needed at any moment.
 
     Args:
         traces: What each process recorded, by rank.

@@ -22,7 +22,7 @@ from hf_patrickstar.tracing.calls import OperatorCall, as_they_are
 logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
-_PATIENCE_S = 60.0
+_TIMEOUT_S = 60.0
 """A companion that has not answered for so long does not answer any more."""
 
 
@@ -99,8 +99,8 @@ class Companions:
 
 
 def _answer(connection: Connection) -> bool:
-    if not connection.poll(_PATIENCE_S):
-        raise _SilentError(f"no answer for {_PATIENCE_S:g} s")
+    if not connection.poll(_TIMEOUT_S):
+        raise _SilentError(f"no answer for {_TIMEOUT_S:g} s")
     return bool(connection.recv())
 
 

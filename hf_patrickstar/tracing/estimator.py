@@ -51,7 +51,7 @@ from hf_patrickstar.units import MIB
 logger = logging.getLogger(__name__)
 
 _PACKAGE = __name__.partition(".")[0]
-_PATIENCE_S = 60.0
+_TIMEOUT_S = 60.0
 """Seconds after which the first step is recorded instead."""
 _ROUNDING = 0.05
 _WORKSPACES_NBYTES = 64 * MIB
@@ -123,7 +123,7 @@ class StepEstimator:
                 reason = f"the model does not run with tensors without bytes ({type(error).__name__}: {error})"
             logger.info("patrickstar: the first step is recorded: %s", reason)
             return None
-        found = self._told(call, ops, tensors)
+        found = self._estimated(call, ops, tensors)
         logger.info(
             "patrickstar: a step was planned before it began: %d visits to chunks, at most %.1f MiB beside chunks; it "
             "took %.1f s",
@@ -194,9 +194,9 @@ class StepEstimator:
         ]
         masks = masks_of_batches(has_padding=_has_padding(call), is_packed="position_ids" in call.kwargs)
         is_apart = self._device.type != "cpu"
-        patience = _patience(is_first=self._rank == 0)
+        limit = _time_limit(is_first=self._rank == 0)
         # The time that another thread traces is not counted.
-        with TRACE_LOCK, patience as check_time, unobserved(self._model), FakeTensors(), masks, as_on(self._device):
+        with TRACE_LOCK, limit as check_time, unobserved(self._model), FakeTensors(), masks, as_on(self._device):
             ops = trace(
                 what,
                 looked_up=looked_up,
@@ -236,7 +236,7 @@ class StepEstimator:
 
     # Chunk by chunk
 
-    def _told(self, call: Call, ops: OpTrace, tensors: Mapping[TensorSpec, ManagedParameter]) -> Estimated:
+    def _estimated(self, call: Call, ops: OpTrace, tensors: Mapping[TensorSpec, ManagedParameter]) -> Estimated:
         place_of = {tensor.spec.index: spec.index for spec, tensor in tensors.items()}  # others have left the model
         chunks = []
         for chunk in self._manager.chunks:
@@ -327,13 +327,13 @@ def _stand_in(output: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _patience(*, is_first: bool) -> Iterator[Callable[[], None]]:
+def _time_limit(*, is_first: bool) -> Iterator[Callable[[], None]]:
     """Gives what ends a recording that takes too long, and shows one that takes more than two seconds."""
-    end = time.monotonic() + _PATIENCE_S
+    end = time.monotonic() + _TIMEOUT_S
 
     def check() -> None:
         if time.monotonic() > end:
-            raise TraceError(f"recording a micro-batch with tensors without bytes took longer than {_PATIENCE_S:g} s")
+            raise TraceError(f"recording a micro-batch with tensors without bytes took longer than {_TIMEOUT_S:g} s")
         bar.update()
 
     with shown((), "Planning the first step", "operators", is_first=is_first) as bar:

@@ -228,7 +228,7 @@ def test_all_are_told_what_failed_in_the_background(pair, tmp_path, who):
 
 def lose_in_background(rank, folder, is_waiting):
     """Rank 1 dies while it writes; rank 0 waits for the checkpoint, or fails elsewhere and closes it."""
-    transaction.LAST_PATIENCE_S = 0.5
+    transaction.LAST_TIMEOUT_S = 0.5
     model = build("gpt2", torch.float32)
     engine = PatrickStarEngine(model, {"background_save": True}, make_optimizer(model), device="cpu")
     if rank == 1:

@@ -40,10 +40,10 @@ def test_every_kind_of_change_is_tried(fitting):
 def test_a_change_is_what_it_says(fitting):
     found = {change.text.partition("(")[2]: change for change in changes(*fitting)}
     (eight,) = [change for text, change in found.items() if "--processes" in text]
-    assert eight.circumstances.world_size == 8
+    assert eight.training.world_size == 8
     (device,) = [change for text, change in found.items() if "--device-memory" in text]
-    assert device.circumstances.machine.device_nbytes == int(0.95 * 80 * 1024 * MIB)
-    assert device.circumstances.machine.host_nbytes == 64 * MIB
+    assert device.training.machine.device_nbytes == int(0.95 * 80 * 1024 * MIB)
+    assert device.training.machine.host_nbytes == 64 * MIB
     (lora,) = [change for text, change in found.items() if "--lora" in text]
     assert lora.subject.adapters["r"] == 16
     assert not lora.subject.can_have_adapters
@@ -56,7 +56,7 @@ def test_a_batch_that_does_not_fit_is_divided_into_equal_parts(batch, size, part
     subject, given = arrange(MODEL, "8xh100", **{**GIVEN, "batch_size": batch, "num_micro_batches": 3})
     refused = type("Refused", (), {"fits": False})()
     (small,) = [change for change in changes(subject, given, refused) if "smaller micro-batches" in change.text]
-    assert (small.subject.batch_size, small.circumstances.num_micro_batches) == (size, 3 * parts)
+    assert (small.subject.batch_size, small.training.num_micro_batches) == (size, 3 * parts)
     assert small.subject.checkpointing
     assert f"(--gradient-checkpointing --batch-size {size} --accumulation {3 * parts})" in small.text
     is_same = size * parts == batch
@@ -96,10 +96,10 @@ def test_without_peft_adapters_are_not_tried(fitting, monkeypatch):
 def test_a_change_that_the_model_cannot_have_is_left_out(fitting, monkeypatch):
     subject, given, plan = fitting
 
-    def plan_unless_adapted(changed, circumstances):
+    def plan_unless_adapted(changed, training):
         if changed.adapters is not None:
             raise ConfigError("these adapters cannot be added")
-        return plan_if_fits(changed, circumstances)
+        return plan_if_fits(changed, training)
 
     monkeypatch.setattr(module, "plan_if_fits", plan_unless_adapted)
     assert all("--lora" not in advice.text for advice in advise(subject, given, plan))

@@ -160,9 +160,9 @@ def test_a_model_is_planned_by_its_configuration_and_class():
 def test_this_machine_is_measured(monkeypatch):
     measured = dataclasses.replace(MACHINES["rtx4090"], name="measured")
     monkeypatch.setattr("hf_patrickstar.planner.planning.measure_machine", lambda visit: measured)
-    _, circumstances = arrange(MODEL, "this", **ARGUMENTS)
-    assert circumstances.machine.name == "this machine"
-    assert circumstances.machine.flops == measured.flops
+    _, training = arrange(MODEL, "this", **ARGUMENTS)
+    assert training.machine.name == "this machine"
+    assert training.machine.flops == measured.flops
 
 
 def test_it_takes_longer_there(roomy, tight):
@@ -293,7 +293,7 @@ def test_one_process_sends_nothing(tight):
 
 def test_a_model_whose_code_fails_gets_a_sentence(monkeypatch, tmp_path):
     monkeypatch.setattr(plan_cache, "directory", lambda kind: tmp_path)  # other tests plan the same
-    subject, circumstances = arrange(MODEL, "rtx4090", **ARGUMENTS)
+    subject, training = arrange(MODEL, "rtx4090", **ARGUMENTS)
 
     class Curious(type(subject.make_model())):
         def forward(self, *args, **kwargs):
@@ -303,26 +303,26 @@ def test_a_model_whose_code_fails_gets_a_sentence(monkeypatch, tmp_path):
     with pytest.raises(
         ConfigError, match=r"it cannot be planned, .*\(NotImplementedError: this operator needs values\)"
     ):
-        plan_subject(subject, circumstances)
+        plan_subject(subject, training)
 
 
 def test_advice_is_planned():
     """Where a batch does not fit, smaller ones do; where activations are computed again without need, they are kept."""
     crowded = {**ARGUMENTS, "batch_size": 16, "device_memory": 8 * MIB, "host_memory": 64 * MIB}
-    subject, circumstances = arrange(MODEL, "rtx4090", **crowded)
-    refused = plan_subject(subject, circumstances)
+    subject, training = arrange(MODEL, "rtx4090", **crowded)
+    refused = plan_subject(subject, training)
     assert not refused.fits
-    found = advise(subject, circumstances, refused)
+    found = advise(subject, training, refused)
     assert found
     assert all(change.tokens_per_s > 0 and change.gain is None for change in found)
     tried = dataclasses.replace(refused, changes=found)
     assert "What would fit, each tried:\n  1. " in describe_changes(tried)
     again = {**ARGUMENTS, "checkpointing": True}
-    subject, circumstances = arrange(MODEL, "rtx4090", **again)
-    first = plan_subject(subject, circumstances)
-    found = advise(subject, circumstances, first)
+    subject, training = arrange(MODEL, "rtx4090", **again)
+    first = plan_subject(subject, training)
+    found = advise(subject, training, first)
     (kept,) = [change for change in found if change.text == "keep activations (without --gradient-checkpointing)"]
-    alone = plan_subject(dataclasses.replace(subject, checkpointing=False), circumstances)
+    alone = plan_subject(dataclasses.replace(subject, checkpointing=False), training)
     assert kept.tokens_per_s == alone.speed.tokens_per_s
     assert kept.gain == alone.speed.tokens_per_s / first.speed.tokens_per_s > 1
 
@@ -471,7 +471,7 @@ def test_small_kinds_of_bytes_are_shown_together(tight, num, end):
 def test_the_plan_is_there_before_changes_are_tried(capsys, monkeypatch):
     told = []
 
-    def advise(subject, circumstances, plan, progress):
+    def advise(subject, training, plan, progress):
         told.append(capsys.readouterr().out.rstrip() == describe(plan))
         return []
 

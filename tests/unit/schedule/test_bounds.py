@@ -59,7 +59,7 @@ LOADS = (Load(40), Load(40))
 
 
 def play(*script, plan=NOWHERE, loads=LOADS):
-    """Plays one micro-batch, or a script that names its parts and follows the same plan in each micro-batch."""
+    """Replays one micro-batch, or a script that names its parts and follows the same plan in each micro-batch."""
     script = script if Begin(Part.FORWARD) in script else (Begin(Part.FORWARD), *script)
     return replay(script, [plan] * script.count(Begin(Part.FORWARD)), loads, MACHINE)
 

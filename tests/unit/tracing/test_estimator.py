@@ -235,7 +235,7 @@ def test_the_cpu_computes_in_the_type_of_an_autocast_of_the_device():
 
 
 def test_a_forward_that_takes_too_long_without_bytes_is_recorded_instead(caplog, monkeypatch):
-    monkeypatch.setattr("hf_patrickstar.tracing.estimator._PATIENCE_S", -1.0)
+    monkeypatch.setattr("hf_patrickstar.tracing.estimator._TIMEOUT_S", -1.0)
     model = Peculiar(lambda hidden: hidden)
     engine = PatrickStarEngine(model, {"device_budget": 2**20}, torch.optim.AdamW(model.parameters()), device="cpu")
     with caplog.at_level(logging.INFO, "hf_patrickstar"):
