@@ -146,8 +146,8 @@ class ManagedParameter:
     is_given_up: bool = False  # somebody gave the parameter another shape: it is an ordinary one
     is_materialized: bool = False  # whether the parameter itself has its value now, and not a placeholder
     version: int = 0  # of the parameter, when it got its value
-    users: int = 0  # acquisitions that have not ended
-    threads: list[int] = dataclasses.field(default_factory=list)  # those of the users, once for each
+    users: tuple[int, ...] = ()  # acquisitions that have not ended: the thread of each
+    view_on_device: torch.Tensor | None = None  # its place in a static chunk, kept; see ``Chunk.view_of``
     num_writes: int = 0  # changes of the value that void graphs
     read_at: int = -2  # ``num_writes`` when its value was read last
     epoch: "weakref.ref[Epoch] | None" = None
@@ -274,7 +274,7 @@ class ManagedParameter:
         """Whether this step still needs the value at home, from which its chunk would be loaded again."""
         if self.chunk.is_group:
             return False
-        return self.users > 0 or (self.epoch is not None and self.epoch() is not None)
+        return bool(self.users) or (self.epoch is not None and self.epoch() is not None)
 
     @property
     def is_saved(self) -> bool:
@@ -330,7 +330,7 @@ class Chunk:
     compute: torch.Tensor | None = None
     storage: torch.UntypedStorage | None = None
     base_use_count: int = 0  # users of the storage that are known
-    views: dict[ManagedParameter, torch.Tensor] = dataclasses.field(default_factory=dict)  # of a static chunk, kept
+    num_views: int = 0  # of its parameters, a static chunk's, that are kept
     arrival: Ticket | None = None  # of a copy that was started ahead
     last_access: int = 0
     num_computing: int = 0  # parameters that modules compute with
@@ -363,7 +363,9 @@ class Chunk:
         """Removes a tensor; its place stays unused."""
         place = self.tensors.index(tensor)
         del self.tensors[place], self._offsets[place]
-        self.views.pop(tensor, None)
+        if tensor.view_on_device is not None:
+            tensor.view_on_device = None
+            self.num_views -= 1
         if tensor in self.owned:
             self.owned.remove(tensor)
 
@@ -493,7 +495,8 @@ class Chunk:
         assert self.compute is not None
         view = tensor.view_copy(self.compute)
         if self.is_static and type(view) is type(self.compute):  # else it is of a mode that is in force just now
-            self.views[tensor] = view
+            tensor.view_on_device = view
+            self.num_views += 1
         return view
 
     def clear_compute(self) -> tuple[torch.Tensor, int]:
@@ -502,7 +505,10 @@ class Chunk:
         assert self.storage is not None
         payload, key = self.compute, self.storage._cdata
         self.compute, self.storage = None, None
-        self.views.clear()
+        if self.num_views:
+            for tensor in self.tensors:
+                tensor.view_on_device = None
+            self.num_views = 0
         return payload, key
 
     @property
@@ -514,7 +520,7 @@ class Chunk:
         """
         if self.storage is None:
             return False
-        return _use_count(self.storage._cdata) > self.base_use_count + len(self.views)
+        return _use_count(self.storage._cdata) > self.base_use_count + self.num_views
 
     @property
     def is_in_use(self) -> bool:
@@ -522,7 +528,7 @@ class Chunk:
         if self.num_computing or self.num_watched:
             return True
         storage = self.storage  # as ``is_aliased``: a recorded visit asks every chunk
-        return storage is not None and _use_count(storage._cdata) > self.base_use_count + len(self.views)
+        return storage is not None and _use_count(storage._cdata) > self.base_use_count + self.num_views
 
     @property
     def can_rehome(self) -> bool:

@@ -158,7 +158,7 @@ class Gradients:
         """See [Note: gradient reuse]."""
         tensor.gradient_norm = gradient_norm(gradient, chunk.state_dtype) if self.records_norms else None
         if chunk.is_static:
-            view = chunk.views.get(tensor)
+            view = tensor.view_on_device
             (chunk.view_of(tensor) if view is None else view).copy_(gradient)
         elif chunk.home is Tier.DEVICE:
             for copy in chunk.under_way:  # of a group, from a home on the device

@@ -44,6 +44,7 @@ from hf_patrickstar.runtime.model_lock import ModelLock, pauses_s
 from hf_patrickstar.runtime.steps import Steps
 from hf_patrickstar.runtime.writes import Writes
 
+_PARAM = GradientPlace.PARAM  # a name of the module is found faster than a member of an enum
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
@@ -176,7 +177,7 @@ class Parameters:
             self._writes.settle_watched()
         # Under fake tensors a view is a fake one, and no other must be beside it.
         if not (peek_interpreter_stack() or torch.is_inference_mode_enabled() or torch._C._get_dispatch_mode(_FAKE)):
-            executor, this = self._executor, threading.get_ident()
+            executor, users = self._executor, (threading.get_ident(),)
             mirrored = self._writes.mirrored
             type_of: Callable[[type], type] = acquired_type
             if threading.active_count() != self._model_lock.num_threads or self._model_lock.others_read:
@@ -190,11 +191,11 @@ class Parameters:
                         or tensor.is_open
                         or tensor.is_materialized
                         or not tensor.is_bound
-                        or (tensor.gradient is GradientPlace.PARAM and not chunk.is_group)
+                        or (tensor.gradient is _PARAM and not chunk.is_group)
                         or not isinstance(parameter, LiveMixin)
                         or storage_key(parameter) != tensor.placeholder_key
-                        or tensor.spec.index in mirrored
-                        or not (tensor.spec.trainable or not chunk.is_group)
+                        or (mirrored and tensor.spec.index in mirrored)
+                        or (chunk.is_group and not tensor.spec.trainable)
                         or (is_recomputed and not requires_grad(parameter))
                     ):
                         break
@@ -206,7 +207,7 @@ class Parameters:
                                 self._steps.give_up()
                                 raise
                             break  # another thread may free a chunk, which ``acquire`` waits for
-                    view = chunk.views.get(tensor)
+                    view = tensor.view_on_device
                     if view is None:
                         view = chunk.view_of(tensor)
                     tensor.read_at = tensor.num_writes
@@ -219,8 +220,7 @@ class Parameters:
                         tensor.version = parameter._version
                     tensor.is_materialized = True
                     chunk.num_computing += 1
-                    tensor.users = 1
-                    tensor.threads.append(this)
+                    tensor.users = users
                     acquired.append(tensor)
                     num += 1
         for tensor in tensors[num:]:
@@ -232,11 +232,11 @@ class Parameters:
         """Ends one acquisition of each of the parameters of a module, in order."""
         num = 0
         if peek_interpreter_stack() is None:
-            this, watched = threading.get_ident(), self._writes.watched
+            users, watched = (threading.get_ident(),), self._writes.watched
             with self._lock, RAW():
                 for tensor in tensors:
                     parameter, chunk = tensor.parameter, tensor.chunk
-                    if tensor.users != 1 or tensor.threads[0] != this:
+                    if tensor.users != users:
                         break
                     if tensor.is_materialized:
                         storage = chunk.storage
@@ -245,7 +245,6 @@ class Parameters:
                             or storage is None
                             or storage_key(parameter) != storage._cdata
                             or parameter._version != tensor.version
-                            or parameter.shape != tensor.spec.shape
                             or tensor in watched
                         ):
                             break
@@ -255,8 +254,7 @@ class Parameters:
                         except RuntimeError:
                             set_data_inside(parameter, tensor.placeholder)
                         tensor.is_materialized = False
-                    tensor.users = 0
-                    tensor.threads.clear()
+                    tensor.users = ()
                     chunk.num_computing -= 1
                     num += 1
         for tensor in tensors[num:]:
@@ -301,13 +299,13 @@ class Parameters:
 
     def _acquire(self, tensor: ManagedParameter, caller: str, is_alias: bool) -> None:
         chunk = tensor.chunk
-        if tensor.users == 0:
+        if not tensor.users:
             if tensor.is_open:
                 self.check_usable(tensor)
             if not tensor.spec.trainable:
                 self._check_unfrozen(tensor)
             self._writes.take_over(tensor)
-        if tensor.gradient is GradientPlace.PARAM and not chunk.is_group:
+        if tensor.gradient is _PARAM and not chunk.is_group:
             self._gradients.move_to_list(tensor)
         payload = chunk.compute
         if payload is None or not chunk.num_computing:
@@ -315,15 +313,14 @@ class Parameters:
         tensor.read_at = tensor.num_writes
         if not is_alias and not tensor.is_materialized:
             tensor.materialize(payload, self.type_of)
-        if tensor.users == 0:
+        if not tensor.users:
             chunk.num_computing += 1
-        tensor.users += 1
-        tensor.threads.append(threading.get_ident())
+        tensor.users = (*tensor.users, threading.get_ident())
 
     def _is_held_elsewhere(self) -> bool:
         """Whether another thread holds a parameter, and may let go of it."""
         this = threading.get_ident()
-        return any(ident != this for tensor in self.tensors for ident in tensor.threads)
+        return any(ident != this for tensor in self.tensors for ident in tensor.users)
 
     def release(self, tensor: ManagedParameter) -> None:
         """Ends one acquisition; after the last, the parameter is a placeholder again."""
@@ -331,10 +328,10 @@ class Parameters:
             with temporarily_clear_interpreter_stack():
                 return self.release(tensor)
         with self._lock:
-            tensor.users -= 1
-            this = threading.get_ident()  # what code in backward holds, any thread may release
-            tensor.threads.remove(this if this in tensor.threads else tensor.threads[-1])
-            if tensor.users == 0:
+            users, this = list(tensor.users), threading.get_ident()
+            users.remove(this if this in users else users[-1])  # what code in backward holds, any thread may release
+            tensor.users = tuple(users)
+            if not users:
                 tensor.chunk.num_computing -= 1
                 if tensor.is_materialized:
                     self._writes.take_back(tensor)
@@ -364,7 +361,7 @@ class Parameters:
     def _bring(self, tensor: ManagedParameter, caller: str) -> torch.Tensor:
         if self._writes.watched:
             self._writes.settle_watched()
-        if tensor.gradient is GradientPlace.PARAM and not tensor.chunk.is_group:
+        if tensor.gradient is _PARAM and not tensor.chunk.is_group:
             self._gradients.move_to_list(tensor)
         return self._visit(tensor.chunk, caller)
 
@@ -425,7 +422,7 @@ class Parameters:
                 "backward before the change"
             )
         payload = tensor.chunk.compute
-        if payload is None or tensor.gradient is GradientPlace.PARAM or not self._executor.is_at_rest:
+        if payload is None or tensor.gradient is _PARAM or not self._executor.is_at_rest:
             payload = self.ensure_on_device(tensor, f"the backward of a use of '{tensor.spec.name}'")
         view = payload.as_strided(saved.size, saved.stride, saved.offset)
         # With create_graph autograd keeps the operands of this backward, without saved-tensors hooks: give it a copy.
@@ -436,11 +433,11 @@ class Parameters:
     def begin_lookup(self, tensor: ManagedParameter) -> Lookup:
         """An embedding begins to look rows up in its weight, whose chunk is at home on the host."""
         with self._lock:
-            if tensor.users == 0:
+            if not tensor.users:
                 self.check_usable(tensor)
                 self._writes.take_over(tensor)
             tensor.read_at = tensor.num_writes
-            if tensor.gradient is GradientPlace.PARAM:
+            if tensor.gradient is _PARAM:
                 self._gradients.move_to_list(tensor)
             tensor.chunk.wait()
             tensor.is_looked_up = True

@@ -369,7 +369,7 @@ def test_a_failing_forward_releases_everything():
     plain, optimizer, managed, engine = twins(Borrower())
     with pytest.raises(IndexError):
         managed(torch.full((2, 4), 99))
-    assert all(tensor.users == 0 for tensor in engine.manager.tensors)
+    assert all(not tensor.users for tensor in engine.manager.tensors)
     batch = ids()
     for model, step in ((plain, optimizer), (managed, engine.optimizer)):
         model(batch).backward()

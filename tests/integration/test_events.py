@@ -224,5 +224,5 @@ def test_nothing_leaks_over_many_steps():
         engine.optimizer.zero_grad()
         if step > 2:
             seen.add((engine.ledger.used(Tier.HOST), engine.ledger.used(Tier.DEVICE)))
-        assert all(not tensor.is_saved and tensor.users == 0 for tensor in engine.manager.tensors)
+        assert all(not tensor.is_saved and not tensor.users for tensor in engine.manager.tensors)
     assert len(seen) == 1

@@ -344,7 +344,7 @@ def test_an_interrupted_forward_leaves_nothing_behind():
     managed[1][1].armed = False
     step_all(pair, batch())
     assert_equal(pair)
-    assert all(tensor.users == 0 for tensor in managed.patrickstar_engine.manager.tensors)
+    assert all(not tensor.users for tensor in managed.patrickstar_engine.manager.tensors)
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
