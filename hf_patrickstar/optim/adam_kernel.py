@@ -159,12 +159,8 @@ class AdamKernel(Kernel):
                 indices.append(index)
                 group, step, start = groups[index], int(steps.get(index, 0)), tensor.home_offset_numel
                 stop = start + tensor.part[1] - tensor.part[0]
-                if (
-                    last is not None
-                    and last.stop == start
-                    and start % ALIGNMENT_NUMEL == 0
-                    and (last.group, last.step, last.place) == (group, step, place)
-                ):
+                # Places begin at multiples of the alignment (``layout/packing.py``).
+                if last is not None and (last.stop, last.group, last.step, last.place) == (start, group, step, place):
                     last.stop = stop
                 elif stop > start:
                     last = _Segment(chunk, payloads, start, stop, group, step, place)

@@ -94,8 +94,7 @@ def clip_by_norm(
             gradients.multiply(item, coefficient)
             manager.gradient_mirrors.refresh(item)
     if not is_at_once:
-        before = gradients.coefficient
-        gradients.coefficient = coefficient if before is None else before * coefficient
+        gradients.coefficient = coefficient  # one of before was applied when the norm was asked for
     return total
 
 

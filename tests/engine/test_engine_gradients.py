@@ -581,3 +581,36 @@ def test_without_room_for_sums_a_gradient_is_not_lost():
     pair.both(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
     pair.check()
     pair.train(2, first=1)
+
+
+def test_zeros_that_are_read_between_forward_and_backward(budget):
+    """They get a place in the chunk then, where the value is that backward needs."""
+    pair = Pair(Stack, budget)
+
+    def run(model, optimizer):
+        for step in range(3):
+            loss = loss_of(model, step)
+            found = [copied(parameter.grad) for parameter in model.parameters()]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        return found
+
+    pair.both(run)
+    pair.check()
+
+
+def test_a_gradient_that_is_held_is_zeroed_in_place(budget):
+    pair = Pair(Stack, budget)
+
+    def run(model, optimizer):
+        loss_of(model, 0).backward()
+        held = [parameter.grad for parameter in model.parameters()]
+        optimizer.zero_grad(set_to_none=False)
+        zeros = [copied(gradient) for gradient in held]
+        loss_of(model, 1).backward()
+        optimizer.step()
+        return zeros, [copied(parameter.grad) for parameter in model.parameters()]
+
+    pair.both(run)
+    pair.check()

@@ -191,6 +191,12 @@ def test_writes_while_a_module_computes(budget):
     pair.check()
 
 
+def evict(model):
+    """What large activations do at any moment: every copy that may leave the device leaves it."""
+    if hasattr(model, "patrickstar_engine"):
+        model.patrickstar_engine.manager.executor.evict_unused()
+
+
 @pytest.mark.parametrize("takes", ["data", "detach", "row"])
 def test_writes_to_what_was_taken_while_a_module_computed(takes, budget):
     class Taking(nn.Linear):
@@ -212,6 +218,8 @@ def test_writes_to_what_was_taken_while_a_module_computed(takes, budget):
                 model[4].taken.fill_(0.25)
                 found.append(model(batch(step)).clone())
                 model[3].taken.sub_(0.5)
+                model[3].taken = None
+                evict(model)
             loss = model(batch(step)).square().sum()
             if takes == "data":
                 model[2].taken[3] = 0.5  # autograd does not notice it
@@ -562,3 +570,24 @@ def test_a_parameter_is_not_its_own_gradient():
     with pytest.raises(TypeError, match="tensor"):
         weight.data = 3.0
     pair.train(1)
+
+
+def test_data_is_assigned_by_code_that_does_not_ask_the_parameter(budget):
+    """As C++ does it: nothing answers, and the next use has to find it, that of a module or that of the optimizer."""
+    pair = Pair(Stack, budget, sgd)
+
+    def assign(weight, number):
+        with torch._C.DisableTorchFunctionSubclass():
+            torch._C.TensorBase.data.__set__(weight, torch.full(weight.shape, float(number), dtype=torch.float32))
+
+    def run(model, optimizer):
+        for step in range(2):
+            assign(model.layers[1].weight, step + 0.25)
+            loss_of(model, step).backward()
+            assign(model.layers[2].weight, step + 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    pair.both(run)
+    pair.check()
+    pair.train(1, first=2)

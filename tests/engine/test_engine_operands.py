@@ -6,6 +6,7 @@ import pytest
 import torch
 from engine.small import WIDTH, Block, Pair, Stack, Tied, batch, copied, engine_of, loss_of, make, sgd
 from torch import nn
+from torch._dynamo import convert_frame
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -197,6 +198,39 @@ def test_recomputed_blocks_with_frozen_parameters(frozen, dtype, budget):
             model.blocks[number].requires_grad_(False)
 
     Pair(Recomputed, budget, dtype=dtype, prepare=freeze).train(3)
+
+
+@pytest.mark.parametrize("has_compiled", [False, True])
+def test_a_recomputed_module_that_writes_to_its_frozen_parameter(has_compiled, budget, monkeypatch):
+    """It writes once in forward and once more in backward, as in torch."""
+    monkeypatch.setattr(
+        convert_frame, "FRAME_COUNTER", int(has_compiled)
+    )  # as in a process that has compiled something
+
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+            self.scale = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.scale.add_(0.25)
+            return self.inner(x) * self.scale.detach().clone()
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Counting() for _ in range(3))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return x
+
+    pair = Pair(Model, budget)
+    pair.train(2)
+    pair.check()
 
 
 def test_recomputation_of_a_mostly_frozen_model_needs_no_more_than_one_block():

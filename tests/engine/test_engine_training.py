@@ -76,6 +76,24 @@ def test_updates_under_way_and_readers_of_values_states_and_gradients(make_optim
         pair.engine.detach()
 
 
+@pytest.mark.own_streams
+def test_states_that_somebody_holds_are_new_when_the_step_returns():
+    with delayed_streams():
+        pair = Pair(Stack, "moving")
+        pair.train(2)
+        held = [[optimizer.state[layer.weight]["exp_avg"] for layer in model.layers] for model, optimizer in pair]
+        for step in range(2, 4):
+            pair.backward(step)
+            for (_, optimizer), states in zip(pair, held, strict=True):
+                before = [state.clone() for state in states]
+                optimizer.step()
+                now = [state.clone() for state in states]  # at once, and by nothing that the engine is asked for
+                assert not any(map(torch.equal, before, now))
+                optimizer.zero_grad()
+            assert all(map(torch.equal, *held))
+        pair.engine.detach()
+
+
 def test_evaluations_before_between_and_inside_of_steps_change_nothing(budget):
     pair = Pair(Tied, budget)
 
