@@ -116,18 +116,14 @@ class ManagedParameter:
         spec: The parameter as numbers.
         parameter: The model's own parameter.
         offset_numel: Its offset in the buffer that modules compute with.
-        placeholder: What ``parameter.data`` is when the parameter is not being computed with: NaN in its shape. A
-            parameter of a static chunk keeps its value instead, once it has been computed with.
+        placeholder: What ``parameter.data`` is when the parameter is not being computed with: NaN in its shape.
     """
 
     spec: TensorSpec
     parameter: torch.nn.Parameter
     offset_numel: int
     placeholder: torch.Tensor
-    released_key: int = (
-        0  # of the storage that the parameter has when it is released: its placeholder's, or its chunk's
-    )
-    keeps_value: bool = False  # whether that is its chunk's
+    placeholder_key: int = 0
     # Its place, which its chunk sets. One rank has all elements, unless the tensor is larger than a chunk.
     chunk: "Chunk" = dataclasses.field(init=False)
     parts: tuple[tuple[int, int], ...] = ()  # elements of the flat tensor that each rank owns, as (start, stop)
@@ -169,7 +165,7 @@ class ManagedParameter:
 
     def __post_init__(self) -> None:
         parameter, numel = self.parameter, self.spec.numel
-        self.released_key = storage_key(self.placeholder)
+        self.placeholder_key = storage_key(self.placeholder)
         self.parts, self.part, self.own_numel = ((0, numel),), (0, numel), numel
         self.home_offset_numel = self.offset_numel
         self.strides = contiguous_strides(self.spec.shape)
@@ -222,27 +218,10 @@ class ManagedParameter:
         self.answer()
         set_raw_data(self.parameter, self.placeholder)
         self.is_materialized = False
-        self.leave_value()
-
-    def keep_value(self) -> None:
-        """Notes that a parameter of a static chunk has its value also when it is released: nothing is exchanged then.
-
-        A gradient may be in its place, but nobody sees that: a released parameter answers.
-        """
-        assert self.chunk.storage is not None
-        self.keeps_value, self.released_key = True, self.chunk.storage._cdata
-        self.chunk.num_views += 1
-
-    def leave_value(self) -> None:
-        """Notes that the parameter does not look into its chunk any more."""
-        if self.keeps_value:
-            self.keeps_value, self.released_key = False, storage_key(self.placeholder)
-            self.chunk.num_views -= 1
 
     def open(self, value: torch.Tensor) -> None:
         """Makes it an ordinary parameter for a while, with a value of its own."""
         set_raw_data(self.parameter, value)
-        self.leave_value()
         if self.is_bound:
             self.parameter.__class__ = self.original_type
 
@@ -252,7 +231,6 @@ class ManagedParameter:
             self.parameter.__class__ = self.original_type
             self.parameter.__dict__.pop("_live", None)
         self.is_bound = False
-        self.leave_value()
 
     def view(self, payload: torch.Tensor) -> torch.Tensor:
         """This rank's part of the tensor in a payload at home: in the tensor's shape, or flat if it is split."""
@@ -289,7 +267,7 @@ class ManagedParameter:
         if self.is_open:
             return True
         is_there = not self.is_bound or isinstance(self.parameter, LiveMixin)
-        return is_there and (self.is_materialized or storage_key(self.parameter) == self.released_key)
+        return is_there and (self.is_materialized or storage_key(self.parameter) == self.placeholder_key)
 
     @property
     def is_needed_at_home(self) -> bool:
@@ -352,7 +330,7 @@ class Chunk:
     compute: torch.Tensor | None = None
     storage: torch.UntypedStorage | None = None
     base_use_count: int = 0  # users of the storage that are known
-    num_views: int = 0  # of its parameters, a static chunk's, that are kept, and parameters that keep their value
+    num_views: int = 0  # of its parameters, a static chunk's, that are kept
     arrival: Ticket | None = None  # of a copy that was started ahead
     last_access: int = 0
     num_computing: int = 0  # parameters that modules compute with
@@ -385,7 +363,6 @@ class Chunk:
         """Removes a tensor; its place stays unused."""
         place = self.tensors.index(tensor)
         del self.tensors[place], self._offsets[place]
-        tensor.leave_value()
         if tensor.view_on_device is not None:
             tensor.view_on_device = None
             self.num_views -= 1
@@ -531,9 +508,6 @@ class Chunk:
         if self.num_views:
             for tensor in self.tensors:
                 tensor.view_on_device = None
-                if tensor.keeps_value:
-                    set_raw_data(tensor.parameter, tensor.placeholder)
-                    tensor.leave_value()
             self.num_views = 0
         return payload, key
 

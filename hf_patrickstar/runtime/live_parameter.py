@@ -2,15 +2,13 @@
 
 [Note: a parameter that answers]
 While no module computes with a parameter its tensor is a placeholder: NaN in the right shape and type, without memory.
-In a chunk that stays on the device it keeps its value, which is then not exchanged twice for each module. Its class is
-``ReleasedParameter``, whose ``__torch_function__`` brings the value, or the gradient, for the length of one call:
-shapes and flags are answered without it, functions get the value, functions that write reach every place where the
-value is, and ``.grad`` is the gradient. While a module runs its parameters are ``AcquiredParameter``: they have their
-value, and torch treats them as it treats any ``nn.Parameter``; only ``.data`` and ``.grad`` are noticed. The object
-stays the same; only its class changes, as torch does it when an ``UninitializedParameter`` is materialised.
+Its class is then ``ReleasedParameter``, whose ``__torch_function__`` brings the value, or the gradient, for the length
+of one call: shapes and flags are answered without it, functions get the value, functions that write reach every place
+where the value is, and ``.grad`` is the gradient. While a module runs its parameters are ``AcquiredParameter``: they
+have their value, and torch treats them as it treats any ``nn.Parameter``; only ``.data`` and ``.grad`` are noticed. The
+object stays the same; only its class changes, as torch does it when an ``UninitializedParameter`` is materialised.
 
-Code that goes around ``__torch_function__`` (an extension in C++ that was handed a released parameter) finds NaN, or
-what is in the place of a parameter that keeps its value: between backward and step that is a gradient.
+Code that goes around ``__torch_function__`` (an extension in C++ that was handed a released parameter) finds NaN.
 """
 
 import functools

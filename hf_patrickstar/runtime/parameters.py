@@ -193,7 +193,7 @@ class Parameters:
                         or not tensor.is_bound
                         or (tensor.gradient is _PARAM and not chunk.is_group)
                         or not isinstance(parameter, LiveMixin)
-                        or storage_key(parameter) != tensor.released_key
+                        or storage_key(parameter) != tensor.placeholder_key
                         or (mirrored and tensor.spec.index in mirrored)
                         or (chunk.is_group and not tensor.spec.trainable)
                         or (is_recomputed and not requires_grad(parameter))
@@ -207,16 +207,15 @@ class Parameters:
                                 self._steps.give_up()
                                 raise
                             break  # another thread may free a chunk, which ``acquire`` waits for
+                    view = tensor.view_on_device
+                    if view is None:
+                        view = chunk.view_of(tensor)
                     tensor.read_at = tensor.num_writes
                     with RAW():
-                        if not tensor.keeps_value:
-                            view = tensor.view_on_device
-                            if view is None:
-                                view = chunk.view_of(tensor)
-                            try:
-                                SET_DATA(parameter, view)
-                            except RuntimeError:
-                                set_data_inside(parameter, view)
+                        try:
+                            SET_DATA(parameter, view)
+                        except RuntimeError:
+                            set_data_inside(parameter, view)
                         parameter.__class__ = type_of(tensor.original_type)  # another thread may use it from now on
                         tensor.version = parameter._version
                     tensor.is_materialized = True
@@ -250,13 +249,10 @@ class Parameters:
                         ):
                             break
                         parameter.__class__ = released_type(tensor.original_type)  # it answers by itself from now on
-                        if tensor.view_on_device is None:
-                            try:
-                                SET_DATA(parameter, tensor.placeholder)
-                            except RuntimeError:
-                                set_data_inside(parameter, tensor.placeholder)
-                        elif not tensor.keeps_value:
-                            tensor.keep_value()
+                        try:
+                            SET_DATA(parameter, tensor.placeholder)
+                        except RuntimeError:
+                            set_data_inside(parameter, tensor.placeholder)
                         tensor.is_materialized = False
                     tensor.users = ()
                     chunk.num_computing -= 1

@@ -165,7 +165,7 @@ class Writes:
             parameter = tensor.parameter
             is_as_left = tensor.is_open or (
                 (isinstance(parameter, LiveMixin) or not tensor.is_bound)
-                and (tensor.is_materialized or storage_key(parameter) == tensor.released_key)
+                and (tensor.is_materialized or storage_key(parameter) == tensor.placeholder_key)
             )
             if not is_as_left or tensor.spec.index in self.mirrored:
                 self.take_over(tensor)
