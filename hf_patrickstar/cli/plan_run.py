@@ -18,7 +18,7 @@ from hf_patrickstar.integrations.unchanged import Defaults, install
 from hf_patrickstar.planner import advice
 from hf_patrickstar.planner.adapters import parse_lora, read_peft
 from hf_patrickstar.planner.plan import Plan
-from hf_patrickstar.planner.planning import Training, arrange, plan_and_simulate, plan_for_runs
+from hf_patrickstar.planner.planning import TrainingSetup, arrange, plan_and_simulate, plan_for_runs
 from hf_patrickstar.planner.screen import (
     changes_of,
     describe,
@@ -71,7 +71,7 @@ def run_plan(options: argparse.Namespace) -> int:
     return 0 if plan.fits else 1
 
 
-def _with_tried(plan: Plan, subject: Subject, given: Training, words: Callable[[str], str]) -> Plan:
+def _with_tried(plan: Plan, subject: Subject, given: TrainingSetup, words: Callable[[str], str]) -> Plan:
     """The plan with what was tried beside it, in the words of who asked."""
     shown = functools.partial(tqdm, desc="trying changes", unit="plan", leave=False, delay=2)
     tried = advice.advise(subject, given, plan, shown)
@@ -81,7 +81,7 @@ def _with_tried(plan: Plan, subject: Subject, given: Training, words: Callable[[
     return dataclasses.replace(plan, changes=changes, largest=largest)
 
 
-def _search(options: argparse.Namespace, subject: Subject, given: Training) -> int:
+def _search(options: argparse.Namespace, subject: Subject, given: TrainingSetup) -> int:
     for option in ("device_memory", "host_memory"):
         if options.search == Goal.CHEAPEST and getattr(options, option) is not None:
             name = option.replace("_", "-")
@@ -164,7 +164,7 @@ def _show(
         print("Nothing is written for --png: there is no step to draw, because the plan does not fit.")
 
 
-def _arrange(options: argparse.Namespace) -> tuple[Subject, Training]:
+def _arrange(options: argparse.Namespace) -> tuple[Subject, TrainingSetup]:
     if options.model is None:
         raise ConfigError("what should be planned? Give MODEL, or -- SCRIPT ARGS...")
     return arrange(
@@ -196,7 +196,7 @@ def _adapters(options: argparse.Namespace) -> dict[str, Any] | None:
     return None if options.peft is None else read_peft(options.peft)
 
 
-def _arrange_script(options: argparse.Namespace) -> tuple[Subject, Training]:
+def _arrange_script(options: argparse.Namespace) -> tuple[Subject, TrainingSetup]:
     """Runs the script up to its training; see ``arrange_script``.
 
     Raises:

@@ -16,7 +16,7 @@ from hf_patrickstar.memory.accelerator import allocated_nbytes, reserved_nbytes,
 from hf_patrickstar.memory.operators import EngineMode, take_off_dispatch_modes
 from hf_patrickstar.units import MIB
 
-_TIMEOUT_S = 1.0
+_INTERVAL_S = 1.0
 
 
 class Meter:
@@ -91,7 +91,7 @@ class AllocatorMeter(Meter):
     def start(self, tensors: Iterable[torch.Tensor]) -> None:
         """Measures the memory of other programs, at most once a second; torch's allocator counts by itself."""
         now = time.monotonic()
-        if now - self._asked_s >= _TIMEOUT_S:
+        if now - self._asked_s >= _INTERVAL_S:
             self._asked_s = now
             self._growth = max(self._foreign_nbytes() - self._foreign, 0)
 

@@ -94,7 +94,7 @@ def clip_by_norm(
             gradients.multiply(item, coefficient)
             manager.gradient_mirrors.refresh(item)
     if not is_at_once:
-        gradients.coefficient = coefficient  # one of before was applied when the norm was asked for
+        gradients.coefficient = coefficient  # ``total_norm`` has applied any earlier one
     return total
 
 

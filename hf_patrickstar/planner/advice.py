@@ -8,7 +8,7 @@ from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner.adapters import has_peft
 from hf_patrickstar.planner.plan import Plan, TriedChange
-from hf_patrickstar.planner.planning import Training, arrange_machine, plan_if_fits
+from hf_patrickstar.planner.planning import TrainingSetup, arrange_machine, plan_if_fits
 from hf_patrickstar.planner.search import Goal, Progress, search_below
 from hf_patrickstar.planner.subject import Subject, with_batch
 from hf_patrickstar.units import format_nbytes
@@ -33,12 +33,12 @@ class Change:
 
     text: str
     subject: Subject
-    training: Training
+    training: TrainingSetup
 
 
 def advise(
     subject: Subject,
-    training: Training,
+    training: TrainingSetup,
     plan: Plan,
     progress: Callable[[list[Change]], Iterable[Change]] = lambda changes: changes,
 ) -> tuple[TriedChange, ...]:
@@ -65,7 +65,7 @@ def advise(
 
 
 def largest_that_fit(
-    plan: Plan, subject: Subject, given: Training, progress: Progress = lambda text: None
+    plan: Plan, subject: Subject, given: TrainingSetup, progress: Progress = lambda text: None
 ) -> dict[str, int | None] | None:
     """The largest batch and the longest sequence that fit, where a plan does not; see ``Plan.largest``.
 
@@ -90,7 +90,7 @@ def _number(answer: int | str | None) -> int | None:
     return answer
 
 
-def changes(subject: Subject, given: Training, plan: Plan) -> Iterator[Change]:
+def changes(subject: Subject, given: TrainingSetup, plan: Plan) -> Iterator[Change]:
     """The changes to try.
 
     Args:
@@ -111,7 +111,7 @@ def changes(subject: Subject, given: Training, plan: Plan) -> Iterator[Change]:
         yield Change(text, dataclasses.replace(subject, adapters=adapters), given)
 
 
-def _of_activations(subject: Subject, given: Training, plan: Plan) -> Iterator[Change]:
+def _of_activations(subject: Subject, given: TrainingSetup, plan: Plan) -> Iterator[Change]:
     if not subject.checkpointing:
         again, double = dataclasses.replace(subject, checkpointing=True), 2 * subject.batch_size
         yield Change("compute activations again in backward (--gradient-checkpointing)", again, given)
@@ -123,7 +123,7 @@ def _of_activations(subject: Subject, given: Training, plan: Plan) -> Iterator[C
         yield Change("keep activations (without --gradient-checkpointing)", kept, given)
 
 
-def _of_batches(subject: Subject, given: Training, plan: Plan) -> Iterator[Change]:
+def _of_batches(subject: Subject, given: TrainingSetup, plan: Plan) -> Iterator[Change]:
     batch, num = subject.batch_size, given.num_micro_batches
     if plan.fits:
         twice = with_batch(subject, 2 * batch, subject.length)
@@ -151,7 +151,7 @@ def _divided(batch: int) -> tuple[int, int]:
     return size, -(-batch // size)
 
 
-def _of_budgets(subject: Subject, given: Training) -> Iterator[Change]:
+def _of_budgets(subject: Subject, given: TrainingSetup) -> Iterator[Change]:
     """All that a known machine has, where less was given."""
     machine = given.machine
     if machine.name not in MACHINES:

@@ -63,7 +63,7 @@ _COPY_NBYTES = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Training:
+class TrainingSetup:
     """How a model is trained.
 
     Attributes:
@@ -107,7 +107,7 @@ _NOT_COMPUTED = (
 )
 
 
-def computes_in_type(machine: Machine, given: Training) -> bool:
+def computes_in_type(machine: Machine, given: TrainingSetup) -> bool:
     """Whether a device has a rate for the 16-bit type that is asked for.
 
     Args:
@@ -117,7 +117,7 @@ def computes_in_type(machine: Machine, given: Training) -> bool:
     return given.settings.get("dtype") != "bf16" or "bfloat16" in machine.flops
 
 
-def plan_for_runs(subject: Subject, training: Training) -> tuple[Plan, Simulation | None]:
+def plan_for_runs(subject: Subject, training: TrainingSetup) -> tuple[Plan, Simulation | None]:
     """Plans as ``plan_and_simulate`` does, and keeps the traces, which runs of the same training follow."""
     plan, simulation = plan_and_simulate(subject, training)
     if simulation is not None:
@@ -159,7 +159,7 @@ def arrange(
     host_memory: int | str | None = None,
     settings: Mapping[str, Any] | None = None,
     adapters: Mapping[str, Any] | None = None,
-) -> tuple[Subject, Training]:
+) -> tuple[Subject, TrainingSetup]:
     """Finds the model and the machine of what ``plan`` is asked.
 
     Raises:
@@ -186,7 +186,7 @@ def arrange(
         model, task=task, batch_size=batch_size, length=length, checkpointing=checkpointing, adapters=adapters
     )
     times = time_operators(world_size) if machine == THIS else None
-    return subject, Training(found, num_micro_batches, world_size, optimizer, max_norm, settings, times)
+    return subject, TrainingSetup(found, num_micro_batches, world_size, optimizer, max_norm, settings, times)
 
 
 def arrange_machine(
@@ -220,13 +220,13 @@ def _share(given: int | str | None, nbytes: int, share: float, name: str) -> int
     return int(share * nbytes) if given is None else parse_nbytes(given, name)
 
 
-def plan_and_simulate(subject: Subject, training: Training) -> tuple[Plan, Simulation | None]:
+def plan_and_simulate(subject: Subject, training: TrainingSetup) -> tuple[Plan, Simulation | None]:
     """Plans the training of a model that was found already; returns the step of the plan, too, if it fits."""
     is_measured = training.times is not None
     return kept("simulations", subject, training, is_measured, lambda: _plan_and_simulate(subject, training))
 
 
-def _plan_and_simulate(subject: Subject, training: Training) -> tuple[Plan, Simulation | None]:
+def _plan_and_simulate(subject: Subject, training: TrainingSetup) -> tuple[Plan, Simulation | None]:
     try:
         simulation = _simulate(subject, training)
     except BudgetError:
@@ -235,13 +235,13 @@ def _plan_and_simulate(subject: Subject, training: Training) -> tuple[Plan, Simu
     return plan, simulation if plan.fits else None
 
 
-def plan_if_fits(subject: Subject, training: Training) -> Plan | None:
+def plan_if_fits(subject: Subject, training: TrainingSetup) -> Plan | None:
     """Plans as ``plan_and_simulate`` does; ``None`` if it does not fit, without finding out by how much."""
     is_measured = training.times is not None
     return kept("plans", subject, training, is_measured, lambda: _plan_if_fits(subject, training))
 
 
-def _plan_if_fits(subject: Subject, training: Training) -> Plan | None:
+def _plan_if_fits(subject: Subject, training: TrainingSetup) -> Plan | None:
     try:
         plan = _plan_of(subject, training, _simulate(subject, training))
     except BudgetError:
@@ -249,7 +249,7 @@ def _plan_if_fits(subject: Subject, training: Training) -> Plan | None:
     return plan if plan.fits else None
 
 
-def _plan_of(subject: Subject, given: Training, simulation: Simulation) -> Plan:
+def _plan_of(subject: Subject, given: TrainingSetup, simulation: Simulation) -> Plan:
     machine, owners = given.machine, _owners(given, simulation)
     device_nbytes = simulation.device_nbytes + given.beside_nbytes
     tiers = {
@@ -259,7 +259,7 @@ def _plan_of(subject: Subject, given: Training, simulation: Simulation) -> Plan:
     return _plan(subject, given, simulation, tiers)
 
 
-def _plan(subject: Subject, given: Training, simulation: Simulation, tiers: Mapping[str, TierUse]) -> Plan:
+def _plan(subject: Subject, given: TrainingSetup, simulation: Simulation, tiers: Mapping[str, TierUse]) -> Plan:
     is_short = any(use.missing_nbytes for use in tiers.values())
     return Plan(
         model=subject.name,
@@ -293,7 +293,7 @@ def _chunks(simulation: Simulation) -> Chunks:
     )
 
 
-def _speed(subject: Subject, given: Training, simulation: Simulation) -> Speed:
+def _speed(subject: Subject, given: TrainingSetup, simulation: Simulation) -> Speed:
     timeline = simulation.timeline
     updates_by = optimizer_name(given.optimizer)
     bounds = bounds_of(simulation.script, timeline, given.machine, simulation.num_on_host, updates_by)
@@ -322,14 +322,14 @@ _WORDS_OF_SEVERAL = {Lane.GATHERS: "gathers", Lane.REDUCTIONS: "reductions"}
 """What is called as in ``Bounds.binding``, and works where there are several processes alone."""
 
 
-def _owners(given: Training, simulation: Simulation) -> Mapping[str, Mapping[str, int]]:
+def _owners(given: TrainingSetup, simulation: Simulation) -> Mapping[str, Mapping[str, int]]:
     """The most bytes of each kind by the name of the tier."""
     beside = {BESIDE: given.beside_nbytes} if given.beside_nbytes else {}
     owners = simulation.survey.owners
     return {**owners, Tier.DEVICE.value: {**owners[Tier.DEVICE.value], **beside}}
 
 
-def _refusal(subject: Subject, given: Training) -> Plan:
+def _refusal(subject: Subject, given: TrainingSetup) -> Plan:
     """The plan of a training that does not fit: what is too little, and the memory that would do."""
     try:
         return _refusal_by_memory(subject, given, is_short=True)
@@ -342,7 +342,7 @@ def _refusal(subject: Subject, given: Training) -> Plan:
     return dataclasses.replace(plan, settings=dict(given.settings), chunks=None, speed=None, shortage=shortage)
 
 
-def _refusal_by_memory(subject: Subject, given: Training, *, is_short: bool) -> Plan:
+def _refusal_by_memory(subject: Subject, given: TrainingSetup, *, is_short: bool) -> Plan:
     """The least memory that would do, with all chunks at home on the host; ``is_short``: what there is was refused."""
     with FakeTensors(), AnsweringMode():  # answers what an initialisation asks
         numel = sum(parameter.numel() for parameter in subject.make_model().parameters())
@@ -377,7 +377,7 @@ def _refusal_by_memory(subject: Subject, given: Training, *, is_short: bool) -> 
     return _plan(subject, given, simulation, tiers)
 
 
-def _with_plenty(subject: Subject, given: Training, asked: int | None, most: int) -> Simulation:
+def _with_plenty(subject: Subject, given: TrainingSetup, asked: int | None, most: int) -> Simulation:
     """Records a step with more memory than there is; ``asked``: what chunks may take at most, if somebody said it.
 
     Raises:
@@ -398,7 +398,7 @@ def _with_plenty(subject: Subject, given: Training, asked: int | None, most: int
         ) from error
 
 
-def _smallest(subject: Subject, given: Training, simulation: Simulation, most: int) -> tuple[Simulation, int]:
+def _smallest(subject: Subject, given: TrainingSetup, simulation: Simulation, most: int) -> tuple[Simulation, int]:
     """The simulation that needs the least device memory, and how much; chunks are chosen by the room that there is."""
     least = given.beside_nbytes + simulation.least_nbytes()
     with contextlib.suppress(BudgetError, EngineError):  # no step follows a plan so close to the least
@@ -411,7 +411,7 @@ def _smallest(subject: Subject, given: Training, simulation: Simulation, most: i
     return simulation, least
 
 
-def _enough(subject: Subject, given: Training, machine: Machine, field: str, step: int) -> tuple[int, Plan | None]:
+def _enough(subject: Subject, given: TrainingSetup, machine: Machine, field: str, step: int) -> tuple[int, Plan | None]:
     """Memory from what a machine has on, in steps that double, with which there is a plan, and that plan if one is."""
     nbytes = getattr(machine, field)
     for _ in range(_MOST_TRIES):
@@ -424,13 +424,13 @@ def _enough(subject: Subject, given: Training, machine: Machine, field: str, ste
     return nbytes, None
 
 
-def _within(subject: Subject, given: Training, device_nbytes: int, **settings: Any) -> Simulation:
+def _within(subject: Subject, given: TrainingSetup, device_nbytes: int, **settings: Any) -> Simulation:
     """Records a step with so much device memory, and with all chunks at home on the host, which is large enough."""
     machine = dataclasses.replace(given.machine, device_nbytes=device_nbytes, host_nbytes=_PLENTY_NBYTES)
     return _simulate(subject, dataclasses.replace(given, machine=machine), placement="host", **settings)
 
 
-def _simulate(subject: Subject, given: Training, **settings: Any) -> Simulation:
+def _simulate(subject: Subject, given: TrainingSetup, **settings: Any) -> Simulation:
     attention = fused_attention() if given.machine.has_accelerator else contextlib.nullcontext()
     try:
         with _quiet(), attention, masks_of_batches(has_padding=subject.has_padding, is_packed=subject.is_packed):
@@ -466,7 +466,7 @@ def _quiet() -> Iterator[None]:
             logging.getLogger(name).setLevel(usual)
 
 
-def _simulated(subject: Subject, given: Training, settings: Mapping[str, Any]) -> Simulation:
+def _simulated(subject: Subject, given: TrainingSetup, settings: Mapping[str, Any]) -> Simulation:
     # What changes what the model does, or its parameters, and not only what becomes of chunks.
     of_model = {name: value for name, value in given.settings.items() if name not in _OF_CHUNKS}
     same = of_model, given.num_micro_batches > 1, given.machine.has_accelerator
@@ -487,7 +487,7 @@ def make_adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
 
-def _ops_of(subject: Subject, given: Training, settings: dict[str, Any], same: tuple[object, ...]) -> OpsOf:
+def _ops_of(subject: Subject, given: TrainingSetup, settings: dict[str, Any], same: tuple[object, ...]) -> OpsOf:
     """What the model does in a micro-batch; kept for plans of other budgets and machines."""
     is_measured = given.times is not None
     micro_batch = MicroBatch(

@@ -31,7 +31,7 @@ from hf_patrickstar.errors import ConfigError, EngineError, PatrickStarError
 from hf_patrickstar.integrations.script import StopScript, run_script, set_known, touch_nothing
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.planner.arguments import OF_THE_MACHINE, is_checkpointing, settings_of
-from hf_patrickstar.planner.planning import THIS, Training, arrange_machine, time_operators
+from hf_patrickstar.planner.planning import THIS, TrainingSetup, arrange_machine, time_operators
 from hf_patrickstar.planner.subject import MakeOptimizer, Subject
 from hf_patrickstar.tracing.fake import as_fake, copying
 
@@ -131,7 +131,7 @@ def arrange_script(
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
     settings: Mapping[str, Any] | None = None,
-) -> tuple[ScriptSubject, Training]:
+) -> tuple[ScriptSubject, TrainingSetup]:
     """Runs a script up to its training, and finds what it trains and how; see [Note: planning a script].
 
     Args:
@@ -163,7 +163,7 @@ def arrange_script(
     )
     beside = [tensor for module in subject.others.values() for tensor in module.parameters()]
     args = subject.trainer.args
-    return subject, Training(
+    return subject, TrainingSetup(
         found,
         args.gradient_accumulation_steps,
         world_size,

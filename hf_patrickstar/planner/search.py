@@ -9,7 +9,7 @@ from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import BY_PRICE, MACHINES, Machine
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner.plan import Plan
-from hf_patrickstar.planner.planning import BESIDE, Training, arrange_machine, computes_in_type, plan_if_fits
+from hf_patrickstar.planner.planning import BESIDE, TrainingSetup, arrange_machine, computes_in_type, plan_if_fits
 from hf_patrickstar.planner.subject import Subject, most_tokens, with_batch
 
 LENGTH_STEP = 64
@@ -60,7 +60,7 @@ class Found:
         return json.dumps({**dataclasses.asdict(self), "plan": plan}, indent=2)
 
 
-def search(goal: Goal | str, subject: Subject, given: Training, progress: Progress = lambda text: None) -> Found:
+def search(goal: Goal | str, subject: Subject, given: TrainingSetup, progress: Progress = lambda text: None) -> Found:
     """Searches for the largest batch, sequence or model that fits, or for the cheapest machine.
 
     The answer has a plan of its own, and the next larger one was planned and refused. A larger model has more layers
@@ -86,7 +86,7 @@ def search(goal: Goal | str, subject: Subject, given: Training, progress: Progre
     return _finer(found, scale, subject.length, given, progress)
 
 
-def answered(found: Found, subject: Subject, given: Training) -> tuple[Subject, Training]:
+def answered(found: Found, subject: Subject, given: TrainingSetup) -> tuple[Subject, TrainingSetup]:
     """What the plan of a result was made of.
 
     Args:
@@ -101,7 +101,7 @@ def answered(found: Found, subject: Subject, given: Training) -> tuple[Subject, 
     return _scale_of(found.goal, subject).change(found.answer), given
 
 
-def search_below(goal: Goal, subject: Subject, given: Training, progress: Progress = lambda text: None) -> Found:
+def search_below(goal: Goal, subject: Subject, given: TrainingSetup, progress: Progress = lambda text: None) -> Found:
     """The largest batch or sequence that fits, where the one that was asked for does not.
 
     Args:
@@ -118,7 +118,7 @@ def search_below(goal: Goal, subject: Subject, given: Training, progress: Progre
 
 
 def _finer(
-    found: Found, scale: "_Scale", first: int, given: Training, progress: Progress, below: int = LENGTH_STEP
+    found: Found, scale: "_Scale", first: int, given: TrainingSetup, progress: Progress, below: int = LENGTH_STEP
 ) -> Found:
     """Goes on below the first step, where that does not fit or is too long."""
     below = min(below, scale.step)
@@ -187,7 +187,7 @@ class _Search:
     the wrong side, the next one is a step beyond it, then two, then four, and the middle where that is nearer.
     """
 
-    def __init__(self, goal: Goal, scale: _Scale, given: Training, progress: Progress) -> None:
+    def __init__(self, goal: Goal, scale: _Scale, given: TrainingSetup, progress: Progress) -> None:
         self._goal, self._scale, self._given, self._progress = goal, scale, given, progress
         self._fitting: list[tuple[int, Plan]] = []
         self._num_plans = 0
@@ -254,7 +254,7 @@ class _Search:
 _WORDS = {Goal.MAX_BATCH: "batch", Goal.MAX_LENGTH: "length", Goal.MAX_MODEL: "layers", Goal.CHEAPEST: "machine"}
 
 
-def _cheapest(subject: Subject, given: Training, progress: Progress) -> Found:
+def _cheapest(subject: Subject, given: TrainingSetup, progress: Progress) -> Found:
     refused, num = None, 0
     left_out: list[str] = []
     for name in BY_PRICE:
@@ -274,7 +274,7 @@ def _cheapest(subject: Subject, given: Training, progress: Progress) -> Found:
     return Found(Goal.CHEAPEST, None, None, refused, num, tuple(left_out))
 
 
-def _on(machine: Machine, given: Training) -> Training:
+def _on(machine: Machine, given: TrainingSetup) -> TrainingSetup:
     """The same on all of another machine: as many processes as were asked for, or as it has devices."""
     num = given.world_size if given.world_size > 1 else machine.num_devices
     return dataclasses.replace(given, machine=arrange_machine(machine, num, None, None), world_size=num)

@@ -330,7 +330,7 @@ class Chunk:
     compute: torch.Tensor | None = None
     storage: torch.UntypedStorage | None = None
     base_use_count: int = 0  # users of the storage that are known
-    num_views: int = 0  # of its parameters, a static chunk's, that are kept
+    num_views: int = 0  # places of its parameters that are kept; see ``view_of``
     arrival: Ticket | None = None  # of a copy that was started ahead
     last_access: int = 0
     num_computing: int = 0  # parameters that modules compute with

@@ -245,6 +245,7 @@ class Parameters:
                             or storage is None
                             or storage_key(parameter) != storage._cdata
                             or parameter._version != tensor.version
+                            or parameter.shape != tensor.spec.shape  # of an assigned view no version is another one
                             or tensor in watched
                         ):
                             break

@@ -79,7 +79,7 @@ class Writes:
         parameter, storage = tensor.parameter, tensor.chunk.storage
         assert storage is not None
         is_other = storage_key(parameter) != storage._cdata
-        if is_other or parameter._version != tensor.version:  # also where its shape was changed in place
+        if is_other or parameter._version != tensor.version or parameter.shape != tensor.spec.shape:
             self._take_over_value(tensor, is_other=is_other)
         else:
             tensor.dematerialize()

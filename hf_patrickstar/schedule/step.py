@@ -139,7 +139,9 @@ def micro_batch(
         numbers: Counts copies, reductions and works of the thread in the whole script; by default from 0.
         name: The outermost module, if that is not the model.
     """
-    return _Translation(places, rules, kind, itertools.count() if numbers is None else numbers, name).of(ops.notes)
+    return _Translation(places, rules, kind, itertools.count() if numbers is None else numbers, name).translate(
+        ops.notes
+    )
 
 
 class _Translation:
@@ -179,7 +181,7 @@ class _Translation:
         self._under_way: tuple[int, int] | None = None  # the group that is reduced, and the number of the reduction
         self._reduced: list[int] = []
 
-    def of(self, notes: Iterable[Note]) -> MicroBatch:
+    def translate(self, notes: Iterable[Note]) -> MicroBatch:
         for note in notes:
             if self._is_inner and isinstance(note, (Acquire, Release)):
                 continue  # an evaluation is a step of its own

@@ -243,6 +243,12 @@ class Pair:
         self.both(lambda model, _: [copied(parameter.grad) for parameter in model.parameters()])
 
 
+def evict(model):
+    """What large activations do at any moment, of a model in chunks: every copy that may leave the device leaves it."""
+    if hasattr(model, "patrickstar_engine"):
+        model.patrickstar_engine.manager.executor.evict_unused()
+
+
 def copied(tensor):
     return None if tensor is None else tensor.detach().clone()
 

@@ -19,6 +19,7 @@ from engine.small import (
     Tied,
     batch,
     copied,
+    evict,
     loss_of,
     sgd,
     tokens,
@@ -189,12 +190,6 @@ def test_writes_while_a_module_computes(budget):
     with torch.no_grad():
         pair.both(lambda model, _: model(batch(5)).clone())
     pair.check()
-
-
-def evict(model):
-    """What large activations do at any moment: every copy that may leave the device leaves it."""
-    if hasattr(model, "patrickstar_engine"):
-        model.patrickstar_engine.manager.executor.evict_unused()
 
 
 @pytest.mark.parametrize("takes", ["data", "detach", "row"])
@@ -591,3 +586,24 @@ def test_data_is_assigned_by_code_that_does_not_ask_the_parameter(budget):
     pair.both(run)
     pair.check()
     pair.train(1, first=2)
+
+
+@pytest.mark.parametrize("view", ["data", "detach", "itself"])
+def test_rows_are_cut_off_while_a_module_computes(view, budget):
+    """What is assigned looks into the same memory, and no version says so: the shape does."""
+    views = {"data": lambda p: p.data[:2], "detach": lambda p: p.detach()[:2], "itself": lambda p: p[:2]}
+
+    class Cutting(nn.Linear):
+        def forward(self, x):
+            if not torch.is_grad_enabled() and len(self.weight) > 2:
+                self.weight.data = views[view](self.weight)
+            return (x @ self.weight.t()).sum()
+
+    pair = Pair(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Cutting(WIDTH, 4, bias=False)), budget, sgd)
+
+    def run(model, optimizer):
+        with torch.no_grad():
+            model(batch(1))
+        return tuple(model[1].weight.shape), model.state_dict()["1.weight"].clone(), copied(model[1].weight)
+
+    pair.both(run)
