@@ -202,7 +202,7 @@ def test_recomputed_blocks_with_frozen_parameters(frozen, dtype, budget):
 
 @pytest.mark.parametrize("has_compiled", [False, True])
 def test_a_recomputed_module_that_writes_to_its_frozen_parameter(has_compiled, budget, monkeypatch):
-    """It writes once in forward and once more in backward, as in torch; also in a process that has compiled something."""
+    """It writes once in forward and once more in backward, as in torch, also where something has been compiled."""
     monkeypatch.setattr(convert_frame, "FRAME_COUNTER", int(has_compiled))
 
     class Counting(nn.Module):
