@@ -120,24 +120,45 @@ class Estimate:
         movable = [index for index, work in enumerate(self.works) if work.may_move and index not in kept]
         if not movable:
             return None
+        candidates = self._candidates(movable, kept)
+        least = self._least_in_margin(candidates, kept)
+        if least is not None:
+            return self._plan_margin(movable, candidates, kept, least)
         spilled = current if self._may_stay(current, kept) else self.spilled(kept, limits)
-        kept = kept | spilled
-        chunks = [self.nbytes[index] for index in movable if index not in spilled]
-        largest = max((work.gradient_nbytes + work.sent_nbytes for work in self.works), default=0)
-        candidates = fill_margin(
-            chunks,
+        movable, kept = [index for index in movable if index not in spilled], kept | spilled
+        plan = self._plan_margin(movable, self._candidates(movable, kept), kept)
+        reason = f"the host has no room for {len(spilled)} chunks, which live on the device; beside them {plan.reason}"
+        return MarginPlan((*in_order(spilled, self.traces), *plan.chunk_indices), reason)
+
+    def _candidates(self, movable: Sequence[int], kept: frozenset[int]) -> tuple[int, ...]:
+        """What the margin has room for, beside chunks that are kept on the device; see ``fill_margin``."""
+        is_ahead = self.rules.prefetch_depth > 0
+        prefetched = [is_ahead * (work.gradient_nbytes + work.sent_nbytes) for work in self.works]
+        return fill_margin(
+            [self.nbytes[index] for index in movable],
             self.traces,
             self.device_nbytes - self._fixed_nbytes(kept),
-            largest if self.rules.prefetch_depth else 0,
+            prefetched,
             kept,
             self.unusable_nbytes,
             copies_stay=self.has_groups,
         )
-        plan = plan_margin(chunks, candidates, lambda inside: self.cost(inside | kept), self.rules.machine.name)
-        if not spilled:
-            return plan
-        reason = f"the host has no room for {len(spilled)} chunks, which live on the device; beside them {plan.reason}"
-        return MarginPlan((*in_order(spilled, self.traces), *plan.chunk_indices), reason)
+
+    def _plan_margin(
+        self, movable: Sequence[int], candidates: Sequence[int], kept: frozenset[int], least: int = 0
+    ) -> MarginPlan:
+        chunks, name = [self.nbytes[index] for index in movable], self.rules.machine.name
+        return plan_margin(chunks, candidates, lambda inside: self.cost(inside | kept), name, least)
+
+    def _least_in_margin(self, candidates: Sequence[int], kept: frozenset[int]) -> int | None:
+        """How many candidates have to live in the margin so that the host has room for all else; ``None`` if too few."""
+        on_host = [chunk for chunk in self.nbytes if chunk.chunk_index not in kept]
+        left = sum(chunk.host_nbytes for chunk in on_host) + self.rules.host_workspace_nbytes - self.host_nbytes
+        for count, index in enumerate([*candidates, None]):
+            if left <= 0:
+                return count
+            left -= 0 if index is None else self.nbytes[index].host_nbytes
+        return None
 
     def _may_stay(self, current: frozenset[int], kept: frozenset[int]) -> bool:
         """Whether the host needs that chunks live on the device, and those that do are enough, and have room."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import heapq
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 
 from hf_patrickstar.schedule.placement import ChunkBytes
@@ -9,6 +10,8 @@ from hf_patrickstar.schedule.trace import StepKind, Trace
 from hf_patrickstar.units import format_nbytes
 
 _NUM_PARTS = 8
+_LARGE = 4
+"""A chunk of more than so many times the usual bytes is large: that of an embedding or of a head, say."""
 _AS_FAST = 1.01
 """Steps whose times differ by less are equally fast: the clock knows computation only roughly."""
 
@@ -85,7 +88,7 @@ def fill_margin(
     chunks: Sequence[ChunkBytes],
     traces: Sequence[Trace],
     device_nbytes: int,
-    prefetch_nbytes: int,
+    prefetched: Sequence[int],
     kept: frozenset[int] = frozenset(),
     unusable_nbytes: int = 0,
     *,
@@ -94,14 +97,16 @@ def fill_margin(
     """Finds the chunks that the margin has room for.
 
     The margin is the memory that the device has left at every moment of every trace beside non-model data, the chunks
-    in use and the prefetched copy. Chunks of the first layers come first: their gradients arrive last in backward, and
-    their parameters are needed first in forward, when no computation could hide the copies.
+    in use and the prefetched copy. Large chunks come first: whatever waits for one waits for its whole update and
+    copy. Then come those of the first layers: their gradients arrive last in backward, and their parameters are needed
+    first in forward, when no computation could hide the copies.
 
     Args:
         chunks: The bytes of every chunk that may move its home.
         traces: The recorded traces; not empty.
         device_nbytes: Bytes for chunks and non-model data, without workspaces.
-        prefetch_nbytes: Bytes kept free for prefetched chunks.
+        prefetched: Bytes that each chunk takes where it is brought in ahead, by chunk index: room for the largest
+            that still moves is kept free.
         kept: Chunks that are at home on the device whatever happens; their bytes are taken off ``device_nbytes``.
         unusable_nbytes: Bytes of the device that chunks may not take even where non-model data leaves them.
         copies_stay: Whether a chunk in the margin still needs a copy to be computed with: with several processes what
@@ -117,23 +122,30 @@ def fill_margin(
     for moment, (_, indices) in enumerate(needs):
         for index in indices:
             moments.setdefault(index, []).append(moment)
+    ahead = _Highest([nbytes if index in moments else 0 for index, nbytes in enumerate(prefetched)])
     homed: list[int] = []
     taken = 0
-    for index in in_order(by_index, traces):
+    large = _LARGE * statistics.median_low([chunk.param_nbytes for chunk in chunks]) if chunks else 0
+    for index in sorted(in_order(by_index, traces), key=lambda index: by_index[index].param_nbytes <= large):
         chunk = by_index[index]
-        if chunk.on_host or index in kept:
+        if index in kept:
             continue
-        if not copies_stay:
-            highest.lower(moments.get(index, ()), chunk.param_nbytes)
-        if taken + chunk.device_nbytes + highest.value + prefetch_nbytes > device_nbytes:
+        used = () if copies_stay else moments.get(index, ())
+        highest.lower(used, chunk.param_nbytes)
+        ahead.lower([index] if used else (), prefetched[index])
+        if taken + chunk.device_nbytes + highest.value + ahead.value <= device_nbytes:
+            homed.append(index)
+            taken += chunk.device_nbytes
+        elif chunk.param_nbytes <= large:
             break
-        homed.append(index)
-        taken += chunk.device_nbytes
+        else:
+            highest.lower(used, -chunk.param_nbytes)
+            ahead.lower([index] if used else (), -prefetched[index])
     return tuple(homed)
 
 
 class _Highest:
-    """The highest of numbers of which some become lower."""
+    """The highest of numbers of which some become lower, or are set back."""
 
     def __init__(self, values: list[int]) -> None:
         self._values = values
@@ -151,9 +163,11 @@ class _Highest:
         return 0
 
     def lower(self, places: Iterable[int], amount: int) -> None:
-        """Lowers the numbers of some places."""
+        """Lowers the numbers of some places; a negative amount sets them back."""
         for place in places:
             self._values[place] -= amount
+            if amount < 0:
+                heapq.heappush(self._heap, (-self._values[place], place))
 
 
 def plan_margin(
@@ -161,6 +175,7 @@ def plan_margin(
     candidates: Sequence[int],
     cost_of: Callable[[frozenset[int]], StepCost | None],
     machine_name: str,
+    least: int = 0,
 ) -> MarginPlan:
     """Decides how many of the chunks that fit the margin are worth it.
 
@@ -174,6 +189,7 @@ def plan_margin(
         candidates: What ``fill_margin`` found.
         cost_of: What a step costs if these chunks live in the margin; ``None`` if it cannot work.
         machine_name: Whose rates the times follow.
+        least: So many of the candidates, the first ones, live there in any case: the host has no room for them.
     """
     sizes = {chunk.chunk_index: chunk.device_nbytes for chunk in chunks}
     costs: dict[int, StepCost] = {}  # by how many parts of the candidates live in the margin
@@ -181,7 +197,7 @@ def plan_margin(
     parts = [0, width, _NUM_PARTS]
     while parts:
         for part in parts:
-            cost = cost_of(frozenset(candidates[: len(candidates) * part // _NUM_PARTS]))
+            cost = cost_of(frozenset(candidates[: max(len(candidates) * part // _NUM_PARTS, least)]))
             if cost is not None:
                 costs[part] = cost
         if not costs:
@@ -193,7 +209,7 @@ def plan_margin(
         chosen_part = min(fast)[-1]
         width //= 2  # half way to its neighbours
         parts = [part for part in (chosen_part - width, chosen_part + width) if width and 0 <= part <= _NUM_PARTS]
-    best, first, count = costs[chosen_part], costs[min(costs)], len(candidates) * chosen_part // _NUM_PARTS
+    best, first, count = costs[chosen_part], costs[min(costs)], max(len(candidates) * chosen_part // _NUM_PARTS, least)
     chosen = tuple(candidates[:count])
     taken = format_nbytes(sum(sizes[index] for index in chosen))
     return MarginPlan(

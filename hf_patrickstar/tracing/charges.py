@@ -5,6 +5,7 @@ from such tensors alone. Where an operator has operands on both, those of the ho
 host, those of the device.
 """
 
+import dataclasses
 import sys
 import types
 import weakref
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.schedule.placement import NEW_MEMORY
 from hf_patrickstar.schedule.script import BlockingCopy, HostWork, Kernel
 from hf_patrickstar.tracing.costs import Cost
 from hf_patrickstar.tracing.operands import read_operands, storage_key, tensors_among, written_operands
@@ -116,10 +118,11 @@ class Charges:
         """Only indices and rows cross, to an accelerator if there is one, and the gradient stays at home."""
         if self._has_accelerator and any(self.tier_of(tensor) is Tier.DEVICE for tensor in args[:2]):
             yield self._copy_over(args[:2], Tier.HOST)
-        yield work
         if packet is _aten.embedding_dense_backward:
+            yield dataclasses.replace(work, nbytes=work.nbytes + (NEW_MEMORY - 1) * result.nbytes)
             self.put(result, Tier.HOST)
             return
+        yield work
         key = storage_key(args[1]), len(args[0])
         if key not in self._looked_up:
             self._looked_up.add(key)

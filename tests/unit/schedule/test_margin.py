@@ -22,8 +22,12 @@ def make_trace(*rows, sizes=(100,) * 5):
 SWEEP = make_trace((0, (), 50), (1, (), 50), (2, (), 50), (1, (), 50), (0, (), 50))
 
 
-def margin_of(device_nbytes, trace=SWEEP, count=3, prefetch=0, **settings):
-    return set(fill_margin(make_chunks(count), [trace], device_nbytes, prefetch, **settings))
+NONE = (0,) * 5
+"""Nothing is brought in ahead."""
+
+
+def margin_of(device_nbytes, trace=SWEEP, count=3, prefetched=NONE, **settings):
+    return set(fill_margin(make_chunks(count), [trace], device_nbytes, prefetched, **settings))
 
 
 def test_as_many_first_layers_move_into_the_margin_as_leave_room_for_the_rest():
@@ -45,8 +49,8 @@ def test_the_order_is_that_of_the_first_visit_in_any_trace():
     assert margin_of(1500, trace) == {2, 0}
     other = make_trace((1, (), 0), (2, (), 0), (0, (), 0))
     chunks = make_chunks(3)
-    assert set(fill_margin(chunks, [trace, other], 800, 0)) == {1}, "as early as chunk 2, and before it"
-    assert set(fill_margin(chunks[::-1], [trace, other], 1500, 0)) == {1, 2}
+    assert set(fill_margin(chunks, [trace, other], 800, NONE)) == {1}, "as early as chunk 2, and before it"
+    assert set(fill_margin(chunks[::-1], [trace, other], 1500, NONE)) == {1, 2}
 
 
 def test_chunks_that_are_never_visited_come_last():
@@ -59,7 +63,7 @@ def test_chunks_that_are_never_visited_come_last():
 def test_the_first_that_does_not_fit_ends_it():
     """A smaller one behind it would fit, but its copies are easier to hide."""
     chunks = [ChunkBytes(0, 100, 128, 600), ChunkBytes(1, 100, 128, 2000), ChunkBytes(2, 100, 128, 0)]
-    assert set(fill_margin(chunks, [SWEEP], 1500, 0)) == {0}
+    assert set(fill_margin(chunks, [SWEEP], 1500, NONE)) == {0}
 
 
 def test_chunks_in_use_together_need_room_together():
@@ -75,14 +79,30 @@ def test_every_moment_of_every_trace_must_have_room():
     assert margin_of(1199, flood) == set()
     assert margin_of(1200, flood) == {0}
     chunks = make_chunks(3)
-    assert fill_margin(chunks, [SWEEP, flood], 1199, 0) == ()
-    assert set(fill_margin(chunks, [flood, SWEEP], 1200, 0)) == {0}
+    assert fill_margin(chunks, [SWEEP, flood], 1199, NONE) == ()
+    assert set(fill_margin(chunks, [flood, SWEEP], 1200, NONE)) == {0}
 
 
 def test_room_for_what_is_brought_in_ahead_is_kept():
-    assert margin_of(949, prefetch=100) == set()
-    assert margin_of(950, prefetch=100) == {0}
-    assert margin_of(2250, prefetch=100) == {0, 1, 2}
+    assert margin_of(949, prefetched=[100] * 3) == set()
+    assert margin_of(950, prefetched=[100] * 3) == {0}
+    assert margin_of(2150, prefetched=[100] * 3) == {0, 1, 2}, "then none is brought in any more"
+
+
+def test_room_is_kept_for_the_largest_that_still_moves():
+    assert margin_of(950, prefetched=[400, 100, 100]) == {0}
+    assert margin_of(1249, prefetched=[100, 400, 100]) == set(), "beside 0, room for 1 is kept, and 100 to use it"
+    assert margin_of(1250, prefetched=[100, 400, 100]) == {0}
+    assert margin_of(1650, prefetched=[100, 400, 100]) == {0, 1}
+
+
+def test_large_chunks_come_first_and_those_that_do_not_fit_are_passed_over():
+    """One of 1,000 bytes has a stall of its own length wherever it is waited for."""
+    chunks = [*make_chunks(2), ChunkBytes(2, 1000, 1000, 6000), ChunkBytes(3, 100, 100, 600)]
+    trace = make_trace((0, (), 0), (1, (), 0), (2, (), 0), (3, (), 0), sizes=(100, 100, 1000, 100))
+    assert fill_margin(chunks, [trace], 7100, NONE) == (2,)
+    assert fill_margin(chunks, [trace], 7800, NONE) == (2, 0)
+    assert fill_margin(chunks, [trace], 6999, NONE) == (0, 1, 3), "its copy still needs 1,000"
 
 
 def test_bytes_that_chunks_may_not_take():
@@ -96,11 +116,6 @@ def test_chunks_at_home_on_the_device_are_passed_over_and_need_no_room():
     assert margin_of(849, kept=frozenset({0})) == set()
     assert margin_of(850, kept=frozenset({0})) == {1}
     assert margin_of(750, make_trace((0, (1,), 50)), count=2, kept=frozenset({0})) == {1}
-
-
-def test_chunks_of_the_host_stay_there():
-    chunks = make_chunks(3, on_host={0})
-    assert set(fill_margin(chunks, [SWEEP], 850, 0)) == {1}
 
 
 UPDATE = dataclasses.replace(make_trace((0, (), 150), (1, (), 150), (2, (), 150)), key=StepKind.UPDATE)
@@ -130,18 +145,18 @@ def test_the_update_works_on_chunks_where_they_are():
 def test_the_update_leaves_as_much_margin_as_it_does_not_take_itself():
     """150 bytes in every moment of either trace; in the update no chunk that moves home leaves room behind."""
     chunks = make_chunks(3)
-    assert fill_margin(chunks, [SWEEP, UPDATE], 849, 0) == ()
-    assert fill_margin(chunks, [SWEEP, UPDATE], 850, 0) == (0,)
-    assert fill_margin(chunks, [SWEEP, UPDATE], 2249, 0) == (0, 1)
-    assert fill_margin(chunks, [SWEEP, UPDATE], 2250, 0) == (0, 1, 2), "2150 without the update"
+    assert fill_margin(chunks, [SWEEP, UPDATE], 849, NONE) == ()
+    assert fill_margin(chunks, [SWEEP, UPDATE], 850, NONE) == (0,)
+    assert fill_margin(chunks, [SWEEP, UPDATE], 2249, NONE) == (0, 1)
+    assert fill_margin(chunks, [SWEEP, UPDATE], 2250, NONE) == (0, 1, 2), "2150 without the update"
 
 
 def test_sizes_come_from_the_trace_where_a_chunk_may_not_move_home():
     """Chunk 4 is frozen: it is no candidate, but takes room whenever it is visited."""
     trace = make_trace((0, (), 0), (4, (), 0), sizes=(100, 100, 100, 100, 300))
     chunks = make_chunks(1)
-    assert fill_margin(chunks, [trace], 999, 0) == ()
-    assert set(fill_margin(chunks, [trace], 1000, 0)) == {0}
+    assert fill_margin(chunks, [trace], 999, NONE) == ()
+    assert set(fill_margin(chunks, [trace], 1000, NONE)) == {0}
 
 
 # How much of it is worth filling
