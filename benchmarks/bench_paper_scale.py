@@ -47,7 +47,7 @@ from peers import HOST_NBYTES
 from transformers import GPT2Config, LlamaConfig
 
 from hf_patrickstar.errors import EngineError
-from hf_patrickstar.machine import MACHINES, Machine, peak
+from hf_patrickstar.machine import MACHINES, Machine, find_machine, peak
 from hf_patrickstar.memory.tiers import DEVICE_SHARE, HOST_SHARE, Tier
 from hf_patrickstar.planner.planning import arrange, plan_and_simulate, plan_if_fits
 from hf_patrickstar.schedule.bounds import ADAM_NBYTES
@@ -189,7 +189,7 @@ TODAY = [
     (of_node(MACHINES["rtx4090"], "RTX 4090, 128 GiB", 128 * GIB), None),
     (of_node(MACHINES["a100-40"], "A100-40, 256 GiB", 256 * GIB), None),
     (of_node(MACHINES["h100"], "H100, 512 GiB", 512 * GIB), None),
-    (dataclasses.replace(MACHINES["8xh100"], name="8 H100, 2 TiB"), None),
+    (dataclasses.replace(find_machine("8xh100"), name="8 H100, 2 TiB"), None),
 ]
 
 

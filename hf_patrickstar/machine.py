@@ -5,8 +5,9 @@ import difflib
 import json
 import math
 import pathlib
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.units import GIB
@@ -234,110 +235,137 @@ def peak(
     bus: float,
     host_memory: float,
     cores: int,
-    device_gib: int,
-    host_gib: int,
+    device_gib: float,
+    host_gib: float,
+    reached: float = 0.75,
     **others: Any,
 ) -> Machine:
     """A machine from the figures of data sheets.
 
-    Programs reach less. Matrix products reach 0.75 of the peak, kernels 0.85 of the device's memory bandwidth, pinned
-    copies 0.8 of the bus and pageable ones a third of that, the cores 0.75 of the host's memory bandwidth. A core does
-    30 GFLOP/s.
+    Programs reach less. Kernels reach 0.85 of the device's memory bandwidth, pinned copies 0.8 of the bus and pageable
+    ones a third of that, the cores 0.75 of the host's memory bandwidth, or 12 GB/s each where that is less
+    (``core_bandwidth``). A core does 30 GFLOP/s.
 
     Args:
         name: What it is called.
-        matmul: Dense matrix products in FLOP/s, by type.
+        matmul: Dense matrix products in FLOP/s, by type; in 16 bits with sums in fp32.
         memory: Memory bandwidth of the device, bytes per second.
         bus: Bandwidth of the bus in each direction, bytes per second.
         host_memory: Memory bandwidth of the host for this device, bytes per second.
         cores: Cores of the host for this device.
         device_gib: Memory of the device, GiB.
         host_gib: Memory of the host for this device, GiB.
+        reached: The share of ``matmul`` that large matrix products reach.
         **others: Further fields of ``Machine``.
     """
     return Machine(
         name=name,
-        flops={dtype: 0.75 * rate for dtype, rate in matmul.items()},
-        device_nbytes=device_gib * GIB,
+        flops={dtype: reached * rate for dtype, rate in matmul.items()},
+        device_nbytes=int(device_gib * GIB),
         device_bandwidth=0.85 * memory,
         to_device_bandwidth=0.8 * bus,
         to_host_bandwidth=0.8 * bus,
         pageable_bandwidth=0.8 * bus / 3,
-        host_nbytes=host_gib * GIB,
-        host_bandwidth=0.75 * host_memory,
+        host_nbytes=int(host_gib * GIB),
+        host_bandwidth=min(0.75 * host_memory, cores * 12e9),
         host_flops=cores * 30e9,
         num_cores=cores,
         **others,
     )
 
 
-_V100 = {"float32": 15.7e12, "float16": 125e12}
-_RTX_4090 = {"float32": 82.6e12, "bfloat16": 165.2e12, "float16": 165.2e12}
-_A100 = {"float32": 19.5e12, "bfloat16": 312e12, "float16": 312e12}
-_H100 = {"float32": 66.9e12, "bfloat16": 989e12, "float16": 989e12}
+class _Host(NamedTuple):
+    """The host of one device, and what several devices of its kind share.
 
-MACHINES: Mapping[str, Machine] = {
-    machine.name: machine
-    for machine in (
-        # The papers' node: eight of these share 240 GB of host memory; one of them may use all of it.
-        peak(
-            "v100",
-            matmul=_V100,
-            memory=900e9,
-            bus=15.75e9,
-            host_memory=128e9,
-            cores=12,
-            device_gib=32,
-            host_gib=223,
-        ),
-        peak(
-            "rtx4090",
-            matmul=_RTX_4090,
-            memory=1008e9,
-            bus=31.5e9,
-            host_memory=89.6e9,
-            cores=16,
-            device_gib=24,
-            host_gib=128,
-        ),
-        peak(
-            "a100-40",
-            matmul=_A100,
-            memory=1555e9,
-            bus=31.5e9,
-            host_memory=204.8e9,
-            cores=32,
-            device_gib=40,
-            host_gib=256,
-        ),
-        peak(
-            "h100",
-            matmul=_H100,
-            memory=3350e9,
-            bus=63e9,
-            host_memory=307.2e9,
-            cores=48,
-            device_gib=80,
-            host_gib=512,
-        ),
-        peak(
-            "8xh100",
-            matmul=_H100,
-            memory=3350e9,
-            bus=63e9,
-            host_memory=614.4e9 / 8,
-            cores=14,
-            device_gib=80,
-            host_gib=256,
-            num_devices=8,
-            link_bandwidth=0.8 * 450e9,
-        ),
-    )
+    Attributes:
+        memory: Bandwidth of its memory, bytes per second.
+        cores: Its cores.
+        gib: Its memory, GiB.
+    """
+
+    memory: float
+    cores: int
+    gib: int
+
+
+class _Card(NamedTuple):
+    """A device as its data sheet describes it; see ``docs/plan.md`` for the sources.
+
+    Attributes:
+        matmul: Dense matrix products in bfloat16, FLOP/s; of a V100 in float16.
+        reached: The share of it that large products reach.
+        float32: Products in fp32, FLOP/s.
+        memory: Bandwidth of its memory, bytes per second.
+        bus: Bandwidth to the host in each direction, bytes per second.
+        link: Bandwidth to other devices in each direction, bytes per second.
+        gib: Memory that the driver shows, GiB.
+        hosts: The host of one device, and the one that several share.
+    """
+
+    matmul: float
+    reached: float
+    float32: float
+    memory: float
+    bus: float
+    link: float
+    gib: float
+    hosts: tuple[_Host, _Host]
+
+
+_PCIE_3, _PCIE_4, _PCIE_5, _NVLINK_C2C = 15.75e9, 31.5e9, 63e9, 450e9
+_DESKTOP = _Host(89.6e9, 16, 128), _Host(204.8e9, 64, 512)  # two channels of DDR5; a workstation has eight of DDR4
+_SERVER = _Host(204.8e9, 32, 256), _Host(409.6e9, 128, 1024)  # a socket, and two, with eight channels of DDR4 each
+_SERVER_5 = _Host(307.2e9, 48, 512), _Host(614.4e9, 112, 2048)  # likewise of DDR5
+_GRACE = _Host(512e9, 72, 480), _Host(2 * 512e9, 144, 960)
+_PAPER = _Host(128e9, 12, 223), _Host(256e9, 96, 223)  # eight V100 share 240 GB; one of them may use all of it
+
+_CARDS: Mapping[str, _Card] = {
+    "v100": _Card(125e12, 0.75, 15.7e12, 900e9, _PCIE_3, 150e9, 32, _PAPER),
+    "rtx3090": _Card(71e12, 0.9, 35.6e12, 936e9, _PCIE_4, _PCIE_4, 24, _DESKTOP),
+    "rtx4090": _Card(165.2e12, 0.9, 82.6e12, 1008e9, _PCIE_4, _PCIE_4, 24, _DESKTOP),
+    "rtx5090": _Card(209.5e12, 0.9, 104.8e12, 1792e9, _PCIE_5, _PCIE_5, 31.8, _DESKTOP),
+    "a6000": _Card(154.8e12, 0.75, 38.7e12, 768e9, _PCIE_4, _PCIE_4, 48, _SERVER),
+    "l40s": _Card(362e12, 0.7, 91.6e12, 864e9, _PCIE_4, _PCIE_4, 45, _SERVER),
+    "rtx-pro-6000": _Card(503.8e12, 0.75, 126e12, 1792e9, _PCIE_5, _PCIE_5, 95.6, _SERVER_5),
+    "a100-40": _Card(312e12, 0.8, 19.5e12, 1555e9, _PCIE_4, 300e9, 40, _SERVER),
+    "a100-80": _Card(312e12, 0.8, 19.5e12, 2039e9, _PCIE_4, 300e9, 80, _SERVER),
+    "h100": _Card(989e12, 0.75, 66.9e12, 3350e9, _PCIE_5, 450e9, 80, _SERVER_5),
+    "gh200": _Card(989e12, 0.75, 66.9e12, 4000e9, _NVLINK_C2C, 450e9, 95.6, _GRACE),
+    "h200": _Card(989e12, 0.75, 66.9e12, 4800e9, _PCIE_5, 450e9, 140, _SERVER_5),
+    "b200": _Card(2250e12, 0.75, 75e12, 8000e9, _PCIE_5, 900e9, 179, _SERVER_5),
 }
-"""Machines that are known by name, from the data sheets of their parts; see ``peak``."""
+"""Devices from the cheapest to the dearest: a rough order of what an hour of one costs."""
+_MOST_DEVICES = 8
+"""Devices of one host, at most."""
 
-BY_PRICE = ("v100", "rtx4090", "a100-40", "h100", "8xh100")
-"""The known machines from the cheapest to the dearest: a rough order of what an hour of one costs, without prices."""
+
+def _machine(card: str, num: int = 1) -> Machine:
+    """The machine with so many devices of a kind."""
+    sheet = _CARDS[card]
+    host = sheet.hosts[num > 1]
+    narrow = {"float16": sheet.matmul} if card == "v100" else {"bfloat16": sheet.matmul, "float16": sheet.matmul}
+    return peak(
+        card if num == 1 else f"{num}x{card}",
+        matmul={"float32": sheet.float32, **narrow},
+        memory=sheet.memory,
+        bus=sheet.bus,
+        host_memory=host.memory / num,
+        cores=max(host.cores // num, 1),
+        device_gib=sheet.gib,
+        host_gib=host.gib / num,
+        reached=sheet.reached,
+        num_devices=num,
+        link_bandwidth=0.8 * sheet.link if num > 1 else 0.0,
+    )
+
+
+MACHINES: Mapping[str, Machine] = {name: _machine(name) for name in _CARDS}
+"""Machines with one device that are known by name, from the data sheets of their parts; see ``peak``."""
+SEVERAL = re.compile(r"([1-9]\d*)x(.+)")
+"""What a machine with several devices is called: ``8xh100``."""
+
+BY_PRICE = (*_CARDS, "8xh100")
+"""Machines from the cheapest to the dearest: a rough order of what an hour of one costs, without prices."""
 
 
 CPU_TIER = Machine(
@@ -368,8 +396,13 @@ ACCELERATOR = peak(
 )
 """An accelerator that is not known, on PCIe 4."""
 
-_DEVICES = {"H100": "h100", "H200": "h100", "A100": "a100-40", "RTX 4090": "rtx4090", "V100": "v100"}
-"""Parts of the names of devices, as drivers call them, and the machines that have them."""
+_DEVICES = {
+    **{"GH200": "gh200", "H200": "h200", "H100": "h100", "B200": "b200", "V100": "v100", "L40S": "l40s"},
+    **{"A100-SXM4-80": "a100-80", "A100 80": "a100-80", "A100-PCIE-80": "a100-80", "A100": "a100-40"},
+    **{"RTX A6000": "a6000", "RTX PRO 6000": "rtx-pro-6000"},
+    **{f"RTX {number}": f"rtx{number}" for number in ("3090", "4090", "5090")},
+}
+"""Parts of the names of devices, as drivers call them, and the machines that have them; the first one counts."""
 
 
 def machine_of(device_name: str) -> Machine:
@@ -386,18 +419,26 @@ def find_machine(name: str) -> Machine:
     """A known machine, or one from a JSON file that ``Machine.to_json`` wrote.
 
     Args:
-        name: A key of ``MACHINES``, or the path of a file.
+        name: A key of ``MACHINES``, such a key after a number of devices (``8xh100``), or the path of a file.
 
     Raises:
-        ConfigError: If there is neither.
+        ConfigError: If there is none.
     """
     if name in MACHINES:
         return MACHINES[name]
+    several = SEVERAL.fullmatch(name)
+    if several is not None and several[2] in _CARDS:
+        if int(several[1]) > _MOST_DEVICES:
+            raise ConfigError(f"machine '{name}': one host has at most {_MOST_DEVICES} devices; plan for fewer")
+        return _machine(several[2], int(several[1]))
     path = pathlib.Path(name)
     if path.suffix != ".json" and not path.is_file():
         near = difflib.get_close_matches(name, MACHINES, n=1)
         hint = f" Did you mean '{near[0]}'?" if near else ""
-        raise ConfigError(f"machine '{name}' is not known; known are {', '.join(MACHINES)}, or a JSON file.{hint}")
+        raise ConfigError(
+            f"machine '{name}' is not known; known are {', '.join(MACHINES)}, several of them as in 8xh100, or a JSON "
+            f"file.{hint}"
+        )
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 
 from hf_patrickstar.errors import ConfigError, EngineError
-from hf_patrickstar.machine import MACHINES
+from hf_patrickstar.machine import find_machine
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner.adapters import has_peft
 from hf_patrickstar.planner.plan import Plan, TriedChange
@@ -154,9 +154,10 @@ def _divided(batch: int) -> tuple[int, int]:
 def _of_budgets(subject: Subject, given: TrainingSetup) -> Iterator[Change]:
     """All that a known machine has, where less was given."""
     machine = given.machine
-    if machine.name not in MACHINES:
+    try:
+        whole = arrange_machine(find_machine(machine.name), given.world_size, None, None)
+    except ConfigError:
         return
-    whole = arrange_machine(MACHINES[machine.name], given.world_size, None, None)
     for field, option in (("device_nbytes", "--device-memory"), ("host_nbytes", "--host-memory")):
         there = getattr(whole, field)
         if getattr(machine, field) < there:

@@ -15,13 +15,15 @@ class TierUse:
         budget_nbytes: What there is.
         need_nbytes: The most bytes at once. Where the plan fits, chunks take what is there, and this is at most the
             budget; where it does not, it is the least that would do.
-        owners: The most bytes of each kind at once; these moments need not be the same. Where the plan does not fit,
-            the kinds of a plan that has just the memory that would do.
+        owners: Bytes of each kind at the moment with the most bytes. Where the plan does not fit, those of a plan that
+            has just the memory that would do.
+        moment: That moment, as in ``"backward of lm_head.weight"``; empty where all moments have as much.
     """
 
     budget_nbytes: int
     need_nbytes: int
     owners: Mapping[str, int]
+    moment: str = ""
 
     @property
     def missing_nbytes(self) -> int:
@@ -38,6 +40,8 @@ class Chunks:
         numel: Elements of a standard chunk; a tensor that is larger has a chunk of its own.
         utilisation: Part of their elements that parameters fill.
         num_on_device: Those that live on the device with their optimizer states.
+        nbytes: Bytes of all of them on the device they are computed on, without optimizer states; of one process.
+        largest_nbytes: Bytes of the largest.
         reasons: Why, a sentence for each decision of the engine before the first step. Later ones may move chunks.
     """
 
@@ -45,6 +49,8 @@ class Chunks:
     numel: int
     utilisation: float
     num_on_device: int
+    nbytes: int
+    largest_nbytes: int
     reasons: tuple[str, ...]
 
 

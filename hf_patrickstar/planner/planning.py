@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,16 +22,14 @@ from hf_patrickstar.memory.tiers import DEVICE_SHARE, HOST_SHARE, Tier
 from hf_patrickstar.plan_cache import keep_traces
 from hf_patrickstar.planner.kept import kept
 from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse
-from hf_patrickstar.planner.simulation import OpsOf, Simulation, Trained, simulate, step_nbytes
+from hf_patrickstar.planner.simulation import OpsOf, Simulation, Trained, model_data, simulate
 from hf_patrickstar.planner.subject import Subject, find_optimizer, find_subject, optimizer_name
 from hf_patrickstar.planner.visits import seconds_of_a_visit
 from hf_patrickstar.report.measure import measure_machine
-from hf_patrickstar.runtime import gradient_ring
 from hf_patrickstar.schedule.bounds import ADAM, bounds_of
 from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.op_trace import OpTrace
-from hf_patrickstar.tracing.answers import AnsweringMode
 from hf_patrickstar.tracing.fake import FakeTensors, fused_attention
 from hf_patrickstar.tracing.masks import masks_of_batches
 from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
@@ -43,12 +41,8 @@ BESIDE = "other modules"
 THIS = "this"
 """The machine at hand, which is measured."""
 _PLENTY_NBYTES = 2**50
-_MOST_ROUNDS = 4
-"""How often chunks are chosen anew for the least memory that was found, at most."""
-_MOST_TRIES = 8
-"""How often a little more than the least memory is tried, at most."""
-_HOST_STEPS = 128
-"""How exactly the least memory of the host is known: to a part of so many."""
+_PARTS = 100
+"""The least memory is known to a part of so many."""
 _OF_CHUNKS = frozenset(
     {
         *("chunk_numel", "device_budget", "host_budget", "chunk_budget", "placement", "cpu_embedding", "eviction"),
@@ -58,8 +52,6 @@ _OF_CHUNKS = frozenset(
 """Settings that do not change what torch tells an engine."""
 _LOGGERS = {"hf_patrickstar": logging.ERROR, "torch._subclasses.fake_tensor": logging.CRITICAL}
 """Who says less while a step is recorded; torch would log the traceback of an error that is told in a sentence."""
-_COPY_NBYTES = 4
-"""Bytes of a parameter that the device computes with, at most."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +222,7 @@ def _plan_and_simulate(subject: Subject, training: TrainingSetup) -> tuple[Plan,
     try:
         simulation = _simulate(subject, training)
     except BudgetError:
-        return _refusal(subject, training), None
+        return dataclasses.replace(_refusal(subject, training), settings=dict(training.settings)), None
     plan = _plan_of(subject, training, simulation)
     return plan, simulation if plan.fits else None
 
@@ -253,7 +245,9 @@ def _plan_of(subject: Subject, given: TrainingSetup, simulation: Simulation) -> 
     machine, owners = given.machine, _owners(given, simulation)
     device_nbytes = simulation.device_nbytes + given.beside_nbytes
     tiers = {
-        Tier.DEVICE.value: TierUse(machine.device_nbytes, device_nbytes, owners[Tier.DEVICE.value]),
+        Tier.DEVICE.value: TierUse(
+            machine.device_nbytes, device_nbytes, owners[Tier.DEVICE.value], simulation.fullest_moment
+        ),
         Tier.HOST.value: TierUse(machine.host_nbytes, simulation.host_nbytes, owners[Tier.HOST.value]),
     }
     return _plan(subject, given, simulation, tiers)
@@ -289,6 +283,8 @@ def _chunks(simulation: Simulation) -> Chunks:
         layout["chunk_numel"],
         layout["chunk_utilisation"],
         simulation.world_size * sum(load.is_here for load in simulation.loads),
+        sum(load.nbytes for load in simulation.loads),
+        max((load.nbytes for load in simulation.loads), default=0),
         simulation.survey.reasons,
     )
 
@@ -323,111 +319,104 @@ _WORDS_OF_SEVERAL = {Lane.GATHERS: "gathers", Lane.REDUCTIONS: "reductions"}
 
 
 def _owners(given: TrainingSetup, simulation: Simulation) -> Mapping[str, Mapping[str, int]]:
-    """The most bytes of each kind by the name of the tier."""
+    """The bytes of each kind at the fullest moment, by the name of the tier."""
     beside = {BESIDE: given.beside_nbytes} if given.beside_nbytes else {}
-    owners = simulation.survey.owners
-    return {**owners, Tier.DEVICE.value: {**owners[Tier.DEVICE.value], **beside}}
+    return {**simulation.survey.owners, Tier.DEVICE.value: {**simulation.device_owners, **beside}}
 
 
 def _refusal(subject: Subject, given: TrainingSetup) -> Plan:
-    """The plan of a training that does not fit: what is too little, and the memory that would do."""
-    try:
-        return _refusal_by_memory(subject, given, is_short=True)
-    except BudgetError as error:  # no memory would do
-        if "chunk_budget" not in given.settings:
-            raise
-        settings = {key: value for key, value in given.settings.items() if key != "chunk_budget"}
-        plan = _refusal_by_memory(subject, dataclasses.replace(given, settings=settings), is_short=False)
-        shortage = str(error).splitlines()[0]
-    return dataclasses.replace(plan, settings=dict(given.settings), chunks=None, speed=None, shortage=shortage)
+    """The plan of a training that does not fit: the least memory that is enough, to a percent; see ``_least``.
 
-
-def _refusal_by_memory(subject: Subject, given: TrainingSetup, *, is_short: bool) -> Plan:
-    """The least memory that would do, with all chunks at home on the host; ``is_short``: what there is was refused."""
-    with FakeTensors(), AnsweringMode():  # answers what an initialisation asks
-        numel = sum(parameter.numel() for parameter in subject.make_model().parameters())
-    # Room for copies of all parameters, and less than chunks with optimizer states would need to live on the device.
-    asked = PatrickStarConfig.from_any(dict(given.settings)).chunk_budget
-    most = _COPY_NBYTES * numel if asked == "auto" else min(_COPY_NBYTES * numel, int(asked))
-    simulation = _with_plenty(subject, given, None if asked == "auto" else int(asked), most)
-    if all(load.is_here for load in simulation.loads):  # few parameters are trained, and states take little
-        most = min(most, simulation.survey.owners[Tier.DEVICE.value]["param"])
-        with contextlib.suppress(BudgetError, EngineError):  # there may be no plan with all of them on the host
-            simulation = _within(subject, given, _PLENTY_NBYTES, chunk_budget=most)
-    simulation, least = _smallest(subject, given, simulation, most)
-    # What gradients leave through takes what is free there, and nothing where there is little.
-    host_nbytes = simulation.host_nbytes - simulation.survey.owners[Tier.HOST.value].get(gradient_ring.OWNER, 0)
+    The device is asked for first, with a host that is large enough; then the host, with that device.
+    """
     machine = given.machine
-    if is_short and host_nbytes <= machine.host_nbytes:  # it is short of something, if only of a little
-        least = max(least, machine.device_nbytes + step_nbytes(machine.device_nbytes))
-    larger = dataclasses.replace(machine, device_nbytes=least, host_nbytes=max(host_nbytes, machine.host_nbytes))
-    least, enough = _enough(subject, given, larger, "device_nbytes", step_nbytes(least))
-    if least <= machine.device_nbytes and host_nbytes > machine.host_nbytes:  # the device holds what the host cannot
-        nbytes = max(host_nbytes - (machine.device_nbytes - least), machine.host_nbytes)
-        larger = dataclasses.replace(machine, host_nbytes=nbytes)
-        nbytes, found = _enough(subject, given, larger, "host_nbytes", max(nbytes // _HOST_STEPS, step_nbytes(nbytes)))
-        if found is not None and nbytes < host_nbytes:
-            enough, least, host_nbytes = found, found.tier(Tier.DEVICE).need_nbytes, nbytes
-    owners = _owners(given, simulation) if enough is None else {name: use.owners for name, use in enough.tiers.items()}
-    on_host = {name: nbytes for name, nbytes in owners[Tier.HOST.value].items() if name != gradient_ring.OWNER}
-    tiers = {
-        Tier.DEVICE.value: TierUse(machine.device_nbytes, least, owners[Tier.DEVICE.value]),
-        Tier.HOST.value: TierUse(machine.host_nbytes, host_nbytes, on_host),
-    }
-    return _plan(subject, given, simulation, tiers)
+    roomy = dataclasses.replace(machine, host_nbytes=_PLENTY_NBYTES)
+    device_nbytes = machine.device_nbytes
+    if _fits(subject, given, roomy, placement="host") is None and _fits(subject, given, roomy) is None:
+        endless = dataclasses.replace(roomy, device_nbytes=_PLENTY_NBYTES)
+        if _fits(subject, given, endless, placement="host") is None:
+            return _refusal_by_settings(subject, given, endless)
+        device_nbytes = _least(
+            lambda nbytes: _fits(subject, given, dataclasses.replace(roomy, device_nbytes=nbytes), placement="host"),
+            device_nbytes,
+        )
+    larger = dataclasses.replace(machine, device_nbytes=device_nbytes)
+    host_nbytes = machine.host_nbytes
+
+    def with_host(nbytes: int) -> Plan | None:
+        asked = dataclasses.replace(larger, host_nbytes=nbytes)
+        return _fits(subject, given, asked) or _fits(subject, given, asked, placement="host")
+
+    enough = with_host(host_nbytes)
+    if enough is None:
+        host_nbytes = _least(with_host, host_nbytes)
+        enough = with_host(host_nbytes)
+    assert enough is not None
+    tiers = {}
+    for name, nbytes in (("device", device_nbytes), ("host", host_nbytes)):
+        use, there = enough.tiers[name], getattr(machine, f"{name}_nbytes")
+        need = nbytes if nbytes > there else use.need_nbytes
+        tiers[name] = dataclasses.replace(use, budget_nbytes=there, need_nbytes=need)
+    return dataclasses.replace(enough, tiers=tiers, chunks=None, speed=None)
 
 
-def _with_plenty(subject: Subject, given: TrainingSetup, asked: int | None, most: int) -> Simulation:
-    """Records a step with more memory than there is; ``asked``: what chunks may take at most, if somebody said it.
+def _refusal_by_settings(subject: Subject, given: TrainingSetup, endless: Machine) -> Plan:
+    """The plan where no memory is enough, because a setting limits what chunks may take.
 
     Raises:
-        BudgetError: If what was asked is too little.
-        ConfigError: If there is no such step.
+        ConfigError: If no setting does.
     """
     try:
-        return _within(subject, given, _PLENTY_NBYTES, chunk_budget=most)
-    except BudgetError:
-        if asked is not None:
-            raise
-    try:  # buffers of processes may be larger than all parameters
-        return _within(subject, given, _PLENTY_NBYTES)
+        _simulate(subject, dataclasses.replace(given, machine=endless), placement="host")
     except BudgetError as error:
+        shortage = str(error).splitlines()[0]
+    settings = {key: value for key, value in given.settings.items() if key != "chunk_budget"}
+    enough = _fits(subject, dataclasses.replace(given, settings=settings), endless, placement="host")
+    if enough is None:
         raise ConfigError(
             f"batch of {subject.batch_size} x {subject.length}: a step takes more than "
             f"{format_nbytes(_PLENTY_NBYTES)}, which cannot be planned; give a smaller batch size or length"
-        ) from error
+        )
+    tiers = {
+        name: dataclasses.replace(use, budget_nbytes=getattr(given.machine, f"{name}_nbytes"))
+        for name, use in enough.tiers.items()
+    }
+    settings = dict(given.settings)
+    return dataclasses.replace(enough, settings=settings, tiers=tiers, chunks=None, speed=None, shortage=shortage)
 
 
-def _smallest(subject: Subject, given: TrainingSetup, simulation: Simulation, most: int) -> tuple[Simulation, int]:
-    """The simulation that needs the least device memory, and how much; chunks are chosen by the room that there is."""
-    least = given.beside_nbytes + simulation.least_nbytes()
-    with contextlib.suppress(BudgetError, EngineError):  # no step follows a plan so close to the least
-        for _ in range(_MOST_ROUNDS):
-            smaller = _within(subject, given, least, chunk_budget=most)
-            found = given.beside_nbytes + smaller.least_nbytes()
-            if found >= least:
-                break
-            simulation, least = smaller, found
-    return simulation, least
+def _least(fits: Callable[[int], Plan | None], there: int) -> int:
+    """The least memory with which a plan fits: it was tried, and so was 1 % less, which does not fit.
+
+    Args:
+        fits: Plans with so many bytes.
+        there: Bytes with which none fits.
+    """
+    low, high = there, there + max(there // 4, 1)
+    while fits(high) is None:
+        low, high = high, 2 * high
+    while high - low > max(high // _PARTS, 1):
+        middle = (low + high) // 2
+        if fits(middle) is None:
+            low = middle
+        else:
+            high = middle
+    return high
 
 
-def _enough(subject: Subject, given: TrainingSetup, machine: Machine, field: str, step: int) -> tuple[int, Plan | None]:
-    """Memory from what a machine has on, in steps that double, with which there is a plan, and that plan if one is."""
-    nbytes = getattr(machine, field)
-    for _ in range(_MOST_TRIES):
-        machine = dataclasses.replace(machine, **{field: nbytes})
-        with contextlib.suppress(EngineError):  # steps do without plans where copies hardly have room
-            found = plan_if_fits(subject, dataclasses.replace(given, machine=machine))
-            if found is not None:
-                return nbytes, found
-        nbytes, step = nbytes + step, 2 * step
-    return nbytes, None
+def _fits(subject: Subject, given: TrainingSetup, machine: Machine, **settings: Any) -> Plan | None:
+    """The plan on a machine; ``None`` if there is none.
 
-
-def _within(subject: Subject, given: TrainingSetup, device_nbytes: int, **settings: Any) -> Simulation:
-    """Records a step with so much device memory, and with all chunks at home on the host, which is large enough."""
-    machine = dataclasses.replace(given.machine, device_nbytes=device_nbytes, host_nbytes=_PLENTY_NBYTES)
-    return _simulate(subject, dataclasses.replace(given, machine=machine), placement="host", **settings)
+    Args:
+        subject: What is trained.
+        given: How.
+        machine: Where.
+        **settings: Settings in place of those that were given.
+    """
+    settings = {**given.settings, **settings}
+    with contextlib.suppress(EngineError):  # steps do without plans where copies hardly have room
+        return plan_if_fits(subject, dataclasses.replace(given, machine=machine, settings=settings))
+    return None
 
 
 def _simulate(subject: Subject, given: TrainingSetup, **settings: Any) -> Simulation:
@@ -467,10 +456,31 @@ def _quiet() -> Iterator[None]:
 
 
 def _simulated(subject: Subject, given: TrainingSetup, settings: Mapping[str, Any]) -> Simulation:
-    # What changes what the model does, or its parameters, and not only what becomes of chunks.
+    of_model, same = _same(given)
+    trained = _trained(subject, given, settings, same)
+    return simulate(trained, given.machine_of_model(), _ops_of(subject, given, of_model, same))
+
+
+def model_data_nbytes(subject: Subject, given: TrainingSetup) -> tuple[int, int]:
+    """Parameters of the model, and bytes of model data of one process; no step is simulated.
+
+    Args:
+        subject: What is trained.
+        given: How.
+    """
+    machine = dataclasses.replace(given.machine, device_nbytes=_PLENTY_NBYTES, host_nbytes=_PLENTY_NBYTES)
+    with _quiet():
+        return model_data(_trained(subject, given, {"chunk_budget": "auto"}, _same(given)[1]), machine)
+
+
+def _same(given: TrainingSetup) -> tuple[dict[str, Any], tuple[object, ...]]:
+    """Settings that change what the model does, or its parameters, and what else does; not what becomes of chunks."""
     of_model = {name: value for name, value in given.settings.items() if name not in _OF_CHUNKS}
-    same = of_model, given.num_micro_batches > 1, given.machine.has_accelerator
-    trained = Trained(
+    return of_model, (of_model, given.num_micro_batches > 1, given.machine.has_accelerator)
+
+
+def _trained(subject: Subject, given: TrainingSetup, settings: Mapping[str, Any], same: tuple[object, ...]) -> Trained:
+    return Trained(
         subject.make_model,
         subject.find_optimizer(given.optimizer) or make_adamw,
         {**given.settings, **settings},
@@ -479,7 +489,6 @@ def _simulated(subject: Subject, given: TrainingSetup, settings: Mapping[str, An
         given.world_size,
         functools.partial(kept, "models", subject, (*same, given.optimizer), given.times is not None),
     )
-    return simulate(trained, given.machine_of_model(), _ops_of(subject, given, of_model, same))
 
 
 def make_adamw(parameters: Any) -> torch.optim.Optimizer:

@@ -3,36 +3,61 @@
 from collections.abc import Iterator, Sequence
 
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.planner.plan import Plan, Speed, TierUse
+from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse
 from hf_patrickstar.planner.search import Found, Goal
 from hf_patrickstar.units import format_count, format_nbytes
 
 _WIDTH = 10
-_MOST_KINDS = 6
-"""So many kinds of bytes have their own figure, the largest ones; where there are several others, these have one."""
+_LONG_NAME = 40
+_STATES = ("master", "exp_avg", "exp_avg_sq")
+_KINDS = {"param": "parameters", **dict.fromkeys(_STATES, "optimizer states"), "non-model data": "activations"}
+"""What kinds of bytes are called on the screen."""
 _FULL = 0.95
 """A lane that is busy for so much of a step has no time for more."""
 
 
-def describe(plan: Plan) -> str:
+def describe_memory(num_parameters: int, nbytes: int, tiers_nbytes: int) -> str:
+    """What model data takes, which is known before a step is simulated.
+
+    Args:
+        num_parameters: Parameters of the model.
+        nbytes: Bytes of model data of one process, optimizer states included.
+        tiers_nbytes: Bytes that it may take on both tiers.
+    """
+    fits = "" if nbytes <= tiers_nbytes else ", which is too little"
+    return (
+        f"Model data of {format_count(num_parameters)} parameters takes {format_nbytes(nbytes)}; device and host have "
+        f"{format_nbytes(tiers_nbytes)}{fits}."
+    )
+
+
+def describe(plan: Plan, *, is_verbose: bool = False) -> str:
     """The plan in words.
 
     Args:
         plan: The plan.
+        is_verbose: Whether every kind of memory, what each lane does, and each decision are said, too.
     """
-    lines = [headline(plan), ""]
+    lines = [headline(plan)]
     for tier in (Tier.DEVICE, Tier.HOST):
-        lines += _rows(tier.value, _memory(plan.tier(tier), fits=plan.fits))
+        lines += _rows(tier.value, [_memory(plan.tier(tier), fits=plan.fits, is_verbose=is_verbose)])
     if plan.chunks is not None:
-        chunks = plan.chunks
-        where = f"{chunks.num_on_device} live on the device with their optimizer states, the others on the host"
-        lines += _rows("chunks", [f"{chunks.num}, {chunks.utilisation:.1%} used by parameters", where])
-        lines += _rows("decided", chunks.reasons)
+        lines += _rows("chunks", [_chunks(plan.chunks)])
+        lines += _rows("decided", plan.chunks.reasons if is_verbose else ())
     if plan.speed is not None:
-        lines += _speed(plan.speed, plan)
+        lines += _speed(plan.speed, plan, is_verbose=is_verbose)
     lines += _rows("note", plan.remarks)
-    lines += ["", "Times are simulated; bytes of Python, of libraries and of the data are not counted."]
     return "\n".join(lines)
+
+
+def caveat(*, is_verbose: bool) -> str:
+    """What a plan does not know.
+
+    Args:
+        is_verbose: Whether everything is said already.
+    """
+    more = "" if is_verbose else " --verbose shows what was decided, and why."
+    return f"Times are simulated. Memory of Python, of libraries and of the data is not counted.{more}"
 
 
 def describe_changes(plan: Plan) -> str:
@@ -109,8 +134,9 @@ def describe_found(found: Found) -> str:
 
 def headline(plan: Plan) -> str:
     """What is planned, and whether it fits."""
+    name = plan.model if len(plan.model) <= _LONG_NAME else f"{plan.model[: plan.model.find(':') + 1]}..."
     parts = [
-        f"{plan.model}: {format_count(plan.num_parameters)} parameters",
+        f"{name} ({format_count(plan.num_parameters)} parameters)",
         plan.task,
         f"{plan.settings.get('dtype', 'auto')}",
         plan.batch,
@@ -119,7 +145,7 @@ def headline(plan: Plan) -> str:
         parts.insert(1, f"{format_count(plan.num_trainable)} of them trained")
     if plan.num_micro_batches > 1:
         parts.append(f"{plan.num_micro_batches} micro-batches")
-    parts.append("activations computed again" if plan.checkpointing else "activations kept")
+    parts.append("gradient checkpointing" if plan.checkpointing else "all activations kept")
     where = f"{plan.world_size} processes on" if plan.world_size > 1 else "on"
     verdict = "fits" if plan.fits else "does not fit: " + ", ".join(_missing(plan)) + _both_tiers(plan)
     return f"{', '.join(parts)}, {where} {plan.machine}\n{verdict}"
@@ -141,40 +167,40 @@ def _both_tiers(plan: Plan) -> str:
     return f"; {format_nbytes(need)} are needed on both tiers together, and {format_nbytes(there)} are there"
 
 
-def _memory(use: TierUse, *, fits: bool) -> list[str]:
+def _memory(use: TierUse, *, fits: bool, is_verbose: bool) -> str:
     need = f"{format_nbytes(use.need_nbytes)} of {format_nbytes(use.budget_nbytes)}"
-    if fits:
-        need = f"{need} at most"
-    elif use.need_nbytes:
-        need = f"needs at least {need}"
-    kinds = sorted(((name, nbytes) for name, nbytes in use.owners.items() if nbytes), key=lambda item: -item[1])
-    if len(kinds) > _MOST_KINDS + 1:  # one more takes no more room than its number
-        others = [nbytes for _, nbytes in kinds[_MOST_KINDS:]]
-        kinds = [*kinds[:_MOST_KINDS], (f"{len(others)} others", sum(others))]
-    shown = [f"{name} {format_nbytes(nbytes)}" for name, nbytes in kinds]
-    return [need, "; ".join(shown)] if shown else [need]
+    if not fits and use.need_nbytes:
+        need = f"needs {need}"
+    kinds: dict[str, int] = {}
+    for kind, nbytes in use.owners.items():
+        name = kind if is_verbose else _KINDS.get(kind, "other")
+        kinds[name] = kinds.get(name, 0) + nbytes
+    shown = [f"{name} {format_nbytes(kinds[name])}" for name in sorted(kinds, key=lambda name: -kinds[name])]
+    when = f" at the fullest moment ({use.moment})" if use.moment else ""
+    return f"{need}{when}" + (f": {', '.join(shown)}" if any(kinds.values()) else "")
 
 
-def _speed(speed: Speed, plan: Plan) -> list[str]:
-    busy = sorted(speed.busy.items(), key=lambda item: -item[1])
+def _chunks(chunks: Chunks) -> str:
+    sizes = f"{format_nbytes(chunks.nbytes)} of parameters, the largest chunk {format_nbytes(chunks.largest_nbytes)}"
+    moving = chunks.num - chunks.num_on_device
+    return f"{chunks.num} ({sizes}): {chunks.num_on_device} stay on the device with their states, {moving} on the host"
+
+
+def _speed(speed: Speed, plan: Plan, *, is_verbose: bool) -> list[str]:
     least, clipped = speed.least_seconds, speed.clipped_seconds
     to_device, to_host = format_nbytes(speed.to_device_nbytes), format_nbytes(speed.to_host_nbytes)
-    sent = f", {format_nbytes(speed.sent_nbytes)} from each process to the others" if plan.world_size > 1 else ""
-    bounds = f"{least:.3g} s alone" + ("" if clipped is None else f", {clipped:.3g} s where gradients are clipped")
-    if speed.busy["host"] < _FULL:
-        binding = f"{speed.binding} binds: {bounds}"
-    else:
-        binding = f"the host binds, with Python, launches and its own arithmetic; {speed.binding}: {bounds}"
+    sent = f", {format_nbytes(speed.sent_nbytes)} between processes" if plan.world_size > 1 else ""
+    limit = f"{speed.binding} ({least:.3g} s)"
+    if speed.busy["host"] >= _FULL:
+        limit = f"Python and launches on the host; then {limit}"
+    if clipped is not None:
+        limit = f"{limit}. With gradient clipping a step takes at least {clipped:.3g} s"
+    busy = sorted(speed.busy.items(), key=lambda item: -item[1])
     return [
-        *_rows(
-            "speed",
-            [
-                f"{speed.seconds:.3g} s per step, {speed.tokens_per_s:,.0f} {plan.unit} per second",
-                binding,
-            ],
-        ),
-        *_rows("busy", ["; ".join(f"{name} {share:.0%}" for name, share in busy if share >= 0.005)]),
-        *_rows("moved", [f"{to_device} to the device and {to_host} to the host per step{sent}"]),
+        *_rows("speed", [f"{speed.seconds:.3g} s per step, {speed.tokens_per_s:,.0f} {plan.unit} per second"]),
+        *_rows("limit", [limit]),
+        *_rows("busy", ["; ".join(f"{name} {share:.0%}" for name, share in busy if share >= 0.005)] * is_verbose),
+        *_rows("copies", [f"{to_device} to the device and {to_host} to the host per step{sent}"]),
     ]
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.machine import BY_PRICE, MACHINES, Machine
+from hf_patrickstar.machine import BY_PRICE, MACHINES, Machine, find_machine
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner.plan import Plan
 from hf_patrickstar.planner.planning import BESIDE, TrainingSetup, arrange_machine, computes_in_type, plan_if_fits
@@ -95,8 +95,7 @@ def answered(found: Found, subject: Subject, given: TrainingSetup) -> tuple[Subj
         given: How it is trained, likewise.
     """
     if found.goal is Goal.CHEAPEST:
-        machine = MACHINES[str(found.answer)]
-        return subject, _on(machine, given)
+        return subject, _on(find_machine(str(found.answer)), given)
     assert isinstance(found.answer, int)
     return _scale_of(found.goal, subject).change(found.answer), given
 
@@ -257,13 +256,11 @@ _WORDS = {Goal.MAX_BATCH: "batch", Goal.MAX_LENGTH: "length", Goal.MAX_MODEL: "l
 def _cheapest(subject: Subject, given: TrainingSetup, progress: Progress) -> Found:
     refused, num = None, 0
     left_out: list[str] = []
-    for name in BY_PRICE:
-        machine = MACHINES[name]
+    num_asked = given.world_size
+    for name in BY_PRICE if num_asked == 1 else [f"{num_asked}x{card}" for card in MACHINES]:
+        machine = find_machine(name)
         if not computes_in_type(machine, given):
             left_out.append(f"{name} has no rate for bfloat16")
-            continue
-        if given.world_size > machine.num_devices:
-            left_out.append(f"{name} has too few devices for {given.world_size} processes")
             continue
         progress(f"{_WORDS[Goal.CHEAPEST]} {name}")
         num += 1
@@ -275,6 +272,6 @@ def _cheapest(subject: Subject, given: TrainingSetup, progress: Progress) -> Fou
 
 
 def _on(machine: Machine, given: TrainingSetup) -> TrainingSetup:
-    """The same on all of another machine: as many processes as were asked for, or as it has devices."""
-    num = given.world_size if given.world_size > 1 else machine.num_devices
+    """The same on all of another machine, with a process on each of its devices."""
+    num = machine.num_devices
     return dataclasses.replace(given, machine=arrange_machine(machine, num, None, None), world_size=num)

@@ -16,7 +16,6 @@ import torch
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.decisions import Decisions, decide_for, inspect
 from hf_patrickstar.dist.order import Room
-from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.homes import ModelNumbers, Situation, can_move_homes, lists_of
 from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.machine import Machine
@@ -46,7 +45,6 @@ from hf_patrickstar.tracing.answers import AnsweringMode
 from hf_patrickstar.tracing.fake import FakeTensors
 from hf_patrickstar.tracing.garbage import no_collections
 from hf_patrickstar.tracing.updates import UpdateCost, cost_of_update
-from hf_patrickstar.units import KIB, MIB
 
 OpsOf = Callable[[frozenset[str]], OpTrace]
 """Finds what a micro-batch does in which these embeddings are looked up at home, by the name of the weight."""
@@ -115,14 +113,41 @@ class Simulation:
     precision: str
     rules: "PlanRules"
 
+    def _fullest(self) -> tuple[Trace, int, int]:
+        """The moment with the most bytes on the device: its trace, its place there, and the bytes of copies then."""
+        moments = (
+            (made, place, copies)
+            for made, plan in zip(self.traces, self.plans, strict=True)
+            for place, copies in enumerate(plan.chunk_nbytes)
+        )
+
+        def nbytes(moment: tuple[Trace, int, int]) -> int:
+            visit = moment[0].visits[moment[1]]
+            return moment[2] + visit.gradient_nbytes + visit.non_model_nbytes
+
+        return max(moments, key=nbytes)
+
     @property
     def device_nbytes(self) -> int:
         """The most bytes on the device, activations included."""
-        return max(
-            self.rules.fixed_nbytes + copies + visit.gradient_nbytes + visit.non_model_nbytes
-            for made, plan in zip(self.traces, self.plans, strict=True)
-            for visit, copies in zip(made.visits, plan.chunk_nbytes, strict=True)
-        )
+        return sum(self.device_owners.values())
+
+    @property
+    def device_owners(self) -> dict[str, int]:
+        """Bytes of each kind on the device at the moment with the most bytes."""
+        made, place, copies = self._fullest()
+        visit = made.visits[place]
+        fixed = dict(self.rules.fixed)
+        fixed["param"] = fixed.get("param", 0) + copies
+        return fixed | {GRADIENTS: visit.gradient_nbytes, NON_MODEL: visit.non_model_nbytes}
+
+    @property
+    def fullest_moment(self) -> str:
+        """The moment with the most bytes on the device, as in ``"backward of lm_head.weight"``."""
+        made, place, _ = self._fullest()
+        part = "forward" if made.forward_ends and place < made.forward_ends[-1] else "backward"
+        names = [name for name, _ in self.survey.chunks[made.visits[place].chunk_index].parameters]
+        return f"{part} of {names[0]}" if names else part
 
     @property
     def host_nbytes(self) -> int:
@@ -146,33 +171,25 @@ class Simulation:
         gathered = sum(load.sent_nbytes for load in self._loaded())
         return gathered + sum(entry.nbytes for entry in self.script if isinstance(entry, Reduce))
 
-    def least_nbytes(self) -> int:
-        """The least bytes of the device for which there is a plan, with the same chunks and homes."""
-        step = step_nbytes(self.device_nbytes)
-        low, high = 0, self.device_nbytes + step
-        while high - low > step:
-            middle = (low + high) // 2
-            try:
-                self.rules.plans(self.traces, middle)
-                high = middle
-            except BudgetError:
-                low = middle
-        return high
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanRules:
     """How plans of a step are made.
 
     Attributes:
-        fixed_nbytes: Bytes of the device that are no copies of chunks.
+        fixed: Bytes of the device that are no copies of chunks, by kind.
         chunk_nbytes: Bytes that chunks may take on the device at most, or ``None``.
         asked: What else ``repeated_plans`` is given, by its names.
     """
 
-    fixed_nbytes: int
+    fixed: Mapping[str, int]
     chunk_nbytes: int | None
     asked: Mapping[str, Any]
+
+    @property
+    def fixed_nbytes(self) -> int:
+        """Bytes of the device that are no copies of chunks."""
+        return sum(self.fixed.values())
 
     def capacities(self, made: Trace, device_nbytes: int) -> tuple[int, ...]:
         """Bytes that moving chunks may take at each moment.
@@ -210,23 +227,33 @@ def simulate(trained: Trained, machine: Machine, ops_of: OpsOf) -> Simulation:
         BudgetError: If a budget is too small.
     """
     machine.check_processes(trained.world_size)
-    return _Simulator(trained, machine, ops_of).run()
+    return _Simulator(trained, machine).run(ops_of)
+
+
+def model_data(trained: Trained, machine: Machine) -> tuple[int, int]:
+    """Parameters of a model, and bytes of its model data with one process.
+
+    Args:
+        trained: What is trained.
+        machine: Where; it has room for everything.
+    """
+    decisions = _Simulator(trained, machine).decisions
+    return sum(spec.numel for spec in decisions.tensors), sum(chunk.device_nbytes for chunk in decisions.chunk_nbytes)
 
 
 class _Simulator:
     """Decides and plans one training, and tells what it comes to."""
 
-    def __init__(self, trained: Trained, machine: Machine, ops_of: OpsOf) -> None:
+    def __init__(self, trained: Trained, machine: Machine) -> None:
         self._trained = trained
         self._machine = machine
-        self._ops_of = ops_of
         self._config = PatrickStarConfig.from_any({**settings_for(machine), **trained.config, "reuse_plan": False})
         self._resources = resources_of(machine, self._config, trained.world_size)
         self._num_micro_batches = max(trained.num_micro_batches, 1)
         numbers, self._cost, self._kernel = self._known()
         self._situation = Situation(self._config, self._resources, [self._kernel], {}, self._num_micro_batches)
-        self._decisions: Decisions = decide_for(numbers, self._situation)
-        self._layout = self._decisions.choice.layout
+        self.decisions: Decisions = decide_for(numbers, self._situation)
+        self._layout = self.decisions.choice.layout
         self._places = Places.of(self._layout)
 
     def _known(self) -> tuple[ModelNumbers, UpdateCost, Kernel]:
@@ -251,15 +278,15 @@ class _Simulator:
         resources, is_alone = self._resources, self._trained.world_size == 1
         return make_kernel(optimizer, resources.pool, False, None, None, resources.has_lanes, is_alone)
 
-    def run(self) -> Simulation:
-        ops, traces, lookups, reasons = self._looked_up(self._decisions.homes.device_homed)
+    def run(self, ops_of: OpsOf) -> Simulation:
+        ops, traces, lookups, reasons = self._looked_up(ops_of, self.decisions.homes.device_homed)
         with no_collections():  # a plan is some hundred thousand small objects, none of which is garbage
             return self._decided(ops, traces, lookups, reasons)
 
     def _decided(
         self, ops: OpTrace, traces: Sequence[Trace], lookups: Mapping[int, str], reasons: list[str]
     ) -> Simulation:
-        decisions, situation = self._decisions, self._situation
+        decisions, situation = self.decisions, self._situation
         known = self._known_traces(traces, lookups)
         placement = decisions.rules(situation)
         decisions = decisions.with_tide(situation, known, placement)
@@ -270,17 +297,19 @@ class _Simulator:
         return self._planned(ops, known, estimate, homed, [*decisions.reasons, *reasons])
 
     def _known_traces(self, traces: Sequence[Trace], lookups: Mapping[int, str]) -> KnownTraces:
-        key = key_of(self._computation, self._decisions, self._situation)
+        key = key_of(self._computation, self.decisions, self._situation)
         return KnownTraces(key, {made.key: made for made in (*traces, self._update_trace(traces[0]))}, lookups)
 
     # Decisions
 
-    def _looked_up(self, homed: frozenset[int]) -> tuple[OpTrace, Sequence[Trace], dict[int, str], list[str]]:
+    def _looked_up(
+        self, ops_of: OpsOf, homed: frozenset[int]
+    ) -> tuple[OpTrace, Sequence[Trace], dict[int, str], list[str]]:
         """What micro-batches do and visit, and where embeddings are looked up for which that was to be decided."""
-        decisions, chunk_of = self._decisions, self._places.chunk_of
+        decisions, chunk_of = self.decisions, self._places.chunk_of
         asked = [index for index in decisions.embeddings.tensor_indices if chunk_of[index] not in homed]
         names = {index: decisions.tensors[index].name for index in asked}
-        ops = self._ops_of(frozenset(names.values()))
+        ops = ops_of(frozenset(names.values()))
         traces = traces_of(ops, self._places, self._rules(frozenset()))
         if decisions.embeddings.is_final or not asked:
             return ops, traces, {}, []
@@ -297,7 +326,7 @@ class _Simulator:
             room,
         )
         if any(place == "device" for place in lookups.values()):
-            ops = self._ops_of(frozenset(names[index] for index in asked if lookups.get(index) != "device"))
+            ops = ops_of(frozenset(names[index] for index in asked if lookups.get(index) != "device"))
             traces = traces_of(ops, self._places, self._rules(frozenset()))
         return ops, traces, lookups, [reason]
 
@@ -341,7 +370,7 @@ class _Simulator:
     def _planned(
         self, ops: OpTrace, known: KnownTraces, estimate: Estimate, homed: frozenset[int], reasons: list[str]
     ) -> Simulation:
-        trained, tensors, layout = self._trained, self._decisions.tensors, self._layout
+        trained, tensors, layout = self._trained, self.decisions.tensors, self._layout
         (traces,) = steps_of(known.traces.values(), self._num_micro_batches)
         rules = self._plan_rules(estimate, homed)
         plans = rules.plans(traces, estimate.device_nbytes)
@@ -349,7 +378,7 @@ class _Simulator:
         script = whole_step(ops, self._places, told, [made.kind for made in traces])
         loads = tuple(
             Load(size.param_nbytes, (trained.world_size - 1) * size.param_nbytes, size.chunk_index in homed)
-            for size in self._decisions.chunk_nbytes
+            for size in self.decisions.chunk_nbytes
         )
         updated_on_host = [spec.index for spec in layout.chunks if spec.is_updated and spec.index not in homed]
         return Simulation(
@@ -369,7 +398,7 @@ class _Simulator:
             },
             survey=self._survey(traces, plans, homed, estimate.device_nbytes - rules.fixed_nbytes, reasons),
             known=known,
-            precision=str(self._decisions.precision.dtype).removeprefix("torch."),
+            precision=str(self.decisions.precision.dtype).removeprefix("torch."),
             rules=rules,
         )
 
@@ -382,17 +411,17 @@ class _Simulator:
             "prefetch_depth": self._depth,
             "reshard_after_forward": self._config.reshard_after_forward and not alone,
         }
-        return PlanRules(sum(self._fixed(homed, Tier.DEVICE).values()), self._resources.ledger.chunk_budget, asked)
+        return PlanRules(self._fixed(homed, Tier.DEVICE), self._resources.ledger.chunk_budget, asked)
 
     @property
     def _depth(self) -> int:
-        return 0 if self._config.debug_evict_all else self._decisions.prefetch_depth
+        return 0 if self._config.debug_evict_all else self.decisions.prefetch_depth
 
     # Bytes
 
     def _fixed(self, homed: frozenset[int], tier: Tier) -> dict[str, int]:
         """Bytes on a tier that do not change in a step, by owner."""
-        decisions = self._decisions
+        decisions = self.decisions
         nbytes: dict[str, int] = {}
         at_home = [spec for spec in self._layout.chunks if (spec.index in homed) is (tier is Tier.DEVICE)]
         for spec in at_home:
@@ -434,7 +463,7 @@ class _Simulator:
     def _survey(
         self, traces: Sequence[Trace], plans: Sequence[Plan], homed: frozenset[int], free: int, reasons: Sequence[str]
     ) -> Survey:
-        ledger, decisions = self._resources.ledger, self._decisions
+        ledger, decisions = self._resources.ledger, self.decisions
         by_kind = {made.kind: (made, plan, Room(free, None, 0, ())) for made, plan in zip(traces, plans, strict=True)}
         chunks = tuple(
             SurveyedChunk.of(
@@ -447,18 +476,6 @@ class _Simulator:
             for spec in self._layout.chunks
         )
         return Survey.of(chunks, ledger, by_kind.values(), self._owners(homed, traces, plans), reasons)
-
-
-_LEAST_STEP_NBYTES, _STEP_NBYTES, _STEPS = 64 * KIB, MIB, 64
-
-
-def step_nbytes(nbytes: int) -> int:
-    """How exactly the least memory is known, where it is about ``nbytes``: to a part of 64, and to a MiB.
-
-    Args:
-        nbytes: The memory.
-    """
-    return min(max(nbytes // _STEPS, _LEAST_STEP_NBYTES), _STEP_NBYTES)
 
 
 def _a_parameter() -> torch.nn.Parameter:

@@ -121,7 +121,7 @@ class Estimate:
         if not movable:
             return None
         candidates = self._candidates(movable, kept)
-        least = self._least_in_margin(candidates, kept)
+        least = self._least_in_margin(candidates, kept, current)
         if least is not None:
             return self._plan_margin(movable, candidates, kept, least)
         spilled = current if self._may_stay(current, kept) else self.spilled(kept, limits)
@@ -150,10 +150,15 @@ class Estimate:
         chunks, name = [self.nbytes[index] for index in movable], self.rules.machine.name
         return plan_margin(chunks, candidates, lambda inside: self.cost(inside | kept), name, least)
 
-    def _least_in_margin(self, candidates: Sequence[int], kept: frozenset[int]) -> int | None:
-        """How many candidates have to live in the margin so that the host has room for all else; ``None`` if too few."""
+    def _least_in_margin(self, candidates: Sequence[int], kept: frozenset[int], current: frozenset[int]) -> int | None:
+        """How many candidates have to live in the margin so that the host has room for all else; ``None`` if too few.
+
+        Chunks that live there now and are no candidates change places with others, for which some of the host is free.
+        """
         on_host = [chunk for chunk in self.nbytes if chunk.chunk_index not in kept]
+        exchanged = [self.nbytes[index].host_nbytes for index in current.difference(candidates)]
         left = sum(chunk.host_nbytes for chunk in on_host) + self.rules.host_workspace_nbytes - self.host_nbytes
+        left += 2 * max(exchanged, default=0)
         for count, index in enumerate([*candidates, None]):
             if left <= 0:
                 return count

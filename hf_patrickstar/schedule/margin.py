@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from hf_patrickstar.schedule.placement import ChunkBytes
 from hf_patrickstar.schedule.trace import StepKind, Trace
-from hf_patrickstar.units import format_nbytes
+from hf_patrickstar.units import format_nbytes, format_seconds
 
 _NUM_PARTS = 8
 _LARGE = 4
@@ -214,8 +214,7 @@ def plan_margin(
     taken = format_nbytes(sum(sizes[index] for index in chosen))
     return MarginPlan(
         chosen,
-        f"{count} of {len(chunks)} chunks live in the device margin ({taken}; {len(candidates)} would fit), the first "
-        f"layers first: at the rates of '{machine_name}' a step is estimated to take {best.duration_ns / 1e6:.2f} ms "
-        f"and to move {format_nbytes(best.moved_nbytes)}, against {first.duration_ns / 1e6:.2f} ms and "
-        f"{format_nbytes(first.moved_nbytes)} without",
+        f"{count} of {len(chunks)} movable chunks live in the device margin ({taken}; {len(candidates)} would fit): a "
+        f"step is estimated to take {format_seconds(best.duration_ns / 1e9)} at the rates of '{machine_name}', and "
+        f"{format_seconds(first.duration_ns / 1e9)} with {'as few as possible' if least else 'none'}",
     )

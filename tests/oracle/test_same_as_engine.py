@@ -12,11 +12,11 @@ from models import make_batch, make_model
 from oracle.training import make_training, record_step
 from trainers import smallest_budget
 
-from hf_patrickstar.machine import CPU_TIER, MACHINES
+from hf_patrickstar.machine import CPU_TIER, MACHINES, find_machine
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.schedule.clock import Lane
 
-NODE = MACHINES["8xh100"]
+NODE = find_machine("8xh100")
 SLOW_BUS = dataclasses.replace(NODE, to_device_bandwidth=1e7)
 SLOW = {"max_norm": None, "placement": "host", "machine": SLOW_BUS, "factor": 4}
 MOVES = (Lane.TO_DEVICE, Lane.TO_HOST, Lane.GATHERS, Lane.REDUCTIONS)

@@ -19,7 +19,7 @@ import hf_patrickstar
 from hf_patrickstar import plan, plan_cache
 from hf_patrickstar.cli.main import main
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.machine import MACHINES
+from hf_patrickstar.machine import MACHINES, find_machine
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner.advice import advise
 from hf_patrickstar.planner.plan import TierUse
@@ -277,7 +277,7 @@ def test_accumulation_and_processes():
 
 
 def test_what_binds_several_processes_is_in_what_is_busy():
-    slow = dataclasses.replace(MACHINES["8xh100"], link_bandwidth=1e8)
+    slow = dataclasses.replace(find_machine("8xh100"), link_bandwidth=1e8)
     found = plan(MODEL, slow, batch_size=2, world_size=2, settings={"placement": "host"})
     assert found.speed.binding in ("gathers", "reductions")
     assert found.speed.busy[found.speed.binding] == max(found.speed.busy.values())
