@@ -165,10 +165,17 @@ class ChunkManager:
 
     @property
     def in_order_of_use(self) -> list[Chunk]:
-        """The chunks in the order in which the next forward comes to them; those that no step has visited come last."""
+        """The chunks in the order in which the next forward comes to them; those that no step has visited come last.
+
+        Embeddings that are looked up at home come first: steps do not visit their chunks.
+        """
         order, num = self.tracer.chunk_order, len(self.chunks)
-        places = sorted([(order.get(chunk.spec.index, num), place) for place, chunk in enumerate(self.chunks)])
-        return [self.chunks[place] for _, place in places]
+
+        def place(chunk: Chunk) -> int:
+            is_looked_up = any(tensor.is_cpu_embedding for tensor in chunk.tensors)
+            return -1 if is_looked_up else order.get(chunk.spec.index, num)
+
+        return sorted(self.chunks, key=place)
 
     # Forward
 

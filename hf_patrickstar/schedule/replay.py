@@ -6,6 +6,7 @@ from hf_patrickstar.machine import Machine
 from hf_patrickstar.schedule.clock import Clock, Lane, Mark, Timeline
 from hf_patrickstar.schedule.plan import Plan
 from hf_patrickstar.schedule.script import (
+    Await,
     Begin,
     BlockingCopy,
     Entry,
@@ -24,7 +25,8 @@ from hf_patrickstar.schedule.script import (
 LOADS = "hf_patrickstar.runtime.copies.load"
 LOADS_TOGETHER = "hf_patrickstar.runtime.copies.loaded_by_others"
 WAITS_FOR_ARRIVAL = "hf_patrickstar.runtime.copies.wait"
-"""Where in the package the host waits for updates on the host, as plans tell it to load chunks and to use them."""
+LOOKS_UP = "hf_patrickstar.runtime.parameters.begin_lookup"
+"""Where in the package the host waits for updates on the host: to load chunks, to use them, and to look up rows."""
 
 
 class Player:
@@ -231,6 +233,8 @@ class _Replay:
                     self._sent.append(player.reduce(entry))
                 case Join(number):
                     clock.follow(Lane.COMPUTE, self._sent[number])
+                case Await(index):
+                    clock.wait(self._works.get(index, Mark()), LOOKS_UP)
                 case Begin(Part.FORWARD):
                     self._micro_batch += 1
                     self._moment = 0
