@@ -471,24 +471,20 @@ def test_kinds_of_bytes_are_those_of_one_moment(tight):
     assert f"activations {format_nbytes(device.owners['non-model data'])}" in row
 
 
-@pytest.mark.parametrize("tier", ["device", "host"])
 @pytest.mark.parametrize("cpu_embedding", [True, False])
-def test_more_memory_is_never_slower(tier, cpu_embedding):
-    """Python, which takes longer for chunks on the device, is not counted: large models do not wait for it."""
-    machine = dataclasses.replace(
-        MACHINES["rtx4090"], operator_s=1e-9, visit_s=1e-9, kernel_s=1e-9, copy_latency_s=1e-9
+def test_more_memory_is_never_slower(cpu_embedding):
+    """Within a percent, for a model that does not wait for Python."""
+    model = (
+        "llama:num_hidden_layers=12,hidden_size=2048,num_attention_heads=16,num_key_value_heads=4,"
+        "intermediate_size=8192,vocab_size=32000"
     )
-    given = {"batch_size": 8, "settings": {"cpu_embedding": cpu_embedding}}
-    memory = {"device_memory": 11 * MIB, "host_memory": 64 * MIB}
-    model = "gpt2:n_layer=6,n_embd=128,n_head=4,vocab_size=2048,n_positions=64,tie_word_embeddings=false"
-    seconds = []
-    for part in range(10, 33):
-        more = {**memory, f"{tier}_memory": memory[f"{tier}_memory"] * part // 16 // (4 if tier == "host" else 1)}
-        found = plan(model, machine, **given, **more)
-        if found.fits:
-            seconds.append(found.speed.seconds)
-    assert len(seconds) > 8
-    assert all(more <= 1.01 * less for less, more in itertools.pairwise(seconds)), seconds
+    given = {"length": 1024, "settings": {"cpu_embedding": cpu_embedding}}
+    for tier, sizes in (("device", (6, 7, 8, 9, 10, 12, 14)), ("host", (5, 6, 7, 8, 10, 16, 64))):
+        memory = {"device_memory": "8GiB", "host_memory": "64GiB"}
+        plans = [plan(model, "rtx4090", **given, **{**memory, f"{tier}_memory": f"{size}GiB"}) for size in sizes]
+        seconds = [found.speed.seconds for found in plans if found.fits]
+        assert len(seconds) > 3
+        assert all(more <= 1.01 * less for less, more in itertools.pairwise(seconds)), (tier, seconds)
 
 
 def test_fewer_cores_of_the_host_are_slower():
