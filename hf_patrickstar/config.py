@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import Machine, find_machine
-from hf_patrickstar.units import ALIGNMENT_NUMEL, parse_nbytes
+from hf_patrickstar.units import ALIGNMENT_NUMEL, format_budget, parse_budget
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "eviction": ("belady", "lru", "list_order"),
@@ -17,6 +17,11 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "reduce_dtype": ("auto", "fp32"),
     "optimizer_format": ("sharded", "torch", "both"),
 }
+
+
+_BUDGETS = ("device_budget", "host_budget", "chunk_budget")
+_SYNONYMS = {"gpu": "device", "cuda": "device", "vram": "device", "cpu": "host", "ram": "host"}
+"""Words in which people look for a key, and the word that it has."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -158,10 +163,10 @@ class PatrickStarConfig:
     debug_evict_all: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("device_budget", "host_budget", "chunk_budget"):
+        for name in _BUDGETS:
             value = getattr(self, name)
             if value != "auto":
-                object.__setattr__(self, name, parse_nbytes(value, name))
+                object.__setattr__(self, name, parse_budget(value, name))
         if self.chunk_numel != "auto":
             chunk_numel = self.chunk_numel
             if isinstance(chunk_numel, str) and chunk_numel.strip().isascii() and chunk_numel.strip().isdigit():
@@ -268,7 +273,8 @@ class PatrickStarConfig:
         known = [field.name for field in dataclasses.fields(cls)]
         for key in values:
             if key not in known:
-                near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
+                words = [_SYNONYMS.get(word, word) for word in str(key).lower().split("_")]
+                near = difflib.get_close_matches("_".join(words), known, n=1, cutoff=0.0)[0]
                 raise ConfigError(
                     f"patrickstar_config: unknown key '{key}'; did you mean '{near}'? Known: {', '.join(known)}"
                 )
@@ -276,7 +282,9 @@ class PatrickStarConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as a dictionary that ``from_any`` takes back."""
-        return dataclasses.asdict(self)
+        values = dataclasses.asdict(self)
+        budgets = {name: format_budget(values[name]) for name in _BUDGETS if values[name] != "auto"}
+        return values | budgets
 
 
 ConfigSource = PatrickStarConfig | dict[str, Any] | str | os.PathLike[str] | None

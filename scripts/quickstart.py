@@ -183,7 +183,7 @@ def make_plan(folder: pathlib.Path, checkpoint: pathlib.Path, budget: int) -> di
     file = folder / "plan.json"
     command = [
         *(sys.executable, "-m", "hf_patrickstar", "plan", str(checkpoint), "--machine", "this", "--dtype", "fp32"),
-        *("--batch-size", str(BATCH_SIZE), "--seq-len", str(BLOCK_SIZE), "--set", f"chunk_budget={budget}"),
+        *("--batch-size", str(BATCH_SIZE), "--seq-len", str(BLOCK_SIZE), "--set", f"chunk_budget={budget}B"),
         *("--optimizer", "adamw", "--no-advice", "--json", str(file), "--html", str(folder / "plan.html")),
     ]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
@@ -250,7 +250,7 @@ def main() -> None:
     steps = ("--max_steps", str(size.num_steps))
     plain = fine_tune("plain", folder, checkpoint, corpus, *steps)
     console.print(f"{next(number)}. Fine-tuning it with --patrickstar in a budget of {format_nbytes(budget)} ...")
-    config = {"chunk_budget": budget}
+    config = {"chunk_budget": f"{budget}B"}
     options = ("--patrickstar", "--patrickstar_config")
     ours = fine_tune("patrickstar", folder, checkpoint, corpus, *options, json.dumps(config), *steps)
     unplanned = None

@@ -34,7 +34,7 @@ from hf_patrickstar.tracing.fake import FakeTensors, fused_attention
 from hf_patrickstar.tracing.masks import masks_of_batches
 from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
 from hf_patrickstar.tracing.timing import OperatorTimes
-from hf_patrickstar.units import format_nbytes, format_need, parse_nbytes
+from hf_patrickstar.units import format_nbytes, format_need, parse_budget
 
 BESIDE = "other modules"
 """The kind of bytes on the device that modules beside the model take."""
@@ -219,7 +219,7 @@ def time_operators(world_size: int) -> OperatorTimes:
 
 
 def _share(given: int | str | None, nbytes: int, share: float, name: str) -> int:
-    return int(share * nbytes) if given is None else parse_nbytes(given, name)
+    return int(share * nbytes) if given is None else parse_budget(given, name)
 
 
 def plan_and_simulate(subject: Subject, training: TrainingSetup) -> tuple[Plan, Simulation | None]:

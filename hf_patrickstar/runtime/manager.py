@@ -170,12 +170,19 @@ class ChunkManager:
         Embeddings that are looked up at home come first: steps do not visit their chunks.
         """
         order, num = self.tracer.chunk_order, len(self.chunks)
-
-        def place(chunk: Chunk) -> int:
-            is_looked_up = any(tensor.is_cpu_embedding for tensor in chunk.tensors)
-            return -1 if is_looked_up else order.get(chunk.spec.index, num)
-
-        return sorted(self.chunks, key=place)
+        first = {
+            place
+            for place, chunk in enumerate(self.chunks)
+            for tensor in chunk.tensors
+            if tensor.lookup != "device" and chunk.home is Tier.HOST
+        }
+        places = sorted(
+            [
+                (-1 if place in first else order.get(chunk.spec.index, num), place)
+                for place, chunk in enumerate(self.chunks)
+            ]
+        )
+        return [self.chunks[place] for _, place in places]
 
     # Forward
 
