@@ -212,7 +212,7 @@ def _more_memory(plan: Plan) -> Iterator[Change]:
             unit = GIB if use.need_nbytes >= 4 * GIB else MIB
             size = -(-use.need_nbytes // unit)
             words = f"{option} {size}{'GiB' if unit == GIB else 'MiB'}"
-            short.append(_with_memory(field, words, size * unit, f"use a machine with more memory of the {tier}"))
+            short.append(_with_memory(field, words, size * unit, f"more memory on the {tier}"))
     if short and plan.shortage is None:
         yield functools.reduce(operator.add, short)
 
@@ -237,5 +237,5 @@ def _of_budgets(given: TrainingSetup) -> Iterator[Change]:
     for tier, field, option in _MEMORY:
         there = getattr(whole, field)
         if getattr(machine, field) < there:
-            text = f"use all memory of the {tier}, {format_nbytes(there)}"
+            text = f"all memory of the {tier}, {format_nbytes(there)}"
             yield _with_memory(field, f"without {option}", there, text)

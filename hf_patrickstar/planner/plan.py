@@ -17,7 +17,7 @@ class TierUse:
             budget; where it does not, it is the least that would do.
         owners: Bytes of each kind at the moment with the most bytes. Where the plan does not fit, those of a plan that
             has just the memory that would do.
-        moment: That moment, as in ``"backward of lm_head.weight"``; empty where all moments have as much.
+        moment: That moment, as in ``"backward of lm_head"``; empty where all moments have as much.
     """
 
     budget_nbytes: int

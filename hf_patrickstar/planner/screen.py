@@ -150,7 +150,7 @@ def headline(plan: Plan) -> str:
         parts.append(f"{plan.num_micro_batches} micro-batches")
     parts.append("gradient checkpointing" if plan.checkpointing else "all activations kept")
     where = f"{plan.world_size} processes on" if plan.world_size > 1 else "on"
-    verdict = "fits" if plan.fits else "does not fit: " + ", ".join(_missing(plan)) + _both_tiers(plan)
+    verdict = "fits" if plan.fits else "does not fit: " + ", ".join(_missing(plan))
     return f"{', '.join(parts)}, {where} {plan.machine}\n{verdict}"
 
 
@@ -160,14 +160,6 @@ def _missing(plan: Plan) -> Iterator[str]:
             yield f"{format_nbytes(use.missing_nbytes)} too little on the {name}"
     if plan.shortage is not None:
         yield plan.shortage
-
-
-def _both_tiers(plan: Plan) -> str:
-    uses = plan.tiers.values()
-    need, there = sum(use.need_nbytes for use in uses), sum(use.budget_nbytes for use in uses)
-    if need <= there:
-        return ""
-    return f"; {format_nbytes(need)} are needed on both tiers together, and {format_nbytes(there)} are there"
 
 
 def _memory(use: TierUse, *, fits: bool, is_verbose: bool) -> str:
@@ -181,7 +173,7 @@ def _memory(use: TierUse, *, fits: bool, is_verbose: bool) -> str:
     shown = [
         f"{name} {format_nbytes(kinds[name])}" for name in sorted(kinds, key=lambda name: -kinds[name]) if kinds[name]
     ]
-    when = f" at the fullest moment ({use.moment})" if use.moment else ""
+    when = f" at the peak ({use.moment})" if use.moment else ""
     return f"{need}{when}" + (f": {', '.join(shown)}" if shown else "")
 
 

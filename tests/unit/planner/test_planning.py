@@ -7,7 +7,6 @@ import itertools
 import json
 import logging
 import math
-import pathlib
 import re
 
 import pytest
@@ -23,8 +22,10 @@ from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import MACHINES, find_machine
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner.advice import Advice, advise
+from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse, TriedChange
 from hf_patrickstar.planner.planning import arrange, plan_and_simulate, plan_if_fits
 from hf_patrickstar.planner.screen import describe, describe_changes
+from hf_patrickstar.planner.search import Found
 from hf_patrickstar.units import MIB, format_nbytes
 
 MODEL = "gpt2:n_layer=3,n_embd=128,n_head=4,vocab_size=512,n_positions=64"
@@ -188,7 +189,7 @@ def test_what_does_not_fit_says_where_and_what_would(budgets, short):
         (row,) = [line for line in screen if line.startswith(f"{name} ")]
         need, budget = format_nbytes(use.need_nbytes), format_nbytes(use.budget_nbytes)
         assert row.split(maxsplit=1)[1].startswith(f"needs {need} of {budget}")
-        assert all(f"{kind} {format_nbytes(nbytes)}" in row for kind, nbytes in use.owners.items())
+        assert all(f"{kind} {format_nbytes(nbytes)}" in row for kind, nbytes in use.owners.items() if nbytes)
     states = ("param", "master", "exp_avg", "exp_avg_sq")
     nbytes_at_home = sum(refused.tier(tier).owners.get(name, 0) for tier in Tier for name in states)
     assert nbytes_at_home >= 14 * NUM_PARAMETERS
@@ -228,21 +229,15 @@ def test_what_is_short_of_a_little_needs_a_little_more():
 
 
 def test_the_least_of_the_host_is_what_the_device_cannot_hold():
-    """The plan with it fits, and one with 2 % less does not; the verdict has both sums."""
+    """The plan with it fits, and one with 2 % less does not."""
     small = {"batch_size": 2, "num_micro_batches": 2, "device_memory": 6 * MIB}
     refused = plan(MODEL, "rtx4090", **small, host_memory=4 * MIB)
     need = refused.tier(Tier.HOST).need_nbytes
     assert 0 < need < 0.9 * 18 * NUM_PARAMETERS, "all of it, which the device has room for in part"
     assert plan(MODEL, "rtx4090", **small, host_memory=need).fits
     assert not plan(MODEL, "rtx4090", **small, host_memory=int(0.98 * need)).fits
-    device = refused.tier(Tier.DEVICE)
-    assert 0.95 * 6 * MIB < device.need_nbytes <= 6 * MIB == device.budget_nbytes
-    both, there = format_nbytes(need + device.need_nbytes), format_nbytes(10 * MIB)
     verdict = describe(refused).splitlines()[1]
-    assert verdict == (
-        f"does not fit: {format_nbytes(need - 4 * MIB)} too little on the host; {both} are needed on both tiers "
-        f"together, and {there} are there"
-    )
+    assert verdict == f"does not fit: {format_nbytes(need - 4 * MIB)} too little on the host"
 
 
 def test_what_gradients_leave_through_is_no_larger_than_all_of_them():
@@ -431,35 +426,10 @@ def test_python_tries_changes_on_request(crowded):
     assert dataclasses.replace(tried, changes=None, failed=(), largest=None) == alone
 
 
-OPEN = ("settings", "tiers.device.owners", "tiers.host.owners", "speed.busy", "largest")
-"""Fields whose values have names that depend on the training."""
-
-
-def fields_in_json(value, prefix=""):
-    """The names of all fields, with dots between those that lie in each other."""
-    for name, inner in value.items():
-        path = f"{prefix}{name}"
-        if path in OPEN:
-            yield path
-            continue
-        parts = inner if isinstance(inner, list) else [inner]
-        if parts and all(isinstance(part, dict) for part in parts):
-            yield from fields_in_json(parts[0], f"{path}.")
-        else:
-            yield path
-
-
-def test_every_field_of_json_is_in_the_table(crowded, tmp_path):
-    text = (pathlib.Path(__file__).parents[3] / "docs" / "plan.md").read_text()
-    told = re.findall(r"^\| `([\w.]+)` \|", text.split("## The fields of `--json`")[1].split("\n## ")[0], re.MULTILINE)
-    assert main([*COMMAND, "--device-memory", "6MiB", "--json", str(tmp_path / "p.json")]) == 0
-    assert main([*COMMAND, "--search", "max-batch", "--json", str(tmp_path / "s.json")]) == 0
-    fitting, refused, found = (
-        json.loads(path.read_text()) for path in (tmp_path / "p.json", crowded[0] / "p.json", tmp_path / "s.json")
-    )
-    written = [*fields_in_json(fitting), *fields_in_json(refused), *fields_in_json({**found, "plan": None})]
-    written = [re.sub(r"^tiers\.(device|host)\.", "tiers.TIER.", name) for name in written]
-    assert sorted(told) == sorted(set(written))
+@pytest.mark.parametrize("kind", [Plan, TierUse, Chunks, Speed, TriedChange, Found])
+def test_every_field_of_json_is_documented(kind):
+    documented = re.findall(r"^        (\w+): ", kind.__doc__, re.MULTILINE)
+    assert documented == [field.name for field in dataclasses.fields(kind)]
 
 
 def test_kinds_of_bytes_are_those_of_one_moment(tight):
