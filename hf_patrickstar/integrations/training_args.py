@@ -26,7 +26,7 @@ class PatrickStarArgumentsMixin:
         patrickstar_config: Settings of the engine: a dictionary, JSON text, or the path of a JSON file; see
             ``PatrickStarConfig`` for the keys.
         patrickstar_logging: What is logged of the engine with each training loss. ``"brief"``: a console shows three
-            figures, every other callback (those of ``report_to``) gets all of them under the names in docs/logs.md.
+            figures, every other callback (those of ``report_to``) gets all of them under the names in docs/report.md.
             ``"all"``: a console shows all too. ``"off"``: nothing. ``log_history`` never has any. Unless it is
             ``"off"``, a console also shows what is expected before the run, and what the run came to.
         patrickstar_report: Record in the cache (``HF_ASSETS_CACHE``) what ``hf-patrickstar report OUTPUT_DIR`` shows:
@@ -160,7 +160,7 @@ class PatrickStarTrainingArguments(PatrickStarArgumentsMixin, TrainingArguments)
         patrickstar_config: Settings of the engine: a dictionary, JSON text, or the path of a JSON file; see
             ``PatrickStarConfig`` for the keys.
         patrickstar_logging: What is logged of the engine with each training loss. ``"brief"``: a console shows three
-            figures, every other callback (those of ``report_to``) gets all of them under the names in docs/logs.md.
+            figures, every other callback (those of ``report_to``) gets all of them under the names in docs/report.md.
             ``"all"``: a console shows all too. ``"off"``: nothing. ``log_history`` never has any. Unless it is
             ``"off"``, a console also shows what is expected before the run, and what the run came to.
         patrickstar_report: Record in the cache (``HF_ASSETS_CACHE``) what ``hf-patrickstar report OUTPUT_DIR`` shows:

@@ -62,7 +62,7 @@ def test_search_needs_no_server(site):
     index = (site / "search" / "search_index.js").read_text()
     assert index.startswith("var __index = {")
     assert "deferred_weights" in index
-    assert "assets/iframe-worker.js" in (site / "memory.html").read_text()
+    assert "assets/iframe-worker.js" in (site / "configuration.html").read_text()
 
 
 def test_a_broken_link_fails(tmp_path, caplog):
@@ -70,8 +70,8 @@ def test_a_broken_link_fails(tmp_path, caplog):
 
     docs = tmp_path / "docs"
     shutil.copytree(ROOT / "docs", docs)
-    for text in ("[gone](nowhere.md)", "[gone](memory.md#nowhere)", "[gone](../nowhere.py)"):
-        (docs / "logs.md").write_text(f"# Logs\n\n{text}\n")
+    for text in ("[gone](nowhere.md)", "[gone](report.md#nowhere)", "[gone](../nowhere.py)"):
+        (docs / "broken.md").write_text(f"# Broken\n\n{text}\n")
         with pytest.raises(Abort), caplog.at_level(logging.WARNING, "mkdocs"):
             build_site(tmp_path / "site", docs)
         assert "nowhere" in caplog.text
