@@ -63,7 +63,8 @@ Each default is right for most people. Settings are JSON text, the path of a JSO
 `PatrickStarConfig`:
 
 ```bash
-python recipes/finetune_clm.py ... --patrickstar --patrickstar_config '{"device_budget": "8GiB", "prefetch_depth": 4}'
+python recipes/finetune_clm.py ... --patrickstar \\
+    --patrickstar_config '{"device_budget": "8GiB", "prefetch_depth": 4}'
 ```
 
 <!-- run -->

@@ -5,6 +5,8 @@ import logging
 import pathlib
 import re
 import shutil
+import subprocess
+import urllib.parse
 
 import pytest
 
@@ -63,6 +65,19 @@ def test_search_needs_no_server(site):
     assert index.startswith("var __index = {")
     assert "deferred_weights" in index
     assert "assets/iframe-worker.js" in (site / "configuration.html").read_text()
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+def test_the_page_of_errors_finds_a_message_with_its_values(site):
+    pasted = "ConfigError: patrickstar_config: unknown key 'device_bugdet'; did you mean 'device_budget'?"
+    address = f"{(site / 'errors.html').as_uri()}?error={urllib.parse.quote(pasted)}"
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    page = subprocess.run(["chromium", *options, address], capture_output=True, text=True, timeout=120).stdout
+    found = re.search(r'<ul id="error-list"><li>(.*?)</li>', page)[1]
+    assert found == (
+        "ConfigError: <code>patrickstar_config: unknown key '&lt;key&gt;'</code>"
+        "<p>Did you mean '&lt;near&gt;'? Known: &lt;field&gt;.</p>"
+    )
 
 
 def test_a_broken_link_fails(tmp_path, caplog):
