@@ -1,4 +1,4 @@
-"""The main job, end to end, with nothing downloaded: see README.md. Run by scripts/quickstart.sh.
+"""The main job, end to end, with nothing downloaded: see docs/quickstart.md. Run by scripts/quickstart.sh.
 
 Builds a corpus from the standard library's own sources, trains a tokenizer, makes a small "pretrained" GPT-2
 checkpoint, fine-tunes it with recipes/finetune_clm.py, plain and with --patrickstar, and compares; a few more steps
@@ -151,7 +151,7 @@ def loads_per_step(stats: dict) -> str:
 
 
 def make_table(plain: dict, ours: dict, unplanned: dict | None, numel: int, budget: int) -> Table:
-    """The comparison that README shows."""
+    """The comparison that docs/quickstart.md shows."""
     stats = ours["stats"]
     model_data = 4 * FP32_NBYTES * numel
     table = Table(title=f"GPT-2, {numel / 1e6:.1f} M parameters, fp32, {len(plain['losses'])} steps")
@@ -271,14 +271,15 @@ def main() -> None:
     }
     if unplanned is not None:
         moved = [run["stats"]["host_to_device_nbytes"] / run["stats"]["steps"] for run in (ours, unplanned)]
-        promises["the plan moves less than none"] = moved[0] < moved[1]
+        promises["planning reduced host-to-device traffic"] = moved[0] < moved[1]
     console.print(make_table(plain, ours, unplanned, numel, budget))
     console.print(make_plan_table(plan, ours))
     broken = [promise for promise, held in promises.items() if not held]
     for promise, held in promises.items():
         console.print(f"  [{'green' if held else 'red'}]{'yes' if held else 'NO '}[/] {promise}")
     console.print(f"The fine-tuned checkpoint is in {ours['output']} ({time.time() - begin:.0f} s).")
-    console.print(f"The page of the plan is {folder / 'plan.html'}.")
+    console.print(f"The page of the plan is {folder / 'plan.html'}. This command makes a page of the run:")
+    console.print(f"  {pathlib.Path(sys.executable).parent / 'hf-patrickstar'} report {ours['output']}", soft_wrap=True)
     if broken:
         raise SystemExit("quickstart: failed: " + "; ".join(broken))
     print("quickstart: ok")
