@@ -20,7 +20,9 @@ def rows() -> list[tuple[str, tuple[str, ...]]]:
 def draw() -> str:
     """The picture as text."""
     parts = [_text(16, 26, "Largest Llama-like model that trains on one GPU", "font-size='17' font-weight='bold'")]
-    parts.append(_text(16, 46, "bf16, 4096 tokens; simulated or computed, not measured on a GPU", "font-size='13' fill='#555'"))
+    parts.append(
+        _text(16, 46, "bf16, 4096 tokens; simulated or computed, not measured on a GPU", "font-size='13' fill='#555'")
+    )
     left = 16
     for name, colour in SYSTEMS:
         parts += [_bar(left, 58, 12, 12, colour), _text(left + 18, 69, name, "font-size='13'")]
