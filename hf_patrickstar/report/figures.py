@@ -1,45 +1,76 @@
-"""What a training log says of the engine: figures under documented names, and the few that a console shows."""
+"""What an engine counts from its events, and what a training log says of it under documented names."""
 
 from collections.abc import Mapping
 from typing import Any
 
+from hf_patrickstar import events
 from hf_patrickstar.units import format_nbytes
 
 PREFIX = "patrickstar/"
 PER_STEP = (
-    "host_to_device_nbytes",
-    "device_to_host_nbytes",
-    "chunk_loads",
-    "chunk_evictions",
-    "chunk_hits",
-    "prefetches",
-    "late_prefetches",
-    "waiting_seconds",
-    "chunk_moves",
-    "moved_home_to_device_nbytes",
-    "moved_home_to_host_nbytes",
-    "all_gathers",
-    "reduce_scatters",
-    "sent_nbytes",
-    "messages",
+    *("host_to_device_nbytes", "device_to_host_nbytes", "chunk_loads", "chunk_evictions", "chunk_hits", "prefetches"),
+    *("late_prefetches", "waiting_seconds", "chunk_moves", "moved_home_to_device_nbytes", "moved_home_to_host_nbytes"),
+    *("all_gathers", "reduce_scatters", "sent_nbytes", "messages"),
 )
 """Statistics that are logged as the mean over the optimizer steps since the last log."""
 STANDING = (
-    "device_step_peak_nbytes",
-    "device_total_step_peak_nbytes",
-    "host_step_peak_nbytes",
-    "device_peak_nbytes",
-    "device_total_peak_nbytes",
-    "host_peak_nbytes",
-    "device_budget_nbytes",
-    "host_budget_nbytes",
-    "skipped_steps",
-    "diverged_steps",
-    "recorded_steps",
-    "retries",
-    "chunks_in_margin",
+    *("device_step_peak_nbytes", "device_total_step_peak_nbytes", "host_step_peak_nbytes", "device_peak_nbytes"),
+    *("device_total_peak_nbytes", "host_peak_nbytes", "device_budget_nbytes", "host_budget_nbytes"),
+    *("skipped_steps", "diverged_steps", "recorded_steps", "retries", "chunks_in_margin"),
 )
 """Statistics that are logged as they stand."""
+_SUMMED = (
+    *(*PER_STEP, "chunk_invalidations", "loading_seconds", "steps"),
+    *("skipped_steps", "diverged_steps", "recorded_steps", "retries"),
+)
+_COUNTED: Mapping[type, str] = {
+    events.ChunkLoaded: "chunk_loads",
+    events.ChunkEvicted: "chunk_evictions",
+    events.ChunkInvalidated: "chunk_invalidations",
+    events.ChunkRehomed: "chunk_moves",
+    events.StepDiverged: "diverged_steps",
+    events.StepRecorded: "recorded_steps",
+    events.MicroBatchRepeated: "retries",
+    events.SlicesGathered: "all_gathers",
+    events.SlicesReduced: "reduce_scatters",
+    events.MessageExchanged: "messages",
+}
+
+
+class Statistics:
+    """Counts bytes and events; ``record`` is a listener of the runtime."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = dict.fromkeys(_SUMMED, 0)
+
+    def record(self, event: events.Event) -> None:
+        """Takes one event."""
+        sums = self._sums
+        if isinstance(event, events.GradientStored):  # there are most of these
+            sums["device_to_host_nbytes"] += event.nbytes
+            return
+        if type(event) in _COUNTED:
+            sums[_COUNTED[type(event)]] += 1
+        if isinstance(event, events.ChunkVisited):
+            sums["chunk_hits"] += event.is_hit
+            sums["late_prefetches"] += event.waited_s is not None
+            sums["waiting_seconds"] += event.waited_s or 0.0
+        elif isinstance(event, events.ChunkLoaded):
+            sums["host_to_device_nbytes"] += event.nbytes
+            sums["prefetches"] += event.ahead
+            sums["loading_seconds"] += event.waited_s
+        elif isinstance(event, events.ValueRestored):
+            sums["host_to_device_nbytes"] += event.nbytes
+        elif isinstance(event, events.SlicesGathered | events.SlicesReduced):
+            sums["sent_nbytes"] += event.nbytes
+        elif isinstance(event, events.ChunkRehomed):
+            sums[f"moved_home_to_{'device' if event.to_device else 'host'}_nbytes"] += event.nbytes
+        elif isinstance(event, events.StepFinished):
+            sums["skipped_steps" if event.skipped else "steps"] += 1
+
+    def summary(self) -> dict[str, float]:
+        """Bytes moved by direction, and how often each thing happened."""
+        return dict(self._sums)
 
 
 class Figures:
@@ -55,8 +86,9 @@ class Figures:
             stats: The engine's statistics; sizes in bytes.
         """
         before, self._before = self._before, stats
-        steps = max(sum(stats[key] - before.get(key, 0) for key in ("steps", "skipped_steps")), 1)
-        means = {PREFIX + key: (stats[key] - before.get(key, 0)) / steps for key in PER_STEP}
+        added = {key: stats[key] - before.get(key, 0) for key in (*PER_STEP, "steps", "skipped_steps")}
+        steps = max(added["steps"] + added["skipped_steps"], 1)
+        means = {PREFIX + key: added[key] / steps for key in PER_STEP}
         return means | {PREFIX + key: stats[key] for key in STANDING}
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -17,7 +16,6 @@ from hf_patrickstar.report.measure import Effort, measure_machine
 from hf_patrickstar.units import ALIGNMENT_NUMEL, align
 
 _CPU = torch.device("cpu")
-_FIGURES = ("link_bandwidth", "link_latency_s", "message_s")
 
 
 def measure_together(
@@ -43,59 +41,33 @@ def measure_together(
     Raises:
         CollectiveError: If a process is missing.
     """
-    effort = effort or Effort()
-    device = find_device(None)
+    effort, device = effort or Effort(), find_device(None)
     with contextlib.closing(Collectives.connect(None, device)) as collectives:
+        size, links = collectives.world_size, dict[str, float]()
+        numel = align(max(effort.nbytes // (4 * size), 1))
+
+        def gathering(numel: int) -> Callable[[], object]:
+            buffer = torch.ones(size * numel, device=device)
+            return lambda: collectives.all_gather(buffer, "what is measured").join()
+
+        measures: dict[str, Callable[[], float]] = {
+            "link_bandwidth": lambda: (size - 1) * numel * 4 / _median(device, gathering(numel), effort.repetitions),
+            "link_latency_s": lambda: _mean(device, gathering(ALIGNMENT_NUMEL), effort.calls),
+            "message_s": lambda: _mean(_CPU, lambda: collectives.exchange([0], "measures messages"), effort.calls),
+        }
 
         def at_once(names: Sequence[str]) -> Iterator[str]:
-            for name in progress([*names, *_FIGURES]):
+            for name in progress([*names, *measures]):
                 collectives.exchange([0], f"measures {name}")
-                if name in _FIGURES:
+                if name in measures:
                     links[name] = measures[name]()
                 else:
                     yield name
 
-        links: dict[str, float] = {}
-        measures = {
-            "link_bandwidth": functools.partial(_link_bandwidth, collectives, device, effort),
-            "link_latency_s": functools.partial(_latency_s, collectives, device, effort),
-            "message_s": functools.partial(_message_s, collectives, effort),
-        }
         machine = measure_machine(effort, at_once, visit)
-        machine = dataclasses.replace(
-            machine,
-            num_devices=collectives.world_size,
-            host_nbytes=machine.host_nbytes // collectives.local_world_size,
-            **links,  # type: ignore[arg-type]
-        )
+        host_nbytes = machine.host_nbytes // collectives.local_world_size
+        machine = dataclasses.replace(machine, num_devices=size, host_nbytes=host_nbytes, **links)  # type: ignore[arg-type]
         return _median_of(collectives.exchange(machine, "compares what was measured"))
-
-
-def _link_bandwidth(collectives: Collectives, device: torch.device, effort: Effort) -> float:
-    """Bytes per second that one process sends while all gather."""
-    itemsize = torch.float32.itemsize
-    numel = align(max(effort.nbytes // (itemsize * collectives.world_size), 1))
-    sent_nbytes = (collectives.world_size - 1) * numel * itemsize
-    return sent_nbytes / _gather_s(collectives, device, effort, numel)
-
-
-def _gather_s(collectives: Collectives, device: torch.device, effort: Effort, numel: int) -> float:
-    """Seconds of an all-gather of slices of so many elements."""
-    return _median(device, _gathering(collectives, device, numel), effort.repetitions)
-
-
-def _latency_s(collectives: Collectives, device: torch.device, effort: Effort) -> float:
-    return _mean(device, _gathering(collectives, device, ALIGNMENT_NUMEL), effort.calls)
-
-
-def _gathering(collectives: Collectives, device: torch.device, numel: int) -> Callable[[], object]:
-    """Gathers slices of so many elements, and waits for them."""
-    buffer = torch.ones(collectives.world_size * numel, device=device)
-    return lambda: collectives.all_gather(buffer, "what is measured").join()
-
-
-def _message_s(collectives: Collectives, effort: Effort) -> float:
-    return _mean(_CPU, lambda: collectives.exchange([0], "measures messages"), effort.calls)
 
 
 def _mean(device: torch.device, work: Callable[[], object], calls: int) -> float:
