@@ -14,10 +14,10 @@ _FAR = 3
 _UNITS = {
     "B": ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"), (1, "B")),
     "s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")),
-    "%": ((0.01, "%"),),
 }
 
 Points = Sequence[tuple[float, float | None]]
+Bars = Sequence[tuple[float, float]]
 
 
 class Axis:
@@ -26,7 +26,7 @@ class Axis:
     Args:
         low: The value at its beginning.
         high: The value at its end; where it is not more than ``low``, the axis gets some length.
-        unit: ``B``, ``s``, ``%`` or nothing; ``whole`` for marks at whole numbers.
+        unit: ``B``, ``s`` or nothing; ``whole`` for marks at whole numbers.
     """
 
     def __init__(self, low: float, high: float, unit: str = "") -> None:
@@ -85,20 +85,17 @@ def stacked(
     return Chart(title, summary, "moment of the step", x.ticks(), y.ticks(), shapes)
 
 
-def lines(title: str, summary: str, found: Mapping[str, Points], unit: str = "", limit: float | None = None) -> Chart:
+def lines(title: str, found: Mapping[str, Points], unit: str = "") -> Chart:
     """Values over steps; a value of ``None`` is a gap in its line.
 
     Args:
         title: What it shows.
-        summary: The same in a sentence.
         found: Steps and values of each line.
         unit: Their unit; see ``Axis``. Values that have one begin at 0.
-        limit: The budget, or ``None``.
     """
     steps = [step for points in found.values() for step, _ in points] or [0]
     values = [value for points in found.values() for _, value in points if value is not None] or [0.0]
-    limits = [limit] if limit is not None and limit <= _FAR * max(values) else []
-    low, high = 0.0 if unit else min(values), max([*values, *limits])
+    low, high = 0.0 if unit else min(values), max(values)
     x, y = Axis(min(steps), max(steps), "whole"), Axis(low, high + 0.05 * (high - low), unit)
     shapes = []
     for look, (label, points) in enumerate(found.items()):
@@ -108,17 +105,10 @@ def lines(title: str, summary: str, found: Mapping[str, Points], unit: str = "",
                 path += f"{command}{x.x(step)} {y.y(value)}" + ("h0" if command == "M" else "")
             command = "M" if value is None else "L"
         shapes.append(Shape(look, path, label, True))
-    shapes += [Shape("limit", f"M0 {y.y(limit)}H{WIDTH}", "budget", True) for limit in limits]
-    return Chart(title, summary, "optimizer step", x.ticks(), y.ticks(), shapes, is_wide=False)
+    return Chart(title, "", "optimizer step", x.ticks(), y.ticks(), shapes, is_wide=False)
 
 
-def bars(
-    title: str,
-    summary: str,
-    rows: Mapping[str, Sequence[Sequence[tuple[float, float]]]],
-    looks: Sequence[str],
-    seconds: float,
-) -> Chart:
+def bars(title: str, summary: str, rows: Mapping[str, Sequence[Bars]], looks: Sequence[str], seconds: float) -> Chart:
     """Bars in rows over time.
 
     Args:

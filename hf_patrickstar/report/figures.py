@@ -1,6 +1,6 @@
 """What an engine counts from its events, and what a training log says of it under documented names."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hf_patrickstar import events
@@ -19,54 +19,50 @@ STANDING = (
     *("skipped_steps", "diverged_steps", "recorded_steps", "retries", "chunks_in_margin"),
 )
 """Statistics that are logged as they stand."""
-_SUMMED = (
-    *(*PER_STEP, "chunk_invalidations", "loading_seconds", "steps"),
+_BESIDE = (
+    *("chunk_invalidations", "loading_seconds", "steps"),
     *("skipped_steps", "diverged_steps", "recorded_steps", "retries"),
 )
-_COUNTED: Mapping[type, str] = {
-    events.ChunkLoaded: "chunk_loads",
-    events.ChunkEvicted: "chunk_evictions",
-    events.ChunkInvalidated: "chunk_invalidations",
-    events.ChunkRehomed: "chunk_moves",
-    events.StepDiverged: "diverged_steps",
-    events.StepRecorded: "recorded_steps",
-    events.MicroBatchRepeated: "retries",
-    events.SlicesGathered: "all_gathers",
-    events.SlicesReduced: "reduce_scatters",
-    events.MessageExchanged: "messages",
+_ADDED: Mapping[type, Callable[[Any], dict[str, float]]] = {
+    events.ChunkVisited: lambda event: {
+        "chunk_hits": event.is_hit,
+        "late_prefetches": event.waited_s is not None,
+        "waiting_seconds": event.waited_s or 0.0,
+    },
+    events.ChunkLoaded: lambda event: {
+        **{"chunk_loads": 1, "host_to_device_nbytes": event.nbytes},
+        **{"prefetches": event.ahead, "loading_seconds": event.waited_s},
+    },
+    events.ValueRestored: lambda event: {"host_to_device_nbytes": event.nbytes},
+    events.GradientStored: lambda event: {"device_to_host_nbytes": event.nbytes},
+    events.ChunkEvicted: lambda event: {"chunk_evictions": 1},
+    events.ChunkInvalidated: lambda event: {"chunk_invalidations": 1},
+    events.ChunkRehomed: lambda event: {
+        "chunk_moves": 1,
+        f"moved_home_to_{'device' if event.to_device else 'host'}_nbytes": event.nbytes,
+    },
+    events.StepFinished: lambda event: {"skipped_steps" if event.skipped else "steps": 1},
+    events.StepDiverged: lambda event: {"diverged_steps": 1},
+    events.StepRecorded: lambda event: {"recorded_steps": 1},
+    events.MicroBatchRepeated: lambda event: {"retries": 1},
+    events.SlicesGathered: lambda event: {"all_gathers": 1, "sent_nbytes": event.nbytes},
+    events.SlicesReduced: lambda event: {"reduce_scatters": 1, "sent_nbytes": event.nbytes},
+    events.MessageExchanged: lambda event: {"messages": 1},
 }
+"""What each event adds to statistics."""
 
 
 class Statistics:
     """Counts bytes and events; ``record`` is a listener of the runtime."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, float] = dict.fromkeys(_SUMMED, 0)
+        self._sums: dict[str, float] = dict.fromkeys((*PER_STEP, *_BESIDE), 0)
 
     def record(self, event: events.Event) -> None:
         """Takes one event."""
-        sums = self._sums
-        if isinstance(event, events.GradientStored):  # there are most of these
-            sums["device_to_host_nbytes"] += event.nbytes
-            return
-        if type(event) in _COUNTED:
-            sums[_COUNTED[type(event)]] += 1
-        if isinstance(event, events.ChunkVisited):
-            sums["chunk_hits"] += event.is_hit
-            sums["late_prefetches"] += event.waited_s is not None
-            sums["waiting_seconds"] += event.waited_s or 0.0
-        elif isinstance(event, events.ChunkLoaded):
-            sums["host_to_device_nbytes"] += event.nbytes
-            sums["prefetches"] += event.ahead
-            sums["loading_seconds"] += event.waited_s
-        elif isinstance(event, events.ValueRestored):
-            sums["host_to_device_nbytes"] += event.nbytes
-        elif isinstance(event, events.SlicesGathered | events.SlicesReduced):
-            sums["sent_nbytes"] += event.nbytes
-        elif isinstance(event, events.ChunkRehomed):
-            sums[f"moved_home_to_{'device' if event.to_device else 'host'}_nbytes"] += event.nbytes
-        elif isinstance(event, events.StepFinished):
-            sums["skipped_steps" if event.skipped else "steps"] += 1
+        added = _ADDED.get(type(event))
+        for name, number in added(event).items() if added is not None else ():
+            self._sums[name] += number
 
     def summary(self) -> dict[str, float]:
         """Bytes moved by direction, and how often each thing happened."""

@@ -1,4 +1,4 @@
-"""Measures the machine that this process runs on, as rates for the virtual clock.
+"""Measures a machine and the links between processes that train together on it, as rates for the virtual clock.
 
 [Note: cold caches]
 Where the device is the CPU, its cores compute for a millisecond between two modules, and go through more memory than
@@ -17,7 +17,7 @@ import platform
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy
@@ -25,6 +25,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_patrickstar.cores import own_cores
+from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.memory.accelerator import can_pin_memory, device_name, find_device, is_accelerator, memory_info
 from hf_patrickstar.memory.ledger import Ledger
@@ -32,7 +33,7 @@ from hf_patrickstar.memory.pinning import make_pinning
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import Copy, make_streams, seconds_of, synchronize
 from hf_patrickstar.memory.tiers import Tier, available_host_nbytes, total_host_nbytes
-from hf_patrickstar.units import KIB, MIB
+from hf_patrickstar.units import ALIGNMENT_NUMEL, MIB, align
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Types whose matrix products are measured."""
@@ -43,8 +44,6 @@ CPU_FILE = pathlib.Path("/proc/cpuinfo")
 _CPU = torch.device("cpu")
 _LEAST_ROWS = 128
 _LEAST_S = 1e-9
-_LATENCY_NBYTES = 4 * KIB
-_PART_OF_MEMORY = 8
 _BLOCKS = 16
 _Work = Callable[[torch.Tensor, torch.Tensor], object]
 
@@ -147,8 +146,11 @@ def measure_machine(
     device, found = find_device(None), dict[str, float]()
     measurement = _Measurement(device, effort or Effort())
     products = {f"products in {dtype}": dtype for dtype in DTYPES}
-    measures = {name: functools.partial(measurement.flops, device, dtype) for name, dtype in products.items()}
-    measures |= {**measurement.figures(), **({} if visit is None else {"visit_s": visit})}
+    measures: dict[str, Callable[[], float]] = {
+        **{name: functools.partial(measurement.flops, device, dtype) for name, dtype in products.items()},
+        **measurement.figures(),
+        **({} if visit is None else {"visit_s": visit}),
+    }
     with contextlib.closing(measurement.streams):
         for name in progress([*measures]):
             try:
@@ -194,7 +196,7 @@ class _Measurement:
             # Gives the device enough to do for the host to run ahead of it.
             self._occupy = _product(device, effort.most_rows // 2, "float32")
             free = min(free, memory_info(device)[0])
-        self._numel = max(min(effort.nbytes, free // _PART_OF_MEMORY) // 4, 1)
+        self._numel = max(min(effort.nbytes, free // 8) // 4, 1)
 
     def figures(self) -> dict[str, Callable[[], float]]:
         """What measures each figure but products, by its name in ``Machine``."""
@@ -232,7 +234,7 @@ class _Measurement:
         return times * 4 * self._numel / seconds
 
     def _copy_latency(self) -> float:
-        host, device = (self._buffer(tier, _LATENCY_NBYTES // 4) for tier in (Tier.HOST, Tier.DEVICE))
+        host, device = (self._buffer(tier, 1024) for tier in (Tier.HOST, Tier.DEVICE))
         return self._median(self._device, lambda: _join(self.streams.fetch(host, device)), self._occupy)
 
     def _operator(self) -> float:
@@ -301,3 +303,73 @@ def _product(device: torch.device, rows: int, dtype: str) -> Callable[[], object
 def _join(ticket: Copy | None) -> None:
     if ticket is not None:
         ticket.join()
+
+
+def measure_together(
+    effort: Effort | None = None,
+    progress: Callable[[list[str]], Iterable[str]] = lambda names: names,
+    visit: Callable[[], float] | None = None,
+) -> Machine:
+    """Measures the machine as each of several processes has it while all of them work, and their links.
+
+    All processes of the default group call it, and measure each figure at the same time: cores, memory and buses that
+    they share are then shared as in training. The figures are medians over the processes. Gathers have the sizes of
+    large chunks, and of the smallest one; messages are those with which the processes agree on what they do. Each
+    process takes the mean of many.
+
+    Args:
+        effort: How much work goes into it.
+        progress: As for ``measure_machine``.
+        visit: As for ``measure_machine``; each process has an engine of its own in it.
+
+    Returns:
+        A machine with a device for each process, the same in all processes.
+
+    Raises:
+        CollectiveError: If a process is missing.
+    """
+    effort, device = effort or Effort(), find_device(None)
+    with contextlib.closing(Collectives.connect(None, device)) as collectives:
+        size, links = collectives.world_size, dict[str, float]()
+        numel = align(max(effort.nbytes // (4 * size), 1))
+
+        def gathering(numel: int) -> Callable[[], object]:
+            buffer = torch.ones(size * numel, device=device)
+            return lambda: collectives.all_gather(buffer, "what is measured").join()
+
+        measures: dict[str, Callable[[], float]] = {
+            "link_bandwidth": lambda: (size - 1) * numel * 4 / _mean(device, gathering(numel), effort.repetitions),
+            "link_latency_s": lambda: _mean(device, gathering(ALIGNMENT_NUMEL), effort.calls),
+            "message_s": lambda: _mean(_CPU, lambda: collectives.exchange([0], "measures messages"), effort.calls),
+        }
+
+        def at_once(names: Sequence[str]) -> Iterator[str]:
+            for name in progress([*names, *measures]):
+                collectives.exchange([0], f"measures {name}")
+                if name in measures:
+                    links[name] = measures[name]()
+                else:
+                    yield name
+
+        machine = measure_machine(effort, at_once, visit)
+        host_nbytes = machine.host_nbytes // collectives.local_world_size
+        machine = dataclasses.replace(machine, num_devices=size, host_nbytes=host_nbytes, **links)  # type: ignore[arg-type]
+        return _median_of(collectives.exchange(machine, "compares what was measured"))
+
+
+def _mean(device: torch.device, work: Callable[[], object], calls: int) -> float:
+    """Seconds of work that a step does often, the mean of so many calls; in all processes equally often.
+
+    Now and then one process waits long for another. A step contains such waits, and a median leaves them out.
+    """
+    work()
+    return seconds_of(device, lambda: [work() for _ in range(calls)]) / calls
+
+
+def _median_of(machines: Sequence[Machine]) -> Machine:
+    """A machine whose rates are in the middle of those of several processes; names and sizes are those of the first."""
+    names = [field.name for field in dataclasses.fields(Machine) if isinstance(getattr(machines[0], field.name), float)]
+    rates: dict[str, Any] = {name: statistics.median(getattr(machine, name) for machine in machines) for name in names}
+    common = [name for name in machines[0].flops if all(name in machine.flops for machine in machines)]
+    flops = {name: statistics.median([machine.flops[name] for machine in machines]) for name in common}
+    return dataclasses.replace(machines[0], flops=flops, **rates)

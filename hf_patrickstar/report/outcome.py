@@ -97,31 +97,29 @@ def describe_outcome(outcome: Outcome) -> str:
     Args:
         outcome: What was measured.
     """
-    num = outcome.num_steps
-    steps = f"{num} steps, {format_seconds(outcome.seconds / num)} each" if num > 1 else "1 step"
-    shares = ", ".join(f"{share:.0%} {name}" for name, share in outcome.shares.items())
-    estimated = ""
+    num, shares = outcome.num_steps, ", ".join(f"{share:.0%} {name}" for name, share in outcome.shares.items())
+    texts = [f"{num} step{'s' if num > 1 else ''}, {format_seconds(outcome.seconds / num)} each: {shares}"]
     if outcome.machine:
-        estimated = (
-            f". Estimated for '{outcome.machine}': {outcome.copying:.0%} waiting for copies, {outcome.updating:.0%} "
-            "waiting for the update on the host"
-        )
-    advice = next(_changes(outcome), None)
-    to_change = "" if advice is None else f". To change first: {advice}"
-    took = format_seconds(outcome.seconds)
-    return f"{steps}, took {took}: {shares}{estimated}; {_peaks(outcome.stats, 'peak')}{to_change}"
+        lanes = f"{outcome.copying:.0%} waiting for copies, {outcome.updating:.0%} waiting for updates on the host"
+        texts.append(f"estimated for '{outcome.machine}': {lanes}")
+    texts.append(_peaks(outcome.stats, "peak"))
+    texts += [f"to change first: {advice}" for advice in [*_changes(outcome)][:1]]
+    return "; ".join(texts)
 
 
 def _peaks(stats: Mapping[str, Any], peak: str) -> str:
-    device, chunks = stats["device_budget_nbytes"], stats["chunk_budget_nbytes"]
-    texts = [f"{_of(stats[f'device_total_{peak}_nbytes'], device)} on the device"]
-    if chunks < device:
-        texts.append(f"{_of(stats[f'device_{peak}_nbytes'], chunks)} for chunks")
-    return f"peak {', '.join(texts)}, {_of(stats[f'host_{peak}_nbytes'], stats['host_budget_nbytes'])} on the host"
-
-
-def _of(nbytes: int, budget: int) -> str:
-    return f"{format_nbytes(nbytes)} of {format_nbytes(budget)}"
+    parts = {
+        "device_total": ("device", "on the device"),
+        "device": ("chunk", "for chunks"),
+        "host": ("host", "on the host"),
+    }
+    if stats["chunk_budget_nbytes"] >= stats["device_budget_nbytes"]:
+        del parts["device"]
+    texts = [
+        f"{format_nbytes(stats[f'{name}_{peak}_nbytes'])} of {format_nbytes(stats[f'{budget}_budget_nbytes'])} {where}"
+        for name, (budget, where) in parts.items()
+    ]
+    return f"peak {', '.join(texts)}"
 
 
 def _changes(outcome: Outcome) -> Iterator[str]:

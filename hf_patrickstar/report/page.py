@@ -36,6 +36,8 @@ def of_number(number: float | None, unit: str = "", digits: int = 4) -> Cell:
         return Cell("not known")
     if unit == "B":
         return of_bytes(number)
+    if unit == "s" and 0 < number < 0.1:
+        return Cell(f"{1000 * number:.{digits}g} ms", number)
     return Cell(f"{number:,}" if isinstance(number, int) else f"{number:.{digits}g} {unit}".rstrip(), number)
 
 

@@ -4,11 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hf_patrickstar.report import sections
-from hf_patrickstar.report.page import Block, Cell, Fact, Page, Table, of_bytes, of_number
+from hf_patrickstar.report.page import Block, Cell, Fact, Page, of_bytes, of_number
 from hf_patrickstar.report.survey import NON_MODEL, Survey
 from hf_patrickstar.schedule.clock import Timeline
-from hf_patrickstar.units import format_count, format_nbytes, format_seconds
+from hf_patrickstar.units import format_nbytes, format_seconds
 
+_CAVEAT = "Times are simulated. Memory of Python, of libraries and of the data is not counted."
 _GIVEN = ("model", "task", "machine", "batch_size", "length", "num_micro_batches", "world_size", "checkpointing")
 _STATES = {name: f"optimizer states: {name}" for name in ("master", "exp_avg", "exp_avg_sq")}
 _KINDS = {"param": "parameters", NON_MODEL: "activations and temporaries", **_STATES}
@@ -56,7 +57,7 @@ def plan_page(
             "What to change": [*([changes] if changes else []), *largest],
             "What was decided": sections.decisions(reasons, given),
             "Memory": [*memory, *(sections.tides(survey) if survey is not None else ())],
-            "Time": list(_time(plan, timeline)),
+            "Time": [_CAVEAT, *sections.time_of_step(timeline, is_measured=False)] if timeline is not None else [],
             "Chunks": list(sections.chunks(survey)) if survey is not None else [],
         },
         trace_name=trace_name,
@@ -64,32 +65,19 @@ def plan_page(
 
 
 def _facts(plan: Mapping[str, Any]) -> Iterator[Fact]:
-    speed, chunks, num = plan["speed"], plan["chunks"], plan["num_parameters"]
+    speed, chunks = plan["speed"], plan["chunks"]
     if speed is not None:
-        yield "seconds per step", of_number(speed["seconds"], "s"), "simulated"
+        clipped = speed["clipped_seconds"]
+        at_least = "" if clipped is None else f"at least {format_seconds(clipped)} with gradient clipping"
+        yield "seconds per step", of_number(speed["seconds"], "s"), at_least
         yield f"{plan['unit']} per second", of_number(round(speed["tokens_per_s"])), "all processes"
         yield "bottleneck", Cell(speed["binding"]), f"needs {format_seconds(speed['least_seconds'])}"
+        yield "host to device", of_bytes(speed["to_device_nbytes"]), "copied per step"
+        yield "device to host", of_bytes(speed["to_host_nbytes"]), "copied per step"
+        if plan["world_size"] > 1:
+            yield "between processes", of_bytes(speed["sent_nbytes"]), "sent per step by each"
     for name, use in plan["tiers"].items():
         note = f"{'peak' if plan['fits'] else 'needed'}, of {format_nbytes(use['budget_nbytes'])}"
         yield f"{name} memory", of_bytes(use["need_nbytes"]), note
     if chunks is not None:
         yield "chunks", of_number(chunks["num"]), f"{chunks['num_on_device']} at home on the device"
-    yield "parameters", Cell(format_count(num), num), f"{format_count(plan['num_trainable'])} trained"
-
-
-def _time(plan: Mapping[str, Any], timeline: Timeline | None) -> Iterator[Block]:
-    speed = plan["speed"]
-    if speed is None:
-        return
-    figures = {
-        "seconds": of_number(speed["seconds"], "s"),
-        f"bottleneck: {speed['binding']}": of_number(speed["least_seconds"], "s"),
-        "at least, with gradient clipping": of_number(speed["clipped_seconds"], "s"),
-        "host to device": of_bytes(speed["to_device_nbytes"]),
-        "device to host": of_bytes(speed["to_host_nbytes"]),
-        "from each process to others": of_bytes(speed["sent_nbytes"]),
-    }
-    yield Table("A step, simulated", ("what", "figure"), [row for row in figures.items() if row[1].value])
-    if timeline is not None:
-        yield from sections.time_of_step(timeline, is_measured=False)
-    yield "Memory of Python, of libraries and of the data is not counted."

@@ -18,16 +18,15 @@ _PEAKS = {"device": "device_total_step_peak_nbytes", "host": "host_step_peak_nby
 _CHARTS = (
     ("Loss", "", {"training": "loss", "evaluation": "eval_loss"}),
     ("Seconds per step", "s", {"whole step": "seconds", "the host waits for copies": "waiting_seconds"}),
-    (
-        "Bytes copied per step",
-        "B",
-        {"host to device": "host_to_device_nbytes", "device to host": "device_to_host_nbytes"},
-    ),
+    ("Bytes copied per step", "B", {"to the device": "host_to_device_nbytes", "to the host": "device_to_host_nbytes"}),
 )
 """Title, unit, and for each line the name of its figure."""
-SAME = ("num_parameters", "batch_size", "num_micro_batches", "world_size")
+_SAID = "Averages between logs. Seconds include data loading, but neither evaluation nor saving."
+_SAME = (
+    *("num_parameters", "num_trainable", "batch_size", "num_micro_batches", "world_size"),
+    *("length", "checkpointing", "precision"),
+)
 """What a plan and a run must have in common for their figures to be comparable."""
-_SAME_IF_KNOWN = ("num_trainable", "length", "checkpointing", "precision")
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -108,17 +107,12 @@ def _training(run: Run) -> Iterator[Block]:
     for row in (*shown, *_thinned(run.evaluations)):
         logs.setdefault(row["step"], {}).update(row)
     rows = [logs[step] for step in sorted(logs)]
-    for title, unit, names in _CHARTS:
-        found = {label: [(row["step"], row[name]) for row in rows if name in row] for label, name in names.items()}
-        said = "Averages between logs. Seconds include data loading, but no evaluation and no saving." if unit else ""
-        yield lines(title, said, {label: points for label, points in found.items() if points}, unit)
-    shares = {
-        tier: [(row["step"], row[_PEAKS[tier]] / max(budget, 1)) for row in shown]
-        for tier, budget in run.survey.budgets.items()
-    }
-    yield lines("Memory peaks", "Of the last step before each log, as shares of the budgets.", shares, "%", 1.0)
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if name != "step"]
     changing = [name for name in names if len(rows) == 1 or len({row.get(name) for row in rows}) > 1]
+    yield _SAID
+    for title, unit, of in _CHARTS:
+        found = {label: [(row["step"], row[name]) for row in rows if name in row] for label, name in of.items()}
+        yield lines(title, {label: points for label, points in found.items() if points}, unit)
     caption = "All logs" if len(shown) == len(run.steps) else f"{len(shown)} of {len(run.steps)} logs, evenly chosen"
     cells = [(str(row["step"]), *(_logged(row, name) for name in changing)) for row in rows]
     yield Table(f"{caption}; figures that never change are left out", ("step", *changing), cells, is_open=False)
@@ -130,9 +124,7 @@ def _logged(row: Mapping[str, Any], name: str) -> Cell | str:
 
 
 def _thinned(rows: Rows) -> Rows:
-    if len(rows) <= _MOST_STEPS:
-        return rows
-    return [rows[(place + 1) * len(rows) // _MOST_STEPS - 1] for place in range(_MOST_STEPS)]
+    return rows[:: -(len(rows) // _MOST_STEPS + 1)][::-1]
 
 
 def _memory(run: Run) -> Iterator[Block]:
@@ -142,22 +134,25 @@ def _memory(run: Run) -> Iterator[Block]:
         yield "No step has followed a plan yet."
         return
     fullest = max(survey.tides, key=lambda tide: max(tide.totals))
-    yield sections.peak("device", fullest.at_peak(), survey.budgets["device"], "of a planned step")
+    yield sections.peak("device", fullest.at_peak(), survey.budgets["device"], "planned step")
     chunks = [chunk for chunk in survey.chunks if chunk.home == Tier.HOST.value]
     host = {
-        "parameters of chunks at home on the host": sum(chunk.param_nbytes for chunk in chunks),
-        "their masters, optimizer states and gradients": sum(chunk.state_nbytes for chunk in chunks),
+        "parameters": sum(chunk.param_nbytes for chunk in chunks),
+        "masters, optimizer states and gradients": sum(chunk.state_nbytes for chunk in chunks),
     }
-    host["buffers and all else"] = max((_last(run, "host_peak_nbytes") or 0) - sum(host.values()), 0)
-    yield sections.peak("host", host, survey.budgets["host"])
+    host["buffers and all else"] = max((_last(run, _PEAKS["host"]) or 0) - sum(host.values()), 0)
+    yield sections.peak("host", host, survey.budgets["host"], "last step")
     yield from sections.tides(survey)
 
 
 def _compared(run: Run, plan: Mapping[str, Any]) -> Iterator[Block]:
     about, survey, speed, chunks = run.about, run.survey, plan["speed"] or {}, plan["chunks"] or {}
-    names = [*SAME, *(name for name in _SAME_IF_KNOWN if None not in (plan.get(name), about.get(name)))]
-    differ = [f"{name} is {plan[name]} in the plan and {about[name]} in the run" for name in names]
-    differ = [text for name, text in zip(names, differ, strict=True) if plan[name] != about[name]]
+    shared = [name for name in _SAME if plan.get(name) is not None and about.get(name) is not None]
+    differ = [
+        f"{name} is {plan[name]} in the plan and {about[name]} in the run"
+        for name in shared
+        if plan[name] != about[name]
+    ]
     if differ:
         yield f"This is the plan of another training: {'; '.join(differ)}."
     if run.evaluations:
@@ -172,15 +167,14 @@ def _compared(run: Run, plan: Mapping[str, Any]) -> Iterator[Block]:
         "chunks": ("", chunks.get("num"), len(survey.chunks)),
         "chunks at home on the device": ("", chunks.get("num_on_device"), _on_device(survey)),
     }
-    yield Table(
-        f"Planned for {plan['machine']}, measured on {about['device']}",
-        ("what", "planned", "measured", "measured / planned"),
-        [
-            (what, of_number(planned, unit), of_number(measured, unit), _ratio(planned, measured))
-            for what, (unit, planned, measured) in rows.items()
-        ],
-    )
+    cells = [
+        (what, of_number(planned, unit), of_number(measured, unit), of_number(_ratio(planned, measured), digits=3))
+        for what, (unit, planned, measured) in rows.items()
+        if planned or measured
+    ]
+    header = ("what", "planned", "measured", "ratio")
+    yield Table(f"Planned for {plan['machine']}, measured on {about['device']}", header, cells)
 
 
-def _ratio(planned: float | None, measured: float | None) -> Cell | str:
-    return of_number(float(measured / planned), digits=3) if planned and measured is not None else ""
+def _ratio(planned: float | None, measured: float | None) -> float | None:
+    return measured / planned if planned and measured is not None else None

@@ -158,23 +158,19 @@ def read_run(output_dir: str | os.PathLike[str]) -> Run:
     path = folder / RUN
     if not path.is_file():
         raise ConfigError(
-            f"'{output_dir}' has no record of a run: name the output_dir of a run with --patrickstar that has logged a "
-            "training loss, and that was not given --patrickstar_report false. Records are in the cache of the machine "
-            f"('{folder.parent}'): if the run had another one, set HF_ASSETS_CACHE as it was there"
+            f"'{output_dir}' has no record of a run in '{folder.parent}'; name the output_dir of a run with "
+            "--patrickstar that has logged a loss, or set HF_ASSETS_CACHE as in that run"
         )
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         if values["format"] != FORMAT:
-            raise ConfigError(
-                f"'{path}' has format {values['format']!r}, and this version reads {FORMAT}; use the version of "
-                "hf_patrickstar that wrote it"
-            )
+            raise ValueError(f"format {values['format']!r}, and this version of hf_patrickstar reads {FORMAT}")
         timeline = None if values["timeline"] is None else _read_timeline(values["timeline"])
         about, survey = dict(values["about"]), Survey.from_dict(values["survey"])
         lines = (folder / STEPS).read_text(encoding="utf-8").splitlines() if (folder / STEPS).is_file() else []
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
-            f"'{path}' is not the record of a run: {type(error).__name__}: {error}; name the output_dir of another run"
+            f"'{path}' cannot be read: {type(error).__name__}: {error}; name the output_dir of another run"
         ) from error
     steps, evaluations = list[Mapping[str, Any]](), list[Mapping[str, Any]]()
     for line in lines:

@@ -1,5 +1,6 @@
 """What the pages of plans and of runs both show: memory, the time of a step, chunks, decisions."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,17 +11,8 @@ from hf_patrickstar.report.timeline import CRITICAL
 from hf_patrickstar.schedule.clock import Lane, Span, Timeline, Wait
 from hf_patrickstar.units import format_nbytes, format_seconds
 
-_LANES = {
-    Lane.HOST: "host",
-    Lane.HOST_WORK: "optimizer on the host",
-    Lane.COMPUTE: "compute",
-    Lane.TO_DEVICE: "copies to the device",
-    Lane.TO_HOST: "copies to the host",
-    Lane.GATHERS: "all-gathers",
-    Lane.REDUCTIONS: "reduce-scatters",
-}
-_GRAIN = 1500
-"""Bars of a lane with less than this part of the step between them are drawn as one."""
+_COLUMNS = 1500
+"""Bars of lanes begin and end at so many places: some ten thousand would make the page large."""
 
 
 def peak(tier: str, kinds: Mapping[str, int], budget_nbytes: int, moment: str = "") -> Table:
@@ -34,10 +26,11 @@ def peak(tier: str, kinds: Mapping[str, int], budget_nbytes: int, moment: str = 
     """
     total = sum(kinds.values())
     when = f" ({moment})" if moment else ""
-    caption = f"{tier}, at its fullest moment{when}: {format_nbytes(total)} of {format_nbytes(budget_nbytes)}"
+    name = tier.capitalize()
+    caption = f"{name}, at its fullest moment{when}: {format_nbytes(total)} of {format_nbytes(budget_nbytes)}"
     shown = [*sorted(kinds.items(), key=lambda item: -item[1]), ("all together", total)]
     rows = [(name, of_bytes(nbytes), of_share(nbytes, budget_nbytes)) for name, nbytes in shown if nbytes]
-    return Table(caption.capitalize(), ("kind", "bytes", "share of the budget"), rows)
+    return Table(caption, ("kind", "bytes", "share of the budget"), rows)
 
 
 def tides(survey: Survey) -> Iterator[Block]:
@@ -59,48 +52,35 @@ def time_of_step(timeline: Timeline, *, is_measured: bool) -> Iterator[Block]:
     """
     busy, critical, whole = timeline.busy_ns(), timeline.critical_ns(), timeline.duration_ns
     lanes = [lane for lane in Lane if busy[lane] or lane is Lane.HOST]
-    extra = [CRITICAL] if timeline.has_causes else []
-    yield Table(
-        "Lanes, which work at the same time",
-        ("lane", "busy", "share of the step", *extra),
-        [
-            (
-                _LANES[lane],
-                _seconds(busy[lane]),
-                of_share(busy[lane], whole),
-                *(_seconds(critical[lane]) for _ in extra),
-            )
-            for lane in lanes
-        ],
-    )
-    for lane in (Lane.HOST, Lane.COMPUTE):
-        waits = timeline.waits_by_place(lane).items()
-        rows = [(place, _seconds(waited), of_share(waited, whole)) for place, waited in waits]
-        if rows:
-            yield Table(f"Waits of the lane '{_LANES[lane]}'", ("for, or where", "seconds", "share of the step"), rows)
+    share, path = "share of the step", [CRITICAL] if timeline.has_causes else []
+    rows: list[list[Cell | str]] = [[lane, _seconds(busy[lane]), of_share(busy[lane], whole)] for lane in lanes]
+    for row, lane in zip(rows, lanes, strict=True):
+        row += [_seconds(critical[lane]) for _ in path]
+    yield Table("Lanes, which work at the same time", ("lane", "busy", share, *path), rows)
+    waits = [(lane, *wait) for lane in lanes for wait in timeline.waits_by_place(lane).items()]
+    if waits:
+        rows = [[f"{lane}: {place}", _seconds(waited), of_share(waited, whole)] for lane, place, waited in waits]
+        yield Table("What lanes wait for", ("lane: for", "seconds", share), rows)
     on_path = {id(span) for span in timeline.critical_path()}
-    drawn = {}
+    drawn: dict[str, list[list[tuple[float, float]]]] = {}
     for lane in lanes:
-        spans = [span for span in timeline.own_spans if span.lane is lane and span.duration_ns]
-        work: tuple[list[Span], list[Span]] = ([], [])
-        for span in spans:
-            work[id(span) in on_path].append(span)
-        drawn[_LANES[lane]] = [_joined(timeline, items) for items in (*work, timeline.waits_of(lane))]
+        spans = [span for span in timeline.own_spans if span.lane is lane]
+        work = ([span for span in spans if (id(span) in on_path) is dark] for dark in (False, True))
+        drawn[lane] = [_bars(timeline, items) for items in (*work, timeline.waits_of(lane))]
     how = "Measured once" if is_measured else "Simulated"
-    path = f" The end of the step waits for all bars of the {CRITICAL}." if timeline.has_causes else ""
-    summary = f"{how}: {format_seconds(whole / 1e9)}.{path}"
+    waits_for = f" The end of the step waits for all bars of the {CRITICAL}." if path else ""
+    summary = f"{how}: {format_seconds(whole / 1e9)}.{waits_for}"
     yield bars("Lanes over a step", summary, drawn, ("work", f"work on the {CRITICAL}", "waiting"), whole / 1e9)
 
 
-def _joined(timeline: Timeline, items: Sequence[Span | Wait]) -> list[tuple[float, float]]:
-    """Beginnings and lengths in seconds since the step began; bars that nearly touch are one."""
-    gap, joined = timeline.duration_ns // _GRAIN, list[list[int]]()
-    for begin, end in sorted((item.begin_ns, item.begin_ns + item.duration_ns) for item in items):
-        if joined and begin - joined[-1][1] <= gap:
-            joined[-1][1] = max(end, joined[-1][1])
-        else:
-            joined.append([begin, end])
-    return [((begin - timeline.begin_ns) / 1e9, (end - begin) / 1e9) for begin, end in joined]
+def _bars(timeline: Timeline, items: Sequence[Span | Wait]) -> list[tuple[float, float]]:
+    """Beginnings and lengths in seconds since the step began, in whole columns of the chart."""
+    column, begin_ns = timeline.duration_ns / _COLUMNS, timeline.begin_ns
+    places = [
+        (item.begin_ns - begin_ns, item.begin_ns - begin_ns + item.duration_ns) for item in items if item.duration_ns
+    ]
+    whole = {(math.floor(begin / column), math.ceil(end / column)) for begin, end in places}
+    return [(first * column / 1e9, (last - first) * column / 1e9) for first, last in sorted(whole)]
 
 
 def _seconds(nanoseconds: int) -> Cell:
@@ -115,18 +95,18 @@ def chunks(survey: Survey) -> Iterator[Block]:
     for where, group in sorted(groups.items()):
         sizes = [chunk.param_nbytes + chunk.state_nbytes for chunk in group]
         least, most = format_nbytes(min(sizes)), format_nbytes(max(sizes))
-        each = f"{least} each" if least == most else f"sizes from {least} to {most}"
+        sized = f"{least} each" if least == most else f"sizes from {least} to {most}"
         rows = [
             (
                 str(chunk.index),
                 chunk.dtype,
                 of_bytes(nbytes),
-                of_share(chunk.used_numel, chunk.numel),
+                of_share(sum(numel for _, numel in chunk.parameters), chunk.numel),
                 ", ".join(f"{name} ({numel:,})" for name, numel in chunk.parameters),
             )
             for chunk, nbytes in zip(group, sizes, strict=True)
         ]
-        caption = f"{len(group)} chunks {where}: {format_nbytes(sum(sizes))}, {each}"
+        caption = f"{len(group)} chunk{'s' if len(group) > 1 else ''} {where}: {format_nbytes(sum(sizes))}, {sized}"
         yield Table(caption, ("chunk", "type", "bytes", "used", "parameters (elements)"), rows, is_open=False)
 
 

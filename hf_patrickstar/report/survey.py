@@ -13,6 +13,8 @@ from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.schedule.plan import Plan
 from hf_patrickstar.schedule.trace import Trace
 
+Followed = Iterable[tuple[Trace, Plan, Room]]
+"""For each kind of micro-batch its trace, its plan, and the memory that the plan was made for."""
 NON_MODEL = "non-model data"
 """The name of what is on the device and not booked: activations, temporaries, memory of other programs."""
 MOST_MOMENTS = 1000
@@ -28,7 +30,6 @@ class SurveyedChunk:
         home: The name of the tier where its lists live.
         dtype: The type of its values.
         numel: Elements of the whole buffer.
-        used_numel: Elements that parameters fill.
         param_nbytes: Bytes of this process's values at home.
         state_nbytes: Bytes of this process's other lists at home: masters, optimizer states, accumulated gradients.
         trainable: Whether its parameters receive gradients.
@@ -39,7 +40,6 @@ class SurveyedChunk:
     home: str
     dtype: str
     numel: int
-    used_numel: int
     param_nbytes: int
     state_nbytes: int
     trainable: bool
@@ -59,7 +59,7 @@ class SurveyedChunk:
             tensors: Its parameters.
         """
         parameters = tuple((tensor.name, tensor.numel) for tensor in tensors)
-        numbers = spec.capacity_numel, sum(tensor.numel for tensor in tensors), param_nbytes, state_nbytes
+        numbers = spec.capacity_numel, param_nbytes, state_nbytes
         return cls(spec.index, home.value, spec.types.param, *numbers, spec.trainable, parameters)
 
 
@@ -155,18 +155,14 @@ class Survey:
 
     @classmethod
     def of(
-        cls,
-        chunks: Iterable[SurveyedChunk],
-        ledger: Ledger,
-        followed: Iterable[tuple[Trace, Plan, Room]],
-        reasons: Sequence[str],
+        cls, chunks: Iterable[SurveyedChunk], ledger: Ledger, followed: Followed, reasons: Sequence[str]
     ) -> "Survey":
         """The survey of an engine.
 
         Args:
             chunks: The chunks that hold something.
             ledger: The book of bytes.
-            followed: For each kind of micro-batch its trace, its plan, and the memory that the plan was made for.
+            followed: What micro-batches follow.
             reasons: What was decided.
         """
         limit = ledger.limit(Tier.DEVICE, cautious=False)
@@ -189,25 +185,21 @@ class Survey:
             SurveyedChunk(**{**chunk, "parameters": tuple((name, numel) for name, numel in chunk["parameters"])})
             for chunk in values["chunks"]
         )
-        tides = tuple(
-            Tide(**{name: tuple(value) if isinstance(value, list) else value for name, value in tide.items()})
+        plain: list[dict[str, Any]] = [
+            {name: tuple(value) if isinstance(value, list) else value for name, value in tide.items()}
             for tide in values["tides"]
-        )
+        ]
+        tides = tuple(Tide(**tide) for tide in plain)
         return cls(values["budgets"], chunks, tides, tuple(values["reasons"]))
 
 
-def take_survey(
-    chunks: Iterable[Chunk],
-    ledger: Ledger,
-    followed: Sequence[tuple[Trace, Plan, Room]],
-    reasons: Sequence[str],
-) -> Survey:
+def take_survey(chunks: Iterable[Chunk], ledger: Ledger, followed: Followed, reasons: Sequence[str]) -> Survey:
     """Surveys an engine between two steps; nothing is waited for.
 
     Args:
         chunks: All chunks.
         ledger: The book of bytes.
-        followed: For each kind of micro-batch its trace, its plan, and the memory that the plan was made for.
+        followed: What micro-batches follow.
         reasons: What was decided.
     """
     surveyed = [

@@ -21,10 +21,10 @@ from hf_patrickstar.schedule.script import (
     ThreadWork,
 )
 
-LOADS = "hf_patrickstar.runtime.copies.load"
-LOADS_TOGETHER = "hf_patrickstar.runtime.copies.loaded_by_others"
-WAITS_FOR_ARRIVAL = "hf_patrickstar.runtime.copies.wait"
-"""Where in the package the host waits for updates on the host, as plans tell it to load chunks and to use them."""
+LOADS = "the update of a chunk that is loaded"
+LOADS_TOGETHER = "the update of a chunk that is gathered"
+WAITS_FOR_ARRIVAL = "the update of a chunk that is used"
+"""What the host waits for where chunks are updated on the host."""
 
 
 class Player:
