@@ -13,16 +13,14 @@ PER_STEP = (
     *("all_gathers", "reduce_scatters", "sent_nbytes", "messages"),
 )
 """Statistics that are logged as the mean over the optimizer steps since the last log."""
+_COUNTED = ("skipped_steps", "diverged_steps", "recorded_steps", "retries")
 STANDING = (
     *("device_step_peak_nbytes", "device_total_step_peak_nbytes", "host_step_peak_nbytes", "device_peak_nbytes"),
-    *("device_total_peak_nbytes", "host_peak_nbytes", "device_budget_nbytes", "host_budget_nbytes"),
-    *("skipped_steps", "diverged_steps", "recorded_steps", "retries", "chunks_in_margin"),
+    *("device_total_peak_nbytes", "host_peak_nbytes", "device_budget_nbytes", "host_budget_nbytes", "chunks_in_margin"),
+    *_COUNTED,
 )
 """Statistics that are logged as they stand."""
-_BESIDE = (
-    *("chunk_invalidations", "loading_seconds", "steps"),
-    *("skipped_steps", "diverged_steps", "recorded_steps", "retries"),
-)
+_UNLOGGED = ("steps", "chunk_invalidations", "loading_seconds")
 _ADDED: Mapping[type, Callable[[Any], dict[str, float]]] = {
     events.ChunkVisited: lambda event: {
         "chunk_hits": event.is_hit,
@@ -56,7 +54,7 @@ class Statistics:
     """Counts bytes and events; ``record`` is a listener of the runtime."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, float] = dict.fromkeys((*PER_STEP, *_BESIDE), 0)
+        self._sums: dict[str, float] = dict.fromkeys((*PER_STEP, *_COUNTED, *_UNLOGGED), 0)
 
     def record(self, event: events.Event) -> None:
         """Takes one event."""

@@ -244,7 +244,8 @@ class _Measurement:
         passes, counts = [], []
         for make in (torch.nn.Identity, _make_block):
             model = sweeps.between(make() for _ in range(_BLOCKS)).to(self._device)
-            passes.append(functools.partial(_pass_through, model, inputs))
+            of = [inputs, *model.parameters()]
+            passes.append(lambda model=model, of=of: torch.autograd.grad(model(inputs).sum(), of))
             with _Counting() as counting:
                 passes[-1]()
             counts.append(counting.num_operators)
@@ -288,10 +289,6 @@ class _Measurement:
 
 def _make_block() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.GELU(), torch.nn.LayerNorm(1))
-
-
-def _pass_through(model: torch.nn.Module, inputs: torch.Tensor) -> None:
-    torch.autograd.grad(model(inputs).sum(), [inputs, *model.parameters()])
 
 
 def _product(device: torch.device, rows: int, dtype: str) -> Callable[[], object]:

@@ -21,7 +21,6 @@ from hf_patrickstar.schedule.script import Part
 
 MOST_SPANS = 5000
 """A step of more spans is not recorded: the page would draw most of them as one."""
-_LANES = {WorkLane.TO_DEVICE: Lane.TO_DEVICE, WorkLane.TO_HOST: Lane.TO_HOST, WorkLane.HOST_WORK: Lane.HOST_WORK}
 _AWAITED = {
     WorkLane.TO_DEVICE: "a copy to the device",
     WorkLane.TO_HOST: "a copy of gradients to the host",
@@ -53,7 +52,7 @@ def measured_timeline(pieces: Sequence[Piece], times: LaneTimes) -> Timeline | N
     chain = [*_spans_of(pieces, waits, Lane.COMPUTE, Lane.HOST), *map(_span, own)]
     chain.sort(key=lambda span: span.begin_ns)
     chain = [span._replace(after=len(beside) + place - 1 if place else -1) for place, span in enumerate(chain)]
-    return _timeline(begin, end, [*map(_span, beside), *chain], waits, has_causes=True)
+    return _timeline(begin, end, [*map(_span, beside), *chain], waits, True)
 
 
 def measured_lanes(pieces: Sequence[Piece], times: LaneTimes) -> Timeline | None:
@@ -86,12 +85,10 @@ def measured_lanes(pieces: Sequence[Piece], times: LaneTimes) -> Timeline | None
     on_device = _spans_of(computed, [wait for wait in waits if wait.lane is Lane.COMPUTE], Lane.COMPUTE, Lane.COMPUTE)
     on_host = _spans_of(pieces, [wait for wait in waits if wait.lane is Lane.HOST], Lane.HOST, Lane.HOST)
     spans = [*on_device, *on_host, *works]
-    return _timeline(begin, max(span.end_ns for span in spans), spans, waits, has_causes=False)
+    return _timeline(begin, max(span.end_ns for span in spans), spans, waits, False)
 
 
-def _timeline(
-    begin: int, end: int, spans: Sequence[Span], waits: Sequence[Wait], *, has_causes: bool
-) -> Timeline | None:
+def _timeline(begin: int, end: int, spans: list[Span], waits: list[Wait], has_causes: bool) -> Timeline | None:
     if len(spans) + len(waits) > MOST_SPANS:
         return None
     moved = tuple(span._replace(begin_ns=span.begin_ns - begin, end_ns=span.end_ns - begin) for span in spans)
@@ -105,7 +102,7 @@ def _wait(begin: int, end: int, place: str, lane: Lane = Lane.HOST) -> Wait:
 
 def _span(work: TimedCopy) -> Span:
     what = "work" if work.lane is WorkLane.HOST_WORK else f"{work.nbytes} bytes"
-    return Span(_LANES[work.lane], work.begin_ns, work.end_ns, what)
+    return Span(Lane[work.lane.name], work.begin_ns, work.end_ns, what)
 
 
 def _spans_of(pieces: Iterable[Piece], waits: Iterable[Wait], computing: Lane, updating: Lane) -> Iterator[Span]:

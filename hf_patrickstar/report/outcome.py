@@ -108,18 +108,13 @@ def describe_outcome(outcome: Outcome) -> str:
 
 
 def _peaks(stats: Mapping[str, Any], peak: str) -> str:
-    parts = {
-        "device_total": ("device", "on the device"),
-        "device": ("chunk", "for chunks"),
-        "host": ("host", "on the host"),
-    }
-    if stats["chunk_budget_nbytes"] >= stats["device_budget_nbytes"]:
-        del parts["device"]
-    texts = [
-        f"{format_nbytes(stats[f'{name}_{peak}_nbytes'])} of {format_nbytes(stats[f'{budget}_budget_nbytes'])} {where}"
-        for name, (budget, where) in parts.items()
-    ]
-    return f"peak {', '.join(texts)}"
+    def used(name: str, budget: str) -> str:
+        nbytes, most = stats[f"{name}_{peak}_nbytes"], stats[f"{budget}_budget_nbytes"]
+        return f"{format_nbytes(nbytes)} of {format_nbytes(most)}"
+
+    is_limited = stats["chunk_budget_nbytes"] < stats["device_budget_nbytes"]
+    chunks = f"{used('device', 'chunk')} for chunks, " if is_limited else ""
+    return f"peak {used('device_total', 'device')} on the device, {chunks}{used('host', 'host')} on the host"
 
 
 def _changes(outcome: Outcome) -> Iterator[str]:

@@ -21,12 +21,8 @@ _CHARTS = (
     ("Bytes copied per step", "B", {"to the device": "host_to_device_nbytes", "to the host": "device_to_host_nbytes"}),
 )
 """Title, unit, and for each line the name of its figure."""
-_SAID = "Averages between logs. Seconds include data loading, but neither evaluation nor saving."
-_SAME = (
-    *("num_parameters", "num_trainable", "batch_size", "num_micro_batches", "world_size"),
-    *("length", "checkpointing", "precision"),
-)
-"""What a plan and a run must have in common for their figures to be comparable."""
+_OWN = ("model", "settings")
+"""What a plan and a run both have, and what need not be the same for their figures to be comparable."""
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -40,12 +36,11 @@ def run_page(run: Run, plan: Mapping[str, Any] | None = None, trace_name: str | 
         trace_name: The name of a file beside the page with the timeline.
     """
     about, survey, timeline = run.about, run.survey, run.timeline
-    where = f"{about['world_size']} processes on " if about["world_size"] > 1 else ""
     return Page(
         title=f"Run of {about['model']}",
         subtitle=f"{about['model_class']}: {about['num_parameters']:,} parameters, {about['num_trainable']:,} trained, "
-        f"{about['precision']}, micro-batches of {about['batch_size']}, {about['num_micro_batches']} per step, on "
-        f"{where}{about['device']}",
+        f"{about['precision']}, {about['num_micro_batches']} micro-batches of {about['batch_size']} per step, "
+        f"{about['world_size']} x {about['device']}",
         verdict=f"{len(run.steps)} logs of the training loss, up to step {_last(run, 'step') or 0}.",
         is_good=None,
         facts=tuple(_facts(run)),
@@ -109,7 +104,7 @@ def _training(run: Run) -> Iterator[Block]:
     rows = [logs[step] for step in sorted(logs)]
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if name != "step"]
     changing = [name for name in names if len(rows) == 1 or len({row.get(name) for row in rows}) > 1]
-    yield _SAID
+    yield "Averages between logs. Seconds include data loading, but neither evaluation nor saving."
     for title, unit, of in _CHARTS:
         found = {label: [(row["step"], row[name]) for row in rows if name in row] for label, name in of.items()}
         yield lines(title, {label: points for label, points in found.items() if points}, unit)
@@ -118,9 +113,9 @@ def _training(run: Run) -> Iterator[Block]:
     yield Table(f"{caption}; figures that never change are left out", ("step", *changing), cells, is_open=False)
 
 
-def _logged(row: Mapping[str, Any], name: str) -> Cell | str:
+def _logged(row: Mapping[str, Any], name: str) -> Cell:
     unit = "B" if name.endswith("_nbytes") else "s" if name.endswith("seconds") else ""
-    return "" if row.get(name) is None else of_number(row[name], unit, digits=7)
+    return Cell("") if row.get(name) is None else of_number(row[name], unit, digits=7)
 
 
 def _thinned(rows: Rows) -> Rows:
@@ -147,12 +142,8 @@ def _memory(run: Run) -> Iterator[Block]:
 
 def _compared(run: Run, plan: Mapping[str, Any]) -> Iterator[Block]:
     about, survey, speed, chunks = run.about, run.survey, plan["speed"] or {}, plan["chunks"] or {}
-    shared = [name for name in _SAME if plan.get(name) is not None and about.get(name) is not None]
-    differ = [
-        f"{name} is {plan[name]} in the plan and {about[name]} in the run"
-        for name in shared
-        if plan[name] != about[name]
-    ]
+    others = {name: value for name, value in about.items() if name not in _OWN and plan.get(name) not in (None, value)}
+    differ = [f"{name} is {plan[name]} in the plan and {value} in the run" for name, value in others.items()]
     if differ:
         yield f"This is the plan of another training: {'; '.join(differ)}."
     if run.evaluations:

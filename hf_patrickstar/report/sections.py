@@ -96,16 +96,11 @@ def chunks(survey: Survey) -> Iterator[Block]:
         sizes = [chunk.param_nbytes + chunk.state_nbytes for chunk in group]
         least, most = format_nbytes(min(sizes)), format_nbytes(max(sizes))
         sized = f"{least} each" if least == most else f"sizes from {least} to {most}"
-        rows = [
-            (
-                str(chunk.index),
-                chunk.dtype,
-                of_bytes(nbytes),
-                of_share(sum(numel for _, numel in chunk.parameters), chunk.numel),
-                ", ".join(f"{name} ({numel:,})" for name, numel in chunk.parameters),
-            )
-            for chunk, nbytes in zip(group, sizes, strict=True)
-        ]
+        rows = []
+        for chunk, nbytes in zip(group, sizes, strict=True):
+            names = ", ".join(f"{name} ({numel:,})" for name, numel in chunk.parameters)
+            used = of_share(sum(numel for _, numel in chunk.parameters), chunk.numel)
+            rows.append((str(chunk.index), chunk.dtype, of_bytes(nbytes), used, names))
         caption = f"{len(group)} chunk{'s' if len(group) > 1 else ''} {where}: {format_nbytes(sum(sizes))}, {sized}"
         yield Table(caption, ("chunk", "type", "bytes", "used", "parameters (elements)"), rows, is_open=False)
 

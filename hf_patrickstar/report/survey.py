@@ -1,7 +1,7 @@
 """A survey of an engine: which parameter lives where, and what is on the device at each moment of a step. Pure data."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from hf_patrickstar.dist.order import Room
@@ -104,17 +104,8 @@ class Tide:
         others = [max(visit.non_model_nbytes, room.floor_nbytes) for visit in visits]  # some is there all the time
         kinds = list(zip(plan.chunk_nbytes, (visit.gradient_nbytes for visit in visits), others, strict=True))
         fullest = [max(kinds[first : first + stride], key=sum) for first in range(0, len(kinds), stride)]
-        copies, gradients, others = ([row[kind] for row in fullest] for kind in range(3))
-        return cls(
-            key=trace.key,
-            limit_nbytes=limit_nbytes,
-            fixed_nbytes=limit_nbytes - room.free_nbytes,
-            stride=stride,
-            forward_ends=trace.forward_ends,
-            copies=tuple(copies),
-            gradients=tuple(gradients),
-            others=tuple(others),
-        )
+        columns = (tuple(row[kind] for row in fullest) for kind in range(3))
+        return cls(trace.key, limit_nbytes, limit_nbytes - room.free_nbytes, stride, trace.forward_ends, *columns)
 
     @property
     def kinds(self) -> dict[str, tuple[int, ...]]:
@@ -181,16 +172,17 @@ class Survey:
             KeyError: If a name is missing.
             TypeError: If a value is of another type, or has a name that is not known.
         """
-        chunks = tuple(
-            SurveyedChunk(**{**chunk, "parameters": tuple((name, numel) for name, numel in chunk["parameters"])})
-            for chunk in values["chunks"]
-        )
-        plain: list[dict[str, Any]] = [
-            {name: tuple(value) if isinstance(value, list) else value for name, value in tide.items()}
-            for tide in values["tides"]
-        ]
-        tides = tuple(Tide(**tide) for tide in plain)
+        chunks = tuple(_read(SurveyedChunk, chunk) for chunk in values["chunks"])
+        tides = tuple(_read(Tide, tide) for tide in values["tides"])
         return cls(values["budgets"], chunks, tides, tuple(values["reasons"]))
+
+
+def _read(kind: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+    return kind(**{name: _frozen(value) for name, value in values.items()})
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 def take_survey(chunks: Iterable[Chunk], ledger: Ledger, followed: Followed, reasons: Sequence[str]) -> Survey:

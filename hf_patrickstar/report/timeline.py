@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hf_patrickstar.schedule.clock import Lane, Timeline
+from hf_patrickstar.schedule.clock import Lane, Span, Timeline, Wait
 
 VIRTUAL = "virtual time"
 """The name of a trace whose step was simulated."""
@@ -35,16 +35,13 @@ def to_trace(timeline: Timeline, process: str = VIRTUAL) -> dict[str, Any]:
         events.append({**thread, "name": "thread_name", "args": {"name": str(row)}})
         events.append({**thread, "name": "thread_sort_index", "args": {"sort_index": number}})
 
-    def complete(row: str, what: str, begin_ns: int, duration_ns: int, **others: Any) -> dict[str, Any]:
-        begin, duration = (begin_ns - timeline.begin_ns) / _NS_PER_US, duration_ns / _NS_PER_US
-        return {"ph": "X", "pid": 1, "tid": numbers[row], "name": what, "ts": begin, "dur": duration, "args": others}
-
-    for number, span in enumerate(timeline.own_spans, start=timeline.first):
-        others = {"span": number, "after": span.after}
-        events.append(complete(span.lane, span.what, span.begin_ns, span.duration_ns, **others))
-    for wait in timeline.waits:
-        row = WAITS if wait.lane is Lane.HOST else STOPS
-        events.append(complete(row, wait.place, wait.begin_ns, wait.duration_ns))
-    for span in timeline.critical_path():
-        events.append(complete(CRITICAL, span.what, span.begin_ns, span.duration_ns, lane=str(span.lane)))
+    numbered = enumerate(timeline.own_spans, start=timeline.first)
+    items: list[tuple[str, str, Span | Wait, dict[str, Any]]] = [
+        *((span.lane, span.what, span, {"span": number, "after": span.after}) for number, span in numbered),
+        *((WAITS if wait.lane is Lane.HOST else STOPS, wait.place, wait, {}) for wait in timeline.waits),
+        *((CRITICAL, span.what, span, {"lane": str(span.lane)}) for span in timeline.critical_path()),
+    ]
+    for row, what, item, args in items:
+        times = {"ts": (item.begin_ns - timeline.begin_ns) / _NS_PER_US, "dur": item.duration_ns / _NS_PER_US}
+        events.append({"ph": "X", "pid": 1, "tid": numbers[row], "name": what, **times, "args": args})
     return {"traceEvents": events, "displayTimeUnit": "ns"}

@@ -48,26 +48,14 @@ def test_a_trace_has_every_span_and_wait_to_the_nanosecond(work):
     assert rows_of(timeline) == expected
 
 
-def test_rows_have_names_and_an_order_and_events_what_the_format_asks_for():
-    events = to_trace(Clock().timeline(), "measured on a device")["traceEvents"]
-    assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == ["measured on a device"]
-    threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    order = {event["tid"]: event["args"]["sort_index"] for event in events if event["name"] == "thread_sort_index"}
-    assert [threads[tid] for tid in sorted(order, key=order.get)] == [*(lane.value for lane in Lane), WAITS, CRITICAL]
-    assert {(event["pid"], event["ph"]) for event in events} == {(1, "M")}
-
-
-# Measured steps
-
-
 def measured(works=(), stops=()):
     """What was measured; moments are their times."""
     return types.SimpleNamespace(ns_of=lambda moment: moment, works=lambda: list(works), stops=lambda: list(stops))
 
 
 def spans_of(timeline, fields):
-    found = {lane: [span[1:fields] for span in timeline.own_spans if span.lane is lane] for lane in Lane}
-    return {lane: spans for lane, spans in found.items() if spans}
+    lanes = dict.fromkeys(span.lane for span in timeline.own_spans)
+    return {lane: [span[1:fields] for span in timeline.own_spans if span.lane is lane] for lane in lanes}
 
 
 PIECES = [Piece(Part.FORWARD, 100, 200), Piece(Part.BACKWARD, 200, 400), Piece(Part.UPDATE, 410, 500)]
