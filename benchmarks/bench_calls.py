@@ -83,7 +83,7 @@ def count_ours(mode):
     """Calls of a step of the engine, and how many chunks it loads."""
     budget, clips = MODES[mode]
     model = make_model()
-    config = {"chunk_numel": 16384, **({"chunk_budget": budget} if budget else {})}
+    config = {"chunk_numel": 16384, **({"chunk_budget": f"{budget}B"} if budget else {})}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine = hf_patrickstar.PatrickStarEngine(model, config, optimizer, device="cpu")
     x = torch.randint(0, 512, (2, 32))

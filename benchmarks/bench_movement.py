@@ -46,10 +46,10 @@ def record(name, checkpointing, budget_share, policy, num_steps, fake):
         "dtype": "bf16",
         "autocast": False,
         "eviction": policy,
-        "chunk_budget": int(budget_share * 2 * numel),
+        "chunk_budget": f"{int(budget_share * 2 * numel)}B",
         "placement": "host",
         "prefetch_depth": PREFETCH[policy],
-        "host_budget": 20 * numel,
+        "host_budget": f"{20 * numel}B",
         "chunk_numel": 2 * hidden * hidden + 64,
         "cpu_embedding": False,
     }

@@ -296,7 +296,7 @@ def make_steps_of_shares(options):
         model = common.make_gpt2(options.layers, options.hidden, positions=options.length)
         nbytes = sum(p.numel() for p in model.parameters()) * common.DTYPES[options.dtype].itemsize
         config = {"dtype": options.dtype, "autocast": False, "cpu_embedding": False, "placement": "host"}
-        config |= {"chunk_budget": int(share * nbytes), "overlap_optimizer": overlaps}
+        config |= {"chunk_budget": f"{int(share * nbytes)}B", "overlap_optimizer": overlaps}
         made = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         name = f"{share:.0%}, {'overlapped' if overlaps else 'at once'}"
         engines[name] = PatrickStarEngine(model, config, made, device=torch.device("cpu"))

@@ -131,8 +131,8 @@ def deep_settings(num_layers):
     at_home = {"placement": "host", "chunk_numel": DEEP_CHUNK}
     return {
         "resident": {},
-        "copies": {**at_home, "chunk_budget": all_copies},
-        "moving": {**at_home, "chunk_budget": 8 * 4 * DEEP_CHUNK},
+        "copies": {**at_home, "chunk_budget": f"{all_copies}B"},
+        "moving": {**at_home, "chunk_budget": f"{8 * 4 * DEEP_CHUNK}B"},
     }
 
 

@@ -113,7 +113,7 @@ def measure(name, options):
     """
     steps = {"plain": make_plain_step(make_model(name, options))}
     numel = make_model(name, options).num_parameters()
-    configs = {"fits": {"cpu_embedding": False}, "evicts": {"chunk_budget": int(options.share * 4 * numel)}}
+    configs = {"fits": {"cpu_embedding": False}, "evicts": {"chunk_budget": f"{int(options.share * 4 * numel)}B"}}
     engines = {}
     for way, config in configs.items():
         steps[way], engines[way] = make_our_step(make_model(name, options), config, options.device)

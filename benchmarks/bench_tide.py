@@ -52,7 +52,7 @@ def measure(batch_size, budget, options):
     device = torch.device(options.device)
     model = common.make_gpt2(options.layers, options.hidden)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    config = {"dtype": "bf16", "autocast": False, "device_budget": budget, "placement": options.placement}
+    config = {"dtype": "bf16", "autocast": False, "device_budget": f"{budget}B", "placement": options.placement}
     engine = PatrickStarEngine(model, config, optimizer, device=device)
     for seed in range(3):
         model(**common.make_batch(seed, batch_size, LENGTH, 256, device)).loss.backward()
@@ -80,7 +80,7 @@ def find_budget(options):
     budget = 64 * 1024 * MIB if device.type == "cpu" else "auto"  # a number, so that all is measured
     engine = PatrickStarEngine(
         model,
-        {"dtype": "bf16", "autocast": False, "device_budget": budget, "placement": "host"},
+        {"dtype": "bf16", "autocast": False, "device_budget": f"{budget}B", "placement": "host"},
         optimizer,
         device=device,
     )

@@ -241,7 +241,12 @@ def main():
     )
     parser.add_argument("--chunk_budget", help="bytes of chunks on each device at most")
     parser.add_argument("--processes", type=int, help="processes; by default one on every device of the machine")
-    parser.add_argument("--machines", nargs="+", default=list(MACHINES), help="known names, or JSON files")
+    parser.add_argument(
+        "--machines",
+        nargs="+",
+        default=["v100", "rtx4090", "a100-40", "h100", "8xh100"],
+        help="known names, or JSON files",
+    )
     parser.add_argument("--traces", metavar="DIR", help="write a Perfetto trace and a page of every row there")
     parser.add_argument("--papers", nargs="*", metavar="MODEL", help=f"the papers' models instead: {[*PAPER_MODELS]}")
     parser.add_argument("--batch_size", type=int, default=16, help="sequences per step, for --papers")

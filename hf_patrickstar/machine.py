@@ -314,7 +314,7 @@ class _Card(NamedTuple):
 
 _PCIE_3, _PCIE_4, _PCIE_5, _NVLINK_C2C = 15.75e9, 31.5e9, 63e9, 450e9
 _DESKTOP = _Host(89.6e9, 16, 128), _Host(204.8e9, 64, 512)  # two channels of DDR5; a workstation has eight of DDR4
-_SERVER = _Host(204.8e9, 32, 256), _Host(409.6e9, 128, 1024)  # a socket, and two, with eight channels of DDR4 each
+_SERVER = _Host(204.8e9, 32, 256), _Host(409.6e9, 128, 2 * 512)  # a socket, and two, with eight channels of DDR4 each
 _SERVER_5 = _Host(307.2e9, 48, 512), _Host(614.4e9, 112, 2048)  # likewise of DDR5
 _GRACE = _Host(512e9, 72, 480), _Host(2 * 512e9, 144, 960)
 _PAPER = _Host(128e9, 12, 223), _Host(256e9, 96, 223)  # eight V100 share 240 GB; one of them may use all of it

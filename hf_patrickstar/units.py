@@ -16,6 +16,8 @@ KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
 
+LEAST_BUDGET_NBYTES = MIB
+"""A smaller budget needs a unit, since whoever writes a small number means GiB."""
 ALIGNMENT_NUMEL = 64
 """Offsets in chunks are multiples of this many elements: 128 bytes in 16-bit, 256 in fp32."""
 
@@ -63,6 +65,31 @@ def parse_nbytes(value: int | str, name: str = "size") -> int:
     if nbytes <= 0:
         raise ConfigError(f"{name}: must be positive, got {value!r}; give a number of bytes above 0")
     return nbytes
+
+
+def parse_budget(value: int | str, name: str) -> int:
+    """Turns a budget of memory into a number of bytes, as ``parse_nbytes`` does.
+
+    Args:
+        value: A number of bytes, 1 MiB or more, or text.
+        name: What the budget is for.
+
+    Raises:
+        ConfigError: If it is no size, or a number below 1 MiB without a unit.
+    """
+    nbytes = parse_nbytes(value, name)
+    number = str(value).strip()
+    if nbytes < LEAST_BUDGET_NBYTES and number.replace(".", "").isdigit():
+        raise ConfigError(
+            f"{name}: {number} is a number of bytes, less than 1 MiB; did you mean '{number}GiB'? Write '{number}B' if "
+            "you mean bytes"
+        )
+    return nbytes
+
+
+def format_budget(nbytes: int) -> int | str:
+    """A budget as ``parse_budget`` takes it back."""
+    return nbytes if nbytes >= LEAST_BUDGET_NBYTES else f"{nbytes}B"
 
 
 def format_nbytes(nbytes: int) -> str:

@@ -35,7 +35,7 @@ from transformers.utils.logging import disable_progress_bar
 from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments
 
 VOCAB, LENGTH, ROWS = 96, 16, 16
-CHUNK_BUDGET = 64_000
+CHUNK_BUDGET = "64000B"
 """Bytes: less than the parameters have in any precision, so that chunks come and go."""
 SILENCE_S = 120.0
 """A run that tells nothing for so long hangs, however busy the machine is."""

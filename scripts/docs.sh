@@ -7,6 +7,7 @@ python=.venv/bin/python
 if [ ! -x "$python" ] || ! "$python" -c 'import material' 2>/dev/null; then
     bash scripts/setup.sh
 fi
-# The theme prints a notice about versions of mkdocs that are not used here.
-NO_MKDOCS_2_WARNING=1 "$python" -m mkdocs build --strict --quiet -f scripts/site/mkdocs.yml "$@"
+# With --quiet mkdocs would count no warnings, and --strict would never fail. The variable hides a notice of the theme
+# about versions of mkdocs that are not used here.
+NO_MKDOCS_2_WARNING=1 "$python" -m mkdocs build --strict -f scripts/site/mkdocs.yml "$@"
 echo "Built build/site: open build/site/index.html"

@@ -67,7 +67,7 @@ def engine_first(device, numel):
     hf_patrickstar.homes.UNMEASURED_SHARE = 0.0  # the model is tiny, and what libraries take is not
     model = make_model("gpt2").train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
-    settings = {"chunk_numel": 2048, "placement": "host", "cpu_embedding": False, "chunk_budget": 120_000}
+    settings = {"chunk_numel": 2048, "placement": "host", "cpu_embedding": False, "chunk_budget": "120000B"}
     engine = PatrickStarEngine(model, settings, optimizer, device=device)
     batch, losses = {key: value.to(device) for key, value in make_batch("gpt2", seed=0).items()}, []
     for _ in range(4):

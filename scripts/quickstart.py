@@ -1,4 +1,4 @@
-"""The main job, end to end, with nothing downloaded: see README.md. Run by scripts/quickstart.sh.
+"""The main job, end to end, with nothing downloaded: see docs/quickstart.md. Run by scripts/quickstart.sh.
 
 Builds a corpus from the standard library's own sources, trains a tokenizer, makes a small "pretrained" GPT-2
 checkpoint, fine-tunes it with recipes/finetune_clm.py, plain and with --patrickstar, and compares; a few more steps
@@ -151,7 +151,7 @@ def loads_per_step(stats: dict) -> str:
 
 
 def make_table(plain: dict, ours: dict, unplanned: dict | None, numel: int, budget: int) -> Table:
-    """The comparison that README shows."""
+    """The comparison that docs/quickstart.md shows."""
     stats = ours["stats"]
     model_data = 4 * FP32_NBYTES * numel
     table = Table(title=f"GPT-2, {numel / 1e6:.1f} M parameters, fp32, {len(plain['losses'])} steps")
@@ -183,7 +183,7 @@ def make_plan(folder: pathlib.Path, checkpoint: pathlib.Path, budget: int) -> di
     file = folder / "plan.json"
     command = [
         *(sys.executable, "-m", "hf_patrickstar", "plan", str(checkpoint), "--machine", "this", "--dtype", "fp32"),
-        *("--batch-size", str(BATCH_SIZE), "--seq-len", str(BLOCK_SIZE), "--set", f"chunk_budget={budget}"),
+        *("--batch-size", str(BATCH_SIZE), "--seq-len", str(BLOCK_SIZE), "--set", f"chunk_budget={budget}B"),
         *("--optimizer", "adamw", "--no-advice", "--json", str(file), "--html", str(folder / "plan.html")),
     ]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
@@ -250,7 +250,7 @@ def main() -> None:
     steps = ("--max_steps", str(size.num_steps))
     plain = fine_tune("plain", folder, checkpoint, corpus, *steps)
     console.print(f"{next(number)}. Fine-tuning it with --patrickstar in a budget of {format_nbytes(budget)} ...")
-    config = {"chunk_budget": budget}
+    config = {"chunk_budget": f"{budget}B"}
     options = ("--patrickstar", "--patrickstar_config")
     ours = fine_tune("patrickstar", folder, checkpoint, corpus, *options, json.dumps(config), *steps)
     unplanned = None
@@ -271,14 +271,15 @@ def main() -> None:
     }
     if unplanned is not None:
         moved = [run["stats"]["host_to_device_nbytes"] / run["stats"]["steps"] for run in (ours, unplanned)]
-        promises["the plan moves less than none"] = moved[0] < moved[1]
+        promises["planning reduced host-to-device traffic"] = moved[0] < moved[1]
     console.print(make_table(plain, ours, unplanned, numel, budget))
     console.print(make_plan_table(plan, ours))
     broken = [promise for promise, held in promises.items() if not held]
     for promise, held in promises.items():
         console.print(f"  [{'green' if held else 'red'}]{'yes' if held else 'NO '}[/] {promise}")
     console.print(f"The fine-tuned checkpoint is in {ours['output']} ({time.time() - begin:.0f} s).")
-    console.print(f"The page of the plan is {folder / 'plan.html'}.")
+    console.print(f"The page of the plan is {folder / 'plan.html'}. This command makes a page of the run:")
+    console.print(f"  {pathlib.Path(sys.executable).parent / 'hf-patrickstar'} report {ours['output']}", soft_wrap=True)
     if broken:
         raise SystemExit("quickstart: failed: " + "; ".join(broken))
     print("quickstart: ok")

@@ -23,7 +23,10 @@ from processes import Workers
 from simulated import streams_of
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
+from hf_patrickstar import units
 from hf_patrickstar.plan_cache import keep_traces
+
+units.LEAST_BUDGET_NBYTES = 1  # models of tests take less than a MiB, and their budgets are numbers
 
 
 def pytest_addoption(parser):

@@ -21,6 +21,8 @@ import torch.distributed as dist
 import torch.multiprocessing
 from simulated import streams_of
 
+from hf_patrickstar import units
+
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": ""}
 GROUP_TIMEOUT_S = 60
 START_TIMEOUT_S = 120
@@ -232,6 +234,7 @@ def _join(rank, world_size, address):
 
 
 def _serve(rank, world_size, connection):
+    units.LEAST_BUDGET_NBYTES = 1  # as in conftest.py
     """Calls what it is sent until the connection ends."""
     torch.set_num_threads(1)
     while True:

@@ -54,7 +54,7 @@ def test_the_guide_names_what_it_tells_to_change():
         )
     )
     names = set(re.findall(r"`([A-Za-z]\w*)(?:\(\))?`", text)) - {"mypy", "ruff"}
-    assert len(names) > 10
+    assert len(names) > 5
     assert {name for name in names if not re.search(rf"\b{name}\b", sources)} == set()
 
 
@@ -73,3 +73,13 @@ def test_names_of_test_modules_are_unique():
     """They are no packages: pytest refuses to collect two modules of one name."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
+def test_every_long_test_is_in_a_part_of_the_script_that_runs_them():
+    script = (ROOT / "scripts" / "test_long.sh").read_text(encoding="utf-8")
+    parts = [ROOT / path for line in re.findall(r"pytest -m long (.*) ;;", script) for path in line.split()]
+    assert [path for path in parts if not path.exists()] == []
+    long = [path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.long" in path.read_text("utf-8")]
+    long.remove(pathlib.Path(__file__))
+    assert long
+    assert [path for path in long if not any(path.is_relative_to(part) for part in parts)] == []

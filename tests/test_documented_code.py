@@ -1,4 +1,4 @@
-"""Code in README.md and docs/ does what the text says: marked blocks run, and every other one names what exists."""
+"""Code in the documentation does what the text says: marked blocks run, and every other one names what exists."""
 
 import ast
 import dataclasses
@@ -10,7 +10,7 @@ import sys
 
 import pytest
 from accelerate.state import AcceleratorState, GradientState
-from transformers import HfArgumentParser
+from transformers import HfArgumentParser, TrainingArguments
 
 import hf_patrickstar
 from hf_patrickstar.cli import main as cli
@@ -19,7 +19,7 @@ from hf_patrickstar.cli.run import split_program
 from hf_patrickstar.config import PatrickStarConfig
 
 ROOT = pathlib.Path(hf_patrickstar.__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "recipes" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^(?P<mark><!-- run -->\n+)?```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
 GONE_ON = re.compile(r"\\\n\s*")
 
@@ -155,15 +155,21 @@ def recipe_commands():
 
 @pytest.fixture(scope="module")
 def options_of():
-    """The options that a recipe takes, which its dataclasses say."""
+    """The options that a recipe takes: fields of the dataclasses that it names, and arguments of parsers."""
     sys.path.insert(0, str(ROOT / "recipes"))
     known = {}
 
     def find(recipe):
         if recipe not in known:
             module = __import__(pathlib.Path(recipe).stem)
-            parser = HfArgumentParser((module.common.ModelArguments, module.DataArguments, module.TrainingArguments))
-            known[recipe] = {option for action in parser._actions for option in action.option_strings}
+            modules = [module, *(vars(module)[name] for name in ("common", "loop_common") if name in vars(module))]
+            own = {part.__name__ for part in modules}
+            classes = {value for part in modules for value in vars(part).values() if dataclasses.is_dataclass(value)}
+            taken = [value for value in classes if value.__module__ in own or issubclass(value, TrainingArguments)]
+            actions = [action for value in taken for action in HfArgumentParser(value)._actions]
+            known[recipe] = {option for action in actions for option in action.option_strings}
+            for part in modules:
+                known[recipe] |= set(re.findall(r'"(--\w+)"', pathlib.Path(part.__file__).read_text()))
         return known[recipe]
 
     yield find

@@ -84,19 +84,21 @@ def test_the_words_are_few():
 
 
 def rows_of_private_names():
+    """Of each row the names that it lists, and the files that use them."""
     for line in PRIVATE_NAMES.splitlines():
-        if line.startswith("| `"):
-            names, files, _ = line.strip("|").split(" | ")
-            folder = ""
+        if line.startswith("| ") and not line.endswith("| where |"):
+            names, files = line.strip("|").split(" | ")
+            folder, paths = "", []
             for file in MARKED.findall(files):
                 folder = file.rpartition("/")[0] if "/" in file else folder
-                yield names, f"{folder}/{file.rpartition('/')[2]}".lstrip("/")
+                paths.append(ROOT / folder / file.rpartition("/")[2])
+            yield pytest.param(
+                [name.rpartition(".")[2] for name in MARKED.findall(names)], paths, id=MARKED.findall(names)[0]
+            )
 
 
-@pytest.mark.parametrize(("names", "file"), rows_of_private_names())
-def test_the_names_of_torch_are_used_where_the_table_says(names, file):
-    if not file.endswith(".py"):
-        assert (ROOT / file).is_dir()
-        return
-    text = (ROOT / file).read_text()
-    assert any(name.rpartition(".")[2].split("(")[0] in text for name in MARKED.findall(names))
+@pytest.mark.parametrize(("names", "paths"), rows_of_private_names())
+def test_private_names_are_used_where_the_table_says(names, paths):
+    texts = [path.read_text() for path in paths]
+    assert [name for name in names if not any(name in text for text in texts)] == []
+    assert [path for path, text in zip(paths, texts, strict=True) if not any(name in text for name in names)] == []

@@ -10,6 +10,10 @@ from hf_patrickstar.tracing.garbage import no_collections, objects_set_aside
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what the command understands."""
+
+    def add_number(name: str, default: int, what: str) -> None:
+        parser.add_argument(name, type=int, default=default, metavar="N", help=f"{what} (default: %(default)s)")
+
     parser.add_argument(
         "model",
         nargs="?",
@@ -18,23 +22,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "after --, a training script and its own arguments, which then say what is trained and how",
     )
     parser.add_argument(
-        "--machine", default="rtx4090", help=f"{', '.join(MACHINES)}, this, or a file of 'env --measure --json'"
+        "--machine",
+        default="rtx4090",
+        help=f"{', '.join(MACHINES)}; several as in 8xh100; this; or a file of 'env --measure --json' "
+        "(default: %(default)s)",
     )
     parser.add_argument(
-        "--device-memory", metavar="SIZE", help="what training may take; by default 95 %% of the device"
+        "--device-memory", metavar="SIZE", help="what training may take (default: 95%% of the device's memory)"
     )
-    parser.add_argument("--host-memory", metavar="SIZE", help="for each process; by default 90 %% of the host's share")
-    parser.add_argument("--task", help="causal-lm, masked-lm, ...; by default what the model was saved for")
-    parser.add_argument("--batch-size", type=int, default=1, help="sequences of a micro-batch on each process")
     parser.add_argument(
-        "--seq-len", type=int, help="tokens of a sequence; by default the model's positions, at most 512"
+        "--host-memory", metavar="SIZE", help="for each process (default: 90%% of its share of the host)"
     )
-    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of an optimizer step")
-    parser.add_argument("--processes", type=int, default=1, help="processes, each on a device of the machine")
-    parser.add_argument("--dtype", default="bf16", help="dtype of the settings: bf16, fp16, fp32 or auto")
-    parser.add_argument("--optimizer", default="adamw", help="a class of torch.optim")
-    parser.add_argument("--gradient-checkpointing", action="store_true", help="compute activations again in backward")
-    parser.add_argument("--max-grad-norm", type=float, default=1.0, help="clip gradients to this norm; 0 does not")
+    parser.add_argument(
+        "--host-cores", type=int, metavar="N", help="cores of the host for each process (default: its share of all)"
+    )
+    parser.add_argument("--task", help="causal-lm, masked-lm, ... (default: what the model was saved for)")
+    add_number("--batch-size", 1, "sequences of a micro-batch on each process")
+    parser.add_argument(
+        "--seq-len", type=int, help="tokens of a sequence (default: the model's positions, at most 4096)"
+    )
+    add_number("--accumulation", 1, "micro-batches of an optimizer step")
+    add_number("--processes", 1, "processes, each on a device of the machine")
+    parser.add_argument("--dtype", default="bf16", help="bf16, fp16, fp32 or auto (default: %(default)s)")
+    parser.add_argument("--optimizer", default="adamw", help="a class of torch.optim (default: %(default)s)")
+    parser.add_argument("--gradient-checkpointing", action="store_true", help="recompute activations in backward")
+    parser.add_argument(
+        "--max-grad-norm", type=float, default=1.0, help="clip gradients to this norm, or 0 (default: %(default)s)"
+    )
     parser.add_argument(
         "--set",
         action="append",
@@ -53,8 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GOAL",
         help="what to look for: max-batch, max-seq-len, max-model (more layers), or cheapest-machine (of those known)",
     )
+    parser.add_argument("--no-advice", action="store_true", help="do not plan changes, which takes longest")
     parser.add_argument(
-        "--no-advice", action="store_true", help="do not try what could be changed: several times as quick"
+        "--verbose", action="store_true", help="print every kind of memory, and what was decided and why"
     )
     parser.add_argument("--json", metavar="FILE", help="write the plan there too; an older file is replaced")
     parser.add_argument(

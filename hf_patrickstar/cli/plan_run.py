@@ -18,12 +18,20 @@ from hf_patrickstar.integrations.unchanged import Defaults, install
 from hf_patrickstar.planner import advice
 from hf_patrickstar.planner.adapters import parse_lora, read_peft
 from hf_patrickstar.planner.plan import Plan
-from hf_patrickstar.planner.planning import TrainingSetup, arrange, plan_and_simulate, plan_for_runs
+from hf_patrickstar.planner.planning import (
+    TrainingSetup,
+    arrange,
+    model_data_nbytes,
+    plan_and_simulate,
+    plan_for_runs,
+)
 from hf_patrickstar.planner.screen import (
+    caveat,
     changes_of,
     describe,
     describe_changes,
     describe_found,
+    describe_memory,
     headline,
     largest_of,
 )
@@ -57,12 +65,16 @@ def run_plan(options: argparse.Namespace) -> int:
     subject, given = _arrange_script(options) if options.script else _arrange(options)
     if options.search is not None:
         return _search(options, subject, given)
-    plan, simulation = plan_for_runs(subject, given)
     words = in_words_of_the_script if options.script else str
-    print(describe(plan), flush=True)  # the changes take several times as long
+    tiers_nbytes = given.machine.device_nbytes + given.machine.host_nbytes
+    length = subject.length if options.seq_len is None and subject.unit == "tokens" and not options.script else None
+    print(describe_memory(*model_data_nbytes(subject, given), tiers_nbytes, length), flush=True)  # all else is slower
+    plan, simulation = plan_for_runs(subject, given)
+    print(describe(plan, is_verbose=options.verbose), flush=True)
     if not options.no_advice:
         plan = _with_tried(plan, subject, given, words)
-        print(f"\n{words(describe_changes(plan))}")
+        print(words(describe_changes(plan)))
+    print(caveat(is_verbose=options.verbose))
     if options.json is not None:
         write_text(options.json, plan.to_json(), "--json")
     largest = [words(text) for text in largest_of(plan)]
@@ -76,8 +88,8 @@ def _with_tried(plan: Plan, subject: Subject, given: TrainingSetup, words: Calla
     tried = advice.advise(subject, given, plan, shown)
     with _showing("searching what fits") as progress:
         largest = advice.largest_that_fit(plan, subject, given, progress)
-    changes = tuple(dataclasses.replace(change, text=words(change.text)) for change in tried)
-    return dataclasses.replace(plan, changes=changes, largest=largest)
+    changes = tuple(dataclasses.replace(change, text=words(change.text)) for change in tried.changes)
+    return dataclasses.replace(plan, changes=changes, failed=tried.failed, largest=largest)
 
 
 def _search(options: argparse.Namespace, subject: Subject, given: TrainingSetup) -> int:
@@ -90,7 +102,8 @@ def _search(options: argparse.Namespace, subject: Subject, given: TrainingSetup)
     print(describe_found(found))
     if found.plan is not None:
         print()
-        print(describe(found.plan))
+        print(describe(found.plan, is_verbose=options.verbose))
+        print(caveat(is_verbose=options.verbose))
     if options.json is not None:
         write_text(options.json, found.to_json(), "--json")
     if found.plan is None and options.html is not None:
@@ -174,6 +187,7 @@ def _arrange(options: argparse.Namespace) -> tuple[Subject, TrainingSetup]:
         max_norm=options.max_grad_norm or None,
         device_memory=options.device_memory,
         host_memory=options.host_memory,
+        host_cores=options.host_cores,
         settings=settings_of(options.set),
         adapters=_adapters(options),
     )
@@ -214,6 +228,7 @@ def _arrange_script(options: argparse.Namespace) -> tuple[Subject, TrainingSetup
         world_size=options.processes,
         device_memory=options.device_memory,
         host_memory=options.host_memory,
+        host_cores=options.host_cores,
         settings=settings_of(options.set),
     )
 

@@ -63,11 +63,11 @@ def run(options: argparse.Namespace) -> int:
     """Runs the program with the classes of this package in place; see [Note: unchanged scripts].
 
     Returns:
-        0; 1 if an error of this package ended the program, whose traceback is printed.
+        0; 2 if a setting cannot work, and 1 if another error of this package ended the program. Its first line is
+        printed, with the line of the program at which it happened.
 
     Raises:
-        ConfigError: If an argument makes no sense, a library was imported before or has moved a name, or settings
-            cannot work.
+        ConfigError: If an argument makes no sense, or a library was imported before or has moved a name.
         SystemExit: If the program ends itself.
         Exception: What the program raises.
     """
@@ -86,12 +86,17 @@ def run(options: argparse.Namespace) -> int:
     with _inherited(defaults) if options.inherit else contextlib.nullcontext():
         try:
             run_program(program)
-        except ConfigError:
-            raise
-        except PatrickStarError:
-            traceback.print_exc()  # a script's own error, which says where in the script it was
-            return 1
+        except PatrickStarError as error:
+            said = str(error).splitlines()[0]
+            print(f"hf-patrickstar run: {_place(error, program[0])}{said}", file=sys.stderr)
+            return 2 if isinstance(error, ConfigError) else 1
     return 0
+
+
+def _place(error: PatrickStarError, path: str) -> str:
+    """The last line of the program that an error came through, as the beginning of a sentence."""
+    own = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    return f"{path}, line {own[-1]}: " if own else ""
 
 
 @contextlib.contextmanager

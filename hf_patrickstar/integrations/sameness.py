@@ -1,7 +1,7 @@
 """Whether two recorded trainings are the same: losses, gradient norms, and all parameters and buffers, by their bits.
 
 [Note: close in 16 bits]
-In 16-bit, plain training and training in chunks need not have the same bits (docs/precision.md): a model that was
+In 16-bit, plain training and training in chunks need not have the same bits (docs/live_model.md): a model that was
 loaded in 16 bits has fp32 masters in chunks and none in the stock Trainer, and an operator that autocast does not know
 gets rounded parameters in chunks. Such runs are *close* if each of these holds:
 

@@ -65,7 +65,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         """Logs as the Trainer does; with a training loss, callbacks also get figures of the engine.
 
         ``patrickstar_logging`` selects the figures: by default a console gets at most three, and all other callbacks
-        (``report_to``) get all that docs/logs.md lists. Counts and moved bytes are means per optimizer step since the
+        (``report_to``) get all that docs/report.md lists. Counts and moved bytes are means per optimizer step since the
         last such log; sizes are in bytes. ``log_history`` gets none, so that a resumed run has the same history. With
         ``patrickstar_report`` they are recorded, too.
 

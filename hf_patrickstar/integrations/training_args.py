@@ -25,12 +25,10 @@ class PatrickStarArgumentsMixin:
         patrickstar: Train with model data in chunks.
         patrickstar_config: Settings of the engine: a dictionary, JSON text, or the path of a JSON file; see
             ``PatrickStarConfig`` for the keys.
-        patrickstar_logging: What is logged of the engine with each training loss. ``"brief"``: a console shows three
-            figures, every other callback (those of ``report_to``) gets all of them under the names in docs/logs.md.
-            ``"all"``: a console shows all too. ``"off"``: nothing. ``log_history`` never has any. Unless it is
-            ``"off"``, a console also shows what is expected before the run, and what the run came to.
-        patrickstar_report: Record in the cache (``HF_ASSETS_CACHE``) what ``hf-patrickstar report OUTPUT_DIR`` shows:
-            about a KiB for each log of a training loss, by one process. ``output_dir`` gets nothing of it.
+        patrickstar_logging: How many figures of the engine are logged with each training loss; docs/report.md lists
+            them. ``log_history`` never has any.
+        patrickstar_report: Whether a run records in the cache (``HF_ASSETS_CACHE``) what ``hf-patrickstar report
+            OUTPUT_DIR`` shows. ``output_dir`` gets nothing of it.
 
     Raises:
         ConfigError: If arguments cannot work together.
@@ -159,12 +157,10 @@ class PatrickStarTrainingArguments(PatrickStarArgumentsMixin, TrainingArguments)
         patrickstar: Train with model data in chunks.
         patrickstar_config: Settings of the engine: a dictionary, JSON text, or the path of a JSON file; see
             ``PatrickStarConfig`` for the keys.
-        patrickstar_logging: What is logged of the engine with each training loss. ``"brief"``: a console shows three
-            figures, every other callback (those of ``report_to``) gets all of them under the names in docs/logs.md.
-            ``"all"``: a console shows all too. ``"off"``: nothing. ``log_history`` never has any. Unless it is
-            ``"off"``, a console also shows what is expected before the run, and what the run came to.
-        patrickstar_report: Record in the cache (``HF_ASSETS_CACHE``) what ``hf-patrickstar report OUTPUT_DIR`` shows:
-            about a KiB for each log of a training loss, by one process. ``output_dir`` gets nothing of it.
+        patrickstar_logging: How many figures of the engine are logged with each training loss; docs/report.md lists
+            them. ``log_history`` never has any.
+        patrickstar_report: Whether a run records in the cache (``HF_ASSETS_CACHE``) what ``hf-patrickstar report
+            OUTPUT_DIR`` shows. ``output_dir`` gets nothing of it.
 
     Source: the design of ``transformers.TrainingArguments``; the settings are those of PatrickStar sections 6 and 8.
 

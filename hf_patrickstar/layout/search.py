@@ -64,6 +64,8 @@ def check_fits(
     limits: Sequence[Limit] = (),
     world_size: int = 1,
     staging_nbytes: Callable[[int, str], int] = lambda chunk_numel, dtype: 0,
+    *,
+    is_smallest: bool = False,
 ) -> int:
     """Checks that the device can hold the largest working set of a layout.
 
@@ -74,6 +76,7 @@ def check_fits(
         limits: The settings that ``device_nbytes`` comes from, for the error; ``device_budget`` alone by default.
         world_size: Processes that share the chunks of the layout, for the error.
         staging_nbytes: Bytes of scratch space to reduce groups, from the elements of a chunk and their type.
+        is_smallest: Whether no other chunks need less.
 
     Returns:
         The bytes of the largest working set and of the gradients beside it, together.
@@ -93,7 +96,11 @@ def check_fits(
             f"{short.subject} for module '{module.name}' ({module.class_name}): its {what} need "
             f"{format_need(need - gradients)} on the compute device at once{beside}, {format_need(device_nbytes)} are "
             f"available for chunks. Its parameters alone are {format_need(own)}. "
-            + short.advise(f"lower chunk_numel (now {layout.chunk_numel}; 'auto' searches for one that fits)")
+            + short.advise(
+                "use 16-bit parameters (--bf16) if they are not, since no smaller chunks help"
+                if is_smallest
+                else f"lower chunk_numel (now {layout.chunk_numel}; 'auto' searches for one that fits)"
+            )
             + (_BRANCHES if world_size > 1 else "")
         )
     return need
@@ -254,7 +261,7 @@ def search_layout(
     fitting = [item for item in found if item.fits(device_nbytes)]
     if not fitting:
         smallest = min(found, key=lambda item: item.need_nbytes)
-        check_fits(smallest.layout(), modules, device_nbytes, limits, world_size, staging_nbytes)
+        check_fits(smallest.layout(), modules, device_nbytes, limits, world_size, staging_nbytes, is_smallest=True)
     if device_nbytes is not None:
         itemsize = _mean_itemsize(tensors)
         most_numel = max(_total_numel(tensors, on_host) // _MODEL_SHARE, ALIGNMENT_NUMEL)

@@ -1,7 +1,11 @@
 """What to change about a plan: each change is planned, and named with what it would bring."""
 
 import dataclasses
+import functools
+import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from hf_patrickstar.errors import ConfigError, EngineError
 from hf_patrickstar.machine import find_machine
@@ -11,7 +15,7 @@ from hf_patrickstar.planner.plan import Plan, TriedChange
 from hf_patrickstar.planner.planning import TrainingSetup, arrange_machine, plan_if_fits
 from hf_patrickstar.planner.search import Goal, Progress, search_below
 from hf_patrickstar.planner.subject import Subject, with_batch
-from hf_patrickstar.units import format_nbytes
+from hf_patrickstar.units import GIB, MIB, format_nbytes
 
 MOST = 3
 _MOST_PARTS = 16
@@ -21,19 +25,45 @@ _WORTH = 1.02
 """A change that makes a step less than 2 % faster is not named."""
 
 
+Setup = tuple[Subject, TrainingSetup]
+"""What is trained, and how."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Change:
     """One change of how a model is trained.
 
     Attributes:
         text: What to do.
-        subject: The model and its batches then.
-        training: How it is trained then.
+        option: The option of the command that does it.
+        apply: What is trained, and how, after it.
     """
 
     text: str
-    subject: Subject
-    training: TrainingSetup
+    option: str
+    apply: Callable[[Setup], Setup]
+
+    def __add__(self, other: "Change") -> "Change":
+        """Both changes, one after the other."""
+        return Change(
+            f"{self.text}, and {other.text}",
+            f"{self.option} {other.option}",
+            lambda setup: other.apply(self.apply(setup)),
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Advice:
+    """What was tried.
+
+    Attributes:
+        changes: The changes that are worth most, the best first.
+        failed: Options with which the training does not fit, where it does not fit without; no option is both here and
+            in ``changes``.
+    """
+
+    changes: tuple[TriedChange, ...]
+    failed: tuple[str, ...] = ()
 
 
 def advise(
@@ -41,8 +71,10 @@ def advise(
     training: TrainingSetup,
     plan: Plan,
     progress: Callable[[list[Change]], Iterable[Change]] = lambda changes: changes,
-) -> tuple[TriedChange, ...]:
+) -> Advice:
     """Plans changes and returns those that are worth most, the best first.
+
+    Where a training does not fit, pairs of changes are tried if no single one makes it fit, and more memory is tried.
 
     Args:
         subject: The model and its batches.
@@ -50,18 +82,31 @@ def advise(
         plan: Its plan.
         progress: Shows that the changes are being planned.
     """
-    found = []
-    for change in progress(list(changes(subject, training, plan))):
-        try:
-            other = plan_if_fits(change.subject, change.training)
-        except (ConfigError, EngineError):  # it is not for this model, or no step follows its plan
-            continue
-        if other is None or other.speed is None:
-            continue
-        gain = None if plan.speed is None else other.speed.tokens_per_s / plan.speed.tokens_per_s
-        if gain is None or gain > _WORTH:
-            found.append(TriedChange(change.text, other.speed.tokens_per_s, gain))
-    return tuple(sorted(found, key=lambda tried: -tried.tokens_per_s)[:MOST])
+    setup = subject, training
+    found: list[TriedChange] = []
+    failed: list[str] = []
+
+    def tried(options: list[Change]) -> bool:
+        for change in progress(options):
+            try:
+                other = plan_if_fits(*change.apply(setup))
+            except (ConfigError, EngineError):  # it is not for this model, or no step follows its plan
+                continue
+            if other is None or other.speed is None:
+                failed.append(change.option)
+                continue
+            gain = None if plan.speed is None else other.speed.tokens_per_s / plan.speed.tokens_per_s
+            if gain is None or gain > _WORTH:
+                found.append(TriedChange(f"{change.text} ({change.option})", other.speed.tokens_per_s, gain))
+        return bool(found)
+
+    single = list(changes(subject, training, plan))
+    if not tried(single) and not plan.fits:
+        tried([one + other for one, other in itertools.combinations(single, 2)])
+    if not plan.fits:
+        tried(list(_more_memory(plan)))
+    best = sorted(found, key=lambda change: -change.tokens_per_s)[:MOST]
+    return Advice(tuple(best), () if plan.fits else tuple(failed))
 
 
 def largest_that_fit(
@@ -98,47 +143,78 @@ def changes(subject: Subject, given: TrainingSetup, plan: Plan) -> Iterator[Chan
         given: How it is trained.
         plan: Its plan.
     """
-    yield from _of_activations(subject, given, plan)
-    yield from _of_batches(subject, given, plan)
-    yield from _of_budgets(subject, given)
-    num = given.machine.num_devices
-    if given.world_size < num:
-        more = dataclasses.replace(given, world_size=num)
-        yield Change(f"a process on every device (--processes {num}), of the same batch each", subject, more)
-    if subject.can_have_adapters and has_peft():
-        text = f"train adapters over a frozen model, which trains other weights (--lora r={_RANK},targets=all-linear)"
-        adapters = {"peft_type": "LORA", "r": _RANK, "target_modules": "all-linear"}
-        yield Change(text, dataclasses.replace(subject, adapters=adapters), given)
-
-
-def _of_activations(subject: Subject, given: TrainingSetup, plan: Plan) -> Iterator[Change]:
-    if not subject.checkpointing:
-        again, double = dataclasses.replace(subject, checkpointing=True), 2 * subject.batch_size
-        yield Change("compute activations again in backward (--gradient-checkpointing)", again, given)
-        if plan.fits:
-            text = f"the same with a batch of {double} (--gradient-checkpointing --batch-size {double})"
-            yield Change(text, with_batch(again, double, subject.length), given)
-    elif plan.fits:
-        kept = dataclasses.replace(subject, checkpointing=False)
-        yield Change("keep activations (without --gradient-checkpointing)", kept, given)
-
-
-def _of_batches(subject: Subject, given: TrainingSetup, plan: Plan) -> Iterator[Change]:
     batch, num = subject.batch_size, given.num_micro_batches
+    recomputes = Change("recompute activations", "--gradient-checkpointing", _checkpointing(True))
+    if not subject.checkpointing:
+        yield recomputes
+        if plan.fits:
+            yield recomputes + _with_batch(2 * batch)
+    elif plan.fits:
+        yield Change("keep all activations", "without --gradient-checkpointing", _checkpointing(False))
     if plan.fits:
-        twice = with_batch(subject, 2 * batch, subject.length)
-        yield Change(f"twice the batch (--batch-size {2 * batch})", twice, given)
-        more = dataclasses.replace(given, num_micro_batches=4 * num)
-        yield Change(f"four times as many micro-batches for each update (--accumulation {4 * num})", subject, more)
+        yield _with_batch(2 * batch)
+        yield _accumulating(4 * num)
     elif batch > 1:
         size, parts = _divided(batch)
-        words = f"--gradient-checkpointing --batch-size {size} --accumulation {parts * num}"
-        tokens = "the same tokens"
-        if size * parts != batch:
-            tokens = f"about {tokens} ({size * parts} sequences for {batch})"
-        text = f"{tokens} in smaller micro-batches ({words}), computed again in backward"
-        small = with_batch(dataclasses.replace(subject, checkpointing=True), size, subject.length)
-        yield Change(text, small, dataclasses.replace(given, num_micro_batches=parts * num))
+        yield _with_batch(size) + _accumulating(parts * num)
+    yield from _of_budgets(given)
+    num_devices = given.machine.num_devices
+    if given.world_size < num_devices:
+        text = f"train on all {num_devices} devices, with the same batch on each"
+        yield Change(text, f"--processes {num_devices}", _training(world_size=num_devices))
+    if subject.can_have_adapters and has_peft():
+        adapters = {"peft_type": "LORA", "r": _RANK, "target_modules": "all-linear"}
+        text = "train LoRA adapters over the frozen model instead of its own weights"
+        yield Change(text, f"--lora r={_RANK},targets=all-linear", _subject(adapters=adapters))
+
+
+def _subject(**fields: Any) -> Callable[[Setup], Setup]:
+    return lambda setup: (dataclasses.replace(setup[0], **fields), setup[1])
+
+
+def _training(**fields: Any) -> Callable[[Setup], Setup]:
+    return lambda setup: (setup[0], dataclasses.replace(setup[1], **fields))
+
+
+def _checkpointing(is_on: bool) -> Callable[[Setup], Setup]:
+    return _subject(checkpointing=is_on)
+
+
+def _with_batch(size: int) -> Change:
+    def apply(setup: Setup) -> Setup:
+        return with_batch(setup[0], size, setup[0].length), setup[1]
+
+    return Change(f"use micro-batches of {size}", f"--batch-size {size}", apply)
+
+
+def _accumulating(num: int) -> Change:
+    return Change(f"accumulate {num} micro-batches per step", f"--accumulation {num}", _training(num_micro_batches=num))
+
+
+def _with_memory(field: str, option: str, nbytes: int, text: str) -> Change:
+    def apply(setup: Setup) -> Setup:
+        changed: dict[str, Any] = {field: nbytes}
+        machine = dataclasses.replace(setup[1].machine, **changed)
+        return setup[0], dataclasses.replace(setup[1], machine=machine)
+
+    return Change(text, option, apply)
+
+
+_MEMORY = (("device", "device_nbytes", "--device-memory"), ("host", "host_nbytes", "--host-memory"))
+
+
+def _more_memory(plan: Plan) -> Iterator[Change]:
+    """The memory that the plan says is enough, rounded up."""
+    short = []
+    for tier, field, option in _MEMORY:
+        use = plan.tiers[tier]
+        if use.missing_nbytes:
+            unit = GIB if use.need_nbytes >= 4 * GIB else MIB
+            size = -(-use.need_nbytes // unit)
+            words = f"{option} {size}{'GiB' if unit == GIB else 'MiB'}"
+            short.append(_with_memory(field, words, size * unit, f"more memory on the {tier}"))
+    if short and plan.shortage is None:
+        yield functools.reduce(operator.add, short)
 
 
 def _divided(batch: int) -> tuple[int, int]:
@@ -151,15 +227,15 @@ def _divided(batch: int) -> tuple[int, int]:
     return size, -(-batch // size)
 
 
-def _of_budgets(subject: Subject, given: TrainingSetup) -> Iterator[Change]:
+def _of_budgets(given: TrainingSetup) -> Iterator[Change]:
     """All that a known machine has, where less was given."""
     machine = given.machine
     try:
         whole = arrange_machine(find_machine(machine.name), given.world_size, None, None)
     except ConfigError:
         return
-    for field, option in (("device_nbytes", "--device-memory"), ("host_nbytes", "--host-memory")):
+    for tier, field, option in _MEMORY:
         there = getattr(whole, field)
         if getattr(machine, field) < there:
-            larger = dataclasses.replace(given, machine=dataclasses.replace(machine, **{field: there}))
-            yield Change(f"take all that the machine has (without {option}: {format_nbytes(there)})", subject, larger)
+            text = f"all memory of the {tier}, {format_nbytes(there)}"
+            yield _with_memory(field, f"without {option}", there, text)

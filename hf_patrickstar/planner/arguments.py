@@ -16,7 +16,7 @@ from hf_patrickstar.machine import Machine
 OF_THE_MACHINE = ("device_budget", "host_budget", "pin_memory", "machine")
 """Settings that say what there is, which the planned machine does."""
 _MAPPINGS = ("settings", "adapters")
-_WHOLE_NUMBERS = ("batch_size", "length", "num_micro_batches", "world_size")
+_WHOLE_NUMBERS = ("batch_size", "length", "num_micro_batches", "world_size", "host_cores")
 
 
 class Asked(TypedDict, total=False):
@@ -33,6 +33,7 @@ class Asked(TypedDict, total=False):
     max_norm: float | None
     device_memory: int | str | None
     host_memory: int | str | None
+    host_cores: int | None
     settings: Mapping[str, Any] | None
     adapters: Mapping[str, Any] | None
 

@@ -34,7 +34,7 @@ def plan(
         **asked: How it is trained.
             ``task``: what the model is trained for; by default what it was saved for.
             ``batch_size``: sequences of a micro-batch on each process; by default 1.
-            ``length``: tokens of a sequence; by default as many as the model has positions, at most 512.
+            ``length``: tokens of a sequence; by default as many as the model has positions, at most 4096.
             ``num_micro_batches``: micro-batches of a step; by default 1.
             ``world_size``: processes, each on a device of the machine; by default 1.
             ``checkpointing``: whether activations are computed again in backward; by default not.
@@ -44,6 +44,7 @@ def plan(
             ``device_memory``: bytes of the device that training may take; by default 95 % of what the machine has.
             ``host_memory``: bytes of the host that each process may take; by default 90 % of what the machine has for
             it.
+            ``host_cores``: cores of the host for each process; by default all that the machine has for it.
             ``settings``: further settings of the engine, as in ``patrickstar_config``.
             ``adapters``: fields of PEFT's ``adapter_config.json``: adapters, of LoRA by default, over a frozen model.
 
@@ -59,5 +60,5 @@ def plan(
     found, _ = plan_for_runs(subject, training)
     if not advice:
         return found
-    changes = advise(subject, training, found)
-    return dataclasses.replace(found, changes=changes, largest=largest_that_fit(found, subject, training))
+    tried, largest = advise(subject, training, found), largest_that_fit(found, subject, training)
+    return dataclasses.replace(found, changes=tried.changes, failed=tried.failed, largest=largest)

@@ -11,6 +11,7 @@ from hf_patrickstar.events import Listener, tell_nobody
 from hf_patrickstar.machine import CPU_TIER, Machine
 from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.resources import Resources
+from hf_patrickstar.units import format_budget
 
 
 def settings_for(machine: Machine) -> dict[str, Any]:
@@ -20,8 +21,8 @@ def settings_for(machine: Machine) -> dict[str, Any]:
         machine: The machine.
     """
     return {
-        "device_budget": machine.device_nbytes,
-        "host_budget": machine.host_nbytes,
+        "device_budget": format_budget(machine.device_nbytes),
+        "host_budget": format_budget(machine.host_nbytes),
         "pin_memory": False,  # what page-locking rounds up is not known of another machine
         # Without an accelerator it is as on the CPU tier, whose updates end before ``step()`` returns.
         "machine": machine if machine.has_accelerator else CPU_TIER,

@@ -17,7 +17,7 @@ class TierUse:
             budget; where it does not, it is the least that would do.
         owners: Bytes of each kind at the moment with the most bytes. Where the plan does not fit, those of a plan that
             has just the memory that would do.
-        moment: That moment, as in ``"backward of lm_head.weight"``; empty where all moments have as much.
+        moment: That moment, as in ``"backward of lm_head"``; empty where all moments have as much.
     """
 
     budget_nbytes: int
@@ -121,6 +121,7 @@ class Plan:
         remarks: What else one should know of the plan, in sentences.
         precision: The type of most parameters on the device, without ``torch.``.
         changes: What to change, the best first; ``None`` if nothing was tried.
+        failed: Options that were tried and with which the training does not fit, either.
         largest: The largest ``batch_size`` and the largest ``length`` that fit, each with the other as it was asked
             for, where a plan does not fit and fewer tokens may help; ``None`` under a name if not even 1 fits.
             ``None`` in all if nothing was searched.
@@ -145,6 +146,7 @@ class Plan:
     remarks: tuple[str, ...] = ()
     precision: str | None = None
     changes: tuple[TriedChange, ...] | None = None
+    failed: tuple[str, ...] = ()
     largest: Mapping[str, int | None] | None = None
 
     @property

@@ -34,7 +34,7 @@ from hf_patrickstar.tracing.fake import FakeTensors, fused_attention
 from hf_patrickstar.tracing.masks import masks_of_batches
 from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
 from hf_patrickstar.tracing.timing import OperatorTimes
-from hf_patrickstar.units import format_nbytes, format_need, parse_nbytes
+from hf_patrickstar.units import format_nbytes, format_need, parse_budget
 
 BESIDE = "other modules"
 """The kind of bytes on the device that modules beside the model take."""
@@ -149,6 +149,7 @@ def arrange(
     max_norm: float | None = 1.0,
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
+    host_cores: int | None = None,
     settings: Mapping[str, Any] | None = None,
     adapters: Mapping[str, Any] | None = None,
 ) -> tuple[Subject, TrainingSetup]:
@@ -164,7 +165,7 @@ def arrange(
             f"norm of gradients {max_norm}: it must be a positive number; use --max-grad-norm 0 (None in Python) for "
             "no clipping"
         )
-    found = arrange_machine(machine, world_size, device_memory, host_memory)
+    found = arrange_machine(machine, world_size, device_memory, host_memory, host_cores)
     find_optimizer(optimizer)
     settings = {"dtype": dtype, **(settings or {})}
     for tier in ("device", "host"):
@@ -174,15 +175,20 @@ def arrange(
                 f"--{tier}-memory ({tier}_memory in Python) to say how much of it training may take"
             )
     PatrickStarConfig.from_any(settings)  # checks keys and values before anything takes time
-    subject = find_subject(
-        model, task=task, batch_size=batch_size, length=length, checkpointing=checkpointing, adapters=adapters
-    )
+    with _quiet():
+        subject = find_subject(
+            model, task=task, batch_size=batch_size, length=length, checkpointing=checkpointing, adapters=adapters
+        )
     times = time_operators(world_size) if machine == THIS else None
     return subject, TrainingSetup(found, num_micro_batches, world_size, optimizer, max_norm, settings, times)
 
 
 def arrange_machine(
-    machine: str | Machine, world_size: int, device_memory: int | str | None, host_memory: int | str | None
+    machine: str | Machine,
+    world_size: int,
+    device_memory: int | str | None,
+    host_memory: int | str | None,
+    host_cores: int | None = None,
 ) -> Machine:
     """Finds a machine, and makes its memory what training may take; see ``plan``.
 
@@ -194,6 +200,10 @@ def arrange_machine(
         machine = dataclasses.replace(measured, name="this machine")
     found = find_machine(machine) if isinstance(machine, str) else machine
     found.check_processes(world_size)
+    if host_cores is not None:
+        if host_cores < 1:
+            raise ConfigError(f"cores of the host: must be at least 1, got {host_cores}")
+        found = found.with_cores(host_cores)
     return dataclasses.replace(
         found,
         device_nbytes=_share(device_memory, found.device_nbytes, DEVICE_SHARE, "device memory"),
@@ -209,7 +219,7 @@ def time_operators(world_size: int) -> OperatorTimes:
 
 
 def _share(given: int | str | None, nbytes: int, share: float, name: str) -> int:
-    return int(share * nbytes) if given is None else parse_nbytes(given, name)
+    return int(share * nbytes) if given is None else parse_budget(given, name)
 
 
 def plan_and_simulate(subject: Subject, training: TrainingSetup) -> tuple[Plan, Simulation | None]:
@@ -331,21 +341,21 @@ def _refusal(subject: Subject, given: TrainingSetup) -> Plan:
     """
     machine = given.machine
     roomy = dataclasses.replace(machine, host_nbytes=_PLENTY_NBYTES)
+
+    def with_device(nbytes: int) -> Plan | None:
+        return _fits(subject, given, dataclasses.replace(roomy, device_nbytes=nbytes))
+
     device_nbytes = machine.device_nbytes
-    if _fits(subject, given, roomy, placement="host") is None and _fits(subject, given, roomy) is None:
+    if with_device(device_nbytes) is None:
         endless = dataclasses.replace(roomy, device_nbytes=_PLENTY_NBYTES)
-        if _fits(subject, given, endless, placement="host") is None:
+        if _fits(subject, given, endless) is None:
             return _refusal_by_settings(subject, given, endless)
-        device_nbytes = _least(
-            lambda nbytes: _fits(subject, given, dataclasses.replace(roomy, device_nbytes=nbytes), placement="host"),
-            device_nbytes,
-        )
+        device_nbytes = _least(with_device, device_nbytes)
     larger = dataclasses.replace(machine, device_nbytes=device_nbytes)
     host_nbytes = machine.host_nbytes
 
     def with_host(nbytes: int) -> Plan | None:
-        asked = dataclasses.replace(larger, host_nbytes=nbytes)
-        return _fits(subject, given, asked) or _fits(subject, given, asked, placement="host")
+        return _fits(subject, given, dataclasses.replace(larger, host_nbytes=nbytes))
 
     enough = with_host(host_nbytes)
     if enough is None:
@@ -371,7 +381,7 @@ def _refusal_by_settings(subject: Subject, given: TrainingSetup, endless: Machin
     except BudgetError as error:
         shortage = str(error).splitlines()[0]
     settings = {key: value for key, value in given.settings.items() if key != "chunk_budget"}
-    enough = _fits(subject, dataclasses.replace(given, settings=settings), endless, placement="host")
+    enough = _fits(subject, dataclasses.replace(given, settings=settings), endless)
     if enough is None:
         raise ConfigError(
             f"batch of {subject.batch_size} x {subject.length}: a step takes more than "
@@ -404,26 +414,28 @@ def _least(fits: Callable[[int], Plan | None], there: int) -> int:
     return high
 
 
-def _fits(subject: Subject, given: TrainingSetup, machine: Machine, **settings: Any) -> Plan | None:
-    """The plan on a machine; ``None`` if there is none.
-
-    Args:
-        subject: What is trained.
-        given: How.
-        machine: Where.
-        **settings: Settings in place of those that were given.
-    """
-    settings = {**given.settings, **settings}
-    with contextlib.suppress(EngineError):  # steps do without plans where copies hardly have room
-        return plan_if_fits(subject, dataclasses.replace(given, machine=machine, settings=settings))
+def _fits(subject: Subject, given: TrainingSetup, machine: Machine) -> Plan | None:
+    """The plan on a machine, if need be with all chunks on the host; ``None`` if there is none."""
+    for settings in (given.settings, {**given.settings, "placement": "host"}):
+        with contextlib.suppress(EngineError):  # steps do without plans where copies hardly have room
+            found = plan_if_fits(subject, dataclasses.replace(given, machine=machine, settings=settings))
+            if found is not None:
+                return found
     return None
 
 
 def _simulate(subject: Subject, given: TrainingSetup, **settings: Any) -> Simulation:
+    with _explained(subject, given):
+        return _simulated(subject, given, settings)
+
+
+@contextlib.contextmanager
+def _explained(subject: Subject, given: TrainingSetup) -> Iterator[None]:
+    """Runs a model's code on tensors without values; an error in it becomes a ``ConfigError``."""
     attention = fused_attention() if given.machine.has_accelerator else contextlib.nullcontext()
     try:
         with _quiet(), attention, masks_of_batches(has_padding=subject.has_padding, is_packed=subject.is_packed):
-            return _simulated(subject, given, settings)
+            yield
     except Exception as error:  # what a model's code raises may be anything
         if isinstance(error, PatrickStarError) and not isinstance(error, TraceError):
             raise
@@ -469,7 +481,7 @@ def model_data_nbytes(subject: Subject, given: TrainingSetup) -> tuple[int, int]
         given: How.
     """
     machine = dataclasses.replace(given.machine, device_nbytes=_PLENTY_NBYTES, host_nbytes=_PLENTY_NBYTES)
-    with _quiet():
+    with _explained(subject, given):
         return model_data(_trained(subject, given, {"chunk_budget": "auto"}, _same(given)[1]), machine)
 
 

@@ -16,18 +16,20 @@ _FULL = 0.95
 """A lane that is busy for so much of a step has no time for more."""
 
 
-def describe_memory(num_parameters: int, nbytes: int, tiers_nbytes: int) -> str:
+def describe_memory(num_parameters: int, nbytes: int, tiers_nbytes: int, length: int | None = None) -> str:
     """What model data takes, which is known before a step is simulated.
 
     Args:
         num_parameters: Parameters of the model.
         nbytes: Bytes of model data of one process, optimizer states included.
         tiers_nbytes: Bytes that it may take on both tiers.
+        length: Tokens of a sequence, where nobody said how many.
     """
     fits = "" if nbytes <= tiers_nbytes else ", which is too little"
+    taken = "" if length is None else f" Sequences have {length} tokens (--seq-len)."
     return (
         f"Model data of {format_count(num_parameters)} parameters takes {format_nbytes(nbytes)}; device and host have "
-        f"{format_nbytes(tiers_nbytes)}{fits}."
+        f"{format_nbytes(tiers_nbytes)} together{fits}.{taken}"
     )
 
 
@@ -67,11 +69,12 @@ def describe_changes(plan: Plan) -> str:
         plan: The plan, with what was tried.
     """
     if plan.changes:
-        lines = ["What to change, each tried:" if plan.fits else "What would fit, each tried:"]
+        lines = ["Faster, each planned:" if plan.fits else "These changes fit, each planned:"]
         lines += [f"  {place}. {text}" for place, text in enumerate(changes_of(plan), 1)]
     else:
-        better = "makes a step faster by 2 % or more" if plan.fits else "fits"
-        lines = [f"None of the changes that were tried {better}."]
+        lines = ["No change was found that makes a step 2 % faster." if plan.fits else "No change was found that fits."]
+    if plan.failed:
+        lines.append(f"Does not fit either: {'; '.join(plan.failed)}.")
     return "\n".join([*lines, *largest_of(plan)])
 
 
@@ -83,7 +86,7 @@ def changes_of(plan: Plan) -> list[str]:
     """
     return [
         f"{change.text}: {change.tokens_per_s:,.0f} {plan.unit} per second"
-        + ("" if change.gain is None else f", {change.gain:.2f} times as fast")
+        + ("" if change.gain is None else f" ({change.gain:.2f} times as fast)")
         for change in plan.changes or ()
     ]
 
@@ -147,7 +150,7 @@ def headline(plan: Plan) -> str:
         parts.append(f"{plan.num_micro_batches} micro-batches")
     parts.append("gradient checkpointing" if plan.checkpointing else "all activations kept")
     where = f"{plan.world_size} processes on" if plan.world_size > 1 else "on"
-    verdict = "fits" if plan.fits else "does not fit: " + ", ".join(_missing(plan)) + _both_tiers(plan)
+    verdict = "fits" if plan.fits else "does not fit: " + ", ".join(_missing(plan))
     return f"{', '.join(parts)}, {where} {plan.machine}\n{verdict}"
 
 
@@ -159,14 +162,6 @@ def _missing(plan: Plan) -> Iterator[str]:
         yield plan.shortage
 
 
-def _both_tiers(plan: Plan) -> str:
-    uses = plan.tiers.values()
-    need, there = sum(use.need_nbytes for use in uses), sum(use.budget_nbytes for use in uses)
-    if need <= there:
-        return ""
-    return f"; {format_nbytes(need)} are needed on both tiers together, and {format_nbytes(there)} are there"
-
-
 def _memory(use: TierUse, *, fits: bool, is_verbose: bool) -> str:
     need = f"{format_nbytes(use.need_nbytes)} of {format_nbytes(use.budget_nbytes)}"
     if not fits and use.need_nbytes:
@@ -175,9 +170,11 @@ def _memory(use: TierUse, *, fits: bool, is_verbose: bool) -> str:
     for kind, nbytes in use.owners.items():
         name = kind if is_verbose else _KINDS.get(kind, "other")
         kinds[name] = kinds.get(name, 0) + nbytes
-    shown = [f"{name} {format_nbytes(kinds[name])}" for name in sorted(kinds, key=lambda name: -kinds[name])]
-    when = f" at the fullest moment ({use.moment})" if use.moment else ""
-    return f"{need}{when}" + (f": {', '.join(shown)}" if any(kinds.values()) else "")
+    shown = [
+        f"{name} {format_nbytes(kinds[name])}" for name in sorted(kinds, key=lambda name: -kinds[name]) if kinds[name]
+    ]
+    when = f" at the peak ({use.moment})" if use.moment else ""
+    return f"{need}{when}" + (f": {', '.join(shown)}" if shown else "")
 
 
 def _chunks(chunks: Chunks) -> str:

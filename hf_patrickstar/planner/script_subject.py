@@ -130,6 +130,7 @@ def arrange_script(
     world_size: int = 1,
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
+    host_cores: int | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> tuple[ScriptSubject, TrainingSetup]:
     """Runs a script up to its training, and finds what it trains and how; see [Note: planning a script].
@@ -143,6 +144,7 @@ def arrange_script(
             of what the machine has.
         host_memory: Bytes of the host that each process may take; by default ``host_budget`` of the script, or 90 % of
             what the machine has for it.
+        host_cores: Cores of the host for each process, where they are fewer than the machine has.
         settings: Settings of the engine that take the place of the script's.
 
     Raises:
@@ -151,7 +153,7 @@ def arrange_script(
     if world_size < 1:
         raise ConfigError(f"processes ({world_size}) must be at least 1")
     PatrickStarConfig.from_any(dict(settings or {}))  # checks keys and values before anything takes time
-    arrange_machine(machine if machine != THIS else "h100", world_size, device_memory, host_memory)
+    arrange_machine(machine if machine != THIS else "h100", world_size, device_memory, host_memory, host_cores)
     with tempfile.TemporaryDirectory(prefix="hf-patrickstar-plan-") as directory:
         subject, given = _find(path, arguments, directory)
     given |= settings or {}
@@ -160,6 +162,7 @@ def arrange_script(
         world_size,
         _unless_auto(device_memory, given.get("device_budget")),
         _unless_auto(host_memory, given.get("host_budget")),
+        host_cores,
     )
     beside = [tensor for module in subject.others.values() for tensor in module.parameters()]
     args = subject.trainer.args

@@ -145,11 +145,11 @@ class Simulation:
 
     @property
     def fullest_moment(self) -> str:
-        """The moment with the most bytes on the device, as in ``"backward of lm_head.weight"``."""
+        """The moment with the most bytes on the device, as in ``"backward of lm_head"``."""
         made, place, _ = self._fullest()
         part = "forward" if made.forward_ends and place < made.forward_ends[-1] else "backward"
         names = [name for name, _ in self.survey.chunks[made.visits[place].chunk_index].parameters]
-        return f"{part} of {names[0]}" if names else part
+        return f"{part} of {names[0].removesuffix('.weight')}" if names else part
 
     @property
     def host_nbytes(self) -> int:

@@ -32,7 +32,8 @@ TASKS: Mapping[str, Any] = {
 }
 """The classes of models by what they are trained for."""
 
-_LENGTH = 512
+_LENGTH = 4096
+"""Tokens of a sequence where nobody says how many, at most."""
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 _SIZES = (
     *("num_hidden_layers", "num_decoder_layers", "decoder_layers", "hidden_size", "num_attention_heads", "vocab_size"),
@@ -159,7 +160,7 @@ def find_subject(
             with some settings), or a configuration.
         task: A key of ``TASKS``; by default what the configuration was saved for, or is usual for the type.
         batch_size: See ``Subject``.
-        length: Tokens of a sequence; by default as many as the model has positions, at most 512.
+        length: Tokens of a sequence; by default as many as the model has positions, at most 4096.
         checkpointing: See ``Subject``.
         adapters: See ``Subject``.
 

@@ -165,9 +165,23 @@ class ChunkManager:
 
     @property
     def in_order_of_use(self) -> list[Chunk]:
-        """The chunks in the order in which the next forward comes to them; those that no step has visited come last."""
+        """The chunks in the order in which the next forward comes to them; those that no step has visited come last.
+
+        Embeddings that are looked up at home come first: steps do not visit their chunks.
+        """
         order, num = self.tracer.chunk_order, len(self.chunks)
-        places = sorted([(order.get(chunk.spec.index, num), place) for place, chunk in enumerate(self.chunks)])
+        first = {
+            place
+            for place, chunk in enumerate(self.chunks)
+            for tensor in chunk.tensors
+            if tensor.lookup != "device" and chunk.home is Tier.HOST
+        }
+        places = sorted(
+            [
+                (-1 if place in first else order.get(chunk.spec.index, num), place)
+                for place, chunk in enumerate(self.chunks)
+            ]
+        )
         return [self.chunks[place] for _, place in places]
 
     # Forward

@@ -130,9 +130,14 @@ class Estimate:
         reason = f"the host has no room for {len(spilled)} chunks, which live on the device; beside them {plan.reason}"
         return MarginPlan((*in_order(spilled, self.traces), *plan.chunk_indices), reason)
 
-    def _candidates(self, movable: Sequence[int], kept: frozenset[int]) -> tuple[int, ...]:
-        """What the margin has room for, beside chunks that are kept on the device; see ``fill_margin``."""
-        is_ahead = self.rules.prefetch_depth > 0
+    def _candidates(self, movable: Sequence[int], kept: frozenset[int], *, is_ahead: bool = False) -> tuple[int, ...]:
+        """What the margin has room for, beside chunks that are kept on the device; see ``fill_margin``.
+
+        Args:
+            movable: Chunks that may live there.
+            kept: Chunks that are at home on the device whatever happens.
+            is_ahead: Whether room is kept for a chunk that is brought in ahead.
+        """
         prefetched = [is_ahead * (work.gradient_nbytes + work.sent_nbytes) for work in self.works]
         return fill_margin(
             [self.nbytes[index] for index in movable],
@@ -148,7 +153,8 @@ class Estimate:
         self, movable: Sequence[int], candidates: Sequence[int], kept: frozenset[int], least: int = 0
     ) -> MarginPlan:
         chunks, name = [self.nbytes[index] for index in movable], self.rules.machine.name
-        return plan_margin(chunks, candidates, lambda inside: self.cost(inside | kept), name, least)
+        likely = len(self._candidates(movable, kept, is_ahead=True)) if self.rules.prefetch_depth else 0
+        return plan_margin(chunks, candidates, lambda inside: self.cost(inside | kept), name, least, likely)
 
     def _least_in_margin(self, candidates: Sequence[int], kept: frozenset[int], current: frozenset[int]) -> int | None:
         """How many candidates have to live in the margin so that the host has room for all else; ``None`` if too few.

@@ -9,9 +9,9 @@ from hf_patrickstar.schedule.placement import ChunkBytes
 from hf_patrickstar.schedule.trace import StepKind, Trace
 from hf_patrickstar.units import format_nbytes, format_seconds
 
-_NUM_PARTS = 8
-_LARGE = 4
-"""A chunk of more than so many times the usual bytes is large: that of an embedding or of a head, say."""
+_NUM_ROUNDS = 3
+_LARGE = 3
+"""A chunk of more than so many times the mean is large: that of an embedding or of a head, say."""
 _AS_FAST = 1.01
 """Steps whose times differ by less are equally fast: the clock knows computation only roughly."""
 
@@ -125,7 +125,7 @@ def fill_margin(
     ahead = _Highest([nbytes if index in moments else 0 for index, nbytes in enumerate(prefetched)])
     homed: list[int] = []
     taken = 0
-    large = _LARGE * statistics.median_low([chunk.param_nbytes for chunk in chunks]) if chunks else 0
+    large = _LARGE * statistics.mean([chunk.param_nbytes for chunk in chunks]) if chunks else 0
     for index in sorted(in_order(by_index, traces), key=lambda index: by_index[index].param_nbytes <= large):
         chunk = by_index[index]
         if index in kept:
@@ -176,13 +176,14 @@ def plan_margin(
     cost_of: Callable[[frozenset[int]], StepCost | None],
     machine_name: str,
     least: int = 0,
+    likely: int = 0,
 ) -> MarginPlan:
     """Decides how many of the chunks that fit the margin are worth it.
 
     A chunk in the margin neither crosses the bus nor is updated on the host. But the same bytes of the device could
-    keep parameters of several other chunks from forward to backward. So several numbers of chunks are compared by the
-    time of a step: none, half and all of them first, then those around the best. Of those that are equally fast, the
-    one that moves least is chosen.
+    keep parameters of several other chunks from forward to backward, or hold copies that are brought in ahead. So
+    several numbers of chunks are compared by the time of a step: none, half, all, and those around the best. Of those
+    that are equally fast, the one that moves least is chosen.
 
     Args:
         chunks: The bytes of every chunk that may move its home.
@@ -190,26 +191,27 @@ def plan_margin(
         cost_of: What a step costs if these chunks live in the margin; ``None`` if it cannot work.
         machine_name: Whose rates the times follow.
         least: So many of the candidates, the first ones, live there in any case: the host has no room for them.
+        likely: A number that is worth comparing, too.
     """
     sizes = {chunk.chunk_index: chunk.device_nbytes for chunk in chunks}
-    costs: dict[int, StepCost] = {}  # by how many parts of the candidates live in the margin
-    width = _NUM_PARTS // 2
-    parts = [0, width, _NUM_PARTS]
-    while parts:
-        for part in parts:
-            cost = cost_of(frozenset(candidates[: max(len(candidates) * part // _NUM_PARTS, least)]))
-            if cost is not None:
-                costs[part] = cost
-        if not costs:
+    costs: dict[int, StepCost | None] = {}  # by how many of the candidates live in the margin
+    most = len(candidates)
+    width = most / 2
+    counts = [0, int(width), likely, most]
+    for _ in range(_NUM_ROUNDS):
+        for count in {min(max(count, least), most) for count in counts} - costs.keys():
+            costs[count] = cost_of(frozenset(candidates[:count]))
+        known = {count: cost for count, cost in costs.items() if cost is not None}
+        if not known:
             return MarginPlan((), "the device margin is empty: the recorded steps leave no room")
-        limit_ns = min(cost.duration_ns for cost in costs.values()) * _AS_FAST
-        fast = [
-            (cost.moved_nbytes, cost.duration_ns, part) for part, cost in costs.items() if cost.duration_ns <= limit_ns
-        ]
-        chosen_part = min(fast)[-1]
-        width //= 2  # half way to its neighbours
-        parts = [part for part in (chosen_part - width, chosen_part + width) if width and 0 <= part <= _NUM_PARTS]
-    best, first, count = costs[chosen_part], costs[min(costs)], max(len(candidates) * chosen_part // _NUM_PARTS, least)
+        limit_ns = min(cost.duration_ns for cost in known.values()) * _AS_FAST
+        count = min(
+            (count for count, cost in known.items() if cost.duration_ns <= limit_ns),
+            key=lambda count: (known[count].moved_nbytes, known[count].duration_ns, count),
+        )
+        width /= 2  # half way to its neighbours
+        counts = [int(count - width), int(count + width)]
+    best, first = known[count], known[min(known)]
     chosen = tuple(candidates[:count])
     taken = format_nbytes(sum(sizes[index] for index in chosen))
     return MarginPlan(

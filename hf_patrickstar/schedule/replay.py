@@ -6,6 +6,7 @@ from hf_patrickstar.machine import Machine
 from hf_patrickstar.schedule.clock import Clock, Lane, Mark, Timeline
 from hf_patrickstar.schedule.plan import Plan
 from hf_patrickstar.schedule.script import (
+    Await,
     Begin,
     BlockingCopy,
     Entry,
@@ -24,6 +25,7 @@ from hf_patrickstar.schedule.script import (
 LOADS = "the update of a chunk that is loaded"
 LOADS_TOGETHER = "the update of a chunk that is gathered"
 WAITS_FOR_ARRIVAL = "the update of a chunk that is used"
+LOOKS_UP = "the update of a chunk whose rows are looked up"
 """What the host waits for where chunks are updated on the host."""
 
 
@@ -231,6 +233,8 @@ class _Replay:
                     self._sent.append(player.reduce(entry))
                 case Join(number):
                     clock.follow(Lane.COMPUTE, self._sent[number])
+                case Await(index):
+                    clock.wait(self._works.get(index, Mark()), LOOKS_UP)
                 case Begin(Part.FORWARD):
                     self._micro_batch += 1
                     self._moment = 0

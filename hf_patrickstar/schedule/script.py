@@ -150,6 +150,17 @@ class Reach:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Await:
+    """The host waits for the update of a chunk on the host: it reads rows of an embedding there.
+
+    Attributes:
+        chunk_index: The chunk.
+    """
+
+    chunk_index: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Begin:
     """A part of the step begins, in the order in which the host puts it into lanes.
 
@@ -160,7 +171,7 @@ class Begin:
     part: Part
 
 
-Entry = Kernel | HostWork | ThreadWork | BlockingCopy | Send | Reduce | Message | Join | Reach | Begin
+Entry = Kernel | HostWork | ThreadWork | BlockingCopy | Send | Reduce | Message | Join | Reach | Await | Begin
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

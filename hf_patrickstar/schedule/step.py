@@ -27,12 +27,14 @@ from hf_patrickstar.schedule.op_trace import (
     LeaveBackward,
     LeaveForward,
     LetGo,
+    LookedUp,
     Need,
     Note,
     OpTrace,
     Release,
 )
 from hf_patrickstar.schedule.script import (
+    Await,
     Begin,
     BlockingCopy,
     Entry,
@@ -207,6 +209,8 @@ class _Translation:
                     self._seen.add(index)
                 case LetGo(index):
                     self._seen.discard(index)
+                case LookedUp(index):
+                    self._script.append(Await(self._chunk_of[index]))
                 case Gradient():
                     self._take(note)
                 case EnterForward(is_inner=False):
@@ -438,7 +442,7 @@ def _update(ops: OpTrace, places: Places, rules: StepRules) -> Iterator[Entry]:
         yield BlockingCopy(_SUM_ITEMSIZE, False, True, "the norm of all gradients")
         if any(chunk.world_size > 1 for chunk in places.chunks):
             yield Message()
-    visited = (places.chunk_of[note.index] for note in ops.notes if isinstance(note, (Acquire, Need)))
+    visited = (places.chunk_of[note.index] for note in ops.notes if isinstance(note, (Acquire, Need, LookedUp)))
     order = dict.fromkeys(itertools.chain(visited, rules.updates))
     for index in order:
         work = rules.updates.get(index)

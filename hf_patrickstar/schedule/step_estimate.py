@@ -17,6 +17,7 @@ from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.schedule.bounds import ADAM_NBYTES
 from hf_patrickstar.schedule.script import (
+    Await,
     Begin,
     Entry,
     HostWork,
@@ -127,8 +128,12 @@ def estimate_script(traces: Sequence[Trace], works: Sequence[ChunkWork], *, over
         overlaps_update: Whether the host updates chunks beside what follows.
     """
     script: list[Entry] = [Begin(Part.UPDATE)]
-    order = dict.fromkeys(visit.chunk_index for trace in traces for visit in trace.visits)
+    visited = dict.fromkeys(visit.chunk_index for trace in traces for visit in trace.visits)
+    looked_up = [index for index, work in enumerate(works) if not (work.may_move or work.is_static)]
+    looked_up = [index for index in looked_up if works[index].own_numel and index not in visited]
+    order = [*looked_up, *visited]
     script += [_update(index, works[index], overlaps=overlaps_update) for index in order if works[index].own_numel]
+    script += [Await(index) for index in looked_up]
     number = itertools.count(len([entry for entry in script if isinstance(entry, ThreadWork)]))
     for trace in traces:
         script += _micro_batch(trace, works, number, accumulates=len(traces) > 1)

@@ -6,10 +6,10 @@ python scripts/site/configuration_page.py
 import ast
 import dataclasses
 import inspect
+import json
 import pathlib
 import re
 import textwrap
-from collections.abc import Iterable
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TARGET = ROOT / "docs" / "configuration.md"
@@ -18,7 +18,7 @@ ARGUMENTS = (ROOT / "hf_patrickstar" / "integrations" / "training_args.py", "Pat
 
 GROUPS = {
     "Memory": ("device_budget", "chunk_budget", "host_budget", "chunk_numel", "pin_memory"),
-    "What lives where, and what moves": (
+    "Placement and movement": (
         "placement",
         "eviction",
         "prefetch_depth",
@@ -34,21 +34,21 @@ GROUPS = {
 }
 """The settings in the order of the page."""
 
-TYPES = {
-    "bool": "`true` or `false`",
-    "bool | Literal['auto']": '`true`, `false` or `"auto"`',
-    "int | str": 'a whole number, or `"auto"`',
-    "str | Machine": "text",
-    "tuple[str, ...] | str": 'a list of texts, or `"auto"`',
-    "float": "a number",
-    "float | None": "a number, or `null`",
-    "dict[str, Any] | str | None": "JSON text, the path of a JSON file, or in Python a dictionary",
-    "Logging": '`"off"`, `"brief"` or `"all"`',
+VALUES = {
+    "bool": ("true", "false"),
+    "bool | Literal['auto']": ('"auto"', "true", "false"),
+    "int | str": ('"auto"', "a number of {unit}"),
+    "str | Machine": ('"auto"', "text"),
+    "tuple[str, ...] | str": ('"auto"', "a list of patterns"),
+    "float | None": ("a number of {unit}", "null"),
+    "dict[str, Any] | str | None": ("null", "JSON text", "the path of a JSON file"),
+    "Logging": ('"brief"', '"all"', '"off"'),
 }
+"""Of every type of a setting the values that it takes: as in JSON, or in words."""
 UNITS = {
-    "device_budget": 'bytes, also as text: `"8GiB"`',
-    "chunk_budget": 'bytes, also as text: `"8GiB"`',
-    "host_budget": 'bytes, also as text: `"8GiB"`',
+    "device_budget": 'bytes, such as `"8GiB"`',
+    "chunk_budget": "bytes",
+    "host_budget": "bytes",
     "chunk_numel": "elements",
     "prefetch_depth": "chunks",
     "host_threads": "threads",
@@ -56,15 +56,15 @@ UNITS = {
 }
 """Of every setting that may be a number, what is counted."""
 
+_JSON = {"True": "true", "False": "false", "None": "null"}
 _HEAD = """# Settings
 
-Every setting with its type, its default, its unit, and what it costs. Each default is right for most people, and none
-has to be set. `python scripts/site/configuration_page.py` writes this page from the source; a test compares them.
-
-Settings are given as JSON text, as the path of a JSON file, or in Python as a dictionary or a `PatrickStarConfig`:
+Each default is right for most people. Settings are JSON text, the path of a JSON file, or in Python a dictionary or a
+`PatrickStarConfig`:
 
 ```bash
-python recipes/finetune_clm.py ... --patrickstar --patrickstar_config '{"device_budget": "8GiB", "prefetch_depth": 4}'
+python recipes/finetune_clm.py ... --patrickstar \\
+    --patrickstar_config '{"device_budget": "8GiB", "prefetch_depth": 4}'
 ```
 
 <!-- run -->
@@ -75,9 +75,7 @@ config = PatrickStarConfig(device_budget="8GiB", prefetch_depth=4)
 assert config.device_budget == 8 * 1024**3
 ```
 
-A key that does not exist is an error that names the nearest one. Every `auto` explains its decision in one line of the
-log with `--log_level info`. The sections that are named are those of the paper (arXiv 2108.05818);
-[Concepts](concepts.md) explains their words.
+With `--log_level info` the log explains what each `"auto"` decided. Sections are those of the paper (arXiv 2108.05818).
 """
 
 
@@ -133,35 +131,36 @@ def write_page() -> str:
         raise ValueError(f"in one of GROUPS and the settings only: {sorted(set(grouped) ^ set(settings))}")
     lines = [_HEAD]
     for title, keys in GROUPS.items():
-        lines += [f"## {title}", "", *_table((settings[key] for key in keys), "")]
-        for key in keys:
-            lines += [f"### {key}", "", _wrapped(settings[key].text), ""]
-    lines += ["## Arguments of the Trainer", "", *_table(arguments.values(), "--")]
-    for key, argument in arguments.items():
-        lines += [f"### --{key}", "", _wrapped(argument.text), ""]
+        lines += [f"## {title}", "", *(line for key in keys for line in _entry(settings[key], ""))]
+    lines += ["## Arguments of the Trainer", "", *(line for each in arguments.values() for line in _entry(each, "--"))]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _table(settings: Iterable[Setting], dashes: str) -> list[str]:
-    rows = [
-        f"| [`{dashes}{each.name}`](#{dashes}{each.name}) | {_type(each)} | `{each.default}` | {_unit(each)} |"
-        for each in settings
-    ]
-    return ["| key | type | default | unit |", "|---|---|---|---|", *rows, ""]
+def _entry(setting: Setting, dashes: str) -> list[str]:
+    text = re.sub(r"`(True|False|None)`", lambda found: f"`{_JSON[found.group(1)]}`", setting.text)
+    return [f"### {dashes}{setting.name}", "", _values(setting), "", _wrapped(text), ""]
 
 
-def _type(setting: Setting) -> str:
+def _values(setting: Setting) -> str:
+    """What a setting takes, its default first."""
     choices = re.fullmatch(r"Literal\[(.*)\]", setting.annotation)
     if choices:
-        *first, last = [f'`"{choice}"`' for choice in ast.literal_eval(f"[{choices.group(1)}]")]
-        return f"{', '.join(first)} or {last}"
-    return TYPES[setting.annotation]
+        found = [f'"{choice}"' for choice in ast.literal_eval(f"[{choices.group(1)}]")]
+    else:
+        found = [*VALUES[setting.annotation]]
+        if re.search(r"\b(int|float)\b", setting.annotation) and setting.name not in UNITS:
+            raise ValueError(f"'{setting.name}' may be a number and has no unit")
+    known = [f"`{value}`" if _is_json(value) else value.format(unit=UNITS.get(setting.name, "")) for value in found]
+    default = f"`{setting.default}`"
+    return ", ".join([f"{default} (default)", *(value for value in known if value != default)])
 
 
-def _unit(setting: Setting) -> str:
-    if re.search(r"\b(int|float)\b", setting.annotation) and setting.name not in UNITS:
-        raise ValueError(f"'{setting.name}' may be a number and has no unit")
-    return UNITS.get(setting.name, "")
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _wrapped(text: str) -> str:
@@ -175,14 +174,7 @@ def _in_json(value: ast.expr | None) -> str:
     found = ast.literal_eval(value) if value is not None else None
     if isinstance(found, tuple):
         found = found[0] if len(found) == 1 else list(found)
-    names = {True: "true", False: "false", None: "null"}
-    return (
-        names[found]
-        if found is None or isinstance(found, bool)
-        else f'"{found}"'
-        if isinstance(found, str)
-        else str(found)
-    )
+    return json.dumps(found)
 
 
 def _described(docstring: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What the site has beside the pages of ``docs``: files that they link to, flow charts, and a place for each page."""
+"""What the site adds to the pages of ``docs``: files that they link to, flow charts, and the search for an error."""
 
 import itertools
 import logging
@@ -12,7 +12,9 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+from errors_page import DATA, PAGE, with_search, write_data
 from pictures import draw_flow
+from raised import Package
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 _OUTSIDE = re.compile(r"(\]\(|\]:\s*)\.\./([^)\s#]+)")
@@ -37,11 +39,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for file in files.documentation_pages():
         for number, text in enumerate(_FLOW.findall(file.content_string)):
             files.append(File.generated(config, _chart_name(file, number), content=draw_flow(text)))
+    files.append(File.generated(config, DATA, content=write_data(Package())))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Makes links out of ``docs`` lead to the copies that the site has, and flow charts pictures of the site."""
+    """Makes links out of ``docs`` lead to the copies that the site has, draws flow charts, and adds the search box."""
+    if page.file.src_uri == PAGE.name:
+        markdown = with_search(markdown)
     charts = (f"![flow chart]({_chart_name(page.file, number)})\n" for number in itertools.count())
     markdown = _FLOW.sub(lambda _: next(charts), markdown)
 

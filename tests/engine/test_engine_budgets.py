@@ -158,7 +158,8 @@ def test_chunks_with_a_home_in_the_margin_never_cross():
     stats = pair.engine.stats()
     margin = stats["chunks_in_margin"]
     assert 0 < margin < 10
-    assert rows[0]["chunk_moves"] == margin
+    assert margin <= rows[0]["chunk_moves"] <= 3 * margin, "what the first step shows may send some back"
+    assert rows[-1]["chunk_moves"] == 0
     assert stats["moved_home_to_device_nbytes"] >= margin * layer_nbytes
     assert rows[-1]["chunk_loads"] == 10 - margin
     assert rows[-1]["device_to_host_nbytes"] == (10 - margin) * LAYER_NUMEL * 4
@@ -613,3 +614,25 @@ def test_an_open_parameter_and_what_computes_with_it():
     with opened, pytest.raises(EngineError, match=r"'layers\.2\.weight' is open"):
         pair.ours(batch())
     pair.train(2)
+
+
+def test_embeddings_that_are_looked_up_at_home_are_updated_first():
+    """No step visits their chunks, and the next forward reads their rows first of all."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+            self.embed = nn.Embedding(20, WIDTH)
+
+        def forward(self, x):
+            x = self.embed(x)
+            for block in self.blocks:
+                x = block(x).tanh()
+            return x
+
+    pair = Pair(Model, "moving", settings={"cpu_embedding": True, "chunks": 3})
+    pair.train(2, loss=lambda model, seed: model(tokens(seed)).square().mean())
+    chunks = pair.engine.manager.in_order_of_use
+    assert [tensor.spec.name for tensor in chunks[0].tensors] == ["embed.weight"]
+    assert [chunk.spec.index for chunk in chunks[1:]] == sorted(chunk.spec.index for chunk in chunks[1:])

@@ -300,7 +300,7 @@ def test_the_machine_binds_where_no_setting_does(monkeypatch):
     monkeypatch.setattr(hf_patrickstar.resources, "resolve_budgets", lambda *args: dict(small))
     with pytest.raises(BudgetError, match=r"^the compute device has too little memory for module '.*") as caught:
         Training("gpt2")({})
-    assert "device_budget=auto is all that the machine has to give, so lower chunk_numel" in str(caught.value)
+    assert "all that the machine has to give, so use 16-bit parameters (--bf16)" in str(caught.value)
     assert not advice_of(caught.value)
     small[Tier.DEVICE], small[Tier.HOST] = 60_000, 5000
     with pytest.raises(BudgetError, match=r"^the host has too little memory for the model data") as caught:

@@ -5,8 +5,11 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 import hf_patrickstar
 
+pytestmark = pytest.mark.long
 ROOT = pathlib.Path(hf_patrickstar.__file__).parent.parent
 
 

@@ -12,7 +12,7 @@ from models import make_batch, make_model
 from oracle.training import make_training, record_step
 from trainers import smallest_budget
 
-from hf_patrickstar.machine import CPU_TIER, MACHINES, find_machine
+from hf_patrickstar.machine import CPU_TIER, find_machine
 from hf_patrickstar.schedule.clock import Lane
 
 NODE = find_machine("8xh100")

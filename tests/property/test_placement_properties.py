@@ -215,7 +215,7 @@ def test_the_margin_leaves_room_at_every_moment_and_holds_the_next_chunk_no_more
     if homed:
         assert margin_need(case, homed) <= device
     places = [[visit.chunk_index for visit in trace.visits] for trace in traces]
-    usual = 4 * statistics.median_low([chunk.param_nbytes for chunk in chunks])
+    usual = 3 * statistics.mean([chunk.param_nbytes for chunk in chunks])
     large = {index for index in movable if chunks[index].param_nbytes > usual}
 
     def first(index):

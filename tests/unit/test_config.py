@@ -3,6 +3,7 @@ import json
 
 import pytest
 
+from hf_patrickstar import units
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import ConfigError, PatrickStarError
 
@@ -182,6 +183,8 @@ def test_round_trip():
     ("key", "near"),
     [
         ("device_buget", "device_budget"),
+        ("gpu_budget", "device_budget"),
+        ("cpu_budget", "host_budget"),
         ("hostbudget", "host_budget"),
         ("chunk_size", "chunk_numel"),
         ("evict", "eviction"),
@@ -243,3 +246,16 @@ def test_other_types(source):
 def test_an_error_inside_a_file_names_the_setting():
     with pytest.raises(ConfigError, match="prefetch_depth: expected 'auto' or a number of chunks"):
         PatrickStarConfig.from_any('{"prefetch_depth": -1}')
+
+
+@pytest.mark.parametrize("name", ["device_budget", "host_budget", "chunk_budget"])
+def test_small_budgets_need_a_unit(name, monkeypatch):
+    """A number that is less than 1 MiB is a number of GiB that has no unit."""
+    monkeypatch.setattr(units, "LEAST_BUDGET_NBYTES", units.MIB)
+    for value in (24, "24", " 24 ", "24.5"):
+        with pytest.raises(ConfigError, match=rf"^{name}: \S+ is a number of bytes.*did you mean '[\d.]+GiB'"):
+            PatrickStarConfig(**{name: value})
+    for value, nbytes in (("24B", 24), ("64KiB", 65536), (2**20, 2**20), (str(2**20), 2**20)):
+        config = PatrickStarConfig(**{name: value})
+        assert getattr(config, name) == nbytes
+        assert PatrickStarConfig.from_any(json.dumps(config.to_dict())) == config

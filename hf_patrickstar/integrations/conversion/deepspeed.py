@@ -16,8 +16,8 @@ _SCALE = "The loss scale of --fp16 is dynamic, with the semantics and defaults o
 _QUANTIZED = "Quantized communication (ZeRO++) is not supported: values are sent in their own type."
 _OFFLOAD = "Model data is at home on the host where the device has no room; nothing has to be switched on."
 _PINNED = "Page-locked host memory; if parameters and optimizer states differ, true holds for both."
-_LOGS = "The Trainer reports; the figures of the engine go where --report_to says (docs/logs.md)."
-_PROFILE = "torch.profiler shows every load, eviction and update by name (docs/profiling.md)."
+_LOGS = "The Trainer reports; the figures of the engine go where --report_to says (docs/report.md)."
+_PROFILE = "torch.profiler shows every load, eviction and update by name (docs/report.md)."
 _DATA = "The data of the Trainer stays as it is."
 
 
@@ -263,7 +263,7 @@ _FEATURES = (
     gone("comms_logger", _PROFILE),
     gone("timers", _PROFILE),
     gone("wall_clock_breakdown", _PROFILE),
-    gone("memory_breakdown", "The log has peaks per tier (docs/logs.md)."),
+    gone("memory_breakdown", "The log has peaks per tier (docs/report.md)."),
     gone("dump_state", "hf-patrickstar report makes a page of a run."),
     gone("log_level", "--log_level of the Trainer says it."),
     gone("disable_python_gc", "The garbage collector of Python is left alone."),

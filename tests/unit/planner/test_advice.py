@@ -1,4 +1,6 @@
-"""Which changes are tried, and in which order they are named."""
+"""Which changes are tried, alone and in pairs, and what is said of them."""
+
+import dataclasses
 
 import pytest
 
@@ -6,15 +8,12 @@ from hf_patrickstar import plan_cache
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.planner import advice as module
 from hf_patrickstar.planner.advice import MOST, advise, changes
-from hf_patrickstar.planner.planning import arrange, plan_if_fits
+from hf_patrickstar.planner.planning import arrange, plan_and_simulate, plan_if_fits
+from hf_patrickstar.planner.screen import describe_changes
 from hf_patrickstar.units import MIB
 
 MODEL = "gpt2:n_layer=1,n_embd=64,n_head=2,vocab_size=128,n_positions=32"
-GIVEN = {
-    **{"task": None, "batch_size": 2, "length": 32, "num_micro_batches": 1, "world_size": 1, "checkpointing": False},
-    **{"dtype": "bf16", "optimizer": "adamw", "max_norm": 1.0, "settings": None},
-    **{"device_memory": 8 * MIB, "host_memory": 64 * MIB},
-}
+GIVEN = {"batch_size": 2, "length": 32, "device_memory": 8 * MIB, "host_memory": 64 * MIB}
 
 
 @pytest.fixture(scope="module")
@@ -23,83 +22,90 @@ def fitting():
     return subject, given, plan_if_fits(subject, given)
 
 
-def test_every_kind_of_change_is_tried(fitting):
-    texts = " ".join(change.text for change in changes(*fitting))
-    for word in (
-        "--gradient-checkpointing --batch-size 4",
-        "twice the batch (--batch-size 4)",
-        "--accumulation 4",
-        "without --device-memory: 76.00 GiB",
-        "without --host-memory: 230.40 GiB",
-        "--processes 8",
-        "--lora r=16,targets=all-linear",
-    ):
-        assert word in texts
+def test_every_kind_of_change_is_tried_and_is_what_it_says(fitting):
+    found = {change.option: change.apply(fitting[:2]) for change in changes(*fitting)}
+    assert found["--gradient-checkpointing"][0].checkpointing
+    subject, _ = found["--gradient-checkpointing --batch-size 4"]
+    assert (subject.checkpointing, subject.batch_size) == (True, 4)
+    assert found["--batch-size 4"][0].batch_size == 4
+    assert found["--accumulation 4"][1].num_micro_batches == 4
+    assert found["--processes 8"][1].world_size == 8
+    machine = found["without --device-memory"][1].machine
+    assert (machine.device_nbytes, machine.host_nbytes) == (int(0.95 * 80 * 1024 * MIB), 64 * MIB)
+    assert found["without --host-memory"][1].machine.host_nbytes == int(0.9 * 256 * 1024 * MIB)
+    lora, _ = found["--lora r=16,targets=all-linear"]
+    assert lora.adapters["r"] == 16
+    assert not lora.can_have_adapters
+    assert len(found) == 8
 
 
-def test_a_change_is_what_it_says(fitting):
-    found = {change.text.partition("(")[2]: change for change in changes(*fitting)}
-    (eight,) = [change for text, change in found.items() if "--processes" in text]
-    assert eight.training.world_size == 8
-    (device,) = [change for text, change in found.items() if "--device-memory" in text]
-    assert device.training.machine.device_nbytes == int(0.95 * 80 * 1024 * MIB)
-    assert device.training.machine.host_nbytes == 64 * MIB
-    (lora,) = [change for text, change in found.items() if "--lora" in text]
-    assert lora.subject.adapters["r"] == 16
-    assert not lora.subject.can_have_adapters
-
-
-@pytest.mark.parametrize(
-    ("batch", "size", "parts"), [(1000, 100, 10), (20, 2, 10), (32, 2, 16), (7, 1, 7), (34, 3, 12)]
-)
+@pytest.mark.parametrize(("batch", "size", "parts"), [(1000, 100, 10), (32, 2, 16), (7, 1, 7), (34, 3, 12)])
 def test_a_batch_that_does_not_fit_is_divided_into_equal_parts(batch, size, parts):
-    subject, given = arrange(MODEL, "8xh100", **{**GIVEN, "batch_size": batch, "num_micro_batches": 3})
+    setup = arrange(MODEL, "8xh100", **{**GIVEN, "batch_size": batch, "num_micro_batches": 3})
     refused = type("Refused", (), {"fits": False})()
-    (small,) = [change for change in changes(subject, given, refused) if "smaller micro-batches" in change.text]
-    assert (small.subject.batch_size, small.training.num_micro_batches) == (size, 3 * parts)
-    assert small.subject.checkpointing
-    assert f"(--gradient-checkpointing --batch-size {size} --accumulation {3 * parts})" in small.text
-    is_same = size * parts == batch
-    assert small.text.startswith(
-        "the same tokens in " if is_same else "about the same tokens (36 sequences for 34) in "
-    )
+    (small,) = [change for change in changes(*setup, refused) if "--batch-size" in change.option]
+    assert small.option == f"--batch-size {size} --accumulation {3 * parts}"
+    subject, training = small.apply(setup)
+    assert (subject.batch_size, training.num_micro_batches) == (size, 3 * parts)
 
 
 def test_the_three_with_the_largest_effect_are_named_in_their_order(fitting):
-    subject, given, plan = fitting
-    found = advise(subject, given, plan)
-    assert len(found) == MOST
-    gains = [advice.gain for advice in found]
+    found = advise(*fitting)
+    assert (len(found.changes), found.failed) == (MOST, ())
+    gains = [change.gain for change in found.changes]
     assert gains == sorted(gains, reverse=True)
-    assert "--processes 8" in found[0].text
+    assert "--processes 8" in found.changes[0].text
 
 
-def test_a_change_that_the_model_does_not_support_is_left_out(fitting, monkeypatch):
-    subject, given, plan = fitting
+def refused_by(monkeypatch, fits):
+    """A plan that does not fit, and plans of changes that fit where ``fits`` says so of a subject and a machine."""
+    setup = arrange(MODEL, "rtx4090", **{**GIVEN, "batch_size": 1, "device_memory": "64KiB"})
+    refused, _ = plan_and_simulate(*setup)
+    assert not refused.fits
+    good = plan_if_fits(*arrange(MODEL, "rtx4090", **GIVEN))
+    monkeypatch.setattr(module, "plan_if_fits", lambda *setup: good if fits(*setup) else None)
+    return dataclasses.replace(refused, changes=None), advise(*setup, refused)
 
+
+def test_pairs_are_tried_where_no_single_change_fits_and_what_failed_is_named(monkeypatch):
+    _, found = refused_by(monkeypatch, lambda subject, _: subject.checkpointing and subject.adapters)
+    (change,) = found.changes
+    assert change.text.endswith("(--gradient-checkpointing --lora r=16,targets=all-linear)")
+    assert {"--gradient-checkpointing", "--lora r=16,targets=all-linear", "without --device-memory"} < {*found.failed}
+    assert "--gradient-checkpointing without --device-memory" in found.failed
+
+
+def test_no_pair_is_tried_where_a_single_change_fits(monkeypatch):
+    _, found = refused_by(monkeypatch, lambda subject, _: subject.checkpointing)
+    assert [change.text for change in found.changes] == ["recompute activations (--gradient-checkpointing)"]
+    assert not any(option.count("--") > 1 for option in found.failed)
+
+
+def test_the_memory_that_is_enough_is_advice_that_was_tried(monkeypatch):
+    refused, found = refused_by(monkeypatch, lambda _, given: 64 * 1024 < given.machine.device_nbytes < 8 * MIB)
+    (change,) = found.changes
+    need = -(-refused.tiers["device"].need_nbytes // MIB)
+    assert change.text.endswith(f"(--device-memory {need}MiB)")
+
+
+def test_where_nothing_fits_everything_that_was_tried_is_named(monkeypatch):
+    refused, found = refused_by(monkeypatch, lambda *setup: False)
+    assert found.changes == ()
+    screen = describe_changes(dataclasses.replace(refused, changes=found.changes, failed=found.failed))
+    assert screen.startswith("No change was found that fits.\nDoes not fit either: --gradient-checkpointing; ")
+
+
+def test_changes_that_the_model_does_not_support_are_left_out(fitting, monkeypatch):
     def refuse(self, *args):
         raise ConfigError("this model does not support activation checkpointing")
 
-    monkeypatch.setattr(type(subject.make_model()), "gradient_checkpointing_enable", refuse)
-    monkeypatch.setattr(plan_cache, "read", lambda *args: None)  # others have planned the same
-    of_activations = {change.text for change in changes(*fitting) if "--gradient-checkpointing" in change.text}
-    found = {advice.text for advice in advise(subject, given, plan)}
-    assert found
-    assert not found & of_activations
+    monkeypatch.setattr(type(fitting[0].make_model()), "gradient_checkpointing_enable", refuse)
+    monkeypatch.setattr(plan_cache, "read", lambda *args: None)  # other tests have planned the same
+    found = advise(*fitting)
+    assert found.changes
+    assert not any("--gradient-checkpointing" in change.text for change in found.changes)
 
 
 def test_without_peft_adapters_are_not_tried(fitting, monkeypatch):
     monkeypatch.setattr(module, "has_peft", lambda: False)
-    assert not any("--lora" in change.text for change in changes(*fitting))
-
-
-def test_a_change_that_the_model_cannot_have_is_left_out(fitting, monkeypatch):
-    subject, given, plan = fitting
-
-    def plan_unless_adapted(changed, training):
-        if changed.adapters is not None:
-            raise ConfigError("these adapters cannot be added")
-        return plan_if_fits(changed, training)
-
-    monkeypatch.setattr(module, "plan_if_fits", plan_unless_adapted)
-    assert all("--lora" not in advice.text for advice in advise(subject, given, plan))
+    assert not any("--lora" in change.option for change in changes(*fitting))

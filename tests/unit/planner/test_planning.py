@@ -3,10 +3,10 @@
 import contextlib
 import dataclasses
 import io
+import itertools
 import json
 import logging
 import math
-import pathlib
 import re
 
 import pytest
@@ -21,10 +21,11 @@ from hf_patrickstar.cli.main import main
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import MACHINES, find_machine
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.planner.advice import advise
-from hf_patrickstar.planner.plan import TierUse
+from hf_patrickstar.planner.advice import Advice, advise
+from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse, TriedChange
 from hf_patrickstar.planner.planning import arrange, plan_and_simulate, plan_if_fits
 from hf_patrickstar.planner.screen import describe, describe_changes
+from hf_patrickstar.planner.search import Found
 from hf_patrickstar.units import MIB, format_nbytes
 
 MODEL = "gpt2:n_layer=3,n_embd=128,n_head=4,vocab_size=512,n_positions=64"
@@ -81,8 +82,8 @@ def test_it_says_what_was_decided_and_why(roomy, tight):
     assert any("chunk_numel=" in reason for reason in tight.chunks.reasons)
     assert any("at home on the host" in reason for reason in tight.chunks.reasons)
     assert not any("at home on the host" in reason for reason in roomy.chunks.reasons)
-    lines = describe(tight).splitlines()
-    assert f"decided   {tight.chunks.reasons[0]}" in lines
+    assert f"decided   {tight.chunks.reasons[0]}" in describe(tight, is_verbose=True).splitlines()
+    assert "decided" not in describe(tight)
 
 
 MOE = (
@@ -181,23 +182,25 @@ def test_what_does_not_fit_says_where_and_what_would(budgets, short):
     refused = plan(MODEL, "rtx4090", batch_size=2, **budgets)
     assert not refused.fits
     assert {name for name, use in refused.tiers.items() if use.missing_nbytes} == short
-    screen = describe(refused).splitlines()
+    screen = describe(refused, is_verbose=True).splitlines()
     assert "too little on the" in screen[1]
-    for name, use in refused.tiers.items():  # where the bytes go, each kind within what is enough for all
-        assert use.owners
-        assert all(0 <= nbytes <= use.need_nbytes for nbytes in use.owners.values())
-        (row,) = [number for number, line in enumerate(screen) if line.startswith(f"{name} ")]
+    for name, use in refused.tiers.items():  # where the bytes go at one moment, within what is enough for all
+        assert 0 < sum(use.owners.values()) <= use.need_nbytes
+        (row,) = [line for line in screen if line.startswith(f"{name} ")]
         need, budget = format_nbytes(use.need_nbytes), format_nbytes(use.budget_nbytes)
-        assert screen[row].split(maxsplit=1)[1] == f"needs at least {need} of {budget}"
-        kind, nbytes = max(use.owners.items(), key=lambda item: item[1])
-        assert screen[row + 1].strip().startswith(f"{kind} {format_nbytes(nbytes)}; ")
+        assert row.split(maxsplit=1)[1].startswith(f"needs {need} of {budget}")
+        assert all(f"{kind} {format_nbytes(nbytes)}" in row for kind, nbytes in use.owners.items() if nbytes)
     states = ("param", "master", "exp_avg", "exp_avg_sq")
     nbytes_at_home = sum(refused.tier(tier).owners.get(name, 0) for tier in Tier for name in states)
     assert nbytes_at_home >= 14 * NUM_PARAMETERS
     assert refused.tier(Tier.DEVICE).owners["non-model data"] > 0
-    if "device" in short:  # what it says is enough is enough
-        need = refused.tier(Tier.DEVICE).need_nbytes
-        assert plan(MODEL, "rtx4090", batch_size=2, device_memory=need, host_memory=64 * MIB).fits
+    # What it says is enough is enough, and 2 % less of either is not.
+    need = {f"{tier.value}_memory": refused.tier(tier).need_nbytes for tier in Tier}
+    need = {name: max(nbytes, budgets[name]) for name, nbytes in need.items()}
+    assert plan(MODEL, "rtx4090", batch_size=2, **need).fits
+    for name in short:
+        less = {**need, f"{name}_memory": int(0.98 * need[f"{name}_memory"])}
+        assert not plan(MODEL, "rtx4090", batch_size=2, **less).fits
 
 
 @pytest.mark.parametrize(
@@ -209,11 +212,11 @@ def test_what_does_not_fit_says_where_and_what_would(budgets, short):
     ],
     ids=["large embedding", "small", "accumulation"],
 )
-def test_the_least_memory_is_enough_and_a_tenth_less_is_not(model, changes):
+def test_the_least_memory_is_enough_and_2_percent_less_is_not(model, changes):
     need = plan(model, "rtx4090", **changes).tier(Tier.DEVICE).need_nbytes
     subject, given = arrange(model, "rtx4090", **{**ARGUMENTS, "batch_size": 1, **changes, "device_memory": need})
     assert plan_if_fits(subject, given) is not None
-    less = dataclasses.replace(given.machine, device_nbytes=int(0.9 * need))
+    less = dataclasses.replace(given.machine, device_nbytes=int(0.98 * need))
     assert plan_if_fits(subject, dataclasses.replace(given, machine=less)) is None
 
 
@@ -226,21 +229,15 @@ def test_what_is_short_of_a_little_needs_a_little_more():
 
 
 def test_the_least_of_the_host_is_what_the_device_cannot_hold():
-    """The plan with it fits, and one with 2 % less does not; the verdict has both sums."""
+    """The plan with it fits, and one with 2 % less does not."""
     small = {"batch_size": 2, "num_micro_batches": 2, "device_memory": 6 * MIB}
     refused = plan(MODEL, "rtx4090", **small, host_memory=4 * MIB)
     need = refused.tier(Tier.HOST).need_nbytes
     assert 0 < need < 0.9 * 18 * NUM_PARAMETERS, "all of it, which the device has room for in part"
     assert plan(MODEL, "rtx4090", **small, host_memory=need).fits
     assert not plan(MODEL, "rtx4090", **small, host_memory=int(0.98 * need)).fits
-    device = refused.tier(Tier.DEVICE)
-    assert 0.95 * 6 * MIB < device.need_nbytes <= 6 * MIB == device.budget_nbytes
-    both, there = format_nbytes(need + device.need_nbytes), format_nbytes(10 * MIB)
     verdict = describe(refused).splitlines()[1]
-    assert verdict == (
-        f"does not fit: {format_nbytes(need - 4 * MIB)} too little on the host; {both} are needed on both tiers "
-        f"together, and {there} are there"
-    )
+    assert verdict == f"does not fit: {format_nbytes(need - 4 * MIB)} too little on the host"
 
 
 def test_what_gradients_leave_through_is_no_larger_than_all_of_them():
@@ -253,12 +250,12 @@ def test_what_gradients_leave_through_is_no_larger_than_all_of_them():
 def test_chunks_that_may_take_too_little_are_what_is_short(nbytes, capsys):
     command = [*COMMAND, "--set", f"chunk_budget={nbytes}"]
     assert main(command) == 1
-    verdict, *others = capsys.readouterr().out.splitlines()[1:]
+    verdict, *others = capsys.readouterr().out.splitlines()[2:]
     assert verdict.startswith("does not fit: chunk_budget is too small for module 'transformer.")
     assert "Raise chunk_budget to at least " in verdict
     assert "too little on the" not in verdict
-    (row,) = [number for number, line in enumerate(others) if line.startswith("device    needs at least ")]
-    assert "non-model data " in others[row + 1]
+    (row,) = [line for line in others if line.startswith("device    needs ")]
+    assert "activations " in row
     value = verdict.partition("at least ")[2].split()[0]
     assert main([*COMMAND, "--set", f"chunk_budget={value}"]) == 0
 
@@ -268,8 +265,8 @@ def test_accumulation_and_processes():
     assert many.fits
     assert many.chunks.num_on_device == many.chunks.num, "all of it fits there"
     assert math.isclose(many.speed.tokens_per_s * many.speed.seconds, 2 * 64 * 4 * 2)
-    (line,) = [line for line in describe(many).splitlines() if line.startswith("moved ")]
-    assert line.endswith(f" per step, {format_nbytes(many.speed.sent_nbytes)} from each process to the others")
+    (line,) = [line for line in describe(many).splitlines() if line.startswith("copies ")]
+    assert line.endswith(f" per step, {format_nbytes(many.speed.sent_nbytes)} between processes")
     with pytest.raises(ConfigError, match="2 processes need as many devices, num_devices is 1"):
         plan(MODEL, "h100", world_size=2)
     with pytest.raises(ConfigError, match=r"processes \(0\) must be at least 1"):
@@ -281,7 +278,7 @@ def test_what_binds_several_processes_is_in_what_is_busy():
     found = plan(MODEL, slow, batch_size=2, world_size=2, settings={"placement": "host"})
     assert found.speed.binding in ("gathers", "reductions")
     assert found.speed.busy[found.speed.binding] == max(found.speed.busy.values())
-    (line,) = [line for line in describe(found).splitlines() if line.startswith("busy ")]
+    (line,) = [line for line in describe(found, is_verbose=True).splitlines() if line.startswith("busy ")]
     assert f"{found.speed.binding} {found.speed.busy[found.speed.binding]:.0%}" in line
 
 
@@ -313,15 +310,17 @@ def test_advice_is_planned():
     refused = plan_subject(subject, training)
     assert not refused.fits
     found = advise(subject, training, refused)
-    assert found
-    assert all(change.tokens_per_s > 0 and change.gain is None for change in found)
-    tried = dataclasses.replace(refused, changes=found)
-    assert "What would fit, each tried:\n  1. " in describe_changes(tried)
+    assert found.changes
+    assert all(change.tokens_per_s > 0 and change.gain is None for change in found.changes)
+    tried = dataclasses.replace(refused, changes=found.changes, failed=found.failed)
+    screen = describe_changes(tried)
+    assert screen.startswith("These changes fit, each planned:\n  1. ")
+    assert f"Does not fit either: {'; '.join(found.failed)}." in screen
     again = {**ARGUMENTS, "checkpointing": True}
     subject, training = arrange(MODEL, "rtx4090", **again)
     first = plan_subject(subject, training)
     found = advise(subject, training, first)
-    (kept,) = [change for change in found if change.text == "keep activations (without --gradient-checkpointing)"]
+    (kept,) = [change for change in found.changes if "(without --gradient-checkpointing)" in change.text]
     alone = plan_subject(dataclasses.replace(subject, checkpointing=False), training)
     assert kept.tokens_per_s == alone.speed.tokens_per_s
     assert kept.gain == alone.speed.tokens_per_s / first.speed.tokens_per_s > 1
@@ -343,16 +342,16 @@ def test_another_optimizer_is_named_and_clipping_only_where_it_is_done():
     assert bound.speed.binding == "host SGD"
     assert found.speed.clipped_seconds is None
     assert "Adam" not in describe(bound)
-    assert "clipped" not in describe(found)
+    assert "clipping" not in describe(found)
 
 
 def test_images_are_counted_as_images(capsys):
     vit = "vit:num_hidden_layers=1,hidden_size=16,num_attention_heads=2,intermediate_size=16,image_size=16,patch_size=8"
     assert main(["plan", vit, "--batch-size", "2", "--no-advice"]) == 0
     out = capsys.readouterr().out
-    assert ", image-classification, bf16, 2 images, activations kept" in out
+    assert ", image-classification, bf16, 2 images, all activations kept" in out
     assert " images per second" in out
-    assert "token" not in out
+    assert " tokens" not in out
 
 
 def test_images_that_do_not_fit_are_refused(capsys):
@@ -369,11 +368,15 @@ def test_the_command_prints_a_screen_and_writes_json(tight, tmp_path, capsys):
     path = tmp_path / "plan.json"
     assert main([*COMMAND, "--device-memory", "6MiB", "--json", str(path)]) == 0
     out, _ = capsys.readouterr()
-    lines = out.splitlines()
-    assert lines[0] == f"{MODEL}: 0.7 M parameters, causal-lm, bf16, 2 x 64 tokens, activations kept, on rtx4090"
-    assert lines[1] == "fits"
-    assert len(lines) < 30
-    assert out.rstrip() == describe(tight)
+    memory, first, verdict, *others = out.splitlines()
+    assert memory.startswith("Model data of 0.7 M parameters takes ")
+    assert memory.endswith(" Sequences have 64 tokens (--seq-len).")
+    assert first.startswith("gpt2:... (0.7 M parameters), causal-lm, bf16, 2 x 64 tokens, all activations kept, on rtx")
+    assert verdict == "fits"
+    assert describe(tight) in out
+    assert len(others) < 8
+    assert main([*COMMAND, "--device-memory", "6MiB", "--verbose"]) == 0
+    assert describe(tight, is_verbose=True) in capsys.readouterr().out
     found = json.loads(path.read_text())
     assert found["fits"] is True
     assert found["speed"]["to_host_nbytes"] == tight.speed.to_host_nbytes
@@ -399,6 +402,7 @@ def test_json_and_page_have_what_was_tried(crowded):
     assert found["largest"]["batch_size"] < 16
     assert found["largest"]["length"] < 64
     page = PageReader((folder / "p.html").read_text(encoding="utf-8"))
+    assert found["failed"]
     sentences = [
         *(f"{change['text']}: {change['tokens_per_s']:,.0f} tokens per second" for change in found["changes"]),
         f"The largest batch that fits with 64 tokens: {found['largest']['batch_size']} (--batch-size ",
@@ -418,74 +422,67 @@ def test_python_tries_changes_on_request(crowded):
     assert isinstance(tried, hf_patrickstar.Plan)
     assert isinstance(tried.changes[0], hf_patrickstar.TriedChange)
     alone = plan(MODEL, "rtx4090", **asked)
-    assert (alone.changes, alone.largest) == (None, None)
-    assert dataclasses.replace(tried, changes=None, largest=None) == alone
+    assert (alone.changes, alone.failed, alone.largest) == (None, (), None)
+    assert dataclasses.replace(tried, changes=None, failed=(), largest=None) == alone
 
 
-OPEN = ("settings", "tiers.device.owners", "tiers.host.owners", "speed.busy", "largest")
-"""Fields whose values have names that depend on the training."""
+@pytest.mark.parametrize("kind", [Plan, TierUse, Chunks, Speed, TriedChange, Found])
+def test_every_field_of_json_is_documented(kind):
+    documented = re.findall(r"^        (\w+): ", kind.__doc__, re.MULTILINE)
+    assert documented == [field.name for field in dataclasses.fields(kind)]
 
 
-def fields_in_json(value, prefix=""):
-    """The names of all fields, with dots between those that lie in each other."""
-    for name, inner in value.items():
-        path = f"{prefix}{name}"
-        if path in OPEN:
-            yield path
-            continue
-        parts = inner if isinstance(inner, list) else [inner]
-        if parts and all(isinstance(part, dict) for part in parts):
-            yield from fields_in_json(parts[0], f"{path}.")
-        else:
-            yield path
+def test_kinds_of_bytes_are_those_of_one_moment(tight):
+    device = tight.tier(Tier.DEVICE)
+    assert sum(device.owners.values()) == device.need_nbytes
+    assert device.moment.startswith(("forward of transformer.", "backward of transformer.", "backward of lm_head"))
+    (row,) = [line for line in describe(tight).splitlines() if line.startswith("device ")]
+    assert device.moment in row
+    assert f"activations {format_nbytes(device.owners['non-model data'])}" in row
 
 
-def test_every_field_of_json_is_in_the_table(crowded, tmp_path):
-    text = (pathlib.Path(__file__).parents[3] / "docs" / "plan.md").read_text()
-    told = re.findall(r"^\| `([\w.]+)` \|", text.split("## The fields of `--json`")[1].split("\n## ")[0], re.MULTILINE)
-    assert main([*COMMAND, "--device-memory", "6MiB", "--json", str(tmp_path / "p.json")]) == 0
-    assert main([*COMMAND, "--search", "max-batch", "--json", str(tmp_path / "s.json")]) == 0
-    fitting, refused, found = (
-        json.loads(path.read_text()) for path in (tmp_path / "p.json", crowded[0] / "p.json", tmp_path / "s.json")
+@pytest.mark.parametrize("cpu_embedding", [True, False])
+def test_more_memory_is_never_slower(cpu_embedding):
+    """Within a percent, for a model that does not wait for Python."""
+    model = (
+        "llama:num_hidden_layers=12,hidden_size=2048,num_attention_heads=16,num_key_value_heads=4,"
+        "intermediate_size=8192,vocab_size=32000"
     )
-    written = [*fields_in_json(fitting), *fields_in_json(refused), *fields_in_json({**found, "plan": None})]
-    written = [re.sub(r"^tiers\.(device|host)\.", "tiers.TIER.", name) for name in written]
-    assert sorted(told) == sorted(set(written))
+    given = {"length": 1024, "settings": {"cpu_embedding": cpu_embedding}}
+    for tier, sizes in (("device", (6, 7, 8, 9, 10, 12, 14)), ("host", (5, 6, 7, 8, 10, 16, 64))):
+        memory = {"device_memory": "8GiB", "host_memory": "64GiB"}
+        plans = [plan(model, "rtx4090", **given, **{**memory, f"{tier}_memory": f"{size}GiB"}) for size in sizes]
+        seconds = [found.speed.seconds for found in plans if found.fits]
+        assert len(seconds) > 3
+        assert all(more <= 1.01 * less for less, more in itertools.pairwise(seconds)), (tier, seconds)
 
 
-@pytest.mark.parametrize(
-    ("num", "end"),
-    [(6, "kind 5 5.00 MiB"), (7, "kind 6 4.00 MiB"), (8, "; 2 others 7.00 MiB"), (9, "; 3 others 9.00 MiB")],
-)
-def test_small_kinds_of_bytes_are_shown_together(tight, num, end):
-    owners = {f"kind {place}": (10 - place) * MIB for place in range(num)}
-    use = TierUse(99 * MIB, 90 * MIB, {**owners, "nothing": 0})
-    screen = describe(dataclasses.replace(tight, tiers={**tight.tiers, "device": use})).splitlines()
-    (row,) = [number for number, line in enumerate(screen) if line.startswith("device ")]
-    shown = screen[row + 1].strip()
-    assert shown.startswith("kind 0 10.00 MiB; kind 1 9.00 MiB; ")
-    assert shown.endswith(end)
-    assert shown.count("kind") == (num if num < 8 else 6)
+def test_fewer_cores_of_the_host_are_slower():
+    all_cores = plan(MODEL, "rtx4090", **TIGHT)
+    two = plan(MODEL, "rtx4090", **TIGHT, host_cores=2)
+    assert two.speed.seconds > all_cores.speed.seconds
+    with pytest.raises(ConfigError, match=r"cores of the host: must be at least 1, got 0"):
+        plan(MODEL, "rtx4090", host_cores=0)
 
 
 def test_the_plan_is_there_before_changes_are_tried(capsys, monkeypatch):
     told = []
 
     def advise(subject, training, plan, progress):
-        told.append(capsys.readouterr().out.rstrip() == describe(plan))
-        return []
+        told.append(describe(plan) in capsys.readouterr().out)
+        return Advice(())
 
     monkeypatch.setattr("hf_patrickstar.planner.advice.advise", advise)
     command = [word for word in COMMAND if word != "--no-advice"]
     assert main([*command, "--device-memory", "6MiB"]) == 0
     assert told == [True]
-    assert capsys.readouterr().out == "\nNone of the changes that were tried makes a step faster by 2 % or more.\n"
+    assert capsys.readouterr().out.startswith("No change was found that makes a step 2 % faster.\n")
 
 
 def test_it_says_when_the_host_has_the_most_to_do(tight):
     full = dataclasses.replace(tight.speed, busy={**tight.speed.busy, "host": 0.97})
-    (line,) = [line for line in describe(dataclasses.replace(tight, speed=full)).splitlines() if " binds" in line]
-    assert line.strip().startswith(f"the host binds, with Python, launches and its own arithmetic; {full.binding}: ")
+    (line,) = [line for line in describe(dataclasses.replace(tight, speed=full)).splitlines() if line[:5] == "limit"]
+    assert line.split(maxsplit=1)[1].startswith(f"Python and launches on the host; then {full.binding} (")
 
 
 def test_the_command_says_by_its_exit_status_that_it_does_not_fit(capsys):

@@ -294,7 +294,8 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     command = ["plan", "--machine", "rtx4090", "--device-memory", "1MiB", "--host-memory", "64MiB"]
     assert main([*command, "--no-advice", "--", script, *ARGUMENTS, "--output_dir", "mine", "--bf16", *CHUNKS]) == 0
     out, err = capsys.readouterr()
-    assert out.startswith("train.py: 42.3 K parameters, GPT2LMHeadModel, bf16, 2 x 16 tokens, activations kept, on rtx")
+    headline = "train.py (42.3 K parameters), GPT2LMHeadModel, bf16, 2 x 16 tokens, all activations kept, on rtx"
+    assert out.splitlines()[1].startswith(headline)
     assert "said" in err
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"], "nothing is written beside the script"
 
@@ -312,7 +313,7 @@ def test_what_fits_names_the_arguments_of_the_script(tmp_path, capsys, monkeypat
     assert (
         main([*command, "--", write_script(tmp_path, ""), *ARGUMENTS, "--output_dir", "mine", "--bf16", *CHUNKS]) == 1
     )
-    batch, length = capsys.readouterr().out.splitlines()[-2:]
+    batch, length = capsys.readouterr().out.splitlines()[-3:-1]
     assert re.fullmatch(r"The largest batch .*: (\d+) \(--per_device_train_batch_size \1\)", batch)
     assert re.fullmatch(r"The largest sequence .*: \d+ \(by the script's own option that cuts sequences\)", length)
 

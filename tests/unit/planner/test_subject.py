@@ -74,7 +74,8 @@ def test_activations_are_computed_again_if_that_is_asked_for():
 
 def test_the_usual_length_is_what_a_model_has_positions_for():
     assert find("gpt2:n_positions=64", length=None).length == 64
-    assert find("llama:", length=None).length == 512
+    assert find("llama:", length=None).length == 2048
+    assert find("llama:max_position_embeddings=131072", length=None).length == 4096
 
 
 def test_a_text_may_be_longer_than_a_name_of_a_file():
@@ -139,7 +140,7 @@ def test_a_name_that_cannot_be_reached_gets_a_sentence(monkeypatch):
 
 
 def test_a_model_without_a_limit_of_positions():
-    assert find("xlnet:n_layer=1", length=None).length == 512
+    assert find("xlnet:n_layer=1", length=None).length == 4096
 
 
 def test_a_configuration_of_the_caller_stays_as_it_is():

@@ -30,7 +30,7 @@ def test_the_committed_page_is_the_generated_one(page):
 
 def test_the_defaults_on_the_page_are_those_of_the_class(page):
     text = page.TARGET.read_text()
-    defaults = dict(re.findall(r"^\| \[`(\w+)`\].* \| `(.*)` \| .*\|$", text, re.MULTILINE))
+    defaults = dict(re.findall(r"^### (\w+)\n\n`(.*?)` \(default\)", text, re.MULTILINE))
     assert set(defaults) == {field.name for field in dataclasses.fields(PatrickStarConfig)}
     given = {key: json.loads(value) for key, value in defaults.items()}
     assert PatrickStarConfig.from_any(given) == PatrickStarConfig()
@@ -50,11 +50,11 @@ def test_a_setting_that_the_docstring_does_not_describe_is_an_error(page, tmp_pa
 
 
 def test_a_new_setting_needs_a_group_and_a_unit(page, tmp_path, monkeypatch):
-    monkeypatch.setattr(page, "SETTINGS", write_class(tmp_path, "fresh: float = 1.0", "fresh: Bytes."))
+    monkeypatch.setattr(page, "SETTINGS", write_class(tmp_path, "fresh: float | None = 1.0", "fresh: Bytes."))
     with pytest.raises(ValueError, match="'fresh'"):
         page.write_page()
     monkeypatch.setattr(page, "GROUPS", {"All": ("fresh",)})
     with pytest.raises(ValueError, match="'fresh' may be a number and has no unit"):
         page.write_page()
     monkeypatch.setattr(page, "UNITS", {"fresh": "bytes"})
-    assert "| [`fresh`](#fresh) | a number | `1.0` | bytes |" in page.write_page()
+    assert "### fresh\n\n`1.0` (default), a number of bytes, `null`\n\nBytes.\n" in page.write_page()

@@ -1,5 +1,6 @@
-"""``docs/errors.md`` has every error of the package, and every message for a user says what to do."""
+"""The search of ``docs/errors.md`` has every error of the package, and every message for a user says what to do."""
 
+import json
 import pathlib
 import re
 import sys
@@ -51,8 +52,29 @@ def package(page):
     return page.Package()
 
 
-def test_the_committed_page_is_the_generated_one(page, package):
-    assert page.TARGET.read_text() == page.write_page(package), "run python scripts/site/errors_page.py"
+def test_the_page_quotes_messages_that_exist(page, package):
+    text = page.PAGE.read_text()
+    quoted = dict(re.findall(r'^- "`(.*?)`" \(`(\w+)`\):', text, re.MULTILINE))
+    assert len(quoted) == 5
+    messages = [message.raised for message in page.read_messages(package)]
+    for part, kind in quoted.items():
+        assert any(part in raised.text and raised.kind == kind for raised in messages), part
+
+
+def test_the_site_can_search_every_message(page, package):
+    """The data is a script, since a browser reads no other file from a page that lies on a disk."""
+    start, end = "window.errorMessages = ", ";\n"
+    data = page.write_data(package)
+    assert data.startswith(start)
+    rows = json.loads(data.removeprefix(start).removesuffix(end))
+    assert len(rows) == len(page.read_messages(package)) > 200
+    assert [
+        "ConfigError",
+        "patrickstar_config: unknown key '<key>'",
+        "Did you mean '<near>'? Known: <field>.",
+    ] in rows
+    searched = page.with_search(page.PAGE.read_text())
+    assert f'<script src="{page.DATA}"></script>' in searched
 
 
 def test_every_message_of_the_package_says_what_to_do(page, package):
@@ -123,9 +145,3 @@ def test_messages_are_read_from_the_source(page, tmp_path, source, texts):
 )
 def test_the_remedy_is_where_a_clause_begins_with_an_imperative(page, text, remedy):
     assert page.take_apart(page.Raised("ConfigError", "module.py", text)).remedy == remedy
-
-
-def test_a_message_that_is_first_on_the_page_must_exist(page, package, monkeypatch):
-    monkeypatch.setattr(page, "FIRST", ("no message says this",))
-    with pytest.raises(ValueError, match="no message says this"):
-        page.write_page(package)

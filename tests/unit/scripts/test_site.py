@@ -5,6 +5,8 @@ import logging
 import pathlib
 import re
 import shutil
+import subprocess
+import urllib.parse
 
 import pytest
 
@@ -62,7 +64,18 @@ def test_search_needs_no_server(site):
     index = (site / "search" / "search_index.js").read_text()
     assert index.startswith("var __index = {")
     assert "deferred_weights" in index
-    assert "assets/iframe-worker.js" in (site / "memory.html").read_text()
+    assert "assets/iframe-worker.js" in (site / "configuration.html").read_text()
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+def test_the_page_of_errors_finds_a_message_with_its_values(site):
+    pasted = "ConfigError: patrickstar_config: unknown key 'device_bugdet'; did you mean 'device_budget'?"
+    address = f"{(site / 'errors.html').as_uri()}?error={urllib.parse.quote(pasted)}"
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    page = subprocess.run(["chromium", *options, address], capture_output=True, text=True, timeout=120).stdout
+    found = re.search(r'<ul id="error-list"><li>(.*?)</li>', page)[1]
+    assert "unknown key" in found
+    assert "Did you mean" in found
 
 
 def test_a_broken_link_fails(tmp_path, caplog):
@@ -70,8 +83,8 @@ def test_a_broken_link_fails(tmp_path, caplog):
 
     docs = tmp_path / "docs"
     shutil.copytree(ROOT / "docs", docs)
-    for text in ("[gone](nowhere.md)", "[gone](memory.md#nowhere)", "[gone](../nowhere.py)"):
-        (docs / "logs.md").write_text(f"# Logs\n\n{text}\n")
+    for text in ("[gone](nowhere.md)", "[gone](report.md#nowhere)", "[gone](../nowhere.py)"):
+        (docs / "broken.md").write_text(f"# Broken\n\n{text}\n")
         with pytest.raises(Abort), caplog.at_level(logging.WARNING, "mkdocs"):
             build_site(tmp_path / "site", docs)
         assert "nowhere" in caplog.text

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Runs checks that take minutes and rarely fail, in parts; scripts/test.sh has set up .venv. Arguments are names of parts,
+# or `today` for one of them by the day of the year, as .ci/run has it. Without arguments all parts run.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+parts=(wheel devices commands plans streams site rehearsal oldest)
+day=$((10#$(date +%j)))
+
+pytest() {
+    .venv/bin/python -m pytest -n 2 --dist loadgroup "$@"
+}
+
+run() {
+    echo "test_long.sh: $1"
+    case $1 in
+        wheel) pytest -m long tests/integration/test_wheel.py ;;
+        devices) pytest -m long tests/fake ;;
+        commands) pytest -m long tests/unit/cli tests/recipes ;;
+        plans) pytest -m long tests/unit/planner ;;
+        # Copies at random legal moments, and races are errors; the seed changes by the day.
+        streams) pytest --streams "simulated:$day" tests/integration tests/live tests/parity ;;
+        site) pytest -m long tests/unit/scripts ;;
+        # The check of a GPU, with tiny sizes on the CPU tier.
+        rehearsal) .venv/bin/python scripts/gpu_check.py --rehearse --seconds 900 ;;
+        # The lowest versions that setup.cfg allows.
+        oldest) bash scripts/test_oldest.sh tests/integration tests/gpu ;;
+        *)
+            echo "test_long.sh: there is no part '$1'; the parts are ${parts[*]}, or today" >&2
+            exit 2
+            ;;
+    esac
+}
+
+[ $# -gt 0 ] || set -- "${parts[@]}"
+status=0
+for part in "$@"; do
+    [ "$part" != today ] || part=${parts[$((day % ${#parts[@]}))]}
+    run "$part" || status=$?
+done
+exit "$status"
