@@ -27,7 +27,9 @@ from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.machine import MACHINES, find_machine
 from hf_patrickstar.planner.planning import make_adamw
 from hf_patrickstar.planner.simulation import Trained, simulate
-from hf_patrickstar.report.timeline import draw_lanes, new_figure, to_trace
+from hf_patrickstar.report.page import Page, render
+from hf_patrickstar.report.sections import time_of_step
+from hf_patrickstar.report.timeline import to_trace
 from hf_patrickstar.schedule.bounds import bounds_of
 from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.tracing.fake import FakeTensors
@@ -152,14 +154,14 @@ def show(row):
 
 
 def draw(timeline, machine, folder, row):
-    """Writes the timeline of a row as a trace and as a picture."""
+    """Writes the timeline of a row as a trace and as a page."""
     folder.mkdir(parents=True, exist_ok=True)
     what = "_".join(str(row[key]) for key in ("machine", "model", "tokens", "accumulation", "processes"))
     (folder / f"{what}.json").write_text(json.dumps(to_trace(timeline)))
-    figure = new_figure(5)
-    legend = draw_lanes(figure.add_subplot(), timeline, f"simulated: {machine.name}, {row['model']}")
-    figure.legend(handles=legend, loc="outside lower center", ncols=len(legend))
-    figure.savefig(folder / f"{what}.png", dpi=120)
+    title = f"A step of {row['model']} on {machine.name}"
+    blocks = {"Time": list(time_of_step(timeline, is_measured=False))}
+    page = Page(title, f"{row['tokens']} tokens per step and process", "Simulated.", None, (), blocks, f"{what}.json")
+    (folder / f"{what}.html").write_text(render(page), encoding="utf-8")
 
 
 PAPER_LENGTH = 1024
@@ -245,7 +247,7 @@ def main():
         default=["v100", "rtx4090", "a100-40", "h100", "8xh100"],
         help="known names, or JSON files",
     )
-    parser.add_argument("--traces", metavar="DIR", help="write a Perfetto trace and a picture of every row there")
+    parser.add_argument("--traces", metavar="DIR", help="write a Perfetto trace and a page of every row there")
     parser.add_argument("--papers", nargs="*", metavar="MODEL", help=f"the papers' models instead: {[*PAPER_MODELS]}")
     parser.add_argument("--batch_size", type=int, default=16, help="sequences per step, for --papers")
     options = parser.parse_args()

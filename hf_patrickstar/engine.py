@@ -36,8 +36,7 @@ from hf_patrickstar.optim.torch_kernel import OWN_STATE, make_kernel
 from hf_patrickstar.optim.workers import HostWorkers
 from hf_patrickstar.payloads import Payloads
 from hf_patrickstar.plan_cache import find_traces
-from hf_patrickstar.report.figures import Figures
-from hf_patrickstar.report.statistics import Statistics
+from hf_patrickstar.report.figures import Figures, Statistics
 from hf_patrickstar.report.survey import Survey, take_survey
 from hf_patrickstar.resources import Resources
 from hf_patrickstar.runtime.chunk import Chunk

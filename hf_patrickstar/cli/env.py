@@ -16,8 +16,7 @@ from hf_patrickstar.machine import Machine
 from hf_patrickstar.memory.accelerator import device_name, find_device, is_accelerator, memory_info
 from hf_patrickstar.memory.tiers import available_host_nbytes, total_host_nbytes
 from hf_patrickstar.planner.visits import seconds_of_a_visit
-from hf_patrickstar.report.links import measure_together
-from hf_patrickstar.report.measure import cpu_name, measure_machine
+from hf_patrickstar.report.measure import cpu_name, measure_machine, measure_together
 from hf_patrickstar.units import format_nbytes
 from hf_patrickstar.version import __version__
 

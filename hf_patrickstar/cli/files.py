@@ -6,8 +6,7 @@ import pathlib
 from collections.abc import Mapping
 
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.report.blocks import Page
-from hf_patrickstar.report.page import render
+from hf_patrickstar.report.page import Page, render
 from hf_patrickstar.report.timeline import to_trace
 from hf_patrickstar.schedule.clock import Timeline
 

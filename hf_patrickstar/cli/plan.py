@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 from hf_patrickstar.cli.files import check_files, trace_beside
 from hf_patrickstar.machine import MACHINES
-from hf_patrickstar.report.timeline import check_plots
 from hf_patrickstar.tracing.garbage import no_collections, objects_set_aside
 
 
@@ -78,7 +77,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write a page of the plan there, and the timeline for Perfetto beside it; older files are replaced",
     )
-    parser.add_argument("--png", metavar="FILE", help="draw the tide and the lanes of a step there")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -87,12 +85,10 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ConfigError: If an argument makes no sense, or the file cannot be written.
     """
-    given = {f"--{option}": getattr(options, option) for option in ("json", "html", "png")}
+    given = {f"--{option}": getattr(options, option) for option in ("json", "html")}
     if options.html:
         given["the timeline of --html"] = str(trace_beside(options.html))
     check_files({option: name for option, name in given.items() if name is not None})
-    if options.png is not None:
-        check_plots()
     with no_collections():
         from hf_patrickstar.cli.plan_run import run_plan
     with objects_set_aside():

@@ -38,7 +38,6 @@ from hf_patrickstar.planner.screen import (
 from hf_patrickstar.planner.search import Goal, answered, search
 from hf_patrickstar.planner.simulation import Simulation
 from hf_patrickstar.planner.subject import Subject
-from hf_patrickstar.report.picture import write_step_picture
 from hf_patrickstar.report.plan_page import plan_page
 from hf_patrickstar.report.timeline import VIRTUAL
 
@@ -107,9 +106,9 @@ def _search(options: argparse.Namespace, subject: Subject, given: TrainingSetup)
         print(caveat(is_verbose=options.verbose))
     if options.json is not None:
         write_text(options.json, found.to_json(), "--json")
-    if found.plan is None and (options.html is not None or options.png is not None):
-        print("Nothing is written for --html or --png; a plan without --search says what is missing.")
-    elif options.html is not None or options.png is not None:
+    if found.plan is None and options.html is not None:
+        print("Nothing is written for --html; a plan without --search says what is missing.")
+    elif options.html is not None:
         # The step is simulated once more, to be recorded.
         _show(options, *plan_and_simulate(*answered(found, subject, given)), found=describe_found(found))
     return 0 if found.plan is not None else 1
@@ -140,13 +139,10 @@ def _show(
     largest: Sequence[str] = (),
     found: str | None = None,
 ) -> None:
-    """Writes the page of a plan and the picture of its step, as far as they were asked for.
-
-    Beside the page the timeline is written as ``NAME.trace.json`` if the plan fits. Where there is no step to draw, a
-    line on the console says so.
+    """Writes the page of a plan, if it was asked for, and beside it the timeline as ``NAME.trace.json`` if it fits.
 
     Args:
-        options: ``html`` and ``png`` name the files; older ones are replaced.
+        options: ``html`` names the file; older ones are replaced.
         plan: The plan.
         simulation: The step that it was made from; ``None`` if it does not fit.
         changes: What to change, in words.
@@ -154,27 +150,24 @@ def _show(
         found: What the search has found that the plan comes from, in a sentence.
 
     Raises:
-        ConfigError: If matplotlib is not installed, or a file cannot be written.
+        ConfigError: If a file cannot be written.
     """
+    if options.html is None:
+        return
     title, verdict = headline(plan).split("\n", 1)
     survey, timeline = (None, None) if simulation is None else (simulation.survey, simulation.timeline)
-    if options.html is not None:
-        page = plan_page(
-            json.loads(plan.to_json()),
-            title,
-            verdict,
-            survey,
-            timeline,
-            changes=changes,
-            largest=largest,
-            trace_name=None if timeline is None else trace_beside(options.html).name,
-            found=found,
-        )
-        write_html(page, timeline, options.html, VIRTUAL)
-    if options.png is not None and survey is not None and timeline is not None:
-        write_step_picture(options.png, title, survey, timeline)
-    elif options.png is not None:
-        print("Nothing is written for --png: there is no step to draw, because the plan does not fit.")
+    page = plan_page(
+        json.loads(plan.to_json()),
+        title,
+        verdict,
+        survey,
+        timeline,
+        changes=changes,
+        largest=largest,
+        trace_name=None if timeline is None else trace_beside(options.html).name,
+        found=found,
+    )
+    write_html(page, timeline, options.html, VIRTUAL)
 
 
 def _arrange(options: argparse.Namespace) -> tuple[Subject, TrainingSetup]:

@@ -1,4 +1,4 @@
-"""What a Trainer's run says of its engine at the first steps and at the end: one line, and three."""
+"""What a Trainer's run says of its engine after the first planned step and at the end, in a line each."""
 
 from typing import Any
 
@@ -61,20 +61,19 @@ class RunOutcome:
         estimated, machine = engine.manager.placement.estimated, engine.resources.machine.name
         whole = max(estimated.duration_ns, 1) if estimated is not None else 1
         chunks = [chunk for chunk in engine.manager.chunks if not chunk.is_retired]
-        return describe_outcome(
-            Outcome(
-                seconds=seconds,
-                num_steps=num_steps,
-                stats=stats | added,
-                has_lanes=engine.resources.has_lanes,
-                is_metered=engine.resources.is_metered,
-                num_chunks=len(chunks),
-                num_on_device=sum(chunk.home is Tier.DEVICE for chunk in chunks),
-                batch_size=int(trainer._train_batch_size),
-                num_micro_batches=int(trainer.args.gradient_accumulation_steps),
-                settings=engine.config.to_dict(),
-                machine=machine if estimated is not None else "",
-                copying=estimated.copying_ns / whole if estimated is not None else 0.0,
-                updating=estimated.updating_ns / whole if estimated is not None else 0.0,
-            )
+        found = Outcome(
+            seconds=seconds,
+            num_steps=num_steps,
+            stats=stats | added,
+            has_lanes=engine.resources.has_lanes,
+            is_metered=engine.resources.is_metered,
+            num_chunks=len(chunks),
+            num_on_device=sum(chunk.home is Tier.DEVICE for chunk in chunks),
+            batch_size=int(trainer._train_batch_size),
+            num_micro_batches=int(trainer.args.gradient_accumulation_steps),
+            settings=engine.config.to_dict(),
+            machine=machine if estimated is not None else "",
+            copying=estimated.copying_ns / whole if estimated is not None else 0.0,
+            updating=estimated.updating_ns / whole if estimated is not None else 0.0,
         )
+        return (describe_outcome(found),)

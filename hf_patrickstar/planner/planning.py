@@ -331,7 +331,7 @@ _WORDS_OF_SEVERAL = {Lane.GATHERS: "gathers", Lane.REDUCTIONS: "reductions"}
 def _owners(given: TrainingSetup, simulation: Simulation) -> Mapping[str, Mapping[str, int]]:
     """The bytes of each kind at the fullest moment, by the name of the tier."""
     beside = {BESIDE: given.beside_nbytes} if given.beside_nbytes else {}
-    return {**simulation.survey.owners, Tier.DEVICE.value: {**simulation.device_owners, **beside}}
+    return {Tier.DEVICE.value: {**simulation.device_owners, **beside}, Tier.HOST.value: simulation.host_owners}
 
 
 def _refusal(subject: Subject, given: TrainingSetup) -> Plan:

@@ -93,6 +93,7 @@ class Simulation:
         num_on_host: Parameters that this process updates on the host.
         layout: ``num_chunks``, ``chunk_numel``, ``chunk_utilisation`` as of ``PatrickStarEngine.stats``.
         survey: Which parameter lives where, what is on the device at each moment, and what was decided.
+        host_owners: Bytes of each kind on the host.
         known: The traces, of updates too, for a run of the same training.
         precision: The type of most parameters on the device, without ``torch.``.
         rules: How plans are made.
@@ -109,6 +110,7 @@ class Simulation:
     num_on_host: int
     layout: Mapping[str, Any]
     survey: Survey
+    host_owners: Mapping[str, int]
     known: KnownTraces
     precision: str
     rules: "PlanRules"
@@ -152,7 +154,7 @@ class Simulation:
     @property
     def host_nbytes(self) -> int:
         """The bytes on the host, scratch space included."""
-        return sum(self.survey.owners[Tier.HOST.value].values())
+        return sum(self.host_owners.values())
 
     def _loaded(self) -> Iterator[Load]:
         """The copies to the device."""
@@ -397,6 +399,7 @@ class _Simulator:
                 "chunk_utilisation": layout.utilisation,
             },
             survey=self._survey(traces, plans, homed, estimate.device_nbytes - rules.fixed_nbytes, reasons),
+            host_owners=self._fixed(homed, Tier.HOST),
             known=known,
             precision=str(self.decisions.precision.dtype).removeprefix("torch."),
             rules=rules,
@@ -447,19 +450,6 @@ class _Simulator:
             nbytes[gradient_ring.OWNER] = gradient_ring.planned_nbytes(lists, free)
         return nbytes
 
-    def _owners(
-        self, homed: frozenset[int], traces: Sequence[Trace], plans: Sequence[Plan]
-    ) -> dict[str, dict[str, int]]:
-        """The most bytes of each kind by tier; what is not booked on the device is non-model data."""
-        owners = {tier.value: self._fixed(homed, tier) for tier in Tier}
-        on_device = owners[Tier.DEVICE.value]
-        on_device["param"] = on_device.get("param", 0) + max(max(plan.chunk_nbytes, default=0) for plan in plans)
-        gradients = max(visit.gradient_nbytes for made in traces for visit in made.visits)
-        if gradients:
-            on_device[GRADIENTS] = gradients
-        on_device[NON_MODEL] = max(made.non_model_peak_nbytes for made in traces)
-        return owners
-
     def _survey(
         self, traces: Sequence[Trace], plans: Sequence[Plan], homed: frozenset[int], free: int, reasons: Sequence[str]
     ) -> Survey:
@@ -475,7 +465,7 @@ class _Simulator:
             )
             for spec in self._layout.chunks
         )
-        return Survey.of(chunks, ledger, by_kind.values(), self._owners(homed, traces, plans), reasons)
+        return Survey.of(chunks, ledger, by_kind.values(), reasons)
 
 
 def _a_parameter() -> torch.nn.Parameter:

@@ -12,7 +12,7 @@ from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.events import ChunkVisited, Event, Listener
 from hf_patrickstar.memory.accelerator import find_device, is_accelerator
 from hf_patrickstar.memory.streams import synchronize
-from hf_patrickstar.report.sweeps import Sweeps
+from hf_patrickstar.report.measure import Sweeps
 
 _NUM_LAYERS = 32
 _WIDTH = 8
@@ -32,7 +32,7 @@ def seconds_of_a_visit() -> float:
     """Measures how much longer a deep model of tiny layers takes with the engine, per visit to a chunk.
 
     Each chunk is loaded once in a step, by the plan. The model trains with the engine and without it in turns, two
-    seconds in all; see [Note: cold caches] in ``report/sweeps.py``.
+    seconds in all; see [Note: cold caches] in ``report/measure.py``.
 
     Returns:
         Seconds of the host; the median of some steps.

@@ -1,188 +1,131 @@
 """Charts from numbers: areas over moments, lines over steps, bars in rows."""
 
-import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Mapping, Sequence
 
-from hf_patrickstar.report.blocks import Chart, Entry, Shape, Table, Tick
-from hf_patrickstar.report.scales import Scale, of_bytes, of_steps
+from hf_patrickstar.report.page import Chart, Shape, Tick
+from hf_patrickstar.units import GIB, KIB, MIB
 
-WIDTH = 1000
-"""Units of the width of all charts."""
-HEIGHT = 300
-"""Units of the height of charts whose vertical axis is a scale, and of a chart of rows."""
-
+WIDTH, HEIGHT = 1000, 300
+"""Units of the drawing of a chart, which is stretched over its place on the page."""
 _BAR = 0.72
 _FAR = 3
-"""A limit that is so many times as high as all values is named, and not drawn: the values would be flat."""
+"""A limit that is so many times as high as all values is not drawn: the values would be flat."""
+_UNITS = {
+    "B": ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"), (1, "B")),
+    "s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")),
+}
+
+Points = Sequence[tuple[float, float | None]]
+Bars = Sequence[tuple[float, float]]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Line:
-    """Values over steps.
+class Axis:
+    """An axis.
 
-    Attributes:
-        label: What they are.
-        points: Steps and values; a value of ``None`` is a gap.
+    Args:
+        low: The value at its beginning.
+        high: The value at its end; where it is not more than ``low``, the axis gets some length.
+        unit: ``B``, ``s`` or nothing; ``whole`` for marks at whole numbers.
     """
 
-    label: str
-    points: tuple[tuple[float, float | None], ...]
+    def __init__(self, low: float, high: float, unit: str = "") -> None:
+        self.low, self.unit = low, unit
+        self.high = high if high > low else low + (MIB if unit == "B" else 1)
 
+    def at(self, value: float, length: float) -> float:
+        """Where a value is on an axis of a length, from its beginning."""
+        return (min(max(value, self.low), self.high) - self.low) / (self.high - self.low) * length
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Row:
-    """Bars in a row.
+    def ticks(self, most: int = 5) -> list[Tick]:
+        """About so many marks at round values."""
+        units = _UNITS.get(self.unit, ((1, ""),))
+        factor, name = next((item for item in units if self.high >= item[0]), units[-1])
+        low, high = self.low / factor, self.high / factor
+        power = 10.0 ** math.floor(math.log10((high - low) / most))
+        step = next(times * power for times in (1, 2, 2.5, 5, 10) if times * power >= (high - low) / most * (1 - 1e-9))
+        step = max(math.ceil(step), 1) if self.unit == "whole" else step
+        numbers = range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+        return [(self.at(n * step * factor, 100), f"{n * step:.6g} {name}".rstrip()) for n in numbers]
 
-    Attributes:
-        label: What stands at its left.
-        bars: For each look, the bars that have it, as beginnings and lengths.
-    """
+    def x(self, value: float) -> str:
+        """Where a value is from the left."""
+        return f"{self.at(value, WIDTH):.1f}".removesuffix(".0")
 
-    label: str
-    bars: Mapping[int, Sequence[tuple[float, float]]]
-
-
-class Words(NamedTuple):
-    """What is written around a chart; see ``Chart``."""
-
-    title: str
-    summary: str
-    x_label: str
-    y_label: str = ""
-
-
-def fits(limit: float, highest: float) -> bool:
-    """Whether a limit is drawn, and not only named."""
-    return limit <= _FAR * highest
+    def y(self, value: float) -> str:
+        """Where a value is from the top."""
+        return f"{HEIGHT - self.at(value, HEIGHT):.1f}".removesuffix(".0")
 
 
 def stacked(
-    words: Words,
-    columns: Mapping[str, Sequence[float]],
-    places: Sequence[float],
-    limit: float,
-    marks: Sequence[float],
-    table: Table,
+    title: str, summary: str, kinds: Mapping[str, Sequence[float]], stride: int, limit: float, marks: Sequence[float]
 ) -> Chart:
     """Bytes of several kinds over moments, one kind on top of the other, each flat until the next moment.
 
     Args:
-        words: What is written around it.
-        columns: The bytes of each kind, from the bottom to the top.
-        places: Where each moment begins, and where the last one ends.
-        limit: What there is.
-        marks: Places with an upright line.
-        table: The figures.
+        title: What it shows.
+        summary: The same in a sentence.
+        kinds: The bytes of each kind, from the bottom to the top.
+        stride: Moments from one value to the next.
+        limit: The device budget.
+        marks: Moments at which a forward ends.
     """
-    totals = [sum(row) for row in zip(*columns.values(), strict=True)]
-    highest = max(totals, default=0.0)
-    has_limit = fits(limit, highest)
-    y_scale = of_bytes(max(highest, limit if has_limit else 0) * 1.05)
-    x_scale = Scale(places[0], max(places[-1], places[0] + 1), is_whole=True)
-    shapes, below = [], [0.0] * len(totals)
-    for look, values in enumerate(columns.values()):
-        above = [low + value for low, value in zip(below, values, strict=True)]
+    totals = [sum(row) for row in zip(*kinds.values(), strict=True)]
+    limits = [limit] if limit <= _FAR * max(totals, default=0) else []
+    x, y = Axis(0, stride * len(totals), "whole"), Axis(0, 1.05 * max([*totals, *limits], default=0), "B")
+    shapes, heights = list[Shape](), [0.0] * len(totals)
+    for look, (label, values) in enumerate(kinds.items()):
+        heights = [low + value for low, value in zip(heights, values, strict=True)]
         if any(values):
-            shapes.append(Shape(look, _area(x_scale, y_scale, places, below, above)))
-        below = above
-    shapes += [Shape("mark", f"M{_n(x_scale.at(place, WIDTH))} 0V{HEIGHT}", True) for place in marks]
-    if has_limit:
-        shapes.append(Shape("budget", f"M0 {_n(HEIGHT - y_scale.at(limit, HEIGHT))}H{WIDTH}", True))
-    legend = [Entry(label, look) for look, (label, values) in enumerate(columns.items()) if any(values)]
-    legend += [Entry("limit of the budget", "budget", True)] if has_limit else []
-    legend += [Entry("a forward ends", "mark", True)] if marks else []
-    ticks = x_scale.ticks(), y_scale.ticks()
-    return Chart(*words, *ticks, tuple(shapes), tuple(legend), table)
+            steps = "".join(f"V{y.y(high)}H{x.x(stride * (place + 1))}" for place, high in enumerate(heights))
+            shapes.insert(0, Shape(look, f"M0 {HEIGHT}{steps}V{HEIGHT}Z", label))  # behind those below it
+    if marks:
+        shapes.append(Shape("mark", "".join(f"M{x.x(place)} 0V{HEIGHT}" for place in marks), "end of a forward", True))
+    shapes += [Shape("limit", f"M0 {y.y(limit)}H{WIDTH}", "device budget", True) for limit in limits]
+    return Chart(title, summary, "moment of the step", x.ticks(), y.ticks(), shapes)
 
 
-def lines(words: Words, found: Sequence[Line], y_scale: Scale, table: Table, limit: float | None = None) -> Chart:
-    """Values over steps.
+def lines(title: str, found: Mapping[str, Points], unit: str = "") -> Chart:
+    """Values over steps; a value of ``None`` is a gap in its line.
 
     Args:
-        words: What is written around it.
-        found: The lines.
-        y_scale: The vertical axis.
-        table: The figures.
-        limit: What there is, or ``None``.
+        title: What it shows.
+        found: Steps and values of each line.
+        unit: Their unit; see ``Axis``. Values that have one begin at 0.
     """
-    steps = [step for line in found for step, _ in line.points]
-    x_scale = of_steps(int(min(steps, default=0)), int(max(steps, default=1)))
-    shapes = [Shape(look, _polyline(x_scale, y_scale, line.points), True) for look, line in enumerate(found)]
-    legend = [Entry(line.label, look, True) for look, line in enumerate(found)]
-    if limit is not None:
-        shapes.append(Shape("budget", f"M0 {_n(HEIGHT - y_scale.at(limit, HEIGHT))}H{WIDTH}", True))
-        legend.append(Entry("budget", "budget", True))
-    ticks = x_scale.ticks(), y_scale.ticks()
-    return Chart(*words, *ticks, tuple(shapes), tuple(legend), table)
-
-
-def bars(
-    words: Words,
-    rows: Sequence[Row],
-    looks: Mapping[int, str],
-    x_scale: Scale,
-    table: Table,
-    limit: float | None = None,
-) -> Chart:
-    """Bars in rows.
-
-    Args:
-        words: What is written around it.
-        rows: The rows, from the top to the bottom.
-        looks: What each look means.
-        x_scale: The horizontal axis.
-        table: The figures.
-        limit: Where an upright line is drawn, or ``None``.
-    """
-    height = HEIGHT / max(len(rows), 1)
+    steps = [step for points in found.values() for step, _ in points] or [0]
+    values = [value for points in found.values() for _, value in points if value is not None] or [0.0]
+    low, high = 0.0 if unit else min(values), max(values)
+    x, y = Axis(min(steps), max(steps), "whole"), Axis(low, high + 0.05 * (high - low), unit)
     shapes = []
-    for place, row in enumerate(rows):
-        top = (place + (1 - _BAR) / 2) * height
-        for look, items in row.bars.items():
-            path = "".join(_box(x_scale, begin, length, top, height * _BAR) for begin, length in items)
-            if path:
-                shapes.append(Shape(look, path))
-    legend = [Entry(label, look) for look, label in looks.items() if any(shape.look == look for shape in shapes)]
-    if limit is not None:
-        shapes.append(Shape("budget", f"M{_n(x_scale.at(limit, WIDTH))} 0V{HEIGHT}", True))
-        legend.append(Entry("budget", "budget", True))
-    y_ticks = tuple(Tick((place + 0.5) * 100 / max(len(rows), 1), row.label) for place, row in enumerate(rows))
-    ticks = x_scale.ticks(4), y_ticks
-    return Chart(*words, *ticks, tuple(shapes), tuple(legend), table, len(rows))
+    for look, (label, points) in enumerate(found.items()):
+        path, command = "", "M"
+        for step, value in points:
+            if value is not None:  # "h0" makes a single point visible
+                path += f"{command}{x.x(step)} {y.y(value)}" + ("h0" if command == "M" else "")
+            command = "M" if value is None else "L"
+        shapes.append(Shape(look, path, label, True))
+    return Chart(title, "", "optimizer step", x.ticks(), y.ticks(), shapes, is_wide=False)
 
 
-def _area(
-    x_scale: Scale, y_scale: Scale, places: Sequence[float], below: Sequence[float], above: Sequence[float]
-) -> str:
-    """Steps along the upper edge, and back along the lower one."""
-    there, back = [], []
-    for place, (low, high) in enumerate(zip(below, above, strict=True)):
-        begin, end = (_n(x_scale.at(places[number], WIDTH)) for number in (place, place + 1))
-        top, bottom = (_n(HEIGHT - y_scale.at(value, HEIGHT)) for value in (high, low))
-        there.append(f"{begin} {top}H{end}")
-        back.append(f"{end} {bottom}H{begin}")
-    return "M" + "L".join([*there, *reversed(back)]) + "Z"
+def bars(title: str, summary: str, rows: Mapping[str, Sequence[Bars]], looks: Sequence[str], seconds: float) -> Chart:
+    """Bars in rows over time.
 
-
-def _polyline(x_scale: Scale, y_scale: Scale, points: Iterable[tuple[float, float | None]]) -> str:
-    """A line with a gap where a value is not known; ``h0`` makes a single point visible."""
-    path, is_down = [], False
-    for step, value in points:
-        if value is None:
-            is_down = False
-            continue
-        place = f"{_n(x_scale.at(step, WIDTH))} {_n(HEIGHT - y_scale.at(value, HEIGHT))}"
-        path.append(f"L{place}" if is_down else f"M{place}h0")
-        is_down = True
-    return "".join(path)
-
-
-def _box(x_scale: Scale, begin: float, length: float, top: float, height: float) -> str:
-    left, right = x_scale.at(begin, WIDTH), x_scale.at(begin + length, WIDTH)
-    return f"M{_n(left)} {_n(top)}H{_n(right)}V{_n(top + height)}H{_n(left)}Z" if right > left else ""
-
-
-def _n(number: float) -> str:
-    """A number as short as a picture needs it."""
-    return f"{number:.1f}".removesuffix(".0")
+    Args:
+        title: What it shows.
+        summary: The same in a sentence.
+        rows: For each row, from the top, its bars of each look: beginnings and lengths in seconds.
+        looks: What each look means.
+        seconds: The length of the axis.
+    """
+    x, height = Axis(0, seconds, "s"), HEIGHT / max(len(rows), 1)
+    paths = [""] * len(looks)
+    for place, row in enumerate(rows.values()):
+        top, bottom = (f"{(place + 0.5 + side * _BAR / 2) * height:.1f}" for side in (-1, 1))
+        for look, items in enumerate(row):
+            for begin, length in items:
+                left, right = x.x(begin), x.x(begin + length)
+                paths[look] += f"M{left} {top}H{right}V{bottom}H{left}Z"
+    shapes = [Shape(look, path, looks[look]) for look, path in enumerate(paths) if path]
+    names = [((place + 0.5) * 100 / len(rows), label) for place, label in enumerate(rows)]
+    return Chart(title, summary, "time", x.ticks(4), names, shapes, len(rows))

@@ -1,45 +1,70 @@
-"""What a training log says of the engine: figures under documented names, and the few that a console shows."""
+"""What an engine counts from its events, and what a training log says of it under documented names."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from hf_patrickstar import events
 from hf_patrickstar.units import format_nbytes
 
 PREFIX = "patrickstar/"
 PER_STEP = (
-    "host_to_device_nbytes",
-    "device_to_host_nbytes",
-    "chunk_loads",
-    "chunk_evictions",
-    "chunk_hits",
-    "prefetches",
-    "late_prefetches",
-    "waiting_seconds",
-    "chunk_moves",
-    "moved_home_to_device_nbytes",
-    "moved_home_to_host_nbytes",
-    "all_gathers",
-    "reduce_scatters",
-    "sent_nbytes",
-    "messages",
+    *("host_to_device_nbytes", "device_to_host_nbytes", "chunk_loads", "chunk_evictions", "chunk_hits", "prefetches"),
+    *("late_prefetches", "waiting_seconds", "chunk_moves", "moved_home_to_device_nbytes", "moved_home_to_host_nbytes"),
+    *("all_gathers", "reduce_scatters", "sent_nbytes", "messages"),
 )
 """Statistics that are logged as the mean over the optimizer steps since the last log."""
+_COUNTED = ("skipped_steps", "diverged_steps", "recorded_steps", "retries")
 STANDING = (
-    "device_step_peak_nbytes",
-    "device_total_step_peak_nbytes",
-    "host_step_peak_nbytes",
-    "device_peak_nbytes",
-    "device_total_peak_nbytes",
-    "host_peak_nbytes",
-    "device_budget_nbytes",
-    "host_budget_nbytes",
-    "skipped_steps",
-    "diverged_steps",
-    "recorded_steps",
-    "retries",
-    "chunks_in_margin",
+    *("device_step_peak_nbytes", "device_total_step_peak_nbytes", "host_step_peak_nbytes", "device_peak_nbytes"),
+    *("device_total_peak_nbytes", "host_peak_nbytes", "device_budget_nbytes", "host_budget_nbytes", "chunks_in_margin"),
+    *_COUNTED,
 )
 """Statistics that are logged as they stand."""
+_UNLOGGED = ("steps", "chunk_invalidations", "loading_seconds")
+_ADDED: Mapping[type, Callable[[Any], dict[str, float]]] = {
+    events.ChunkVisited: lambda event: {
+        "chunk_hits": event.is_hit,
+        "late_prefetches": event.waited_s is not None,
+        "waiting_seconds": event.waited_s or 0.0,
+    },
+    events.ChunkLoaded: lambda event: {
+        **{"chunk_loads": 1, "host_to_device_nbytes": event.nbytes},
+        **{"prefetches": event.ahead, "loading_seconds": event.waited_s},
+    },
+    events.ValueRestored: lambda event: {"host_to_device_nbytes": event.nbytes},
+    events.GradientStored: lambda event: {"device_to_host_nbytes": event.nbytes},
+    events.ChunkEvicted: lambda event: {"chunk_evictions": 1},
+    events.ChunkInvalidated: lambda event: {"chunk_invalidations": 1},
+    events.ChunkRehomed: lambda event: {
+        "chunk_moves": 1,
+        f"moved_home_to_{'device' if event.to_device else 'host'}_nbytes": event.nbytes,
+    },
+    events.StepFinished: lambda event: {"skipped_steps" if event.skipped else "steps": 1},
+    events.StepDiverged: lambda event: {"diverged_steps": 1},
+    events.StepRecorded: lambda event: {"recorded_steps": 1},
+    events.MicroBatchRepeated: lambda event: {"retries": 1},
+    events.SlicesGathered: lambda event: {"all_gathers": 1, "sent_nbytes": event.nbytes},
+    events.SlicesReduced: lambda event: {"reduce_scatters": 1, "sent_nbytes": event.nbytes},
+    events.MessageExchanged: lambda event: {"messages": 1},
+}
+"""What each event adds to statistics."""
+
+
+class Statistics:
+    """Counts bytes and events; ``record`` is a listener of the runtime."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = dict.fromkeys((*PER_STEP, *_COUNTED, *_UNLOGGED), 0)
+
+    def record(self, event: events.Event) -> None:
+        """Takes one event."""
+        added = _ADDED.get(type(event))
+        for name, number in added(event).items() if added is not None else ():
+            self._sums[name] += number
+
+    def summary(self) -> dict[str, float]:
+        """Bytes moved by direction, and how often each thing happened."""
+        return dict(self._sums)
 
 
 class Figures:
@@ -55,8 +80,9 @@ class Figures:
             stats: The engine's statistics; sizes in bytes.
         """
         before, self._before = self._before, stats
-        steps = max(sum(stats[key] - before.get(key, 0) for key in ("steps", "skipped_steps")), 1)
-        means = {PREFIX + key: (stats[key] - before.get(key, 0)) / steps for key in PER_STEP}
+        added = {key: stats[key] - before.get(key, 0) for key in (*PER_STEP, "steps", "skipped_steps")}
+        steps = max(added["steps"] + added["skipped_steps"], 1)
+        means = {PREFIX + key: added[key] / steps for key in PER_STEP}
         return means | {PREFIX + key: stats[key] for key in STANDING}
 
 

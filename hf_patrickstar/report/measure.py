@@ -1,4 +1,12 @@
-"""Measures the machine that this process runs on, as rates for the virtual clock."""
+"""Measures a machine and the links between processes that train together on it, as rates for the virtual clock.
+
+[Note: cold caches]
+Where the device is the CPU, its cores compute for a millisecond between two modules, and go through more memory than
+the caches of a core hold. Python, the engine and torch's dispatch then run from memory that is far away, and take two
+to three times as long as in a loop of their own. Therefore what they cost is measured between sweeps of a large buffer,
+whose own time is left out. The thread that runs Python sweeps all of it, without those of torch: it is the caches of
+its core that count. A host with an accelerator computes little itself, and needs no sweeps.
+"""
 
 import contextlib
 import dataclasses
@@ -6,15 +14,18 @@ import functools
 import math
 import pathlib
 import platform
+import re
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_patrickstar.cores import own_cores
+from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.memory.accelerator import can_pin_memory, device_name, find_device, is_accelerator, memory_info
 from hf_patrickstar.memory.ledger import Ledger
@@ -22,21 +33,19 @@ from hf_patrickstar.memory.pinning import make_pinning
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import Copy, make_streams, seconds_of, synchronize
 from hf_patrickstar.memory.tiers import Tier, available_host_nbytes, total_host_nbytes
-from hf_patrickstar.report.sweeps import SWEPT_NBYTES, Sweeps
-from hf_patrickstar.units import KIB, MIB
+from hf_patrickstar.units import ALIGNMENT_NUMEL, MIB, align
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Types whose matrix products are measured."""
-
+SWEPT_NBYTES = 32 * MIB
+"""More than what the private caches of a core hold, and as much as many cores share."""
 CPU_FILE = pathlib.Path("/proc/cpuinfo")
 
 _CPU = torch.device("cpu")
-_OWNER = "measure"
 _LEAST_ROWS = 128
 _LEAST_S = 1e-9
-_LATENCY_NBYTES = 4 * KIB
-_PART_OF_MEMORY = 8
 _BLOCKS = 16
+_Work = Callable[[torch.Tensor, torch.Tensor], object]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,14 +74,53 @@ def cpu_name(file: pathlib.Path = CPU_FILE) -> str:
     Args:
         file: Where Linux says it.
     """
-    try:
-        for line in file.read_text(encoding="utf-8").splitlines():
-            key, _, name = line.partition(":")
-            if key.strip() == "model name" and name.strip():
-                return name.strip()
-    except OSError:
-        pass
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*:\s*(\S.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+        if found is not None:
+            return found[1].strip()
     return platform.processor() or platform.machine()
+
+
+class Sweeps:
+    """Sweeps of one buffer through the caches; see [Note: cold caches].
+
+    Args:
+        device: The device of the model. There are no sweeps on an accelerator.
+        nbytes: Bytes of the buffer.
+
+    Attributes:
+        seconds: What sweeps have taken since it was set to zero.
+    """
+
+    def __init__(self, device: torch.device, nbytes: int = SWEPT_NBYTES) -> None:
+        self.seconds = 0.0
+        self._buffer = None if is_accelerator(device) else numpy.zeros(nbytes // 4, numpy.float32)
+
+    def sweep(self) -> None:
+        """Reads and writes all of the buffer."""
+        if self._buffer is not None:
+            begin = time.perf_counter()
+            self._buffer += 1.0
+            self.seconds += time.perf_counter() - begin
+
+    def between(self, modules: Iterable[torch.nn.Module]) -> torch.nn.Sequential:
+        """A model of modules with a sweep after each, in forward and in backward.
+
+        Args:
+            modules: The modules.
+        """
+        model = torch.nn.Sequential(*modules)
+
+        def interlude(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+            self.sweep()
+            output = output.view_as(output)
+            if output.requires_grad:
+                output.register_hook(lambda gradient: self.sweep())
+            return output
+
+        for module in model if self._buffer is not None else ():
+            module.register_forward_hook(interlude)
+        return model
 
 
 def measure_machine(
@@ -95,22 +143,22 @@ def measure_machine(
         progress: Gets the names of all figures and gives them one after another, as a progress bar does.
         visit: Measures ``visit_s``, which takes an engine; without it that figure is the usual one.
     """
-    device = find_device(None)
-    flops: dict[str, float] = {}
-    figures: dict[str, float] = {}
+    device, found = find_device(None), dict[str, float]()
+    measurement = _Measurement(device, effort or Effort())
     products = {f"products in {dtype}": dtype for dtype in DTYPES}
-    with contextlib.closing(_Measurement(device, effort or Effort())) as measurement:
-        measures = measurement.figures if visit is None else {**measurement.figures, "visit_s": visit}
-        for name in progress([*products, *measures]):
-            if name in measures:
-                figures[name] = measures[name]()
-                continue
+    measures: dict[str, Callable[[], float]] = {
+        **{name: functools.partial(measurement.flops, device, dtype) for name, dtype in products.items()},
+        **measurement.figures(),
+        **({} if visit is None else {"visit_s": visit}),
+    }
+    with contextlib.closing(measurement.streams):
+        for name in progress([*measures]):
             try:
-                flops[products[name]] = measurement.flops(device, products[name])
+                found[name] = measures[name]()
             except RuntimeError:
-                if products[name] == "float32":
+                if products.get(name, "float32") == "float32":
                     raise
-    figures.setdefault("host_flops", flops["float32"])
+    flops = {dtype: found.pop(name) for name, dtype in products.items() if name in found}
     num_cores = min(torch.get_num_threads(), own_cores(1))
     return Machine(
         name=device_name(device) if is_accelerator(device) else cpu_name(),
@@ -119,8 +167,8 @@ def measure_machine(
         host_nbytes=total_host_nbytes(),
         has_accelerator=is_accelerator(device),
         num_cores=num_cores,
-        core_bandwidth=figures["host_bandwidth"] / num_cores,
-        **figures,  # type: ignore[arg-type]
+        core_bandwidth=found["host_bandwidth"] / num_cores,
+        **{"host_flops": flops["float32"], **found},  # type: ignore[arg-type]
     )
 
 
@@ -138,33 +186,34 @@ class _Measurement:
     """Measures one figure at a time."""
 
     def __init__(self, device: torch.device, effort: Effort) -> None:
-        self._device = device
-        self._effort = effort
-        unlimited = dict.fromkeys(Tier, 2**62)
-        self._streams = make_streams(device)
+        self._device, self._effort = device, effort
+        self.streams = make_streams(device)
         pinning = make_pinning(device)[0] if is_accelerator(device) and can_pin_memory() else None
-        self._pool = PayloadPool(Ledger(unlimited), device, pinning)
+        self._pool = PayloadPool(Ledger(dict.fromkeys(Tier, 2**62)), device, pinning)
+        self._occupy: Callable[[], object] = lambda: None
         free = available_host_nbytes()
         if is_accelerator(device):
+            # Gives the device enough to do for the host to run ahead of it.
+            self._occupy = _product(device, effort.most_rows // 2, "float32")
             free = min(free, memory_info(device)[0])
-        # Whole float32 elements, and at least one.
-        self._nbytes = max(min(effort.nbytes, free // _PART_OF_MEMORY) // 4, 1) * 4
-        self.figures: dict[str, Callable[[], float]] = {
-            "device_bandwidth": self._device_bandwidth,
-            "to_device_bandwidth": functools.partial(self._copy_bandwidth, to_device=True),
-            "to_host_bandwidth": functools.partial(self._copy_bandwidth, to_device=False),
-            "pageable_bandwidth": self._pageable_bandwidth,
+        self._numel = max(min(effort.nbytes, free // 8) // 4, 1)
+
+    def figures(self) -> dict[str, Callable[[], float]]:
+        """What measures each figure but products, by its name in ``Machine``."""
+        host, device, streams, rate = Tier.HOST, Tier.DEVICE, self.streams, self._rate
+        figures: dict[str, Callable[[], float]] = {
+            "device_bandwidth": lambda: rate(2, (device, device), lambda one, other: other.copy_(one)),
+            "to_device_bandwidth": lambda: rate(1, (host, device), lambda one, other: _join(streams.fetch(one, other))),
+            "to_host_bandwidth": lambda: rate(1, (device, host), lambda one, other: _join(streams.to_host(one, other))),
+            "pageable_bandwidth": lambda: rate(1, (host, device), lambda one, other: other.copy_(one), pinned=False),
             "copy_latency_s": self._copy_latency,
-            "host_bandwidth": self._host_bandwidth,
+            "host_bandwidth": lambda: rate(3, (host, host), lambda one, other: one.add_(other), pinned=False),
             "operator_s": self._operator,
             "kernel_s": self._kernel,
         }
-        if is_accelerator(device):
-            self.figures["host_flops"] = functools.partial(self.flops, _CPU, "float32")
-
-    def close(self) -> None:
-        """Ends the copy thread."""
-        self._streams.close()
+        if is_accelerator(self._device):
+            figures["host_flops"] = lambda: self.flops(_CPU, "float32")
+        return figures
 
     def flops(self, device: torch.device, dtype: str) -> float:
         """Matrix products of the largest size that the time suffices for; small ones already show that one is slow."""
@@ -177,40 +226,26 @@ class _Measurement:
                 return 2 * rows**3 / self._median(device, multiply)
             rows *= 2
 
-    def _device_bandwidth(self) -> float:
-        source, target = self._buffer(Tier.DEVICE), self._buffer(Tier.DEVICE)
-        return 2 * self._nbytes / self._median(self._device, lambda: target.copy_(source))
-
-    def _copy_bandwidth(self, *, to_device: bool) -> float:
-        host, device = self._buffer(Tier.HOST), self._buffer(Tier.DEVICE)
-        if to_device:
-            work = lambda: _join(self._streams.fetch(host, device))  # noqa: E731
-        else:
-            work = lambda: _join(self._streams.to_host(device, host))  # noqa: E731
-        seconds = self._median(self._device, work)
-        self._streams.release_in_flight()
-        return self._nbytes / seconds
-
-    def _pageable_bandwidth(self) -> float:
-        host, device = self._buffer(Tier.HOST, pinned=False), self._buffer(Tier.DEVICE)
-        return self._nbytes / self._median(self._device, lambda: device.copy_(host))
+    def _rate(self, times: int, tiers: tuple[Tier, Tier], work: _Work, *, pinned: bool = True) -> float:
+        """Bytes per second of work on two buffers that reads and writes so many times the bytes of one."""
+        one, other = (self._buffer(tier, self._numel, pinned=pinned) for tier in tiers)
+        seconds = self._median(self._device if Tier.DEVICE in tiers else _CPU, lambda: work(one, other))
+        self.streams.release_in_flight()
+        return times * 4 * self._numel / seconds
 
     def _copy_latency(self) -> float:
-        host, device = (self._buffer(tier, nbytes=_LATENCY_NBYTES) for tier in (Tier.HOST, Tier.DEVICE))
-        return self._median(self._device, lambda: _join(self._streams.fetch(host, device)), self._occupy)
-
-    def _host_bandwidth(self) -> float:
-        one, other = (self._buffer(Tier.HOST, pinned=False).view(torch.float32).fill_(1.0) for _ in range(2))
-        return 3 * self._nbytes / self._median(_CPU, lambda: one.add_(other))
+        host, device = (self._buffer(tier, 1024) for tier in (Tier.HOST, Tier.DEVICE))
+        return self._median(self._device, lambda: _join(self.streams.fetch(host, device)), self._occupy)
 
     def _operator(self) -> float:
-        """As models call operators: by modules, and by autograd; see [Note: cold caches] in ``sweeps.py``."""
-        sweeps = Sweeps(self._device, min(SWEPT_NBYTES, self._nbytes))
+        """As models call operators: by modules, and by autograd; see [Note: cold caches]."""
+        sweeps = Sweeps(self._device, min(SWEPT_NBYTES, 4 * self._numel))
         inputs = torch.zeros(1, 1, device=self._device, requires_grad=True)
         passes, counts = [], []
         for make in (torch.nn.Identity, _make_block):
             model = sweeps.between(make() for _ in range(_BLOCKS)).to(self._device)
-            passes.append(functools.partial(_pass_through, model, inputs))
+            of = [inputs, *model.parameters()]
+            passes.append(lambda model=model, of=of: torch.autograd.grad(model(inputs).sum(), of))
             with _Counting() as counting:
                 passes[-1]()
             counts.append(counting.num_operators)
@@ -225,36 +260,17 @@ class _Measurement:
         return seconds_of(_CPU, work, wait) - sweeps.seconds
 
     def _kernel(self) -> float:
-        if is_accelerator(self._device):
-            return self._median(self._device, self._calls(numel=1), self._occupy) / self._effort.calls
-        # There is no kernel beside the call: what one element takes more than none.
-        one, none = (self._median(_CPU, self._calls(numel=numel)) for numel in (1, 0))
-        return max((one - none) / self._effort.calls, _LEAST_S)
+        def seconds(numel: int) -> float:
+            tensor, calls = torch.zeros(numel, device=self._device), range(self._effort.calls)
+            return self._median(self._device, lambda: [tensor.add_(1.0) for _ in calls], self._occupy) / len(calls)
 
-    def _calls(self, numel: int) -> Callable[[], None]:
-        """The shortest operators, one after another."""
-        tensor = torch.zeros(numel, device=self._device)
+        # On a CPU there is no kernel beside the call: what one element takes more than none.
+        return max(seconds(1) - (0.0 if is_accelerator(self._device) else seconds(0)), _LEAST_S)
 
-        def work() -> None:
-            for _ in range(self._effort.calls):
-                tensor.add_(1.0)
-
-        return work
-
-    @functools.cached_property
-    def _long_product(self) -> Callable[[], object]:
-        return _product(self._device, self._effort.most_rows // 2, "float32")
-
-    def _occupy(self) -> None:
-        """Gives an accelerator enough to do for the host to run ahead of it."""
-        if is_accelerator(self._device):
-            self._long_product()
-
-    def _buffer(self, tier: Tier, *, pinned: bool = True, nbytes: int | None = None) -> torch.Tensor:
-        """Bytes with memory behind them: pages that nobody wrote to are all one page of zeros."""
+    def _buffer(self, tier: Tier, numel: int, *, pinned: bool = True) -> torch.Tensor:
+        """Elements with memory behind them: pages that nobody wrote to are all one page of zeros."""
         is_pinned = pinned and tier is Tier.HOST
-        buffer = self._pool.allocate(tier, nbytes or self._nbytes, torch.uint8, _OWNER, pinned=is_pinned)
-        return buffer.fill_(1)
+        return self._pool.allocate(tier, numel, torch.float32, "measure", pinned=is_pinned).fill_(1.0)
 
     def _median(
         self, device: torch.device, work: Callable[[], object], before: Callable[[], object] = lambda: None
@@ -275,10 +291,6 @@ def _make_block() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.GELU(), torch.nn.LayerNorm(1))
 
 
-def _pass_through(model: torch.nn.Module, inputs: torch.Tensor) -> None:
-    torch.autograd.grad(model(inputs).sum(), [inputs, *model.parameters()])
-
-
 def _product(device: torch.device, rows: int, dtype: str) -> Callable[[], object]:
     """Multiplies two square matrices."""
     left, right = (torch.rand(rows, rows, device=device).to(getattr(torch, dtype)) for _ in range(2))
@@ -288,3 +300,73 @@ def _product(device: torch.device, rows: int, dtype: str) -> Callable[[], object
 def _join(ticket: Copy | None) -> None:
     if ticket is not None:
         ticket.join()
+
+
+def measure_together(
+    effort: Effort | None = None,
+    progress: Callable[[list[str]], Iterable[str]] = lambda names: names,
+    visit: Callable[[], float] | None = None,
+) -> Machine:
+    """Measures the machine as each of several processes has it while all of them work, and their links.
+
+    All processes of the default group call it, and measure each figure at the same time: cores, memory and buses that
+    they share are then shared as in training. The figures are medians over the processes. Gathers have the sizes of
+    large chunks, and of the smallest one; messages are those with which the processes agree on what they do. Each
+    process takes the mean of many.
+
+    Args:
+        effort: How much work goes into it.
+        progress: As for ``measure_machine``.
+        visit: As for ``measure_machine``; each process has an engine of its own in it.
+
+    Returns:
+        A machine with a device for each process, the same in all processes.
+
+    Raises:
+        CollectiveError: If a process is missing.
+    """
+    effort, device = effort or Effort(), find_device(None)
+    with contextlib.closing(Collectives.connect(None, device)) as collectives:
+        size, links = collectives.world_size, dict[str, float]()
+        numel = align(max(effort.nbytes // (4 * size), 1))
+
+        def gathering(numel: int) -> Callable[[], object]:
+            buffer = torch.ones(size * numel, device=device)
+            return lambda: collectives.all_gather(buffer, "what is measured").join()
+
+        measures: dict[str, Callable[[], float]] = {
+            "link_bandwidth": lambda: (size - 1) * numel * 4 / _mean(device, gathering(numel), effort.repetitions),
+            "link_latency_s": lambda: _mean(device, gathering(ALIGNMENT_NUMEL), effort.calls),
+            "message_s": lambda: _mean(_CPU, lambda: collectives.exchange([0], "measures messages"), effort.calls),
+        }
+
+        def at_once(names: Sequence[str]) -> Iterator[str]:
+            for name in progress([*names, *measures]):
+                collectives.exchange([0], f"measures {name}")
+                if name in measures:
+                    links[name] = measures[name]()
+                else:
+                    yield name
+
+        machine = measure_machine(effort, at_once, visit)
+        host_nbytes = machine.host_nbytes // collectives.local_world_size
+        machine = dataclasses.replace(machine, num_devices=size, host_nbytes=host_nbytes, **links)  # type: ignore[arg-type]
+        return _median_of(collectives.exchange(machine, "compares what was measured"))
+
+
+def _mean(device: torch.device, work: Callable[[], object], calls: int) -> float:
+    """Seconds of work that a step does often, the mean of so many calls; in all processes equally often.
+
+    Now and then one process waits long for another. A step contains such waits, and a median leaves them out.
+    """
+    work()
+    return seconds_of(device, lambda: [work() for _ in range(calls)]) / calls
+
+
+def _median_of(machines: Sequence[Machine]) -> Machine:
+    """A machine whose rates are in the middle of those of several processes; names and sizes are those of the first."""
+    names = [field.name for field in dataclasses.fields(Machine) if isinstance(getattr(machines[0], field.name), float)]
+    rates: dict[str, Any] = {name: statistics.median(getattr(machine, name) for machine in machines) for name in names}
+    common = [name for name in machines[0].flops if all(name in machine.flops for machine in machines)]
+    flops = {name: statistics.median([machine.flops[name] for machine in machines]) for name in common}
+    return dataclasses.replace(machines[0], flops=flops, **rates)

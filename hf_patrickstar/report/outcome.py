@@ -1,4 +1,4 @@
-"""What a run has come to, in three lines: memory, time, and the one setting most worth changing."""
+"""What a run prints of itself: its first planned step, and at the end time, memory and what to change first."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -54,15 +54,14 @@ class Outcome:
         """What the time went to: shares that add up to 1."""
         stats, whole = self.stats, max(self.seconds, 1e-9)
         waiting = min(stats["waiting_seconds"] + stats["loading_seconds"], stats["computing_seconds"])
-        computing = stats["computing_seconds"] - waiting
-        updating = stats["updating_seconds"]
+        computing, updating = stats["computing_seconds"] - waiting, stats["updating_seconds"]
         if self.has_lanes:
             computing += stats["settling_seconds"]  # in which the host waits for the device
         else:
             updating += stats["settling_seconds"]  # in which gradients are clipped
-        found = {"compute": computing, "waiting for copies": waiting, "optimizer": updating}
+        found = {"forward and backward": computing, "waiting for copies": waiting, "optimizer": updating}
         shares = {name: seconds / whole for name, seconds in found.items()}
-        return shares | {"others": max(1 - sum(shares.values()), 0.0)}
+        return shares | {"other (data, logs)": max(1 - sum(shares.values()), 0.0)}
 
     @property
     def room(self) -> float:
@@ -70,29 +69,15 @@ class Outcome:
         budget = self.stats["device_budget_nbytes"]
         return 1 - self.stats["device_total_peak_nbytes"] / budget if self.is_metered and budget else 0.0
 
-    @property
-    def fits_device(self) -> bool:
-        """Whether everything lives on the device."""
-        return self.num_on_device == self.num_chunks
-
-
-def describe_outcome(outcome: Outcome) -> tuple[str, str, str]:
-    """Three lines: the peak of each tier, what the time went to, and what to change.
-
-    Args:
-        outcome: What was measured.
-    """
-    return _memory(outcome), _time(outcome), _advice(outcome)
-
 
 def describe_estimated(seconds: float, machine: str) -> str:
     """What a step is expected to take, in one line.
 
     Args:
         seconds: How long.
-        machine: The name of the machine by whose rates that is reckoned.
+        machine: The name of the machine by whose rates that is computed.
     """
-    return f"by the rates of '{machine}' a step takes about {format_seconds(seconds)}"
+    return f"estimated for '{machine}': about {format_seconds(seconds)} per step"
 
 
 def describe_step(number: int, seconds: float, stats: Mapping[str, Any]) -> str:
@@ -103,83 +88,55 @@ def describe_step(number: int, seconds: float, stats: Mapping[str, Any]) -> str:
         seconds: How long it took.
         stats: The engine's statistics after it.
     """
-    tiers = _tiers(stats, "step_peak")
-    return f"step {number}, the first one by a plan, took {format_seconds(seconds)}, and at most {tiers}"
+    return f"first planned step (step {number}): {format_seconds(seconds)}; {_peaks(stats, 'step_peak')}"
 
 
-def _memory(outcome: Outcome) -> str:
-    return f"at most {_tiers(outcome.stats, 'peak')}"
+def describe_outcome(outcome: Outcome) -> str:
+    """What the time went to, the peak of each tier, and what to change, in one line.
 
-
-def _tiers(stats: Mapping[str, Any], peak: str) -> str:
-    device, host = stats["device_budget_nbytes"], stats["host_budget_nbytes"]
-    chunks = ""
-    if stats["chunk_budget_nbytes"] < device:
-        chunks = f", chunks {_of(stats[f'device_{peak}_nbytes'], stats['chunk_budget_nbytes'])},"
-    return (
-        f"{_of(stats[f'device_total_{peak}_nbytes'], device)} on the device{chunks} and "
-        f"{_of(stats[f'host_{peak}_nbytes'], host)} on the host"
-    )
-
-
-def _of(nbytes: int, budget: int) -> str:
-    share = f" ({nbytes / budget:.0%})" if budget else ""
-    return f"{format_nbytes(nbytes)} of {format_nbytes(budget)}{share}"
-
-
-def _time(outcome: Outcome) -> str:
-    names = {"compute": "forward and backward"}
-    if outcome.has_lanes:
-        names["compute"] += " with the waits of the device"
-        names["waiting for copies"] = "the host waiting for copies"
-    names["others"] = "others, such as data and logs"
-    shares = ", ".join(f"{share:.0%} {names.get(name, name)}" for name, share in outcome.shares.items())
-    num = outcome.num_steps
-    each = f"{num} steps took {format_seconds(outcome.seconds)}, {format_seconds(outcome.seconds / num)} each"
-    estimated = ""
+    Args:
+        outcome: What was measured.
+    """
+    num, shares = outcome.num_steps, ", ".join(f"{share:.0%} {name}" for name, share in outcome.shares.items())
+    texts = [f"{num} step{'s' if num > 1 else ''}, {format_seconds(outcome.seconds / num)} each: {shares}"]
     if outcome.machine:
-        estimated = (
-            f"; by the rates of '{outcome.machine}' a step waits {outcome.copying:.0%} of its time for copies and "
-            f"{outcome.updating:.0%} for the update on the host"
-        )
-    return f"{each if num > 1 else f'1 step took {format_seconds(outcome.seconds)}'}: {shares}{estimated}"
+        lanes = f"{outcome.copying:.0%} waiting for copies, {outcome.updating:.0%} waiting for updates on the host"
+        texts.append(f"estimated for '{outcome.machine}': {lanes}")
+    texts.append(_peaks(outcome.stats, "peak"))
+    texts += [f"to change first: {advice}" for advice in [*_changes(outcome)][:1]]
+    return "; ".join(texts)
 
 
-def _advice(outcome: Outcome) -> str:
-    found = next(_changes(outcome), None)
-    if found is not None:
-        return f"most worth changing: {found}"
-    where = "everything lives on the device" if outcome.fits_device else "no part of a step stands out"
-    return f"nothing to change: {where}"
+def _peaks(stats: Mapping[str, Any], peak: str) -> str:
+    def used(name: str, budget: str) -> str:
+        nbytes, most = stats[f"{name}_{peak}_nbytes"], stats[f"{budget}_budget_nbytes"]
+        return f"{format_nbytes(nbytes)} of {format_nbytes(most)}"
+
+    is_limited = stats["chunk_budget_nbytes"] < stats["device_budget_nbytes"]
+    chunks = f"{used('device', 'chunk')} for chunks, " if is_limited else ""
+    return f"peak {used('device_total', 'device')} on the device, {chunks}{used('host', 'host')} on the host"
 
 
 def _changes(outcome: Outcome) -> Iterator[str]:
-    """The changes that what was measured speaks for, the one most worth making first."""
-    shares, stats = outcome.shares, outcome.stats
+    """The changes that the measured figures support, the one to make first first."""
+    shares, stats, settings = outcome.shares, outcome.stats, outcome.settings
     batch, larger = outcome.batch_size, f"--per_device_train_batch_size above {outcome.batch_size}"
     if stats["retries"]:
         smaller = f"--per_device_train_batch_size below {batch}" if batch > 1 else "a larger device_budget"
-        yield f"{smaller}, since memory did not suffice {stats['retries']} times and micro-batches were repeated"
-    if shares["others"] >= _MUCH_OTHER:
-        yield (
-            f"--dataloader_num_workers, or what else the script does between steps, since {shares['others']:.0%} of "
-            "the time went neither to the model nor to the optimizer"
-        )
+        yield f"{smaller}, because memory ran out {stats['retries']} times and micro-batches were repeated"
+    other = shares["other (data, logs)"]
+    if other >= _MUCH_OTHER:
+        yield f"--dataloader_num_workers, or what the script does between steps, which takes {other:.0%} of the time"
     waiting, updating = max(shares["waiting for copies"], outcome.copying), max(shares["optimizer"], outcome.updating)
     if waiting >= _MUCH_WAITING:
-        why = f"since {waiting:.0%} of the time went to waiting for copies"
-        if waiting > shares["waiting for copies"]:
-            why = f"since by the rates of '{outcome.machine}' {waiting:.0%} of a step go to waiting for copies"
-        if outcome.room >= _MUCH_ROOM and outcome.settings["chunk_budget"] == "auto":
-            yield f"{larger}, {why}, and a larger batch computes more with each copy"
+        limits = [name for name in ("chunk_budget", "device_budget") if settings[name] != "auto"]
+        if not limits or (outcome.room >= _MUCH_ROOM and settings["chunk_budget"] == "auto"):
+            yield f"{larger}: {waiting:.0%} of the time waits for copies, and a larger batch computes more per copy"
         else:
-            limits = [name for name in ("chunk_budget", "device_budget") if outcome.settings[name] != "auto"]
-            yield f"a larger {limits[0]}, {why}" if limits else f"{larger}, {why}"
-    if updating >= _MUCH_UPDATING and not outcome.fits_device:
+            yield f"a larger {limits[0]}: {waiting:.0%} of the time waits for copies"
+    if updating >= _MUCH_UPDATING and outcome.num_on_device < outcome.num_chunks:
         num = _MORE_MICRO_BATCHES * outcome.num_micro_batches
-        why = f"since {updating:.0%} of the time went to the optimizer"
-        if updating > shares["optimizer"]:
-            why = f"since by the rates of '{outcome.machine}' {updating:.0%} of a step go to waiting for the update"
-        yield f"--gradient_accumulation_steps {num}, {why}, and the host then updates once for more samples"
+        why = f"the optimizer takes {updating:.0%} of the time, and then updates less often"
+        yield f"--gradient_accumulation_steps {num}: {why}"
     if outcome.room >= _MUCH_ROOM:
-        yield f"{larger}, since {outcome.room:.0%} of the device budget was never used"
+        yield f"{larger}: {outcome.room:.0%} of the device budget was never used"

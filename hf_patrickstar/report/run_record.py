@@ -18,22 +18,19 @@ import math
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.report.measured_step import timeline_from_dict, timeline_to_dict
 from hf_patrickstar.report.survey import Survey
-from hf_patrickstar.schedule.clock import Timeline
+from hf_patrickstar.schedule.clock import Lane, Span, Timeline, Wait
 
 logger = logging.getLogger(__name__)
 
 RUN = "run.json"
 STEPS = "steps.jsonl"
-FORMAT = 1
+FORMAT = 2
 """The version of both files."""
-_FORMER_FOLDER = "_patrickstar"
-"""Where runs of earlier versions have their record, in their output directory."""
 _MOST_RECORDS = 100
 
 
@@ -88,14 +85,14 @@ class RunRecorder:
         self._output_dir = os.path.realpath(output_dir)
         self._about = dict(about)
         self._written = ""
-        self._timeline: dict[str, Any] | None = None
+        self._timeline: Timeline | None = None
         self._is_on = True
         self._mode = "a" if is_resumed else "w"
         self._before = "\n" if is_resumed else ""  # ends a line that a kill has cut short
 
     def note_timeline(self, timeline: Timeline) -> None:
         """Takes the lanes of a step that was measured, which are written with the next survey."""
-        self._timeline = timeline_to_dict(timeline)
+        self._timeline = timeline
 
     def note_length(self, length: int) -> None:
         """Takes the length of the longest sequence so far, which is written with the next survey."""
@@ -103,23 +100,12 @@ class RunRecorder:
 
     def note_survey(self, survey: Survey) -> None:
         """Writes a survey, if it is another one than the last."""
-        values = {
-            "format": FORMAT,
-            "output_dir": self._output_dir,
-            "about": self._about,
-            "survey": survey.to_dict(),
-        }
-        text = json.dumps(values if self._timeline is None else {**values, "timeline": self._timeline})
-        if not self._is_on or text == self._written:
-            return
-        try:
-            folder = self._folder()
-            partial = folder / f"{RUN}.partial"
-            partial.write_text(text, encoding="utf-8")
-            os.replace(partial, folder / RUN)
-        except OSError as error:
-            self._give_up(error)
-        self._written = text
+        timeline = None if self._timeline is None else dataclasses.asdict(self._timeline)
+        values = {"format": FORMAT, "output_dir": self._output_dir, "about": self._about, "survey": survey.to_dict()}
+        text = json.dumps({**values, "timeline": timeline})
+        if text != self._written:
+            self._written = text
+            self._write(f"{RUN}.partial", "w", text)
 
     def note_step(self, values: Mapping[str, Any]) -> None:
         """Appends what was logged.
@@ -128,39 +114,35 @@ class RunRecorder:
             values: ``step``, and either figures of training or ``eval_loss``. Numbers that are not finite, which JSON
                 does not have, become ``None``.
         """
-        if not self._is_on:
-            return
-        line = json.dumps({name: _finite(value) for name, value in values.items()})
-        try:
-            with open(self._folder() / STEPS, self._mode, encoding="utf-8") as file:
-                file.write(f"{self._before}{line}\n")
-        except OSError as error:
-            self._give_up(error)
+        row = {
+            name: value if not isinstance(value, float) or math.isfinite(value) else None
+            for name, value in values.items()
+        }
+        self._write(STEPS, self._mode, f"{self._before}{json.dumps(row)}\n")
         self._mode, self._before = "a", ""
 
-    def _folder(self) -> pathlib.Path:
-        folder = record_folder(self._output_dir)
-        if not folder.is_dir():
-            folder.mkdir(exist_ok=True)
-            _delete_old(folder.parent)
-        return folder
-
-    def _give_up(self, error: OSError) -> None:
-        self._is_on = False
-        logger.warning(
-            "patrickstar: '%s' cannot be written (%s): nothing more is recorded for 'hf-patrickstar report'",
-            error.filename,
-            error.strerror,
-        )
+    def _write(self, name: str, mode: str, text: str) -> None:
+        if not self._is_on:
+            return
+        try:
+            folder = record_folder(self._output_dir)
+            if not folder.is_dir():
+                folder.mkdir(exist_ok=True)
+                _delete_old(folder.parent)
+            with open(folder / name, mode, encoding="utf-8") as file:
+                file.write(text)
+            if name != STEPS:
+                os.replace(folder / name, folder / RUN)
+        except OSError as error:
+            self._is_on = False
+            why = f"'{error.filename}' cannot be written ({error.strerror})"
+            logger.warning("patrickstar: %s: nothing more is recorded for 'hf-patrickstar report'", why)
 
 
 def _delete_old(place: pathlib.Path) -> None:
-    found = []
-    for path in place.iterdir():
-        with contextlib.suppress(OSError):  # deleted by another process
-            found.append((path.stat().st_mtime, path))
-    for _, path in sorted(found)[:-_MOST_RECORDS]:
-        shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):  # another process deletes them, too
+        for path in sorted(place.iterdir(), key=os.path.getmtime)[:-_MOST_RECORDS]:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def read_run(output_dir: str | os.PathLike[str]) -> Run:
@@ -172,49 +154,35 @@ def read_run(output_dir: str | os.PathLike[str]) -> Run:
     Raises:
         ConfigError: If there is no record, or it cannot be read.
     """
-    folders = (record_folder(output_dir), pathlib.Path(output_dir) / _FORMER_FOLDER)
-    folder = next((folder for folder in folders if (folder / RUN).is_file()), None)
-    if folder is None:
-        raise ConfigError(
-            f"'{output_dir}' has no record of a run: name the output_dir of a run with --patrickstar that has logged a "
-            "training loss, and that was not given --patrickstar_report false. Records are in the cache of the machine "
-            f"('{folders[0].parent}'): if the run had another one, set HF_ASSETS_CACHE as it was there"
-        )
+    folder = record_folder(output_dir)
     path = folder / RUN
+    if not path.is_file():
+        raise ConfigError(
+            f"'{output_dir}' has no record of a run in '{folder.parent}'; name the output_dir of a run with "
+            "--patrickstar that has logged a loss, or set HF_ASSETS_CACHE as in that run"
+        )
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        version, about, survey = values["format"], dict(values["about"]), Survey.from_dict(values["survey"])
-        timeline = None if values.get("timeline") is None else timeline_from_dict(values["timeline"])
+        if values["format"] != FORMAT:
+            raise ValueError(f"format {values['format']!r}, and this version of hf_patrickstar reads {FORMAT}")
+        timeline = None if values["timeline"] is None else _read_timeline(values["timeline"])
+        about, survey = dict(values["about"]), Survey.from_dict(values["survey"])
         lines = (folder / STEPS).read_text(encoding="utf-8").splitlines() if (folder / STEPS).is_file() else []
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
-            f"'{path}' is not the record of a run: {type(error).__name__}: {error}; name the output_dir of another run"
+            f"'{path}' cannot be read: {type(error).__name__}: {error}; name the output_dir of another run"
         ) from error
-    if version != FORMAT:
-        raise ConfigError(
-            f"'{path}' has format {version!r}, and this version reads {FORMAT}; use the version of hf_patrickstar "
-            "that wrote it"
-        )
-    steps: list[Mapping[str, Any]] = []
-    evaluations: list[Mapping[str, Any]] = []
-    for row in _rows(lines):
-        others = evaluations if "eval_loss" in row else steps
-        others[:] = [earlier for earlier in others if earlier["step"] < row["step"]]
-        if others is steps:
-            evaluations[:] = [earlier for earlier in evaluations if earlier["step"] < row["step"]]
-        others.append(row)
+    steps, evaluations = list[Mapping[str, Any]](), list[Mapping[str, Any]]()
+    for line in lines:
+        with contextlib.suppress(ValueError):  # an empty line, or one that was cut short
+            row = json.loads(line)
+            for rows in (evaluations,) if "eval_loss" in row else (steps, evaluations):
+                rows[:] = [earlier for earlier in rows if earlier["step"] < row["step"]]
+            (evaluations if "eval_loss" in row else steps).append(row)
     return Run(about, survey, tuple(steps), tuple(evaluations), timeline)
 
 
-def _rows(lines: list[str]) -> Iterator[Mapping[str, Any]]:
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue  # an empty line, or one that was cut short
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            yield row
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _read_timeline(values: Mapping[str, Any]) -> Timeline:
+    spans = tuple(Span(Lane(lane), *others) for lane, *others in values["spans"])
+    waits = tuple(Wait(**{**wait, "lane": Lane(wait["lane"])}) for wait in values["waits"])
+    return Timeline(**{**values, "spans": spans, "waits": waits})

@@ -22,11 +22,11 @@ from hf_patrickstar.schedule.script import (
     ThreadWork,
 )
 
-LOADS = "hf_patrickstar.runtime.copies.load"
-LOADS_TOGETHER = "hf_patrickstar.runtime.copies.loaded_by_others"
-WAITS_FOR_ARRIVAL = "hf_patrickstar.runtime.copies.wait"
-LOOKS_UP = "hf_patrickstar.runtime.parameters.begin_lookup"
-"""Where in the package the host waits for updates on the host: to load chunks, to use them, and to look up rows."""
+LOADS = "the update of a chunk that is loaded"
+LOADS_TOGETHER = "the update of a chunk that is gathered"
+WAITS_FOR_ARRIVAL = "the update of a chunk that is used"
+LOOKS_UP = "the update of a chunk whose rows are looked up"
+"""What the host waits for where chunks are updated on the host."""
 
 
 class Player:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from hf_patrickstar.memory.accelerator import find_device, is_accelerator
 from hf_patrickstar.memory.streams import seconds_of
 from hf_patrickstar.memory.tiers import available_host_nbytes
-from hf_patrickstar.report.sweeps import SWEPT_NBYTES
+from hf_patrickstar.report.measure import SWEPT_NBYTES
 from hf_patrickstar.tracing.calls import Operand, OperatorCall, as_they_are
 from hf_patrickstar.tracing.companions import Companions
 

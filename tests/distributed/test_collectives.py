@@ -12,7 +12,7 @@ from processes import GROUP_TIMEOUT_S, Workers
 
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import CollectiveError, ConfigError
-from hf_patrickstar.report.statistics import Statistics
+from hf_patrickstar.report.figures import Statistics
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

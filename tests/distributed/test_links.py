@@ -14,9 +14,8 @@ from hf_patrickstar.integrations import launched
 from hf_patrickstar.integrations.launched import measure_launched, threads_of_each
 from hf_patrickstar.machine import find_machine
 from hf_patrickstar.memory.tiers import total_host_nbytes
-from hf_patrickstar.report import links
-from hf_patrickstar.report.links import measure_together
-from hf_patrickstar.report.measure import Effort
+from hf_patrickstar.report import measure as measuring
+from hf_patrickstar.report.measure import Effort, measure_together
 
 pytestmark = pytest.mark.xdist_group("distributed")
 
@@ -36,7 +35,7 @@ def measure(rank):
 
 def measure_by_hand(rank, seconds):
     """Each thing that is timed takes so many seconds."""
-    links.seconds_of = lambda device, work: (work(), seconds[rank])[1]
+    measuring.seconds_of = lambda device, work, before=None: (work(), seconds[rank])[1]
     return measure_together(TINY)
 
 
@@ -56,15 +55,15 @@ def test_links_are_bytes_by_time_in_the_middle_of_both_processes(pair):
     machine, other = pair.run(measure_by_hand, [0.25, 0.75])
     assert machine == other
     sent = 2**16 // 2
-    assert machine.link_bandwidth == (sent / 0.25 + sent / 0.75) / 2
+    assert machine.link_bandwidth == pytest.approx(TINY.repetitions * (sent / 0.25 + sent / 0.75) / 2)
     assert (machine.link_latency_s, machine.message_s) == (0.5 / TINY.calls, 0.5 / TINY.calls), "several at a time"
 
 
 def test_what_a_step_does_often_takes_the_mean(monkeypatch):
     """One call of four takes long; one more comes before all."""
     took, seconds = iter([9.0, 1.0, 1.0, 5.0, 1.0]), []
-    monkeypatch.setattr(links, "seconds_of", lambda device, work: (seconds.clear(), work(), sum(seconds))[2])
-    assert links._mean(torch.device("cpu"), lambda: seconds.append(next(took)), 4) == 2.0
+    monkeypatch.setattr(measuring, "seconds_of", lambda device, work: (seconds.clear(), work(), sum(seconds))[2])
+    assert measuring._mean(torch.device("cpu"), lambda: seconds.append(next(took)), 4) == 2.0
     assert not list(took)
 
 

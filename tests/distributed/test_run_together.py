@@ -41,6 +41,5 @@ def test_two_processes_train_a_stock_script_together(tmp_path):
     assert (chunked["size"], chunked["is_chunked"]) == (2, True)
     assert chunked["losses"] == plain["losses"]
     assert done.stderr.count("hf-patrickstar run: puts") == 1, "one process says it"
-    # Which advice it is depends on time: a busy machine spends much of it between steps.
-    advice = re.findall(r"nothing to change: everything lives|most worth changing: --", done.stdout + done.stderr)
-    assert len(advice) == 1, "one process gives it"
+    told = re.findall(r"patrickstar: \d+ steps?, .*; peak ", done.stdout + done.stderr)
+    assert len(told) == 1, "one process says what the run came to"

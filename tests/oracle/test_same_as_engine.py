@@ -13,7 +13,6 @@ from oracle.training import make_training, record_step
 from trainers import smallest_budget
 
 from hf_patrickstar.machine import CPU_TIER, find_machine
-from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.schedule.clock import Lane
 
 NODE = find_machine("8xh100")
@@ -95,7 +94,7 @@ def check(told, done, in_order=lambda found: found):
     assert told.moved_nbytes == done.moved_nbytes
     assert told.sent_nbytes == done.sent_nbytes
     # Numbers of steps of an optimizer that torch computes are left out.
-    assert told.survey.owners[Tier.HOST.value] == pytest.approx(done.on_host, rel=1e-3)
+    assert told.host_owners == pytest.approx(done.on_host, rel=1e-3)
     # The engine still has the batch of the step before. With several processes it gives buffers back earlier.
     assert 0.99 <= told.device_nbytes / done.device_nbytes <= (1.01 if told.world_size == 1 else 1.05)
     assert told.timeline.duration_ns == pytest.approx(done.timeline.duration_ns, rel=0.13)

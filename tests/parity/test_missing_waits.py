@@ -727,7 +727,6 @@ ELSEWHERE = {
     "payloads.py": "waits for workspace that is about to go (tests/parity/test_overlapped_updates.py) and for zeros",
     "planner/imagined.py": "limits what may be in flight on a machine that is not here",
     "resources.py": "limits what may be in flight: tests/unit/memory/test_streams.py",
-    "report/links.py": "measures, with nobody beside it",
     "report/measure.py": "measures, with nobody beside it",
     "runtime/groups.py": "several processes: tests/distributed/test_races_together.py",
     "dist/collectives.py": "several processes: tests/distributed/test_races_together.py",

@@ -7,8 +7,7 @@ import torch
 
 from hf_patrickstar.planner import visits
 from hf_patrickstar.planner.visits import seconds_of_a_visit
-from hf_patrickstar.report.measure import Effort, measure_machine
-from hf_patrickstar.report.sweeps import Sweeps
+from hf_patrickstar.report.measure import Effort, Sweeps, measure_machine
 
 TINY = Effort(nbytes=2**12, most_rows=128, calls=5, repetitions=1, seconds=0.0)
 

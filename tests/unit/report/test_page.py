@@ -1,4 +1,4 @@
-"""Pages stand alone, escape what comes from outside, and have a table behind every chart."""
+"""Pages stand alone, escape what comes from outside, and say what was planned or recorded."""
 
 import dataclasses
 import json
@@ -6,269 +6,180 @@ import json
 import pytest
 from pages import PageReader, check_alone, check_charts
 
-from hf_patrickstar.cli.files import write_html
 from hf_patrickstar.cli.main import main
-from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.report.blocks import Bullets, Cell, Fact, Page, Section, Table, Text
-from hf_patrickstar.report.page import render
+from hf_patrickstar.report.page import Page, Table, render
 from hf_patrickstar.report.plan_page import plan_page
 from hf_patrickstar.report.run_page import run_page, typical
-from hf_patrickstar.report.run_record import Run, RunRecorder, record_folder
+from hf_patrickstar.report.run_record import Run, RunRecorder
 from hf_patrickstar.report.survey import Survey, SurveyedChunk, Tide
-from hf_patrickstar.schedule.clock import Clock, Lane
+from hf_patrickstar.schedule.clock import Lane, Span, Timeline, Wait
 from hf_patrickstar.units import MIB
 
 EVIL = "<script>alert('x')</script>\"><img src=http://example.org/x.png>&amp;"
-CHUNK = SurveyedChunk(3, "host", "bfloat16", 100, 80, 200, 1200, True, ((f"{EVIL}.weight", 80),))
-FROZEN = SurveyedChunk(4, "device", "float32", 64, 64, 256, 0, False, (("bias", 64),))
-TIDE = Tide(
-    f"training:{EVIL}", 9 * MIB, MIB, 1, (1,), (3, 4), (MIB, 2 * MIB), (0, 0), (4 * MIB, 3 * MIB), (1, 0), (0, 2)
+CHUNKS = (
+    SurveyedChunk(3, "host", "bfloat16", 100, 2 * MIB, 12 * MIB, True, ((f"{EVIL}.weight", 80),)),
+    SurveyedChunk(4, "device", "float32", 64, 256, 0, False, (("bias", 64),)),
+    SurveyedChunk(5, "host", "bfloat16", 100, MIB, 6 * MIB, True, (("weight", 100),)),
 )
-SURVEY = Survey(
-    {"device": 9 * MIB, "host": 50 * MIB}, {"device": {EVIL: 7}, "host": {}}, (CHUNK, FROZEN), (TIDE,), (EVIL,)
-)
-ABOUT = {
-    **{"model": EVIL, "model_class": EVIL, "device": EVIL, "num_parameters": 144, "num_trainable": 80, "batch_size": 2},
-    **{"num_micro_batches": 1, "world_size": 1, "precision": "bfloat16", "settings": {"keep_fp32": [EVIL]}},
-    **{"version": "0", "length": 8, "checkpointing": False},
+TIDE = Tide(f"training:{EVIL}", 9 * MIB, MIB, 1, (1,), (MIB, 2 * MIB), (0, 0), (4 * MIB, 2 * MIB))
+SURVEY = Survey({"device": 9 * MIB, "host": 50 * MIB}, CHUNKS, (TIDE,), (EVIL,))
+SPANS = (Span(Lane.HOST, 0, 10, EVIL), Span(Lane.COMPUTE, 10, 100, EVIL, 0))
+TIMELINE = Timeline(0, 100, SPANS, 0, (Wait(10, 20, EVIL),))
+SHARED = {
+    **{"model": EVIL, "num_parameters": 144, "num_trainable": 80, "batch_size": 2, "num_micro_batches": 1},
+    **{"world_size": 1, "length": 8, "checkpointing": False, "precision": "bfloat16", "settings": {"dtype": EVIL}},
 }
-PLAN = {
-    **{"model": EVIL, "task": EVIL, "machine": EVIL, "num_parameters": 144, "num_trainable": 80, "batch_size": 2},
-    **{"length": 8, "num_micro_batches": 1, "world_size": 1, "settings": {"dtype": EVIL}, "checkpointing": False},
-    "tiers": {
-        "device": {"budget_nbytes": 9 * MIB, "need_nbytes": 6 * MIB, "owners": {EVIL: 5 * MIB}},
-        "host": {"budget_nbytes": 50 * MIB, "need_nbytes": 40 * MIB, "owners": {"param": 40 * MIB}},
-    },
-    "chunks": {"num": 2, "numel": 100, "utilisation": 0.9, "num_on_device": 1, "reasons": [EVIL]},
-    "speed": {
-        **{"seconds": 0.5, "tokens_per_s": 32.0, "binding": "host Adam", "least_seconds": 0.25, "clipped_seconds": 0.3},
-        **{"busy": {"device": 0.5}, "to_device_nbytes": MIB, "to_host_nbytes": 2 * MIB},
-    },
-    **{"fits": True, "precision": "bfloat16"},
+DEVICE = {"budget_nbytes": 9 * MIB, "need_nbytes": 6 * MIB, "owners": {EVIL: 5 * MIB, "param": MIB}, "moment": "head"}
+HOST = {"budget_nbytes": 50 * MIB, "need_nbytes": 40 * MIB, "owners": {"param": 40 * MIB}, "moment": ""}
+SPEED = {
+    **{"seconds": 0.5, "tokens_per_s": 32.0, "binding": "host Adam", "least_seconds": 0.25, "clipped_seconds": 0.3},
+    **{"to_device_nbytes": MIB, "to_host_nbytes": 2 * MIB, "sent_nbytes": 0},
 }
-EARLIER_PLAN = {name: value for name, value in PLAN.items() if name != "precision"}
+PLAN = SHARED | {
+    **{"task": EVIL, "machine": EVIL, "tiers": {"device": DEVICE, "host": HOST}, "speed": SPEED, "fits": True},
+    **{"chunks": {"num": 3, "num_on_device": 1, "reasons": [EVIL]}, "unit": "tokens"},
+}
 
 
 def row(step, loss, seconds=0.4):
     return {
-        **{"step": step, "loss": loss, "seconds": seconds, "samples_per_s": 2 / seconds},
-        **{"host_to_device_nbytes": 1000.0 * step, "device_to_host_nbytes": 500.0, "chunk_loads": 3.0},
-        **{"prefetches": 2.0, "late_prefetches": 1.0, "chunk_evictions": 1.0, "waiting_seconds": 0.1},
-        **{"device_total_step_peak_nbytes": 5 * MIB, "host_step_peak_nbytes": 41 * MIB},
-        **{"device_total_peak_nbytes": 6 * MIB, "host_peak_nbytes": 42 * MIB},
+        **{"step": step, "loss": loss, "seconds": seconds, "samples_per_s": 2 / seconds, "sent_nbytes": 0.0},
+        **{"host_to_device_nbytes": 1000.0 * step, "device_to_host_nbytes": 500.0, "waiting_seconds": 0.1},
+        **{"device_total_step_peak_nbytes": 5 * MIB, "host_step_peak_nbytes": 22 * MIB},
     }
 
 
 STEPS = (row(5, 3.0, seconds=9.0), row(10, None), row(15, 2.0), row(20, 1.5, seconds=0.6))
-RUN = Run(ABOUT, SURVEY, STEPS, ({"step": 10, "eval_loss": 2.5},))
+RUN = Run(SHARED | {"model_class": EVIL, "device": EVIL}, SURVEY, STEPS, ({"step": 10, "eval_loss": 2.5},), TIMELINE)
 
 
-def make_timeline():
-    clock = Clock()
-    clock.wait(clock.put(Lane.COMPUTE, 6_000, EVIL), EVIL)
-    return clock.timeline()
+def plan_of(plan=PLAN, survey=SURVEY, timeline=TIMELINE):
+    return plan_page(plan, f"{EVIL}: 144", "fits", survey, timeline, changes=[EVIL], largest=[EVIL], found=EVIL)
 
 
-PAGES = {
-    "plan": lambda: plan_page(
-        PLAN,
-        f"{EVIL}: 144 parameters",
-        "fits",
-        SURVEY,
-        make_timeline(),
-        changes=[EVIL],
-        largest=[EVIL],
-        trace_name=f"{EVIL}.json",
-    ),
-    "run": lambda: run_page(RUN, PLAN),
-}
+def read(page):
+    return PageReader(render(page))
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_what_comes_from_outside_is_text(name):
-    text = render(PAGES[name]())
+BOTH = [dataclasses.replace(plan_of(), trace_name=f"{EVIL}.json"), run_page(RUN, PLAN)]
+both = pytest.mark.parametrize("page", BOTH, ids=["plan", "run"])
+
+
+@both
+def test_what_comes_from_outside_is_text_and_the_page_needs_nothing_else(page):
+    text = render(page)
     assert "<script" not in text
     assert "<img" not in text
+    assert all(look in text for look in ("default-src 'none'", "url(#fill-0)", "stroke-dasharray", "scheme: dark"))
+    assert text.count('role="region" tabindex="0"') == text.count("<table>"), "a wide table is scrolled by keys"
     reader = PageReader(text)
     check_alone(reader, allowed=[item for item in reader.references if item.startswith("%3Cscript%3E")])
-    check_charts(reader, least=4)
+    check_charts(reader, least=2)
+    assert "".join(reader.text).count(EVIL) >= 8
+
+
+@both
+def test_both_pages_show_chunks_memory_and_time(page):
+    reader = read(page)
+    host = reader.table("2 chunks on the host: 21.00 MiB, sizes from 7.00 MiB to 14.00 MiB")
+    assert (host.column("bytes"), host.column("used")) == ([14 * MIB, 7 * MIB], [0.8, 1.0])
+    assert reader.table("1 chunk on the device, frozen: 256 B").rows[0][4] == "bias (64)"
+    assert render(page).count("<details") == (3 if page.is_good else 4), "chunks of a tier are one box that opens"
+    for tier, whole in (("Device", 6 * MIB), ("Host", (40 if page.is_good else 22) * MIB)):
+        table = reader.table(f"{tier}, at its fullest moment")
+        *kinds, total = table.column("bytes")
+        assert (sum(kinds), total) == (whole, whole), "the kinds are those of one moment"
+        assert table.column("share of the budget")[-1] == total / SURVEY.budgets[tier.lower()]
+    assert ("moment (head)" in "".join(reader.text)) == (page.is_good is True)
+    lanes = reader.table("Lanes")
+    assert [line[0] for line in lanes.rows] == ["host", "compute"]
+    assert (lanes.column("share of the step"), sum(lanes.column("critical path"))) == ([0.1, 0.9], 100e-9)
+    assert lanes.rows[0] == ["host", "1e-05 ms", "10.0%", "1e-05 ms"]
+    waits = reader.table("What lanes wait for")
+    assert (waits.rows[0][0], waits.column("share of the step")) == (f"host: {EVIL}", [0.2])
+
+
+def test_a_plan_that_does_not_fit_has_no_step_and_says_what_is_needed():
+    reader = read(plan_of({**PLAN, "speed": None, "chunks": None, "fits": False}, None, None))
     said = "".join(reader.text)
-    assert said.count(EVIL) >= 8
-    assert f"{EVIL}.weight" in said
-
-
-def test_it_can_be_used_without_a_mouse_and_in_the_dark():
-    text = render(run_page(RUN))
-    assert '<html lang="en">' in text
-    assert "prefers-color-scheme: dark" in text
-    assert 'name="viewport" content="width=device-width' in text
-    assert "default-src 'none'" in text
-    assert text.count("<details") == text.count("<summary>") >= 8
-    assert text.count('role="region" tabindex="0"') == text.count("<table>"), "a wide table is scrolled by keys"
-    patterns = {"url(#fill-0)", "url(#fill-2)", "url(#fill-3)", "stroke-dasharray: 9 6", "stroke-dasharray: 1 6"}
-    assert all(pattern in text for pattern in patterns)
-    assert text.index("<h1>") < text.index("<h2") < text.index("<h3>")
+    assert "needed, of 9.00 MiB" in said
+    assert reader.table("Device, at its fullest").column("bytes") == [5 * MIB, MIB, 6 * MIB]
+    assert "per second" not in said
+    page = Page("t", "s", "v", None, (), {"full": ["one", ["two"], Table("three", ("a", "b"), [])], "none": []})
+    assert {"one", "two", "three"} <= set(read(page).text)
+    assert "none" not in read(page).text, "parts without blocks are left out"
 
 
 def test_the_page_of_a_run_has_what_was_logged():
-    reader = PageReader(render(run_page(RUN)))
-    loss = reader.table("Loss")
-    assert loss.column("step") == [5, 10, 15, 20, 10]
-    assert loss.column("loss") == [3.0, None, 2.0, 1.5, 2.5]
-    assert [line[1] for line in loss.rows] == [*["training"] * 4, "evaluation"]
-    assert reader.table("Seconds per step").column("seconds") == [9.0, 0.4, 0.4, 0.6]
-    assert reader.table("Throughput").column("samples per second") == [2 / 9, 5.0, 5.0, 2 / 0.6]
-    assert reader.table("Bytes moved").column("host to device") == [5000, 10000, 15000, 20000]
-    waits = reader.table("Waits per step")
-    assert waits.column("share of the step") == [0.1 / 9, 0.25, 0.25, 0.1 / 0.6]
-    assert reader.table("The tide").column("at once") == [6 * MIB, 6 * MIB]
-    assert reader.table("Most bytes on the host in a step").column("most bytes") == [41 * MIB] * 4
-    chunks = reader.table("All chunks")
-    assert [line[1] for line in chunks.rows] == ["host", "device"]
-    assert chunks.column("used") == [0.8, 1.0]
-    assert typical(RUN, "seconds") == 0.4, "without the first log, whose steps were recorded"
-    assert not [table for table in reader.tables if table.caption.startswith("Planned")]
+    logs = read(run_page(RUN)).table("All logs")
+    assert [line[0] for line in logs.rows] == ["5", "10", "15", "20"]
+    assert (logs.column("loss"), logs.column("eval_loss")) == ([3.0, None, 2.0, 1.5], [None, 2.5, None, None])
+    assert logs.column("host_to_device_nbytes") == [5000, 10000, 15000, 20000]
+    assert "waiting_seconds" not in logs.header, "it never changes"
+    assert typical(RUN, "seconds") == 0.4, "without the first log, whose step made the plan"
+    steps = tuple(row(step, 1.0 / step) for step in range(1, 1234))
+    logs = read(run_page(dataclasses.replace(RUN, steps=steps))).table("247 of 1233 logs")
+    assert (len(logs.rows), logs.rows[-1][0]) == (248, "1233"), "with the last, and one of an evaluation"
+    unlogged = read(run_page(dataclasses.replace(RUN, survey=Survey(SURVEY.budgets, (), (), ()), steps=())))
+    assert "No training loss has been logged yet." in "".join(unlogged.text)
 
 
 def test_planned_is_beside_measured():
-    reader = PageReader(render(run_page(RUN, PLAN)))
-    table = reader.table("Planned for")
-    assert table.column("planned")[:5] == [0.5, MIB, 2 * MIB, 6 * MIB, 40 * MIB]
-    assert table.column("measured")[:5] == [0.4, 15000, 500, 5 * MIB, 41 * MIB]
+    table = read(run_page(RUN, PLAN)).table("Planned for")
+    assert table.column("planned") == [0.5, MIB, 2 * MIB, 6 * MIB, 40 * MIB, 3, 1]
+    assert table.column("measured") == [0.4, 15000, 500, 5 * MIB, 22 * MIB, 3, 1]
     assert table.column("ratio")[0] == 0.8
-    assert table.column("planned")[5:] == table.column("measured")[5:] == [2, 1]
-    assert "not one of this run" not in "".join(reader.text)
-    several = {**PLAN, "world_size": 2, "speed": {**PLAN["speed"], "sent_nbytes": MIB}}
-    steps = tuple({**row, "sent_nbytes": 2.0 * MIB} for row in STEPS)
-    run = dataclasses.replace(RUN, about={**RUN.about, "world_size": 2}, steps=steps)
-    (cells,) = [
-        row
-        for row in PageReader(render(run_page(run, several))).table("Planned for").rows
-        if row[0] == "bytes to other processes per step"
-    ]
-    assert cells[1:] == ["1.00 MiB", "2.00 MiB", "2"]
-    other = PageReader(render(run_page(RUN, {**PLAN, "batch_size": 4})))
-    assert "The plan is not one of this run: batch_size is 4 in the plan, 2 in the run." in "".join(other.text)
-    assert "not one of this run" not in "".join(PageReader(render(run_page(RUN, EARLIER_PLAN))).text)
-    refused = run_page(RUN, {**PLAN, "speed": None, "chunks": None, "fits": False})
-    assert PageReader(render(refused)).table("Planned for").rows[0][1] == "not known"
+    assert table.rows[1] == ["host to device per step", "1.00 MiB", "14.65 KiB", "0.0143"]
+    refused = read(run_page(RUN, {**PLAN, "speed": None, "chunks": None, "fits": False}))
+    assert refused.table("Planned for").rows[0] == ["seconds per step", "not known", "0.4 s", "not known"]
 
 
-def test_beside_a_run_that_evaluates_the_page_says_what_is_not_planned():
-    said = "The plan is of steps of training alone, and this run evaluates, too"
-    assert said in "".join(PageReader(render(run_page(RUN, PLAN))).text)
-    assert said not in "".join(PageReader(render(run_page(RUN))).text), "nothing is compared"
-    trains = Run(ABOUT, SURVEY, STEPS, ())
-    assert said not in "".join(PageReader(render(run_page(trains, PLAN))).text)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "said"),
-    [
-        ("length", 16, "length is 16 in the plan, 8 in the run"),
-        ("checkpointing", True, "checkpointing is True in the plan, False in the run"),
-        ("precision", "float32", "precision is float32 in the plan, bfloat16 in the run"),
-        ("num_trainable", 144, "num_trainable is 144 in the plan, 80 in the run"),
-    ],
-)
-def test_a_plan_of_another_training_is_told(name, value, said):
-    text = "".join(PageReader(render(run_page(RUN, {**PLAN, name: value}))).text)
-    assert f"The plan is not one of this run: {said}." in text
-
-
-def test_a_run_that_has_logged_nothing_yet_has_a_page():
-    empty = Run(ABOUT, Survey({"device": 1, "host": 1}, {}, (), (), ()), (), ())
-    reader = PageReader(render(run_page(empty)))
-    check_charts(reader, least=2)
-    assert "No training loss has been logged yet." in "".join(reader.text)
-
-
-def test_of_a_long_run_some_logs_are_shown_with_the_last():
-    steps = tuple(row(step, 1.0) for step in range(1, 1234))
-    reader = PageReader(render(run_page(Run(ABOUT, SURVEY, steps, ()))))
-    shown = reader.table("Loss").column("step")
-    assert (len(shown), shown[-1]) == (500, 1233)
-    assert "500 of 1233 logs are shown" in "".join(reader.text)
-
-
-def test_parts_without_blocks_are_left_out():
-    blocks = [Text("one"), Bullets(("two",), is_ordered=True), Table("three", ("a", "b"), ())]
-    sections = (Section("full", "Full", blocks), Section("none", "None", []))
-    reader = PageReader(render(Page("t", "s", "v", None, (Fact("label", Cell("4", 4), "note"),), sections)))
-    check_alone(reader)
-    assert reader.ids == ["fill-0", "fill-2", "fill-3", "main", "full"]
-    assert {"one", "two", "4", "note"} <= set(reader.text)
-
-
-def test_a_page_that_cannot_be_written_is_an_error_with_its_name(tmp_path):
-    page = Page("t", "s", "v", None, (), ())
-    with pytest.raises(ConfigError, match=f"--html: '{tmp_path}' cannot be written: Is a directory"):
-        write_html(page, None, tmp_path, "measured")
-
-
-# The command
-
-
-@pytest.mark.parametrize(("about", "row"), [({"model": "m"}, STEPS[0]), (ABOUT, {"step": 1, "loss": 1.0})])
-def test_a_record_that_lacks_something_is_told(about, row, tmp_path, capsys):
-    recorder = RunRecorder(tmp_path, about, is_resumed=False)
-    recorder.note_survey(SURVEY)
-    recorder.note_step(row)
-    assert main(["report", str(tmp_path)]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(f"hf-patrickstar report: the record of a run in '{record_folder(tmp_path)}' lacks ")
-    assert err.count("\n") == 1
+def test_a_plan_of_another_training_is_told():
+    text = "".join(read(run_page(RUN, {**PLAN, "batch_size": 4, "checkpointing": True})).text)
+    assert (
+        "batch_size is 4 in the plan and 2 in the run; checkpointing is True in the plan and False in the run" in text
+    )
+    text = "".join(read(run_page(RUN, {**PLAN, "precision": None})).text)
+    assert "another training" not in text
+    assert "also evaluates" in text
+    assert "also evaluates" not in "".join(read(run_page(dataclasses.replace(RUN, evaluations=()), PLAN)).text)
 
 
 def test_the_command(tmp_path, capsys):
-    recorder = RunRecorder(tmp_path, ABOUT, is_resumed=False)
+    recorder = RunRecorder(tmp_path, RUN.about, is_resumed=False)
     recorder.note_survey(SURVEY)
     recorder.note_step(STEPS[0])
-    plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps(PLAN))
+    (tmp_path / "plan.json").write_text(json.dumps(PLAN))
     assert main(["report", str(tmp_path)]) == 0
     path = tmp_path / "_patrickstar_report.html"
-    assert capsys.readouterr().out == f"{path}: 1 logs of a training loss\n"
-    assert "Planned and measured" not in path.read_text(encoding="utf-8")
-    assert not (tmp_path / "_patrickstar_report.trace.json").exists(), "no step was measured"
-    assert "trace.json" not in path.read_text(encoding="utf-8")
-    assert main(["report", str(tmp_path), "--html", str(tmp_path / "a.html"), "--plan", str(plan)]) == 0
-    assert "Planned and measured" in (tmp_path / "a.html").read_text(encoding="utf-8")
-
-
-def test_a_trace_that_cannot_be_written_is_an_error_with_its_name(tmp_path, capsys):
-    recorder = RunRecorder(tmp_path, ABOUT, is_resumed=False)
-    recorder.note_timeline(make_timeline())
+    assert capsys.readouterr().out == f"{path}: 1 logs of the training loss\n"
+    assert "trace.json" not in path.read_text(encoding="utf-8"), "no step was measured"
+    recorder.note_timeline(TIMELINE)
     recorder.note_survey(SURVEY)
-    (tmp_path / "a.trace.json").mkdir()
-    assert main(["report", str(tmp_path), "--html", str(tmp_path / "a.html")]) == 2
-    assert f"--html: '{tmp_path / 'a.trace.json'}' cannot be written: Is a directory" in capsys.readouterr().err
+    page = tmp_path / "a.html"
+    assert main(["report", str(tmp_path), "--html", str(page), "--plan", str(tmp_path / "plan.json")]) == 0
+    assert "Planned and measured" in page.read_text(encoding="utf-8")
+    assert json.loads((tmp_path / "a.trace.json").read_text())["traceEvents"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "has no record of a run"),
-        (["--plan", "missing.json"], "--plan: 'missing.json' cannot be read: No such file"),
-        (["--plan", "no.json"], "--plan: 'no.json' is not a plan"),
-        (["--plan", "list.json"], "--plan: 'list.json' is not a plan"),
+        (None, "has no record of a run"),
+        (["--plan", "missing.json"], "--plan: 'missing.json' cannot be read"),
+        (["--plan", "no.json"], "--plan: 'no.json' is not a plan; name a file that 'hf-patrickstar plan --json'"),
         (["--plan", "other.json"], "--plan: 'other.json' is not a plan"),
-        (["--plan", "partly.json"], "--plan: 'partly.json' is not a plan"),
-        (["--plan", "text.json"], "--plan: 'text.json' is not a plan"),
+        (["--plan", "partly.json"], "or the plan 'partly.json', lacks a figure"),
         (["--html", "missing/page.html"], "--html: 'missing/page.html' cannot be written"),
     ],
 )
 def test_a_command_that_cannot_work_says_so_in_a_line(arguments, message, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "no.json").write_text("no")
-    (tmp_path / "list.json").write_text("[]")
-    (tmp_path / "other.json").write_text('{"lr": 1}')
-    (tmp_path / "partly.json").write_text(json.dumps({**PLAN, "speed": {"busy": {}}}))
-    (tmp_path / "text.json").write_text(json.dumps({**PLAN, "speed": "fast"}))
-    if arguments:
-        RunRecorder("run", ABOUT, is_resumed=False).note_survey(SURVEY)
-    assert main(["report", "run", *arguments]) == 2
+    for name, text in {"no": "no", "other": "[]", "partly": json.dumps({**PLAN, "tiers": {}})}.items():
+        (tmp_path / f"{name}.json").write_text(text)
+    if arguments is not None:
+        RunRecorder("run", RUN.about, is_resumed=False).note_survey(SURVEY)
+    assert main(["report", "run", *(arguments or [])]) == 2
     out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert err.startswith("hf-patrickstar report: ")
+    assert (out, err.count("\n"), err.startswith("hf-patrickstar report: ")) == ("", 1, True)
     assert message in err

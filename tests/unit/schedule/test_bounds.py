@@ -195,8 +195,8 @@ def test_a_load_comes_after_the_update_of_its_chunk():
     timeline = play(*script, plan=plan)
     assert seconds(timeline) == 16
     assert {place: round(ns / SECOND) for place, ns in timeline.waits_by_place().items()} == {
-        "hf_patrickstar.runtime.copies.load": 1,
-        "hf_patrickstar.runtime.copies.wait": 9,
+        "the update of a chunk that is loaded": 1,
+        "the update of a chunk that is used": 9,
     }
 
 
