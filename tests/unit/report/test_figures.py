@@ -8,7 +8,7 @@ import pytest
 
 from hf_patrickstar import events
 from hf_patrickstar.report.figures import PER_STEP, PREFIX, STANDING, Figures, Statistics, brief
-from hf_patrickstar.report.outcome import Outcome, describe_estimated, describe_outcome, describe_step
+from hf_patrickstar.report.outcome import Outcome, describe_outcome, describe_step
 from hf_patrickstar.units import GIB
 
 EVENTS = [
@@ -90,7 +90,7 @@ def test_a_line_has_time_and_peaks_and_shares_add_up():
     assert min(late.shares.values()) >= 0
     stats = {**STATS, "device_total_step_peak_nbytes": 6 * GIB, "host_step_peak_nbytes": 12 * GIB}
     assert re.match(r"first planned step \(step 2\): 0.5 s; peak 6.00 GiB .*, 12.00 GiB", describe_step(2, 0.5, stats))
-    assert describe_estimated(2.25, "h100") == "estimated for 'h100': about 2.25 s per step"
+    assert describe_step(2, 0.5, stats, 2.25).startswith("first planned step (step 2): 0.5 s (2.25 s estimated); peak ")
 
 
 def test_beside_a_device_the_host_sees_no_wait_of_the_device():

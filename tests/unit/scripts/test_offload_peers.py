@@ -121,7 +121,7 @@ def test_a_plan_of_a_larger_device_does_not_cost_what_was_measured(tmp_path):
 
 def test_what_cannot_be_measured_afterwards_does_not_cost_what_was(tmp_path):
     before = """
-import hf_patrickstar.integrations.trainer_lanes as lanes
+import hf_patrickstar.integrations.trainer_report as lanes
 def fail(self): raise RuntimeError("no lanes")
 lanes.LaneWatch.begin_step = fail
 """
