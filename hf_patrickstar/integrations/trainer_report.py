@@ -39,7 +39,7 @@ _NOTEBOOK = "NotebookProgressCallback"
 
 
 def tell_console(handler: Any, line: str) -> None:
-    """Prints a line where the Trainer prints its logs, beside a progress bar if there is one; nowhere without a console.
+    """Prints a line where the Trainer prints its logs, beside a progress bar if there is one.
 
     Args:
         handler: The Trainer's ``CallbackHandler``.
