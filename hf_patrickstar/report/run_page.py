@@ -39,7 +39,7 @@ def run_page(run: Run, plan: Mapping[str, Any] | None = None, trace_name: str | 
     return Page(
         title=f"Run of {about['model']}",
         subtitle=f"{about['model_class']}: {about['num_parameters']:,} parameters, {about['num_trainable']:,} trained, "
-        f"{about['precision']}, {about['num_micro_batches']} micro-batches of {about['batch_size']} per step, "
+        f"{about['precision']}, micro-batches of {about['batch_size']} ({about['num_micro_batches']} per step), "
         f"{about['world_size']} x {about['device']}",
         verdict=f"{len(run.steps)} logs of the training loss, up to step {_last(run, 'step') or 0}.",
         is_good=None,
@@ -109,7 +109,7 @@ def _training(run: Run) -> Iterator[Block]:
         found = {label: [(row["step"], row[name]) for row in rows if name in row] for label, name in of.items()}
         yield lines(title, {label: points for label, points in found.items() if points}, unit)
     caption = "All logs" if len(shown) == len(run.steps) else f"{len(shown)} of {len(run.steps)} logs, evenly chosen"
-    cells = [(str(row["step"]), *(_logged(row, name) for name in changing)) for row in rows]
+    cells = [[Cell(str(row["step"])), *(_logged(row, name) for name in changing)] for row in rows]
     yield Table(f"{caption}; figures that never change are left out", ("step", *changing), cells, is_open=False)
 
 
