@@ -1,3 +1,5 @@
+"""The device margin: chunks of 100 bytes, 700 with their optimizer states."""
+
 import dataclasses
 
 import pytest
@@ -7,11 +9,8 @@ from hf_patrickstar.schedule.placement import ChunkBytes
 from hf_patrickstar.schedule.trace import StepKind, Trace, Visit
 
 
-def make_chunks(count, param=100, host_param=128, state=600, on_host=()):
-    return [ChunkBytes(index, param, host_param, state, index in on_host) for index in range(count)]
-
-
-# The device margin: chunks of 100 bytes, 700 with their optimizer states
+def make_chunks(count, state=600, on_host=()):
+    return [ChunkBytes(index, 100, 128, state, index in on_host) for index in range(count)]
 
 
 def make_trace(*rows, sizes=(100,) * 5):
@@ -20,128 +19,62 @@ def make_trace(*rows, sizes=(100,) * 5):
 
 
 SWEEP = make_trace((0, (), 50), (1, (), 50), (2, (), 50), (1, (), 50), (0, (), 50))
-
-
-def margin_of(device_nbytes, trace=SWEEP, count=3, prefetch=0, **settings):
-    return set(fill_margin(make_chunks(count), [trace], device_nbytes, prefetch, **settings))
-
-
-def test_as_many_first_layers_move_into_the_margin_as_leave_room_for_the_rest():
-    """Each takes 700; the others still need 100 for the chunk that is computed with, and 50 are not chunks."""
-    assert margin_of(849) == set()
-    assert margin_of(850) == {0}
-    assert margin_of(1549) == {0}
-    assert margin_of(1550) == {0, 1}
-
-
-def test_the_last_chunk_needs_no_room_to_move_any_more():
-    assert margin_of(2149) == {0, 1}
-    assert margin_of(2150) == {0, 1, 2}
-
-
-def test_the_order_is_that_of_the_first_visit_in_any_trace():
-    trace = make_trace((2, (), 0), (0, (), 0), (1, (), 0), (2, (), 0))
-    assert margin_of(800, trace) == {2}
-    assert margin_of(1500, trace) == {2, 0}
-    other = make_trace((1, (), 0), (2, (), 0), (0, (), 0))
-    chunks = make_chunks(3)
-    assert set(fill_margin(chunks, [trace, other], 800, 0)) == {1}, "as early as chunk 2, and before it"
-    assert set(fill_margin(chunks[::-1], [trace, other], 1500, 0)) == {1, 2}
-
-
-def test_chunks_that_are_never_visited_come_last():
-    trace = make_trace((1, (), 0), (2, (), 0))
-    assert margin_of(1500, trace) == {1, 2}
-    assert margin_of(2099, trace) == {1, 2}
-    assert margin_of(2100, trace) == {0, 1, 2}
-
-
-def test_the_first_that_does_not_fit_ends_it():
-    """A smaller one behind it would fit, but its copies are easier to hide."""
-    chunks = [ChunkBytes(0, 100, 128, 600), ChunkBytes(1, 100, 128, 2000), ChunkBytes(2, 100, 128, 0)]
-    assert set(fill_margin(chunks, [SWEEP], 1500, 0)) == {0}
-
-
-def test_chunks_in_use_together_need_room_together():
-    trace = make_trace((0, (), 50), (1, (0,), 50), (2, (0, 1), 50))
-    assert margin_of(949, trace) == set()
-    assert margin_of(950, trace) == {0}, "at the last moment 1 and 2 move, 0 does not"
-    assert margin_of(1549, trace) == {0}
-    assert margin_of(1550, trace) == {0, 1}
-
-
-def test_every_moment_of_every_trace_must_have_room():
-    flood = make_trace((0, (), 0), (1, (), 400), (2, (), 0))
-    assert margin_of(1199, flood) == set()
-    assert margin_of(1200, flood) == {0}
-    chunks = make_chunks(3)
-    assert fill_margin(chunks, [SWEEP, flood], 1199, 0) == ()
-    assert set(fill_margin(chunks, [flood, SWEEP], 1200, 0)) == {0}
-
-
-def test_room_for_what_is_brought_in_ahead_is_kept():
-    assert margin_of(949, prefetch=100) == set()
-    assert margin_of(950, prefetch=100) == {0}
-    assert margin_of(2250, prefetch=100) == {0, 1, 2}
-
-
-def test_bytes_that_chunks_may_not_take():
-    """They are not added to what others take: others may take them."""
-    assert margin_of(850, unusable_nbytes=50) == {0}
-    assert margin_of(850, unusable_nbytes=51) == set()
-    assert margin_of(1000, unusable_nbytes=200) == {0}
-
-
-def test_chunks_at_home_on_the_device_are_passed_over_and_need_no_room():
-    assert margin_of(849, kept=frozenset({0})) == set()
-    assert margin_of(850, kept=frozenset({0})) == {1}
-    assert margin_of(750, make_trace((0, (1,), 50)), count=2, kept=frozenset({0})) == {1}
-
-
-def test_chunks_of_the_host_stay_there():
-    chunks = make_chunks(3, on_host={0})
-    assert set(fill_margin(chunks, [SWEEP], 850, 0)) == {1}
-
-
+FLOOD = make_trace((0, (), 0), (1, (), 400), (2, (), 0))
+TOGETHER = make_trace((0, (), 50), (1, (0,), 50), (2, (0, 1), 50))
+OTHER_ORDER = make_trace((2, (), 0), (0, (), 0), (1, (), 0), (2, (), 0))
+PARTLY = make_trace((1, (), 0), (2, (), 0))
 UPDATE = dataclasses.replace(make_trace((0, (), 150), (1, (), 150), (2, (), 150)), key=StepKind.UPDATE)
+FROZEN = make_trace((0, (), 0), (4, (), 0), sizes=(100, 100, 100, 100, 300))
+UNLIKE = [ChunkBytes(0, 100, 128, 600), ChunkBytes(1, 100, 128, 2000), ChunkBytes(2, 100, 128, 0)]
+
+# Traces, other arguments, and the least bytes of the device with which these chunks are in the margin.
+MARGINS = {
+    # Each takes 700; the others still need 100 for the chunk that is computed with, and 50 are not chunks.
+    "as many first layers as leave room": ([SWEEP], {}, {850: [0], 1550: [0, 1], 2150: [0, 1, 2]}),
+    "in the order of the first visit": ([OTHER_ORDER], {}, {800: [2], 1500: [2, 0], 2100: [2, 0, 1]}),
+    "in the order of any trace": ([OTHER_ORDER, make_trace((1, (), 0), (2, (), 0), (0, (), 0))], {}, {800: [1]}),
+    "what is never visited comes last": ([PARTLY], {}, {800: [1], 1400: [1, 2], 2100: [1, 2, 0]}),
+    "the first that does not fit ends it": ([SWEEP], {"chunks": UNLIKE}, {850: [0], 2950: [0, 1, 2]}),
+    "chunks in use together": ([TOGETHER], {}, {950: [0], 1550: [0, 1]}),
+    "every moment has room": ([FLOOD], {}, {1200: [0]}),
+    "every trace has room": ([SWEEP, FLOOD], {}, {1200: [0]}),
+    "room to load ahead": ([SWEEP], {"prefetch_nbytes": 100}, {950: [0], 2250: [0, 1, 2]}),
+    # They are not added to what others take: others may take them.
+    "bytes that chunks may not take": ([SWEEP], {"unusable_nbytes": 50}, {850: [0]}),
+    "more bytes that chunks may not take": ([SWEEP], {"unusable_nbytes": 200}, {1000: [0]}),
+    "chunks at home need no room": ([SWEEP], {"kept": frozenset({0})}, {850: [1]}),
+    "chunks at home need no room in use": (
+        *([make_trace((0, (1,), 50))], {"kept": frozenset({0}), "chunks": make_chunks(2)}, {750: [1]}),
+    ),
+    "chunks of the host stay there": ([SWEEP], {"chunks": make_chunks(3, on_host={0})}, {850: [1]}),
+    # 150 bytes at every moment of either trace; in the update no chunk that moves home leaves room behind.
+    "the update takes room itself": ([SWEEP, UPDATE], {}, {850: [0], 1550: [0, 1], 2250: [0, 1, 2]}),
+    # Chunk 4 is frozen: it is no candidate, but takes room whenever it is visited.
+    "what may not move home takes room": ([FROZEN], {"chunks": make_chunks(1)}, {1000: [0]}),
+}
+
+
+@pytest.mark.parametrize(("traces", "settings", "margins"), MARGINS.values(), ids=MARGINS)
+def test_chunks_that_the_margin_has_room_for(traces, settings, margins):
+    given = {"chunks": make_chunks(3), "prefetch_nbytes": 0, **settings}
+    chunks, prefetch = given.pop("chunks"), given.pop("prefetch_nbytes")
+    found = {}
+    for device_nbytes in range(600, 3000):
+        margin = list(fill_margin(chunks, traces, device_nbytes, prefetch, **given))
+        if margin and margin not in found.values():
+            found[device_nbytes] = margin
+    assert {nbytes: found.get(nbytes) for nbytes in margins} == margins
 
 
 def test_what_is_needed_at_each_moment():
     trace = make_trace((0, (), 50), (1, (0, 2), 30), (2, (), 10))
-    assert needed_nbytes([trace], frozenset(), 0) == [
-        (150, frozenset({0})),
-        (330, frozenset({0, 1, 2})),
-        (110, frozenset({2})),
-    ]
-    assert needed_nbytes([trace], frozenset({2}), 40) == [
-        (150, frozenset({0})),
-        (240, frozenset({0, 1})),
-        (40, frozenset()),
-    ]
-
-
-def test_the_update_works_on_chunks_where_they_are():
-    """No chunk comes to the device for the optimizer, only what it works with."""
-    assert needed_nbytes([UPDATE], frozenset(), 0) == [(150, frozenset())] * 3
-    assert needed_nbytes([UPDATE], frozenset(), 200) == [(200, frozenset())] * 3
-    assert needed_nbytes([SWEEP, UPDATE], frozenset(), 0)[4:6] == [(150, frozenset({0})), (150, frozenset())]
-
-
-def test_the_update_leaves_as_much_margin_as_it_does_not_take_itself():
-    """150 bytes in every moment of either trace; in the update no chunk that moves home leaves room behind."""
-    chunks = make_chunks(3)
-    assert fill_margin(chunks, [SWEEP, UPDATE], 849, 0) == ()
-    assert fill_margin(chunks, [SWEEP, UPDATE], 850, 0) == (0,)
-    assert fill_margin(chunks, [SWEEP, UPDATE], 2249, 0) == (0, 1)
-    assert fill_margin(chunks, [SWEEP, UPDATE], 2250, 0) == (0, 1, 2), "2150 without the update"
-
-
-def test_sizes_come_from_the_trace_where_a_chunk_may_not_move_home():
-    """Chunk 4 is frozen: it is no candidate, but takes room whenever it is visited."""
-    trace = make_trace((0, (), 0), (4, (), 0), sizes=(100, 100, 100, 100, 300))
-    chunks = make_chunks(1)
-    assert fill_margin(chunks, [trace], 999, 0) == ()
-    assert set(fill_margin(chunks, [trace], 1000, 0)) == {0}
+    all_move = [(150, frozenset({0})), (330, frozenset({0, 1, 2})), (110, frozenset({2}))]
+    assert needed_nbytes([trace], frozenset(), 0) == all_move
+    homed = [(150, frozenset({0})), (240, frozenset({0, 1})), (40, frozenset())]
+    assert needed_nbytes([trace], frozenset({2}), 40) == homed
+    for workspace, nbytes in ((0, 150), (200, 200)):
+        found = needed_nbytes([trace, UPDATE], frozenset(), workspace)[3:]
+        assert found == [(nbytes, frozenset())] * 3, "the update works on chunks where they are"
 
 
 # How much of it is worth filling
@@ -156,39 +89,37 @@ def test_the_number_with_which_a_step_is_fastest_is_chosen():
     times = {0: 9_000_000, 1: 7_000_000, 2: 5_000_000, 3: 6_000_000, 4: 8_000_000}
     plan = plan_of(6, (3, 1, 0, 2), lambda inside: StepCost(times[len(inside)], 900 - 100 * len(inside)))
     assert plan.chunk_indices == (3, 1)
-    assert plan.reason == (
-        "2 of 6 chunks live in the device margin (1.37 KiB; 4 would fit), the first layers first: at the rates "
-        "of 'h100' a step is estimated to take 5.00 ms and to move 700 B, against 9.00 ms and 900 B without"
-    )
+    for figure in ("2 of 6 chunks", "(1.37 KiB; 4 would fit)", "5.00 ms", "700 B", "9.00 ms and 900 B without"):
+        assert figure in plan.reason
 
 
-def test_of_equally_fast_steps_the_one_that_moves_least_is_chosen():
-    """A step that is bound by computation takes as long whatever moves beside it."""
-    times = {0: 10_000, 1: 10_050, 2: 10_099, 3: 10_101, 4: 20_000}
-    moved = {0: 800, 1: 600, 2: 700, 3: 0, 4: 0}
-    plan = plan_of(4, (0, 1, 2, 3), lambda inside: StepCost(times[len(inside)], moved[len(inside)]))
-    assert plan.chunk_indices == (0,)
-    plan = plan_of(4, (0, 1, 2, 3), lambda inside: StepCost(10_000, 500))
-    assert plan.chunk_indices == (), "no more than is of use"
+EQUAL = {0: StepCost(10_000, 800), 1: StepCost(10_050, 600), 2: StepCost(10_099, 700), 3: StepCost(10_101, 0)}
 
 
-def test_what_cannot_work_is_not_chosen():
-    plan = plan_of(4, (0, 1), lambda inside: None if len(inside) > 1 else StepCost(100 - 10 * len(inside), 0))
-    assert plan.chunk_indices == (0,)
-    plan = plan_of(4, (0, 1), lambda inside: None)
-    assert plan.chunk_indices == ()
-    assert "empty" in plan.reason
-
-
-@pytest.mark.parametrize("count", [1, 3, 8, 50])
-def test_all_and_none_are_among_the_numbers_that_are_compared(count):
-    seen = set()
-    plan_of(count, tuple(range(count)), lambda inside: seen.add(len(inside)) or StepCost(1, 0))
-    assert {0, count} <= seen
-    assert len(seen) <= 7
+@pytest.mark.parametrize(
+    ("costs", "chosen"),
+    [
+        (EQUAL, (0,)),
+        (dict.fromkeys(range(4), StepCost(10_000, 500)), ()),
+        ({0: StepCost(100, 0), 1: StepCost(90, 0), 2: None}, (0,)),
+        ({0: None}, ()),
+    ],
+    ids=["of equally fast ones what moves least", "no more than is of use", "what can work", "nothing can work"],
+)
+def test_a_margin_of_no_use_is_not_filled(costs, chosen):
+    plan = plan_of(4, tuple(range(max(costs))), lambda inside: costs[len(inside)])
+    assert plan.chunk_indices == chosen
+    assert ("margin is empty" in plan.reason) is (costs == {0: None})
 
 
 @pytest.mark.parametrize("best", range(9))
-def test_the_best_of_the_eighths_is_found(best):
-    plan = plan_of(16, tuple(range(16)), lambda inside: StepCost(1000 + 100 * abs(len(inside) - 2 * best), 0))
-    assert len(plan.chunk_indices) == 2 * best
+def test_the_best_of_the_eighths_is_found_with_few_comparisons(best):
+    seen = set()
+
+    def cost_of(inside):
+        seen.add(len(inside))
+        return StepCost(1000 + 100 * abs(len(inside) - 2 * best), 0)
+
+    assert len(plan_of(16, tuple(range(16)), cost_of).chunk_indices) == 2 * best
+    assert {0, 16} <= seen
+    assert len(seen) <= 7
