@@ -2,25 +2,22 @@
 
 import argparse
 import json
+import pathlib
 import sys
 
+import yaml
+
 from hf_patrickstar.cli.files import check_file, write_text
-from hf_patrickstar.integrations.conversion.converted import Converted, convert
-from hf_patrickstar.integrations.conversion.files import read_configuration
+from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.integrations.conversion import LOST, convert
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what the command takes."""
     parser.add_argument(
-        "file",
-        metavar="FILE",
-        help="the JSON of --deepspeed or --fsdp_config, or a YAML file of Accelerate",
+        "file", metavar="FILE", help="the JSON of --deepspeed or --fsdp_config, or a YAML file of Accelerate"
     )
-    parser.add_argument(
-        "--output",
-        metavar="FILE",
-        help="where to write the JSON for --patrickstar_config, instead of to the console; an older file is replaced",
-    )
+    parser.add_argument("--output", metavar="FILE", help="the file for the JSON; the default is the standard output")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -32,30 +29,23 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         ConfigError: If the file cannot be read, or the output cannot be written.
     """
-    path = check_file(options.output, "--output") if options.output is not None else None
-    converted = convert(read_configuration(options.file))
-    text = json.dumps(converted.settings, indent=2)
-    print(explain(converted), file=sys.stderr)
+    path = None if options.output is None else check_file(options.output, "--output")
+    try:
+        text = pathlib.Path(options.file).read_text(encoding="utf-8")
+        values = json.loads(text) if options.file.endswith(".json") else yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read '{options.file}': {' '.join(str(error).split())}; name another file") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"'{options.file}' has no keys; name a configuration of DeepSpeed, FSDP or Accelerate")
+    settings, arguments, rows = convert(values)
+    for row in rows:
+        print(f"{row.key} = {json.dumps(row.value, default=str)}\n    {row.becomes}: {row.why}", file=sys.stderr)
+    words = " ".join(["--patrickstar", *(f"{name} {value}".strip() for name, value in arguments.items())])
+    words += " --patrickstar_config FILE" if settings else ""
+    print(f"\nReplace --deepspeed, --fsdp and --fsdp_config by:\n    {words}", file=sys.stderr)
+    lost = ", ".join(row.key for row in rows if row.becomes in (LOST, "unknown"))
+    print(f"\nNot carried over: {lost}" if lost else "\nEverything is carried over.", file=sys.stderr)
     if path is None:
-        print(text)
+        print(json.dumps(settings, indent=2))
     else:
-        write_text(path, f"{text}\n", "--output")
-
-
-def explain(converted: Converted) -> str:
-    """The explanation as text: each key, the command line, what is not carried over, checkpoints."""
-    parts = []
-    for line in converted.lines:
-        becomes = f"-> {line.becomes}" if line.becomes else "-> not carried over" if line.is_lost else "-> not needed"
-        parts.append(f"{line.key} = {json.dumps(line.value, default=str)}\n    {becomes}\n    {line.why}")
-    arguments = " ".join(("--patrickstar", *converted.arguments))
-    parts.append(
-        f"\nOn the command line, in place of --deepspeed, --fsdp and --fsdp_config:\n    {arguments}"
-        + (" --patrickstar_config FILE" if converted.settings else "")
-    )
-    if converted.lost:
-        lost = "\n".join(f"    {line.key}: {line.why}" for line in converted.lost)
-        parts.append(f"\nNot carried over:\n{lost}")
-    if converted.resume:
-        parts.append("\nCheckpoints:\n" + "\n".join(f"    {text}" for text in converted.resume))
-    return "\n".join(parts)
+        write_text(path, json.dumps(settings, indent=2) + "\n", "--output")

@@ -27,7 +27,7 @@ from hf_patrickstar.integrations.accelerator_checkpoints import (
     note_missing,
     warn_of_missing,
 )
-from hf_patrickstar.integrations.conversion.checkpoints import check_origin
+from hf_patrickstar.integrations.conversion import check_origin
 
 logger = logging.getLogger(__name__)
 

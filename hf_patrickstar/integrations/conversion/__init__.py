@@ -1,1 +1,0 @@
-"""Configurations of DeepSpeed, FSDP and Accelerate, key by key: what each becomes here, or why it is gone."""
