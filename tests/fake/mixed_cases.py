@@ -23,11 +23,14 @@ from reference import Reference
 from torch import nn
 from transformers import Adafactor
 
-from hf_patrickstar import DeviceMemoryError, EngineError, PatrickStarEngine, deferred_weights
+from hf_patrickstar import DeviceMemoryError, EngineError, PatrickStarEngine, deferred_weights, units
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.scaler import ChunkedGradScaler
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.live_parameter import set_raw_data
+
+units.LEAST_BUDGET_NBYTES = 1  # as in conftest.py
+
 
 SIM = fake_device.NAME
 LR = 3e-3
