@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.cores import own_cores
-from hf_patrickstar.integrations.trainer_lanes import LaneWatch
+from hf_patrickstar.integrations.trainer_report import LaneWatch
 from hf_patrickstar.machine import find_machine, machine_of
 from hf_patrickstar.memory.accelerator import device_name
 from hf_patrickstar.memory.tiers import DEVICE_SHARE, available_host_nbytes

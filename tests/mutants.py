@@ -46,7 +46,8 @@ def find(folder, tests):
     """The first of some tests that fails with the package in a folder, or an empty text."""
     # pytest as a program: as a module it would put the project's root first.
     command = [str(pathlib.Path(sys.executable).parent / "pytest"), "-x", "-q", "--tb=no", "--timeout=120"]
-    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    # Nor may processes that tests start look into the directory where they start.
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
     found = subprocess.run([*command, *tests], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     failed = re.search(r"^(?:FAILED|ERROR) ([^\n]+?)(?: - .*)?$", found.stdout, re.M)
     return failed.group(1) if failed else "" if found.returncode == 0 else f"exit status {found.returncode}"

@@ -14,9 +14,13 @@ from hf_patrickstar.errors import ConfigError, DeviceMemoryError, EngineError
 from hf_patrickstar.events import Event, ModelDecided
 from hf_patrickstar.integrations.accelerator import PatrickStarAccelerator
 from hf_patrickstar.integrations.trainer_checkpoints import TrainerCheckpoints
-from hf_patrickstar.integrations.trainer_logs import bars_as_asked, figures_told, tell_console
-from hf_patrickstar.integrations.trainer_outcome import RunOutcome
-from hf_patrickstar.integrations.trainer_report import RunReport
+from hf_patrickstar.integrations.trainer_report import (
+    RunOutcome,
+    RunReport,
+    bars_as_asked,
+    figures_told,
+    tell_console,
+)
 from hf_patrickstar.runtime.admission import check_model, check_shapes
 from hf_patrickstar.runtime.recovery import MAX_RETRIES
 
@@ -35,6 +39,8 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
 
     _run: RunReport | None = None
     _outcome: RunOutcome | None = None
+    _shown: dict[str, str]
+    """Figures that the console has shown last."""
     _is_shrinking = False  # whether the Trainer is looking for a smaller batch size, because the engine has given up
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -81,7 +87,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
             if self._run is not None:
                 self._run.note_loss(logs, figures)
             if choice != "off":
-                told = figures_told(self.callback_handler, figures, choice == "brief")
+                told = figures_told(self.callback_handler, figures, self._shown if choice == "brief" else None)
         elif self._run is not None and "eval_loss" in logs:
             self._run.note_evaluation(float(logs["eval_loss"]))
         with told:
@@ -103,10 +109,11 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
             CheckpointError: If a checkpoint cannot be read, or cannot be written.
         """
         self._run = self._outcome = None  # made when the first step begins
+        self._shown = {}
         try:
             result = super().train(*args, **kwargs)
             if self._outcome is not None:
-                self._tell(*self._outcome.lines())
+                self._tell(self._outcome.describe())
             return result
         finally:
             self._forget_run()
@@ -134,10 +141,12 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         if not logging.getLogger("hf_patrickstar").isEnabledFor(logging.INFO):
             self._tell(text)
 
-    def _tell(self, *lines: str) -> None:
-        """Prints lines on the console of the first process, unless the user wants none."""
-        if self.args.patrickstar_logging != "off" and self.is_world_process_zero():  # type: ignore[attr-defined]
-            tell_console(self.callback_handler, *lines)
+    def _tell(self, line: str | None) -> None:
+        """Prints a line on the console of the first process, unless the user wants none."""
+        if line is None or self.args.patrickstar_logging == "off":  # type: ignore[attr-defined]
+            return
+        if self.is_world_process_zero():  # type: ignore[attr-defined]
+            tell_console(self.callback_handler, line)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         """Prepares as the Trainer does: makes the engine, and reads a checkpoint."""
@@ -171,7 +180,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
             self._run.begin_micro_batch(kwargs["inputs"] if "inputs" in kwargs else args[1])
         if self._outcome is None:
             self._outcome = RunOutcome(self)
-        self._tell(*self._outcome.begin_micro_batch())
+        self._tell(self._outcome.begin_micro_batch())
         # on_optimizer_step is the only call of user code between a step and the Trainer's zero_grad.
         engine.manager.gradients.is_watched = any(
             getattr(callback, "on_optimizer_step", None) is not None

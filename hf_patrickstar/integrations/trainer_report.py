@@ -1,22 +1,139 @@
-"""Records a Trainer's run for ``hf-patrickstar report``: what it is, and figures with each training loss."""
+"""What a Trainer's run shows and records of its engine.
+
+Training logs get figures, the console at most three lines (what was decided, the first planned step, what the run came
+to), and the cache a record for ``hf-patrickstar report``.
+"""
 
 import contextlib
+import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
+from transformers import PrinterCallback, ProgressCallback
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from hf_patrickstar.engine import PatrickStarEngine
-from hf_patrickstar.integrations.trainer_lanes import LaneWatch
 from hf_patrickstar.memory.accelerator import device_name, is_accelerator
+from hf_patrickstar.memory.lanes import LaneTimes
+from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.report.figures import PREFIX
+from hf_patrickstar.report.figures import PREFIX, brief, few
 from hf_patrickstar.report.measure import cpu_name
+from hf_patrickstar.report.measured_step import measured_lanes, measured_timeline
+from hf_patrickstar.report.outcome import Outcome, describe_outcome, describe_step
 from hf_patrickstar.report.run_record import RunRecorder
+from hf_patrickstar.schedule.clock import Timeline
 from hf_patrickstar.version import __version__
 
+logger = logging.getLogger(__name__)
+
 _LOGGED = ("loss", "grad_norm", "learning_rate", "epoch")
+_SUMS = ("waiting_seconds", "loading_seconds", "computing_seconds", "settling_seconds", "updating_seconds", "retries")
+_MOST_TRIES = 8
+"""If so many steps were recorded one after the other, no step is measured: inputs differ from step to step."""
+_NOTEBOOK = "NotebookProgressCallback"
+"""The console of a notebook, whose module can be imported in notebooks alone."""
+
+
+def tell_console(handler: Any, line: str) -> None:
+    """Prints a line where the Trainer prints its logs, beside a progress bar if there is one.
+
+    Args:
+        handler: The Trainer's ``CallbackHandler``.
+        line: The line.
+    """
+    consoles = [callback for callback in handler.callbacks if _is_console(callback) or _is_notebook(callback)]
+    if not consoles:
+        return
+    bars = (getattr(console, "training_bar", None) for console in consoles)
+    write: Callable[[str], Any] = next((bar.write for bar in bars if bar is not None), print)
+    write(f"patrickstar: {line}")
+
+
+@contextlib.contextmanager
+def bars_as_asked(args: Any) -> Iterator[None]:
+    """Inside the block the package shows no progress if ``disable_tqdm`` says so, and neither does transformers.
+
+    Args:
+        args: The arguments of a Trainer.
+    """
+    if not args.disable_tqdm or not is_progress_bar_enabled():
+        yield
+        return
+    are_those_of_the_hub_disabled = are_progress_bars_disabled()
+    disable_progress_bar()
+    try:
+        yield
+    finally:
+        enable_progress_bar()
+        if are_those_of_the_hub_disabled:
+            disable_progress_bars()
+
+
+def _is_console(callback: Any) -> bool:
+    return isinstance(callback, (PrinterCallback, ProgressCallback))
+
+
+def _is_notebook(callback: Any) -> bool:
+    return any(base.__name__ == _NOTEBOOK for base in type(callback).__mro__)
+
+
+@contextlib.contextmanager
+def figures_told(handler: Any, figures: Mapping[str, float], shown: dict[str, str] | None) -> Iterator[None]:
+    """Inside the block the logs that the Trainer passes to callbacks have figures of the engine, too.
+
+    ``log_history``, and so ``trainer_state.json``, does not get them: seconds, and bytes of a step that is recorded
+    again, would differ between a resumed run and an uninterrupted one.
+
+    Args:
+        handler: The Trainer's ``CallbackHandler``.
+        figures: All figures.
+        shown: What a console has shown last, which changes with what it shows now: it gets figures in words when they
+            have changed, and other callbacks get few. ``None`` if all callbacks get all figures.
+    """
+    numbers = figures if shown is None else few(figures)
+    words = brief(figures)
+    added = {} if words == shown else words
+    if shown is not None:
+        shown.update(words)
+
+    def with_numbers(tell: Callable[..., Any]) -> Callable[..., Any]:
+        def on_log(args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> Any:
+            logs.update(numbers)  # log_history has a copy without the figures
+            return tell(args, state, control, logs, **kwargs)
+
+        return on_log
+
+    def with_words(tell: Callable[..., Any]) -> Callable[..., Any]:
+        def on_log(args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> Any:
+            others = {key: value for key, value in logs.items() if key not in numbers}
+            return tell(args, state, control, logs=others | added, **kwargs)
+
+        return on_log
+
+    consoles = [callback for callback in handler.callbacks if _is_console(callback)]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_on_log(handler, with_numbers))
+        for console in consoles if shown is not None else ():
+            stack.enter_context(_on_log(console, with_words))
+        yield
+
+
+@contextlib.contextmanager
+def _on_log(owner: Any, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Replaces the ``on_log`` of one object inside the block; the list of callbacks does not change."""
+    before = dict(vars(owner))
+    owner.on_log = change(owner.on_log)
+    try:
+        yield
+    finally:
+        if "on_log" in before:
+            owner.on_log = before["on_log"]
+        else:
+            del owner.on_log
 
 
 class Stopwatch:
@@ -44,6 +161,70 @@ class Stopwatch:
             yield
         finally:
             self._since += time.perf_counter() - begin
+
+
+class LaneWatch:
+    """Watches the first step that is not recorded.
+
+    Args:
+        engine: The engine.
+
+    Attributes:
+        is_over: Whether nothing is measured any more.
+    """
+
+    def __init__(self, engine: PatrickStarEngine) -> None:
+        self.is_over = False
+        self._engine = engine
+        self._streams = engine.resources.streams
+        self._durations = engine.manager.steps.durations
+        self._times: LaneTimes | None = None
+        self._num_tries = 0
+        self._recorded: int | None = None  # steps that were recorded before the one that is watched
+
+    def begin_step(self) -> Timeline | None:
+        """Notes that a step of the optimizer begins, and so that the one before has ended.
+
+        Returns:
+            Once, the timeline of the step that has ended.
+        """
+        if self.is_over:
+            return None
+        recorded = int(self._engine.stats()["recorded_steps"])
+        if self._recorded is not None:
+            is_usual = recorded == self._recorded
+            found = self._end()
+            if is_usual or self._num_tries == _MOST_TRIES:
+                self.is_over = True
+                return found if is_usual else None
+        self._recorded = recorded
+        self._num_tries += 1
+        self._begin()
+        return None
+
+    def stop(self) -> None:
+        """Measures no more."""
+        self.is_over = True
+        self._streams.end_timing()
+        self._durations.mark = None
+
+    def _begin(self) -> None:
+        try:
+            self._times = self._streams.begin_timing()
+        except RuntimeError as error:  # not every accelerator has moments with times
+            logger.info("patrickstar: the lanes of a step cannot be measured on %s: %s", self._streams.device, error)
+            self.stop()
+            return
+        if isinstance(self._streams, DeviceStreams):
+            self._durations.mark = self._times.mark
+
+    def _end(self) -> Timeline | None:
+        times, self._times, self._durations.mark = self._times, None, None
+        self._streams.end_timing()
+        if times is None:
+            return None
+        measure = measured_lanes if isinstance(self._streams, DeviceStreams) else measured_timeline
+        return measure(self._durations.last, times)
 
 
 class RunReport:
@@ -169,3 +350,71 @@ def _about(trainer: Any) -> dict[str, Any]:
         "settings": engine.config.to_dict(),
         "version": __version__,
     }
+
+
+class RunOutcome:
+    """Measures one call of ``Trainer.train``.
+
+    Args:
+        trainer: The Trainer, which has an engine and begins its first step.
+
+    Attributes:
+        watch: Runs while the Trainer trains.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.watch = Stopwatch()
+        self._trainer = trainer
+        self._before = trainer.patrickstar_stats()
+        self._first_step = trainer.state.global_step
+        self._begun: tuple[int, int, float] | None = None  # a step, steps recorded before it, and when it began
+        self._is_told = False
+
+    def begin_micro_batch(self) -> str | None:
+        """Notes that a micro-batch begins.
+
+        Returns:
+            Once, when the first step has ended that was not recorded, what it took; else ``None``.
+        """
+        if self._is_told:
+            return None
+        step = self._trainer.state.global_step
+        if self._begun is not None and self._begun[0] == step:
+            return None
+        now, stats, last = self.watch.elapsed, self._trainer.patrickstar_stats(), self._begun
+        recorded = int(stats["recorded_steps"])
+        self._begun = (step, recorded, now)
+        if last is None or recorded != last[1] or step != last[0] + 1:
+            return None
+        self._is_told = True
+        engine = self._trainer.patrickstar_engine
+        estimated = engine.manager.placement.estimated
+        return describe_step(step, now - last[2], stats, None if estimated is None else estimated.seconds)
+
+    def describe(self) -> str | None:
+        """What the run has come to, in one line; ``None`` if it made no step."""
+        num_steps = self._trainer.state.global_step - self._first_step
+        if num_steps <= 0:
+            return None
+        trainer, engine, seconds = self._trainer, self._trainer.patrickstar_engine, self.watch.elapsed
+        stats = trainer.patrickstar_stats()
+        added = {name: stats[name] - self._before[name] for name in _SUMS}
+        estimated, machine = engine.manager.placement.estimated, engine.resources.machine.name
+        whole = max(estimated.duration_ns, 1) if estimated is not None else 1
+        chunks = [chunk for chunk in engine.manager.chunks if not chunk.is_retired]
+        found = Outcome(
+            seconds=seconds,
+            num_steps=num_steps,
+            stats=stats | added,
+            has_lanes=engine.resources.has_lanes,
+            is_metered=engine.resources.is_metered,
+            num_chunks=len(chunks),
+            num_on_device=sum(chunk.home is Tier.DEVICE for chunk in chunks),
+            batch_size=int(trainer._train_batch_size),
+            num_micro_batches=int(trainer.args.gradient_accumulation_steps),
+            settings=engine.config.to_dict(),
+            machine=machine if estimated is not None else "",
+            copying=estimated.copying_ns / whole if estimated is not None else 0.0,
+            updating=estimated.updating_ns / whole if estimated is not None else 0.0,
+        )
+        return describe_outcome(found)

@@ -48,8 +48,8 @@ class PatrickStarArgumentsMixin:
     patrickstar_logging: Logging = dataclasses.field(
         default="brief",
         metadata={
-            "help": "Figures of PatrickStar beside each training loss. 'brief': three on the console, all for the "
-            "report_to backends. 'all': all for both. 'off': none."
+            "help": "Figures of PatrickStar with each training loss. 'brief': five for the report_to backends, two on "
+            "the console when they change. 'all': all for both. 'off': none."
         },
     )
     patrickstar_report: bool = dataclasses.field(

@@ -148,7 +148,9 @@ class Simulation:
         """The moment with the most bytes on the device, as in ``"backward of lm_head"``."""
         made, place, _ = self._fullest()
         part = "forward" if made.forward_ends and place < made.forward_ends[-1] else "backward"
-        names = [name for name, _ in self.survey.chunks[made.visits[place].chunk_index].parameters]
+        # A chunk of many small tensors is visited all over the model: the last large one before it says where.
+        visited = (self.survey.chunks[visit.chunk_index].parameters for visit in reversed(made.visits[: place + 1]))
+        names = [parameters[0][0] for parameters in visited if len(parameters) == 1]
         return f"{part} of {names[0].removesuffix('.weight')}" if names else part
 
     @property

@@ -86,8 +86,24 @@ class Figures:
         return means | {PREFIX + key: stats[key] for key in STANDING}
 
 
+FEW = (
+    *("device_total_step_peak_nbytes", "host_step_peak_nbytes", "host_to_device_nbytes", "device_to_host_nbytes"),
+    "waiting_seconds",
+)
+"""Statistics that are logged where nobody asks for all."""
+
+
+def few(figures: Mapping[str, float]) -> dict[str, float]:
+    """The figures that are logged where nobody asks for all.
+
+    Args:
+        figures: All figures.
+    """
+    return {PREFIX + name: figures[PREFIX + name] for name in FEW}
+
+
 def brief(figures: Mapping[str, float]) -> dict[str, str]:
-    """Three figures for a reader: the device's peak in the last step, bytes moved and seconds waited per step.
+    """Two figures for a reader: the device's peak in the last step, and bytes moved per step.
 
     Args:
         figures: All figures.
@@ -96,5 +112,4 @@ def brief(figures: Mapping[str, float]) -> dict[str, str]:
     return {
         f"{PREFIX}device": format_nbytes(int(figures[f"{PREFIX}device_total_step_peak_nbytes"])),
         f"{PREFIX}moved": format_nbytes(int(moved)),
-        f"{PREFIX}waited": f"{figures[f'{PREFIX}waiting_seconds']:.3f} s",
     }

@@ -70,25 +70,17 @@ class Outcome:
         return 1 - self.stats["device_total_peak_nbytes"] / budget if self.is_metered and budget else 0.0
 
 
-def describe_estimated(seconds: float, machine: str) -> str:
-    """What a step is expected to take, in one line.
-
-    Args:
-        seconds: How long.
-        machine: The name of the machine by whose rates that is computed.
-    """
-    return f"estimated for '{machine}': about {format_seconds(seconds)} per step"
-
-
-def describe_step(number: int, seconds: float, stats: Mapping[str, Any]) -> str:
+def describe_step(number: int, seconds: float, stats: Mapping[str, Any], estimated_s: float | None = None) -> str:
     """What the first step by a plan has taken, in one line.
 
     Args:
         number: Its number.
         seconds: How long it took.
         stats: The engine's statistics after it.
+        estimated_s: How long it was estimated to take, if it was.
     """
-    return f"first planned step (step {number}): {format_seconds(seconds)}; {_peaks(stats, 'step_peak')}"
+    estimated = "" if estimated_s is None else f" ({format_seconds(estimated_s)} estimated)"
+    return f"first planned step (step {number}): {format_seconds(seconds)}{estimated}; {_peaks(stats, 'step_peak')}"
 
 
 def describe_outcome(outcome: Outcome) -> str:

@@ -1,12 +1,14 @@
 """Runs the same code on a plain model and on one in chunks: what it notes, and what it leaves, must be the same bits.
 
-A *pattern* is a function of a model, its optimizer and a ``Notes`` object, written as for plain torch. ``both`` calls
-it twice, compares every note, trains two more steps and compares losses, parameters, buffers and optimizer states.
+A *pattern* is a function of a model, its optimizer and a ``Notes`` object, written as for plain torch; ``live`` makes a
+test of it. ``Both`` calls it twice, compares every note, trains two more steps and compares losses, parameters, buffers
+and optimizer states.
 """
 
 import contextlib
 import copy
-import os
+import functools
+import inspect
 
 import numpy
 import pytest
@@ -16,8 +18,8 @@ from torch import nn
 from hf_patrickstar import PatrickStarEngine
 
 VOCAB, WIDTH = 24, 16
-DEPTH = 34 if os.environ.get("LIVE_ALL") else 14
-"""Blocks: so many that chunks may take a tenth of their bytes, or, which is faster, a fifth."""
+DEPTH = 8
+"""Blocks: so many that chunks may take a quarter of their bytes."""
 
 
 class Block(nn.Module):
@@ -157,14 +159,14 @@ def assert_same_optimizer(plain, ours):
 
 
 TIGHT = {"chunk_numel": 320, "chunk_budget": 4096}
-"""Less than a tenth of the Tower's bytes in fp32: three chunks, which one module uses at once."""
+"""A quarter of the Tower's bytes in fp32: three chunks, which one module uses at once."""
 ROOMY = {}
 POISONED = {**TIGHT, "debug_evict_all": True}
 CONFIGS = {"tight": TIGHT, "roomy": ROOMY, "poisoned": POISONED}
 
 
 class Both:
-    """See ``both`` in ``conftest.py``: a fixture of every budget.
+    """The fixture ``both`` of ``conftest.py``.
 
     Args:
         config: The engine's settings; ``None`` runs two plain models, to try a pattern itself.
@@ -211,6 +213,28 @@ class Both:
         assert_same_model(plain, ours)
         assert_same_optimizer(optimizer, our_optimizer)
         return plain, ours
+
+
+def live(pattern=None, *, everywhere=False, **settings):
+    """Makes a test of a pattern.
+
+    Args:
+        pattern: ``pattern(model, optimizer, note)``; fixtures of pytest may follow.
+        everywhere: Whether it runs at every budget, and not at the tight one alone.
+        **settings: Passed to ``Both``.
+    """
+    if pattern is None:
+        return functools.partial(live, everywhere=everywhere, **settings)
+    names = ["both", *list(inspect.signature(pattern).parameters)[3:]]
+
+    @functools.wraps(pattern)
+    def test(both, **fixtures):
+        both(functools.partial(pattern, **fixtures), **settings)
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    test.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
+    test.everywhere = everywhere
+    return test
 
 
 @contextlib.contextmanager

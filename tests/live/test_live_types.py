@@ -13,8 +13,9 @@ from transformers import TrainerCallback
 
 from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments
 
-LOADED = [torch.float32, torch.bfloat16, torch.float16]
-TRAINED = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+TRAINED = {"no": None, "bf16": BF16, "fp16": FP16}
+CASES = [(FP32, "no"), (FP32, "bf16"), (BF16, "no"), (BF16, "fp16"), (FP16, "bf16")]
 
 
 def types_of(tensors):
@@ -38,8 +39,7 @@ class Types(TrainerCallback):
             self.opened = types_of(model.parameters())
 
 
-@pytest.mark.parametrize("trained", TRAINED)
-@pytest.mark.parametrize("loaded", LOADED, ids=str)
+@pytest.mark.parametrize(("loaded", "trained"), CASES)
 def test_types(loaded, trained, tmp_path):
     make_model("gpt2").to(loaded).save_pretrained(tmp_path / "model")
     model = type(make_model("gpt2")).from_pretrained(tmp_path / "model", dtype=loaded)

@@ -14,6 +14,21 @@ from hf_patrickstar.machine import MACHINES, find_machine
 from hf_patrickstar.report.measure import Effort, measure_machine
 
 TINY = Effort(nbytes=2**16, most_rows=128, calls=5, repetitions=2, seconds=0.05)
+RATES = {
+    "products in float32": "5.018e+04 GFLOP/s",
+    "products in bfloat16": "7.418e+05 GFLOP/s",
+    "products in float16": "7.418e+05 GFLOP/s",
+    "products on the host": "1440 GFLOP/s",
+    "device memory": "2848 GB/s",
+    "host -> device": "50.4 GB/s",
+    "device -> host": "50.4 GB/s",
+    "not pinned": "16.8 GB/s",
+    "host memory": "230.4 GB/s",
+    "operator": "6 us",
+    "visit to a chunk": "25 us",
+    "shortest kernel": "2 us",
+    "latency of a copy": "10 us",
+}
 
 
 def rows_of(text):
@@ -27,84 +42,53 @@ def h100(monkeypatch):
     monkeypatch.setattr(env, "measure_machine", lambda **_: MACHINES["h100"])
 
 
-@pytest.fixture
-def never(monkeypatch):
-    """A measurement that must not begin."""
-
-    def measure(**_):
-        raise AssertionError("measured")
-
-    monkeypatch.setattr(env, "measure_machine", measure)
-
-
-def test_the_machine_and_its_software(never, capsys):
+def test_the_machine_and_its_software(capsys, monkeypatch):
+    monkeypatch.setattr(env, "measure_machine", lambda **_: pytest.fail("measured"))
     assert main(["env"]) == 0
     out, err = capsys.readouterr()
     rows = rows_of(out)
-    assert list(rows) == [
-        *("hf_patrickstar", "torch", "transformers", "accelerate"),
-        *("Python", "system", "CPU", "cores", "memory", "accelerator"),
-    ]
-    assert rows["hf_patrickstar"] == __version__
-    assert rows["torch"] == importlib.metadata.version("torch")  # which need not say that CUDA is there
+    names = "hf_patrickstar torch transformers accelerate Python system CPU cores memory accelerator"
+    assert list(rows) == names.split()
+    assert (rows["hf_patrickstar"], rows["torch"]) == (__version__, importlib.metadata.version("torch"))
     assert rows["cores"].endswith(f", torch uses {torch.get_num_threads()}")
     assert "iB" in rows["memory"]
     assert all(rows.values())
     assert err == ""
 
 
-def test_an_accelerator_is_named(monkeypatch):
-    fakes = {
-        "find_device": lambda device: torch.device("cuda", 0),
-        "device_name": lambda device: "Fake 1000",
-        "memory_info": lambda device: (2**30, 2**31),
-    }
-    for name, fake in fakes.items():
-        monkeypatch.setattr(env, name, fake)
-    assert env.describe()["accelerator"] == "Fake 1000 (cuda:0), 2.00 GiB, 1.00 GiB free"
-
-
-def test_without_an_accelerator(monkeypatch):
-    monkeypatch.setattr(env, "find_device", lambda device: torch.device("cpu"))
-    assert env.describe()["accelerator"] == "none; the compute tier is a budgeted part of CPU memory"
-
-
-def test_a_library_that_is_not_there(monkeypatch):
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        ("cuda:0", "Fake 1000 (cuda:0), 2.00 GiB, 1.00 GiB free"),
+        ("cpu", "none; the compute tier is a budgeted part of CPU"),
+    ],
+)
+def test_an_accelerator_is_named_and_what_is_not_installed(monkeypatch, device, said):
     def version(name):
-        raise env.importlib.metadata.PackageNotFoundError(name)
+        raise importlib.metadata.PackageNotFoundError(name)
 
+    monkeypatch.setattr(env, "find_device", lambda _: torch.device(device))
+    monkeypatch.setattr(env, "device_name", lambda device: "Fake 1000")
+    monkeypatch.setattr(env, "memory_info", lambda device: (2**30, 2**31))
     monkeypatch.setattr(env.importlib.metadata, "version", version)
-    assert env.describe()["accelerate"] == "not installed"
+    found = env.describe()
+    assert said in found["accelerator"]
+    assert found["accelerate"] == "not installed"
 
 
-def test_rates(h100, capsys):
-    assert main(["env", "--measure"]) == 0
-    rows = rows_of(capsys.readouterr().out)
-    expected = {
-        "products in float32": "5.018e+04 GFLOP/s",
-        "products in bfloat16": "7.418e+05 GFLOP/s",
-        "products in float16": "7.418e+05 GFLOP/s",
-        "products on the host": "1440 GFLOP/s",
-        "device memory": "2848 GB/s",
-        "host -> device": "50.4 GB/s",
-        "device -> host": "50.4 GB/s",
-        "not pinned": "16.8 GB/s",
-        "host memory": "230.4 GB/s",
-        "operator": "6 us",
-        "visit to a chunk": "25 us",
-        "shortest kernel": "2 us",
-        "latency of a copy": "10 us",
-    }
-    assert {name: rows[name] for name in rows if name in expected} == expected
-    assert len(rows) == 10 + len(expected)
-
-
-def test_the_file_is_read_back(h100, tmp_path, capsys):
+def test_rates_are_printed_and_the_file_is_read_back(h100, tmp_path, capsys):
     path = tmp_path / "machine.json"
     path.write_text("older")
     assert main(["env", "--measure", "--json", str(path)]) == 0
     assert find_machine(str(path)) == MACHINES["h100"]
-    assert capsys.readouterr().out.endswith(f"\n{path}: written\n")
+    out = capsys.readouterr().out
+    assert out.endswith(f"\n{path}: written\n")
+    rows = rows_of(out)
+    assert {name: rows[name] for name in RATES} == RATES
+    rates = env.rates(find_machine("8xh100"))
+    assert rates["between processes"].endswith(" GB/s")
+    assert rates["message"] == f"{find_machine('8xh100').message_s * 1e6:.4g} us"
+    assert "between processes" not in rows
 
 
 def test_this_machine_is_measured(monkeypatch, tmp_path, capsys):
@@ -120,9 +104,7 @@ def test_this_machine_is_measured(monkeypatch, tmp_path, capsys):
     assert main(["env", "--measure", "--json", str(path)]) == 0
     assert [find_machine(str(path))] == measured
     assert measured[0].visit_s == 3e-5
-    out, err = capsys.readouterr()
-    assert "products in float32" in rows_of(out)
-    assert err == "", "a short measurement shows no progress"
+    assert capsys.readouterr().err == "", "a short measurement shows no progress"
 
 
 def test_a_long_measurement_shows_its_progress(monkeypatch, capsys):
@@ -135,37 +117,32 @@ def test_a_long_measurement_shows_its_progress(monkeypatch, capsys):
     assert "measuring: 100%" in capsys.readouterr().err
 
 
-def refused(arguments, capsys):
-    assert main(["env", *arguments]) == 2
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--json", "x.json"], "--json writes what was measured; add --measure"),
+        (
+            ["--measure", "--json", "{}/missing/m.json"],
+            "cannot be written: there is no directory '{}/missing'; make it",
+        ),
+        (["--measure", "--json", "{}"], "'{}' is a directory; name a file"),
+        (["--measure", "--json", "{}/m.json"], "'{}/m.json' cannot be written: permission denied; name another file"),
+    ],
+)
+def test_paths_that_cannot_be_written_are_refused_before_anything_is_measured(
+    tmp_path, capsys, monkeypatch, arguments, says
+):
+    monkeypatch.setattr(env, "measure_machine", lambda **_: pytest.fail("measured"))
+    monkeypatch.setattr(files.os, "access", lambda path, mode: False)
+    assert main(["env", *(word.format(tmp_path) for word in arguments)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    return err
+    assert err.startswith("hf-patrickstar env: ")
+    assert says.format(tmp_path) in err
+    assert not list(tmp_path.iterdir())
 
 
-def test_a_file_needs_a_measurement(never, capsys):
-    assert refused(["--json", "x.json"], capsys) == (
-        "hf-patrickstar env: --json writes what was measured; add --measure\n"
-    )
-
-
-def test_paths_that_cannot_be_written_are_refused_before_anything_is_measured(never, tmp_path, capsys, monkeypatch):
-    missing = tmp_path / "missing" / "machine.json"
-    assert refused(["--measure", "--json", str(missing)], capsys) == (
-        f"hf-patrickstar env: --json: '{missing}' cannot be written: there is no directory '{missing.parent}'; "
-        "make it, or name another file\n"
-    )
-    assert refused(["--measure", "--json", str(tmp_path)], capsys) == (
-        f"hf-patrickstar env: --json: '{tmp_path}' is a directory; name a file\n"
-    )
-    monkeypatch.setattr(files.os, "access", lambda path, mode: False)
-    path = tmp_path / "machine.json"
-    assert refused(["--measure", "--json", str(path)], capsys) == (
-        f"hf-patrickstar env: --json: '{path}' cannot be written: permission denied; name another file\n"
-    )
-    assert not path.exists()
-
-
-def test_a_disk_that_is_full(h100, tmp_path, capsys, monkeypatch):
+def test_a_disk_that_is_full_loses_nothing_that_was_measured(h100, tmp_path, capsys, monkeypatch):
     def write(self, *arguments, **others):
         raise OSError(28, "No space left on device")
 
@@ -173,14 +150,5 @@ def test_a_disk_that_is_full(h100, tmp_path, capsys, monkeypatch):
     path = tmp_path / "machine.json"
     assert main(["env", "--measure", "--json", str(path)]) == 2
     out, err = capsys.readouterr()
-    assert "products in float32" in out, "what was measured is not lost"
-    assert (
-        err == f"hf-patrickstar env: --json: '{path}' cannot be written: No space left on device; name another file\n"
-    )
-
-
-def test_links_are_printed_where_processes_were_measured_together():
-    rates = env.rates(find_machine("8xh100"))
-    assert rates["between processes"].endswith(" GB/s")
-    assert rates["message"] == f"{find_machine('8xh100').message_s * 1e6:.4g} us"
-    assert "between processes" not in env.rates(MACHINES["h100"])
+    assert "products in float32" in out
+    assert f"'{path}' cannot be written: No space left on device; name another file" in err

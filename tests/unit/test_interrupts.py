@@ -12,36 +12,37 @@ def interrupt():
     signal.raise_signal(signal.SIGINT)
 
 
-def test_an_interrupt_comes_when_the_block_has_ended():
+def nest():
+    with held_back():
+        interrupt()
+
+
+def fail():
+    interrupt()
+    raise ArithmeticError("no")
+
+
+@pytest.mark.parametrize(
+    ("work", "goes_on"),
+    [(interrupt, True), (lambda: (interrupt(), interrupt()), False), (nest, True), (fail, False)],
+    ids=["comes at the end", "a second one does not wait", "the outer block goes on", "an error is the context"],
+)
+def test_an_interrupt_comes_when_the_block_has_ended(work, goes_on):
     done = []
 
     @held_back()
-    def work():
-        interrupt()
+    def block():
+        work()
         done.append("all of it")
 
-    with pytest.raises(KeyboardInterrupt):
-        work()
-    assert done
+    with pytest.raises(KeyboardInterrupt) as caught:
+        block()
+    assert bool(done) is goes_on
+    assert isinstance(caught.value.__context__, ArithmeticError) is (work is fail)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_second_one_does_not_wait():
-    done = []
-
-    @held_back()
-    def work():
-        interrupt()
-        interrupt()
-        done.append("all of it")
-
-    with pytest.raises(KeyboardInterrupt):
-        work()
-    assert not done
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_the_handler_of_the_program_is_called_once():
+def test_the_handler_of_the_program_is_called_once_and_what_is_no_function_stays():
     calls = []
     before = signal.signal(signal.SIGINT, lambda *args: calls.append(args))
     try:
@@ -49,41 +50,10 @@ def test_the_handler_of_the_program_is_called_once():
             interrupt()
             assert not calls
         assert [number for number, _ in calls] == [signal.SIGINT]
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def test_one_block_may_be_in_another():
-    done = []
-
-    @held_back()
-    def work():
-        with held_back():
-            interrupt()
-        done.append("the outer one, too")
-
-    with pytest.raises(KeyboardInterrupt):
-        work()
-    assert done
-
-
-def test_an_error_of_the_block_is_the_context_of_the_interrupt():
-    @held_back()
-    def work():
-        interrupt()
-        raise ArithmeticError("no")
-
-    with pytest.raises(KeyboardInterrupt) as caught:
-        work()
-    assert isinstance(caught.value.__context__, ArithmeticError)
-
-
-@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
-def test_what_is_no_function_stays(handler):
-    before = signal.signal(signal.SIGINT, handler)
-    try:
-        with held_back():
-            assert signal.getsignal(signal.SIGINT) is handler
+        for handler in (signal.SIG_IGN, signal.SIG_DFL):
+            signal.signal(signal.SIGINT, handler)
+            with held_back():
+                assert signal.getsignal(signal.SIGINT) is handler
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from unit.dist.ranks import Exchange
 
-from hf_patrickstar.errors import CollectiveError
 from hf_patrickstar.dist.messages import ROW_NBYTES, swap_messages
+from hf_patrickstar.errors import CollectiveError
 
 
 def talk(*messages):
@@ -37,28 +37,19 @@ def talk(*messages):
         return list(pool.map(send, range(len(messages))))
 
 
-@pytest.mark.parametrize("long", [ROW_NBYTES, 10 * ROW_NBYTES])
-def test_messages_of_different_lengths(long):
+@pytest.mark.parametrize("long", [0, ROW_NBYTES, 10 * ROW_NBYTES])
+def test_messages_of_different_lengths_take_one_row_or_no_more_than_the_longest(long):
     values = [[], "x" * long, {"a": torch.float32, "b": [-(2**63), 2**62]}]
     for found, lengths in talk(*((value, "trace", f"is {rank}") for rank, value in enumerate(values))):
         assert found == values
-        assert lengths[0] == ROW_NBYTES
-        assert len(lengths) == 2
-        assert long <= sum(lengths) < long + 100, "no longer than the longest"
-
-
-def test_short_messages_take_one_row():
-    values = [list(range(2**62, 2**62 + 170)), None]
-    for found, lengths in talk(*((value, "order", "is here") for value in values)):
-        assert found == values
-        assert lengths == [ROW_NBYTES]
+        assert (lengths[0], len(lengths)) == (ROW_NBYTES, 2 if long else 1)
+        assert not long or long <= sum(lengths) < long + 100
 
 
 @pytest.mark.parametrize("value", [7, "x" * 10 * ROW_NBYTES], ids=["short", "long"])
-def test_different_subjects(value):
+def test_different_subjects_are_an_error_that_says_what_each_rank_does(value):
     found = talk((value, "trace", "agrees on a trace"), ([1], "order", "reads"), (None, "order", "x" * ROW_NBYTES))
-    texts = {str(error) for error, _ in found}
-    (text,) = texts
+    (text,) = {str(error) for error, _ in found}
     doings = f"rank 0 agrees on a trace; rank 1 reads; rank 2 {'x' * ROW_NBYTES}"
     assert text.startswith(f"the processes do not do the same: {doings}. Forward, backward")
     assert len({tuple(lengths) for _, lengths in found}) == 1

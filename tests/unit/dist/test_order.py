@@ -54,6 +54,9 @@ class Rank:
     def begin(self, kind="training", shapes=SHAPES, traces=7, room=ROOM, version=0):
         return self.order.begin(kind, shapes, traces, room, version)
 
+    def agree(self, subject, indices=(), what="does it", **settings):
+        return self.order.agree(subject, list(indices), what, **settings)
+
 
 def run(*functions, **settings):
     """Each function in a thread, with the rank that it is; returns the ranks and what came of them."""
@@ -69,7 +72,7 @@ def run(*functions, **settings):
             exchange.barrier.abort()
             raise
 
-    calls = [lambda rank=rank, function=function: call(rank, function) for rank, function in zip(ranks, functions, strict=True)]
+    calls = [lambda pair=pair: call(*pair) for pair in zip(ranks, functions, strict=True)]
     return ranks, in_threads(*calls, expected=CollectiveError)
 
 
@@ -86,90 +89,75 @@ def agree(*functions, **settings):
 def disagree(*functions, **settings):
     """The same, where all find out; returns what they say, which is the same."""
     _, results = run(*functions, **settings)
-    texts = {str(result) for result in results if isinstance(result, CollectiveError)}
     assert all(isinstance(result, CollectiveError) for result in results), results
-    (text,) = texts
-    assert text.startswith("the processes do not do the same: ")
+    (text,) = {str(result) for result in results}
     assert text.endswith("must be called by all of them, in the same order and equally often")
     return text.removeprefix("the processes do not do the same: ").partition(". Forward, backward")[0]
 
 
-# Asking
+def gathers(*indices):
+    return lambda rank: rank.gather(*indices)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_what_all_ask_for_is_done_once(world_size):
-    done, _ = agree(*[lambda rank: rank.gather(4, 2)] * world_size)
-    assert done == [("gather", 4), ("gather", 2)]
+def reduces(*indices):
+    return lambda rank: rank.reduce(*indices)
 
 
-def test_different_wishes_are_all_granted_in_one_order():
-    done, _ = agree(lambda rank: rank.gather(5), lambda rank: rank.gather(2), lambda rank: rank.reduce(1))
-    assert done == [("gather", 2), ("gather", 5), ("reduce", 1)]
+# Asking and ending
 
 
-def test_the_same_wishes_in_another_order_are_granted_again():
-    """A process that has got something before it asked still needs as many messages as those that asked."""
-    done, _ = agree(lambda rank: rank.gather(1, 2), lambda rank: rank.gather(2, 1))
-    assert done == [("gather", 1), ("gather", 2)] * 2
+@pytest.mark.parametrize(
+    ("functions", "done"),
+    [
+        ([gathers(4, 2)] * 3, [("gather", 4), ("gather", 2)]),
+        ([gathers(5), gathers(2), reduces(1)], [("gather", 2), ("gather", 5), ("reduce", 1)]),
+        # A process that has got something before it asked still needs as many messages as those that asked.
+        ([gathers(1, 2), gathers(2, 1)], [("gather", 1), ("gather", 2)] * 2),
+        ([reduces(3), gathers(3)], [("gather", 3), ("reduce", 3)]),
+    ],
+    ids=["the same", "different wishes in one order", "in another order", "a group twice"],
+)
+def test_what_anybody_asks_for_all_do(functions, done):
+    assert agree(*functions)[0] == done
 
 
-def test_a_group_can_be_gathered_and_reduced_at_once():
-    done, _ = agree(lambda rank: rank.reduce(3), lambda rank: rank.gather(3))
-    assert done == [("gather", 3), ("reduce", 3)]
-
-
-def test_whoever_has_ended_serves_the_others():
+def test_whoever_has_ended_serves_the_others_and_a_plan_needs_no_messages():
     """One branch of the model needs three groups, the other one, and the last none."""
 
     def step(*indices):
         def work(rank):
             rank.gather(*indices)
             before = len(rank.done)
-            return before, rank.end()
+            return before, rank.end(), rank.collectives.whats[0]
 
         return work
 
     done, results = agree(step(7, 8, 9), step(8), step())
     assert done == [("gather", index) for index in (7, 8, 8, 9)]
-    assert [before for before, _ in results] == [4, 2, 0]
-    assert {result for _, result in results} == {(False, frozenset())}
+    assert [before for before, *_ in results] == [4, 2, 0]
+    assert {result for _, result, _ in results} == {(False, frozenset())}
+    assert results[0][2] == "needs group 7 (gather) for layer 7"
+    assert results[2][2] == "has ended its forward"
 
-
-def test_who_asks_for_what_is_told_to_the_collectives():
-    ranks, _ = run(lambda rank: (rank.gather(4), rank.end()), lambda rank: rank.end())
-    assert ranks[0].collectives.whats[0] == "needs group 4 (gather) for layer 4"
-    assert ranks[1].collectives.whats[0] == "has ended its forward"
-
-
-def test_a_plan_needs_no_messages():
-    def work(rank):
+    def follow(rank):
         rank.gather(1)
         rank.follow(Subject.GATHER, 2)
         rank.follow(Subject.REDUCE, 2)
         return len(rank.collectives.whats)
 
-    done, results = agree(work, work)
-    assert done == [("gather", 1), ("gather", 2), ("reduce", 2)]
-    assert results == [1, 1], "only what was asked for does"
+    assert agree(follow, follow) == ([("gather", 1), ("gather", 2), ("reduce", 2)], [1, 1])
 
 
-# Ending
-
-
-def test_one_that_is_lost_is_known_to_all():
-    _, results = agree(lambda rank: rank.end(), lambda rank: rank.end(is_diverged=True), lambda rank: rank.end())
-    assert results == [(True, frozenset())] * 3
-
-
-@pytest.mark.parametrize("num_tensors", [1, 7, 8, 9, 64, 10_000])
+@pytest.mark.parametrize("num_tensors", [1, 8, 9, 64, 10_000])
 def test_what_got_gradients_anywhere(num_tensors):
     wanted = {0, 5, 6, 7, 8, 63, num_tensors - 1} & set(range(num_tensors))
     left, right = sorted(wanted)[::2], [*sorted(wanted)[1::2], max(wanted)]
-    ranks, results = agree(
+    _, results = agree(
         lambda rank: rank.end(Phase.BACKWARD, indices=left), lambda rank: rank.end(Phase.BACKWARD, indices=right)
     )
     assert results == [(False, frozenset(wanted))] * 2
+    _, results = agree(*[lambda rank: rank.end(indices=range(rank.rank, 200, 2))] * 2)
+    assert results == [(False, frozenset(range(200)))] * 2
 
 
 def test_a_message_about_many_tensors_fits_into_one_row():
@@ -184,218 +172,191 @@ def test_a_message_about_many_tensors_fits_into_one_row():
     assert max(sent) < ROW_NBYTES - 16
 
 
-def test_all_of_many_got_one():
-    _, results = agree(*[lambda rank: rank.end(indices=range(rank.rank, 200, 2))] * 2)
-    assert results == [(False, frozenset(range(200)))] * 2
-
-
-def test_a_model_without_parameters_ends_too():
-    _, results = agree(lambda rank: rank.end(), lambda rank: rank.end())
-    assert results == [(False, frozenset())] * 2
-
-
-@pytest.mark.parametrize(("left", "right"), itertools.combinations(Phase, 2))
-def test_phases_that_differ(left, right):
-    text = disagree(lambda rank: rank.end(left), lambda rank: rank.end(right))
-    names = [f"rank {rank} has ended its {phase.name.lower()}" for rank, phase in enumerate((left, right))]
-    assert text == "; ".join(f"{name}, with collectives of checksum 00000000 so far" for name in names)
-
-
 @pytest.mark.parametrize(
-    "plans",
+    ("endings", "is_diverged"),
     [
-        ([("GATHER", 1), ("GATHER", 2)], [("GATHER", 2), ("GATHER", 1)]),
-        ([("GATHER", 1)], [("REDUCE", 1)]),
-        ([("GATHER", 1)], [("GATHER", 1), ("GATHER", 1)]),
-        ([("GATHER", 11)], [("GATHER", 1)]),
+        ([{}, {"is_diverged": True}, {}], True),
+        ([{"is_recorded": True}, {}], True),
+        ([{"is_recorded": True}, {"is_recorded": True}], False),
     ],
+    ids=["one is lost", "some record: a trace must be of all", "all record"],
 )
+def test_what_ended_anywhere_is_known_to_all(endings, is_diverged):
+    _, results = agree(*[lambda rank, ending=ending: rank.end(**ending) for ending in endings])
+    assert results == [(is_diverged, frozenset())] * len(endings)
+
+
+PLANS = [
+    ([("GATHER", 1), ("GATHER", 2)], [("GATHER", 2), ("GATHER", 1)]),
+    ([("GATHER", 1)], [("REDUCE", 1)]),
+    ([("GATHER", 1)], [("GATHER", 1), ("GATHER", 1)]),
+    ([("GATHER", 11)], [("GATHER", 1)]),
+]
+
+
+@pytest.mark.parametrize("plans", PLANS)
 def test_collectives_that_differed_are_found_at_the_end(plans):
     def follow(rank):
         for name, index in plans[rank.rank]:
             rank.follow(Subject[name], index)
         return rank.end()
 
-    text = disagree(follow, follow)
     sums = [zlib.crc32("".join(f"{Subject[name]} {index}" for name, index in plan).encode()) for plan in plans]
-    assert text == "; ".join(
-        f"rank {rank} has ended its forward, with collectives of checksum {checksum:08x} so far"
-        for rank, checksum in enumerate(sums)
+    text = disagree(follow, follow)
+    assert all(
+        f"rank {rank} has ended its forward, with collectives of checksum {n:08x}" in text
+        for rank, n in enumerate(sums)
     )
 
 
 # One does something else
 
 DOINGS = {
-    "asks": (lambda rank: rank.gather(4), "needs group 4 (gather) for layer 4"),
+    "asks": (gathers(4), "needs group 4 (gather) for layer 4"),
     "begins": (lambda rank: rank.begin(), "begins 'training'"),
-    "reads": (lambda rank: rank.order.agree(Subject.READ, [3], "reads 'weight'"), "reads 'weight'"),
-    "norm": (lambda rank: rank.order.agree(Subject.NORM, [3], "computes a norm"), "computes a norm"),
+    "reads": (lambda rank: rank.agree(Subject.READ, [3], "reads 'weight'"), "reads 'weight'"),
+    "norm": (lambda rank: rank.agree(Subject.NORM, [3], "computes a norm"), "computes a norm"),
     "checks": (
         lambda rank: rank.follow(Subject.REDUCE, 3),
         "is about to reduce group 3, as planned (8 elements of torch.float32)",
     ),
     "ends": (lambda rank: rank.end(), "has ended its forward"),
+    "ends backward": (lambda rank: rank.end(Phase.BACKWARD), "has ended its backward"),
 }
 
 
 @pytest.mark.parametrize(
-    ("left", "right"), [pair for pair in itertools.permutations(DOINGS, 2) if set(pair) != {"asks", "ends"}]
+    ("left", "right"),
+    [pair for pair in itertools.combinations(DOINGS, 2) if pair not in {("asks", "ends"), ("asks", "ends backward")}],
 )
 def test_each_subject_against_each_other(left, right):
     (first, says_first), (second, says_second) = DOINGS[left], DOINGS[right]
-    assert disagree(first, second, checks_all=True) == f"rank 0 {says_first}; rank 1 {says_second}"
+    text = disagree(first, second, checks_all=True)
+    checksums = ", with collectives of checksum 00000000 so far" * (left == "ends")
+    assert text == f"rank 0 {says_first}{checksums}; rank 1 {says_second}{checksums}"
 
 
-def test_the_one_of_three_that_does_something_else():
-    asks, reads = DOINGS["asks"][0], DOINGS["reads"][0]
-    text = disagree(asks, lambda rank: rank.end(Phase.BACKWARD), reads)
-    assert text == "rank 0 needs group 4 (gather) for layer 4; rank 1 has ended its backward; rank 2 reads 'weight'"
+@pytest.mark.parametrize(
+    ("functions", "text"),
+    [
+        (
+            [gathers(4), lambda rank: rank.end(Phase.BACKWARD), DOINGS["reads"][0]],
+            "rank 0 needs group 4 (gather) for layer 4; rank 1 has ended its backward; rank 2 reads 'weight'",
+        ),
+        (
+            [lambda rank: rank.agree(Subject.READ, [rank.rank], f"reads {rank.rank}")] * 2,
+            "rank 0 reads 0; rank 1 reads 1",
+        ),
+        (
+            [lambda rank: rank.begin(), lambda rank: rank.begin("evaluation")],
+            "rank 0 begins 'training' after change 0 of the parameters; "
+            "rank 1 begins 'evaluation' after change 0 of the parameters",
+        ),
+        (
+            [lambda rank: rank.begin(version=3 - rank.rank)] * 2,
+            "rank 0 begins 'training' after change 3 of the parameters; "
+            "rank 1 begins 'training' after change 2 of the parameters",
+        ),
+        (
+            [lambda rank: rank.order.follow_readers(), lambda rank: rank.agree(Subject.NORM)],
+            "rank 0 follows the processes that save the model; rank 1 does it",
+        ),
+    ],
+    ids=["one of three", "not the same thing", "steps of different kinds", "fewer steps", "follows no reader"],
+)
+def test_those_that_do_not_do_the_same_are_named(functions, text):
+    assert disagree(*functions) == text
 
 
-@pytest.mark.parametrize("subject", [Subject.READ, Subject.NORM])
-def test_one_subject_but_not_the_same_thing(subject):
-    def same(rank):
-        rank.order.agree(subject, [3], "reads 'three'")
+@pytest.mark.parametrize(
+    ("settings", "does"),
+    [
+        (
+            lambda rank: (Subject.GATHER, rank, torch.float32, 8),
+            "gather group 1, as planned (8 elements of torch.float32)",
+        ),
+        (
+            lambda rank: (Subject(1 + rank), 0, torch.float32, 8),
+            "reduce group 0, as planned (8 elements of torch.float32)",
+        ),
+        (
+            lambda rank: (Subject.GATHER, 0, (torch.float32, torch.bfloat16)[rank], 8),
+            "gather group 0, as planned (8 elements of torch.bfloat16)",
+        ),
+        (
+            lambda rank: (Subject.GATHER, 0, torch.float32, 8 + 8 * rank),
+            "gather group 0, as planned (16 elements of torch.float32)",
+        ),
+    ],
+    ids=["group", "subject", "type", "size"],
+)
+def test_plans_are_checked_only_for_debugging(settings, does):
+    def follow(rank):
+        rank.follow(*settings(rank.rank))
 
-    agree(same, same)
-    text = disagree(same, lambda rank: rank.order.agree(subject, [4], "reads 'four'"))
-    assert text == "rank 0 reads 'three'; rank 1 reads 'four'"
+    assert run(follow, follow)[1] == [None, None]
+    first = "rank 0 is about to gather group 0, as planned (8 elements of torch.float32)"
+    assert disagree(follow, follow, checks_all=True) == f"{first}; rank 1 is about to {does}"
 
 
 def test_one_process_agrees_with_itself():
     order = Order(ThreadCollectives(), checks_all=True)
+    wanted, trace = Collective(Subject.GATHER, 3), Trace("training", (8, 8), (Visit(0, (), 3), Visit(1)))
     assert order.is_alone
     assert order.begin("training", SHAPES, 7, ROOM, 0) == Beginning(SHAPES, True, ROOM)
-    wanted = Collective(Subject.GATHER, 3)
     order.check(wanted, torch.float32, 8)
     assert order.ask(wanted, "layer 3", is_in_step=True) == (wanted,)
     ended = order.end(Ending(Phase.BACKWARD, is_diverged=True, indices=[2, 5]))
     assert (ended.collectives, ended.is_diverged, ended.indices) == ((), True, frozenset({2, 5}))
     assert order.agree(Subject.READ, [3], "reads") == [0]
-    trace = Trace("training", (8, 8), (Visit(0, (), 3), Visit(1)))
-    assert order.agree_on_trace(trace) == trace
-    assert list(order.agree_on_estimated([trace])) == [trace]
-
-
-def test_only_some_record_it():
-    """Then no trace is kept: a trace must be of all."""
-    _, results = agree(lambda rank: rank.end(is_recorded=True), lambda rank: rank.end())
-    assert results == [(True, frozenset())] * 2
-    _, results = agree(*[lambda rank: rank.end(is_recorded=True)] * 2)
-    assert results == [(False, frozenset())] * 2
-
-
-def test_plans_are_checked_only_for_debugging():
-    def follow(rank):
-        rank.follow(Subject.GATHER, rank.rank)
-
-    ranks, results = run(follow, follow)
-    assert results == [None, None]
-    assert [rank.done for rank in ranks] == [[("gather", 0)], [("gather", 1)]]
-    text = disagree(follow, follow, checks_all=True)
-    data = "as planned (8 elements of torch.float32)"
-    assert text == f"rank 0 is about to gather group 0, {data}; rank 1 is about to gather group 1, {data}"
-    text = disagree(follow, lambda rank: rank.follow(Subject.REDUCE, 0), checks_all=True)  # the group is the same
-    assert text == f"rank 0 is about to gather group 0, {data}; rank 1 is about to reduce group 0, {data}"
-    same = f"rank 0 is about to gather group 0, {data}; rank 1 is about to gather group 0, as planned"
-    text = disagree(follow, lambda rank: rank.follow(Subject.GATHER, 0, torch.bfloat16), checks_all=True)
-    assert text == f"{same} (8 elements of torch.bfloat16)"
-    text = disagree(follow, lambda rank: rank.follow(Subject.GATHER, 0, numel=16), checks_all=True)
-    assert text == f"{same} (16 elements of torch.float32)"
-
-
-def test_checked_plans_that_are_the_same():
-    def follow(rank):
-        rank.follow(Subject.GATHER, 2)
-        rank.follow(Subject.REDUCE, 2)
-        return rank.end()
-
-    done, results = agree(follow, follow, checks_all=True)
-    assert done == [("gather", 2), ("reduce", 2)]
-    assert results == [(False, frozenset())] * 2
+    assert (order.agree_on_trace(trace), list(order.agree_on_estimated([trace]))) == (trace, [trace])
 
 
 # Beginning
 
 
-def begin_with(*settings):
-    """What all get when each begins with settings of its own."""
-    _, results = agree(*[lambda rank: rank.begin(**settings[rank.rank])] * len(settings))
-    assert all(result == results[0] for result in results)
-    return results[0]
-
-
-def test_the_same_everywhere_is_what_comes_out():
-    assert begin_with({}, {}) == Beginning(SHAPES, True, ROOM)
-
-
-def test_the_largest_shapes_of_any():
-    begun = begin_with(
-        {"shapes": ((4, 100), (3, 1, 7))}, {"shapes": ((2, 120), (3, 2, 5))}, {"shapes": ((3, 90), (4, 1, 1))}
-    )
-    assert begun.shapes == ((4, 120), (4, 2, 7))
-
-
-@pytest.mark.parametrize("other", [((4, 128),), ((4,), (4, 128)), ((4, 128), (4, 1)), ((4, 128, 4),), ()])
-def test_shapes_that_cannot_be_compared_are_dropped(other):
-    assert begin_with({}, {"shapes": other}) == Beginning((), True, ROOM)
-
-
-def test_shapes_without_sizes_count():
-    assert begin_with(*[{"shapes": ((), (2,))}] * 2).shapes == ((), (2,))
-
-
-def test_the_least_room_and_the_most_of_others():
-    begun = begin_with(
-        {"room": Room(900, 300, 5, (3, 1))}, {"room": Room(800, 400, 7, (3, 1))}, {"room": Room(850, 350, 6, (3, 1))}
-    )
-    assert begun.room == Room(800, 300, 7, (3, 1))
+def room(free, chunks=None, floor=0, resident=(3, 1)):
+    return {"room": Room(free, chunks, floor, resident)}
 
 
 @pytest.mark.parametrize(
-    ("limits", "least"),
-    [((None, None), None), ((None, 300), 300), ((300, None), 300), ((0, 300), 0), ((-5, 300), -5), ((-5, None), -5)],
+    ("settings", "begun"),
+    [
+        ([{}, {}], Beginning(SHAPES, True, ROOM)),
+        (
+            [{"shapes": ((4, 100), (3, 1, 7))}, {"shapes": ((2, 120), (3, 2, 5))}, {"shapes": ((3, 90), (4, 1, 1))}],
+            Beginning(((4, 120), (4, 2, 7)), True, ROOM),
+        ),
+        ([{"shapes": ((), (2,))}] * 2, Beginning(((), (2,)), True, ROOM)),
+        *(
+            ([{}, {"shapes": other}], Beginning((), True, ROOM))
+            for other in (((4, 128),), ((4,), (4, 128)), ((4, 128), (4, 1)), ())
+        ),
+        (
+            [room(900, 300, 5), room(800, 400, 7), room(850, 350, 6)],
+            Beginning(SHAPES, True, Room(800, 300, 7, (3, 1))),
+        ),
+        *(
+            ([room(900, limit) for limit in limits], Beginning(SHAPES, True, Room(900, least, 0, (3, 1))))
+            for limits, least in (((None, 300), 300), ((300, None), 300), ((0, 300), 0), ((-5, None), -5))
+        ),
+        ([room(-7), {}], Beginning(SHAPES, True, Room(-7, None, 10, (3, 1)))),
+        *(
+            ([{}, room(1000, None, 10, other)], Beginning(SHAPES, True, Room(1000, None, 10, ())))
+            for other in ((1, 3), (3,), (), (31,))
+        ),
+        ([{}, {"traces": 8}], Beginning(SHAPES, False, ROOM)),
+        ([{"traces": 2**32 - 1}] * 2, Beginning(SHAPES, True, ROOM)),
+    ],
 )
-def test_the_least_limit_of_chunks_where_any_has_one(limits, least):
-    begun = begin_with(*[{"room": Room(900, limit, 5, ())} for limit in limits])
-    assert begun.room.chunk_nbytes == least
-
-
-def test_room_may_be_less_than_none():
-    assert begin_with({"room": Room(-7, None, 0, ())}, {}).room.free_nbytes == -7
-
-
-@pytest.mark.parametrize("other", [(1, 3), (3,), (), (3, 1, 2), (31,)])
-def test_chunks_on_the_device_that_differ_are_not_relied_on(other):
-    """The order counts too: plans depend on which was visited last."""
-    begun = begin_with({}, {"room": Room(1000, None, 10, other)})
-    assert begun == Beginning(SHAPES, True, Room(1000, None, 10, ()))
-
-
-def test_traces_that_differ():
-    assert not begin_with({}, {"traces": 8}).is_traced
-    assert begin_with({"traces": 2**32 - 1}, {"traces": 2**32 - 1}).is_traced
-
-
-def test_steps_of_different_kinds():
-    text = disagree(lambda rank: rank.begin(), lambda rank: rank.begin("evaluation"))
-    assert text == (
-        "rank 0 begins 'training' after change 0 of the parameters; "
-        "rank 1 begins 'evaluation' after change 0 of the parameters"
-    )
-
-
-def test_one_that_has_done_fewer_steps():
-    text = disagree(*[lambda rank: rank.begin(version=3 - rank.rank)] * 2)
-    assert text == (
-        "rank 0 begins 'training' after change 3 of the parameters; "
-        "rank 1 begins 'training' after change 2 of the parameters"
-    )
+def test_a_step_begins_with_the_largest_shapes_and_the_least_room(settings, begun):
+    """Shapes that cannot be compared, and chunks on the device that differ, in their order too, are not relied on."""
+    _, results = agree(*[lambda rank, own=own: rank.begin(**own) for own in settings])
+    assert results == [begun] * len(settings)
 
 
 def test_a_whole_step():
-    """Recorded by all, one of which takes another branch, and followed after that."""
+    """Recorded by all, one of which takes another branch."""
 
     def step(branch):
         def work(rank):
@@ -409,18 +370,20 @@ def test_a_whole_step():
         return work
 
     done, results = agree(step(1), step(2))
-    assert done == [
-        *[("gather", index) for index in (0, 1, 2, 5, 1, 2)],
-        *[("reduce", index) for index in (1, 2)],
-    ]
+    assert done == [*(("gather", index) for index in (0, 1, 2, 5, 1, 2)), ("reduce", 1), ("reduce", 2)]
     assert results == [(False, frozenset({1, 2}))] * 2
 
 
+def test_what_processes_estimate_is_one_trace_of_each_kind_or_nothing():
+    def estimate(*traces):
+        return lambda rank: list(rank.order.agree_on_estimated(traces))
+
+    first, larger, other = (Trace("training", (8, 8), (Visit(0, (), num), Visit(1))) for num in (3, 5, 4))
+    assert agree(estimate(first, other), estimate(larger, first))[1] == [[larger, other]] * 2
+    assert agree(estimate(first), estimate())[1] == [[], []], "one cannot say"
+
+
 # How long to wait
-
-
-def enter(subject, **settings):
-    return lambda rank: rank.order.agree(subject, [], "does it", **settings)
 
 
 def evaluate(rank):
@@ -437,52 +400,31 @@ def train(rank):
     rank.end(Phase.BACKWARD)
 
 
+def read_between_steps(rank):
+    rank.is_in_step = False
+    rank.gather(1)
+
+
+def follow_or_read(rank):
+    return rank.agree(Subject.READ, is_prompt=False) if rank.rank else rank.order.follow_readers()
+
+
 @pytest.mark.parametrize(
     ("doing", "prompt"),
     [
         (train, [False] * 5),
         (evaluate, [True, False, False]),
-        (enter(Subject.READ), [True]),
-        (enter(Subject.NORM), [True]),
-        (enter(Subject.ENTER), [True]),
-        (enter(Subject.MEET), [False]),
-        (enter(Subject.LEAVE), [False]),
-        (enter(Subject.READ, is_prompt=False), [False]),
+        (read_between_steps, [True]),
+        (follow_or_read, [False]),
+        (lambda rank: rank.agree(Subject.READ, is_prompt=False), [False]),
+        *(
+            (lambda rank, subject=subject: rank.agree(Subject[subject]), [True])
+            for subject in ("READ", "NORM", "ENTER")
+        ),
+        *((lambda rank, subject=subject: rank.agree(Subject[subject]), [False]) for subject in ("MEET", "LEAVE")),
     ],
 )
 def test_who_may_be_alone_gives_up(doing, prompt):
     ranks, results = run(doing, doing)
     assert not any(isinstance(result, Exception) for result in results)
     assert [rank.collectives.prompt for rank in ranks] == [prompt] * 2
-
-
-def test_who_follows_does_not_give_up():
-    ranks, _ = run(lambda rank: rank.order.follow_readers(), enter(Subject.READ, is_prompt=False))
-    assert [rank.collectives.prompt for rank in ranks] == [[False], [False]]
-
-
-def test_between_steps_nobody_has_said_that_he_comes():
-    def read(rank):
-        rank.is_in_step = False
-        rank.gather(1)
-
-    ranks, _ = run(read, read)
-    assert [rank.collectives.prompt for rank in ranks] == [[True], [True]]
-
-
-def test_what_processes_estimate_is_one_trace_of_each_kind_or_nothing():
-    first, larger, other = (Trace("training", (8, 8), (Visit(0, (), num), Visit(1))) for num in (3, 5, 4))
-    _, results = agree(lambda rank: estimate(rank, first, other), lambda rank: estimate(rank, larger, first))
-    assert results == [[larger, other]] * 2
-    _, results = agree(lambda rank: estimate(rank, first), lambda rank: estimate(rank))
-    assert results == [[], []], "one cannot tell"
-
-
-def estimate(rank, *traces):
-    return list(rank.order.agree_on_estimated(traces))
-
-
-@pytest.mark.parametrize("subject", [Subject.NORM, Subject.ENTER, Subject.MEET])
-def test_who_follows_follows_only_readers(subject):
-    text = disagree(lambda rank: rank.order.follow_readers(), enter(subject))
-    assert text == "rank 0 follows the processes that save the model; rank 1 does it"

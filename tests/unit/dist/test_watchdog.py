@@ -91,15 +91,10 @@ def fails(function, *args, **settings):
 # Waits
 
 
-def test_a_short_wait_leaves_no_trace(store, heard):
-    dog = make(0)
-    dog.wait(Work(is_over=True), "reads", is_message=True, is_prompt=True)
-    assert not dog._store.check(["0"])
-    assert heard() == []
-
-
 def test_one_that_waits_alone_warns_once_and_ends_and_the_others_are_told(store, heard):
     first, second, third = map(make, range(3))
+    first.wait(Work(is_over=True), "reads", is_message=True, is_prompt=True)
+    assert heard() == [], "a short wait leaves no trace"
     begin = time.monotonic()
     text = fails(first.wait, Work(), "reads", is_message=True, is_prompt=True)
     assert WAIT_S <= time.monotonic() - begin < WAIT_S + 3
@@ -118,58 +113,33 @@ def test_one_that_waits_alone_warns_once_and_ends_and_the_others_are_told(store,
 
 @in_memory
 def test_what_the_others_wait_for_is_named(store, heard):
-    dogs = [make(rank, 4) for rank in range(4)]
-    work = Work()
-
-    def follow(dog, what):
-        return fails(dog.wait, work, what, is_message=True)
-
+    dogs, work = [make(rank, 4) for rank in range(4)], Work()
     texts = in_threads(
         lambda: fails(dogs[0].wait, Work(), "saves", is_message=True, is_prompt=True),
-        lambda: follow(dogs[1], "begins 'training'"),
-        lambda: follow(dogs[2], "saves"),
+        lambda: fails(dogs[1].wait, work, "begins 'training'", is_message=True),
+        lambda: fails(dogs[2].wait, work, "saves", is_message=True),
     )
     assert f"and rank 3 has not come; rank 1 begins 'training' (called at {CALLER}) meanwhile. " in texts[0]
     assert texts[1:] == [f"begins 'training': {texts[0]}", f"saves: {texts[0]}"]
 
 
 @in_memory
-def test_ranks_that_are_slow_are_waited_for(store, heard):
-    """Data, and messages of ranks that have said that they come."""
-    dog = make(0, 2)
-    dog.wait(in_a_while(2 * WAIT_S), "gathers")
+@pytest.mark.parametrize(("wait_s", "is_prompt"), [(WAIT_S, False), (0, True), (None, True), (math.inf, True)])
+def test_data_and_ranks_that_have_said_that_they_come_are_waited_for(store, monkeypatch, heard, wait_s, is_prompt):
+    """So are all where there is no limit."""
+    monkeypatch.setattr(module, "_WARN_S", 0.1)
+    dog = make(0, 2, wait_s=wait_s)
+    dog.wait(in_a_while(2 * WAIT_S), "reads", is_message=True, is_prompt=is_prompt)
     (warning,) = heard()
     assert "rank 1 has not come. It goes on waiting, until the timeout of the process group (ddp_timeout)" in warning
-    assert dog._store.get("0") == b"", "it waits no longer"
-    assert not dog.verdict
-
-
-@in_memory
-@pytest.mark.parametrize("wait_s", [0, None, math.inf])
-def test_without_a_limit_all_are_waited_for(store, monkeypatch, wait_s, heard):
-    monkeypatch.setattr(module, "_WARN_S", 0.1)
-    make(0, wait_s=wait_s).wait(in_a_while(0.5), "reads", is_message=True, is_prompt=True)
-    (warning,) = heard()
-    assert "timeout of the process group" in warning
-
-
-@in_memory
-def test_a_collective_that_failed_raises_its_error(store):
-    for work in (Work(RuntimeError("closed"), is_over=True), in_a_while(0.2, RuntimeError("closed"))):
-        with pytest.raises(RuntimeError, match="closed"):
-            make(0).wait(work, "reads")
-
-
-@in_memory
-def test_a_block_that_takes_long_warns_too(store, heard):
-    dog = make(0, 2)
-    with dog.warning("reduces"):
-        pass
     with dog.warning("reduces"):
         time.sleep(WAIT_S)
-    (warning,) = heard()
-    assert warning.startswith(f"patrickstar: rank 0 reduces (called at {CALLER}) and has waited for ")
-    assert dog._store.get("0") == b""
+    assert heard()[1].startswith(f"patrickstar: rank 0 reduces (called at {CALLER}) and has waited for ")
+    assert not dog.verdict
+    failed = in_a_while(0.2, RuntimeError("closed"))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="closed"):
+            dog.wait(failed, "reads")
 
 
 # Failures
@@ -197,7 +167,8 @@ def test_a_process_that_has_ended_is_named_at_once(store):
     assert time.monotonic() - begin < 2
     process.wait()
     assert text.startswith(
-        f"gathers group 3: a collective failed on rank 0 of 3: rank 1 has ended (process {process.pid} on {member.host})"
+        "gathers group 3: a collective failed on rank 0 of 3: "
+        f"rank 1 has ended (process {process.pid} on {member.host})"
     )
     assert "; rank 2 has not come. Look first at the error of a rank that is missing" in text
     assert text.endswith("torch.distributed says: Connection closed by peer")
@@ -209,8 +180,8 @@ def test_all_whose_collective_failed_say_the_same(store):
     begin = time.monotonic()
     texts = in_threads(*[lambda dog=dog: str(dog.explain("gathers", RuntimeError("closed"))) for dog in dogs])
     assert time.monotonic() - begin < 3
-    assert len(set(texts)) == 1
-    assert re.match(r"gathers: a collective failed on rank \d of 3: all other ranks are there\. ", texts[0])
+    (text,) = set(texts)
+    assert re.match(r"gathers: a collective failed on rank \d of 3: all other ranks are there\. ", text)
 
 
 @in_memory

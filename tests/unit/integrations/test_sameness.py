@@ -20,26 +20,39 @@ def record(*steps, losses=((1.0,), (0.5,)), norms=(2.0, 1.0), precision="no", ra
     return Record([list(step) for step in losses], list(norms), list(rates), digests, precision)
 
 
-def test_the_same():
-    assert find_divergence(record(), record()) is None
-    nan = record(losses=((math.nan,), (0.5,)))
-    assert find_divergence(nan, record(losses=((math.nan,), (0.5,)))) is None
-
-
-def test_the_first_step_and_all_names_of_it():
-    found = find_divergence(record(), record("xx", "yY", "ZZ"))
-    assert (found.step, found.names, found.numbers) == (1, ("b",), ())
-    assert find_divergence(record(), record("Xx", "YY", "ZZ")).step == 0
-
-
-def test_a_name_that_only_one_has_differs():
+def without_a():
     other = record()
     del other.digests[2]["a"]
-    found = find_divergence(record(), other)
-    assert (found.step, found.names) == (2, ("a",))
+    return other
 
 
-def test_numbers_that_differ_are_told():
+def nan():
+    return record(losses=((math.nan,), (0.5,)))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "found"),
+    [
+        (record(), record(), None),
+        (nan(), nan(), None),
+        (record(), record("xx", "yY", "ZZ"), (1, ("b",))),
+        (record(), record("Xx", "YY", "ZZ"), (0, ("a",))),
+        (record(), without_a(), (2, ("a",))),
+    ],
+    ids=[
+        "the same",
+        "the same NaN",
+        "the first step and all names of it",
+        "before training",
+        "a name that only one has",
+    ],
+)
+def test_where_two_trainings_differ_first(one, other, found):
+    divergence = find_divergence(one, other)
+    assert (divergence and (divergence.step, divergence.names)) == found
+
+
+def test_numbers_that_differ_are_said():
     found = find_divergence(record(), record(losses=((1.0,), (0.25, 0.25)), norms=(2.0,)))
     assert found.step is None
     assert found.numbers == (
@@ -65,29 +78,27 @@ def compare(tmp_path, plain, chunked, **kwargs):
     return Comparison(one, other, *paths)
 
 
-def test_elements_and_the_largest_difference(tmp_path, monkeypatch):
+PLAIN, CHUNKED = torch.arange(8.0), torch.tensor([0.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 5.0])
+ONE, ZERO = torch.tensor([1.0, 1.0]), torch.tensor([0.0, math.nan])
+
+
+@pytest.mark.parametrize(
+    ("plain", "chunked", "num_different", "largest", "problem"),
+    [
+        (PLAIN, CHUNKED, 2, 2.0, ""),
+        (ZERO, torch.tensor([-0.0, math.nan]), 1, 0.0, ""),
+        (ONE, torch.tensor([math.nan, 2.0]), 2, math.nan, ""),
+        (ONE, ONE.bfloat16(), 0, 0.0, "it is float32 [2] in plain training and bfloat16 [2] with --patrickstar"),
+        (ONE, None, 0, 0.0, "only plain training has it"),
+    ],
+)
+def test_elements_and_the_largest_difference(tmp_path, monkeypatch, plain, chunked, num_different, largest, problem):
     monkeypatch.setattr(sameness, "_PIECE_NUMEL", 3)
-    plain = torch.arange(8.0)
-    chunked = plain.clone()
-    chunked[[1, 7]] = torch.tensor([1.5, 5.0])
-    comparison = compare(tmp_path, {"a": plain}, {"a": chunked})
+    comparison = compare(tmp_path, {"a": plain}, {"b" if chunked is None else "a": ONE if chunked is None else chunked})
     found = comparison.difference_of("a")
-    assert (found.numel, found.num_different, found.largest, found.is_close) == (8, 2, 2.0, False)
-    assert comparison.numel == 8
-
-
-def test_bits_differ_where_values_do_not(tmp_path):
-    found = compare(tmp_path, {"a": torch.tensor([0.0, math.nan])}, {"a": torch.tensor([-0.0, math.nan])})
-    assert (found.difference_of("a").num_different, found.difference_of("a").largest) == (1, 0.0)
-    found = compare(tmp_path, {"a": torch.tensor([1.0, 1.0])}, {"a": torch.tensor([math.nan, 2.0])})
-    assert math.isnan(found.difference_of("a").largest)
-
-
-def test_what_cannot_be_compared_is_said(tmp_path):
-    plain = {"a": torch.zeros(2), "b": torch.zeros(3)}
-    found = compare(tmp_path, plain, {"a": torch.zeros(2, dtype=torch.bfloat16)})
-    assert found.difference_of("a").problem == "it is float32 [2] in plain training and bfloat16 [2] with --patrickstar"
-    assert found.difference_of("b").problem == "only plain training has it"
+    assert (found.num_different, found.problem, found.is_close) == (num_different, problem, False)
+    assert found.largest == pytest.approx(largest, nan_ok=True)
+    assert comparison.numel == plain.numel()
 
 
 @pytest.mark.parametrize(

@@ -74,16 +74,12 @@ def test_a_handler_of_errors_does_not_see_the_end_and_finally_does(write, tmp_pa
     assert (tmp_path / "closed").exists()
 
 
-def test_the_script_goes_on_with_what_train_returns(write):
-    path = write(f"{TRAINING}\nassert trainer.train(resume_from_checkpoint='here') == 'trained'\n")
-    assert run_script(path, [], lambda trainer, train: "trained") is None
-
-
-def test_train_trains_with_the_arguments_of_the_script_or_with_others(write, monkeypatch):
+def test_the_script_goes_on_and_train_has_its_arguments_or_other_ones(write, monkeypatch):
     calls = []
     monkeypatch.setattr(Trainer, "train", lambda self, *args, **kwargs: calls.append((args, kwargs)))
-    path = write(f"{TRAINING}\ntrainer.train('here')\n")
-    run_script(path, [], lambda trainer, train: (train(), train(resume_from_checkpoint=False)))
+    path = write(f"{TRAINING}\nassert trainer.train('here') == 'trained'\n")
+    found = run_script(path, [], lambda trainer, train: (train(), train(resume_from_checkpoint=False), "trained")[-1])
+    assert found is None
     assert calls == [(("here",), {}), ((), {"resume_from_checkpoint": False})]
 
 
@@ -106,12 +102,9 @@ def test_a_script_that_does_not_train_gets_a_sentence(text, problem, write):
         run_script(write(text), [], stop)
 
 
-def test_a_script_that_is_not_there(tmp_path):
+def test_what_is_not_there_is_said_and_errors_of_the_script_are_its_own(write, tmp_path):
     with pytest.raises(ScriptError, match="there is no script"):
         run_script(os.fspath(tmp_path / "none.py"), [], stop)
-
-
-@pytest.mark.parametrize(("text", "error"), [("raise SystemExit(3)", SystemExit), ("1 / 0", ZeroDivisionError)])
-def test_errors_of_the_script_are_its_own(text, error, write):
-    with pytest.raises(error):
-        run_script(write(text), [], stop)
+    for text, error in (("raise SystemExit(3)", SystemExit), ("1 / 0", ZeroDivisionError)):
+        with pytest.raises(error):
+            run_script(write(text), [], stop)

@@ -81,13 +81,9 @@ def served(monkeypatch):
     monkeypatch.setattr(vllm_generation, "VLLMClient", FakeClient)
 
 
-def test_the_classes_are_names_of_the_package():
+def test_the_classes_are_names_of_the_package_and_an_error_names_the_extra(monkeypatch):
     assert hf_patrickstar.PatrickStarGRPOTrainer is PatrickStarGRPOTrainer
-    assert hf_patrickstar.PatrickStarSFTConfig is PatrickStarSFTConfig
     assert not set(hf_patrickstar._OPTIONAL) & set(hf_patrickstar.__all__), "a star import would need TRL"
-
-
-def test_without_trl_an_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
     path = sys.modules[PatrickStarSFTTrainer.__module__].__file__
     spec = importlib.util.spec_from_file_location("a_copy_of_the_module", path)
@@ -139,16 +135,26 @@ def test_preference_optimisation(tmp_path):
     assert engine.stats()["chunk_evictions"] > 0
 
 
-GROUPS = {"num_generations": 2, "max_completion_length": 4, "max_steps": 2}
-REWARDED = {"trainer_kwargs": {"reward_funcs": count_sevens}}
+GROUPS = {
+    **{"num_generations": 2, "max_completion_length": 4, "max_steps": 2},
+    "trainer_kwargs": {"reward_funcs": count_sevens},
+}
+SERVED = {**GROUPS, "use_vllm": True, "vllm_mode": "server"}
 
 
 def test_text_generated_from_the_model_in_chunks(tmp_path):
-    assert_trains_the_same(GRPO, tmp_path, prompts(), **REWARDED, **GROUPS)
+    assert_trains_the_same(GRPO, tmp_path, prompts(), **GROUPS)
+
+
+def make_adapted():
+    torch.manual_seed(3)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    return peft.get_peft_model(make_model("llama"), config)
 
 
 @pytest.mark.usefixtures("served")
-def test_a_server_of_vllm_gets_the_values_of_the_moment_and_one_parameter_at_a_time(tmp_path):
+@pytest.mark.parametrize("make_trained", [lambda: None, make_adapted], ids=["plain", "merged adapters"])
+def test_a_server_of_vllm_gets_the_values_of_the_moment_and_one_parameter_at_a_time(tmp_path, make_trained):
     seen = []
 
     def check(trainer):
@@ -157,42 +163,11 @@ def test_a_server_of_vllm_gets_the_values_of_the_moment_and_one_parameter_at_a_t
         assert client.resets == len(client.syncs) == trainer.state.max_steps
         for metadata, got in zip(client.announced, client.syncs, strict=True):
             assert [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in got.items()] == metadata
-        assert max(client.held) <= largest(trainer.model, 2)
 
-    ours = assert_trains_the_same(
-        GRPO, tmp_path, prompts(), check, **REWARDED, **GROUPS, use_vllm=True, vllm_mode="server"
-    )
-    assert max(FakeClient.made[0].held) > 0, "nothing was measured"
-    stock, with_chunks = seen
-    for left, right in zip(stock, with_chunks, strict=True):
-        assert left.keys() == right.keys() == dict(ours.model.named_parameters()).keys()
-        for name, value in left.items():
-            assert torch.equal(value, right[name]), name
-
-
-@pytest.mark.usefixtures("served")
-def test_a_server_of_vllm_gets_merged_adapters(tmp_path):
-    seen = []
-
-    def make_adapted():
-        torch.manual_seed(3)
-        config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
-        return peft.get_peft_model(make_model("llama"), config)
-
-    assert_trains_the_same(
-        GRPO,
-        tmp_path,
-        prompts(),
-        lambda trainer: seen.append(FakeClient.made[0].syncs),
-        make_adapted,
-        **REWARDED,
-        **GROUPS,
-        use_vllm=True,
-        vllm_mode="server",
-    )
+    assert_trains_the_same(GRPO, tmp_path, prompts(), check, make_trained, **SERVED)
     # The last of one round is in use while PEFT takes the adapters out again, and stays until the model is used.
-    assert 0 < max(FakeClient.made[0].held) <= largest(make_model("llama"), 3)
+    assert 0 < max(FakeClient.made[0].held) <= largest(make_model("llama"), 2 if make_trained() is None else 3)
     for left, right in zip(*seen, strict=True):
-        assert left.keys() == right.keys()
+        assert left.keys() == right.keys() == dict(make_model("llama").named_parameters()).keys()
         for name, value in left.items():
             assert torch.equal(value, right[name]), name

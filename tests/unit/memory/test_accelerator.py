@@ -32,9 +32,6 @@ class Allocator:
     def __init__(self):
         self.told, self.reserved, self.allocated = "", 0, 0
 
-    def tell(self, text):
-        self.told = text
-
 
 @pytest.fixture
 def allocator(monkeypatch):
@@ -42,7 +39,9 @@ def allocator(monkeypatch):
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: found.told, raising=False)
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", found.tell, raising=False)
+    monkeypatch.setattr(
+        torch._C, "_accelerator_setAllocatorSettings", lambda text: setattr(found, "told", text), raising=False
+    )
     monkeypatch.setattr(accelerator, "reserved_nbytes", lambda device: found.reserved)
     monkeypatch.setattr(accelerator, "allocated_nbytes", lambda device, what: found.allocated)
     return found
@@ -51,21 +50,23 @@ def allocator(monkeypatch):
 # Segments that grow
 
 
-def test_segments_grow_where_nothing_is_allocated_yet(allocator):
+def test_segments_grow_where_nothing_is_allocated_yet_and_what_else_was_told_stays(allocator, monkeypatch):
     assert grow_segments(CUDA) == "expandable_segments:True is set, so that memory is not lost in pieces"
     assert allocator.told == "expandable_segments:True"
-
-
-def test_what_else_was_told_stays(allocator, monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "roundup_power2_divisions:[64:8,>:1],max_split_size_mb:128")
     allocator.told = "max_split_size_mb:64"
     grow_segments(CUDA)
     assert allocator.told == "roundup_power2_divisions:[64:8,>:1],max_split_size_mb:64,expandable_segments:True"
+    assert grow_segments(CPU) is None
 
 
-@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 @pytest.mark.parametrize(
-    "setting", ["expandable_segments:False", "expandable_segments:True", "backend:cudaMallocAsync"]
+    ("variable", "setting"),
+    [
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:False"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync"),
+    ],
 )
 def test_what_the_user_has_set_stays(allocator, monkeypatch, variable, setting):
     monkeypatch.setenv(variable, f"max_split_size_mb:128,{setting}")
@@ -73,32 +74,20 @@ def test_what_the_user_has_set_stays(allocator, monkeypatch, variable, setting):
     assert allocator.told == ""
 
 
-def test_an_allocator_in_use_is_left_alone_and_the_user_advised(allocator):
+def refuse(*_):
+    raise RuntimeError("Cannot access accelerator device when none is available.")
+
+
+def test_where_it_cannot_be_set_the_user_is_advised(allocator, monkeypatch):
+    advice = "start with PYTORCH_ALLOC_CONF=expandable_segments:True"
     allocator.reserved = 1
-    said = grow_segments(CUDA)
-    assert "in use already: start with PYTORCH_ALLOC_CONF=expandable_segments:True" in said
+    assert f"in use already: {advice}" in grow_segments(CUDA)
     assert allocator.told == ""
-
-
-def test_a_torch_that_cannot_be_told_is_no_error(allocator, monkeypatch):
-    def refuse(text):
-        raise RuntimeError("Expected a single True/False argument for expandable_segments")
-
+    allocator.reserved = 0
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", refuse)
-    assert "this torch cannot set it now: start with PYTORCH_ALLOC_CONF" in grow_segments(CUDA)
-
-
-def test_settings_are_none_where_torch_knows_no_accelerator(allocator, monkeypatch):
-    def refuse():
-        raise RuntimeError("Cannot access accelerator device when none is available.")
-
+    assert f"this torch cannot set it now: {advice}" in grow_segments(CUDA)
     monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", refuse)
     assert allocator_settings() == {}
-
-
-def test_devices_without_such_an_allocator_are_left_alone(allocator):
-    assert grow_segments(CPU) is None
-    assert allocator.told == ""
 
 
 # Memory in pieces
@@ -125,27 +114,15 @@ def test_memory_is_in_pieces_where_torch_has_taken_as_much_as_was_asked_for(aske
 def test_where_the_message_does_not_say_the_allocator_is_asked(allocator, reserved, is_in_pieces):
     allocator.reserved, allocator.allocated = reserved * MIB, 10 * MIB
     assert is_fragmented(torch.OutOfMemoryError("Tried to allocate 20.00 MiB."), CUDA) == is_in_pieces
-
-
-@pytest.mark.parametrize("error", [RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"), ValueError("x")])
-def test_what_does_not_say_how_much_was_asked_for_is_not_counted_as_pieces(allocator, error):
-    allocator.reserved = 100 * MIB
-    assert not is_fragmented(error, CUDA)
-
-
-DEVICE = torch.device("xpu", 1)
+    assert not is_fragmented(RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"), CUDA), "nobody knows how much was asked for"
 
 
 @pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        (types.SimpleNamespace(get_device_name=lambda device: f"Fake {device.index}"), "Fake 1"),
-        (types.SimpleNamespace(), "xpu"),
-    ],
+    ("module", "name"), [({"get_device_name": lambda device: f"Fake {device.index}"}, "Fake 1"), ({}, "xpu")]
 )
 def test_an_accelerator_has_the_name_that_its_driver_knows(module, name, monkeypatch):
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    assert device_name(DEVICE) == name
+    monkeypatch.setattr(torch, "get_device_module", lambda device: types.SimpleNamespace(**module))
+    assert device_name(torch.device("xpu", 1)) == name
 
 
 # Locked pages
@@ -176,3 +153,5 @@ def test_a_refused_lock_is_no_error_of_the_next_kernel(monkeypatch):
         with pytest.raises(RuntimeError, match="cannot pin 4096 bytes: the driver answers 1"):
             lock_pages(CUDA, 0, 4096)
         assert torch.zeros(1, device=CUDA) == 0
+    with pytest.raises(RuntimeError, match="cannot pin pages for xpu:0"):
+        lock_pages(torch.device("xpu", 0), 0, 4096)

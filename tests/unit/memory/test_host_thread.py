@@ -44,13 +44,12 @@ def test_work_is_done_in_order_and_after_its_events(thread):
     second = host_work(thread.on_host(lambda: done.append(2), []))
     time.sleep(0.05)
     assert (done, first.is_done, second.is_done) == ([], False, False)
-    assert first.lane is WorkLane.HOST_WORK
     gate.open()
     second.wait()
     assert (done, first.is_done) == ([1, 2], True)
 
 
-def test_what_failed_is_told_and_other_things_are_done_after_it(thread):
+def test_what_failed_is_raised_once_and_work_after_it_is_replaced_until_then(thread):
     done = []
 
     def fail():
@@ -62,24 +61,14 @@ def test_what_failed_is_told_and_other_things_are_done_after_it(thread):
     always = host_work(thread.on_host(lambda: done.append("always"), []))
     with pytest.raises(ValueError, match="a reason"):
         second.join()
-    always.join()
+    for ticket in (always, first, second):
+        ticket.join()
     assert done == ["1 in part", "not 1", "not 2", "always"]
-    first.join()  # who has got the error once goes on
-    second.join()
     host_work(thread.on_host(lambda: done.append("3"), [], lambda: done.append("not 3"))).wait()
     assert done[4:] == ["3"]
 
 
-def test_its_thread_prepares():
-    prepared = []
-    thread = HostThread(lambda: prepared.append(threading.current_thread().name))
-    host_work(thread.on_host(lambda: None, [])).wait()
-    host_work(thread.on_host(lambda: None, [])).wait()
-    thread.close()
-    assert prepared == ["hf_patrickstar-host_0"]
-
-
-def test_a_copy_after_work_that_failed_is_made_and_tells_the_error(thread):
+def test_a_copy_after_work_that_failed_is_made_and_raises_the_error(thread):
     def fail():
         raise ValueError("a reason")
 
@@ -93,21 +82,28 @@ def test_a_copy_after_work_that_failed_is_made_and_tells_the_error(thread):
     assert copy.is_done
 
 
-def test_its_end_waits_for_its_work_and_it_can_begin_again():
-    before, thread, done = set(threading.enumerate()), HostThread(), []
+def test_it_prepares_itself_once_ends_after_its_work_and_can_begin_again():
+    before, prepared, done = set(threading.enumerate()), [], []
+    thread = HostThread(lambda: prepared.append(threading.current_thread()))
     thread.on_host(lambda: (time.sleep(0.05), done.append(1)), [])
+    thread.on_host(lambda: done.append(2), [])
     (started,) = set(threading.enumerate()) - before
+    thread.close()
+    thread.close()
+    assert (done, started.is_alive(), prepared) == ([1, 2], False, [started])
     assert started.name.startswith("hf_patrickstar-host")
+    host_work(thread.on_host(lambda: done.append(3), [])).wait()
     thread.close()
-    thread.close()
-    assert (done, started.is_alive()) == ([1], False)
-    host_work(thread.on_host(lambda: done.append(2), [])).wait()
-    thread.close()
-    assert done == [1, 2]
+    assert done == [1, 2, 3]
 
 
-def test_the_cpu_tier_does_it_at_once():
+def test_the_cpu_tier_does_it_at_once_after_what_comes_before():
     streams, done = Streams(torch.device("cpu")), []
-    assert streams.on_host(lambda: done.append(threading.current_thread())) is None
-    assert done == [threading.current_thread()]
+
+    class Earlier:
+        def wait(self):
+            done.append("earlier")
+
+    assert streams.on_host(lambda: done.append(threading.current_thread()), [Earlier()]) is None
+    assert done == ["earlier", threading.current_thread()]
     streams.close()

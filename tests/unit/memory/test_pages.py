@@ -53,29 +53,22 @@ def test_only_whole_huge_pages_inside_of_a_buffer_are_asked_for():
 
 
 @on_linux
-@pytest.mark.parametrize("zero", [True, False])
-@pytest.mark.parametrize("tier", Tier)
-def test_the_pool_asks_for_them(tier, zero):
-    pool = PayloadPool(Ledger(dict.fromkeys(Tier, 64 * MIB)), CPU, None)
-    buffer = pool.allocate(tier, 40 * MIB, torch.uint8, "param", zero=zero)
+@pytest.mark.parametrize("make", ["pool", "pool, zeros", "locked"])
+def test_buffers_of_the_engine_ask_for_them(make, monkeypatch):
+    if make == "locked":
+        monkeypatch.setattr(pinning, "lock_pages", lambda *_: None)
+        monkeypatch.setattr(pinning, "unlock_pages", lambda *_: None)
+        buffer = PagePinning(CPU).empty(40 * MIB, dtype=torch.uint8)
+    else:
+        pool = PayloadPool(Ledger(dict.fromkeys(Tier, 64 * MIB)), CPU, None)
+        buffer = pool.allocate(Tier.HOST, 40 * MIB, torch.uint8, "param", zero=make == "pool, zeros")
     assert advised_nbytes(buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes) >= 36 * MIB
-    assert not zero or not buffer.any()
+    assert make != "pool, zeros" or not buffer.any()
 
 
-@on_linux
-def test_buffers_that_the_driver_locks_ask_for_them(monkeypatch):
-    monkeypatch.setattr(pinning, "lock_pages", lambda *_: None)
-    monkeypatch.setattr(pinning, "unlock_pages", lambda *_: None)
-    buffer = PagePinning(CPU).empty(40 * MIB, dtype=torch.uint8)
-    assert advised_nbytes(buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes) >= 36 * MIB
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, 2 * MIB - 1])
-def test_a_small_buffer_keeps_small_pages(nbytes):
-    assert advise_huge_pages(torch.empty(nbytes, dtype=torch.uint8)) == 0
-
-
-def test_a_system_that_takes_no_advice(monkeypatch):
+def test_small_buffers_and_systems_that_take_no_advice_keep_small_pages(monkeypatch):
+    for nbytes in (0, 1, 2 * MIB - 1):
+        assert advise_huge_pages(torch.empty(nbytes, dtype=torch.uint8)) == 0
     monkeypatch.delattr(pages.mmap, "MADV_HUGEPAGE", raising=False)
     assert advise_huge_pages(torch.empty(8 * MIB, dtype=torch.uint8)) == 0
     assert not zeros_on_host(8 * MIB, dtype=torch.uint8, device=CPU).any()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_patrickstar.memory import pinning
-from hf_patrickstar.memory.accelerator import is_not_pinned, lock_pages
+from hf_patrickstar.memory.accelerator import is_not_pinned
 from hf_patrickstar.memory.pinning import PagePinning, TorchPinning, make_pinning
 
 CUDA = torch.device("cuda", 0)
@@ -69,53 +69,44 @@ def host(monkeypatch):
     gc.collect()  # pages are unlocked by the stand-in
 
 
+def test_torch_rounds_up_to_a_power_of_two_below_the_threshold():
+    for nbytes, taken in ((0, 0), (1, 1), (2, 2), (3, 4), (1000, 1024), (1024, 1024), (1025, 2048)):
+        assert TorchPinning().nbytes(nbytes) == TorchPinning(2048).nbytes(nbytes) == taken
+    assert [TorchPinning(2048).nbytes(nbytes) for nbytes in (2049, 3 * MIB)] == [2049, 3 * MIB]
+
+
 @pytest.mark.parametrize(
-    ("nbytes", "taken"), [(0, 0), (1, 1), (2, 2), (3, 4), (1000, 1024), (1024, 1024), (1025, 2048)]
+    ("changes", "threshold", "kind", "taken", "how"),
+    [
+        ({}, None, TorchPinning, [3 * MIB + 1, 8 * KIB], "exactly as large as chunks"),
+        ({"knows": False}, None, PagePinning, [3 * MIB + 4 * KIB, 8 * KIB], "whole pages, locked by the driver"),
+        ({"tells": False}, None, PagePinning, [3 * MIB + 4 * KIB, 8 * KIB], "whole pages, locked by the driver"),
+        (
+            {"knows": False, "locks": False},
+            None,
+            TorchPinning,
+            [4 * MIB, 8 * KIB],
+            "rounded up to powers of two by torch",
+        ),
+        ({}, "2", TorchPinning, [3 * MIB + 1, 8 * KIB], "exactly as large as chunks"),
+        ({}, "1000", TorchPinning, [4 * MIB, 8 * KIB], "rounded up to powers of two by torch"),
+    ],
+    ids=["told", "rounds all the same", "says nothing", "nothing helps", "a threshold of the user", "too large to try"],
 )
-def test_torch_rounds_up_to_a_power_of_two(nbytes, taken):
-    assert TorchPinning().nbytes(nbytes) == TorchPinning(2048).nbytes(nbytes) == taken
-
-
-@pytest.mark.parametrize("nbytes", [2049, 3 * MIB])
-def test_what_is_larger_than_the_threshold_is_exact(nbytes):
-    assert TorchPinning(2048).nbytes(nbytes) == nbytes
-
-
-def test_torch_is_told_not_to_round_nor_to_keep(host):
-    source, how = make_pinning(CUDA)
-    assert host.told == {"pinned_max_round_threshold_mb": "1", "pinned_max_cached_size_mb": "1"}
-    assert [source.nbytes(nbytes) for nbytes in (3 * MIB + 1, 5 * KIB)] == [3 * MIB + 1, 8 * KIB]
-    assert how == "exactly as large as chunks"
-
-
-@pytest.mark.parametrize("change", [{"knows": False}, {"tells": False}], ids=["rounds all the same", "says nothing"])
-def test_where_torch_rounds_or_does_not_say_the_driver_locks_pages(host, change):
-    vars(host).update(change)
-    source, how = make_pinning(CUDA)
+def test_where_memory_comes_from_and_what_buffers_take(host, changes, threshold, kind, taken, how):
+    """What cannot be tried is not trusted: too much is booked, never too little."""
+    vars(host).update(changes)
+    if threshold is not None:
+        host.told["pinned_max_round_threshold_mb"] = threshold
+    source, said = make_pinning(CUDA)
     gc.collect()
     assert not host.locked, "the page that it was tried with is given back"
-    assert isinstance(source, PagePinning)
-    assert how == "whole pages, locked by the driver"
+    assert (type(source), said) == (kind, how)
+    assert [source.nbytes(nbytes) for nbytes in (3 * MIB + 1, 5 * KIB)] == taken
+    assert host.told == {"pinned_max_round_threshold_mb": threshold or "1", "pinned_max_cached_size_mb": "1"}
 
 
-def test_where_nothing_helps_what_torch_takes_is_booked(host):
-    host.knows = host.locks = False
-    source, how = make_pinning(CUDA)
-    assert source.nbytes(3 * MIB) == 4 * MIB
-    assert how == "rounded up to powers of two by torch"
-
-
-@pytest.mark.parametrize(("threshold", "taken"), [("8", 9 * MIB + 1), ("1000", 16 * MIB)])
-def test_a_threshold_of_the_user_stays(host, threshold, taken):
-    """One that is too large to be tried is not trusted: too much is booked, never too little."""
-    host.told["pinned_max_round_threshold_mb"] = threshold
-    source, _ = make_pinning(CUDA)
-    assert host.told["pinned_max_round_threshold_mb"] == threshold
-    assert source.nbytes(9 * MIB + 1) == taken
-    assert source.nbytes(5 * MIB) == 8 * MIB
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
 def test_pages_are_locked_as_long_as_a_tensor_looks_into_them(host, dtype):
     source = PagePinning(CUDA)
     buffer = source.empty(3000, dtype=dtype)
@@ -183,8 +174,3 @@ def test_pages_that_cannot_be_locked_are_an_error_that_the_pool_knows(host):
     with pytest.raises(RuntimeError) as caught:
         PagePinning(CUDA).empty(10, dtype=torch.float32)
     assert is_not_pinned(caught.value)
-
-
-def test_pages_for_other_devices_are_not_locked():
-    with pytest.raises(RuntimeError, match="cannot pin pages for xpu:0"):
-        lock_pages(torch.device("xpu", 0), 0, 4096)

@@ -1,4 +1,4 @@
-"""Simulated streams: what runs when, and which races are found."""
+"""Simulated streams: what runs when, and which races are found; with them, the order that streams of a device keep."""
 
 import weakref
 
@@ -44,58 +44,43 @@ def sim():
 
 def test_a_copy_runs_when_it_is_joined_and_there_is_nan_until_then(sim):
     ticket = sim.streams.fetch(sim.home, sim.copy)
-    assert not ticket.is_done
-    assert ticket.lane is WorkLane.TO_DEVICE
+    assert (ticket.is_done, ticket.lane) == (False, WorkLane.TO_DEVICE)
     assert bytes(sim.copy.numpy().tobytes()) == b"\xff" * 16
     ticket.join()
     assert ticket.is_done
-    assert sim.copy.numpy().tolist() == [1, 1, 1, 1]
     assert (sim.copy + 1).tolist() == [2, 2, 2, 2]
 
 
-def test_a_copy_runs_when_the_host_waits_for_it(sim):
-    gradient = torch.full((4,), 7.0)
-    ticket = sim.streams.to_host(gradient, sim.home)
-    assert not ticket.is_done
-    ticket.wait()
-    assert sim.home.tolist() == [7, 7, 7, 7]
-
-
-def test_what_comes_before_runs_first(sim):
+def test_a_copy_runs_when_the_host_waits_for_it_and_what_comes_before_it_first(sim):
     first = sim.streams.to_host(torch.full((2,), 7.0), sim.home[:2])
+    assert not first.is_done
     second = sim.streams.to_device(sim.home, sim.copy, after=[first])
-    assert second.is_done
     assert first.is_done
+    second.wait()
     assert sim.copy.tolist() == [7, 7, 1, 1]
-
-
-def test_an_earlier_copy_in_the_same_lane_runs_first(sim):
     sim.streams.fetch(sim.home, sim.copy)
-    ticket = sim.streams.fetch(sim.other_home, sim.copy)
-    ticket.join()
-    assert sim.copy.tolist() == [2, 2, 2, 2]
+    sim.streams.fetch(sim.other_home, sim.copy).join()
+    assert sim.copy.tolist() == [2, 2, 2, 2], "copies of one lane run in order"
 
 
 def test_all_copies_have_run_at_the_end():
     sim = Sim()
     with sim.driver.watching():
-        ticket = sim.streams.fetch(sim.home, sim.copy)
-    assert ticket.is_done
-    assert sim.driver.num_copies == 1
+        ticket = sim.streams.fetch(sim.home.view(2, 2).t()[1], sim.copy.view(2, 2)[:, 0])
+    assert (ticket.is_done, sim.driver.num_copies) == (True, 1)
+    assert sim.copy.tolist() == [1, 3, 1, 3], "a part of a buffer is found again"
 
 
 def test_a_buffer_of_a_copy_that_has_not_run_is_not_counted_as_used(sim):
-    counts = [torch._C._storage_Use_Count(storage_key(buffer)) for buffer in (sim.home, sim.copy)]
+    def counts():
+        return [torch._C._storage_Use_Count(storage_key(buffer)) for buffer in (sim.home, sim.copy)]
+
+    before = counts()
     ticket = sim.streams.fetch(sim.home[2:], sim.copy[:2])
-    assert counts == [torch._C._storage_Use_Count(storage_key(buffer)) for buffer in (sim.home, sim.copy)]
+    assert counts() == before
     sim.home, home = None, weakref.ref(sim.home)
     assert home() is None
     ticket.join()  # whoever dropped the memory does not look
-
-
-def test_a_part_of_a_buffer_is_found_again(sim):
-    sim.streams.fetch(sim.home.view(2, 2).t()[1], sim.copy.view(2, 2)[:, 0]).join()
-    assert sim.copy.tolist() == [1, 3, 1, 3]
 
 
 def test_with_a_seed_some_run_earlier():
@@ -109,93 +94,134 @@ def test_with_a_seed_some_run_earlier():
             assert all(ticket.is_done for ticket in tickets)
     assert (True, True, True) in done
     assert len(done) > 2
-    assert not done & {(False, True, True), (False, False, True), (True, False, True)}, "they run in order"
+    assert all(list(found) == sorted(found, reverse=True) for found in done), "they run in order"
 
 
-# What is a race
+# What is a race, and what prevents it
 
 
-def test_reading_what_is_not_there_yet(sim):
+def read(sim):
     sim.streams.fetch(sim.home, sim.copy)
-    with pytest.raises(RaceError, match=r"'param on the device': 'aten::add' \(compute stream, number \d+\) reads"):
-        sim.copy + 1
+    return sim.copy + 1
 
 
-def test_other_bytes_are_no_race(sim):
+def read_a_part(sim):
     sim.streams.fetch(sim.home[:2], sim.copy[:2])
-    assert (sim.copy[2:] + 1).tolist() == [4, 4]
-    with pytest.raises(RaceError, match="reads bytes 4 to 12, and nothing orders it after 'copy of 8 bytes'"):
-        sim.copy[1:3] + 1
+    assert (sim.copy[2:] + 1).tolist() == [4, 4], "other bytes are no race"
+    return sim.copy[1:3] + 1
 
 
-def test_two_that_only_read_are_no_race(sim):
-    ticket = sim.streams.fetch(sim.home, sim.copy)
-    assert (sim.home + 1).tolist() == [2, 2, 2, 2]
-    ticket.join()
-
-
-def test_the_host_overwrites_what_a_copy_reads(sim):
-    ticket = sim.streams.to_device(sim.home, sim.copy)
-    with pytest.raises(RaceError, match=r"'aten::fill_' \(host, number \d+\) writes"):
-        sim.home.fill_(5)
-    ticket.wait()
+def overwrite(sim):
+    sim.streams.to_device(sim.home, sim.copy)
+    assert (sim.home + 1).tolist() == [2, 2, 2, 2], "two that only read are no race"
     sim.home.fill_(5)
-    assert sim.copy.tolist() == [1, 1, 1, 1]
 
 
-def test_joining_is_not_waiting(sim):
+def read_what_was_only_joined(sim):
     """The compute stream goes on after the copy, the host need not."""
-    ticket = sim.streams.to_host(torch.ones(4), sim.home)
-    ticket.join()
-    with pytest.raises(RaceError, match="host"):
-        sim.home + 1
-    ticket.wait()
-    assert (sim.home + 1).tolist() == [2, 2, 2, 2]
+    sim.streams.to_host(torch.ones(4), sim.home).join()
+    return sim.home + 1
 
 
-def test_copies_of_different_lanes_are_not_ordered(sim):
-    ticket = sim.streams.to_host(torch.ones(4), sim.home)
-    with pytest.raises(RaceError, match=r"copy stream 0.*nothing orders it after 'copy of 16 bytes' \(copy stream 1"):
-        sim.streams.fetch(sim.home, sim.copy)
-    sim.streams.fetch(sim.home, sim.other_copy, after=[ticket]).join()
+def load_while_a_gradient_arrives(sim):
+    sim.streams.to_host(torch.ones(4), sim.home)
+    sim.streams.fetch(sim.home, sim.copy)
 
 
-def test_a_gradient_goes_over_what_a_copy_reads(sim):
-    ticket = sim.streams.fetch(sim.home, sim.copy)
-    with pytest.raises(RaceError, match="writes bytes 0 to 16"):
-        sim.streams.to_host(torch.ones(4), sim.home)
-    sim.streams.to_host(torch.ones(4), sim.home, after=[ticket])
+def store_while_a_copy_reads(sim):
+    sim.streams.fetch(sim.home, sim.copy)
+    sim.streams.to_host(torch.ones(4), sim.home)
 
 
-def test_a_copy_that_does_not_wait_for_what_computes_its_source():
-    sim = Sim()
-    lane = sim.driver.new_stream()
-    with sim.driver.watching():
-        gradient = torch.ones(4) * 2
-        with pytest.raises(RaceError, match="nothing orders it after 'its computation'"):
-            sim.driver.copy(gradient, sim.home, lane)
+def copy_before_it_is_computed(sim):
+    gradient = torch.ones(4) * 2
+    sim.driver.copy(gradient, sim.home, sim.driver.new_stream())
 
 
-def test_a_copy_over_what_is_still_read():
-    sim = Sim()
-    lane = sim.driver.new_stream()
-    with sim.driver.watching():
-        sim.copy + 1
-        with pytest.raises(RaceError, match="nothing orders it after 'aten::add'"):
-            sim.driver.copy(sim.home, sim.copy, lane)
+def copy_over_what_is_read(sim):
+    sim.copy + 1
+    sim.driver.copy(sim.home, sim.copy, sim.driver.new_stream())
 
 
-def test_a_gradient_that_is_freed_too_early():
-    sim = Sim()
-    lane = sim.driver.new_stream()
-    with sim.driver.watching():
-        gradient = torch.ones(4) * 2
-        lane.wait_stream(sim.driver.current_stream())
-        sim.driver.copy(gradient, sim.home, lane)
-        torch.ones(1) + 1
-        del gradient
-        with pytest.raises(RaceError, match="was freed, and the compute stream does not wait"):
-            torch.ones(1) + 1
+def free_a_gradient(sim):
+    gradient, lane = torch.ones(4) * 2, sim.driver.new_stream()
+    lane.wait_stream(sim.driver.current_stream())
+    sim.driver.copy(gradient, sim.home, lane)
+    del gradient
+    torch.ones(1) + 1
+
+
+def free_a_source(sim):
+    sim.streams.fetch(sim.home, sim.copy)
+    sim.driver.free(sim.home)
+
+
+def free_a_target(sim):
+    sim.streams.fetch(sim.home, sim.copy)
+    sim.driver.free(sim.copy)
+
+
+def mix_tiers(sim):
+    return sim.home + sim.copy
+
+
+def copy_between_tiers(sim):
+    sim.streams.fetch(sim.other_home, sim.copy)
+    sim.home.copy_(sim.copy)
+
+
+def write_a_list(sim):
+    sim.streams.fetch(sim.home, sim.copy)
+    torch._foreach_mul_([sim.other_copy, sim.copy], 2.0)
+
+
+def read_under_no_other_mode(sim):
+    sim.streams.fetch(sim.home, sim.copy)
+    with as_it_is():
+        return sim.copy + 1
+
+
+RACES = {
+    read: r"'param on the device': 'aten::add' \(compute stream, number \d+\) reads",
+    read_a_part: "reads bytes 4 to 12, and nothing orders it after 'copy of 8 bytes'",
+    overwrite: r"'aten::fill_' \(host, number \d+\) writes",
+    read_what_was_only_joined: "host",
+    load_while_a_gradient_arrives: r"copy stream 0.*nothing orders it after 'copy of 16 bytes' \(copy stream 1",
+    store_while_a_copy_reads: "writes bytes 0 to 16",
+    copy_before_it_is_computed: "nothing orders it after 'its computation'",
+    copy_over_what_is_read: "nothing orders it after 'aten::add'",
+    free_a_gradient: "was freed, and the compute stream does not wait",
+    free_a_source: "freeing the memory",
+    free_a_target: "freeing the memory",
+    mix_tiers: r"'aten::add.*' has operands on the host and on the device",
+    copy_between_tiers: "aten::copy_",
+    write_a_list: "writes bytes 0 to 16",
+    read_under_no_other_mode: "'aten::add'",
+}
+
+
+@pytest.mark.parametrize("race", RACES, ids=lambda race: race.__name__)
+def test_a_race_is_found_with_both_sides(sim, race):
+    with pytest.raises(RaceError, match=RACES[race]):
+        race(sim)
+
+
+def test_what_waits_is_no_race(sim):
+    load = sim.streams.fetch(sim.home, sim.copy)
+    store = sim.streams.to_host(torch.ones(4), sim.home, after=[load])
+    again = sim.streams.fetch(sim.home, sim.other_copy, after=[store])
+    load.join()
+    torch._foreach_mul_([sim.copy], 2.0)
+    with as_it_is():
+        assert (sim.copy + 1).tolist() == [3, 3, 3, 3]
+    again.join()
+    sim.driver.free(sim.other_copy)
+    again.wait()
+    store.wait()
+    sim.home.fill_(5)
+    sim.home.copy_(sim.copy)  # a copy between tiers blocks the host
+    assert (sim.home + 1).tolist() == [3, 3, 3, 3]
+    sim.driver.free(sim.home)
 
 
 def test_a_gradient_in_flight_is_held(sim):
@@ -207,53 +233,12 @@ def test_a_gradient_in_flight_is_held(sim):
     assert sim.home.tolist() == [2, 2, 2, 2]
 
 
-@pytest.mark.parametrize(("tier", "waits"), [(Tier.DEVICE, "join"), (Tier.HOST, "wait")])
-def test_memory_is_freed_while_it_is_copied(sim, tier, waits):
-    ticket = sim.streams.fetch(sim.home, sim.copy)
-    buffer = sim.home if tier is Tier.HOST else sim.copy
-    with pytest.raises(RaceError, match="freeing the memory"):
-        sim.driver.free(buffer)
-    sim.driver.take(buffer, tier, "param")
-    ticket = sim.streams.fetch(sim.other_home, sim.other_copy)
-    getattr(ticket, waits)()
-    sim.driver.free(sim.other_home if tier is Tier.HOST else sim.other_copy)
-
-
-def test_an_operator_with_operands_on_both_tiers(sim):
-    with pytest.raises(RaceError, match=r"'aten::add.*' has operands on the host and on the device"):
-        sim.home + sim.copy
-
-
-def test_a_copy_between_tiers_blocks_the_host(sim):
-    sim.copy.mul_(2)
-    sim.home.copy_(sim.copy)
-    assert (sim.home + 1).tolist() == [7, 7, 7, 7]
-    ticket = sim.streams.fetch(sim.other_home, sim.copy)
-    with pytest.raises(RaceError, match="aten::copy_"):
-        sim.home.copy_(sim.copy)
-    ticket.join()
-    sim.home.copy_(sim.copy)
-    assert sim.home.tolist() == [2, 2, 2, 2]
-
-
-def test_values_for_the_device_are_copied_from_the_host(sim):
-    there = sim.streams.on_device(sim.home)
-    assert (there + sim.copy).tolist() == [4, 4, 4, 4]
-    assert sim.streams.on_device(sim.copy) is sim.copy
-    assert storage_key(sim.streams.on_device(sim.copy, copy=True)) != storage_key(sim.copy)
-
-
-def test_views_touch_nothing(sim):
+def test_views_and_questions_touch_nothing(sim):
     ticket = sim.streams.fetch(sim.home, sim.copy)
     view = sim.copy.view(2, 2).t()[0].detach()
-    ticket.join()
-    assert view.tolist() == [1, 1]
-
-
-def test_questions_touch_nothing(sim):
-    ticket = sim.streams.fetch(sim.home, sim.copy)
     assert torch.ops.prim.device.default(sim.copy) == CPU
     ticket.join()
+    assert view.tolist() == [1, 1]
 
 
 def test_modes_that_were_left_on_do_not_keep_the_streams_watching():
@@ -267,25 +252,7 @@ def test_modes_that_were_left_on_do_not_keep_the_streams_watching():
     assert _get_current_dispatch_mode_stack() == before
 
 
-def test_lists_of_operands_are_seen(sim):
-    ticket = sim.streams.fetch(sim.home, sim.copy)
-    with pytest.raises(RaceError, match="writes bytes 0 to 16"):
-        torch._foreach_mul_([sim.other_copy, sim.copy], 2.0)
-    ticket.join()
-    torch._foreach_mul_([sim.other_copy, sim.copy], 2.0)
-    assert sim.copy.tolist() == [2, 2, 2, 2]
-
-
-def test_what_the_engine_does_under_no_other_mode_is_seen(sim):
-    ticket = sim.streams.fetch(sim.home, sim.copy)
-    with as_it_is(), pytest.raises(RaceError, match="'aten::add'"):
-        sim.copy + 1
-    ticket.join()
-    with as_it_is():
-        assert (sim.copy + 1).tolist() == [2, 2, 2, 2]
-
-
-def test_other_modes_are_off_there(sim):
+def test_other_modes_do_not_see_what_the_engine_does(sim):
     with FlopCounterMode(display=False) as counter:
         with as_it_is():
             sim.copy.view(2, 2) @ sim.copy.view(2, 2)
@@ -296,8 +263,8 @@ def test_other_modes_are_off_there(sim):
 
 def test_a_copy_that_comes_after_work_hides_none_that_does_not(sim):
     """The same bytes on the same lane twice; the first copy has forgotten the work of the host's thread."""
-    work = sim.streams.on_host(lambda: sim.home.add_(1))
-    lane = sim.streams._lanes[WorkLane.TO_DEVICE]
+    work, lane = sim.streams.on_host(lambda: sim.home.add_(1)), sim.driver.new_stream()
+    lane.wait_stream(sim.driver.current_stream())
     sim.driver.copy(sim.home, sim.copy, lane)
     lane.wait_event(work.event)
     sim.driver.copy(sim.home, sim.copy, lane)

@@ -36,6 +36,7 @@ def two_threads():
     torch.set_num_threads(before)
 
 
+HAS_PROC = os.path.isdir("/proc/self/task")
 OTHERS = set()
 """Threads of other tests, whose engines have not been collected yet."""
 
@@ -64,24 +65,22 @@ def in_a_thread(ask):
 # Who does what
 
 
-def test_every_item_is_worked_on_once(workers):
-    done = []
-    workers.submit(lambda number, item: done.append(item), range(100)).wait()
-    assert sorted(done) == list(range(100))
-
-
-def test_all_workers_work_at_the_same_time_and_each_has_a_number_of_its_own(workers):
-    together, seen = threading.Barrier(3, timeout=20), set()
+def test_all_workers_work_at_the_same_time_on_every_item_once_and_record_nothing(workers):
+    together, seen, done = threading.Barrier(3, timeout=20), set(), []
 
     def work(number, item):
         together.wait()
-        seen.add((number, threading.current_thread().name))
+        seen.add((number, threading.current_thread().name, torch.is_grad_enabled()))
+        done.append(item)
 
     for _ in range(5):
         workers.submit(work, range(3)).wait()
-    assert {number for number, _ in seen} == {0, 1, 2}
-    assert len(seen) == 3, "the same number at any time"
-    assert {name for _, name in seen} == set(alive())
+    assert sorted(done) == sorted([0, 1, 2] * 5)
+    assert {number for number, *_ in seen} == {0, 1, 2}
+    assert len(seen) == 3, "each has a number of its own, the same at any time"
+    assert {name for _, name, _ in seen} == set(alive())
+    assert not any(is_recorded for *_, is_recorded in seen)
+    assert workers.submit(work, []).is_done
 
 
 def test_two_pieces_of_work_may_be_under_way(workers):
@@ -95,57 +94,27 @@ def test_two_pieces_of_work_may_be_under_way(workers):
     assert first.is_done
 
 
-def test_no_items_are_done_at_once(workers):
-    ticket = workers.submit(lambda number, item: None, [])
-    assert ticket.is_done
-    ticket.wait()
-
-
-def test_work_is_not_recorded(workers):
-    seen = []
-    with torch.enable_grad():
-        workers.submit(lambda number, item: seen.append(torch.is_grad_enabled()), [0]).wait()
-    assert seen == [False]
-
-
 # One thread in a worker
 
 
 def test_a_worker_computes_alone_and_all_others_as_before(workers, two_threads):
-    together, seen = threading.Barrier(3, timeout=20), []
+    together, seen, teams = threading.Barrier(3, timeout=20), [], []
 
     def work(number, item):
         together.wait()
-        torch.ones(2**17).add_(1)  # torch may set the number of a thread when it computes for the first time
+        before = len(os.listdir("/proc/self/task")) if HAS_PROC else 0
+        torch.ones(2**20).add_(1)  # torch may set the number of a thread when it computes for the first time
+        together.wait()
+        teams.append(len(os.listdir("/proc/self/task")) - before if HAS_PROC else 0)
         seen.append(torch.get_num_threads())
 
-    workers.submit(work, range(3)).wait()
-    assert seen == [1, 1, 1]
-    assert torch.get_num_threads() == 2
-    assert in_a_thread(torch.get_num_threads) == 2
-
-
-def test_a_worker_stays_alone_when_the_program_sets_its_threads(workers, two_threads):
-    seen = []
-    workers.submit(lambda number, item: None, range(3)).wait()
-    torch.set_num_threads(4)
-    workers.submit(lambda number, item: seen.append(torch.get_num_threads()), range(3)).wait()
-    assert seen == [1, 1, 1]
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads in /proc")
-def test_a_worker_starts_no_team(workers, two_threads):
-    counts = []
     torch.ones(2**20).add_(1)  # the team of this thread
-
-    def work(number, item):
-        before = len(os.listdir("/proc/self/task"))
-        torch.ones(2**20).add_(1)
-        counts.append(len(os.listdir("/proc/self/task")) - before)
-
     workers.submit(lambda number, item: None, range(3)).wait()
-    workers.submit(work, [0]).wait()
-    assert counts == [0]
+    workers.submit(work, range(3)).wait()
+    assert (torch.get_num_threads(), in_a_thread(torch.get_num_threads)) == (2, 2)
+    torch.set_num_threads(4)
+    workers.submit(work, range(3)).wait()
+    assert (seen, teams) == ([1] * 6, [0] * 6)
 
 
 # Errors
@@ -178,6 +147,10 @@ def test_an_error_is_raised_when_the_others_have_ended(workers):
     with pytest.raises(ValueError, match="item 0"):
         workers.submit(work, range(2)).wait()
     assert done == [1]
+    gate, ticket = threading.Event(), workers.submit(lambda number, item: (gate.wait(10), 1 / 0), range(100))
+    threading.Timer(0.05, gate.set).start()
+    ticket.cancel()
+    assert ticket.is_done, "what is cancelled ends with the items that were begun, and raises nothing"
 
 
 def test_who_interrupts_the_wait_gets_it_when_nobody_works_any_more(workers):
@@ -290,45 +263,21 @@ def test_there_are_as_many_as_torch_has_threads_unless_a_number_is_given(two_thr
     assert (HostWorkers().num, HostWorkers(5).num) == (2, 5)
 
 
-@pytest.mark.parametrize(("num", "torch_threads", "answer"), [(2, 1, True), (1, 2, True), (2, 2, True), (1, 1, False)])
-def test_they_suit_where_the_caller_would_compute_with_another_number(num, torch_threads, answer, two_threads):
+@pytest.mark.parametrize(("num", "torch_threads", "suit"), [(2, 1, True), (1, 2, True), (2, 2, True), (1, 1, False)])
+def test_they_suit_where_the_caller_would_compute_with_another_number(num, torch_threads, suit, two_threads):
     torch.set_num_threads(torch_threads)
-    assert HostWorkers(num).suits(torch.ones(1), LARGE) is answer
+    assert HostWorkers(num).suits(torch.ones(1), LARGE) is suit
+    assert not HostWorkers(num).suits(torch.ones(1), SMALL_NUMEL), "it takes longer to hand it over"
 
 
-def test_they_suit_for_what_takes_longer_than_to_hand_it_over():
-    workers = HostWorkers(2)
-    assert [workers.suits(torch.ones(1), numel) for numel in (SMALL_NUMEL, LARGE)] == [False, True]
-
-
-def test_they_do_not_suit_where_a_mode_of_the_caller_counts():
-    workers = HostWorkers(2)
+def test_they_do_not_suit_where_a_mode_of_the_caller_counts(workers):
+    cpu, meta = torch.device("cpu"), torch.device("meta")
     with FakeTensorMode():
         fake = torch.ones(1)
-    assert workers.suits(fake, LARGE) is False
+        assert not workers.suits_new(cpu, LARGE)
     with OwnMode():
-        assert workers.suits(torch.ones(1), LARGE) is False
-    assert workers.suits(torch.ones(1, device="meta"), LARGE) is False
-
-
-def test_what_is_cancelled_ends_with_the_items_that_were_begun(workers):
-    gate, done = threading.Event(), []
-
-    def work(_, item):
-        gate.wait(10)
-        done.append(item)
-        raise ValueError("is not raised by cancel")
-
-    ticket = workers.submit(work, range(100))
-    threading.Timer(0.05, gate.set).start()
-    ticket.cancel()
-    assert ticket.is_done
-    assert len(done) <= workers.num
-
-
-def test_a_buffer_that_is_still_to_be_made(workers):
-    assert workers.suits_new(torch.device("cpu"), LARGE)
-    assert not workers.suits_new(torch.device("cpu"), SMALL_NUMEL)
-    assert not workers.suits_new(torch.device("meta"), LARGE)
-    with FakeTensorMode():
-        assert not workers.suits_new(torch.device("cpu"), LARGE)
+        assert not workers.suits(torch.ones(1), LARGE)
+    assert not workers.suits(fake, LARGE)
+    assert not workers.suits(torch.ones(1, device=meta), LARGE)
+    suit = [workers.suits_new(device, numel) for device, numel in ((cpu, LARGE), (cpu, SMALL_NUMEL), (meta, LARGE))]
+    assert suit == [True, False, False]

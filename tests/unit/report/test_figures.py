@@ -8,7 +8,7 @@ import pytest
 
 from hf_patrickstar import events
 from hf_patrickstar.report.figures import PER_STEP, PREFIX, STANDING, Figures, Statistics, brief
-from hf_patrickstar.report.outcome import Outcome, describe_estimated, describe_outcome, describe_step
+from hf_patrickstar.report.outcome import Outcome, describe_outcome, describe_step
 from hf_patrickstar.units import GIB
 
 EVENTS = [
@@ -43,7 +43,7 @@ def test_every_event_has_its_place():
         assert statistics.summary() == total, event
 
 
-def test_figures_are_means_over_the_steps_since_the_last_log_and_a_reader_gets_three():
+def test_figures_are_means_over_the_steps_since_the_last_log_and_a_reader_gets_two():
     figures = Figures()
     first = dict.fromkeys((*PER_STEP, *STANDING, "steps"), 0) | {"steps": 2, "skipped_steps": 1, "chunk_loads": 6}
     assert figures.since_last(first)[f"{PREFIX}chunk_loads"] == 2, "a skipped step moves chunks, too"
@@ -53,7 +53,7 @@ def test_figures_are_means_over_the_steps_since_the_last_log_and_a_reader_gets_t
     assert figures.since_last(later)[f"{PREFIX}chunk_loads"] == 0, "a log without a step"
     few = {"device_total_step_peak_nbytes": 2**20, "host_to_device_nbytes": 1000, "device_to_host_nbytes": 24}
     told = brief({f"{PREFIX}{name}": value for name, value in {**few, "waiting_seconds": 0.25}.items()})
-    assert list(told.values()) == ["1.00 MiB", "1.00 KiB", "0.250 s"]
+    assert list(told.values()) == ["1.00 MiB", "1.00 KiB"]
 
 
 STATS = {
@@ -90,7 +90,7 @@ def test_a_line_has_time_and_peaks_and_shares_add_up():
     assert min(late.shares.values()) >= 0
     stats = {**STATS, "device_total_step_peak_nbytes": 6 * GIB, "host_step_peak_nbytes": 12 * GIB}
     assert re.match(r"first planned step \(step 2\): 0.5 s; peak 6.00 GiB .*, 12.00 GiB", describe_step(2, 0.5, stats))
-    assert describe_estimated(2.25, "h100") == "estimated for 'h100': about 2.25 s per step"
+    assert describe_step(2, 0.5, stats, 2.25).startswith("first planned step (step 2): 0.5 s (2.25 s estimated); peak ")
 
 
 def test_beside_a_device_the_host_sees_no_wait_of_the_device():

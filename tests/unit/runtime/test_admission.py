@@ -13,30 +13,27 @@ def make_model():
     return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
 
 
-def checkpointed(use_reentrant):
+def checkpointed(use_reentrant, is_of_diffusers=False):
     model = make_model()
     model[1]._gradient_checkpointing_func = functools.partial(len, use_reentrant=use_reentrant)
+    if is_of_diffusers:
+        model.activation_checkpointing_enable = lambda: None
     return model
 
 
-def checkpointed_by_diffusers():
-    model = checkpointed(True)
-    model.activation_checkpointing_enable = lambda: None
+def with_parameter(make, name="weight"):
+    """A model with a parameter of its own."""
+    model = make_model()
+    model[1].register_parameter(name, make(model[1].weight.detach()))
     return model
 
 
 def typed(class_name):
-    """A model of which one parameter has a class of this name."""
-    model = make_model()
-    made = type(class_name, (torch.nn.Parameter,), {})(model[1].weight.detach())
-    model[1].register_parameter("weight", made)
-    return model
+    return with_parameter(type(class_name, (torch.nn.Parameter,), {}))
 
 
 def with_integers():
-    model = make_model()
-    model[0].register_parameter("scale", torch.nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False))
-    return model
+    return with_parameter(lambda _: torch.nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False), "scale")
 
 
 def compiled():
@@ -57,15 +54,9 @@ class Sharded(torch.nn.Parameter):
         return torch.zeros(2, 1).as_subclass(DTensor)
 
 
-def sharded():
-    model = make_model()
-    model[1].register_parameter("weight", Sharded(torch.zeros(1, 2)))
-    return model
-
-
 @pytest.mark.parametrize(
     "make",
-    [make_model, functools.partial(checkpointed, False), lambda: torch.nn.Sequential(torch.nn.LazyLinear(2))],
+    [make_model, lambda: checkpointed(False), lambda: torch.nn.Sequential(torch.nn.LazyLinear(2))],
     ids=["plain", "checkpointed", "lazy"],
 )
 def test_models_that_can_be_managed(make):
@@ -77,12 +68,12 @@ def test_models_that_can_be_managed(make):
     [
         (lambda: torch.nn.DataParallel(make_model()), r"wrapped in nn\.DataParallel; pass .* \(model\.module\)"),
         (compiled, r"the model is compiled as a whole, .*; pass the model itself, and compile its blocks"),
-        (functools.partial(checkpointed, True), r"module '1' uses .* model\.gradient_checkpointing_enable\(gradient_"),
-        (checkpointed_by_diffusers, r"module '1' uses .* model\.activation_checkpointing_enable\(activation_"),
-        (functools.partial(typed, "Params4bit"), r"parameter '1\.weight' is quantized by bitsandbytes \(Params4bit\)"),
-        (functools.partial(typed, "Int8Params"), r"parameter '1\.weight' is quantized by bitsandbytes \(Int8Params\)"),
-        (with_integers, r"parameter '0\.scale' has type torch\.int8, .* make it a buffer"),
-        (sharded, r"parameter '1\.weight' is a DTensor"),
+        (lambda: checkpointed(True), r"module '1' uses .* model\.gradient_checkpointing_enable\(gradient_"),
+        (lambda: checkpointed(True, True), r"module '1' uses .* model\.activation_checkpointing_enable\(activation_"),
+        (lambda: typed("Params4bit"), r"parameter '1\.weight' is quantized by bitsandbytes \(Params4bit\)"),
+        (lambda: typed("Int8Params"), r"parameter '1\.weight' is quantized by bitsandbytes \(Int8Params\)"),
+        (with_integers, r"parameter '1\.scale' has type torch\.int8, .* make it a buffer"),
+        (lambda: with_parameter(Sharded), r"parameter '1\.weight' is a DTensor"),
     ],
 )
 def test_models_that_cannot(make, message):
@@ -102,40 +93,23 @@ def test_a_parameter_without_a_shape_is_left_out_and_named():
 
 # Values
 
-
-def check(**parameters):
-    check_values(list(parameters), list(parameters.values()))
+MEMORY, NOTHING, TIED = torch.zeros(4), torch.zeros(0), torch.nn.Parameter(torch.zeros(2))
 
 
-def parameter(value):
-    return torch.nn.Parameter(value)
+def check(**values):
+    check_values(list(values), [torch.nn.Parameter(value) for value in values.values()])
 
 
 def test_parameters_that_have_values_of_their_own():
-    memory, nothing = torch.zeros(4), torch.zeros(0)
-    check(
-        left=parameter(memory[:2]),
-        right=parameter(memory[2:]),  # beside each other in one memory
-        other=parameter(torch.zeros(2)),
-        empty=parameter(nothing),
-        also_empty=parameter(nothing),
-    )
+    check(left=MEMORY[:2], right=MEMORY[2:], other=torch.zeros(2), empty=NOTHING, also_empty=NOTHING)
+    check_values(["weight", "weight"], [TIED, TIED])
 
 
-def test_one_parameter_under_one_name_twice_is_itself():
-    tied = parameter(torch.zeros(2))
-    check_values(["weight", "weight"], [tied, tied])
-
-
-def test_two_parameters_over_the_same_memory_are_refused():
-    memory = torch.zeros(4)
+def test_parameters_over_the_same_memory_or_without_a_value_are_refused():
     with pytest.raises(ConfigError, match="parameters 'left' and 'right' are two parameters over the same memory; tie"):
-        check(other=parameter(torch.zeros(4)), left=parameter(memory), right=parameter(memory[:2]))
-
-
-def test_a_parameter_without_a_value_is_refused():
+        check(other=torch.zeros(4), left=MEMORY, right=MEMORY[:2])
     with pytest.raises(EngineError, match="parameter 'weight' is on the meta device and has no value; load weights"):
-        check(bias=parameter(torch.zeros(2)), weight=parameter(torch.zeros(2, device="meta")))
+        check(bias=torch.zeros(2), weight=torch.zeros(2, device="meta"))
 
 
 # Recomputed modules
@@ -149,15 +123,11 @@ class Layer(GradientCheckpointingLayer):
     pass
 
 
-@pytest.mark.parametrize("kind", [GradientCheckpointingLayer, Layer])
-def test_a_layer_is_recomputed_while_that_is_switched_on(kind):
-    layer = kind()
+@pytest.mark.parametrize(
+    ("make", "can_be"), [(GradientCheckpointingLayer, True), (Layer, True), (lambda: torch.nn.Linear(1, 1), False)]
+)
+def test_a_layer_is_recomputed_while_that_is_switched_on(make, can_be):
+    layer = make()
     assert not is_recomputed(layer)
     layer.gradient_checkpointing = True
-    assert is_recomputed(layer)
-
-
-def test_other_modules_are_not_recomputed():
-    module = torch.nn.Linear(1, 1)
-    module.gradient_checkpointing = True
-    assert not is_recomputed(module)
+    assert is_recomputed(layer) is can_be

@@ -2,11 +2,16 @@
 
 import pytest
 import torch
-from unit.runtime.data_parts import Process
-from unit.spec_builders import FP32
+from unit.spec_builders import BF16, FP32
 
 from hf_patrickstar.errors import CheckpointError
+from hf_patrickstar.layout.packing import pack
+from hf_patrickstar.layout.specs import TensorSpec
+from hf_patrickstar.memory.ledger import Ledger
+from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.runtime.chunk import MASTER, Chunk, ManagedParameter
+from hf_patrickstar.runtime.originals import Originals
 
 NARROW, WIDE = torch.bfloat16, torch.float32
 FINE = 1 + 2**-10
@@ -16,8 +21,8 @@ FIRST = [FINE, 2.0, 3 * FINE, 4.0]
 class File:
     """An origin, until it is gone."""
 
-    def __init__(self, values=FIRST, dtype=WIDE):
-        self.values, self.error, self.asked = torch.tensor(values, dtype=dtype), None, []
+    def __init__(self, values=FIRST):
+        self.values, self.error, self.asked = torch.tensor(values), None, []
 
     def read_again(self, start, stop):
         self.asked.append((start, stop))
@@ -26,176 +31,130 @@ class File:
         return self.values[start:stop]
 
 
-def make(host_nbytes=4096, collectives=None, chunk_numel=None, **chunk):
-    """A process with a frozen parameter (1, 2, 3, 4) that was read from a file with more bits of the odd ones."""
-    process = Process(collectives, host_nbytes=host_nbytes)
-    (tensor,) = process.add_chunk(4, chunk_numel=chunk_numel, **{"trainable": False, **chunk})
-    if tensor.is_owned:
-        tensor.view(tensor.chunk.param).copy_(tensor.own(torch.tensor([1.0, 2.0, 3.0, 4.0])))
-    tensor.origin = File()
-    return process, process.originals, tensor
+class Host:
+    """A host with parameters whose chunks hold 1, 2, 3, ... in 16 bits."""
+
+    def __init__(self, nbytes=2**24):
+        self.ledger = Ledger({Tier.DEVICE: 0, Tier.HOST: nbytes})
+        self.originals = Originals(PayloadPool(self.ledger, torch.device("cpu"), None))
+
+    def add(self, name="t0", numel=4, types=BF16, original=WIDE, rank=0, world_size=1, **settings):
+        spec = TensorSpec(0, name, (numel,), settings.pop("trainable", False), types=types)
+        layout = pack([spec], 2 if world_size > 1 else numel, world_size=world_size, splits=world_size > 1)
+        chunk = Chunk(layout.chunks[0], Tier.HOST, rank)
+        chunk.param = torch.zeros(chunk.spec.chunk_numel, dtype=getattr(torch, types.param))
+        if settings.pop("has_master", spec.trainable):
+            chunk.lists[MASTER] = torch.zeros(chunk.spec.chunk_numel)
+        parameter = torch.nn.Parameter(torch.zeros(numel, dtype=original), requires_grad=spec.trainable)
+        tensor = ManagedParameter(spec, parameter, 0, parameter.detach())
+        chunk.add(tensor)
+        tensor.view(chunk.param).copy_(tensor.own(torch.arange(1.0, numel + 1)))
+        tensor.origin = File()
+        return tensor
+
+    def write(self, tensor, *numbers, dtype=WIDE):
+        """What ``Values.write`` does."""
+        own = torch.tensor(numbers, dtype=dtype)
+        self.originals.note_write(tensor, own)
+        tensor.view(tensor.chunk.param).copy_(own)
+        own.zero_()
+
+    def kept(self, tensor):
+        """Whether there is an origin, and bytes that are kept on the host."""
+        return tensor.origin is not None, self.ledger.owners(Tier.HOST).get("original", 0)
 
 
-def kept_nbytes(process):
-    return process.ledger.owners(Tier.HOST).get("original", 0)
+@pytest.fixture
+def host():
+    return Host()
 
 
-def write(originals, tensor, *numbers, dtype=WIDE):
-    """What ``Values.write`` does."""
-    own = torch.tensor(numbers, dtype=dtype)
-    originals.note_write(tensor, own)
-    tensor.view(tensor.chunk.param).copy_(own)
-
-
-@pytest.mark.parametrize(("dtype", "has"), [(WIDE, True), (torch.float64, True), (NARROW, False)])
-def test_an_origin_is_for_types_that_the_chunk_does_not_have(dtype, has):
-    _, originals, tensor = make()
-    assert originals.has(tensor, dtype) == has
-    tensor.origin = None
-    assert not originals.has(tensor, dtype)
-
-
-def test_a_value_is_read_from_its_origin():
-    _, originals, tensor = make()
-    value = originals.read(tensor)
+def test_a_value_or_a_part_is_read_from_its_origin_in_the_type_that_was_loaded(host):
+    tensor = host.add()
+    value = host.originals.read(tensor)
     assert (value.tolist(), value.dtype) == (FIRST, WIDE)
     value.fill_(0)
-    assert originals.read(tensor).tolist() == FIRST
-
-
-@pytest.mark.parametrize(("start", "stop"), [(0, 2), (1, 3), (3, 4), (2, 2), (1, None)])
-def test_a_part_is_read_alone(start, stop):
-    _, originals, tensor = make()
-    assert originals.read(tensor, start, stop).tolist() == FIRST[start:stop]
-    assert tensor.origin.asked == [(start, stop or 4)] * (start != stop)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_each_rank_reads_what_it_has(rank):
-    class OneOfTwo:
-        world_size = 2
-
-    OneOfTwo.rank = rank
-    _, originals, tensor = make(collectives=OneOfTwo(), chunk_numel=2)
-    assert originals.read(tensor).tolist() == FIRST[2 * rank : 2 * rank + 2]
-    assert tensor.origin.asked == [(2 * rank, 2 * rank + 2)]
-    write(originals, tensor, FINE, FINE)
-    assert originals.read(tensor, 1).tolist() == [FINE]
-
-
-def test_elements_that_were_written_since_are_read_from_the_chunk():
-    _, originals, tensor = make()
-    tensor.view(tensor.chunk.param)[2] = 9
-    assert originals.read(tensor).tolist() == [FINE, 2.0, 9.0, 4.0]
-
-
-def test_who_began_to_read_when_there_was_an_origin_gets_what_there_is():
-    _, originals, tensor = make()
+    for start, stop in ((0, None), (0, 2), (1, 3), (2, 2)):
+        tensor.origin.asked.clear()
+        assert host.originals.read(tensor, start, stop).tolist() == FIRST[start:stop]
+        assert tensor.origin.asked == [(start, stop or 4)] * (start != stop)
+    has = {dtype: host.originals.has(tensor, dtype) for dtype in (WIDE, torch.float64, NARROW)}
+    assert has == {WIDE: True, torch.float64: True, NARROW: False}
     tensor.origin = None
-    value = originals.read(tensor, 1, 3)
-    assert (value.tolist(), value.dtype) == ([2.0, 3.0], NARROW)
+    assert not host.originals.has(tensor, WIDE)
+    assert host.originals.read(tensor, 1, 3).dtype is NARROW, "who began to read gets what there is"
 
 
-def test_a_file_that_is_gone_is_told_once(caplog):
-    process, originals, tensor = make()
-    process.add_chunk(4, trainable=False)
-    other = process.tensors[1]
-    for one in (tensor, other):
-        one.origin = File()
-        one.origin.error = CheckpointError("model.safetensors has changed")
-        value = originals.read(one)
-        assert value.dtype is NARROW
-        assert one.origin is None
-    assert [record.getMessage() for record in caplog.records] == [
-        "patrickstar: model.safetensors has changed. So frozen parameters ('t0' is the first) are read and saved as "
-        "they are computed with, rounded to bfloat16; with frozen_master=true the host keeps all of their bits from "
-        "the start"
-    ]
+def test_elements_that_were_written_since_are_read_from_the_chunk(host):
+    tensor = host.add(numel=2**18 + 3)
+    held = tensor.view(tensor.chunk.param).fill_(1)
+    held[-1] = 5
+    tensor.origin = File([FINE] * (2**18 + 3))
+    value = host.originals.read(tensor)
+    assert value[[0, 2**18 - 1, 2**18, -2, -1]].tolist() == [FINE, FINE, FINE, FINE, 5.0]
+    assert len(tensor.origin.asked) == 2, "a piece at a time"
 
 
-# Writing
-
-
-def test_all_bits_of_what_is_written_are_kept():
-    process, originals, tensor = make()
-    write(originals, tensor, 5 * FINE, 6.0, 7.0, 8.0)
-    assert originals.read(tensor).tolist() == [5 * FINE, 6.0, 7.0, 8.0]
-    assert originals.read(tensor, 1, 3).tolist() == [6.0, 7.0]
-    assert kept_nbytes(process) == 16
-    write(originals, tensor, FINE, 6.0, 7.0, 8.0)
-    assert originals.read(tensor).tolist() == [FINE, 6.0, 7.0, 8.0]
-    assert kept_nbytes(process) == 16
-    originals.drop(tensor)
-    assert (tensor.origin, kept_nbytes(process)) == (None, 0)
-    originals.drop(tensor)
-
-
-def test_what_is_written_is_somebodys():
-    _, originals, tensor = make()
-    own = torch.tensor([FINE] * 4)
-    originals.note_write(tensor, own)
-    tensor.view(tensor.chunk.param).copy_(own)
-    own.fill_(9)
-    assert originals.read(tensor).tolist() == [FINE] * 4
-
-
-def test_what_the_chunk_holds_without_loss_needs_no_origin():
-    process, originals, tensor = make()
-    write(originals, tensor, 5.0, 6.0, 7.0, 8.0)
-    assert (tensor.origin, kept_nbytes(process)) == (None, 0)
-
-
-def test_what_is_there_already_changes_nothing():
-    process, originals, tensor = make()
-    origin = tensor.origin
-    write(originals, tensor, *FIRST)
-    assert tensor.origin is origin
-    assert kept_nbytes(process) == 0
-
-
-def test_wider_values_are_kept_in_the_type_that_was_loaded():
-    process, originals, tensor = make()
-    write(originals, tensor, FINE, 1 + 2**-40, 7.0, 8.0, dtype=torch.float64)
-    value = originals.read(tensor)
-    assert (value.tolist(), value.dtype) == ([FINE, 1.0, 7.0, 8.0], WIDE)
-    assert kept_nbytes(process) == 16
-
-
-def test_a_narrow_write_keeps_the_origin_of_what_it_agrees_with():
-    _, originals, tensor = make()
-    write(originals, tensor, 1.0, 2.0, 9.0, 4.0, dtype=NARROW)
-    assert originals.read(tensor).tolist() == [FINE, 2.0, 9.0, 4.0]
+def test_a_file_that_is_gone_is_said_once(host, caplog):
+    for name in ("t0", "t1"):
+        tensor = host.add(name)
+        tensor.origin.error = CheckpointError("model.safetensors has changed")
+        assert host.originals.read(tensor).dtype is NARROW
+        assert tensor.origin is None
+    (record,) = caplog.records
+    for text in ("model.safetensors has changed", "'t0' is the first", "rounded to bfloat16", "frozen_master=true"):
+        assert text in record.getMessage()
 
 
 @pytest.mark.parametrize(
-    "chunk", [{"trainable": True}, {"has_master": True}, {"types": FP32}, {"original": NARROW}], ids=str
+    ("numbers", "dtype", "value", "kept"),
+    [
+        ([5 * FINE, 6.0, 7.0, 8.0], WIDE, [5 * FINE, 6.0, 7.0, 8.0], (True, 16)),
+        ([FINE, 1 + 2**-40, 7.0, 8.0], torch.float64, [FINE, 1.0, 7.0, 8.0], (True, 16)),
+        (FIRST, WIDE, FIRST, (True, 0)),
+        ([1.0, 2.0, 9.0, 4.0], NARROW, [FINE, 2.0, 9.0, 4.0], (True, 0)),
+        ([5.0, 6.0, 7.0, 8.0], WIDE, [5.0, 6.0, 7.0, 8.0], (False, 0)),
+    ],
+    ids=["all bits", "wider ones", "what is there already", "a narrow write", "what the chunk holds without loss"],
 )
-def test_nothing_is_kept_of_parameters_that_lose_no_bits(chunk):
-    process, originals, tensor = make(**chunk)
+def test_bits_of_what_is_written_are_kept_where_the_chunk_would_lose_them(host, numbers, dtype, value, kept):
+    tensor = host.add()
+    for _ in range(2):
+        host.write(tensor, *numbers, dtype=dtype)
+        assert host.originals.read(tensor).tolist() == value
+        assert host.kept(tensor) == kept
+    for _ in range(2):
+        host.originals.drop(tensor)
+        assert host.kept(tensor) == (False, 0)
+
+
+@pytest.mark.parametrize(
+    "parameter", [{"trainable": True}, {"has_master": True}, {"types": FP32}, {"original": NARROW}], ids=str
+)
+def test_nothing_is_kept_of_parameters_that_lose_no_bits(host, parameter):
+    tensor = host.add(**parameter)
     tensor.origin = None
-    write(originals, tensor, FINE, 6.0, 7.0, 8.0)
-    assert (tensor.origin, kept_nbytes(process)) == (None, 0)
+    host.write(tensor, FINE, 6.0, 7.0, 8.0)
+    assert host.kept(tensor) == (False, 0)
 
 
 def test_without_room_for_all_bits_the_value_is_rounded(caplog):
-    process, originals, tensor = make(host_nbytes=8 + 15)
+    host = Host(15)
+    tensor = host.add()
     for _ in range(2):
-        write(originals, tensor, FINE, 6.0, 7.0, 8.0)
-        assert (tensor.origin, kept_nbytes(process)) == (None, 0)
-    assert [record.getMessage() for record in caplog.records] == [
-        "patrickstar: host_budget has 15 B left, too little for all bits of what is written to frozen parameters. So "
-        "frozen parameters ('t0' is the first) are read and saved as they are computed with, rounded to bfloat16; "
-        "'t0' needs 16 B (16 bytes)"
-    ]
+        host.write(tensor, FINE, 6.0, 7.0, 8.0)
+        assert host.kept(tensor) == (False, 0)
+    (record,) = caplog.records
+    for text in ("host_budget has 15 B left", "rounded to bfloat16; 't0' needs 16 B (16 bytes)"):
+        assert text in record.getMessage()
 
 
-def test_a_value_is_compared_piece_by_piece():
-    process = Process(host_nbytes=2**24)
-    numel = 2**18 + 3
-    (tensor,) = process.add_chunk(numel, trainable=False)
-    tensor.chunk.param.fill_(1)
-    tensor.chunk.param[-1] = 5
-    tensor.origin = File([FINE] * numel)
-    value = process.originals.read(tensor)
-    assert tensor.origin.asked == [(0, 2**18), (2**18, numel)]
-    assert value[[0, 2**18 - 1, 2**18, -2, -1]].tolist() == [FINE, FINE, FINE, FINE, 5.0]
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_rank_reads_and_keeps_what_it_has(host, rank):
+    tensor = host.add(numel=128, rank=rank, world_size=2)
+    tensor.origin = File([FINE * number for number in range(1, 129)])
+    tensor.view(tensor.chunk.param).copy_(tensor.own(tensor.origin.values))
+    assert host.originals.read(tensor).tolist() == tensor.origin.values[64 * rank : 64 * rank + 64].tolist()
+    assert tensor.origin.asked == [(64 * rank, 64 * rank + 64)]
+    host.write(tensor, *[FINE] * 64)
+    assert host.originals.read(tensor, 62).tolist() == [FINE] * 2

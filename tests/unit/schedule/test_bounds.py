@@ -64,41 +64,61 @@ def play(*script, plan=NOWHERE, loads=LOADS):
     return replay(script, [plan] * script.count(Begin(Part.FORWARD)), loads, MACHINE)
 
 
-def test_nothing_takes_no_time():
-    assert play().duration_ns == 0
+FIRST = Actions(load=(0,))
+ONE = Plan((FIRST, Actions()), {}, (40, 40))
+BOTH = Plan((FIRST, Actions(load=(1,))), {}, (40, 80))
+AHEAD = Plan((Actions(load=(0, 1)), Actions()), {}, (80, 80))
+GROUPS = (Load(40, sent_nbytes=80 + 10), Load(40, sent_nbytes=90))
+SEND = Send(0, 40, to_device=False)
+COPY = BlockingCopy(10, to_device=True, is_pinned=False, place="here")
 
 
-def test_a_chunk_is_loaded_when_it_is_reached_and_computation_waits():
-    plan = Plan((Actions(load=(0,)), Actions(load=(1,))), {}, (40, 80))
-    timeline = play(Reach(0), WORK, Reach(1), WORK, plan=plan)
-    assert seconds(timeline) == 4 + 2 + 4 + 2, "the second load is started when the first work has been launched"
-    assert timeline.busy_ns()[Lane.TO_DEVICE] == pytest.approx(8 * SECOND, abs=10)
+def work(*nbytes, chunks=(), after=()):
+    """Work of the host's thread; 28 bytes are a second."""
+    return ThreadWork(tuple(HostWork("update", 0, n) for n in nbytes), frozenset(chunks), after)
 
 
-def test_a_chunk_that_comes_ahead_is_waited_for_where_it_is_needed():
-    plan = Plan((Actions(load=(0, 1)), Actions()), {}, (80, 80))
-    timeline = play(Reach(0), WORK, Reach(1), WORK, plan=plan)
-    assert seconds(timeline) == 4 + 4 + 2, "the second load runs beside the first work"
+SCRIPTS = {
+    # Entries, a plan, loads -> seconds.
+    "nothing": ((), NOWHERE, LOADS, 0),
+    "a chunk is loaded when it is reached": ((Reach(0), WORK, Reach(1), WORK), BOTH, LOADS, 4 + 2 + 4 + 2),
+    "a load ahead runs beside work": ((Reach(0), WORK, Reach(1), WORK), AHEAD, LOADS, 4 + 4 + 2),
+    "gradients leave beside computation": ((WORK, SEND, WORK), NOWHERE, LOADS, 2 + 2),
+    "a gradient goes home after its chunk was read": ((Reach(1), Send(0, 20, False)), ONE, LOADS, 4 + 1),
+    "computation waits for a copy": ((SEND, Join(0), WORK), NOWHERE, LOADS, 2 + 2),
+    "or it does not": ((SEND, WORK), NOWHERE, LOADS, 2),
+    "a blocking copy stops everybody": ((WORK, COPY, WORK), NOWHERE, LOADS, 2 + 2 + 2),
+    # Several processes: the second part is loaded while the first group is gathered.
+    "groups are gathered": ((Reach(0), WORK, Reach(1), WORK), AHEAD, GROUPS, 4 + 4 + 3 + 2),
+    "a part that is here does not cross": (
+        (Reach(0), WORK),
+        ONE,
+        (Load(100, sent_nbytes=90, is_here=True),),
+        2 + 3 + 2,
+    ),
+    "a reduction runs beside computation": ((WORK, Reduce(120), WORK), NOWHERE, LOADS, 2 + 4),
+    "until it is joined": ((WORK, Reduce(120), Join(0), WORK), NOWHERE, LOADS, 2 + 4 + 2),
+    "copies and reductions are numbered together": ((SEND, Reduce(120), Join(1), WORK), NOWHERE, LOADS, 4 + 2),
+    "a reduction does not wait for gathers": (
+        (Reach(0), Reduce(30), Join(0), WORK),
+        *(Plan((Actions(load=(1,)), Actions()), {}, (120, 120)), (Load(0), Load(400, sent_nbytes=30)), 40 + 1),
+    ),
+    "a message takes the host": ((WORK, Message(), HostWork("adam", 0, 28)), NOWHERE, LOADS, 5 + 1),
+    "the thread works beside the device": ((work(28, 28), WORK), NOWHERE, LOADS, 2),
+    "and for longer": ((work(28, 28, 28), WORK), NOWHERE, LOADS, 3),
+    "the thread comes after copies": ((SEND, work(28, after=(0,))), NOWHERE, LOADS, 3),
+}
 
 
-def test_gradients_leave_beside_computation():
-    assert seconds(play(WORK, Send(0, 40, to_device=False), WORK)) == 2 + 2, "the copy of two seconds is hidden"
+@pytest.mark.parametrize(("script", "plan", "loads", "duration"), SCRIPTS.values(), ids=SCRIPTS)
+def test_a_script_takes_as_long_as_by_hand(script, plan, loads, duration):
+    assert seconds(play(*script, plan=plan, loads=loads)) == duration
 
 
-def test_a_gradient_goes_home_after_its_chunk_was_read_from_there():
-    plan = Plan((Actions(load=(0,)), Actions()), {}, (40, 40))
-    timeline = play(Reach(1), Send(0, 20, to_device=False), plan=plan)
-    assert seconds(timeline) == 4 + 1
-
-
-def test_computation_can_be_told_to_wait_for_a_copy():
-    assert seconds(play(Send(0, 40, to_device=False), Join(0), WORK)) == 2 + 2
-    assert seconds(play(Send(0, 40, to_device=False), WORK)) == 2
-
-
-def test_a_blocking_copy_stops_everybody():
-    timeline = play(WORK, BlockingCopy(10, to_device=True, is_pinned=False, place="here"), WORK)
-    assert seconds(timeline) == 2 + 2 + 2
+def test_lanes_and_places_have_their_times():
+    timeline = play(Reach(0), WORK, Reach(1), COPY, plan=AHEAD, loads=GROUPS)
+    busy = {lane: round(ns / SECOND) for lane, ns in timeline.busy_ns().items()}
+    assert (busy[Lane.TO_DEVICE], busy[Lane.GATHERS], busy[Lane.COMPUTE]) == (8 + 2, 6, 2)
     assert list(timeline.waits_by_place()) == ["here"]
 
 
@@ -112,6 +132,8 @@ def test_bounds():
     many = bounds_of(script, timeline, MACHINE, num_on_host=5)
     assert many.lower_ns == 6 * SECOND
     assert many.clipped_ns == (4 + 5) * SECOND
+    linked = [Begin(Part.FORWARD), WORK, Begin(Part.BACKWARD), WORK, Reduce(30 * 9)]
+    assert bounds_of(linked, play(*linked), MACHINE, num_on_host=1).binding == Lane.REDUCTIONS.value
     most = bounds_of(script, timeline, MACHINE, num_on_host=20)
     assert (most.lower_ns, most.binding) == (20 * SECOND, "host Adam")
     assert most.clipped_ns == 24 * SECOND
@@ -130,61 +152,11 @@ def test_bounds_of_several_micro_batches():
 
 
 def test_each_micro_batch_follows_its_plan_from_the_first_moment():
-    plan = Plan((Actions(load=(0,)), Actions(load=(1,))), {}, (40, 80))
     micro_batch = [Begin(Part.FORWARD), Reach(0), WORK, Begin(Part.BACKWARD), Reach(1), WORK]
-    assert seconds(play(*micro_batch, plan=plan)) == 4 + 2 + 4 + 2
-    assert seconds(play(*micro_batch, *micro_batch, plan=plan)) == 2 * (4 + 2 + 4 + 2)
+    assert seconds(play(*micro_batch, *micro_batch, plan=BOTH)) == 2 * (4 + 2 + 4 + 2)
     stay = Plan((Actions(), Actions()), {}, (80, 80))
-    timeline = replay([*micro_batch, *micro_batch], [plan, stay], LOADS, MACHINE)
+    timeline = replay([*micro_batch, *micro_batch], [BOTH, stay], LOADS, MACHINE)
     assert seconds(timeline) == 4 + 2 + 4 + 2 + 2 + 2, "what stays is not loaded again"
-
-
-def test_a_chunk_of_several_processes_is_gathered_when_the_own_part_is_there():
-    plan = Plan((Actions(load=(0, 1)), Actions()), {}, (120, 240))
-    loads = (Load(40, sent_nbytes=80 + 10), Load(40, sent_nbytes=90))
-    timeline = play(Reach(0), WORK, Reach(1), WORK, plan=plan, loads=loads)
-    assert seconds(timeline) == 4 + 4 + 3 + 2, "the second part is loaded while the first group is gathered"
-    assert timeline.busy_ns()[Lane.GATHERS] == pytest.approx(6 * SECOND, abs=10)
-
-
-def test_a_part_that_is_at_home_on_the_device_does_not_cross():
-    plan = Plan((Actions(load=(0,)), Actions()), {}, (120, 120))
-    timeline = play(Reach(0), WORK, plan=plan, loads=(Load(100, sent_nbytes=90, is_here=True),))
-    assert seconds(timeline) == 2 + 3 + 2, "200 bytes at 100 per second, then the gather"
-
-
-def test_a_reduction_runs_beside_computation_until_it_is_joined():
-    assert seconds(play(WORK, Reduce(120), WORK)) == 2 + 4
-    assert seconds(play(WORK, Reduce(120), Join(0), WORK)) == 2 + 4 + 2
-    assert seconds(play(Send(0, 40, to_device=False), Reduce(120), Join(1), WORK)) == 4 + 2
-
-
-def test_a_reduction_does_not_wait_for_gathers():
-    plan = Plan((Actions(load=(1,)), Actions()), {}, (120, 120))
-    timeline = play(Reach(0), Reduce(30), Join(0), WORK, plan=plan, loads=(Load(0), Load(400, sent_nbytes=30)))
-    assert seconds(timeline) == 40 + 1
-    assert timeline.critical_path()[-1].lane is Lane.GATHERS
-
-
-def test_a_message_takes_the_host():
-    timeline = play(WORK, Message(), HostWork("adam", 0, 28))
-    assert seconds(timeline) == 5 + 1
-    script = [Begin(Part.FORWARD), WORK, Begin(Part.BACKWARD), WORK, Reduce(30 * 9)]
-    assert bounds_of(script, play(*script), MACHINE, num_on_host=1).binding == Lane.REDUCTIONS.value
-
-
-def work(*nbytes, chunks=(), after=()):
-    """Work of the host's thread; 28 bytes are a second."""
-    return ThreadWork(tuple(HostWork("update", 0, n) for n in nbytes), frozenset(chunks), after)
-
-
-def test_the_thread_of_the_host_works_beside_the_device():
-    assert seconds(play(work(28, 28), WORK)) == 2
-    assert seconds(play(work(28, 28, 28), WORK)) == 3
-
-
-def test_the_thread_comes_after_copies():
-    assert seconds(play(Send(0, 40, False), work(28, after=(0,)))) == 3
 
 
 def test_a_load_comes_after_the_update_of_its_chunk():

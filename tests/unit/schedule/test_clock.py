@@ -23,34 +23,18 @@ def test_nothing_happened():
     assert timeline.waits_by_place() == {}
 
 
-def test_the_host_works_alone():
-    clock = Clock()
-    clock.host(3, "one")
-    clock.host(4, "two")
-    assert clock.now_ns == 7
-    assert clock.spans == [Span(Lane.HOST, 0, 3, "one"), Span(Lane.HOST, 3, 7, "two", 0)]
-
-
-def test_the_host_runs_ahead_of_a_lane():
+def test_the_host_runs_ahead_of_a_lane_and_a_lane_that_is_idle_waits_for_the_host():
     clock = Clock()
     clock.host(2, "launch a")
     first = clock.put(Lane.COMPUTE, 10, "a")
     clock.host(2, "launch b")
     second = clock.put(Lane.COMPUTE, 5, "b")
-    assert clock.now_ns == 4
-    assert (first, second) == (Mark(12, 1), Mark(17, 3))
-    assert clock.end_of(Lane.COMPUTE) == second
-    assert clock.spans[1] == Span(Lane.COMPUTE, 2, 12, "a", 0)
-    assert clock.spans[3] == Span(Lane.COMPUTE, 12, 17, "b", 1), "b is held up by a, not by its launch"
+    assert (clock.now_ns, first, second, clock.end_of(Lane.COMPUTE)) == (4, Mark(12, 1), Mark(17, 3), second)
+    assert clock.spans[1::2] == [Span(Lane.COMPUTE, 2, 12, "a", 0), Span(Lane.COMPUTE, 12, 17, "b", 1)]
+    clock.host(16, "think")
+    clock.put(Lane.COMPUTE, 1, "c")
+    assert clock.spans[-1] == Span(Lane.COMPUTE, 20, 21, "c", 4), "c is held up by its launch"
     assert clock.waits == []
-
-
-def test_a_lane_that_is_idle_waits_for_the_host():
-    clock = Clock()
-    clock.put(Lane.COMPUTE, 1, "a")
-    clock.host(5, "think")
-    clock.put(Lane.COMPUTE, 1, "b")
-    assert clock.spans[2] == Span(Lane.COMPUTE, 5, 6, "b", 1)
 
 
 def test_work_that_follows_a_mark_begins_after_it():
@@ -59,17 +43,10 @@ def test_work_that_follows_a_mark_begins_after_it():
     clock.put(Lane.COMPUTE, 3, "before")
     clock.follow(Lane.COMPUTE, copied)
     clock.put(Lane.COMPUTE, 5, "after")
+    clock.follow(Lane.COMPUTE, copied)  # it is over
     assert clock.now_ns == 0, "the host does not wait"
-    assert clock.spans[1] == Span(Lane.COMPUTE, 0, 3, "before")
-    assert clock.spans[2] == Span(Lane.COMPUTE, 10, 15, "after", 0)
-
-
-def test_to_follow_what_is_over_changes_nothing():
-    clock = Clock()
-    copied = clock.put(Lane.TO_DEVICE, 2, "copy")
-    clock.put(Lane.COMPUTE, 3, "before")
-    clock.follow(Lane.COMPUTE, copied)
-    assert clock.end_of(Lane.COMPUTE) == Mark(3, 1)
+    assert clock.spans[1:] == [Span(Lane.COMPUTE, 0, 3, "before"), Span(Lane.COMPUTE, 10, 15, "after", 0)]
+    assert clock.end_of(Lane.COMPUTE) == Mark(15, 2)
 
 
 def test_a_wait_stops_the_host_until_the_mark():
@@ -78,77 +55,55 @@ def test_a_wait_stops_the_host_until_the_mark():
     done = clock.put(Lane.COMPUTE, 9, "kernel")
     clock.wait(done, "loss.item()")
     clock.wait(done, "again")
-    assert clock.now_ns == 10
-    assert clock.waits == [Wait(1, 9, "loss.item()")], "there is nothing to wait for a second time"
+    assert (clock.now_ns, clock.waits) == (10, [Wait(1, 9, "loss.item()")]), "there is nothing to wait for again"
     clock.host(1, "next")
     assert clock.spans[-1] == Span(Lane.HOST, 10, 11, "next", 1), "what the host does next is held up by the kernel"
-
-
-def test_waits_for_all_lanes_add_up():
-    clock = Clock()
-    clock.put(Lane.COMPUTE, 5, "kernel")
     clock.put(Lane.TO_HOST, 9, "copy")
     clock.put(Lane.TO_DEVICE, 2, "copy")
     clock.wait_for_all("end of step")
-    assert clock.now_ns == 9
-    assert clock.timeline().waits_by_place() == {"end of step": 9}
+    assert clock.now_ns == 20
+    assert list(clock.timeline().waits_by_place().items()) == [("loss.item()", 9), ("end of step", 9)]
+
+
+def train(depth):
+    """Three layers, with copies on demand, or so many layers ahead."""
+    clock = Clock()
+    copies = {layer: clock.put(Lane.TO_DEVICE, 4, f"copy {layer}") for layer in range(depth)}
+    for layer in range(3):
+        if layer + depth < 3:
+            copies[layer + depth] = clock.put(Lane.TO_DEVICE, 4, f"copy {layer + depth}")
+        clock.follow(Lane.COMPUTE, copies[layer])
+        done = clock.put(Lane.COMPUTE, 6, f"layer {layer}")
+        if not depth:
+            clock.wait(done, "on demand")
+    clock.wait_for_all("end")
+    return clock.timeline()
 
 
 def test_a_prefetch_hides_a_copy():
-    """The same layers twice: with copies on demand, and with copies one layer ahead."""
-
-    def train(depth):
-        clock = Clock()
-        copies = {layer: clock.put(Lane.TO_DEVICE, 4, f"copy {layer}") for layer in range(depth)}
-        for layer in range(3):
-            if layer + depth < 3:
-                copies[layer + depth] = clock.put(Lane.TO_DEVICE, 4, f"copy {layer + depth}")
-            clock.follow(Lane.COMPUTE, copies[layer])
-            done = clock.put(Lane.COMPUTE, 6, f"layer {layer}")
-            if not depth:
-                clock.wait(done, "on demand")
-        clock.wait_for_all("end")
-        return clock.timeline()
-
     on_demand, ahead = train(0), train(1)
-    assert on_demand.duration_ns == 3 * (4 + 6)
-    assert ahead.duration_ns == 4 + 3 * 6
-    assert [span.what for span in on_demand.critical_path()] == [
-        *("copy 0", "layer 0", "copy 1", "layer 1", "copy 2", "layer 2"),
-    ]
+    assert (on_demand.duration_ns, ahead.duration_ns) == (3 * (4 + 6), 4 + 3 * 6)
     assert [span.what for span in ahead.critical_path()] == ["copy 0", "layer 0", "layer 1", "layer 2"]
     assert ahead.busy_ns() == on_demand.busy_ns()
     assert ahead.critical_ns() == dict.fromkeys(Lane, 0) | {Lane.TO_DEVICE: 4, Lane.COMPUTE: 18}
     assert ahead.waits_by_place() == {"end": 22}
 
 
-def test_places_are_told_with_the_longest_first():
+def test_places_begin_with_the_longest_and_a_later_timeline_has_what_came_since():
     clock = Clock()
     for place, duration in (("short", 2), ("long", 3), ("long", 4)):
         clock.wait(clock.put(Lane.COMPUTE, duration, "kernel"), place)
     assert list(clock.timeline().waits_by_place().items()) == [("long", 7), ("short", 2)]
-
-
-def test_a_timeline_that_begins_later_has_what_came_since():
-    clock = Clock()
-    clock.wait(clock.put(Lane.COMPUTE, 5, "old"), "old")
     begin_ns, first = clock.now_ns, len(clock.spans)
     clock.host(1, "launch")
     clock.put(Lane.COMPUTE, 3, "new")
+    clock.put(Lane.TO_HOST, 3, "of two that end together the later one is critical")
     clock.wait_for_all("new")
     timeline = clock.timeline(begin_ns, first)
-    assert (timeline.begin_ns, timeline.end_ns, timeline.duration_ns) == (5, 9, 4)
-    assert [span.what for span in timeline.own_spans] == ["launch", "new"]
-    assert [span.what for span in timeline.critical_path()] == ["launch", "new"], "it ends where the timeline begins"
-    assert timeline.busy_ns()[Lane.COMPUTE] == 3
-    assert timeline.waits_by_place() == {"new": 3}
-
-
-def test_of_two_that_end_together_the_later_one_is_critical():
-    clock = Clock()
-    clock.put(Lane.COMPUTE, 5, "first")
-    clock.put(Lane.TO_HOST, 5, "second")
-    assert [span.what for span in clock.timeline().critical_path()] == ["second"]
+    assert (timeline.begin_ns, timeline.end_ns, timeline.duration_ns) == (9, 13, 4)
+    assert len(list(timeline.own_spans)) == 3
+    assert [span.lane for span in timeline.critical_path()] == [Lane.HOST, Lane.TO_HOST]
+    assert (timeline.busy_ns()[Lane.COMPUTE], timeline.waits_by_place()) == (3, {"new": 3})
 
 
 # Every program
@@ -181,29 +136,18 @@ def run(program, clock=None):
 
 @fast
 @given(PROGRAMS)
-def test_spans_of_a_lane_never_overlap(program):
+def test_a_lane_does_one_thing_at_a_time_and_begins_when_what_it_waited_for_ends(program):
     clock = run(program)
     for lane in Lane:
         spans = [span for span in clock.spans if span.lane is lane]
         assert all(before.end_ns <= after.begin_ns for before, after in itertools.pairwise(spans))
-        assert all(span.begin_ns >= 0 and span.duration_ns >= 0 for span in spans)
-
-
-@fast
-@given(PROGRAMS)
-def test_no_lane_is_busy_for_longer_than_it_takes(program):
-    timeline = run(program).timeline()
-    assert max(timeline.busy_ns().values()) <= timeline.duration_ns
-    assert timeline.duration_ns <= sum(timeline.busy_ns().values()), "at every moment something runs"
-
-
-@fast
-@given(PROGRAMS)
-def test_a_span_begins_when_the_one_ends_that_it_began_after(program):
-    clock = run(program)
     for number, span in enumerate(clock.spans):
+        assert span.duration_ns >= 0
         assert span.after < number
         assert span.begin_ns == (clock.spans[span.after].end_ns if span.after >= 0 else 0)
+    timeline = clock.timeline()
+    assert max(timeline.busy_ns().values()) <= timeline.duration_ns
+    assert timeline.duration_ns <= sum(timeline.busy_ns().values()), "at every moment something runs"
 
 
 @fast
@@ -230,22 +174,15 @@ def test_the_host_works_or_waits(program):
 
 
 @fast
-@given(PROGRAMS)
-def test_a_host_that_waits_after_each_call_takes_the_sum(program):
+@given(PROGRAMS, st.data())
+def test_less_to_wait_for_is_never_later_and_waiting_after_each_call_takes_the_sum(program, data):
+    keep = [call for call in program if call[0] in ("host", "put") or data.draw(st.booleans())]
+    assert run(keep).timeline().end_ns <= run(program).timeline().end_ns
     clock = Clock()
     for call in program:
         run([call], clock)
         clock.wait_for_all("each")
-    timeline = clock.timeline()
-    assert timeline.duration_ns == sum(timeline.busy_ns().values()) == clock.now_ns
-
-
-@fast
-@given(PROGRAMS, st.data())
-def test_less_to_wait_for_is_never_later(program, data):
-    """A program without some of its waits and orders ends at the same time or earlier."""
-    keep = [call for call in program if call[0] in ("host", "put") or data.draw(st.booleans())]
-    assert run(keep).timeline().end_ns <= run(program).timeline().end_ns
+    assert clock.timeline().duration_ns == sum(clock.timeline().busy_ns().values()) == clock.now_ns
 
 
 @fast

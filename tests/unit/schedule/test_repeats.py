@@ -121,8 +121,7 @@ def runs():
     record = micro_batch._Ready.record
 
     def count(ready, **how):
-        paths = {name.rpartition(".")[0] for name in ready.names.values()}
-        made.append(len(paths))
+        made.append(len({name.rpartition(".")[0] for name in ready.names.values()}))
         return record(ready, **how)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -130,16 +129,10 @@ def runs():
         yield made
 
 
-def trace_in_full(training, machine=H100):
+def trace_in_full(training):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(micro_batch, "find_stacks", lambda model: ())
-        return training.trace(machine)
-
-
-def differing(found, expected):
-    """The first note that differs, for the message of a test that fails."""
-    pairs = enumerate(zip(found.notes, expected.notes, strict=False))
-    return next((place, *pair) for place, pair in pairs if pair[0] != pair[1])
+        return training.trace(H100)
 
 
 def check_extended(training):
@@ -149,18 +142,8 @@ def check_extended(training):
     with runs() as made:
         found = training.trace(H100)
     assert [made.count(num) for num in sorted(set(made))] == [2, 1, 1], "few blocks, one more, and all in forward"
-    assert found == expected, differing(found, expected)
-
-
-def check_fallback(training, caplog):
-    """The model runs in full, and the notes are the same."""
-    expected = trace_in_full(training)
-    with runs() as made, caplog.at_level(logging.INFO, "hf_patrickstar"):
-        found = training.trace(H100)
-    assert not _get_current_dispatch_mode_stack()
-    assert made[-1] == made[-2], "all blocks, twice"
-    assert found == expected
-    return caplog.text
+    pairs = enumerate(zip(found.notes, expected.notes, strict=False))
+    assert found == expected, next((place, *pair) for place, pair in pairs if pair[0] != pair[1])
 
 
 @pytest.fixture
@@ -169,58 +152,54 @@ def shallow(monkeypatch):
     monkeypatch.setattr(stacks, "LEAST_BLOCKS", SHALLOW - 1)
 
 
-def test_extended_notes_of_many_blocks_are_those_of_all_blocks():
-    check_extended(training_of(lambda: llama(32), checkpointing=True))
-
-
-KINDS = {"gpt2": gpt2, "llama": llama, "tied qwen2": tied_qwen2, "bert": bert, "mixtral": mixtral, "phi": phi, "t5": t5}
-
-
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
-def test_extended_notes_are_those_of_all_blocks(make, checkpointing, shallow):
-    check_extended(training_of(lambda: make(SHALLOW), checkpointing))
-
-
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("make", [gpt2, llama, bert], ids=["gpt2", "llama", "bert"])
-def test_so_are_those_of_adapters(make, checkpointing, shallow):
-    check_extended(training_of(lambda: make(SHALLOW), checkpointing, WITH_ADAPTERS))
-
-
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
-def test_so_are_those_of_kinds_that_alternate(checkpointing, shallow):
-    check_extended(training_of(lambda: gemma2(2 * SHALLOW + 1, use_cache=False), checkpointing))
-
-
-def test_so_are_those_of_some_micro_batches_of_a_step_and_of_a_cpu():
-    check_extended(training_of(lambda: llama(DEPTH), num_micro_batches=2, dtype="fp32"))
-
-
 def freeze_first(model):
     model.transformer.h[:3].requires_grad_(False)
     model.enable_input_require_grads()
     return model
 
 
-def test_so_are_those_of_blocks_after_frozen_ones():
-    check_extended(training_of(lambda: freeze_first(gpt2(DEPTH + 3))))
+def evaluate_and_train(model, inputs):
+    with torch.no_grad():
+        model(**inputs)
+    return compute_loss(model, inputs)
 
 
-def test_an_optimizer_may_know_parameters_by_their_order():
-    """As that of a script, which is copied."""
+KINDS = {
+    "gpt2": lambda: training_of(lambda: gpt2(SHALLOW)),
+    "llama, recomputed": lambda: training_of(lambda: llama(SHALLOW), True),
+    "tied qwen2, recomputed": lambda: training_of(lambda: tied_qwen2(SHALLOW), True),
+    "bert": lambda: training_of(lambda: bert(SHALLOW)),
+    "mixtral, recomputed": lambda: training_of(lambda: mixtral(SHALLOW), True),
+    "phi": lambda: training_of(lambda: phi(SHALLOW)),
+    "t5, recomputed": lambda: training_of(lambda: t5(SHALLOW), True),
+    "adapters": lambda: training_of(lambda: bert(SHALLOW), adapters=WITH_ADAPTERS),
+    "adapters, recomputed": lambda: training_of(lambda: llama(SHALLOW), True, WITH_ADAPTERS),
+    "kinds that alternate, recomputed": lambda: training_of(lambda: gemma2(2 * SHALLOW + 1, use_cache=False), True),
+    "micro-batches in fp32": lambda: training_of(lambda: llama(SHALLOW), num_micro_batches=2, dtype="fp32"),
+    "blocks after frozen ones": lambda: training_of(lambda: freeze_first(gpt2(SHALLOW + 3))),
+    "an evaluation inside of a loss": lambda: training_of(lambda: gpt2(SHALLOW), loss=evaluate_and_train),
+}
+
+
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+def test_extended_notes_are_those_of_all_blocks(make, shallow):
+    check_extended(make())
+
+
+def test_extended_notes_of_many_blocks_are_those_of_all_blocks_whatever_the_order_of_parameters():
+    """An optimizer may know parameters by their order, as that of a script, which is copied."""
 
     def make_optimizer(parameters):
         with FakeTensorMode():
-            names = [name for name, _ in llama(DEPTH).named_parameters()]
+            names = [name for name, _ in llama(24).named_parameters()]
         found = list(zip(names, parameters, strict=True))
-        matrices = [parameter for name, parameter in found if "norm" not in name and "layers.9." not in name]
         norms = [parameter for name, parameter in found if "norm" in name]
+        matrices = [parameter for name, parameter in found if "norm" not in name and "layers.9." not in name]
         last = [parameter for name, parameter in found if "norm" not in name and "layers.9." in name]
         groups = {"params": matrices}, {"params": norms, "weight_decay": 0.0}, {"params": last, "lr": 0.01}
         return torch.optim.AdamW(groups, fused=True)
 
-    check_extended(dataclasses.replace(training_of(lambda: llama(DEPTH)), make_optimizer=make_optimizer))
+    check_extended(dataclasses.replace(training_of(lambda: llama(24), True), make_optimizer=make_optimizer))
 
 
 # Where blocks differ
@@ -230,33 +209,6 @@ def widen(model):
     block, width = model.transformer.h[7].mlp, 24
     block.c_fc, block.c_proj = type(block.c_fc)(width, 32), type(block.c_proj)(32, width)
     return model
-
-
-def test_a_block_of_another_width_is_run(caplog):
-    check_fallback(training_of(lambda: widen(gpt2(DEPTH))), caplog)
-
-
-def test_a_loss_that_reads_all_blocks_is_run(caplog):
-    text = check_fallback(training_of(lambda: mixtral(DEPTH, output_router_logits=True)), caplog)
-    assert "blocks repeat, but the model is run with all of them: IrregularError('blocks differ" in text
-
-
-def test_a_loss_that_counts_blocks_is_run(caplog):
-    def loss(model, inputs):
-        return compute_loss(model, inputs) + torch.ones(len(model.transformer.h), device="cpu").sum()
-
-    text = check_fallback(training_of(lambda: gpt2(DEPTH), loss=loss), caplog)
-    assert "5 blocks do something else than 4, extended by one" in text
-
-
-def test_a_cache_for_all_layers_of_the_configuration_is_made_in_full(caplog, shallow):
-    text = check_fallback(training_of(lambda: gemma2(2 * SHALLOW)), caplog)
-    assert "blocks repeat, but the model is run with all of them: IrregularError('blocks differ" in text
-
-
-def test_kinds_without_a_pattern_are_run(caplog):
-    kinds = ["sliding_attention"] * 5 + ["full_attention"] * 3 + ["sliding_attention"] * 4 + ["full_attention"]
-    check_fallback(training_of(lambda: gemma2(len(kinds), layer_types=kinds, use_cache=False)), caplog)
 
 
 class OddBlock(torch.nn.Module):
@@ -276,26 +228,39 @@ def make_odd(model):
     return model
 
 
-def test_a_block_that_asks_for_its_number_is_run(caplog):
-    """Neither its parameters nor four blocks and five show it; a forward of all blocks does."""
-    text = check_fallback(training_of(lambda: make_odd(gpt2(DEPTH))), caplog)
-    assert "the forward of all blocks does something else" in text
+def count_blocks(model, inputs):
+    return compute_loss(model, inputs) + torch.ones(len(model.transformer.h), device="cpu").sum()
 
 
-def test_a_model_that_counts_on_all_blocks_is_run(caplog):
-    def loss(model, inputs):
-        return compute_loss(model, inputs) + 0.0 * model.transformer.h[DEPTH - 1].ln_1.weight.sum()
-
-    assert "IndexError" in check_fallback(training_of(lambda: gpt2(DEPTH), loss=loss), caplog)
+def read_last(model, inputs):
+    return compute_loss(model, inputs) + 0.0 * model.transformer.h[DEPTH - 1].ln_1.weight.sum()
 
 
-def test_blocks_of_a_model_that_is_evaluated_in_its_loss_are_told_again():
-    def loss(model, inputs):
-        with torch.no_grad():
-            model(**inputs)
-        return compute_loss(model, inputs)
+WITHOUT_PATTERN = ["sliding_attention"] * 5 + ["full_attention"] * 3 + ["sliding_attention"] * 4 + ["full_attention"]
+IRREGULAR = {
+    "another width": (lambda: training_of(lambda: widen(gpt2(DEPTH))), ""),
+    "a loss that reads all": (lambda: training_of(lambda: mixtral(DEPTH, output_router_logits=True)), "blocks differ"),
+    "a loss that counts": (lambda: training_of(lambda: gpt2(DEPTH), loss=count_blocks), "something else than 4"),
+    "a cache for all layers": (lambda: training_of(lambda: gemma2(2 * SHALLOW)), "blocks differ"),
+    "no pattern": (lambda: training_of(lambda: gemma2(13, layer_types=WITHOUT_PATTERN, use_cache=False)), ""),
+    # Neither its parameters nor four blocks and five show it; a forward of all blocks does.
+    "a number": (lambda: training_of(lambda: make_odd(gpt2(DEPTH))), "the forward of all blocks does something else"),
+    "an index": (lambda: training_of(lambda: gpt2(DEPTH), loss=read_last), "IndexError"),
+}
 
-    check_extended(training_of(lambda: gpt2(DEPTH), loss=loss))
+
+@pytest.mark.parametrize(("make", "why"), IRREGULAR.values(), ids=IRREGULAR)
+def test_a_model_whose_blocks_differ_is_run_in_full(make, why, caplog, request):
+    if "cache" in request.node.name:
+        request.getfixturevalue("shallow")
+    training = make()
+    expected = trace_in_full(training)
+    with runs() as made, caplog.at_level(logging.INFO, "hf_patrickstar"):
+        assert training.trace(H100) == expected
+    assert not _get_current_dispatch_mode_stack()
+    assert made[-1] == made[-2], "all blocks, twice"
+    assert why in caplog.text
+    assert bool(why) is ("blocks repeat, but the model is run with all of them" in caplog.text)
 
 
 def test_a_script_whose_trainer_keeps_its_model_sees_all_blocks_last():
@@ -312,39 +277,36 @@ def test_a_script_whose_trainer_keeps_its_model_sees_all_blocks_last():
 # Stacks
 
 
-def stacks_of(make):
+def nested():
+    """A list inside of a block is no stack."""
+    blocks = [torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(12))) for _ in range(13)]
+    return torch.nn.ModuleDict({"own": torch.nn.Sequential(*blocks)})
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (lambda: gpt2(DEPTH), [("transformer.h", 0, 1, 12)]),
+        (lambda: gpt2(11), []),
+        (lambda: t5(14), [("encoder.block", 1, 1, 13), ("decoder.block", 1, 1, 16)]),
+        (lambda: gemma2(27), [("model.layers", 1, 2, 13)]),
+        (lambda: widen(gpt2(24)), [("transformer.h", 8, 1, 16)]),
+        (lambda: widen(gpt2(18)), []),
+        (nested, [("own", 0, 1, 13)]),
+    ],
+)
+def test_stacks_of_models(make, found):
     with FakeTensorMode():
-        return find_stacks(make())
+        assert find_stacks(make()) == tuple(Stack(*fields) for fields in found)
 
 
-def test_stacks_of_models():
-    assert stacks_of(lambda: gpt2(DEPTH)) == (Stack("transformer.h", 0, 1, 12),)
-    assert stacks_of(lambda: gpt2(11)) == ()
-    assert stacks_of(lambda: t5(14)) == (Stack("encoder.block", 1, 1, 13), Stack("decoder.block", 1, 1, 16))
-    assert stacks_of(lambda: gemma2(27)) == (Stack("model.layers", 1, 2, 13),)
-    assert stacks_of(lambda: widen(gpt2(24))) == (Stack("transformer.h", 8, 1, 16),)
-    assert stacks_of(lambda: widen(gpt2(18))) == ()
-
-
-def test_a_list_inside_of_a_block_is_none():
-    def make():
-        blocks = [torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(12))) for _ in range(13)]
-        return torch.nn.Sequential(*blocks)
-
-    assert stacks_of(lambda: torch.nn.ModuleDict({"own": make()})) == (Stack("own", 0, 1, 13),)
-
-
-def test_a_model_is_cut_in_place():
+def test_a_model_is_cut_in_place_and_names_of_blocks_are_taken_apart():
     model = widen(gpt2(24))
     cut(model, find_stacks(model), 4)
     assert len(model.transformer.h) == 12
-
-
-def test_names_of_blocks():
     stack = Stack("model.layers", 1, 2, 12)
-    assert stack.split("model.layers.0.norm") is None
-    assert stack.split("other.model.layers.3.norm") is None
-    assert stack.split("model.norm") is None
+    for name in ("model.layers.0.norm", "other.model.layers.3.norm", "model.norm"):
+        assert stack.split(name) is None
     parts, block = stack.split("model.layers.4.norm.weight")
     assert (parts, block) == ((1, "norm.weight"), 1)
     assert stack.join(parts, 12) == "model.layers.26.norm.weight"

@@ -1,4 +1,4 @@
-"""What benchmarks say of their own figures: aims, versions, and trees that are not committed."""
+"""Benchmarks with tiny sizes, and what they say of their own figures: aims, versions, trees that are not committed."""
 
 import json
 import subprocess
@@ -7,61 +7,67 @@ import types
 
 import pytest
 
-
-def run(load, monkeypatch, tmp_path, name, words):
-    """What a benchmark writes, run in this process."""
-    target = tmp_path / "found.json"
-    monkeypatch.setattr(sys, "argv", [f"benchmarks/{name}.py", *words.split(), "--output", str(target)])
-    code = 0
-    try:
-        load(name).main()
-    except SystemExit as error:
-        code = error.code
-    return code, json.loads(target.read_text())
+SIZES = {"hidden_size": 256, "num_hidden_layers": 3, "intermediate_size": 512, "num_attention_heads": 2}
+OVERHEAD = "--device cpu --layers 1 --hidden 64 --length 16 --batch_size 1 --warmup 1 --steps 2 --repeats 1"
 
 
-TINY = "--device cpu --layers 1 --hidden 64 --length 16 --batch_size 1 --warmup 1 --steps 2 --repeats 1"
+@pytest.fixture
+def run(load, monkeypatch, tmp_path):
+    """Runs a benchmark in this process; returns its exit status and what it has written."""
+
+    def run(name, words):
+        target = tmp_path / "found.json"
+        monkeypatch.setattr(sys, "argv", [f"benchmarks/{name}.py", *words.split(), "--output", str(target)])
+        code = 0
+        try:
+            load(name).main()
+        except SystemExit as error:
+            code = error.code
+        return code, json.loads(target.read_text())
+
+    return run
 
 
-@pytest.mark.parametrize(("aim", "limit", "fails"), [(1e9, 1e9, False), (1e9, 0.0, True), (0.0, 1e9, False)])
-def test_the_overhead_is_told_beside_its_aim_and_fails_above_its_limit(
-    load, monkeypatch, tmp_path, capsys, aim, limit, fails
+@pytest.mark.parametrize(("aim", "limit", "fails"), [(1e9, 0.0, True), (0.0, 1e9, False)])
+def test_the_overhead_is_said_beside_its_aim_and_fails_above_its_limit(
+    load, monkeypatch, run, capsys, aim, limit, fails
 ):
-    assert load("bench_overhead").AIM == 1.02
-    monkeypatch.setattr(load("bench_overhead"), "AIM", aim)
-    code, found = run(load, monkeypatch, tmp_path, "bench_overhead", f"{TINY} --limit {limit}")
-    assert (found["aim"], found["aim_met"], found["limit"]) == (aim, aim > 0, limit)
-    assert f"aim of {aim}: {'met' if aim > 0 else 'not met'}\n" in capsys.readouterr().out
-    assert bool(code) is fails
+    bench = load("bench_overhead")
+    assert (bench.AIM, bench.DEEP_AIM_US) == (1.02, 25)
+    monkeypatch.setattr(bench, "AIM", aim)
+    monkeypatch.setattr(bench, "DEEP_AIM_US", aim)
+    code, found = run("bench_overhead", f"{OVERHEAD} --limit {limit}")
+    assert (bool(code), found["aim_met"], found["limit"]) == (fails, aim > 0, limit)
+    code, found = run("bench_overhead", f"{OVERHEAD} --deep 20")
+    assert (code, [row.get("aim_met") for row in found["rows"]]) == (0, [aim > 0, None, None])
+    said = capsys.readouterr().out
+    for what in (f"aim of {aim}", "per module and pass"):
+        assert f"{what}: {'met' if aim > 0 else 'not met'}\n" in said
 
 
-@pytest.mark.parametrize("aim", [0.0, 1e9])
-def test_hooks_are_told_beside_their_aim(load, monkeypatch, tmp_path, capsys, aim):
-    assert load("bench_overhead").DEEP_AIM_US == 25
-    monkeypatch.setattr(load("bench_overhead"), "DEEP_AIM_US", aim)
-    code, found = run(load, monkeypatch, tmp_path, "bench_overhead", f"{TINY} --deep 20")
-    assert code == 0
-    assert [row.get("aim_met") for row in found["rows"]] == [aim > 0, None, None]
-    assert f"per module and pass: {'met' if aim > 0 else 'not met'}\n" in capsys.readouterr().out
+def test_a_timeline_has_its_bounds(load, monkeypatch, run, capsys):
+    monkeypatch.setitem(load("bench_timeline").MODELS, "tiny", SIZES)
+    _, found = run("bench_timeline", "--models tiny --tokens 4096 --machines rtx4090")
+    (row,) = found["rows"]
+    assert row["over_lower_bound"] >= row["over_clipped_bound"] > 0.99
+    assert row["clipped_bound_s"] <= row["serial_s"]
+    assert f"{row['over_clipped_bound']:.2f}x" in capsys.readouterr().out
+
+
+def test_each_size_of_chunks_has_a_row(load, monkeypatch, run):
+    bench = load("bench_chunk_size")
+    monkeypatch.setitem(bench.MODELS, "tiny", (bench.llama(6, 128, 256), (4 * 128 + 3 * 256) * 128))
+    monkeypatch.setattr(bench, "LEAST", 2**18)
+    _, found = run("bench_chunk_size", "--models tiny --tokens 64 --machines rtx4090")
+    rows = [row for row in found["rows"] if row["budget"] == "all"]
+    numels = {row["size"]: row["chunk_numel"] for row in rows}
+    assert list(numels) == ["auto", "0.5 block", "1 block", "2 block"]
+    assert numels["2 block"] == 2 * numels["1 block"] == 2 * (4 * 128 + 3 * 256) * 128
+    assert all(row["seconds"] > 0 for row in rows if row["size"] == "auto")
 
 
 def git(folder, *words):
     subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=folder, check=True)
-
-
-@pytest.fixture
-def tree(load, monkeypatch, tmp_path):
-    """A repository with one commit, in which results are written."""
-    common = load("common")
-    monkeypatch.setattr(common, "ROOT", tmp_path)
-    monkeypatch.setattr(common, "RESULTS", tmp_path / "benchmarks" / "results")
-    common.RESULTS.mkdir(parents=True)
-    (tmp_path / "code.py").write_text("1")
-    (common.RESULTS / "old_cpu.json").write_text("1")
-    git(tmp_path, "init", "-q")
-    git(tmp_path, "add", "-A")
-    git(tmp_path, "commit", "-q", "-m", "first")
-    return tmp_path
 
 
 @pytest.mark.parametrize(
@@ -73,26 +79,50 @@ def tree(load, monkeypatch, tmp_path):
         ("benchmarks/results/old_cpu.json", "results", False, False),
     ],
 )
-def test_a_result_of_a_tree_that_is_not_committed_says_so(load, tree, capsys, changed, output, is_dirty, is_said):
+def test_a_result_of_a_tree_that_is_not_committed_says_so(
+    load, monkeypatch, tmp_path, capsys, changed, output, is_dirty, is_said
+):
+    common, results = load("common"), tmp_path / "benchmarks" / "results"
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    monkeypatch.setattr(common, "RESULTS", results)
+    results.mkdir(parents=True)
+    for path in (tmp_path / "code.py", results / "old_cpu.json"):
+        path.write_text("1")
+    for words in (("init", "-q"), ("add", "-A"), ("commit", "-q", "-m", "first")):
+        git(tmp_path, *words)
     if changed is not None:
-        (tree / changed).write_text("2")
-    target = tree / "benchmarks" / "results" / "new_cpu.json" if output == "results" else tree / output
+        (tmp_path / changed).write_text("2")
+    target = results / "new_cpu.json" if output == "results" else tmp_path / output
     options = types.SimpleNamespace(device="cpu", output=output if output == "results" else str(target))
-    load("common").finish("new", options, {"seconds": 1})
+    common.finish("new", options, {"seconds": 1})
     found = json.loads(target.read_text())
-    assert found["seconds"] == 1
-    assert found["commit"] != "unknown"
-    assert found["commit"].endswith("-dirty") is is_dirty
+    assert (found["seconds"], found["commit"] != "unknown", found["commit"].endswith("-dirty")) == (1, True, is_dirty)
     assert ("not to be committed" in capsys.readouterr().out) is is_said
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("COMMIT", "abc")
+    common.finish("new", options, {})
+    assert json.loads(target.read_text())["commit"] == "abc", "where there is no git"
 
 
-@pytest.mark.parametrize("version", [None, "0.19.8"])
-def test_the_version_of_deepspeed_is_recorded_where_it_is_installed(load, monkeypatch, version):
-    monkeypatch.setattr(load("common"), "package_version", {"deepspeed": version}.get)
-    assert load("common").machine("cpu")["versions"].get("deepspeed") == version
-    assert ("deepspeed" in load("common").machine("cpu")["versions"]) is (version is not None)
+def test_versions_are_recorded_where_a_package_is_installed(load, monkeypatch):
+    common = load("common")
+    assert common.package_version("torch")
+    assert common.package_version("no-such-package") is None
+    monkeypatch.setattr(common, "package_version", {"deepspeed": "0.19.8"}.get)
+    assert common.machine("cpu")["versions"]["deepspeed"] == "0.19.8"
 
 
-def test_a_package_that_is_not_installed_has_no_version(load):
-    assert load("common").package_version("torch")
-    assert load("common").package_version("no-such-package") is None
+def test_peers_name_the_index_of_the_device(load, monkeypatch):
+    """``torch.cuda.set_device`` refuses a device without one."""
+    import torch
+
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append(torch._utils._get_device_index(device)))
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **kwargs: None)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "0")  # what is set is taken back
+    for device in ("cuda", "cuda:1"):
+        with load("peers").process_group(torch.device(device)):
+            pass
+    assert chosen == [0, 1]

@@ -22,25 +22,13 @@ def test_none_are_made_while_libraries_are_loaded(is_enabled):
         gc.enable()
 
 
-@pytest.fixture
-def unfrozen():
+def test_objects_of_libraries_are_set_aside_inside_alone_and_while_the_command_plans(monkeypatch):
     gc.unfreeze()
-    yield
-    assert not gc.get_freeze_count()
-
-
-@pytest.mark.usefixtures("unfrozen")
-def test_objects_are_set_aside_inside_alone():
     with objects_set_aside():
-        assert gc.get_freeze_count() > 1000
         with objects_set_aside():
             pass
         assert gc.get_freeze_count() > 1000, "the outer block goes on"
     assert not gc.get_freeze_count()
-
-
-@pytest.mark.usefixtures("unfrozen")
-def test_the_command_plans_with_the_objects_of_libraries_set_aside(monkeypatch):
     seen = []
 
     def arrange(options):
@@ -49,4 +37,4 @@ def test_the_command_plans_with_the_objects_of_libraries_set_aside(monkeypatch):
 
     monkeypatch.setattr(plan_run, "_arrange", arrange)
     assert main(["plan", "gpt2:n_layer=2,n_embd=32,n_head=2", "--device-memory", "1GiB"]) == 2
-    assert seen == [(True, True)]
+    assert (seen, gc.get_freeze_count()) == ([(True, True)], 0)
