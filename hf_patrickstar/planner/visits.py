@@ -48,7 +48,7 @@ def seconds_of_a_visit() -> float:
 
     # There is room for copies of all chunks and not for the optimizer's states beside them, so chunks do move.
     param_nbytes = sum(parameter.nbytes for parameter in ours.parameters())
-    settings = {"placement": "host", "chunk_numel": _CHUNK_NUMEL, "chunk_budget": 2 * param_nbytes}
+    settings = {"placement": "host", "chunk_numel": _CHUNK_NUMEL, "chunk_budget": f"{2 * param_nbytes}B"}
     made = torch.optim.AdamW(ours.parameters(), lr=0.0)
     engine = PatrickStarEngine(ours, settings, made, device=device, listener=count, process_group=_alone)
     try:

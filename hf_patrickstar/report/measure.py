@@ -33,7 +33,7 @@ from hf_patrickstar.memory.pinning import make_pinning
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import Copy, make_streams, seconds_of, synchronize
 from hf_patrickstar.memory.tiers import Tier, available_host_nbytes, total_host_nbytes
-from hf_patrickstar.units import ALIGNMENT_NUMEL, MIB, align
+from hf_patrickstar.units import ALIGNMENT_NUMEL, KIB, MIB, align
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Types whose matrix products are measured."""
@@ -81,8 +81,8 @@ def cpu_name(file: pathlib.Path = CPU_FILE) -> str:
     return platform.processor() or platform.machine()
 
 
-class Sweeps:
-    """Sweeps of one buffer through the caches; see [Note: cold caches].
+class Sweeps(torch.nn.Module):
+    """Sweeps of one buffer through the caches; see [Note: cold caches]. As a module it sweeps, and returns its input.
 
     Args:
         device: The device of the model. There are no sweeps on an accelerator.
@@ -93,15 +93,21 @@ class Sweeps:
     """
 
     def __init__(self, device: torch.device, nbytes: int = SWEPT_NBYTES) -> None:
+        super().__init__()
         self.seconds = 0.0
-        self._buffer = None if is_accelerator(device) else numpy.zeros(nbytes // 4, numpy.float32)
+        self._swept = None if is_accelerator(device) else numpy.zeros(nbytes // 4, numpy.float32)
 
     def sweep(self) -> None:
         """Reads and writes all of the buffer."""
-        if self._buffer is not None:
+        if self._swept is not None:
             begin = time.perf_counter()
-            self._buffer += 1.0
+            self._swept += 1.0
             self.seconds += time.perf_counter() - begin
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Sweeps in forward, and once more in backward."""
+        found: torch.Tensor = _Sweep.apply(inputs, self)
+        return found
 
     def between(self, modules: Iterable[torch.nn.Module]) -> torch.nn.Sequential:
         """A model of modules with a sweep after each, in forward and in backward.
@@ -109,18 +115,21 @@ class Sweeps:
         Args:
             modules: The modules.
         """
-        model = torch.nn.Sequential(*modules)
+        swept = [] if self._swept is None else [self]
+        return torch.nn.Sequential(*(part for module in modules for part in (module, *swept)))
 
-        def interlude(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-            self.sweep()
-            output = output.view_as(output)
-            if output.requires_grad:
-                output.register_hook(lambda gradient: self.sweep())
-            return output
 
-        for module in model if self._buffer is not None else ():
-            module.register_forward_hook(interlude)
-        return model
+class _Sweep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, sweeps: Sweeps) -> torch.Tensor:
+        ctx.sweeps = sweeps
+        sweeps.sweep()
+        return inputs.view_as(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.sweeps.sweep()
+        return gradients[0], None
 
 
 def measure_machine(
@@ -234,7 +243,7 @@ class _Measurement:
         return times * 4 * self._numel / seconds
 
     def _copy_latency(self) -> float:
-        host, device = (self._buffer(tier, 1024) for tier in (Tier.HOST, Tier.DEVICE))
+        host, device = (self._buffer(tier, KIB) for tier in (Tier.HOST, Tier.DEVICE))
         return self._median(self._device, lambda: _join(self.streams.fetch(host, device)), self._occupy)
 
     def _operator(self) -> float:

@@ -118,7 +118,7 @@ def test_a_sweep_follows_each_module_in_both_directions_changes_nothing_and_is_l
     assert made.seconds == 3.0
     found = torch.autograd.grad(loss, plain)
     assert made.seconds == 6.0
-    assert (made._buffer == 6.0).all(), "each goes through all of the buffer"
+    assert (made._swept == 6.0).all(), "each goes through all of the buffer"
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     measurement = measure._Measurement(CPU, SLOW)
     seconds = measurement._host_seconds(lambda: [made.sweep() for _ in range(3)], made)
