@@ -39,9 +39,6 @@ class BasePlugin:
     def __init__(self):
         """Plug-ins are made without arguments."""
 
-    def register(self, cfg: dict):
-        pass
-
     def get_input_args(self):
         return None
 
@@ -59,9 +56,6 @@ class BasePlugin:
 
     def get_training_args(self, cfg: DictDefault):
         return None
-
-    def post_train(self, cfg: DictDefault, model):
-        pass
 
 
 class PluginManager:
@@ -85,10 +79,6 @@ class AxolotlTrainer(Trainer):
     pass
 
 
-class AxolotlRewardTrainer(Trainer):
-    pass
-
-
 class AxolotlDPOTrainer(Trainer):
     pass
 
@@ -107,7 +97,7 @@ class HFCausalTrainerBuilder:
                 found = plugin.get_trainer_cls(self.cfg)
                 if found is not None:
                     return found
-        return AxolotlRewardTrainer if self.cfg.reward_model else AxolotlTrainer
+        return AxolotlTrainer
 
 
 class HFRLTrainerBuilder:
@@ -164,7 +154,7 @@ def install(monkeypatch):
         "axolotl.utils.dict": ("DictDefault",),
         "axolotl.core.builders.causal": ("HFCausalTrainerBuilder",),
         "axolotl.core.builders.rl": ("HFRLTrainerBuilder",),
-        "axolotl.core.trainers": ("AxolotlTrainer", "AxolotlRewardTrainer", "AxolotlDPOTrainer"),
+        "axolotl.core.trainers": ("AxolotlTrainer", "AxolotlDPOTrainer"),
         "axolotl.core.trainers.grpo.trainer": ("AxolotlGRPOTrainer",),
     }
     for path, names in modules.items():

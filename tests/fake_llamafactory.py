@@ -7,7 +7,7 @@ The names and the order of calls are those of these files of its wheel:
 - ``llamafactory/v1/plugins/trainer_plugins/distributed/hub.py``: ``DistributedPlugin``
 - ``llamafactory/v1/plugins/trainer_plugins/optimizer.py``: ``OptimizerPlugin``
 - ``llamafactory/v1/core/base_trainer.py``: ``BaseTrainer.__init__`` and ``fit``
-- ``llamafactory/v1/trainers/sft_trainer.py``, ``rm_trainer.py``: ``run_sft``, ``run_rm``
+- ``llamafactory/v1/trainers/sft_trainer.py``: ``run_sft``
 """
 
 import importlib
@@ -92,8 +92,7 @@ def install(monkeypatch):
         "llamafactory.v1.plugins.model_plugins.initialization": {"InitPlugin": InitPlugin},
         "llamafactory.v1.plugins.trainer_plugins.distributed.hub": {"DistributedPlugin": DistributedPlugin},
         "llamafactory.v1.plugins.trainer_plugins.optimizer": {"OptimizerPlugin": OptimizerPlugin},
-        "llamafactory.v1.trainers.sft_trainer": {"run_sft": lambda: ran.append(("sft", sys.argv[1:]))},
-        "llamafactory.v1.trainers.rm_trainer": {"run_rm": lambda: ran.append(("rm", sys.argv[1:]))},
+        "llamafactory.v1.trainers.sft_trainer": {"run_sft": lambda: ran.append(sys.argv[1:])},
     }
     for path, names in modules.items():
         parts = path.split(".")

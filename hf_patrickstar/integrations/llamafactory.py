@@ -19,7 +19,7 @@ model is read onto the device.
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from llamafactory.v1.plugins.model_plugins.initialization import InitPlugin
@@ -36,13 +36,6 @@ _MESH = ("name", "timeout", "mp_replicate_size", "mp_shard_size", "dp_size", "cp
 """Keys of ``dist_config`` that LLaMA-Factory itself reads."""
 
 
-class Asked(NamedTuple):
-    """What ``dist_config`` asks for: settings of the engine, and its precision."""
-
-    config: PatrickStarConfig
-    precision: str
-
-
 @InitPlugin(HOST).register()
 def start_on_host() -> torch.device:
     """Where the model is read to: host memory, from where the engine fills its chunks."""
@@ -55,7 +48,7 @@ def ask_for_chunks(model: torch.nn.Module, dist_config: Mapping[str, Any], **kwa
 
     Args:
         model: The model.
-        dist_config: Settings as ``PatrickStarConfig`` names them, beside LLaMA-Factory's own keys.
+        dist_config: Settings as ``PatrickStarConfig`` names them, and LLaMA-Factory's own keys.
         **kwargs: ``bf16``, whether it trains in bf16 with fp32 masters.
 
     Returns:
@@ -65,14 +58,9 @@ def ask_for_chunks(model: torch.nn.Module, dist_config: Mapping[str, Any], **kwa
         ConfigError: If a setting makes no sense, or there are several processes.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError(
-            "LLaMA-Factory saves checkpoints on rank 0 alone, which chunks of several processes cannot follow; start "
-            "one process, or train with a Trainer and --patrickstar"
-        )
-    if int(dist_config.get("cp_size", 1)) > 1:
-        raise ConfigError(f"dist_config has the name '{NAME}', which cannot split sequences; set cp_size to 1")
+        raise ConfigError("the plug-in works with one process, since LLaMA-Factory saves on rank 0 alone; start one")
     config = PatrickStarConfig.from_any({key: value for key, value in dist_config.items() if key not in _MESH})
-    model.__dict__[_ASKED] = Asked(config, "bf16" if kwargs.get("bf16") else "no")
+    model.__dict__[_ASKED] = config, "bf16" if kwargs.get("bf16") else "no"
     return model
 
 
@@ -82,73 +70,44 @@ def make_adamw(model: torch.nn.Module, optim_config: Mapping[str, Any]) -> torch
 
     Args:
         model: A model that ``ask_for_chunks`` has seen.
-        optim_config: Arguments of ``torch.optim.AdamW``; ``lr`` must be one of them.
+        optim_config: Arguments of ``torch.optim.AdamW``.
 
     Returns:
         The optimizer in chunks.
 
     Raises:
-        ConfigError: If ``dist_config`` does not name ``patrickstar``, or ``lr`` is missing.
         BudgetError: If a budget (bytes) is too small.
     """
-    asked: Asked | None = model.__dict__.get(_ASKED)
-    if asked is None:
-        raise ConfigError(f"optim_config has the name '{OPTIMIZER}'; add dist_config: {{name: {NAME}}}")
+    config, precision = model.__dict__[_ASKED]
     options = {key: value for key, value in optim_config.items() if key != "name"}
-    if "lr" not in options:
-        raise ConfigError(
-            f"optim_config has the name '{OPTIMIZER}' but no 'lr'; LLaMA-Factory does not pass learning_rate to it, so "
-            "add lr"
-        )
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, **options)
-    engine = PatrickStarEngine(model, asked.config, optimizer, precision=asked.precision)
+    engine = PatrickStarEngine(model, config, torch.optim.AdamW(trainable, **options), precision=precision)
     assert engine.optimizer is not None
     return engine.optimizer
 
 
-def check_names(model_args: Any, training_args: Any) -> None:
-    """Checks that the three names of the plug-in stand together.
-
-    Args:
-        model_args: LLaMA-Factory's ``ModelArguments``.
-        training_args: LLaMA-Factory's ``TrainingArguments``.
-
-    Raises:
-        ConfigError: If one is missing: the model would be on the device as a whole, or its states outside of chunks.
-    """
-    needed = (
-        ("dist_config", training_args.dist_config, NAME, "device_budget: 8GiB"),
-        ("optim_config", training_args.optim_config, OPTIMIZER, "lr: 1.0e-5"),
-        ("init_config", model_args.init_config, HOST, ""),
-    )
-    for key, given, name, more in needed:
-        if given is None or given.get("name") != name:
-            example = f"{{name: {name}{', ' if more else ''}{more}}}"
-            raise ConfigError(
-                f"{key} does not have the name '{name}', which training in chunks needs; set {key}: {example}"
-            )
-
-
 def main() -> None:
-    """Runs ``sft`` or ``rm`` of LLaMA-Factory's ``v1`` in this process, with the plug-in registered.
+    """Runs ``sft`` of LLaMA-Factory's ``v1`` in this process, with the plug-in registered.
 
     Raises:
         SystemExit: With one sentence; status 2 if an argument or setting makes no sense, 1 if memory does not suffice.
     """
-    command = sys.argv.pop(1) if len(sys.argv) > 1 else ""
     try:
+        if sys.argv[1:2] != ["sft"]:
+            raise ConfigError("the command must be sft, followed by a YAML file")
+        del sys.argv[1]
         from llamafactory.v1.config import get_args
+        from llamafactory.v1.trainers.sft_trainer import run_sft
 
-        if command in ("train", "sft"):
-            from llamafactory.v1.trainers.sft_trainer import run_sft as run
-        elif command == "rm":
-            from llamafactory.v1.trainers.rm_trainer import run_rm as run
-        else:
-            raise ConfigError(f"the command is '{command}'; it must be sft or rm, followed by a YAML file")
         model_args, _, training_args, _ = get_args()
-        check_names(model_args, training_args)
-        run()
+        names = {"dist_config": NAME, "optim_config": OPTIMIZER, "init_config": HOST}
+        for key, name in names.items():
+            given = getattr(model_args if key == "init_config" else training_args, key)
+            if (given or {}).get("name") != name:
+                raise ConfigError(f"the YAML file does not say '{key}: {{name: {name}}}'; add it")
+        if "lr" not in training_args.optim_config:
+            raise ConfigError("optim_config has no 'lr', and LLaMA-Factory does not pass learning_rate to it; add lr")
+        run_sft()
     except PatrickStarError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2 if isinstance(error, ConfigError) else 1) from error

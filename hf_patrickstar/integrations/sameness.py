@@ -12,98 +12,113 @@ gets rounded parameters in chunks. Such runs are *close* if each of these holds:
 """
 
 import dataclasses
+import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import pathlib
+from collections.abc import Sequence
 from itertools import chain, zip_longest
 
 import torch
 
 from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile
-from hf_patrickstar.integrations.short_training import Record
 
+RECORD, WEIGHTS = "record.json", "weights.safetensors"
 _ROUNDING = {"bf16": 2.0**-7, "fp16": 2.0**-10}
 """The largest distance of neighbouring numbers, relative to their size."""
 _PIECE_NUMEL = 2**22
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class TensorDifference:
-    """How a tensor of one training differs from that of the other.
+class Record:
+    """What a training did.
 
     Attributes:
-        numel: Its elements.
-        num_different: Those with other bits.
-        largest: The largest difference; infinite or NaN where only one training has such a value.
-        is_close: See [Note: close in 16 bits]; false for runs in fp32.
-        problem: Why values cannot be compared; empty if they can.
+        losses: The loss of each micro-batch, by step.
+        norms: The norm of the gradients before clipping, of each step that has logged it.
+        rates: The learning rate of each step.
+        digests: A hash of each parameter and buffer, before training and after each step.
+        precision: ``"no"``, ``"bf16"`` or ``"fp16"``.
+        problem: Why the script cannot be checked; empty if it was trained.
     """
 
-    numel: int
-    num_different: int = 0
-    largest: float = 0.0
-    is_close: bool = False
+    losses: list[list[float]] = dataclasses.field(default_factory=list)
+    norms: list[float] = dataclasses.field(default_factory=list)
+    rates: list[float] = dataclasses.field(default_factory=list)
+    digests: list[dict[str, str]] = dataclasses.field(default_factory=list)
+    precision: str = "no"
     problem: str = ""
 
+    @classmethod
+    def read(cls, directory: str | os.PathLike[str]) -> "Record":
+        """Reads what a process has written.
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Divergence:
-    """Where two trainings differ.
+        Args:
+            directory: Its directory.
+        """
+        return cls(**json.loads((pathlib.Path(directory) / RECORD).read_text(encoding="utf-8")))
 
-    Attributes:
-        step: The first step after which parameters or buffers differ, 0 for before training; ``None`` if none do.
-        names: Parameters and buffers that differ then, in the order of the model.
-        numbers: The first loss, and the first gradient norm, that differ, in words.
-        are_numbers_close: Whether losses and norms are close; see [Note: close in 16 bits].
-    """
+    def write(self, directory: str | os.PathLike[str]) -> None:
+        """Writes the record into the directory of its process.
 
-    step: int | None
-    names: tuple[str, ...]
-    numbers: tuple[str, ...]
-    are_numbers_close: bool
+        Args:
+            directory: The directory.
+        """
+        (pathlib.Path(directory) / RECORD).write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
 
 
-def find_divergence(plain: Record, chunked: Record) -> Divergence | None:
-    """Finds where two trainings differ first; ``None`` if they have the same bits.
+def compare(plain: str | os.PathLike[str], chunked: str | os.PathLike[str]) -> tuple[str, list[str]]:
+    """Compares two trainings; weights are read a piece at a time.
 
     Args:
-        plain: A training.
-        chunked: The other.
+        plain: The directory of the training without ``--patrickstar``, with its record and its last weights.
+        chunked: The directory of the training with ``--patrickstar``.
+
+    Returns:
+        ``"same bits"``, ``"close"`` (see [Note: close in 16 bits]) or ``"different"``, and sentences about it.
     """
-    steps = range(max(len(plain.digests), len(chunked.digests)))
-    found = ((step, _names_that_differ(*(_at(record.digests, step) for record in (plain, chunked)))) for step in steps)
-    step, names = next(((step, names) for step, names in found if names), (None, ()))
-    numbers = (
-        *_first("loss", plain.losses, chunked.losses),
-        *_first("gradient norm", [[norm] for norm in plain.norms], [[norm] for norm in chunked.norms]),
-    )
-    if step is None and not numbers:
-        return None
-    rounding = _rounding_of(plain, chunked)
-    told, others = ([*chain(*record.losses), *record.norms] for record in (plain, chunked))
-    are_close = rounding is not None and _are_close(told, others, rounding)
-    return Divergence(step, names, numbers, are_close)
+    left, right = Record.read(plain), Record.read(chunked)
+    files = [SafetensorsFile(str(pathlib.Path(home) / WEIGHTS)) for home in (plain, chunked)]
+    steps = zip_longest(left.digests, right.digests, fillvalue={})
+    names_by_step = [[name for name in one | other if one.get(name) != other.get(name)] for one, other in steps]
+    details = [
+        *_first("loss", left.losses, right.losses),
+        *_first("gradient norm", [[norm] for norm in left.norms], [[norm] for norm in right.norms]),
+    ]
+    step = next((step for step, names in enumerate(names_by_step) if names), None)
+    if step is None and not details:
+        numel = sum(math.prod(entry.shape) for entry in files[0].entries.values())
+        num_losses, num_weights = sum(map(len, left.losses)), len(left.digests[-1])
+        return "same bits", [
+            f"{len(left.losses)} steps, {num_losses} losses, {len(left.norms)} gradient norms, {num_weights} "
+            f"parameters and buffers with {numel:,} elements"
+        ]
+    if step is not None:
+        when = f"after step {step}" if step else "before the first step"
+        names = names_by_step[step]
+        details.insert(0, f"the first parameters and buffers that differ, {when}: '{names[0]}' ({len(names)} in all)")
+    rounding = _ROUNDING.get(left.precision) or _ROUNDING.get(right.precision)
+    numbers = [[*chain(*record.losses), *record.norms] for record in (left, right)]
+    are_close = rounding is not None and _are_close(*numbers, rounding)
+    reach = 2 * sum(map(abs, left.rates))
+    tolerances = None if rounding is None else (len(left.losses) * rounding, reach)
+    for number, name in enumerate(names_by_step[-1]):
+        text, is_close = _difference(files, name, tolerances)
+        are_close = are_close and is_close
+        if number == 0:
+            details.append(f"at the end {len(names_by_step[-1])} parameters and buffers differ: '{name}' {text}")
+        if not are_close:
+            break
+    return "close" if are_close else "different", details
 
 
-def _at(digests: Sequence[Mapping[str, str]], step: int) -> Mapping[str, str]:
-    return digests[step] if step < len(digests) else {}
-
-
-def _names_that_differ(plain: Mapping[str, str], chunked: Mapping[str, str]) -> tuple[str, ...]:
-    names = dict.fromkeys([*plain, *chunked])
-    return tuple(name for name in names if plain.get(name) != chunked.get(name))
-
-
-def _first(what: str, plain: Sequence[Sequence[float]], chunked: Sequence[Sequence[float]]) -> Iterator[str]:
-    """The first step in which a number differs, in words."""
-    for step, (left, right) in enumerate(zip_longest(plain, chunked, fillvalue=()), 1):
-        texts = [" + ".join(map(repr, values)) or "missing" for values in (left, right)]
-        if texts[0] != texts[1]:
-            yield f"the {what} of step {step} is {texts[0]} in plain training and {texts[1]} with --patrickstar"
-            return
-
-
-def _rounding_of(plain: Record, chunked: Record) -> float | None:
-    return _ROUNDING.get(plain.precision) or _ROUNDING.get(chunked.precision)
+def _first(what: str, plain: Sequence[Sequence[float]], chunked: Sequence[Sequence[float]]) -> list[str]:
+    """The first step in which a number differs, as a sentence."""
+    for step, values in enumerate(zip_longest(plain, chunked, fillvalue=()), 1):
+        left, right = (" + ".join(map(repr, numbers)) or "missing" for numbers in values)
+        if left != right:
+            return [f"the {what} of step {step} is {left} without --patrickstar and {right} with it"]
+    return []
 
 
 def _are_close(plain: Sequence[float], chunked: Sequence[float], rounding: float) -> bool:
@@ -113,67 +128,24 @@ def _are_close(plain: Sequence[float], chunked: Sequence[float], rounding: float
     )
 
 
-class Comparison:
-    """Compares the weights of two trainings, from the files that they have written, a piece at a time.
-
-    Args:
-        plain: What a training did.
-        chunked: What the other did.
-        plain_path: The weights of the first one.
-        chunked_path: The weights of the other.
-    """
-
-    def __init__(self, plain: Record, chunked: Record, plain_path: str, chunked_path: str) -> None:
-        self._files = SafetensorsFile(plain_path), SafetensorsFile(chunked_path)
-        self._rounding = _rounding_of(plain, chunked)
-        self._num_steps = len(plain.losses)
-        self._reach = 2 * sum(map(abs, plain.rates))
-        self._last = _names_that_differ(plain.digests[-1], chunked.digests[-1])
-
-    def differences(self) -> dict[str, TensorDifference]:
-        """How each parameter and buffer differs that does so at the end."""
-        return {name: self.difference_of(name) for name in self._last}
-
-    @property
-    def numel(self) -> int:
-        """Elements of all parameters and buffers of the first training."""
-        return sum(math.prod(entry.shape) for entry in self._files[0].entries.values())
-
-    def difference_of(self, name: str) -> TensorDifference:
-        """How a parameter or buffer differs.
-
-        Args:
-            name: Its name.
-        """
-        entries = [file.entries.get(name) for file in self._files]
-        left, right = entries
-        if left is None or right is None:
-            which = "plain training" if right is None else "the training with --patrickstar"
-            return TensorDifference(0, problem=f"only {which} has it")
-        if (left.dtype, left.shape) != (right.dtype, right.shape):
-            kinds = [f"{str(entry.dtype).removeprefix('torch.')} {list(entry.shape)}" for entry in (left, right)]
-            return TensorDifference(
-                math.prod(left.shape), problem=f"it is {kinds[0]} in plain training and {kinds[1]} with --patrickstar"
-            )
-        numel = math.prod(left.shape)
-        num_different, largest, is_close = 0, 0.0, True
-        for start in range(0, numel, _PIECE_NUMEL):
-            stop = min(start + _PIECE_NUMEL, numel)
-            piece = self._compare(*(file.read(name, start, stop) for file in self._files))
-            num_different += piece.num_different
-            largest = math.nan if math.isnan(largest + piece.largest) else max(largest, piece.largest)
-            is_close = is_close and piece.is_close
-        return TensorDifference(numel, num_different, largest, is_close)
-
-    def _compare(self, plain: torch.Tensor, chunked: torch.Tensor) -> TensorDifference:
+def _difference(
+    files: Sequence[SafetensorsFile], name: str, tolerances: tuple[float, float] | None
+) -> tuple[str, bool]:
+    """How a parameter or buffer differs at the end, and whether it is close: relative and absolute tolerance."""
+    entries = [file.entries.get(name) for file in files]
+    kinds = [f"{entry.dtype} {list(entry.shape)}" if entry is not None else "missing" for entry in entries]
+    if kinds[0] != kinds[1] or entries[0] is None:
+        return f"is {kinds[0]} without --patrickstar and {kinds[1]} with it", False
+    numel = math.prod(entries[0].shape)
+    num_different, largest, is_close = 0, 0.0, tolerances is not None and entries[0].dtype.is_floating_point
+    for start in range(0, numel, _PIECE_NUMEL):
+        plain, chunked = (file.read(name, start, min(start + _PIECE_NUMEL, numel)) for file in files)
         size = plain.element_size()
         are_other = (plain.view(torch.uint8) != chunked.view(torch.uint8)).view(-1, size).any(1)
-        if not are_other.any():
-            return TensorDifference(plain.numel(), is_close=self._rounding is not None)
         left, right = plain[are_other].double(), chunked[are_other].double()
         distances = (left - right).abs()
-        largest = float(distances.max()) if not distances.isnan().any() else math.nan
-        is_close = self._rounding is not None and plain.is_floating_point()
-        if is_close and self._rounding is not None:
-            is_close = bool((distances <= self._num_steps * self._rounding * left.abs() + self._reach).all())
-        return TensorDifference(plain.numel(), int(are_other.sum()), largest, is_close)
+        num_different += len(distances)
+        largest = float(torch.cat([distances, distances.new_tensor([largest])]).max())  # NaN stays NaN
+        if is_close and tolerances is not None:
+            is_close = bool((distances <= tolerances[0] * left.abs() + tolerances[1]).all())
+    return f"in {num_different:,} of {numel:,} elements, by {largest:.6g} at most", is_close

@@ -4,14 +4,12 @@ The classes of [Note: unchanged scripts] have to be put before transformers' Tra
 imports it.
 """
 
-import os
 import sys
 
 from hf_patrickstar.integrations.unchanged import Defaults, install
 
 if __name__ == "__main__":
-    os.dup2(2, 1)  # what the script prints is not what the command says
     install(Defaults())
-    from hf_patrickstar.integrations.short_training import main
+    from hf_patrickstar.integrations.short_training import record_training
 
-    sys.exit(main(sys.argv[1:]))
+    record_training(sys.argv[1])

@@ -9,20 +9,19 @@ import dataclasses
 import hashlib
 import json
 import pathlib
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, set_seed
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, Reader
 from hf_patrickstar.checkpoint.safetensors_file import write_safetensors
 from hf_patrickstar.config import PatrickStarConfig
+from hf_patrickstar.integrations.sameness import WEIGHTS, Record
 from hf_patrickstar.integrations.script import ScriptError, StopScript, run_script, set_known, touch_nothing
 
-RECORD, WEIGHTS, PROBLEM = "record.json", "weights.safetensors", "problem.txt"
 _SEED = 0
 _DIGEST_NBYTES = 16
 
@@ -32,10 +31,9 @@ class Task:
     """What one process does.
 
     Attributes:
-        directory: Where it writes ``RECORD``, the last ``WEIGHTS`` and, if the script cannot be checked, ``PROBLEM``.
+        directory: Where it writes its ``Record`` and the last weights.
         is_chunked: Whether it trains with ``--patrickstar``.
-        num_steps: Steps of the optimizer that the training is made for; the schedule of learning rates ends there.
-        num_done: Steps after which it stops.
+        num_steps: Steps of the optimizer.
         path: The script.
         arguments: The script's own arguments.
     """
@@ -43,37 +41,8 @@ class Task:
     directory: str
     is_chunked: bool
     num_steps: int
-    num_done: int
     path: str
-    arguments: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Record:
-    """What a training did.
-
-    Attributes:
-        losses: The loss of each micro-batch, by step.
-        norms: The norm of the gradients before clipping, of each step that has told it.
-        rates: The learning rate of each step.
-        digests: What stands for the bits of each parameter and buffer, before training and after each step.
-        precision: ``"no"``, ``"bf16"`` or ``"fp16"``.
-    """
-
-    losses: list[list[float]] = dataclasses.field(default_factory=list)
-    norms: list[float] = dataclasses.field(default_factory=list)
-    rates: list[float] = dataclasses.field(default_factory=list)
-    digests: list[dict[str, str]] = dataclasses.field(default_factory=list)
-    precision: str = "no"
-
-    @classmethod
-    def read(cls, directory: str) -> "Record":
-        """Reads what a process has written.
-
-        Args:
-            directory: Its directory.
-        """
-        return cls(**json.loads((pathlib.Path(directory) / RECORD).read_text(encoding="utf-8")))
+    arguments: list[str]
 
 
 class _Recorder(TrainerCallback):
@@ -105,7 +74,7 @@ class _Recorder(TrainerCallback):
         """See ``TrainerCallback``."""
         self.record.losses.append(self._micro_batches)
         self._micro_batches = []
-        is_last = state.global_step >= self._task.num_done
+        is_last = state.global_step >= self._task.num_steps
         self._note_weights(is_last=is_last)
         control.should_training_stop = control.should_training_stop or is_last
 
@@ -160,34 +129,32 @@ def _output_of(task: Task) -> str:
 
 
 def _train(task: Task, trainer: Any, train: Any) -> None:
+    args = trainer.args
     is_made_for_it = hasattr(trainer, "patrickstar_stats") or not task.is_chunked  # it may choose by the flag
-    if not is_made_for_it or not hasattr(trainer.args, "patrickstar"):
+    if not is_made_for_it or not hasattr(args, "patrickstar"):
         raise ScriptError(
-            f"'{task.path}' trains with {type(trainer).__name__} and {type(trainer.args).__name__}, which cannot train "
-            "with --patrickstar; import PatrickStarTrainer and PatrickStarTrainingArguments in their place, or derive "
-            "them from PatrickStarTrainerMixin and PatrickStarArgumentsMixin"
+            f"'{task.path}' trains with {type(trainer).__name__} and {type(args).__name__}, which cannot train with "
+            "--patrickstar; import PatrickStarTrainer and PatrickStarTrainingArguments in their place, or derive them "
+            "from PatrickStarTrainerMixin and PatrickStarArgumentsMixin"
         )
-    args: Any = trainer.args
-    any_trainer: Any = trainer
     if args.patrickstar is not task.is_chunked:
         raise ScriptError(f"'{task.path}' changes 'patrickstar' of its arguments; leave it as it was given")
     # Again, for a script that has changed its arguments after they were made.
     args.max_steps, args.output_dir = task.num_steps, _output_of(task)
     args.save_strategy, args.eval_strategy = SaveStrategy.NO, IntervalStrategy.NO
     args.push_to_hub = args.load_best_model_at_end = False
-    any_trainer.remove_callback(EarlyStoppingCallback)  # it refuses to train without evaluation
-    recorder = _Recorder(task, any_trainer, _precision_of(args))
-    any_trainer.training_step = recorder.training_step
-    any_trainer.add_callback(recorder)
+    trainer.remove_callback(EarlyStoppingCallback)  # it refuses to train without evaluation
+    recorder = _Recorder(task, trainer, _precision_of(args))
+    trainer.training_step = recorder.training_step
+    trainer.add_callback(recorder)
     train(resume_from_checkpoint=False)
     num_done = len(recorder.record.losses)
-    if num_done < task.num_done:
+    if num_done < task.num_steps:
         raise ScriptError(
-            f"'{task.path}' ended its training after {num_done} of {task.num_done} steps; give it more data, or "
+            f"'{task.path}' ended its training after {num_done} of {task.num_steps} steps; give it more data, or "
             "check fewer steps (--steps)"
         )
-    text = json.dumps(dataclasses.asdict(recorder.record))
-    (pathlib.Path(task.directory) / RECORD).write_text(text, encoding="utf-8")
+    recorder.record.write(task.directory)
     raise StopScript
 
 
@@ -198,49 +165,25 @@ def _precision_of(args: Any) -> str:
     return str(args.patrickstar_precision or "no") if dtype == "auto" else dtype.replace("fp32", "no")
 
 
-def record_training(task: Task) -> None:
-    """Trains, and writes what it did.
+def record_training(text: str) -> None:
+    """Trains, and writes what it did, or why the script cannot be checked.
 
     Args:
-        task: What to do.
+        text: The fields of a ``Task`` as JSON.
 
     Raises:
-        ScriptError: If the script cannot be checked.
         Exception: What the script raises.
     """
+    task = Task(**json.loads(text))
     set_seed(_SEED)  # what a script draws before it sets its own seed is the same in each process
     torch.use_deterministic_algorithms(True, warn_only=True)
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010  (a property of the module)
-
-    def change(arguments: TrainingArguments) -> None:
-        _change_arguments(task, arguments)
-
-    run_script(task.path, task.arguments, lambda trainer, train: _train(task, trainer, train), change)
-
-
-def command_of(task: Task) -> list[str]:
-    """The command line that carries out a task.
-
-    Args:
-        task: What to do.
-    """
-    return [sys.executable, "-m", "hf_patrickstar.integrations.short_process", json.dumps(dataclasses.asdict(task))]
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Carries out the task of a command line.
-
-    Args:
-        arguments: What follows the name of the program.
-
-    Returns:
-        The exit status: 2 if the script cannot be checked, which is told in the file ``PROBLEM``.
-    """
-    values = json.loads(arguments[0])
-    task = Task(**{**values, "arguments": tuple(values["arguments"])})
     try:
-        record_training(task)
+        run_script(
+            task.path,
+            task.arguments,
+            lambda trainer, train: _train(task, trainer, train),
+            lambda arguments: _change_arguments(task, arguments),
+        )
     except ScriptError as error:
-        (pathlib.Path(task.directory) / PROBLEM).write_text(str(error), encoding="utf-8")
-        return 2
-    return 0
+        Record(problem=str(error)).write(task.directory)

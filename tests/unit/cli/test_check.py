@@ -4,7 +4,7 @@ import contextlib
 import os
 import pathlib
 import subprocess
-import sys
+import tempfile
 import types
 
 import pytest
@@ -18,16 +18,26 @@ NAME = "transformer.h.1.mlp.c_fc.weight"
 TESTS = pathlib.Path(__file__).parents[2]
 
 
+@pytest.fixture(autouse=True)
+def logs(tmp_path, monkeypatch):
+    """Where the command may write."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
 @pytest.fixture
 def here(monkeypatch):
     """Trains in this process, which is quicker than in new ones; the commands that would have been started."""
     commands = []
 
-    def run(command, **kwargs):
-        commands.append((command, kwargs))
-        with contextlib.redirect_stdout(sys.stderr):
-            status = short_training.main(command[3:])
-        return types.SimpleNamespace(returncode=status)
+    def run(command, stdout, **kwargs):
+        commands.append(command)
+        with contextlib.redirect_stdout(stdout):
+            short_training.record_training(command[3])
+        return types.SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(subprocess, "run", run)
     fills = torch.utils.deterministic.fill_uninitialized_memory
@@ -41,38 +51,43 @@ def check(script, *arguments, steps=2):
 
 
 @pytest.mark.parametrize("flag", [[], ["--patrickstar", "--patrickstar_config", '{"chunk_numel": 2048}']])
-def test_the_same_bits(flag, here, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    out = tmp_path / "out"
-    saving = ["--output_dir", str(out), "--save_strategy", "steps", "--save_steps", "1", "--max_steps", "90"]
-    script = write_script(tmp_path)
-    assert check(script, *saving, "--gradient_accumulation_steps", "2", "--warmup_steps", "50", *flag) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("same bits: 2 steps, 4 losses, 2 gradient norms, and 40 parameters and buffers of ")
+def test_the_same_bits(flag, here, logs, tmp_path, capsys):
+    saving = ["--output_dir", str(tmp_path / "out"), "--save_strategy", "steps", "--save_steps", "1"]
+    script = write_script(tmp_path, "print('said by the script')")
+    more = ["--max_steps", "90", "--gradient_accumulation_steps", "2", "--warmup_steps", "50"]
+    assert check(script, *saving, *more, *flag) == 0
+    verdict, detail = capsys.readouterr().out.splitlines()
+    assert verdict == "same bits"
+    assert detail.startswith("  2 steps, 4 losses, 2 gradient norms, 40 parameters and buffers with ")
     assert len(here) == 2
-    assert sorted(os.listdir(tmp_path)) == ["train.py"], "nothing is written beside the script"
+    assert sorted(os.listdir(tmp_path)) == ["tmp", "train.py"], "nothing is written beside the script"
+    assert os.listdir(logs) == [], "logs are not kept where all is well"
 
 
-def test_what_would_leave_the_machine_or_cannot_be_done_in_two_steps_is_off(here, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_what_would_leave_the_machine_or_cannot_be_done_in_two_steps_is_off(here, tmp_path, capsys):
     more = "from transformers import EarlyStoppingCallback\ncallbacks.append(EarlyStoppingCallback())"
     off = ["--eval_strategy", "steps", "--eval_steps", "1", "--load_best_model_at_end", "true", "--save_steps", "1"]
     off += ["--push_to_hub", "true", "--resume_from_checkpoint", "nowhere", "--report_to", "all"]
     assert check(write_script(tmp_path, more), *off, steps=1) == 0
-    assert capsys.readouterr().out.startswith("same bits: 1 steps, 1 losses")
-    assert sorted(os.listdir(tmp_path)) == ["train.py"]
+    assert capsys.readouterr().out.startswith("same bits\n  1 steps, 1 losses")
+    assert sorted(os.listdir(tmp_path)) == ["tmp", "train.py"]
 
 
 @pytest.mark.parametrize("step", [1, 2])
-def test_a_wrong_step_is_found_and_named(step, here, tmp_path, capsys):
-    script = write_script(tmp_path, WRONG_STEP.replace("{step}", str(step)))
+def test_a_wrong_step_is_found_and_named(step, here, logs, tmp_path, capsys):
+    script = write_script(tmp_path, "print('said')\n" + WRONG_STEP.replace("{step}", str(step)))
     assert check(script) == 1
-    first, *others = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"different: '{NAME}' after step {step}, 1 of 4,096 elements, by 0.25")
-    assert others[0] == f"  parameters and buffers that differ after step {step}: 1"
+    verdict, first, *others = capsys.readouterr().out.splitlines()
+    assert verdict == "different"
+    assert f"after step {step}: '{NAME}' (1 in all)" in first
     assert any("the loss of step 2 is" in line for line in others) == (step == 1)
-    assert others[-1] == "  a second training without --patrickstar has the same bits as the first one"
-    assert len(here) == (5 if step == 1 else 3)
+    numel = "1 of 4,096 elements, by 0.25 at most"
+    assert any(f"'{NAME}' in {numel}" in line for line in others) == (step == 2)
+    assert others[-2] == "  a second training without --patrickstar has the same bits as the first one"
+    (folder,) = logs.iterdir()
+    assert others[-1].endswith(f": {folder}")
+    assert sorted(os.listdir(folder)) == ["patrickstar.log", "plain-again.log", "plain.log"]
+    assert (folder / "plain.log").read_text().startswith("said\n")
 
 
 def test_a_script_may_choose_its_trainer_by_the_flag(here, tmp_path, capsys):
@@ -80,27 +95,18 @@ def test_a_script_may_choose_its_trainer_by_the_flag(here, tmp_path, capsys):
     assert check(write_script(tmp_path, more)) == 0
 
 
-def test_what_differs_only_once_is_said_to(here, tmp_path, capsys):
-    once = f"\nimport pathlib\nmark = pathlib.Path({str(tmp_path / 'mark')!r})\n" + WRONG_STEP.replace("{step}", "1")
-    once = once.replace(
-        "state.global_step == 1:", "state.global_step == 1 and not mark.exists():\n            mark.touch()"
-    )
-    assert check(write_script(tmp_path, once)) == 1
-    assert f"different: '{NAME}' after step 1, but not when both trainings were repeated\n" in capsys.readouterr().out
-
-
 def test_a_script_that_draws_anew_is_told_from_an_engine_that_is_wrong(here, tmp_path, capsys):
     more = "import os\ntorch.nn.init.constant_(model.lm_head.weight, int.from_bytes(os.urandom(2)) / 2**16)"
     assert check(write_script(tmp_path, more)) == 1
     printed = capsys.readouterr().out
-    assert printed.startswith("different: 'transformer.wte.weight' before the first step\n")
+    assert "before the first step: 'transformer.wte.weight'" in printed
     assert "a second training without --patrickstar differs from the first one, too" in printed
 
 
 def test_16_bit_runs_may_be_close(here, tmp_path, capsys):
     script = write_script(tmp_path, "model.to(torch.bfloat16)")
     assert check(script, "--bf16") == 0
-    assert capsys.readouterr().out.startswith("close, not the same bits, which a 16-bit training need not have\n")
+    assert capsys.readouterr().out.startswith("close\n")
     wrong = write_script(tmp_path, "model.to(torch.bfloat16)\n" + WRONG_STEP.replace("{step}", "2"))
     assert check(wrong, "--bf16") == 1
 
@@ -163,12 +169,17 @@ def test_wrong_arguments(tmp_path, capsys, monkeypatch):
     assert "start it without accelerate launch" in err
 
 
-def test_an_error_of_the_script_is_passed_on_from_its_process(tmp_path, capfd, monkeypatch):
+def test_an_error_of_the_script_ends_the_check_with_its_status_and_its_last_line(logs, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]))
     script = write_script(tmp_path, "import atexit, os\nprint('said', flush=True)\natexit.register(os._exit, 7)\n1 / 0")
-    assert check(script) == 7
+    with pytest.raises(SystemExit) as end:
+        check(script)
+    assert end.value.code == 7
     out, err = capfd.readouterr()
-    assert out == "", "what the script prints goes to stderr"
-    assert "\nsaid\n" in err
-    assert "ZeroDivisionError: division by zero" in err
-    assert err.endswith(f"'{script}' failed without --patrickstar, with exit status 7\n")
+    assert out == ""
+    (folder,) = logs.iterdir()
+    last = err.splitlines()[-1]
+    assert "without --patrickstar, with exit status 7: ZeroDivisionError: division by zero" in last
+    assert last.endswith(f"see {folder / 'plain.log'}")
+    assert "Traceback" not in err
+    assert "said\n" in (folder / "plain.log").read_text()

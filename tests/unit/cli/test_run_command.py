@@ -13,7 +13,6 @@ from stock_scripts import trl_arguments, write_stock_scripts, write_trl_inputs
 
 from hf_patrickstar.cli import run as run_command
 from hf_patrickstar.cli.main import main
-from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.integrations import inherited, unchanged
 from hf_patrickstar.report.run_record import record_folder
 
@@ -161,27 +160,6 @@ def test_options_before_the_script_are_the_commands_own():
     own = ["run", "--inherit", "--patrickstar_config", "{}"]
     assert split([*own, "-m", "trl", "sft"]) == (own, ["-m", "trl", "sft"])
     assert split(["run"]) == (["run"], [])
-
-
-@pytest.mark.parametrize(
-    ("files", "problem"),
-    [
-        ({"__init__.py": "", "trainer.py": "x = 1"}, "has no class 'Trainer' in '{library}.trainer'"),
-        ({"__init__.py": ""}, "has no module '{library}.trainer'"),
-    ],
-)
-def test_a_library_that_has_moved_a_name_is_told(files, problem, tmp_path, monkeypatch):
-    library = f"moved_{len(files)}"
-    (tmp_path / library).mkdir()
-    for name, text in files.items():
-        (tmp_path / library / name).write_text(text)
-    place = unchanged.Place(f"{library}.trainer", "Trainer", "PatrickStarTrainerMixin", library, "5.23")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "meta_path", [unchanged._Finder([place], unchanged.Defaults()), *sys.meta_path])
-    with pytest.raises(ConfigError) as caught:
-        __import__(f"{library}.trainer")
-    assert problem.format(library=library) in str(caught.value)
-    assert f"install {library} 5.23" in str(caught.value)
 
 
 def test_started_processes_inherit_by_their_environment_alone(tmp_path):
