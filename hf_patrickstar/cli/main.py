@@ -3,7 +3,8 @@
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from hf_patrickstar.checkpoint.export import export
 from hf_patrickstar.cli import check, convert, plan, report
@@ -53,69 +54,51 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    command = commands.add_parser(
-        "export",
-        help="write the optimizer.pt of a checkpoint, for the stock Trainer",
-        description="Writes the optimizer's state of a checkpoint as the optimizer.pt that the stock Trainer reads.",
-    )
+
+    def add(name: str, run: Callable[[argparse.Namespace], Any], text: str, more: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}. {more}")
+        command.set_defaults(run=run)
+        return command
+
+    command = add("export", _export, "write the optimizer.pt of a checkpoint, which the stock Trainer reads", "")
     command.add_argument("directory", metavar="DIR", help="a checkpoint that was saved with --patrickstar")
-    command.add_argument(
-        "--output",
-        metavar="FILE",
-        help="where to write it; by default DIR/optimizer.pt. An older file is replaced",
-    )
-    command.set_defaults(run=_export)
-    command = commands.add_parser(
+    command.add_argument("--output", metavar="FILE", help="the file to write or replace (default: DIR/optimizer.pt)")
+    command = add(
         "env",
-        help="print what this machine is, and measure how fast",
-        description="Prints what this machine and its software are, and measures how fast it computes and copies.",
+        _env,
+        "print what this machine is, and measure how fast it is",
+        "Under torchrun or accelerate launch all processes measure at the same time, and their links, too.",
     )
     command.add_argument(
-        "--measure",
-        action="store_true",
-        help="measure its rates, on as many cores as torch uses; takes some seconds. Under torchrun or accelerate "
-        "launch all processes measure at the same time, and their links, too",
+        "--measure", action="store_true", help="measure the rates of this machine, which takes seconds"
     )
-    command.add_argument(
-        "--json", metavar="FILE", help="where to write what was measured, as a machine; an older file is replaced"
-    )
-    command.set_defaults(run=_env)
-    command = commands.add_parser(
-        "plan",
-        help="tell whether a model fits a machine, and how fast it trains there",
-        description="Tells whether a model fits a machine and how fast it trains there, without weights or a device.",
+    command.add_argument("--json", metavar="FILE", help="the file for the measured machine; an older file is replaced")
+    command = add(
+        "plan", plan.run, "tell whether a model fits a machine, and how fast it trains there", "It reads no weights."
     )
     plan.add_arguments(command)
-    command.set_defaults(run=plan.run, defaults={action.dest: action.default for action in command._actions})
-    command = commands.add_parser(
-        "check",
-        help="compare a few steps of a script's training without and with --patrickstar, bit by bit",
-        description="Trains a few steps with a user's own script, without and with --patrickstar, and compares losses, "
-        "gradient norms, and all parameters and buffers. Nothing is saved, evaluated or reported.",
+    command.set_defaults(defaults={action.dest: action.default for action in command._actions})
+    check.add_arguments(
+        add(
+            "check",
+            check.run,
+            "compare a few steps of a script's training without and with --patrickstar, bit by bit",
+            "It compares losses, gradient norms, parameters and buffers. Nothing is saved, evaluated or reported.",
+        )
     )
-    check.add_arguments(command)
-    command.set_defaults(run=check.run)
     run_command.add_to(commands)
-    command = commands.add_parser(
-        "report",
-        help="make a page of a run",
-        description="Makes one HTML page of what a run with --patrickstar has recorded in its output directory.",
+    report.add_arguments(
+        add("report", report.run, "make a page of a run", "It shows what a run with --patrickstar has recorded.")
     )
-    report.add_arguments(command)
-    command.set_defaults(run=report.run)
-    _add_convert(commands)
+    convert.add_arguments(
+        add(
+            "convert",
+            convert.run,
+            "make --patrickstar_config from a configuration of DeepSpeed, FSDP or Accelerate",
+            "It prints the JSON, and on the standard error what each key becomes.",
+        )
+    )
     return parser
-
-
-def _add_convert(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    command = commands.add_parser(
-        "convert",
-        help="make --patrickstar_config from a configuration of DeepSpeed or FSDP",
-        description="Prints the JSON for --patrickstar_config, and on the standard error what each key of a "
-        "configuration of DeepSpeed, FSDP or Accelerate becomes, or why it is not needed.",
-    )
-    convert.add_arguments(command)
-    command.set_defaults(run=convert.run)
 
 
 def _export(options: argparse.Namespace) -> None:
