@@ -79,7 +79,8 @@ def compare(plain: str | os.PathLike[str], chunked: str | os.PathLike[str]) -> t
     """
     left, right = Record.read(plain), Record.read(chunked)
     files = [SafetensorsFile(str(pathlib.Path(home) / WEIGHTS)) for home in (plain, chunked)]
-    steps = zip_longest(left.digests, right.digests, fillvalue={})
+    empty: dict[str, str] = {}
+    steps = zip_longest(left.digests, right.digests, fillvalue=empty)
     names_by_step = [[name for name in one | other if one.get(name) != other.get(name)] for one, other in steps]
     details = [
         *_first("loss", left.losses, right.losses),
@@ -98,8 +99,8 @@ def compare(plain: str | os.PathLike[str], chunked: str | os.PathLike[str]) -> t
         names = names_by_step[step]
         details.insert(0, f"the first parameters and buffers that differ, {when}: '{names[0]}' ({len(names)} in all)")
     rounding = _ROUNDING.get(left.precision) or _ROUNDING.get(right.precision)
-    numbers = [[*chain(*record.losses), *record.norms] for record in (left, right)]
-    are_close = rounding is not None and _are_close(*numbers, rounding)
+    plain_numbers, chunked_numbers = ([*chain(*record.losses), *record.norms] for record in (left, right))
+    are_close = rounding is not None and _are_close(plain_numbers, chunked_numbers, rounding)
     reach = 2 * sum(map(abs, left.rates))
     tolerances = None if rounding is None else (len(left.losses) * rounding, reach)
     for number, name in enumerate(names_by_step[-1]):

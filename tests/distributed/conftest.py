@@ -2,25 +2,14 @@ import pytest
 from processes import Workers
 
 
-@pytest.fixture(scope="session")
-def pair():
-    with Workers(2) as workers:
-        yield workers
+def started(world_size):
+    """A fixture of so many processes, which start once for all tests."""
+
+    def workers():
+        with Workers(world_size) as found:
+            yield found
+
+    return pytest.fixture(scope="session")(workers)
 
 
-@pytest.fixture(scope="session")
-def four():
-    with Workers(4) as workers:
-        yield workers
-
-
-@pytest.fixture(scope="session")
-def single():
-    with Workers(1) as workers:
-        yield workers
-
-
-@pytest.fixture(scope="session")
-def three():
-    with Workers(3) as workers:
-        yield workers
+pair, three, four = started(2), started(3), started(4)

@@ -18,7 +18,6 @@ CONFIGS = {
     "staying": SMALL,
     "dropped": DROPPED,
     "large_groups": {"chunk_numel": 3 * WIDTH * WIDTH, "reshard_after_forward": True},
-    "auto": {},
 }
 
 
@@ -49,10 +48,7 @@ def try_to_train(config, route, num_weights):
     ("route", "config", "num_weights"),
     [
         ("one_twice", "staying", 2),
-        ("one_twice", "dropped", 5),
-        ("one_twice", "auto", 5),
         ("at_random", "dropped", 5),
-        ("only_on_rank_one", "staying", 2),
         ("by_parity", "large_groups", 5),
     ],
 )

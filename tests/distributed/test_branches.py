@@ -98,8 +98,7 @@ ON_DEMAND = [
 ]
 
 
-@pytest.mark.parametrize("is_estimated", [True, False])
-@pytest.mark.parametrize("num", [2, 4])
+@pytest.mark.parametrize(("num", "is_estimated"), [(2, True), (2, False), (4, True)])
 def test_every_group_is_gathered_twice_and_reduced_once(num, is_estimated, request):
     workers = request.getfixturevalue({2: "pair", 4: "four"}[num])
     results = workers.run(record, {**DROPPED, "prefetch_depth": 0}, 0, 3, is_estimated)
@@ -120,21 +119,21 @@ def test_prefetching_changes_the_order_and_no_number(pair):
         assert sent == 9 * 4 * WIDTH * WIDTH
 
 
-def test_what_stays_is_gathered_once(pair):
-    for found in pair.run(record, {**SMALL, "prefetch_depth": 0}, 0, 2):
-        assert [counts for counts, _, _ in found] == [RECORDED, RECORDED]
+FROZEN = [("gather", 0), ("gather", 1), ("gather", 2), ("gather", 2), ("reduce", 2)]
 
 
-def test_agreeing_on_everything_changes_nothing(pair):
-    for found in pair.run(record, {**DROPPED, "prefetch_depth": 0, "debug_collectives": True}, 0, 2):
-        assert [counts for counts, _, _ in found] == [ON_DEMAND, ON_DEMAND]
-
-
-def test_frozen_groups_are_never_reduced(pair):
-    for found in pair.run(record, {**DROPPED, "prefetch_depth": 0}, 2, 3):
-        # Of the first two layers nothing is computed in backward; they are on the device from the first step on.
-        planned = [("gather", 0), ("gather", 1), ("gather", 2), ("gather", 2), ("reduce", 2)]
-        assert [counts for counts, _, _ in found] == [planned] * 3
+@pytest.mark.parametrize(
+    ("config", "num_frozen", "expected"),
+    [
+        (SMALL, 0, RECORDED),
+        ({**DROPPED, "debug_collectives": True}, 0, ON_DEMAND),
+        (DROPPED, 2, FROZEN),  # of the first two layers nothing is computed in backward
+    ],
+    ids=["what stays is gathered once", "agreeing on everything", "frozen groups are never reduced"],
+)
+def test_collectives_of_a_step(pair, config, num_frozen, expected):
+    for found in pair.run(record, {**config, "prefetch_depth": 0}, num_frozen, 2):
+        assert [counts for counts, _, _ in found] == [expected] * 2
 
 
 # Branches
@@ -200,8 +199,20 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(
+    ("route", "config"),
+    [
+        ("by_parity", "staying"),
+        ("by_parity", "large_groups"),
+        ("at_random", "dropped"),
+        ("at_random", "bounded"),
+        ("one_twice", "evicting"),
+        ("one_twice", "large_groups"),
+        ("only_on_rank_one", "agreeing"),
+        ("only_on_rank_one", "bounded"),
+        ("never_the_second", "dropped"),
+    ],
+)
 def test_branches_of_two(pair, route, config):
     results = pair.run(branch, CONFIGS[config], route, 6, {"max_norm": 0.01})
     num_states = 6 if route == "never_the_second" else 8
@@ -211,13 +222,11 @@ def test_branches_of_two(pair, route, config):
     assert (max(lost for lost, _ in results) == 0) == is_same
 
 
-@pytest.mark.parametrize("route", ["at_random", "one_twice"])
-def test_branches_of_four(four, route):
+def test_branches_of_four(four):
     # A gradient that comes late is added after those of later ranks.
-    four.run(branch, DROPPED, route, 5, {}, 1e-5)
+    four.run(branch, DROPPED, "at_random", 5, {}, 1e-5)
 
 
-@pytest.mark.parametrize("route", ["at_random", "only_on_rank_one"])
-def test_branches_in_micro_batches(pair, route):
+def test_branches_in_micro_batches(pair):
     # A gradient that comes late is added to the sum on its own, after half of the other rank's.
-    pair.run(branch, DROPPED, route, 4, {"accumulation": 2, "max_norm": 0.01}, 1e-5)
+    pair.run(branch, DROPPED, "only_on_rank_one", 4, {"accumulation": 2, "max_norm": 0.01}, 1e-5)

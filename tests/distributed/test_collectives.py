@@ -111,58 +111,16 @@ def gather(rank, numel, dtype, group_ranks=None):
         return counted(collectives.statistics, "all_gathers", "reduce_scatters", "sent_nbytes")
 
 
-def gather_several(rank, count, numel):
-    with connected() as collectives:
-        world_size = collectives.world_size
-        buffers = [torch.full((world_size * numel,), -1.0) for _ in range(count)]
-        for index, buffer in enumerate(buffers):
-            buffer.view(world_size, numel)[rank] = 10 * index + rank
-        tickets = [collectives.all_gather(buffer, f"chunk {index}") for index, buffer in enumerate(buffers)]
-        small = collectives.exchange([rank], "in between")
-        for ticket in reversed(tickets):
-            ticket.wait()
-        for index, buffer in enumerate(buffers):
-            expected = 10 * index + torch.arange(float(world_size)).repeat_interleave(numel)
-            assert torch.equal(buffer, expected)
-        return small, *counted(collectives.statistics, "all_gathers")
-
-
-def gather_late(rank, delay):
-    """Rank 1 comes later: until then the ticket of rank 0 is not done."""
-    with connected() as collectives:
-        buffer = torch.full((128,), float(rank))
-        dist.barrier()
-        if rank == 1:
-            time.sleep(delay)
-        ticket = collectives.all_gather(buffer, "parameters")
-        early = ticket.is_done
-        deadline = time.monotonic() + 10
-        while not ticket.is_done and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return early, ticket.is_done
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("numel", [64, 100_003])
+@pytest.mark.parametrize(("numel", "dtype"), [(64, torch.float16), (100_003, torch.bfloat16)], ids=str)
 def test_slices_of_all_arrive(pair, numel, dtype):
     assert pair.run(gather, numel, dtype) == [(1, 0, numel * dtype.itemsize)] * 2
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_slices_of_three_and_four_arrive(four, dtype):
-    numel = 10_001
+def test_slices_of_three_and_four_arrive(four):
+    numel, dtype = 10_001, torch.float32
     assert four.run(gather, numel, dtype) == [(1, 0, 3 * numel * dtype.itemsize)] * 4
     told = (1, 0, 2 * numel * dtype.itemsize)
     assert four.run(gather, numel, dtype, TRIO) == [told, told, None, told]
-
-
-def test_several_can_be_in_flight(pair, four):
-    assert pair.run(gather_several, 7, 50_000) == [([[0], [1]], 7)] * 2
-    assert four.run(gather_several, 5, 5_000) == [([[0], [1], [2], [3]], 5)] * 4
-
-
-def test_it_is_done_when_all_have_come(pair):
-    assert pair.run(gather_late, 0.5)[0] == (False, True)
 
 
 # Reduce scatter
@@ -219,17 +177,11 @@ def find_scratch_space(rank, numel, dtype):
     ("world_size", "numel", "dtype", "sizes"),
     [
         (2, 0, torch.float32, (0, 0)),
-        (2, 64, torch.float32, (64, 0)),
         (2, 4096, torch.float32, (4096, 0)),  # 16 KiB, the smallest piece
         (2, 4097, torch.float32, (2 * 4096, 0)),
         (2, 32_768, torch.float32, (2 * 16_384, 0)),
-        (2, 65_536, torch.float32, (2 * 32_768, 0)),
-        (2, 4_194_304, torch.float32, (2 * 524_288, 0)),  # 2 MiB, the largest
-        (2, 8_388_608, torch.float32, (2 * 524_288, 0)),
-        (4, 65_536, torch.float32, (2 * 3 * 32_768, 0)),
+        (2, 8_388_608, torch.float32, (2 * 524_288, 0)),  # 2 MiB, the largest
         (4, 8_388_608, torch.float32, (2 * 3 * 174_720, 0)),
-        (2, 64, torch.bfloat16, (64, 2 * 64)),
-        (2, 131_072, torch.bfloat16, (2 * 65_536, 2 * 65_536)),
         (2, 8_388_608, torch.float16, (2 * 1_048_576, 2 * 65_536)),
     ],
 )
@@ -239,8 +191,9 @@ def test_scratch_space_is_two_rounds_of_half_a_slice_at_most(world_size, numel, 
     assert workers.run(find_scratch_space, numel, dtype) == [sizes] * world_size
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("numel", "staged"), [(64, 64), (600_037, 2 * 299_968)])
+@pytest.mark.parametrize(
+    ("numel", "staged", "dtype"), [(64, 64, torch.float16), (600_037, 2 * 299_968, torch.float32)], ids=str
+)
 def test_slices_of_two_are_averaged(pair, numel, staged, dtype):
     """The larger is cut into three pieces, the first two of more than one tile each."""
     widened = 2 * min(numel, 65_536) if dtype.itemsize == 2 else 0
@@ -249,22 +202,13 @@ def test_slices_of_two_are_averaged(pair, numel, staged, dtype):
         assert told == (staged, widened)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("numel", [64, 100_037])
-def test_slices_of_four_are_added_by_rank(four, numel, dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_slices_of_four_are_added_by_rank(four, dtype):
+    numel = 100_037
     for counters, _, is_order_visible, is_rounding_visible in four.run(reduce, numel, dtype):
         assert counters == (0, 1, 3 * numel * dtype.itemsize)
         assert is_rounding_visible == (dtype.itemsize == 2)
         assert is_order_visible or dtype != torch.float32
-
-
-def test_slices_of_three_are_added_by_rank(four):
-    results = four.run(reduce, 100_003, torch.float32, TRIO)
-    assert results[2] is None
-    for rank in TRIO:
-        counters, _, is_order_visible, _ = results[rank]
-        assert counters == (0, 1, 2 * 100_003 * 4)
-        assert is_order_visible
 
 
 def test_wrong_buffers_are_refused(pair):
@@ -354,10 +298,6 @@ def test_two_talk(pair):
     assert pair.run(talk) == [((rank, 2, 2), (3, 0, 0)) for rank in range(2)]
 
 
-def test_four_talk(four):
-    assert four.run(talk) == [((rank, 4, 4), (3, 0, 0)) for rank in range(4)]
-
-
 def test_a_group_is_left_and_joined_again(pair):
     pair.run(connect_again)
 
@@ -389,24 +329,6 @@ def gather_chunk(collectives):
     collectives.all_gather(torch.ones(256), "parameters of chunk 3").wait()
 
 
-def reduce_chunk(collectives):
-    space = torch.ones(collectives.staging_numel(128, torch.float32)[0])
-    collectives.reduce_scatter(torch.ones(256), (space, None), "gradients of chunk 3")
-
-
-def be_late(rank):
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
-    collectives = Collectives.connect(group, CPU)
-    if rank == 1:
-        time.sleep(6)
-        return None
-    begin = time.monotonic()
-    with pytest.raises(CollectiveError) as caught:
-        collectives.exchange([1], "sizes of the inputs")
-    collectives.close()
-    return str(caught.value), time.monotonic() - begin
-
-
 def exchange(collectives):
     collectives.exchange([1], "sizes")
 
@@ -436,24 +358,8 @@ def test_a_killed_rank_is_named(tmp_path):
     assert again.startswith("afterwards: a collective failed on rank 0 of 2: rank 1 has ended (process ")
 
 
-@pytest.mark.parametrize("call", [gather_chunk, exchange])
-def test_all_others_end_when_one_is_killed(tmp_path, call):
+def test_all_others_end_when_one_is_killed(tmp_path):
     with Workers(4) as workers:
-        text, seconds, _, _ = lose_one(workers, 2, tmp_path / "here", call)
+        text, seconds, _, _ = lose_one(workers, 2, tmp_path / "here", exchange)
     assert "rank 2 has ended (process " in text
     assert seconds < 10
-
-
-def test_a_killed_host_of_the_store_is_named(tmp_path):
-    with Workers(2, store="tcp") as workers:
-        text, seconds, _, more = lose_one(workers, 0, tmp_path / "here", reduce_chunk)
-    assert text.startswith("gradients of chunk 3: a collective failed on rank 1 of 2: rank 0 has ended (process ")
-    assert "the store where the ranks met is gone" in text
-    assert seconds < 10
-    assert more < 10
-
-
-def test_a_rank_that_does_not_come_is_named(pair):
-    text, seconds = pair.run(be_late)[0]
-    assert text.startswith("sizes of the inputs: a collective failed on rank 0 of 2: rank 1 has not come. ")
-    assert 1 < seconds < 5.9

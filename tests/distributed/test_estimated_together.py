@@ -70,16 +70,13 @@ def train(rank, make, args, loss_of, accumulation, is_tight):
     return stats["recorded_steps"], stats["diverged_steps"]
 
 
-@pytest.mark.parametrize("is_tight", [False, True])
-@pytest.mark.parametrize("accumulation", [1, 2, 3])
+@pytest.mark.parametrize(("accumulation", "is_tight"), [(1, True), (2, False)])
 def test_steps_are_estimated_where_only_one_rank_has_padding(pair, accumulation, is_tight):
     found = pair.run(train, make_model, ("gpt2",), padded_loss, accumulation, is_tight)
     assert found == [(0, 0)] * 2
 
 
-@pytest.mark.parametrize("is_tight", [False, True])
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("unseen", [0, 1])
+@pytest.mark.parametrize(("unseen", "accumulation", "is_tight"), [(0, 1, False), (1, 2, True)])
 def test_where_one_rank_cannot_estimate_a_step_all_record_it(pair, unseen, accumulation, is_tight):
     route = ((0, 1, 2, 3),) * 2
     first, second = pair.run(train, make_routed, (route, unseen), routed_loss, accumulation, is_tight)
@@ -88,9 +85,10 @@ def test_where_one_rank_cannot_estimate_a_step_all_record_it(pair, unseen, accum
     assert first[1] == 0
 
 
-@pytest.mark.parametrize("is_tight", [False, True])
 @pytest.mark.parametrize(
-    "route", [((0, 1, 2, 3), (3, 2, 1, 0)), ((0, 1), (0, 1, 2, 3)), ((0, 1, 2), (0, 3, 2))], ids=str
+    ("route", "is_tight"),
+    [(((0, 1, 2, 3), (3, 2, 1, 0)), False), (((0, 1), (0, 1, 2, 3)), True), (((0, 1, 2), (0, 3, 2)), True)],
+    ids=str,
 )
 def test_ranks_that_estimate_different_steps_go_on_together(pair, route, is_tight):
     pair.run(train, make_routed, (route,), routed_loss, 1, is_tight)

@@ -1,7 +1,6 @@
 """Training states of several processes in torch's format: one writes ``optimizer.pt`` for all."""
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -88,17 +87,3 @@ def test_a_full_disk(pair, tmp_path):
     first, second = pair.run(fail_to_write, str(tmp_path), 0)
     assert first == second
     assert {"README.md", "optimizer.index.json", "optimizer.pt", "optimizer-00002-of-00002.safetensors"} <= set(first)
-
-
-def save_on_own_disks(rank, folder):
-    own = Path(folder, f"disk{rank}")
-    own.mkdir()
-    with engaged(build("gpt2", torch.float32), {"optimizer_format": "torch"}) as engine:
-        train_together(engine, hf_loss("gpt2"), steps=1)
-        engine.save_checkpoint(own / "c")
-    return (own / "c" / "optimizer.pt").read_bytes()
-
-
-def test_each_disk_has_the_whole_file(pair, tmp_path):
-    first, second = pair.run(save_on_own_disks, str(tmp_path))
-    assert first == second

@@ -1,4 +1,4 @@
-"""Reading gradients in 1, 2 and 3 processes: at any time, in any type, whatever only one rank knows of them."""
+"""Reading gradients in 2 and 3 processes: at any time, in any type, whatever only one rank knows of them."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from hf_patrickstar import PatrickStarEngine
 
 ROUNDED = ("c_attn", "c_proj", "c_fc")  # what autocast computes with in 16 bits
 MOMENTS = ("before", "between", "after backward", "after step")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def precise(precision):
@@ -89,17 +89,21 @@ def train_and_read(rank, precision, micro_batches, is_declared, moments):
     engine.detach()
 
 
-@pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize(
-    ("micro_batches", "is_declared"), [(1, True), (3, True), (3, False)], ids=["one", "declared", "by_hand"]
+    ("precision", "micro_batches", "is_declared", "moments"),
+    [
+        ("fp32", 1, True, ("before", "after step")),
+        ("fp32", 3, False, ("between",)),
+        ("bf16", 1, True, ("after backward",)),
+        ("bf16", 3, True, MOMENTS),
+    ],
 )
-@pytest.mark.parametrize(
-    ("workers", "moments"),
-    [("single", MOMENTS), *[("pair", (moment,)) for moment in MOMENTS], ("pair", MOMENTS), ("three", MOMENTS)],
-    ids=lambda found: found if isinstance(found, str) else "+".join(found),
-)
-def test_gradients_that_are_read(request, workers, precision, micro_batches, is_declared, moments):
-    request.getfixturevalue(workers).run(train_and_read, precision, micro_batches, is_declared, moments)
+def test_gradients_that_are_read(pair, precision, micro_batches, is_declared, moments):
+    pair.run(train_and_read, precision, micro_batches, is_declared, moments)
+
+
+def test_gradients_that_three_processes_read(three):
+    three.run(train_and_read, "bf16", 3, False, MOMENTS)
 
 
 def clip_with_another(rank, culprits):
@@ -116,6 +120,6 @@ def clip_with_another(rank, culprits):
         engine.optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("culprits", [(0,), (1,), (0, 1)], ids=str)
+@pytest.mark.parametrize("culprits", [(1,), (0, 1)], ids=str)
 def test_norms_of_what_only_one_rank_knows(pair, culprits):
     pair.run(clip_with_another, culprits)

@@ -5,11 +5,8 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from models import make_model
 from processes import Workers
-from together import make_optimizer
 
-from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.dist.watchdog import announce
 from hf_patrickstar.errors import CollectiveError
@@ -39,14 +36,3 @@ def test_it_is_named(store, is_announced):
         workers._killed.add(1)  # which it does itself
         with pytest.raises(CollectiveError, match=expected):
             workers.collect(50)
-
-
-def make_engines(rank):
-    for _ in range(2):
-        model = make_model("gpt2")
-        engine = PatrickStarEngine(model, {}, make_optimizer(model), device="cpu")
-        engine.detach()
-
-
-def test_engines_one_after_the_other(pair):
-    pair.run(make_engines)

@@ -1,7 +1,5 @@
 """Optimizers other than Adam in several processes, which update their parts beside the next forward: the same bits."""
 
-from unittest import mock
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,7 +18,6 @@ from transformers.optimization import Adafactor
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.optim import torch_kernel
 
 pytestmark = pytest.mark.xdist_group("distributed")
 
@@ -101,17 +98,3 @@ def refuse(rank):
 
 def test_an_optimizer_that_needs_all_parameters_is_refused(pair):
     pair.run(refuse)
-
-
-def warn(rank):
-    model = prepared("gpt2")
-    with (
-        mock.patch.object(torch_kernel.logger, "warning") as warning,
-        engaged(model, {}, optimizer=Frugal(model.parameters())),
-    ):
-        (call,) = warning.call_args_list
-        assert "not known to update every parameter independently" in call.args[0]
-
-
-def test_an_optimizer_that_may_need_all_parameters_is_named(pair):
-    pair.run(warn)

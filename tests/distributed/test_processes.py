@@ -44,10 +44,6 @@ def test_results_are_by_rank_and_functions_can_talk(pair):
     assert pair.run(describe, 10) == [(rank, torch.tensor([21]), "1", 1) for rank in range(2)]
 
 
-def test_processes_stay(pair):
-    assert pair.run(sleep, 0) == pair.run(sleep, 0)
-
-
 def test_failures_are_told_and_processes_replaced():
     with Workers(2, grace_s=0.5) as workers:
         before = workers.run(sleep, 0)

@@ -44,8 +44,6 @@ def call_on_rank_one(rank, model, call, place):
 
 def learn(model, step, rank, call, place):
     loss = chain_loss(model, step, 0, rank)
-    if rank == 1 and place == "between":
-        call(loss)
     loss.backward()
 
 
@@ -60,11 +58,10 @@ def call_in_a_branch(rank, folder, num_steps):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("num_steps", [0, 2])
-def test_the_timeout_of_the_group_ends_both(tmp_path, num_steps):
+def test_the_timeout_of_the_group_ends_both(tmp_path):
     begin = time.monotonic()
     with Workers(2) as workers:
-        text, other = workers.run(call_in_a_branch, str(tmp_path), num_steps)
+        text, other = workers.run(call_in_a_branch, str(tmp_path), 2)
     assert TIMEOUT_S <= time.monotonic() - begin < 60
     assert re.search(r"a collective failed on rank 0 of 2: rank 1 has not come.*ddp_timeout", text), text
     assert re.search("clos|imed out", other), other
@@ -101,45 +98,6 @@ def be_slow_on_rank_one(rank, place, num_steps):
     engine.detach()
 
 
-@pytest.mark.parametrize("num_steps", [0, 2])
-@pytest.mark.parametrize("place", ["data", "forward", "between", "backward"])
+@pytest.mark.parametrize(("place", "num_steps"), [("data", 0), ("forward", 2), ("backward", 0)])
 def test_a_slow_process_is_waited_for(pair, place, num_steps):
     pair.run(be_slow_on_rank_one, place, num_steps)
-
-
-def wait_for_a_slow_one(rank):
-    """Ranks 1 and 2 meet, and rank 2 comes late; rank 0 waits for both in its step."""
-    group = dist.new_group([1, 2])
-    engine = make_engine(lambda step, rank: [0, 1, 2, 3] if rank else [0, 2, 3])
-
-    def meet(*_):
-        if rank == 2:
-            time.sleep(SLOW_S)
-        if rank:
-            dist.barrier(group)
-
-    engine.model.layers[1].register_forward_hook(meet)
-    train_together(engine, chain_loss, 1)
-    engine.detach()
-
-
-def test_a_collective_of_some_is_waited_for(three):
-    three.run(wait_for_a_slow_one)
-
-
-def take_long_in_a_collective(rank):
-    """The same, but all call it, and one comes late."""
-    engine = make_engine()
-
-    def meet(*_):
-        if rank == 1:
-            time.sleep(SLOW_S)
-        all_gather(torch.ones(3))
-
-    engine.model.layers[1].register_forward_hook(meet)
-    train_together(engine, chain_loss, 2)
-    engine.detach()
-
-
-def test_a_collective_of_all_is_waited_for(pair):
-    pair.run(take_long_in_a_collective)
