@@ -74,10 +74,8 @@ def cpu_name(file: pathlib.Path = CPU_FILE) -> str:
     Args:
         file: Where Linux says it.
     """
-    with contextlib.suppress(OSError):
-        found = re.search(r"^model name\s*:\s*(\S.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
-        if found is not None:
-            return found[1].strip()
+    with contextlib.suppress(OSError, IndexError):
+        return re.findall(r"^model name\s*:\s*(\S.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)[0].strip()
     return platform.processor() or platform.machine()
 
 
@@ -106,8 +104,7 @@ class Sweeps(torch.nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Sweeps in forward, and once more in backward."""
-        found: torch.Tensor = _Sweep.apply(inputs, self)
-        return found
+        return _Sweep.apply(inputs, self)  # type: ignore[no-any-return]
 
     def between(self, modules: Iterable[torch.nn.Module]) -> torch.nn.Sequential:
         """A model of modules with a sweep after each, in forward and in backward.

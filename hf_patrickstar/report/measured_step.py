@@ -14,7 +14,7 @@ that it makes itself, and its waits for late ones, are where computation stands 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
-from hf_patrickstar.memory.lanes import LaneTimes, TimedCopy, WorkLane
+from hf_patrickstar.memory.lanes import LaneTimes, Stop, TimedCopy, WorkLane
 from hf_patrickstar.runtime.steps import Piece
 from hf_patrickstar.schedule.clock import Lane, Span, Timeline, Wait
 from hf_patrickstar.schedule.script import Part
@@ -47,8 +47,8 @@ def measured_timeline(pieces: Sequence[Piece], times: LaneTimes) -> Timeline | N
     inside = [work for work in inside if begin <= work.begin_ns and work.end_ns <= end]
     own, beside = ([work for work in inside if work.is_ahead is ahead] for ahead in (False, True))
     late = (stop for stop in times.stops() if begin <= stop.begin_ns and stop.end_ns <= end)
-    waits = [_wait(work.begin_ns, work.end_ns, _NOT_AHEAD[work.lane]) for work in own]
-    waits += [_wait(stop.begin_ns, stop.end_ns, _LATE) for stop in late]
+    waits = [_wait(work, _NOT_AHEAD[work.lane]) for work in own]
+    waits += [_wait(stop, _LATE) for stop in late]
     chain = [*_spans_of(pieces, waits, Lane.COMPUTE, Lane.HOST), *map(_span, own)]
     chain.sort(key=lambda span: span.begin_ns)
     chain = [span._replace(after=len(beside) + place - 1 if place else -1) for place, span in enumerate(chain)]
@@ -72,16 +72,10 @@ def measured_lanes(pieces: Sequence[Piece], times: LaneTimes) -> Timeline | None
     computed = [Piece(part, *map(times.ns_of, moments)) for part, _, _, moments in pieces]  # type: ignore[arg-type]
     # An evaluation or a save may follow before the next step does. What the host's thread was given may come late.
     last = max(pieces[-1].end_ns, computed[-1].end_ns)
-    waits = [
-        _wait(stop.begin_ns, stop.end_ns, _AWAITED[stop.lane], Lane.HOST if stop.is_host else Lane.COMPUTE)
-        for stop in times.stops()
-        if begin <= stop.begin_ns <= last
-    ]
-    works = [
-        _span(work)
-        for work in times.works()
-        if begin <= work.begin_ns and (work.begin_ns <= last or work.lane is WorkLane.HOST_WORK)
-    ]
+    stops = [stop for stop in times.stops() if begin <= stop.begin_ns <= last]
+    waits = [_wait(stop, _AWAITED[stop.lane], Lane.HOST if stop.is_host else Lane.COMPUTE) for stop in stops]
+    since = (work for work in times.works() if begin <= work.begin_ns)
+    works = [_span(work) for work in since if work.begin_ns <= last or work.lane is WorkLane.HOST_WORK]
     on_device = _spans_of(computed, [wait for wait in waits if wait.lane is Lane.COMPUTE], Lane.COMPUTE, Lane.COMPUTE)
     on_host = _spans_of(pieces, [wait for wait in waits if wait.lane is Lane.HOST], Lane.HOST, Lane.HOST)
     spans = [*on_device, *on_host, *works]
@@ -96,8 +90,8 @@ def _timeline(begin: int, end: int, spans: list[Span], waits: list[Wait], has_ca
     return Timeline(0, end - begin, moved, 0, tuple(sorted(stops, key=lambda wait: wait.begin_ns)), has_causes)
 
 
-def _wait(begin: int, end: int, place: str, lane: Lane = Lane.HOST) -> Wait:
-    return Wait(begin, end - begin, place, lane)
+def _wait(stop: Stop | TimedCopy, place: str, lane: Lane = Lane.HOST) -> Wait:
+    return Wait(stop.begin_ns, stop.end_ns - stop.begin_ns, place, lane)
 
 
 def _span(work: TimedCopy) -> Span:

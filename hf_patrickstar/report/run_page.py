@@ -148,13 +148,12 @@ def _compared(run: Run, plan: Mapping[str, Any]) -> Iterator[Block]:
         yield f"This is the plan of another training: {'; '.join(differ)}."
     if run.evaluations:
         yield "The run also evaluates, which the plan does not include: the next step then copies more."
-    needs = {tier: plan["tiers"][tier]["need_nbytes"] for tier in _PEAKS}
     rows: dict[str, tuple[str, float | None, float | None]] = {
         "seconds per step": ("s", speed.get("seconds"), typical(run, "seconds")),
         "host to device per step": ("B", speed.get("to_device_nbytes"), typical(run, "host_to_device_nbytes")),
         "device to host per step": ("B", speed.get("to_host_nbytes"), typical(run, "device_to_host_nbytes")),
         "to other processes per step": ("B", speed.get("sent_nbytes"), typical(run, "sent_nbytes")),
-        **{f"peak on the {tier}": ("B", need, _peak(run, tier)) for tier, need in needs.items()},
+        **{f"peak on the {tier}": ("B", plan["tiers"][tier]["need_nbytes"], _peak(run, tier)) for tier in _PEAKS},
         "chunks": ("", chunks.get("num"), len(survey.chunks)),
         "chunks at home on the device": ("", chunks.get("num_on_device"), _on_device(survey)),
     }

@@ -67,9 +67,8 @@ def time_of_step(timeline: Timeline, *, is_measured: bool) -> Iterator[Block]:
         spans = [span for span in timeline.own_spans if span.lane is lane]
         work = [[span for span in spans if (id(span) in on_path) is dark] for dark in (False, True)]
         drawn[lane] = [*(_bars(timeline, items) for items in work), _bars(timeline, timeline.waits_of(lane))]
-    how = "Measured once" if is_measured else "Simulated"
     waits_for = f" The end of the step waits for all bars of the {CRITICAL}." if path else ""
-    summary = f"{how}: {format_seconds(whole / 1e9)}.{waits_for}"
+    summary = f"{'Measured once' if is_measured else 'Simulated'}: {format_seconds(whole / 1e9)}.{waits_for}"
     yield bars("Lanes over a step", summary, drawn, ("work", f"work on the {CRITICAL}", "waiting"), whole / 1e9)
 
 

@@ -87,7 +87,6 @@ def test_a_type_that_cannot_be_multiplied_is_missing(refused, timed, monkeypatch
 
 
 def test_an_accelerator(timed, monkeypatch):
-    """The CPU taken for one, over simulated streams."""
     driver, waited = SimulatedDriver(), []
     fakes = {
         "is_accelerator": lambda device: True,

@@ -152,7 +152,7 @@ def test_the_command(tmp_path, capsys):
     (tmp_path / "plan.json").write_text(json.dumps(PLAN))
     assert main(["report", str(tmp_path)]) == 0
     path = tmp_path / "_patrickstar_report.html"
-    assert capsys.readouterr().out == f"{path}: 1 logs of the training loss\n"
+    assert capsys.readouterr().out.startswith(f"{path}: 1 log")
     assert "trace.json" not in path.read_text(encoding="utf-8"), "no step was measured"
     recorder.note_timeline(TIMELINE)
     recorder.note_survey(SURVEY)

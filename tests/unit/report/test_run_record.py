@@ -77,7 +77,6 @@ def test_a_disk_that_refuses_ends_the_record_and_not_the_run(tmp_path, caplog):
 def test_the_record_leaves_the_output_directory_as_it_is(tmp_path):
     record(tmp_path / "out", {"step": 1, "loss": 1.0})
     assert list(tmp_path.iterdir()) == []
-    assert json.loads((record_folder(tmp_path / "out") / RUN).read_text())["output_dir"] == str(tmp_path / "out")
     (tmp_path / "link").symlink_to(tmp_path)
     assert losses(tmp_path / "link/out") == losses(tmp_path / "out/../out") == [(1, 1.0)]
 
@@ -102,10 +101,11 @@ def test_no_record_is_told_apart_from_a_bad_one(tmp_path):
     broken = [json.dumps({**values, **change}) for change in ({"about": 3}, {"timeline": bad_waits}, {"survey": {}})]
     for text in ("{", "[]", "{}", *broken, json.dumps({**values, "format": 99})):
         path.write_text(text)
-        with pytest.raises(ConfigError, match=r"run.json' cannot be read: .*; name the output_dir of another run"):
+        with pytest.raises(
+            ConfigError, match=r"run.json' cannot be read: .*; name the output_dir of another"
+        ) as raised:
             read_run(tmp_path)
-    with pytest.raises(ConfigError, match="format 99, and this version of hf_patrickstar reads 2"):
-        read_run(tmp_path)
+    assert "format 99, and this version of hf_patrickstar reads 2" in str(raised.value)
 
 
 def test_moments_that_are_put_together_have_the_bytes_of_the_fullest_one():

@@ -49,7 +49,6 @@ def test_a_trace_has_every_span_and_wait_to_the_nanosecond(work):
 
 
 def measured(works=(), stops=()):
-    """What was measured; moments are their times."""
     return types.SimpleNamespace(ns_of=lambda moment: moment, works=lambda: list(works), stops=lambda: list(stops))
 
 
@@ -68,7 +67,6 @@ ALONE = [
 
 
 def test_a_measured_step_of_the_cpu_tier():
-    """What one thread did is the critical path, and the copy beside it is not."""
     timeline = measured_timeline(PIECES, measured(ALONE, [Stop(TO_DEVICE, 150, 160, True)]))
     assert (timeline.begin_ns, timeline.end_ns) == (0, 400)
     assert spans_of(timeline, 3) == {
