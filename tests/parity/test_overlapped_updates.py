@@ -19,7 +19,6 @@ from unittest import mock
 
 import pytest
 import torch
-from delayed import DelayedDriver
 from engine.small import CHUNK_NUMEL, WIDTH, Stack, Tied, assert_same, loss_of, make
 from simulated import streams_of
 from transformers.optimization import Adafactor
@@ -758,33 +757,6 @@ def test_a_program_that_exits_loses_nothing_that_workers_were_at(tmp_path):
     assert all(torch.equal(saved[key], value) for key, value in run.model.state_dict().items())
 
 
-AT_THE_END = """
-    import atexit, threading, time
-    from simulated import streams_of
-    import test_overlapped_updates as tests
-
-    context = streams_of("delayed")
-    context.__enter__()
-    run = tests.Run(host_threads=2)
-
-    def train(num_steps):
-        for seed in range(num_steps):
-            run.step(seed)
-            time.sleep(0.05)
-        print("trained", num_steps, "steps")
-
-    threading.Thread(target=train, args=(6,)).start()
-    time.sleep(0.1)
-    atexit.register(train, 2)
-"""
-
-
-def test_training_goes_on_while_a_program_ends():
-    done = run_program(AT_THE_END)
-    printed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("trained")]
-    assert printed == ["6", "2"], done.stderr
-
-
 @pytest.mark.skipif(not hasattr(os, "register_at_fork"), reason="the system has no fork")
 def test_a_process_that_is_forked_sees_updates_that_were_under_way(late, gate):
     """Data sets that look at the model, in workers that begin right after a step."""
@@ -985,13 +957,3 @@ def test_several(several):
     expected = several("threads", False)
     for streams in STREAMS[:3]:
         assert_same(expected, several(streams, True))
-
-
-def test_the_driver_of_these_tests_makes_late_copies():
-    driver = DelayedDriver(0, set())
-    told = []
-    work = driver.on_host(lambda: told.append("work"), ())
-    begun = driver.begin_after(work, driver.new_stream(), lambda stream: told.append("copy") or stream.record_event())
-    assert begun.result().query()
-    driver.close()
-    assert told == ["work", "copy"]
