@@ -157,13 +157,6 @@ def turned_and_shared(model):
     other.grad.mul_(2)
 
 
-def clipped_by_hand(model):
-    total = torch.norm(torch.stack([torch.norm(p.grad.detach(), 2.0) for p in model.parameters()]), 2.0)
-    for parameter in model.parameters():
-        parameter.grad.detach().mul_(0.1 / (total + 1e-6))
-    return total
-
-
 def clipped_by_torch(model):
     groups = [model.blocks.parameters(), [p for name, p in model.named_parameters() if "norm" in name], model.scale]
     found = [nn.utils.clip_grad_norm_(group, 0.1) for group in groups]
@@ -172,21 +165,6 @@ def clipped_by_torch(model):
     total = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
     nn.utils.clip_grads_with_norm_(model.parameters(), 0.01, total)
     return [*found, total, nn.utils.clip_grad_norm_(model.parameters(), math.inf, norm_type=math.inf)]
-
-
-def some_rows_of_an_embedding(model):
-    model.embedding.weight.grad[:20] = 0
-    mask = torch.zeros(24, 1)
-    mask[22:] = 1
-    model.head.weight.grad.mul_(mask)
-
-
-def orthogonal_to_the_weight(model):
-    for parameter in model.parameters():
-        weight, gradient = parameter.view(-1), parameter.grad.view(-1)
-        share = torch.dot(weight, gradient) / (torch.dot(weight, weight) + 1e-30)
-        orthogonal = gradient.to(torch.float32, copy=True).add_(weight, alpha=-share.item())
-        parameter.grad.copy_(orthogonal.view_as(parameter.grad))
 
 
 def not_finite(model):
@@ -215,8 +193,7 @@ def refused(model):
 
 BETWEEN = [
     *(facts, by_attribute, logged, changed_in_place, augmented, assigned, made_of_it, dropped, turned_and_shared),
-    *(clipped_by_hand, clipped_by_torch, some_rows_of_an_embedding),
-    *(orthogonal_to_the_weight, not_finite, refused),
+    *(clipped_by_torch, not_finite, refused),
 ]
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import io
-import itertools
 import operator
 import pickle
 import threading
@@ -58,23 +57,6 @@ def of_all_at_once(model):
     return [*found, *vectors, torch.cat([p.flatten() for p in parameters])]
 
 
-def spectra(model):
-    weight = model.blocks[1].linear.weight
-    norms = [torch.linalg.matrix_norm(weight, 2), torch.linalg.norm(weight), torch.norm(weight, p=1)]
-    ranks = [torch.linalg.matrix_rank(weight.data), torch.linalg.cond(weight)]
-    return [torch.linalg.svdvals(weight.detach()), *norms, *ranks, torch.linalg.eigvalsh(weight.T @ weight)]
-
-
-def compared_layers(model):
-    weights = weights_of(model)
-    with torch.no_grad():
-        flat = functional.normalize(torch.stack([weight.flatten() for weight in weights]))
-    by_norm = sorted(model.named_parameters(), key=lambda item: item[1].norm().item())
-    found = [flat @ flat.T, [name for name, _ in by_norm], max(model.parameters(), key=lambda p: p.abs().max())]
-    found += [(one - other).abs().mean() for one, other in itertools.pairwise(weights)]
-    return [*found, torch.dist(*weights[:2]), functional.cosine_similarity(*weights[:2], dim=0)]
-
-
 def joined(model):
     weights, biases = zip(*((block.linear.weight, block.linear.bias) for block in model.blocks), strict=True)
     found = [torch.cat(weights), torch.stack(weights, dim=1), torch.vstack(weights), torch.stack(weights).mean(0)]
@@ -112,17 +94,6 @@ def made_of_it(model):
     found = [torch.as_tensor(weight), torch.asarray(weight.detach(), dtype=torch.float64), nn.Parameter(weight)]
     found += [weight.new_tensor(weight.detach()), nn.Parameter(weight, requires_grad=False), layer(torch.ones(WIDTH))]
     return [*found, nn.Embedding.from_pretrained(weight)(torch.tensor([2, 0]))]
-
-
-def looked_up(model):
-    table = model.embedding.weight
-    found = [torch.cdist(table, table), functional.cosine_similarity(table[3].unsqueeze(0), table).topk(4).indices]
-    return [
-        *found,
-        table[make_ids()[0]],
-        model.embedding(torch.tensor([1, 2])),
-        table.index_select(0, torch.ones(1).int()),
-    ]
 
 
 def cut(model):
@@ -270,14 +241,6 @@ def asked_of_autograd(model):
     return [*found, [p.grad is None for p in parameters]]
 
 
-def products_with_the_hessian(model):
-    parameters = list(model.parameters())
-    vectors = [torch.randn(p.shape, generator=torch.Generator().manual_seed(3)) for p in parameters]
-    gradients = torch.autograd.grad(loss_of(model), parameters, create_graph=True)
-    product = sum((gradient * vector).sum() for gradient, vector in zip(gradients, vectors, strict=True))
-    return torch.autograd.grad(product, parameters)
-
-
 def cross_entropy(logits, ids):
     return functional.cross_entropy(logits.flatten(0, -2), ids.flatten())
 
@@ -325,9 +288,9 @@ def under_gradient_modes(model):
 
 
 READS = [
-    *(statistics, of_all_at_once, spectra, compared_layers, joined, on_either_side_of_an_operator, converted),
-    *(made_of_it, looked_up, cut, walked_over, compared_elementwise, arrays, numbers_and_texts, metadata, addresses),
-    *(found_by_name, state_dicts, saved, asked_of_autograd, products_with_the_hessian, by_torch_func),
+    *(statistics, of_all_at_once, joined, on_either_side_of_an_operator, converted),
+    *(made_of_it, cut, walked_over, compared_elementwise, arrays, numbers_and_texts, metadata, addresses),
+    *(found_by_name, state_dicts, saved, asked_of_autograd, by_torch_func),
     under_gradient_modes,
 ]
 
@@ -436,17 +399,6 @@ def test_a_parameter_stays_the_same_object(model, optimizer, note):
 # Penalties: what is computed of weights outside of a forward is a part of the loss.
 
 
-def spectral(model):
-    penalty = torch.linalg.svdvals(model.blocks[0].linear.weight)[0]
-    for weight in weights_of(model)[1:4]:
-        vector = torch.ones(WIDTH) / WIDTH**0.5
-        with torch.no_grad():
-            other = functional.normalize(torch.mv(weight, vector), dim=0)
-            vector = functional.normalize(torch.mv(weight.t(), other), dim=0)
-        penalty = penalty + torch.dot(other, torch.mv(weight, vector))
-    return penalty
-
-
 def outside(model):
     """A forward of functions, with the weights of modules."""
     ids, first, last = make_ids(), model.blocks[0], model.blocks[-1]
@@ -550,7 +502,6 @@ PENALTIES = {
     "part": lambda m: (m.blocks[4].linear.weight @ m.scale).sum() + m.embedding.weight[3].pow(2).sum(),
     "parameters themselves": lambda m: functional_call(m, dict(m.named_parameters()), (make_ids(4),)).pow(2).mean(),
     "noisy": lambda m: functional_call(m, {n: p + 0.01 for n, p in m.named_parameters()}, (make_ids(),)).pow(2).mean(),
-    "spectral": spectral,
     "outside": outside,
     "of gradients": of_gradients,
     "of the gradient of the loss": of_the_gradient_of_the_loss,

@@ -44,33 +44,24 @@ def values(model):
 
 IN_PLACE = {
     "multiply": lambda p: p.mul_(0.9),
-    "divide": lambda p: p.div_(1.1),
     "add": lambda p: p.add_(noise(p), alpha=0.01),
-    "subtract": lambda p: p.sub_(0.01),
     "clamp": lambda p: p.clamp_(-0.5, 0.5),
     "copy": lambda p: p.copy_(noise(p) * 0.1),
     "copy of another type": lambda p: p.copy_(noise(p).double() * 0.1),
-    "copy of one number": lambda p: p.copy_(torch.tensor(0.2)),
     "lerp": lambda p: p.lerp_(noise(p), 0.1),
     "zero": lambda p: p.zero_(),
     "fill": lambda p: p.fill_(0.05),
     "masked_fill": lambda p: p.masked_fill_(p.abs() < 0.1, 0.0),
-    "masked_scatter": lambda p: p.masked_scatter_(p > 0.1, noise(p)),
     "addcmul": lambda p: p.addcmul_(noise(p), noise(p, 2), value=0.01),
-    "addcdiv": lambda p: p.addcdiv_(noise(p), noise(p, 2).abs() + 1, value=-0.01),
     "chain": lambda p: p.sign_().mul_(0.1).tanh_().nan_to_num_(0.0).round_(decimals=3),
-    "normal": lambda p: p.normal_(0, 0.1),
     "uniform": lambda p: p.uniform_(-0.1, 0.1),
     "bernoulli": lambda p: p.mul_(torch.bernoulli(torch.full_like(p, 0.8))),
     "renorm": lambda p: p.renorm_(2, 0, 0.5) if p.dim() > 1 else None,
-    "index_fill": lambda p: p.index_fill_(0, torch.tensor([1, 3]), 0.0),
     "index_add": lambda p: p.index_add_(0, torch.tensor([0, 0]), torch.ones(2, *p.shape[1:]), alpha=0.1),
-    "index_copy": lambda p: p.index_copy_(0, torch.tensor([2]), noise(p)[:1]),
     "index_put": lambda p: p.index_put_((torch.tensor([2, 4]),), torch.tensor(0.1), accumulate=True),
     "scatter": lambda p: p.scatter_(0, torch.zeros_like(p[:1]).long(), 0.3),
     "scatter_add": lambda p: p.scatter_add_(0, torch.ones_like(p[:2]).long(), noise(p)[:2]),
     "put": lambda p: p.put_(torch.tensor([0, 5]), torch.tensor([0.1, 0.2])),
-    "cumsum": lambda p: p.cumsum_(0).mul_(0.1),
     "triangle": lambda p: p.tril_().fill_diagonal_(0.0) if p.dim() > 1 else None,
 }
 
@@ -294,19 +285,6 @@ def by_init(model):
     nn.init.normal_(model.embedding.weight.data, std=0.1)
 
 
-def by_reset(model):
-    def init(module):
-        if isinstance(module, nn.Linear):
-            module.weight.data.normal_(mean=0.0, std=0.02)
-        elif isinstance(module, nn.LayerNorm):
-            torch.nn.init.ones_(module.weight)
-
-    for module in model.modules():
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
-    return [model.apply(init) is model, model.blocks[:3].apply(init) is not None]
-
-
 def one_layer_into_another(model):
     with torch.no_grad():
         for mine, theirs in zip(model.blocks[0].parameters(), model.blocks[1].parameters(), strict=True):
@@ -363,58 +341,11 @@ def values_of_a_state(model):
     return state["scale"]
 
 
-def without_gradients(model):
-    """As zeroth-order optimizers do it."""
-
-    def perturb(scaling):
-        torch.manual_seed(3)
-        for _, parameter in model.named_parameters():
-            z = torch.normal(mean=0, std=1, size=parameter.data.size(), device=parameter.data.device)
-            parameter.data = parameter.data + scaling * z * 1e-2
-
-    losses = []
-    for scaling in (1, -2):
-        perturb(scaling)
-        with torch.inference_mode():
-            losses.append(loss_of(model).item())
-    perturb(1)
-    return losses
-
-
-def put_on_and_taken_off(model):
-    kept = {name: parameter.data.clone() for name, parameter in model.named_parameters()}
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(noise(parameter) * 0.05)
-    found = [inference(model)]
-    for name, parameter in model.named_parameters():
-        parameter.data = kept[name]
-    return [*found, inference(model)]
-
-
 WRITES = [
-    *(
-        by_operators,
-        in_parts,
-        through_views,
-        as_out,
-        as_arguments,
-        in_lists,
-        in_inference_mode,
-        the_buffer,
-        a_kept_list,
-    ),
-    *(
-        data_in_place,
-        data_replaced,
-        data_exchanged,
-        data_turned,
-        moved_to_where_it_is,
-        by_numpy,
-        from_a_vector,
-    ),
-    *(by_init, by_reset, one_layer_into_another, tied_once_more, put_on_and_taken_off),
-    *(a_state_of_another_model, a_part_of_a_state, values_of_a_state, without_gradients),
+    *(by_operators, in_parts, through_views, as_out, as_arguments, in_lists, in_inference_mode, the_buffer),
+    *(a_kept_list, data_in_place, data_replaced, data_exchanged, data_turned, moved_to_where_it_is, by_numpy),
+    *(from_a_vector, by_init, one_layer_into_another, tied_once_more, a_state_of_another_model, a_part_of_a_state),
+    values_of_a_state,
 ]
 
 

@@ -1,38 +1,21 @@
 """Collectives with processes that are not here: what they cost, and what the others say."""
 
+import dataclasses
+
 import pytest
 import torch
 from oracle.collectives import VirtualPeers
 from oracle.driver import VirtualDriver
+from test_driver import MACHINE as SLOW
+from test_driver import SECOND, seconds
 
 from hf_patrickstar.events import MessageExchanged, SlicesGathered, SlicesReduced
-from hf_patrickstar.machine import Machine
 from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.schedule.clock import Lane
 
 CPU = torch.device("cpu")
-SECOND = 10**9
-MACHINE = Machine(
-    name="slow",
-    flops={"float32": 1000.0},
-    device_nbytes=10**6,
-    device_bandwidth=100.0,
-    to_device_bandwidth=10.0,
-    to_host_bandwidth=20.0,
-    pageable_bandwidth=5.0,
-    host_nbytes=10**6,
-    host_bandwidth=50.0,
-    host_flops=100.0,
-    num_cores=1,
-    copy_latency_s=1.0,
-    operator_s=0.5,
-    kernel_s=0.25,
-    num_devices=4,
-    link_bandwidth=60.0,
-    link_latency_s=1.0,
-    message_s=3.0,
-)
+MACHINE = dataclasses.replace(SLOW, num_devices=4, link_bandwidth=60.0, link_latency_s=1.0, message_s=3.0)
 """So slow that everything is a matter of seconds."""
 
 
@@ -46,10 +29,6 @@ def driver():
 def connect(driver, world_size=4, reduce_dtype="auto"):
     events = []
     return VirtualPeers(driver, world_size)(CPU, events.append, reduce_dtype), events
-
-
-def seconds(timeline):
-    return timeline.duration_ns / SECOND
 
 
 def test_a_reduction_sends_a_slice_to_every_other_process_and_is_divided_where_it_is_joined(driver):
@@ -121,14 +100,3 @@ def test_what_the_device_computes_is_sent_by_the_host_when_it_is_there(driver):
     whats = [span.what for span in driver.end().own_spans]
     assert whats.count("a blocking copy") == 1, "it is on the host then"
     assert whats[-1] == "exchange a message"
-
-
-def test_one_process_sends_nothing(driver):
-    collectives, events = connect(driver, world_size=1)
-    buffer = torch.zeros(20)
-    driver.begin()
-    assert collectives.exchange([1], "says something") == [[1]]
-    collectives.all_reduce(buffer, "a test")
-    collectives.all_gather(buffer, "a test").join()
-    collectives.reduce_scatter(buffer, (None, None), "a test").join()
-    assert (driver.end().own_spans, events) == ((), [])

@@ -3,13 +3,12 @@
 import signal
 import threading
 
-import models
 import pytest
 import torch
 from delayed import DelayedDriver
-from models import make_batch, make_model
+from engine.small import Stack, assert_same, loss_of, make
 from simulated import streams_of
-from test_overlapped_updates import Run, assert_same, threads_of_engines, tight_budget
+from test_overlapped_updates import Run, threads_of_engines
 
 from hf_patrickstar.optim.adam_kernel import AdamKernel
 from hf_patrickstar.runtime.chunk import MASTER
@@ -19,16 +18,30 @@ from hf_patrickstar.runtime.update import Update
 pytestmark = pytest.mark.own_streams
 
 
+class Hooked(Stack):
+    """Has a hook of the user, older than the engine, that raises while it is asked to."""
+
+    is_on = False
+
+    def __init__(self):
+        super().__init__()
+        self.layers[2].weight.register_post_accumulate_grad_hook(self.run)
+
+    def run(self, parameter):
+        if self.is_on:
+            raise LookupError("a hook of a user")
+
+
 class PlainRun:
     """The same training with torch alone."""
 
     def __init__(self):
-        self.model = make_model("gpt2").train()
+        self.model = make(Hooked)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
         self.found = []
 
     def backward(self, seed):
-        loss = self.model(**make_batch("gpt2", seed=seed)).loss
+        loss = loss_of(self.model, seed)
         loss.backward()
         self.found.append(loss.detach())
 
@@ -37,18 +50,6 @@ class PlainRun:
 
 
 # An exception in backward
-
-
-class Raising:
-    """A hook of a user, older than the engine, that raises while it is told to."""
-
-    def __init__(self, model):
-        self.is_on = False
-        list(model.parameters())[7].register_post_accumulate_grad_hook(self)
-
-    def __call__(self, parameter):
-        if self.is_on:
-            raise LookupError("a hook of a user")
 
 
 AFTERWARDS = {
@@ -61,26 +62,13 @@ AFTERWARDS = {
 }
 
 
-def train_with_a_raising_hook(make, afterwards, monkeypatch):
-    tight_budget("gpt2")  # makes a model of its own, once
-    with monkeypatch.context() as patched:
-        hooks = []
-
-        def make_with_hook(*args):
-            model = models.make_model(*args)
-            hooks.append(Raising(model))
-            return model
-
-        for module in ("test_overlapped_updates.make_model", f"{__name__}.make_model"):
-            patched.setattr(module, make_with_hook)
-        run = make()
-    (hook,) = hooks[-1:]
+def train_with_a_raising_hook(run, afterwards):
     for seed in range(6):
-        hook.is_on = seed == 3
-        if hook.is_on:
+        run.model.is_on = seed == 3
+        if run.model.is_on:
             with pytest.raises(LookupError, match="a hook of a user"):
                 run.backward(seed)
-            hook.is_on = False
+            run.model.is_on = False
             afterwards(run)
             continue
         run.backward(seed)
@@ -90,12 +78,12 @@ def train_with_a_raising_hook(make, afterwards, monkeypatch):
 
 
 @pytest.mark.parametrize("afterwards", AFTERWARDS.values(), ids=AFTERWARDS)
-@pytest.mark.parametrize(("streams", "overlap"), [("threads", False), ("delayed", True)])
-def test_a_backward_that_a_hook_ends_leaves_the_gradients_that_torch_has(afterwards, streams, overlap, monkeypatch):
-    expected = train_with_a_raising_hook(PlainRun, afterwards, monkeypatch)
-    with streams_of(streams):
-        found = train_with_a_raising_hook(lambda: Run(overlap_optimizer=overlap), afterwards, monkeypatch)
-    assert_same(expected, found)
+def test_a_backward_that_a_hook_ends_leaves_the_gradients_that_torch_has(afterwards):
+    expected = train_with_a_raising_hook(PlainRun(), afterwards)
+    for streams, overlap in (("threads", False), ("delayed", True)):
+        with streams_of(streams):
+            found = train_with_a_raising_hook(Run(factory=Hooked, overlap_optimizer=overlap), afterwards)
+        assert_same(expected, found)
 
 
 # Ctrl-C
@@ -183,6 +171,7 @@ def same(one, other):
 
 def train(num):
     run = Run()
+    run.optimizer.kernel.batch_numel = 0
     for seed in range(num):
         run.step(seed)
     return run

@@ -1,11 +1,9 @@
-"""Embeddings looked up on the CPU: tied and untied, trainable and frozen, bit for bit the plain model."""
+"""Embeddings looked up on the CPU: what crosses, and which are; ``test_stock_trainer`` has every architecture."""
 
 import pytest
 import torch
 from models import make_batch, make_model
-from reference import Reference
 from torch import nn
-from trainers import assert_same_run, smallest_budget, train
 
 from hf_patrickstar import PatrickStarEngine
 
@@ -17,64 +15,6 @@ def adamw(model):
 def embeddings_of(engine):
     modules = {id(m.weight) for m in engine.model.modules() if isinstance(m, nn.Embedding)}
     return [tensor for tensor in engine.manager.tensors if id(tensor.parameter) in modules]
-
-
-def freeze_embeddings(model):
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            module.weight.requires_grad_(False)
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
-@pytest.mark.parametrize("name", ["gpt2", "bert_mlm", "bert", "t5", "opt", "llama"])
-def test_fp32(tmp_path, name, frozen, accumulation):
-    """GPT-2, BERT's masked language model, T5 and OPT are tied, Llama and the classifier are not."""
-    kwargs = {"change": freeze_embeddings if frozen else None, "gradient_accumulation_steps": accumulation}
-    expected = train(name, tmp_path / "plain", **kwargs)
-    config = {"chunk_budget": int(1.5 * smallest_budget(make_model(name))), "cpu_embedding": True}
-    ours = train(name, tmp_path / "ours", config, **kwargs)
-    assert_same_run(expected, ours)
-    engine = ours[0].model.patrickstar_engine
-    assert all(tensor.is_looked_up or tensor.spec.aliases for tensor in embeddings_of(engine))
-    assert any(tensor.is_looked_up for tensor in embeddings_of(engine))
-
-
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("name", ["gpt2", "bert_mlm", "t5"])
-def test_bf16_tied(name, accumulation, checkpointing):
-    """Both uses add up in the parameter's type before they are accumulated, as in autograd."""
-    models = [make_model(name).train() for _ in range(2)]
-    if checkpointing:
-        for model in models:
-            model.gradient_checkpointing_enable()
-    budget = int(1.5 * smallest_budget(make_model(name), "bf16", checkpointing))
-    reference = Reference(
-        models[0], torch.bfloat16, lambda named: torch.optim.AdamW(named.values(), lr=1e-2, fused=True), None, None
-    )
-    engine = PatrickStarEngine(
-        models[1],
-        {"dtype": "bf16", "cpu_embedding": True, "chunk_budget": budget},
-        adamw(models[1]),
-        gradient_accumulation_steps=accumulation,
-    )
-    for step in range(3):
-        batches = [make_batch(name, seed=10 * step + micro) for micro in range(accumulation)]
-        torch.manual_seed(step)
-        expected, _ = reference.step(batches)
-        torch.manual_seed(step)
-        losses = []
-        for batch in batches:
-            loss = models[1](**batch).loss
-            (loss / accumulation).backward()
-            losses.append(loss.item())
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
-        assert losses == expected
-    state_dict = models[1].state_dict()
-    for key, master in reference.masters.items():
-        assert torch.equal(state_dict[key], master.data), key
 
 
 def test_optimizer_state_of_a_tied_embedding_exists_once():

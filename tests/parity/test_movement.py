@@ -43,9 +43,10 @@ def steps_of(name, config, num_steps=4, checkpointing=False, freeze=False):
     return moved, losses, engine
 
 
-@pytest.mark.parametrize("freeze", [False, True], ids=["trainable", "partly frozen"])
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
-@pytest.mark.parametrize("name", ["gpt2", "t5", "llama"])
+@pytest.mark.parametrize(
+    ("name", "checkpointing", "freeze"),
+    [("gpt2", False, False), ("gpt2", True, True), ("t5", False, True), ("t5", True, False)],
+)
 def test_simulation_is_the_engine(name, checkpointing, freeze, monkeypatch):
     """Loads, evictions, prefetches and bytes, exactly; and no policy, depth or placement changes a loss."""
     monkeypatch.setattr(convert_frame, "FRAME_COUNTER", 1)  # as in a process that has compiled something
@@ -53,7 +54,7 @@ def test_simulation_is_the_engine(name, checkpointing, freeze, monkeypatch):
     numel = sum(parameter.numel() for parameter in model.parameters())
     smallest = smallest_budget(model, checkpointing=checkpointing)
     counts, all_losses = {}, []
-    for share in (0.0, 0.5, 0.8):
+    for share in (0.0, 0.7):
         budget = max(int(smallest * 1.4), int(numel * 4 * share))
         config = {"chunk_budget": budget, "chunk_numel": 1100}
         for eviction, placement, depth in (
@@ -64,7 +65,7 @@ def test_simulation_is_the_engine(name, checkpointing, freeze, monkeypatch):
             ("list_order", "host", 0),
         ):
             config.update(eviction=eviction, placement=placement, prefetch_depth=depth)
-            moved, losses, engine = steps_of(name, config, 4, checkpointing, freeze)
+            moved, losses, engine = steps_of(name, config, 3, checkpointing, freeze)
             all_losses.append(losses)
             (recorded,) = traces_of(engine, "training")
             margin = frozenset(engine.manager.placement.in_margin)
@@ -91,64 +92,3 @@ def test_simulation_is_the_engine(name, checkpointing, freeze, monkeypatch):
         assert counts["belady", "host", 0][0] <= counts["list_order", "host", 0][0] * 1.05
     assert counts["belady", "host", 2][2] > 0, "something is prefetched"
     assert all(losses == all_losses[0] for losses in all_losses)
-
-
-def test_a_step_that_leaves_its_trace_is_counted_and_right():
-    class Fickle(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(6))
-            self.order = range(6)
-
-        def forward(self, x):
-            for index in self.order:
-                x = torch.tanh(self.layers[index](x))
-            return x.square().mean()
-
-    plain, managed = Fickle(), Fickle()
-    optimizer = torch.optim.AdamW(plain.parameters(), fused=True)
-    engine = PatrickStarEngine(
-        managed,
-        {"chunk_budget": 3 * 320 * 4, "chunk_numel": 320},
-        torch.optim.AdamW(managed.parameters(), fused=True),
-    )
-    for order in (range(6), range(6), [5, 3, 1, 0], range(6), [2], range(6)):
-        x = torch.randn(4, 16)
-        losses = []
-        for model, step in ((plain, optimizer), (managed, engine.optimizer)):
-            model.order = order
-            loss = model(x)
-            loss.backward()
-            step.step()
-            model.zero_grad()
-            losses.append(loss.item())
-        assert losses[0] == losses[1]
-        with torch.no_grad():
-            assert torch.equal(plain(x), managed(x))
-    assert engine.stats()["diverged_steps"] == 2 * 2, "two training steps and the evaluations after them"
-
-
-def test_zero_grad_between_forward_and_backward_does_not_lose_the_trace():
-    """A common order of calls; without its trace a step would evict in the warm-up's list order for ever."""
-    moved = []
-    for between in (False, True):
-        model = make_model("gpt2").train()
-        numel = sum(parameter.numel() for parameter in model.parameters())
-        engine = PatrickStarEngine(
-            model,
-            {"chunk_budget": numel * 2, "chunk_numel": 1100},
-            torch.optim.AdamW(model.parameters(), fused=True),
-        )
-        for step in range(4):
-            if not between:
-                engine.optimizer.zero_grad()
-            loss = model(**make_batch("gpt2", seed=step)).loss
-            if between:
-                engine.optimizer.zero_grad()
-            loss.backward()
-            engine.optimizer.step()
-        assert traces_of(engine, "training")
-        assert engine.stats()["diverged_steps"] == 0
-        moved.append(engine.stats()["host_to_device_nbytes"])
-    assert moved[0] == moved[1]

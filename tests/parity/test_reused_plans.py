@@ -96,8 +96,7 @@ def assert_same(ours, theirs):
         torch.testing.assert_close(ours.weights[name], value, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
-@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize(("config", "num_micro_batches"), [(GPT2, 3), (LLAMA, 1)], ids=["gpt2", "llama"])
 def test_no_step_is_recorded_first(config, num_micro_batches, caplog):
     before = Run(config, num_micro_batches)
     assert before.recorded[0] > 0
@@ -132,10 +131,11 @@ def mask_and_number(tokens):
     return {"attention_mask": torch.ones_like(tokens), "num_items_in_batch": torch.tensor(tokens.numel())}
 
 
-@pytest.mark.parametrize("more", [lambda tokens: {}, mask_and_number], ids=["tokens", "as the Trainer"])
-def test_batches_of_usual_collators_are_those_of_a_plan(more):
+def test_batches_of_usual_collators_are_those_of_a_plan():
     plan_it(LLAMA)
-    assert Run(LLAMA, more=more).recorded == [0, 0, 0, 0]
+    run = Run(LLAMA, more=mask_and_number)
+    assert run.recorded == [0, 0, 0, 0]
+    assert run.engine.manager.placement.lookups == kept_traces().lookups != {}
 
 
 def padded(tokens):
@@ -176,35 +176,21 @@ def kept_traces():
         return torch.load(next(plan_cache.directory("traces").iterdir()), weights_only=True)
 
 
-def test_where_embeddings_are_looked_up_is_taken_over():
-    plan_it(LLAMA)
-    known = kept_traces()
-    run = Run(LLAMA)
-    assert known.lookups
-    assert run.engine.manager.placement.lookups == known.lookups
-
-
 def test_what_is_not_wanted_is_not_followed():
     plan_it(GPT2)
     assert Run(GPT2, reuse_plan=False).recorded[0] > 0
 
 
-OTHERS = [{"num_micro_batches": 2}, {"chunk_numel": 30_000}]
+OTHERS = [({}, {"num_micro_batches": 2}), ({}, {"chunk_numel": 30_000}), ({"n_head": 4}, {}), ({"attn_pdrop": 0.1}, {})]
 
 
-@pytest.mark.parametrize("change", OTHERS)
-def test_plans_of_other_trainings_are_not_followed(change):
-    plan_it(GPT2)
-    assert Run(GPT2, **change).recorded[0] > 0
-
-
-@pytest.mark.parametrize("change", [{"n_head": 4}, {"attn_pdrop": 0.1}, {"resid_pdrop": 0.1}])
-def test_plans_of_models_with_other_activations_are_not_followed(change):
+@pytest.mark.parametrize(("model", "training"), OTHERS)
+def test_plans_of_other_trainings_and_activations_are_not_followed(model, training):
     """All parameters have the same shapes."""
     plan_it(GPT2)
     other = copy.deepcopy(GPT2)
-    other.update(change)
-    run = Run(other)
+    other.update(model)
+    run = Run(other, **training)
     assert run.recorded[0] > 0
     assert run.stats["device_total_step_peak_nbytes"] <= device_budget(GPT2)
 
@@ -243,7 +229,7 @@ def test_a_plan_that_is_wrong_costs_time_and_no_bits():
     assert_same(after, before)
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b"PK\x03\x04", b"\xff\xfe"])
+@pytest.mark.parametrize("damage", [b"", b"PK\x03\x04"])
 def test_a_damaged_file_is_no_plan(damage):
     plan_it(GPT2)
     next(plan_cache.directory("traces").iterdir()).write_bytes(damage)

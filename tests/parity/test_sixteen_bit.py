@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from models import MODELS, make_batch, make_model
+from covering import ids, pairwise
+from models import make_batch, make_model
 from reference import Reference
 from trainers import smallest_budget
 
@@ -97,11 +98,9 @@ def run_reference(
 
 def compare(name, precision, config=None, steps=3, accumulation=1, make_optimizer=adamw, max_norm=0.3, **kwargs):
     reference, losses, done = run_reference(name, precision, steps, accumulation, make_optimizer, max_norm, **kwargs)
-    settings = {"autocast": kwargs.pop("autocast", True)}
     if config is None:
-        checkpointing = kwargs.get("checkpointing", False)
-        config = {"chunk_budget": smallest_budget(make_model(name), precision, checkpointing, **settings)}
-    config = {**config, **settings}
+        config = {"chunk_budget": smallest_budget(make_model(name), precision)}
+    config = {**config, "autocast": kwargs.pop("autocast", True)}
     model, our_losses, norms, our_done = run_ours(
         name, precision, steps, accumulation, config, make_optimizer, max_norm, **kwargs
     )
@@ -115,48 +114,41 @@ def compare(name, precision, config=None, steps=3, accumulation=1, make_optimize
     return model.patrickstar_engine, done
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("name", sorted(MODELS))
-def test_bf16(name, accumulation, checkpointing):
-    engine, _ = compare(name, "bf16", accumulation=accumulation, checkpointing=checkpointing)
-    assert engine.stats()["chunk_evictions"] > 0
-
-
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("name", sorted(MODELS))
-def test_bf16_without_autocast(name, accumulation):
-    engine, _ = compare(name, "bf16", accumulation=accumulation, checkpointing=accumulation == 4, autocast=False)
-    assert {chunk.param.dtype for chunk in engine.manager.chunks} == {torch.bfloat16}
-
-
-@pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
-def test_bf16_evicting_everything_at_every_access(name):
-    compare(name, "bf16", {"chunk_budget": 60000, "debug_evict_all": True})
-
-
-def test_bf16_resident():
-    engine, _ = compare("gpt2", "bf16", {})
-    assert engine.stats()["host_to_device_nbytes"] == 0
-
-
-@pytest.mark.parametrize("accumulation", [1, 2, 3])
-@pytest.mark.parametrize("name", ["gpt2", "t5", "llama"])
-def test_bf16_without_clipping(name, accumulation):
-    compare(name, "bf16", accumulation=accumulation, max_norm=None)
-
-
 def sgd_two_groups(parameters):
     return torch.optim.SGD(sgd_groups_only(parameters.items()), momentum=0.9, nesterov=True)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_bf16_sgd(accumulation):
-    compare("gpt2", "bf16", make_optimizer=sgd_two_groups, accumulation=accumulation)
+CASES = pairwise(
+    name=["gpt2", "bert_mlm", "llama", "mixtral", "t5"],
+    memory=["chunks", "evicting", "looked up", "resident"],
+    autocast=[True, False],
+    accumulation=[1, 3],
+    checkpointing=[False, True],
+    max_norm=[0.3, None],
+    make_optimizer=[adamw, sgd_two_groups],
+)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("name", ["gpt2", "bert"])
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: ids({**case, "make_optimizer": case["make_optimizer"].__name__})
+)
+def test_bf16(case):
+    case = dict(case)
+    name, memory, autocast = case.pop("name"), case.pop("memory"), case["autocast"]
+    least = smallest_budget(make_model(name), "bf16", case["checkpointing"], autocast=autocast)
+    configs = {
+        "chunks": {"chunk_budget": least},
+        "evicting": {"chunk_budget": least, "debug_evict_all": True},
+        "looked up": {"chunk_budget": int(1.5 * least), "cpu_embedding": True},
+        "resident": {},
+    }
+    engine, _ = compare(name, "bf16", configs[memory], **case)
+    assert (engine.stats()["chunk_evictions"] > 0) is (memory != "resident")
+    if not autocast:
+        assert {chunk.param.dtype for chunk in engine.manager.chunks} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(("name", "accumulation"), [("gpt2", 1), ("bert", 2)])
 def test_fp16_with_overflows(name, accumulation):
     scale = {"init_scale": 2.0**24, "growth_interval": 2}
     _, done = compare(name, "fp16", steps=14, accumulation=accumulation, scale=scale)
@@ -178,8 +170,7 @@ def default_adamw(parameters):
 
 
 @pytest.mark.own_streams  # simulated ones have a mode of operators, and so no workers
-@pytest.mark.parametrize("host_threads", [1, 2, 3])
-@pytest.mark.parametrize("make_optimizer", [adamw, default_adamw])
+@pytest.mark.parametrize(("make_optimizer", "host_threads"), [(adamw, 1), (default_adamw, 3)])
 def test_workers_change_no_bit(make_optimizer, host_threads, monkeypatch):
     begun = small_tiles(monkeypatch)
     config = {"host_threads": host_threads, "chunk_budget": 60000}

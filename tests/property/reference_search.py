@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
 
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.layout.groups import CUT_STEPS
@@ -21,8 +20,7 @@ from hf_patrickstar.layout.search import (
     ChunkSizeChoice,
     check_fits,
 )
-from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec, Types
-from hf_patrickstar.shortage import Limit
+from hf_patrickstar.layout.specs import TensorSpec, Types
 from hf_patrickstar.units import ALIGNMENT_NUMEL, align
 
 
@@ -36,7 +34,7 @@ class _OpenChunk:
     end_numel: int = 0
     tensors: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
-    def add(self, spec: TensorSpec) -> None:
+    def add(self, spec):
         self.tensors.append((spec.index, self.end_numel))
         self.end_numel += align(spec.numel)
 
@@ -44,15 +42,15 @@ class _OpenChunk:
 _Kind = tuple[bool, int, Types]
 
 
-def _kind(spec: TensorSpec) -> _Kind:
+def _kind(spec):
     """Tensors of different kinds have different lists, and are never in one chunk."""
-    return spec.trainable, spec.optimizer_index if spec.trainable else -1, spec.types
+    return (spec.trainable, spec.optimizer_index if spec.trainable else -1, spec.types)
 
 
-def _fill_chunks(tensors: Sequence[TensorSpec], chunk_numel: int, on_host: frozenset[int]) -> list[_OpenChunk]:
+def _fill_chunks(tensors, chunk_numel, on_host):
     """Chunks for one process, ordered by their first tensor."""
-    closed: list[_OpenChunk] = []
-    current: dict[_Kind, _OpenChunk] = {}
+    closed = []
+    current = {}
     for spec in tensors:
         numel = align(spec.numel)
         if spec.index in on_host or numel > chunk_numel:
@@ -70,36 +68,30 @@ def _fill_chunks(tensors: Sequence[TensorSpec], chunk_numel: int, on_host: froze
     return closed
 
 
-def _room(spec: TensorSpec) -> int:
+def _room(spec):
     """Elements that a tensor takes of a bin: at least some, so that one rank owns the offset of an empty tensor."""
     return max(align(spec.numel), ALIGNMENT_NUMEL)
 
 
 @dataclasses.dataclass(slots=True)
 class OpenGroup:
-    """A communication group that is being filled: bins of one size, one per rank.
-
-    Attributes:
-        bin_numel: Elements of a bin.
-        bins: The tensors of each bin.
-        ends: Elements taken of each bin.
-    """
+    """A communication group that is being filled: bins of one size, one per rank."""
 
     bin_numel: int
     bins: list[list[TensorSpec]]
     ends: list[int]
 
     @classmethod
-    def of(cls, num_bins: int, bin_numel: int) -> "OpenGroup":
+    def of(cls, num_bins, bin_numel):
         """Makes an empty group."""
         return cls(bin_numel, [[] for _ in range(num_bins)], [0] * num_bins)
 
     @property
-    def specs(self) -> list[TensorSpec]:
+    def specs(self):
         """The tensors of all bins, in model order."""
         return sorted((spec for own in self.bins for spec in own), key=lambda spec: spec.index)
 
-    def add(self, spec: TensorSpec) -> bool:
+    def add(self, spec):
         """Puts a tensor into the first bin that has room for it, if one has."""
         room = _room(spec)
         for place, end in enumerate(self.ends):
@@ -109,12 +101,12 @@ class OpenGroup:
                 return True
         return False
 
-    def refilled(self, specs: Iterable[TensorSpec], bin_numel: int) -> "OpenGroup | None":
+    def refilled(self, specs, bin_numel):
         """A group with bins of another size, filled with these tensors in this order; ``None`` if they do not fit."""
         group = OpenGroup.of(len(self.bins), bin_numel)
         return group if all(group.add(spec) for spec in specs) else None
 
-    def cut(self) -> "OpenGroup":
+    def cut(self):
         """A group of the same tensors in the smallest bins, largest tensor first; itself if no smaller bins do."""
         specs = sorted(self.specs, key=_room, reverse=True)
         least = max(align(-(-sum(self.ends) // len(self.bins))), _room(specs[0]))
@@ -124,7 +116,7 @@ class OpenGroup:
                 return group
         return self
 
-    def as_chunk(self, kind: _Kind) -> _OpenChunk:
+    def as_chunk(self, kind):
         """All bins in a row; the tensors of each in model order."""
         chunk = _OpenChunk(self.bin_numel * len(self.bins), kind)
         for place, own in enumerate(self.bins):
@@ -135,15 +127,9 @@ class OpenGroup:
         return chunk
 
 
-def fill_groups(specs: Sequence[TensorSpec], chunk_numel: int, world_size: int) -> list[OpenGroup]:
-    """Distributes tensors of one kind over groups, in model order; the last group is not cut yet.
-
-    Args:
-        specs: The tensors.
-        chunk_numel: Elements of a bin, unless a tensor is larger.
-        world_size: Bins of a group.
-    """
-    groups: list[OpenGroup] = []
+def fill_groups(specs, chunk_numel, world_size):
+    """Distributes tensors of one kind over groups, in model order; the last group is not cut yet."""
+    groups = []
     for spec in specs:
         if groups and groups[-1].add(spec):
             continue
@@ -158,7 +144,7 @@ def fill_groups(specs: Sequence[TensorSpec], chunk_numel: int, world_size: int) 
     return groups
 
 
-def _close_last(groups: list[OpenGroup], specs: Sequence[TensorSpec], chunk_numel: int) -> list[OpenGroup]:
+def _close_last(groups, specs, chunk_numel):
     """Cuts the last group; fills it from the tensors before it where that takes fewer elements in all."""
     cut = groups[-1].cut()
     plain = [*groups[:-1], cut]
@@ -173,7 +159,7 @@ def _close_last(groups: list[OpenGroup], specs: Sequence[TensorSpec], chunk_nume
     return min(plain, backwards, key=lambda made: sum(group.bin_numel for group in made))
 
 
-def _pack_groups(tensors: Sequence[TensorSpec], chunk_numel: int, world_size: int, splits: bool) -> list[_OpenChunk]:
+def _pack_groups(tensors, chunk_numel, world_size, splits):
     """See [Note: communication groups]."""
     chunks = []
     spread = {spec.index for spec in tensors if splits and spec.numel > chunk_numel}
@@ -187,16 +173,10 @@ def _pack_groups(tensors: Sequence[TensorSpec], chunk_numel: int, world_size: in
         groups = fill_groups(specs, chunk_numel, world_size)
         closed = _close_last(groups, specs, chunk_numel) if groups else []
         chunks += [group.as_chunk(kind) for group in closed]
-    return sorted(chunks, key=lambda chunk: min(index for index, _ in chunk.tensors))
+    return sorted(chunks, key=lambda chunk: min((index for index, _ in chunk.tensors)))
 
 
-def pack(
-    tensors: Sequence[TensorSpec],
-    chunk_numel: int,
-    on_host: frozenset[int] = frozenset(),
-    world_size: int = 1,
-    splits: bool = False,
-) -> Layout:
+def pack(tensors, chunk_numel, on_host=frozenset(), world_size=1, splits=False):
     """As ``hf_patrickstar.layout.packing.pack``."""
     if chunk_numel < 1:
         raise ConfigError(f"chunk_numel: expected a positive number of elements, got {chunk_numel}")
@@ -209,13 +189,13 @@ def pack(
         filled = _fill_chunks(tensors, chunk_numel, on_host)
     else:
         filled = _pack_groups(tensors, chunk_numel, world_size, splits)
-    placements: list[Placement | None] = [None] * len(tensors)
+    placements = [None] * len(tensors)
     chunks = []
     for index, chunk in enumerate(filled):
         for tensor_index, offset in chunk.tensors:
             placements[tensor_index] = Placement(tensor_index, index, offset)
-        used = sum(tensors[tensor_index].numel for tensor_index, _ in chunk.tensors)
-        indices = tuple(tensor_index for tensor_index, _ in chunk.tensors)
+        used = sum((tensors[tensor_index].numel for tensor_index, _ in chunk.tensors))
+        indices = tuple((tensor_index for tensor_index, _ in chunk.tensors))
         capacity = max(chunk.capacity_numel, ALIGNMENT_NUMEL)
         trainable, optimizer_index, types = chunk.kind
         own = (trainable, chunk.on_host, world_size, optimizer_index, types)
@@ -224,13 +204,8 @@ def pack(
 
 
 def find_candidates(
-    tensors: Sequence[TensorSpec],
-    modules: Sequence[ModuleSpec],
-    on_host: frozenset[int] = frozenset(),
-    world_size: int = 1,
-    staging_nbytes: Callable[[int, str], int] = lambda chunk_numel, dtype: 0,
-    splits: bool = False,
-) -> list[tuple[Layout, int]]:
+    tensors, modules, on_host=frozenset(), world_size=1, staging_nbytes=lambda chunk_numel, dtype: 0, splits=False
+):
     """The layouts that a search compares, smallest chunks first, and the bytes that each needs at least."""
     total = _total_numel(tensors, on_host)
     # Packing costs time in proportion to tensors x candidates: fewer candidates for models of very many tensors.
@@ -246,16 +221,16 @@ def find_candidates(
 
 
 def search_layout(
-    tensors: Sequence[TensorSpec],
-    modules: Sequence[ModuleSpec],
-    device_nbytes: int | None,
-    on_host: frozenset[int] = frozenset(),
-    limits: Sequence[Limit] = (),
-    world_size: int = 1,
-    staging_nbytes: Callable[[int, str], int] = lambda chunk_numel, dtype: 0,
-    splits: bool = False,
-    exposed_ns: Callable[[int, int], int] | None = None,
-) -> ChunkSizeChoice:
+    tensors,
+    modules,
+    device_nbytes,
+    on_host=frozenset(),
+    limits=(),
+    world_size=1,
+    staging_nbytes=lambda chunk_numel, dtype: 0,
+    splits=False,
+    exposed_ns=None,
+):
     """As ``hf_patrickstar.layout.search.search_layout``."""
     layouts = find_candidates(tensors, modules, on_host, world_size, staging_nbytes, splits)
     fitting = [item for item in layouts if device_nbytes is None or item[1] <= device_nbytes]
@@ -282,26 +257,26 @@ def search_layout(
     return ChunkSizeChoice(layout, len(layouts), need, times[place])
 
 
-def _gradient_nbytes(layout: Layout, staging_nbytes: Callable[[int, str], int]) -> int:
+def _gradient_nbytes(layout, staging_nbytes):
     """Bytes of gradients that are on the device until their group is reduced, and of the space to reduce them in."""
-    largest: dict[str, int] = {}
+    largest = {}
     for chunk in layout.chunks:
         if chunk.trainable:
             largest[chunk.types.param] = max(chunk.chunk_numel, largest.get(chunk.types.param, 0))
-    return layout.gradients_nbytes + sum(staging_nbytes(numel, dtype) for dtype, numel in largest.items())
+    return layout.gradients_nbytes + sum((staging_nbytes(numel, dtype) for dtype, numel in largest.items()))
 
 
-def _total_numel(tensors: Sequence[TensorSpec], on_host: frozenset[int]) -> int:
+def _total_numel(tensors, on_host):
     """Elements of all tensors that chunks are searched for, with padding."""
     return sum(align(spec.numel) for spec in tensors if spec.index not in on_host)
 
 
-def _mean_itemsize(tensors: Sequence[TensorSpec]) -> float:
+def _mean_itemsize(tensors):
     """Bytes per element, over all tensors."""
     return sum(spec.nbytes for spec in tensors) / max(sum(spec.numel for spec in tensors), 1)
 
 
-def _least_group_nbytes(layouts: Sequence[Layout], itemsize: float, world_size: int) -> float:
+def _least_group_nbytes(layouts, itemsize, world_size):
     """Bytes of the smallest groups that are used well enough; small bins waste more than small chunks do."""
     enough = min(_ENOUGH_USED, max(layout.utilisation for layout in layouts) - _TOLERANCE)
     well_used = [layout.chunk_numel for layout in layouts if layout.utilisation >= enough]

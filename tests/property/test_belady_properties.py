@@ -42,36 +42,6 @@ def test_belady_is_brute_force(chunks, room):
         assert simulate(trace, room * SIZE, other, dropped_after=everything).loads >= moved.loads
 
 
-@settings(deadline=None, max_examples=100, derandomize=True, database=None)
-@given(
-    st.lists(st.integers(0, 5), min_size=1, max_size=20),
-    st.lists(st.integers(1, 30), min_size=6, max_size=6),
-    st.integers(30, 90),
-    st.sampled_from(["belady", "lru", "list_order"]),
-)
-def test_simulation_keeps_to_its_budget_and_its_books(chunks, sizes, room, policy):
-    trace = Trace("t", tuple(sizes), tuple(Visit(chunk) for chunk in chunks))
-    moved = simulate(trace, room, policy, dropped_after=frozenset(range(6)))
-    assert moved.device_peak_nbytes <= room
-    assert moved.host_to_device_nbytes >= sum(sizes[chunk] for chunk in set(chunks))
-    assert len(set(chunks)) <= moved.loads <= len(chunks)
-    assert moved.evictions <= moved.loads
-
-
-@settings(deadline=None, max_examples=100, derandomize=True, database=None)
-@given(st.lists(st.tuples(st.integers(0, 5), st.sets(st.integers(0, 5), max_size=3)), max_size=12))
-def test_a_cursor_sees_the_next_visit(rows):
-    trace = Trace("a key", (SIZE,) * 6, tuple(Visit(chunk, tuple(sorted(pinned))) for chunk, pinned in rows))
-    cursor = Cursor(trace)
-    order = [chunk for chunk, _ in rows]
-    for moment, chunk in enumerate(order):
-        assert cursor.advance(chunk)
-        for other in range(6):
-            future = [place for place in range(moment + 1, 2 * len(order)) if order[place % len(order)] == other]
-            assert cursor.next_visit(other) == (future[0] if future else None)
-    assert not cursor.advance(0), "past the end"
-
-
 @settings(deadline=None, max_examples=400, derandomize=True, database=None)
 @given(
     st.lists(st.tuples(st.integers(0, 6), st.sets(st.integers(0, 6), max_size=3), st.booleans()), max_size=30),

@@ -16,12 +16,6 @@ fast = settings(deadline=None, max_examples=200, database=None, derandomize=True
 
 
 @fast
-@given(st.integers(1, 2**50))
-def test_bytes_round_trip(nbytes):
-    assert parse_nbytes(nbytes) == parse_nbytes(str(nbytes)) == parse_nbytes(f" {nbytes} B ") == nbytes
-
-
-@fast
 @given(st.integers(1, 4096), st.sampled_from(sorted(FACTORS)), st.booleans())
 def test_whole_numbers_of_every_unit(number, unit, lower):
     text = f"{number}{unit.lower() if lower else unit}"
