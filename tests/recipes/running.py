@@ -10,22 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-WORDS = [
-    "the",
-    "quick",
-    "slow",
-    "red",
-    "fox",
-    "dog",
-    "bird",
-    "jumps",
-    "runs",
-    "sleeps",
-    "over",
-    "under",
-    "lazy",
-    "tree",
-]
+TEXT = "the quick slow red fox dog bird jumps runs sleeps over under lazy tree"
+WORDS = TEXT.split()
 SENTENCES = [" ".join(WORDS[(i * k + k) % len(WORDS)] for k in range(1, 9)) for i in range(48)]
 LABELS = ["bad", "good", "neutral"]
 COMMON = ["--seed", "7", "--max_steps", "3", "--learning_rate", "5e-3", "--per_device_train_batch_size", "2"]
