@@ -302,7 +302,7 @@ class _Simulator:
 
     def _known_traces(self, traces: Sequence[Trace], lookups: Mapping[int, str]) -> KnownTraces:
         key = key_of(self._computation, self.decisions, self._situation)
-        return KnownTraces(key, {made.key: made for made in (*traces, self._update_trace(traces[0]))}, lookups)
+        return KnownTraces(key, {made.key: made for made in (*traces, self._update_trace(traces[0], lookups))}, lookups)
 
     # Decisions
 
@@ -360,10 +360,16 @@ class _Simulator:
         own = self._places.own_numel
         return sum(own[index] for index in self._layout.chunks[chunk_index].tensor_indices)
 
-    def _update_trace(self, made: Trace) -> Trace:
+    def _update_trace(self, made: Trace, lookups: Mapping[int, str]) -> Trace:
         """What an update takes on the device beside chunks, in the order in which forward comes to them."""
-        chunks = self._layout.chunks
-        order = dict.fromkeys([visit.chunk_index for visit in made.visits] + [spec.index for spec in chunks])
+        chunks, decisions = self._layout.chunks, self.decisions
+        looked_up = [
+            self._places.chunk_of[index]
+            for index in sorted(decisions.embeddings.tensor_indices)
+            if lookups.get(index) != "device" and self._places.chunk_of[index] not in decisions.homes.device_homed
+        ]
+        visited = [visit.chunk_index for visit in made.visits]
+        order = dict.fromkeys([*looked_up, *visited, *(spec.index for spec in chunks)])
         updated = [chunks[index] for index in order if chunks[index].is_updated]
         taken = self._cost.temporary_nbytes
         visits = tuple(Visit(spec.index, non_model_nbytes=round(taken * spec.chunk_numel)) for spec in updated)

@@ -120,17 +120,18 @@ class Estimate:
         movable = [index for index, work in enumerate(self.works) if work.may_move and index not in kept]
         if not movable:
             return None
-        candidates = self._candidates(movable, kept)
-        least = self._least_in_margin(candidates, kept, current)
-        if least is not None:
-            return self._plan_margin(movable, candidates, kept, least)
+        for is_ahead in (True, False):  # room for what is brought in ahead is given up where the host needs it
+            candidates = self._candidates(movable, kept, is_ahead=is_ahead)
+            least = self._least_in_margin(candidates, kept, current)
+            if least is not None:
+                return self._plan_margin(movable, candidates, kept, least)
         spilled = current if self._may_stay(current, kept) else self.spilled(kept, limits)
         movable, kept = [index for index in movable if index not in spilled], kept | spilled
         plan = self._plan_margin(movable, self._candidates(movable, kept), kept)
         reason = f"the host has no room for {len(spilled)} chunks, which live on the device; beside them {plan.reason}"
         return MarginPlan((*in_order(spilled, self.traces), *plan.chunk_indices), reason)
 
-    def _candidates(self, movable: Sequence[int], kept: frozenset[int], *, is_ahead: bool = False) -> tuple[int, ...]:
+    def _candidates(self, movable: Sequence[int], kept: frozenset[int], *, is_ahead: bool = True) -> tuple[int, ...]:
         """What the margin has room for, beside chunks that are kept on the device; see ``fill_margin``.
 
         Args:
@@ -138,6 +139,7 @@ class Estimate:
             kept: Chunks that are at home on the device whatever happens.
             is_ahead: Whether room is kept for a chunk that is brought in ahead.
         """
+        is_ahead = is_ahead and self.rules.prefetch_depth > 0
         prefetched = [is_ahead * (work.gradient_nbytes + work.sent_nbytes) for work in self.works]
         return fill_margin(
             [self.nbytes[index] for index in movable],
@@ -153,8 +155,7 @@ class Estimate:
         self, movable: Sequence[int], candidates: Sequence[int], kept: frozenset[int], least: int = 0
     ) -> MarginPlan:
         chunks, name = [self.nbytes[index] for index in movable], self.rules.machine.name
-        likely = len(self._candidates(movable, kept, is_ahead=True)) if self.rules.prefetch_depth else 0
-        return plan_margin(chunks, candidates, lambda inside: self.cost(inside | kept), name, least, likely)
+        return plan_margin(chunks, candidates, lambda inside: self.cost(inside | kept), name, least)
 
     def _least_in_margin(self, candidates: Sequence[int], kept: frozenset[int], current: frozenset[int]) -> int | None:
         """How many candidates have to live in the margin so that the host has room for all else; ``None`` if too few.

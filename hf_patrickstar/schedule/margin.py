@@ -176,7 +176,6 @@ def plan_margin(
     cost_of: Callable[[frozenset[int]], StepCost | None],
     machine_name: str,
     least: int = 0,
-    likely: int = 0,
 ) -> MarginPlan:
     """Decides how many of the chunks that fit the margin are worth it.
 
@@ -191,13 +190,12 @@ def plan_margin(
         cost_of: What a step costs if these chunks live in the margin; ``None`` if it cannot work.
         machine_name: Whose rates the times follow.
         least: So many of the candidates, the first ones, live there in any case: the host has no room for them.
-        likely: A number that is worth comparing, too.
     """
     sizes = {chunk.chunk_index: chunk.device_nbytes for chunk in chunks}
     costs: dict[int, StepCost | None] = {}  # by how many of the candidates live in the margin
     most = len(candidates)
     width = most / 2
-    counts = [0, int(width), likely, most]
+    counts = [0, int(width), most]
     for _ in range(_NUM_ROUNDS):
         for count in {min(max(count, least), most) for count in counts} - costs.keys():
             costs[count] = cost_of(frozenset(candidates[:count]))
