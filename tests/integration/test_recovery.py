@@ -154,7 +154,7 @@ class FailAt(TrainerCallback):
 
 
 def test_the_trainer_repeats_by_itself(tmp_path):
-    kwargs = {"gradient_accumulation_steps": 2}
+    kwargs = {"gradient_accumulation_steps": 2, "patrickstar_logging": "all"}
     expected = train("gpt2", tmp_path / "plain", **kwargs)
     config = {"chunk_budget": 2 * smallest_budget(make_model("gpt2"))}
     logs = LogRecorder()

@@ -40,7 +40,7 @@ class Run:
 
     def __init__(self, make_optimizer=None, *, factory=Stack, accumulation=1, **config):
         self.model = make(factory).train()
-        config = {"placement": "host", "chunk_numel": CHUNK_NUMEL, "chunk_budget": 12 * CHUNK_NUMEL, **config}
+        config = {"placement": "host", "chunk_numel": CHUNK_NUMEL, "chunk_budget": f"{12 * CHUNK_NUMEL}B", **config}
         make_optimizer = make_optimizer or (lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True))
         made = make_optimizer(self.model.parameters())
         self.engine = PatrickStarEngine(self.model, config, made, gradient_accumulation_steps=accumulation)

@@ -236,7 +236,7 @@ def search_layout(
     fitting = [item for item in layouts if device_nbytes is None or item[1] <= device_nbytes]
     if not fitting:
         smallest = min(layouts, key=lambda item: item[1])[0]
-        check_fits(smallest, modules, device_nbytes, limits, world_size, staging_nbytes)
+        check_fits(smallest, modules, device_nbytes, limits, world_size, staging_nbytes, is_smallest=True)
     if device_nbytes is not None:
         itemsize = _mean_itemsize(tensors)
         most_numel = max(_total_numel(tensors, on_host) // _MODEL_SHARE, ALIGNMENT_NUMEL)
