@@ -154,11 +154,13 @@ class FailAt(TrainerCallback):
 
 
 def test_the_trainer_repeats_by_itself(tmp_path):
-    kwargs = {"gradient_accumulation_steps": 2, "patrickstar_logging": "all"}
+    kwargs = {"gradient_accumulation_steps": 2}
     expected = train("gpt2", tmp_path / "plain", **kwargs)
     config = {"chunk_budget": 2 * smallest_budget(make_model("gpt2"))}
     logs = LogRecorder()
-    ours = train("gpt2", tmp_path / "ours", config, callbacks=[FailAt(2, 200), logs], **kwargs)
+    ours = train(
+        "gpt2", tmp_path / "ours", config, callbacks=[FailAt(2, 200), logs], patrickstar_logging="all", **kwargs
+    )
     assert_same_run(expected, ours)
     assert ours[0].patrickstar_stats()["retries"] == 1
     assert [entry["retries"] for entry in logs.figures()] == [0, 0, 1, 1]

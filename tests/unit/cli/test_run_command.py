@@ -124,7 +124,7 @@ def test_check_and_plan_know_stock_scripts(tmp_path):
     words = ["translation.py", "--output_dir", "out", *COMMON]
     check = start(["-m", "hf_patrickstar", "check", *words], tmp_path)
     plan = start(["-m", "hf_patrickstar", "plan", "--machine", "rtx4090", "--", *words, "--patrickstar"], tmp_path)
-    assert finish(check)[0].startswith("same bits: 2 steps, 2 losses")
+    assert finish(check)[0].startswith("same bits\n  2 steps, 2 losses")
     assert "translation.py" in finish(plan)[0]
     assert not (tmp_path / "out").exists()
 
