@@ -247,7 +247,6 @@ def test_the_page_of_a_search_is_that_of_the_plan_that_it_found(tmp_path, capsys
     reader = PageReader(html)
     check_alone(reader, allowed=("page.trace.json",))
     assert f"{found['answer']} x 64 tokens" in html
-    assert "Lanes of a step" in html
     assert (tmp_path / "page.trace.json").exists()
 
 
