@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from models import make_model
 from processes import Workers
-from together import differences, engaged, hf_loss, make_optimizer, train_alone, train_together
+from together import differences, engaged, hf_loss, launched, make_optimizer, train_alone, train_together
 
-from hf_patrickstar import PatrickStarEngine, deferred_weights
+from hf_patrickstar import PatrickStarAccelerator, PatrickStarEngine, deferred_weights
 from hf_patrickstar.checkpoint import pieces, safetensors_file, transaction
 from hf_patrickstar.errors import CheckpointError, CollectiveError
 
@@ -306,3 +306,101 @@ def test_what_one_process_cannot_load_none_loads(pair, tmp_path):
         assert other == f"rank 1 cannot load the checkpoint: {own}"
     assert "nowhere' has no weights" in second[0]
     assert "is not the index of a training state" in second[2]
+
+
+def damage(rank, folder):
+    with engaged(build("gpt2", torch.float32)) as engine:
+        engine.save_checkpoint(f"{folder}/c")
+        train_together(engine, hf_loss("gpt2"), steps=1)
+        engine.save_checkpoint(f"{folder}/d")
+        if rank == 0:
+            path = Path(folder, "d", "optimizer-00002-of-00002.safetensors")
+            path.write_bytes(path.read_bytes()[:-4])
+        dist.barrier()
+        train_together(engine, hf_loss("gpt2"), steps=1, first=1)
+        before = whole_state(engine)
+        with pytest.raises(CheckpointError, match=r"optimizer-00002-of-00002.safetensors' is truncated"):
+            engine.load_checkpoint(f"{folder}/d")
+        assert differences(before, whole_state(engine)) == {}
+
+
+def test_a_damaged_file_changes_nothing(pair, tmp_path):
+    pair.run(damage, str(tmp_path))
+
+
+def accelerate_step(accelerator, model, optimizer, step, rank):
+    loss = hf_loss("gpt2")(model, step, 0, rank)
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def prepared_by_accelerate(config, seed=None, **kwargs):
+    accelerator = PatrickStarAccelerator(cpu=True, patrickstar_config=config, **kwargs)
+    assert accelerator.num_processes == 2
+    model = build("gpt2", torch.float32, seed)
+    return accelerator, *accelerator.prepare(model, make_optimizer(model))
+
+
+def save_by_accelerate(rank, folder, safe):
+    from accelerate.utils import ProjectConfiguration
+
+    project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=2)
+    with launched(rank):
+        accelerator, model, optimizer = prepared_by_accelerate({}, project_config=project)
+        for step in range(3):
+            accelerate_step(accelerator, model, optimizer, step, rank)
+            accelerator.save_state(safe_serialization=safe)
+        state = whole_state(model.patrickstar_engine)
+        losses = [accelerate_step(accelerator, model, optimizer, step, rank) for step in (3, 4)]
+        model.patrickstar_engine.detach()
+        accelerator.free_memory()
+    with launched(rank):
+        accelerator, model, optimizer = prepared_by_accelerate({"chunk_numel": 2048}, seed=4, project_config=project)
+        accelerator.load_state()
+        assert differences(state, whole_state(model.patrickstar_engine)) == {}
+        assert [accelerate_step(accelerator, model, optimizer, step, rank) for step in (3, 4)] == losses
+        model.patrickstar_engine.detach()
+        accelerator.free_memory()
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_accelerate_saves_and_loads(pair, tmp_path, safe):
+    pair.run(save_by_accelerate, str(tmp_path), safe)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_1", "checkpoint_2"]
+
+
+def save_an_adapter(rank, folder):
+    from peft import LoraConfig, get_peft_model
+
+    def make(seed):
+        torch.manual_seed(seed)
+        with deferred_weights():
+            base = type(build("gpt2", torch.float32)).from_pretrained(f"{folder}/base")
+        return get_peft_model(base, LoraConfig(target_modules=["c_attn"], r=2, lora_dropout=0.0))
+
+    if rank == 0:
+        build("gpt2", torch.float32).save_pretrained(f"{folder}/base")
+    dist.barrier()
+    with engaged(make(0)) as engine:
+        losses, _ = train_together(engine, hf_loss("gpt2"))
+        engine.save_checkpoint(f"{folder}/c")
+        state = whole_state(engine)
+        after, _ = train_together(engine, hf_loss("gpt2"), steps=1, first=3)
+    with engaged(make(0)) as engine:
+        assert train_together(engine, hf_loss("gpt2"))[0] == losses
+        assert differences(state, whole_state(engine)) == {}
+    with engaged(make(1), {"chunk_numel": 2048}) as engine:
+        engine.load_checkpoint(f"{folder}/c")
+        assert differences(state, whole_state(engine)) == {}
+        assert train_together(engine, hf_loss("gpt2"), steps=1, first=3)[0] == after
+    return sorted(path.name for path in Path(folder, "c").iterdir()), losses
+
+
+def test_an_adapter_over_deferred_weights(pair, tmp_path):
+    (files, losses), _ = pair.run(save_an_adapter, str(tmp_path))
+    assert losses[0] != losses[-1]
+    assert "adapter_model.safetensors" in files
+    assert "model.safetensors" not in files
+    assert (tmp_path / "c" / "adapter_model.safetensors").stat().st_size < 40_000, "and nothing of the base"

@@ -363,3 +363,36 @@ def test_all_others_end_when_one_is_killed(tmp_path):
         text, seconds, _, _ = lose_one(workers, 2, tmp_path / "here", exchange)
     assert "rank 2 has ended (process " in text
     assert seconds < 10
+
+
+def reduce_chunk(collectives):
+    space = torch.ones(collectives.staging_numel(128, torch.float32)[0])
+    collectives.reduce_scatter(torch.ones(256), (space, None), "gradients of chunk 3")
+
+
+def be_late(rank):
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    collectives = Collectives.connect(group, CPU)
+    if rank == 1:
+        time.sleep(6)
+        return None
+    begin = time.monotonic()
+    with pytest.raises(CollectiveError) as caught:
+        collectives.exchange([1], "sizes of the inputs")
+    collectives.close()
+    return str(caught.value), time.monotonic() - begin
+
+
+def test_a_killed_host_of_the_store_is_named(tmp_path):
+    with Workers(2, store="tcp") as workers:
+        text, seconds, _, more = lose_one(workers, 0, tmp_path / "here", reduce_chunk)
+    assert text.startswith("gradients of chunk 3: a collective failed on rank 1 of 2: rank 0 has ended (process ")
+    assert "the store where the ranks met is gone" in text
+    assert seconds < 10
+    assert more < 10
+
+
+def test_a_rank_that_does_not_come_is_named(pair):
+    text, seconds = pair.run(be_late)[0]
+    assert text.startswith("sizes of the inputs: a collective failed on rank 0 of 2: rank 1 has not come. ")
+    assert 1 < seconds < 5.9

@@ -4,12 +4,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from models import make_model
 from together import differences, engaged, hf_loss, launched, train_together
 from trainers import train
 
-from hf_patrickstar import CheckpointError
+from hf_patrickstar import CheckpointError, PatrickStarAccelerator
 
 pytestmark = pytest.mark.xdist_group("distributed")
 
@@ -82,3 +83,23 @@ def test_the_trainer_resumes_alike_on_all_processes(pair, tmp_path, without):
     else:
         for text, rank in ((first, 0), (second, 1)):
             assert text.startswith(f"rank 1 finds no {without} in '{tmp_path}/checkpoint-2-{rank}', where other ranks")
+
+
+def load_by_accelerate(rank, folder):
+    with launched(rank):
+        accelerator = PatrickStarAccelerator(cpu=True, patrickstar_config={})
+        model = make_model("gpt2")
+        model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        accelerator.save_state(f"{folder}/c")
+        dist.barrier()
+        with pytest.raises(CheckpointError) as caught:
+            accelerator.load_state(copies(rank, f"{folder}/c", INDEX))
+        model.patrickstar_engine.detach()
+        accelerator.free_memory()
+    return str(caught.value)
+
+
+def test_accelerate_finds_no_index(pair, tmp_path):
+    first, second = pair.run(load_by_accelerate, str(tmp_path))
+    assert first == f"rank 1 cannot load the checkpoint: {second}"
+    assert f"c-1/{INDEX}' is missing" in second

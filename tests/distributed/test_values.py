@@ -4,6 +4,8 @@ import contextlib
 import copy
 import logging
 import os
+import re
+import signal
 from pathlib import Path
 
 import peft
@@ -11,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import make_batch, make_model
+from processes import WorkerError, Workers
 from test_branches import SMALL, chain_loss, make_chain
 from together import (
     copy_state,
@@ -355,3 +358,91 @@ def test_processes_that_would_train_alone_are_refused(pair):
 
 def world_size(rank):
     return dist.get_world_size()
+
+
+def save_and_resume(rank, folder):
+    first, optimizer_state = on_one_rank(lambda: alone("gpt2", hf_loss("gpt2"), 2, 2))
+    last, _ = on_one_rank(lambda: alone("gpt2", hf_loss("gpt2"), 2, 2, 2, first, optimizer_state))
+    model = make_model("gpt2")
+    with engaged(model, DROPPED) as engine:
+        train_together(engine, hf_loss("gpt2"), 2)
+        model.save_pretrained(folder)
+        saved, saved_optimizer = copy_state(model), engine.optimizer.state_dict()
+    assert differences(first, model.state_dict()) == {}  # detached
+    assert differences(first, GPT2LMHeadModel.from_pretrained(folder).state_dict()) == {}
+    for number, state in optimizer_state["state"].items():
+        assert differences(state, saved_optimizer["state"][number]) == {}
+    model = make_model("gpt2", seed=3)
+    with engaged(model, DROPPED) as engine:
+        model.load_state_dict(saved)
+        engine.optimizer.load_state_dict(saved_optimizer)
+        train_together(engine, hf_loss("gpt2"), 2, first=2)
+        assert differences(last, model.state_dict()) == {}
+        with engine.full_parameters(), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2)
+        assert differences({key: 2 * value for key, value in last.items()}, model.state_dict()) == {}
+    torch.optim.AdamW(model.parameters()).load_state_dict(torch.optim.AdamW(model.parameters()).state_dict())
+
+
+def test_saving_and_resuming(pair, tmp_path):
+    pair.run(save_and_resume, str(tmp_path))
+
+
+def train_in_own_types(rank):
+    """Parameters of four types, each with states of its own type; gradients are averaged in the parameter's type."""
+    plain = torch.nn.Sequential(
+        *(torch.nn.Linear(16, 16, dtype=d) for d in (torch.float64, torch.bfloat16, torch.float32, torch.bfloat16))
+    )
+    model = copy.deepcopy(plain)
+
+    def loss_of(used, which):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(which))
+        for layer in used:
+            x = torch.tanh(layer(x.to(layer.weight.dtype)))
+        return x.float().square().mean()
+
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    with engaged(model, {"chunk_numel": 256}, torch.optim.AdamW(model.parameters(), lr=1e-2)) as engine:
+        for step in range(3):
+            sums = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in plain.parameters()]
+            for other in range(2):
+                loss_of(plain, 10 * step + other).backward()
+                for total, parameter in zip(sums, plain.parameters(), strict=True):
+                    total += parameter.grad
+                plain.zero_grad()
+            for total, parameter in zip(sums, plain.parameters(), strict=True):
+                parameter.grad = (total / 2).to(parameter.dtype)
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.backward(loss_of(model, 10 * step + rank))
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        state = model.state_dict()
+        for name, value in plain.state_dict().items():
+            assert state[name].dtype is value.dtype
+            assert torch.equal(state[name], value), name
+
+
+def test_types_beside_each_other(pair):
+    pair.run(train_in_own_types)
+
+
+def die_in_a_step(rank, path):
+    model = make_chain(2)
+    engine = PatrickStarEngine(model, SMALL, make_optimizer(model), device="cpu")
+    train_together(engine, chain_loss, 2)
+    if rank == 1:
+        chain_loss(model, 2, 0, rank)
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(CollectiveError) as caught:
+        train_together(engine, chain_loss, 1, first=2)
+    Path(path).write_text(str(caught.value))
+
+
+def test_a_killed_rank_is_named_in_the_middle_of_a_step(tmp_path):
+    with Workers(2) as workers, pytest.raises(WorkerError, match=r"Rank 1 of 2 died with exit code -9 \(SIGKILL\)"):
+        workers.run(die_in_a_step, str(tmp_path / "said"))
+    # A sentence of its own, or the reason why a collective failed, whichever rank 0 meets first.
+    said = (tmp_path / "said").read_text()
+    assert re.search(r"(Rank|a collective failed on rank 0 of 2: rank) 1 has ended \(process \d+ on ", said), said

@@ -158,8 +158,7 @@ def test_chunks_with_a_home_in_the_margin_never_cross():
     stats = pair.engine.stats()
     margin = stats["chunks_in_margin"]
     assert 0 < margin < 10
-    assert margin <= rows[0]["chunk_moves"] <= 3 * margin, "what the first step shows may send some back"
-    assert rows[-1]["chunk_moves"] == 0
+    assert rows[0]["chunk_moves"] == margin
     assert stats["moved_home_to_device_nbytes"] >= margin * layer_nbytes
     assert rows[-1]["chunk_loads"] == 10 - margin
     assert rows[-1]["device_to_host_nbytes"] == (10 - margin) * LAYER_NUMEL * 4
