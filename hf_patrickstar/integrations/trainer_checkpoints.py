@@ -14,7 +14,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, Trai
 from hf_patrickstar.checkpoint.checkpoints import has_torch_state, has_training_state
 from hf_patrickstar.checkpoint.export import torch_state_dict
 from hf_patrickstar.checkpoint.found_weights import FoundWeights, find_weights
-from hf_patrickstar.checkpoint.storage import damaged, remove_checkpoint, remove_leftovers
+from hf_patrickstar.checkpoint.storage import damaged, missing_file, remove_checkpoint, remove_leftovers
 from hf_patrickstar.checkpoint.training_state import INDEX_NAME
 from hf_patrickstar.checkpoint.transaction import Checkpoint
 from hf_patrickstar.checkpoint.weight_files import has_weights, load_torch_file
@@ -25,7 +25,6 @@ from hf_patrickstar.integrations.accelerator_checkpoints import (
     get_engine,
     having,
     note_missing,
-    warn_of_missing,
 )
 from hf_patrickstar.integrations.conversion import check_origin
 
@@ -244,8 +243,9 @@ class TrainerCheckpoints(_AnyTrainer):
         """Whether optimizer and schedule begin anew: as the Trainer, the engine loads both or none.
 
         Raises:
-            CheckpointError: If only some processes find both.
+            CheckpointError: If only some processes find both, or the schedule is missing and the optimizer is not.
         """
+        engine.checkpoints.together(lambda: _check_schedule(checkpoint))
         found = note_missing(engine, checkpoint, self._missing_files(checkpoint))
         without = [rank for rank, files in enumerate(found) if _STATE_LOST in files.values()]
         if 0 < len(without) < len(found):
@@ -287,11 +287,10 @@ class TrainerCheckpoints(_AnyTrainer):
         """Loads as the Trainer does, and also from a checkpoint that was saved with ``patrickstar``."""
         optimizer, scheduler = (Path(checkpoint or "") / name for name in (OPTIMIZER_NAME, SCHEDULER_NAME))
         is_ours = checkpoint is not None and has_training_state(checkpoint) and not optimizer.is_file()
-        if is_ours and not scheduler.is_file():
-            warn_of_missing(str(checkpoint), {SCHEDULER_NAME: _STATE_LOST})
-        if not is_ours or not scheduler.is_file():
+        if not is_ours:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
+        _check_schedule(str(checkpoint))
         assert self.optimizer is not None
         assert self.lr_scheduler is not None
         self.optimizer.load_state_dict(torch_state_dict(str(checkpoint)))
@@ -317,6 +316,20 @@ class TrainerCheckpoints(_AnyTrainer):
                     logger.warning("There were %s keys in the checkpoint model loaded: %s.", what, keys)
             return
         self._issue_warnings_after_load(found)
+
+
+def _check_schedule(checkpoint: str) -> None:
+    """Makes sure that a checkpoint with the optimizer's files of this package has the schedule, too.
+
+    Raises:
+        CheckpointError: If not: the Trainer would begin anew with both.
+    """
+    path = Path(checkpoint) / SCHEDULER_NAME
+    if has_training_state(checkpoint) and not path.is_file():
+        raise CheckpointError(
+            f"{missing_file(path)}; or delete every optimizer-* and {INDEX_NAME} beside it, to begin with a new "
+            "optimizer and schedule"
+        )
 
 
 def _without_error(found: FoundWeights | CheckpointError | None) -> FoundWeights | None:

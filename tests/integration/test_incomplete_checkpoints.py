@@ -169,12 +169,11 @@ def test_an_adapter_that_is_gone(tmp_path):
 @pytest.mark.parametrize(
     ("gone", "lost"),
     [
-        (["scheduler.pt"], "the optimizer and the schedule of learning rates begin anew"),
         (["optimizer*"], "the optimizer and the schedule of learning rates begin anew"),
         (["rng_state.pth"], "random numbers will differ from those of an uninterrupted run"),
         (["optimizer*", "scheduler.pt", "rng_state.pth"], "begin anew, random numbers will differ"),
     ],
-    ids=["scheduler", "optimizer", "rng", "all"],
+    ids=["optimizer", "rng", "all"],
 )
 def test_the_trainer_goes_on_as_the_stock_one_and_says_what_is_lost(gone, lost, checkpoint, tmp_path, caplog):
     theirs = shutil.copytree(checkpoint, tmp_path / "stock" / "checkpoint-2")
@@ -204,11 +203,13 @@ def test_a_whole_checkpoint_is_resumed_without_a_warning(checkpoint, caplog):
     assert [text for text in warnings_in(caplog) if "patrickstar" in text] == []
 
 
-def test_without_the_flag_a_state_that_is_not_loaded_is_told(checkpoint, caplog):
+@pytest.mark.parametrize("is_on", [False, True])
+def test_a_trainer_finds_no_schedule_while_the_optimizer_is_there(is_on, checkpoint):
     without(checkpoint, "optimizer.pt", "scheduler.pt")
-    by_the_trainer(checkpoint, is_on=False)
-    (warning,) = [text for text in warnings_in(caplog) if "patrickstar" in text]
-    assert "lacks scheduler.pt: the optimizer and the schedule of learning rates begin anew" in warning
+    with pytest.raises(CheckpointError, match=r"scheduler.pt' is missing; .*delete every optimizer-\*"):
+        by_the_trainer(checkpoint, is_on)
+    without(checkpoint, "optimizer*")  # the remedy
+    by_the_trainer(checkpoint, is_on)
 
 
 def test_the_loss_scale_is_missed_too(tmp_path, caplog):

@@ -286,13 +286,12 @@ def test_save_only_model(is_background, tmp_path):
     assert_same_weights(resumed[0].model, resumed[1].model)
 
 
-@pytest.mark.parametrize("missing", ["optimizer", "scheduler.pt"])
-def test_resuming_without_one_of_the_states(missing, tmp_path):
-    """The stock Trainer takes over both or none."""
+def test_resuming_without_the_optimizer(tmp_path):
+    """Then the stock Trainer takes over no schedule, either."""
     losses = []
     for make, folder in ((stock, tmp_path / "stock"), (ours, tmp_path / "ours")):
         run(make(folder))
-        for path in (folder / "checkpoint-2").glob(f"{missing}*"):
+        for path in (folder / "checkpoint-2").glob("optimizer*"):
             path.unlink()
         resumed = make(folder)
         run(resumed, resume_from_checkpoint=str(folder / "checkpoint-2"))
