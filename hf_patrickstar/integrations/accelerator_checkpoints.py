@@ -46,35 +46,31 @@ def having(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-def warn_of_missing(directory: str | os.PathLike[str], missing: Mapping[str, str]) -> None:
-    """Warns of files that a checkpoint lacks, although it can be loaded.
-
-    Args:
-        directory: The checkpoint.
-        missing: The files, each with what is lost without it.
-    """
-    names, lost = ", ".join(missing), ", ".join(dict.fromkeys(missing.values()))
-    logger.warning("patrickstar: '%s' lacks %s: %s. To resume exactly, copy them there", directory, names, lost)
-
-
-def note_missing(
-    engine: PatrickStarEngine, directory: str | os.PathLike[str], missing: Mapping[str, str]
-) -> Sequence[Mapping[str, str]]:
-    """Lets the first process warn of the files that any process misses; all processes call it together.
+def missing_anywhere(engine: PatrickStarEngine, missing: Mapping[str, str]) -> Sequence[Mapping[str, str]]:
+    """What each rank misses of a checkpoint; all processes call it together.
 
     Args:
         engine: The engine that loads the checkpoint.
-        directory: See ``warn_of_missing``.
-        missing: What this process misses.
-
-    Returns:
-        What each rank misses.
+        missing: The files that this process misses, each with what is lost without it.
     """
     found: Sequence[Mapping[str, str]] = engine.collectives.exchange(dict(missing), "looks for missing files")
+    return found
+
+
+def warn_of_missing(
+    engine: PatrickStarEngine, directory: str | os.PathLike[str], found: Sequence[Mapping[str, str]]
+) -> None:
+    """Lets the first process warn of files that a checkpoint lacks, although it can be loaded.
+
+    Args:
+        engine: The engine that loads the checkpoint.
+        directory: The checkpoint.
+        found: What ``missing_anywhere`` found.
+    """
     lost = {name: what for files in found for name, what in files.items()}
     if lost and engine.collectives.rank == 0:
-        warn_of_missing(directory, lost)
-    return found
+        names, what = ", ".join(lost), ", ".join(dict.fromkeys(lost.values()))
+        logger.warning("patrickstar: '%s' lacks %s: %s. To resume exactly, copy them there", directory, names, what)
 
 
 class AcceleratorCheckpoints(Accelerator):
@@ -212,7 +208,7 @@ class AcceleratorCheckpoints(Accelerator):
                     engine.checkpoints.together(functools.partial(_check_presence, state))
                     engine.checkpoints.check_state(state)
             engines[0].checkpoints.together(functools.partial(self._check_others, directory))
-            note_missing(engines[0], directory, self._missing_others(directory))
+            warn_of_missing(engines[0], directory, missing_anywhere(engines[0], self._missing_others(directory)))
             if self._load_model_state_pre_hook:  # the hooks get all models, and may load them
                 super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
                 # After the weights: masters have more bits than what a hook may have loaded.

@@ -58,6 +58,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
                 "PatrickStarArgumentsMixin and the TrainingArguments class of your Trainer"
             )
         _follow_log_level(self.args.get_process_log_level())
+        self._shown = {}
         config = PatrickStarConfig.from_any(self.args.patrickstar_config)  # type: ignore[attr-defined]
         if self.model is not None:
             check_model(self.model)

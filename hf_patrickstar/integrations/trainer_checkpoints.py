@@ -24,7 +24,8 @@ from hf_patrickstar.integrations.accelerator_checkpoints import (
     RANDOM_LOST,
     get_engine,
     having,
-    note_missing,
+    missing_anywhere,
+    warn_of_missing,
 )
 from hf_patrickstar.integrations.conversion import check_origin
 
@@ -245,8 +246,7 @@ class TrainerCheckpoints(_AnyTrainer):
         Raises:
             CheckpointError: If only some processes find both, or the schedule is missing and the optimizer is not.
         """
-        engine.checkpoints.together(lambda: _check_schedule(checkpoint))
-        found = note_missing(engine, checkpoint, self._missing_files(checkpoint))
+        found = missing_anywhere(engine, self._missing_files(checkpoint))
         without = [rank for rank, files in enumerate(found) if _STATE_LOST in files.values()]
         if 0 < len(without) < len(found):
             name = next(name for name, what in found[without[0]].items() if what == _STATE_LOST)
@@ -254,6 +254,8 @@ class TrainerCheckpoints(_AnyTrainer):
                 f"rank {without[0]} finds no {name} in '{checkpoint}', where other ranks find theirs; copy the files "
                 "of the checkpoint to its machine (the Trainer writes them there with save_on_each_node)"
             )
+        engine.checkpoints.together(lambda: _check_schedule(checkpoint))
+        warn_of_missing(engine, checkpoint, found)
         return bool(without)
 
     def _missing_files(self, checkpoint: str) -> dict[str, str]:

@@ -376,9 +376,10 @@ def _refusal_by_settings(subject: Subject, given: TrainingSetup, endless: Machin
     Raises:
         ConfigError: If no setting does.
     """
+    shortage = None
     try:
         _simulate(subject, dataclasses.replace(given, machine=endless), placement="host")
-    except BudgetError as error:
+    except (BudgetError, EngineError) as error:
         shortage = str(error).splitlines()[0]
     settings = {key: value for key, value in given.settings.items() if key != "chunk_budget"}
     enough = _fits(subject, dataclasses.replace(given, settings=settings), endless)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import heapq
+import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
@@ -207,8 +208,8 @@ def plan_margin(
             (count for count, cost in known.items() if cost.duration_ns <= limit_ns),
             key=lambda count: (known[count].moved_nbytes, known[count].duration_ns, count),
         )
-        width /= 2  # half way to its neighbours
-        counts = [int(count - width), int(count + width)]
+        width /= 2  # half way to its neighbours, and one chunk at least
+        counts = [math.floor(count - width), math.ceil(count + width)]
     best, first = known[count], known[min(known)]
     chosen = tuple(candidates[:count])
     taken = format_nbytes(sum(sizes[index] for index in chosen))

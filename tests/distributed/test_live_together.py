@@ -210,7 +210,7 @@ def make_adamw_of_trained(model):
 
 def unfreeze(world, model, optimizer, note):
     note("losses", train(world, model, optimizer))
-    for block in (model.blocks[5], model.blocks[6]):
+    for block in (model.blocks[4], model.blocks[5]):
         block.requires_grad_(True)
         optimizer.add_param_group({"params": list(block.parameters()), "lr": 3e-3})
     note("losses afterwards", train(world, model, optimizer, 1, steps=2))

@@ -134,6 +134,15 @@ def test_the_history_is_that_of_the_stock_trainer(choice, tmp_path):
             assert expected[key] == actual[key], key
 
 
+def test_a_loss_that_is_logged_before_training(tmp_path):
+    logs = LogRecorder()
+    kwargs = {"patrickstar": True, "patrickstar_config": tight(), "trainer_kwargs": {"callbacks": [logs]}}
+    trainer = make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, **kwargs)
+    trainer.evaluate()
+    trainer.log({"loss": 1.0})
+    assert logs.figures()[-1].keys() == FEW
+
+
 class Meddling(TrainerCallback):
     """Adds to a log, and to the callbacks."""
 
