@@ -110,7 +110,7 @@ def plot(runs, budget, target):
     try:
         import matplotlib
     except ImportError:
-        print("no picture: matplotlib is not installed (pip install 'hf_patrickstar[plots]')")
+        print("no picture: matplotlib is not installed (pip install matplotlib)")
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -13,7 +13,7 @@ if [ ! -f "$stamp" ] || [ constraints.txt -nt "$stamp" ] || [ setup.cfg -nt "$st
     names='build|check-wheel-contents|hypothesis|mypy|pytest|pytest-timeout|pytest-xdist|rich|schedulefree'
     mapfile -t tools < <(grep -oE "^($names)==[^ ]+" constraints.txt)
     "$env/bin/uv" pip install --no-cache --quiet --python "$env/bin/python" --resolution lowest-direct \
-        --only-binary :all: --no-binary hf-patrickstar -e '.[peft,plots,trl]' 'setuptools>=77' "${tools[@]}"
+        --only-binary :all: --no-binary hf-patrickstar -e '.[peft,trl]' 'setuptools>=77' "${tools[@]}"
     # If another package, or a missing wheel, needs a higher version than setup.cfg allows, nothing tests that promise.
     "$env/bin/python" - <<'CHECK'
 import sys
@@ -23,7 +23,7 @@ from packaging.requirements import Requirement
 
 wrong = []
 for requirement in map(Requirement, requires("hf_patrickstar")):
-    marker, extras = requirement.marker, ("", "peft", "plots", "trl")
+    marker, extras = requirement.marker, ("", "peft", "trl")
     if marker is None or any(marker.evaluate({"extra": extra}) for extra in extras):
         floor, installed = str(requirement.specifier).removeprefix(">="), version(requirement.name)
         if not f"{installed}.".startswith(f"{floor}."):

@@ -548,7 +548,7 @@ BAD = [
     (imports_only_lower_parts, "checkpoint.weights", "from hf_patrickstar import optim"),
     (imports_only_lower_parts, "decisions", "from hf_patrickstar.membership import holders"),
     (imports_only_lower_parts, "membership", "from hf_patrickstar.engine import PatrickStarEngine"),
-    (imports_only_lower_parts, "report.plots", "from hf_patrickstar.engine import PatrickStarEngine"),
+    (imports_only_lower_parts, "report.charts", "from hf_patrickstar.engine import PatrickStarEngine"),
     (imports_only_lower_parts, "engine", "from hf_patrickstar.integrations.trainer import PatrickStarTrainer"),
     (imports_only_lower_parts, "integrations.trainer", "from hf_patrickstar.cli import main"),
     (imports_only_lower_parts, "units", "from hf_patrickstar.layout.packing import align"),
