@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from hf_patrickstar.schedule.placement import ChunkBytes
 from hf_patrickstar.schedule.trace import StepKind, Trace
-from hf_patrickstar.units import format_nbytes, format_seconds
+from hf_patrickstar.units import format_nbytes
 
 _NUM_ROUNDS = 3
 _LARGE = 3
@@ -210,12 +210,12 @@ def plan_margin(
         )
         width /= 2  # half way to its neighbours, and one chunk at least
         counts = [math.floor(count - width), math.ceil(count + width)]
-    best, first = known[count], known[min(known)]
     chosen = tuple(candidates[:count])
     taken = format_nbytes(sum(sizes[index] for index in chosen))
     return MarginPlan(
         chosen,
-        f"{count} of {len(chunks)} movable chunks live in the device margin ({taken}; {len(candidates)} would fit): a "
-        f"step is estimated to take {format_seconds(best.duration_ns / 1e9)} at the rates of '{machine_name}', and "
-        f"{format_seconds(first.duration_ns / 1e9)} with {'as few as possible' if least else 'none'}",
+        f"{count} of {len(chunks)} movable chunks live in the device margin ({taken}; {most} would fit): the fastest "
+        f"of {len(costs)} numbers that were tried, at the rates of '{machine_name}'"
+        + f". At least {least} have to live there, because the host is full"
+        * (least > 0),
     )
