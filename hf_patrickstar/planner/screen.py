@@ -179,8 +179,8 @@ def _memory(use: TierUse, *, fits: bool, is_verbose: bool) -> str:
 
 def _chunks(chunks: Chunks) -> str:
     sizes = f"{format_nbytes(chunks.nbytes)} of parameters, the largest chunk {format_nbytes(chunks.largest_nbytes)}"
-    moving = chunks.num - chunks.num_on_device
-    return f"{chunks.num} ({sizes}): {chunks.num_on_device} stay on the device with their states, {moving} on the host"
+    resident, others = chunks.num_on_device, chunks.num - chunks.num_on_device
+    return f"{chunks.num} ({sizes}): {resident} always on the device, with optimizer states, {others} on the host"
 
 
 def _speed(speed: Speed, plan: Plan, *, is_verbose: bool) -> list[str]:
