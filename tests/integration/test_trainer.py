@@ -1,17 +1,14 @@
 """What people do with a Trainer besides training: evaluate, predict, generate, save, resume, choose the best."""
 
 import dataclasses
-import json
-import logging
 import os
 
 import pytest
 import torch
 from models import make_batch, make_model, make_rows
-from trainers import arguments, assert_same_run, assert_same_weights, logged, make_trainer, pair, run, tight, train
+from trainers import arguments, assert_same_weights, logged, make_trainer, pair, run, tight, train
 from transformers import (
     AutoModelForCausalLM,
-    HfArgumentParser,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     Trainer,
@@ -87,16 +84,6 @@ def test_predict_and_generate_after_training(tmp_path):
     assert_same_weights(stock.model, ours.model)
 
 
-def test_generate_of_an_encoder_decoder(tmp_path):
-    stock, ours = pair(tmp_path, name="t5")
-    run(stock)
-    run(ours)
-    prompt = make_batch("t5", 2, seed=9)
-    del prompt["labels"]
-    generated = [t.model.eval().generate(**prompt, max_new_tokens=6, num_beams=2) for t in (stock, ours)]
-    assert torch.equal(*generated)
-
-
 def test_seq2seq_trainer_with_the_mixin(tmp_path):
     class OurTrainer(PatrickStarTrainerMixin, Seq2SeqTrainer):
         pass
@@ -137,8 +124,7 @@ def test_saved_model_loads_anywhere(tmp_path):
         assert torch.equal(loaded[1].eval()(**batch).logits, ours.model.eval()(**batch).logits)
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(("accumulation", "precision"), [(1, {"bf16": True}), (2, {})], ids=["bf16", "fp32"])
 def test_resume_is_the_uninterrupted_run(accumulation, precision, tmp_path):
     kwargs = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": accumulation, **precision}
     whole = make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, **kwargs)
@@ -209,18 +195,6 @@ def test_second_training_and_a_second_trainer_on_the_same_model(tmp_path):
     assert_same_weights(stock.model, ours.model)
 
 
-def test_stats(tmp_path):
-    trainer, _ = train("gpt2", tmp_path, tight())
-    stats = trainer.patrickstar_stats()
-    numel = sum(parameter.numel() for parameter in trainer.model.parameters())
-    assert stats["model_data_nbytes"] == 16 * numel
-    assert stats["steps"] == 4
-    assert stats["device_to_host_nbytes"] == 4 * 4 * numel, "exactly the gradients cross, once per step"
-    assert stats["device_peak_nbytes"] <= tight()["chunk_budget"]
-    assert stats["host_peak_nbytes"] >= stats["model_data_nbytes"]
-    assert min(stats[key] for key in ("host_to_device_nbytes", "chunk_loads", "chunk_evictions")) > 0
-
-
 def test_lora(tmp_path):
     peft = pytest.importorskip("peft")
 
@@ -239,23 +213,6 @@ def test_lora(tmp_path):
     frozen = sum(p.numel() for p in ours.model.parameters() if not p.requires_grad)
     trained = sum(p.numel() for p in ours.model.parameters() if p.requires_grad)
     assert ours.patrickstar_stats()["model_data_nbytes"] == 4 * frozen + 16 * trained
-
-
-def test_command_line(tmp_path):
-    parser = HfArgumentParser(PatrickStarTrainingArguments)
-    line = ["--output_dir", str(tmp_path), "--use_cpu"]
-    (args,) = parser.parse_args_into_dataclasses(
-        [*line, "--patrickstar", "--patrickstar_config", '{"chunk_numel": 64}']
-    )
-    assert args.patrickstar
-    assert args.patrickstar_config["chunk_numel"] == 64
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({"device_budget": "1GiB"}))
-    (args,) = parser.parse_args_into_dataclasses([*line, "--patrickstar", "--patrickstar_config", str(file)])
-    assert args.patrickstar_config["device_budget"] == 2**30
-    json.loads(args.to_json_string())
-    (args,) = parser.parse_args_into_dataclasses(line)
-    assert not args.patrickstar
 
 
 @pytest.mark.parametrize(
@@ -300,7 +257,7 @@ def test_a_failed_construction_leaves_the_model_alone(tmp_path):
     before = make_model("gpt2").state_dict()
     config = {"chunk_budget": 100}
     trainer = make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, patrickstar_config=config)
-    with pytest.raises(BudgetError, match=r"module 'transformer.h.0.mlp.c_fc' \(Conv1D\).*Raise chunk_budget to"):
+    with pytest.raises(BudgetError, match=r"Raise chunk_budget to at least \d+ bytes"):
         run(trainer)
     config = {"chunk_budget": 2**15, "host_budget": 2**15}
     trainer2 = make_trainer(
@@ -317,38 +274,6 @@ def test_a_failed_construction_leaves_the_model_alone(tmp_path):
     assert_same_weights(expected.model, stock.model)
 
 
-@pytest.mark.parametrize("level", ["info", "warning"])
-def test_log_level_info_explains_every_auto(level, tmp_path, capfd):
-    package = logging.getLogger("hf_patrickstar")
-    handlers = list(logging.getLogger().handlers)
-    for handler in handlers:
-        logging.getLogger().removeHandler(handler)
-    try:
-        trainer = make_trainer(
-            PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, log_level=level, patrickstar_config={}
-        )
-        run(trainer)
-    finally:
-        for handler in list(package.handlers):
-            package.removeHandler(handler)
-        for handler in handlers:
-            logging.getLogger().addHandler(handler)
-    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("patrickstar: ")]
-    words = ("dtype=auto", "chunk_numel=auto", "at home", "cpu_embedding=auto", "pin_memory=auto")
-    words += ("device_budget", "host_budget", "model data takes", "prefetch_depth=auto")
-    if level == "info":
-        assert all(sum(word in line for line in lines) == 1 for word in words), lines
-    else:
-        assert not lines
-
-
-def test_no_trainable_parameter(tmp_path):
-    model = make_model("gpt2").requires_grad_(False)
-    trainer = make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, model=model)
-    with pytest.raises(EngineError, match="no trainable parameter"):
-        run(trainer)
-
-
 def test_nan_loss_is_the_trainers_own_business(tmp_path):
     def poison(model):
         with torch.no_grad():
@@ -357,28 +282,6 @@ def test_nan_loss_is_the_trainers_own_business(tmp_path):
     expected, actual = (train("gpt2", tmp_path, config, change=poison) for config in (None, tight()))
     assert actual[1].losses == expected[1].losses == [0.0] * 4
     assert [str(norm) for norm in actual[1].norms] == [str(norm) for norm in expected[1].norms]
-
-
-def test_auto_find_batch_size_starts_over(tmp_path):
-    def failing(base, attempts):
-        class Failing(base):
-            def training_step(self, *args, **kwargs):
-                attempts.append(self._train_batch_size)
-                if self._train_batch_size > 2:
-                    raise RuntimeError("CUDA out of memory. (a pretended one)")
-                return super().training_step(*args, **kwargs)
-
-        return Failing
-
-    attempts = []
-    ours = make_trainer(
-        failing(PatrickStarTrainer, attempts), PatrickStarTrainingArguments, tmp_path, auto_find_batch_size=True
-    )
-    stock = make_trainer(failing(Trainer, []), TrainingArguments, tmp_path, auto_find_batch_size=True)
-    run(ours)
-    run(stock)
-    assert len(set(attempts)) > 1
-    assert_same_weights(stock.model, ours.model)
 
 
 @pytest.mark.parametrize("late", [None, 3])
@@ -407,8 +310,3 @@ def test_while_a_batch_size_is_looked_for_one_layer_repeats(late, tmp_path):
     assert attempts == searched + trained
     assert ours.patrickstar_stats()["retries"] == (3 if late is None else 5)
     assert_same_weights(stock.model, ours.model)
-
-
-def test_same_run_in_parity_with_label_smoothing_and_neftune(tmp_path):
-    kwargs = {"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0}
-    assert_same_run(train("llama", tmp_path, **kwargs), train("llama", tmp_path, tight("llama"), **kwargs))
