@@ -23,6 +23,8 @@ from torch import nn
 
 from hf_patrickstar import BudgetError, EngineError
 
+SITUATIONS = ("resident", "moving")
+
 
 def step_of(model, optimizer, seed=0):
     loss_of(model, seed).backward()
@@ -84,8 +86,7 @@ def test_the_value_is_there_while_a_gradient_has_its_place(dtype, budget):
     pair.check()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("how", ["optimizer", "model", "none"])
+@pytest.mark.parametrize(("dtype", "how"), [("fp32", "optimizer"), ("bf16", "model"), ("fp32", "none")])
 def test_dropped_gradients_leave_no_trace(dtype, how, budget):
     pair = Pair(Stack, budget, dtype=dtype)
     pair.train(1)
@@ -381,14 +382,6 @@ def test_gradients_put_by_users_are_stepped_with(budget):
     pair.check()
 
 
-def test_a_gradient_of_another_shape_is_refused_as_in_torch(budget):
-    pair = Pair(Stack, budget)
-    for model, _ in pair:
-        with pytest.raises(RuntimeError, match=r"shape|size"):
-            model.layers[0].weight.grad = torch.ones(3)
-    pair.train(1)
-
-
 @pytest.mark.parametrize("write", ["mul", "copy", "zero", "data", "add"])
 def test_writes_to_gradients_count(write, budget):
     pair = Pair(Stack, budget)
@@ -515,14 +508,6 @@ def test_backward_into_some_inputs_alone(budget):
     pair.check()
 
 
-def test_a_penalty_on_parameters_is_a_part_of_the_loss(budget):
-    def loss(model, seed):
-        return loss_of(model, seed) + 0.1 * sum(parameter.square().sum() for parameter in model.parameters())
-
-    pair = Pair(Tied, budget, settings={"chunks": 4})
-    pair.train(3, loss=loss)
-
-
 def test_a_frozen_parameter_that_is_unfrozen_has_its_first_gradient(budget):
     pair = Pair(Stack, budget, sgd, prepare=lambda model: model.layers[2].requires_grad_(False))
     pair.train(2)
@@ -536,17 +521,6 @@ def test_a_frozen_parameter_that_is_unfrozen_has_its_first_gradient(budget):
 def trainable_of(optimizer, pair):
     model = pair.ours if optimizer is pair.optimizer else pair.plain
     return list(model.layers[2].parameters())
-
-
-def test_freezing_a_parameter_ends_its_gradients(budget):
-    pair = Pair(Stack, budget)
-    pair.train(1)
-    for model, _ in pair:
-        model.layers[1].requires_grad_(False)
-    pair.train(2, first=1)
-    for model, _ in pair:
-        model.layers[1].requires_grad_(True)
-    pair.train(2, first=3)
 
 
 # Bytes

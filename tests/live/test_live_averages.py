@@ -5,8 +5,7 @@ import weakref
 
 import pytest
 import torch
-from live.both import copy_of, live, loss_of, make_ids, make_tower, train
-from torch import nn
+from live.both import loss_of, make_tower, train
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import swa_utils
 
@@ -198,8 +197,7 @@ AVERAGES = {
 }
 
 
-@pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("kind", AVERAGES)
+@pytest.mark.parametrize(("kind", "before"), [(kind, n % 2 == 0) for n, kind in enumerate(AVERAGES)])
 def test_averages(both, kind, before):
     def make():
         model = make_tower()
@@ -221,46 +219,3 @@ def test_averages(both, kind, before):
             note("taken out", weights_of(model))
 
     both(pattern, make=make)
-
-
-@live(everywhere=True)
-def test_an_average_that_the_optimizer_and_the_schedule_know_of(model, optimizer, note):
-    average = swa_utils.AveragedModel(model)
-    handle = optimizer.register_step_post_hook(lambda *_: average.update_parameters(model))
-    schedule = swa_utils.SWALR(optimizer, swa_lr=5e-3, anneal_epochs=2)
-    for step in range(2):
-        optimizer.zero_grad()
-        loss = loss_of(model, step)
-        average.update_parameters(model)
-        loss.backward()
-        average.update_parameters(model)
-        optimizer.step()
-        schedule.step()
-        note("average", [average.state_dict(), average.n_averaged, optimizer.param_groups[0]["lr"]])
-    handle.remove()
-    optimizer.zero_grad()
-    swa_utils.update_bn([make_ids(step) for step in range(2)], average)
-    note("types", [type(parameter).__name__ for parameter in average.parameters()])
-    note("tied", average.module.head.weight is average.module.embedding.weight)
-    note("trained", train(average, torch.optim.SGD(average.parameters(), lr=0.1), 2))
-    again = swa_utils.AveragedModel(model)
-    again.load_state_dict(average.state_dict())
-    model.load_state_dict(again.module.state_dict())
-
-
-@live
-def test_an_average_as_the_teacher_in_the_loss(model, optimizer, note):
-    teacher = copy_of(model).requires_grad_(False)
-
-    def loss(model, step):
-        ids = make_ids(step)
-        with torch.no_grad():
-            target = teacher(ids).softmax(-1)
-        return loss_of(model, step) + nn.functional.mse_loss(model(ids).softmax(-1), target)
-
-    for step in range(3):
-        note("loss", train(model, optimizer, 1, first=step, loss=loss))
-        with torch.no_grad():
-            for ours, theirs in zip(model.parameters(), teacher.parameters(), strict=True):
-                theirs.data = theirs.data * 0.9 + ours.data * 0.1
-    note("teacher", weights_of(teacher))
