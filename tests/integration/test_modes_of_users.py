@@ -239,13 +239,7 @@ def scale(model):
 
 CALLS = {
     "norms": lambda model, optimizer: [parameter.norm() for parameter in model.parameters()],
-    "norms without a graph": lambda model, optimizer: [parameter.detach().norm() for parameter in model.parameters()],
-    "an item": lambda model, optimizer: model.transformer.ln_f.weight[0].item(),
-    "a row": lambda model, optimizer: model.lm_head.weight.data[0].clone(),
-    "a vector": lambda model, optimizer: torch.nn.utils.parameters_to_vector(model.parameters()),
-    "numpy": lambda model, optimizer: [torch.tensor(p.detach().numpy()) for p in model.parameters()],
     "writes": lambda model, optimizer: scale(model),
-    "a view": lambda model, optimizer: [p.view_as(p).grad_fn.next_functions[0][0] and None for p in model.parameters()],
     "gradients": lambda model, optimizer: [parameter.grad.norm() for parameter in model.parameters()],
     "writes to gradients": lambda model, optimizer: [parameter.grad.mul_(0.5) for parameter in model.parameters()],
     "new gradients": lambda model, optimizer: [setattr(p, "grad", p.grad * 2) for p in model.parameters()],
@@ -254,10 +248,7 @@ CALLS = {
         model.load_state_dict({k: v * 2 for k, v in model.state_dict().items()}) and None
     ),
     "copy": lambda model, optimizer: list(copy.deepcopy(model).parameters()),
-    "move": lambda model, optimizer: model.to(torch.float32) and None,
-    "clipping": lambda model, optimizer: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1),
     "states": lambda model, optimizer: states_of(optimizer),
-    "states of optimizer": lambda model, optimizer: optimizer.state_dict()["state"][0]["exp_avg"].clone(),
     "copy of the optimizer": lambda model, optimizer: states_of(copy.deepcopy(optimizer)),
 }
 
@@ -289,7 +280,7 @@ def test_a_call_between_backward_and_step(name, mode):
         assert torch.equal(own, value) if isinstance(value, torch.Tensor) else own == value
     seen, expected = (collections.Counter(seen_in(modes)) for modes in (chunked, plain))
     assert not seen - expected
-    if name not in ("copy", "copy of the optimizer", "move"):  # the engine makes the copy, and nothing is moved
+    if name not in ("copy", "copy of the optimizer"):  # the engine makes the copy
         assert seen == expected
 
 
