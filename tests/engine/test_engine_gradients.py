@@ -7,7 +7,6 @@ import pytest
 import torch
 from engine.small import (
     DTYPES,
-    LAYER_NUMEL,
     WIDTH,
     Pair,
     Stack,
@@ -189,24 +188,6 @@ def test_a_value_that_backward_still_needs_when_its_gradient_is_complete(budget)
     assert pair.engine.stats()["model_data_nbytes"] == 3 * (WIDTH * WIDTH + WIDTH) * 16, "no list of gradients"
     Pair(Late, budget).train(4)
     Pair(Late, budget, dtype="bf16").train(3)
-
-
-def test_tied_uses_are_added_up(budget):
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-            self.other.weight = self.layer.weight
-
-        def forward(self, x):
-            return self.other(torch.tanh(self.layer(torch.tanh(self.layer(x)))))
-
-    pair = Pair(Twice, budget)
-    for step in range(2):
-        pair.backward(step)
-        pair.check_gradients()
-    pair.both(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
-    pair.check()
 
 
 def test_sparse_gradients_of_an_embedding(budget):
@@ -524,26 +505,6 @@ def trainable_of(optimizer, pair):
 
 
 # Bytes
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_cross_the_bus_once_and_nothing_else_comes_back(dtype):
-    pair = Pair(Stack, "moving", dtype=dtype)
-    pair.train(1)
-    before = pair.engine.stats()["device_to_host_nbytes"]
-    pair.train(3, first=1)
-    crossed = pair.engine.stats()["device_to_host_nbytes"] - before
-    assert crossed == 3 * 5 * LAYER_NUMEL * DTYPES[dtype].itemsize
-
-
-def test_one_micro_batch_has_no_list_of_gradients():
-    """The gradient is written over the value: once ``zero_grad`` is known, 4 lists of fp32 suffice, 5 with sums."""
-    nbytes = []
-    for accumulation in (1, 2):
-        pair = Pair(Stack, "moving", gradient_accumulation_steps=accumulation)
-        pair.train(3, micro=accumulation)
-        nbytes.append(pair.engine.stats()["model_data_nbytes"])
-    assert nbytes == [5 * LAYER_NUMEL * 16, 5 * LAYER_NUMEL * 20]
 
 
 def test_without_room_for_sums_a_gradient_is_not_lost():

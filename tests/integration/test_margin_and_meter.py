@@ -193,7 +193,7 @@ def test_inputs_that_cannot_be_seen_are_measured_in_every_step():
     assert engine.stats()["device_total_peak_nbytes"] > 6 * 64 * 16 * 4, "the large step was seen"
 
 
-@pytest.mark.parametrize("factor", [25, 30, 36])
+@pytest.mark.parametrize("factor", [25, 36])
 def test_a_larger_budget_never_fails_where_a_smaller_one_works(factor):
     """Where all model data fits half of the budget it lives on the device, until activations turn out to need more."""
     plain, managed = make_model("gpt2").train(), make_model("gpt2").train()

@@ -1,12 +1,10 @@
 """Averages of the weights of a live model, made before or after it came to live in chunks."""
 
 import copy
-import weakref
 
 import pytest
 import torch
 from live.both import loss_of, make_tower, train
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import swa_utils
 
 
@@ -97,50 +95,6 @@ class Shadow(Average):
             parameter.data = self.kept[name]
 
 
-class Weak(Average):
-    """Keeps weak references to the parameters, as torch_ema does."""
-
-    def make(self, model):
-        self.references = [weakref.ref(parameter) for parameter in model.parameters()]
-        return [parameter.clone().detach() for parameter in model.parameters()]
-
-    @torch.no_grad()
-    def update(self, model):
-        for value, reference in zip(self.average, self.references, strict=True):
-            value.sub_((value - reference()).mul_(0.1))
-
-
-class Lists(Average):
-    """By functions over lists."""
-
-    def make(self, model):
-        return [parameter.detach().clone() for parameter in model.parameters()]
-
-    @torch.no_grad()
-    def update(self, model):
-        torch._foreach_mul_(self.average, 0.9)
-        torch._foreach_add_(self.average, list(model.parameters()), alpha=0.1)
-        torch._foreach_lerp_(self.average, [parameter.data for parameter in model.parameters()], 0.05)
-
-
-class Vector(Average):
-    """One vector of all."""
-
-    def make(self, model):
-        return parameters_to_vector(model.parameters()).detach().clone()
-
-    @torch.no_grad()
-    def update(self, model):
-        self.average.lerp_(parameters_to_vector(model.parameters()), 0.2)
-
-    def put_in(self, model):
-        self.kept = parameters_to_vector(model.parameters()).detach().clone()
-        vector_to_parameters(self.average.clone(), model.parameters())
-
-    def take_out(self, model):
-        vector_to_parameters(self.kept, model.parameters())
-
-
 class States(Average):
     """Of the state dict, put in by ``load_state_dict``."""
 
@@ -188,11 +142,7 @@ AVERAGES = {
     "ema": lambda m: Torchs(m, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9)),
     "ema_loop": lambda m: Exchanged(m, avg_fn=swa_utils.get_ema_avg_fn(0.9), use_buffers=True),
     "shadow": Shadow,
-    "weak": Weak,
-    "lists": Lists,
-    "vector": Vector,
     "states": States,
-    "diffusers_loop": lambda m: Diffusers(m, decay=0.9),
     "diffusers": lambda m: Diffusers(m, decay=0.99, foreach=True, use_ema_warmup=True, inv_gamma=1.0, power=0.75),
 }
 

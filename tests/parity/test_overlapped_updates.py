@@ -899,17 +899,6 @@ def test_workspace_goes_when_no_update_uses_it_any_more(late, gate):
     assert run.num_under_way == 0
 
 
-def test_scratch_space_comes_back_on_every_tier_that_had_it():
-    """A new module has it allocated anew, also while all chunks live in the margin; they may go home again."""
-    run = Run(lambda p: torch.optim.SGD(p, lr=0.1), dtype="bf16")
-    engine, manager = run.engine, run.engine.manager
-    engine._payloads.reserve(manager.chunks, Tier.DEVICE)
-    kernel = run.optimizer.kernel
-    assert set(kernel._scratch) == set(Tier)
-    engine._payloads.reserve_anew(manager.chunks)
-    assert set(kernel._scratch) == set(Tier)
-
-
 # Several engines, several optimizers
 
 
