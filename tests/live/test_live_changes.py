@@ -456,14 +456,10 @@ def make_lora(**kwargs):
 
 KINDS = {
     "dora": lambda: lora_config(use_dora=True, lora_dropout=0.3),
-    "rslora_bias": lambda: lora_config(use_rslora=True, lora_bias=True),
     "bias_all": lambda: lora_config(bias="all"),
     "pissa": lambda: lora_config(init_lora_weights="pissa"),  # reads the live weight and writes what is left of it
     "ia3": lambda: lora_config(peft.IA3Config, feedforward_modules=r"blocks\.\d\.linear"),
-    "loha": lambda: lora_config(peft.LoHaConfig, r=2),
     "oft": lambda: lora_config(peft.OFTConfig, oft_block_size=4, use_cayley_neumann=False),
-    "vera": lambda: lora_config(peft.VeraConfig, r=4),
-    "layer_norms": lambda: lora_config(peft.LNTuningConfig, target_modules=r".*norm"),
     "tokens": lambda: peft.TrainableTokensConfig(target_modules=["embedding"], token_indices=[1, 5, 7]),
 }
 
