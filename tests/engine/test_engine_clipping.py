@@ -358,28 +358,6 @@ def test_a_skipped_step_drops_gradients_and_keeps_values_and_states(dtype, budge
     pair.train(2, first=2)
 
 
-def test_torchs_grad_scaler_over_the_optimizer(budget):
-    pair = Pair(Stack, budget)
-    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2) for _ in range(2)]
-
-    def run(model, optimizer):
-        scaler = scalers.pop()
-        scales = []
-        for step in range(5):
-            loss = loss_of(model, step)
-            scaler.scale(loss * (float("inf") if step == 2 else 1.0)).backward()
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            scales.append(scaler.get_scale())
-        return scales
-
-    assert len(set(pair.both(run))) > 1
-    pair.check()
-
-
 def test_clipping_for_one_optimizer_leaves_the_gradients_of_the_other():
     model, plain = make(Stack), make(Stack)
 

@@ -145,19 +145,6 @@ def test_parameters_without_a_gradient_are_left_alone(make_optimizer, budget):
     assert numbers[id(pair.ours.unused.weight)] not in pair.optimizer.state_dict()["state"]
 
 
-def test_parameters_that_come_and_go_between_steps(budget):
-    pair = Pair(Stack, budget, sgd)
-
-    def loss(model, seed):
-        x = batch(seed)
-        for number, layer in enumerate(model.layers):
-            if number != seed % 10 % 4:
-                x = torch.tanh(layer(x))
-        return x.square().sum()
-
-    pair.train(5, loss=loss)
-
-
 def test_a_value_that_backward_still_needs_when_its_gradient_is_complete(budget):
     """A second use of the weight, through a detached alias, whose backward comes after that of the first."""
 

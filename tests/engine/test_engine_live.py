@@ -290,25 +290,6 @@ def test_a_copy_of_one_parameter_or_of_a_part(budget):
     pair.train(1, first=1)
 
 
-def test_state_dicts_follow_and_are_followed_while_they_are_held(budget):
-    pair = Pair(Tied, budget)
-
-    def run(model, optimizer):
-        held = model.state_dict()
-        loss_of(model, 0).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found = {name: value.clone() for name, value in held.items()}
-        held["scale"].mul_(2)
-        return found
-
-    pair.both(run)
-    pair.check()
-    found = pair.ours.state_dict()
-    assert found["head.weight"] is found["embedding.weight"]
-    pair.train(1, first=1)
-
-
 @pytest.mark.parametrize(("after_backward", "dtype"), [(True, "fp32"), (False, "bf16")])
 def test_loading_a_state_dict(after_backward, dtype, budget):
     pair = Pair(Tied, budget, dtype=dtype)

@@ -239,43 +239,6 @@ def test_two_optimizers_over_one_model(order, budget):
         assert_same(one.state_dict()["state"], other.state_dict()["state"])
 
 
-def test_two_optimizers_that_hold_the_same_parameters(budget):
-    plain, model = make(Stack), make(Stack)
-
-    def both_over(model):
-        return [sgd(model.parameters()), adamw(model.layers[:3].parameters())]
-
-    theirs = both_over(plain)
-    engine = PatrickStarEngine(model, config_of(budget), both_over(model), device="cpu")
-    for step in range(3):
-        for each, optimizers in ((plain, theirs), (model, engine.optimizers)):
-            loss_of(each, step).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-    assert_same_values(plain, model)
-
-
-def test_an_optimizer_is_added_while_gradients_wait(budget):
-    plain, model = make(Stack), make(Stack)
-    theirs = [adamw(plain.layers[:2].parameters())]
-    engine = PatrickStarEngine(model, config_of(budget), adamw(model.layers[:2].parameters()), device="cpu")
-    for each in (plain, model):
-        loss_of(each).backward()
-    theirs.append(sgd(plain.layers[2:].parameters()))
-    engine.add_optimizer(sgd(model.layers[2:].parameters()))
-    assert_same([copied(p.grad) for p in plain.parameters()], [copied(p.grad) for p in model.parameters()])
-    for step in range(2):
-        for each, optimizers in ((plain, theirs), (model, engine.optimizers)):
-            for optimizer in optimizers:
-                optimizer.step()
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            loss_of(each, step).backward()
-    assert_same_values(plain, model)
-
-
 def test_an_optimizer_of_another_model_is_refused():
     model, other = make(Stack), make(Stack)
     with pytest.raises(EngineError, match=r"not one is the model's \(Stack\).*model\.parameters\(\)"):
