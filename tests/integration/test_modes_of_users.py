@@ -113,46 +113,6 @@ def test_a_mode_that_is_on_from_forward_to_zero_grad():
     ]
 
 
-def wrap_blocks(model):
-    """Each block puts the hooks on that it runs inside of."""
-    for block in model.transformer.h:
-        block.forward = with_activations_on_the_cpu(block.forward)
-
-
-def with_activations_on_the_cpu(forward):
-    @functools.wraps(forward)
-    def call(*args, **kwargs):
-        with torch.autograd.graph.save_on_cpu():
-            return forward(*args, **kwargs)
-
-    return call
-
-
-class Halved(torch.autograd.graph.saved_tensors_hooks):
-    """Keeps activations in another type, which changes bits, and none of the parameters' memory."""
-
-    def __init__(self):
-        super().__init__(lambda tensor: tensor.to(torch.bfloat16), lambda kept: kept.float())
-
-
-def halve_inside(model):
-    def before(module, args):
-        module.hooks = Halved()
-        module.hooks.__enter__()
-
-    def after(module, args, output):
-        module.hooks.__exit__(None, None, None)
-
-    for block in model.transformer.h:
-        block.register_forward_pre_hook(before)
-        block.register_forward_hook(after)
-
-
-@pytest.mark.parametrize("change", [wrap_blocks, halve_inside])
-def test_saved_tensors_hooks_inside_of_the_model(change):
-    assert_same(change=change)
-
-
 def save_products(context, operator, *args, **kwargs):
     is_saved = any(word in str(operator) for word in ("aten.mm", "aten.addmm", "scaled_dot_product"))
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE

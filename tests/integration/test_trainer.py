@@ -168,26 +168,6 @@ def test_second_training_and_a_second_trainer_on_the_same_model(tmp_path):
     assert_same_weights(stock.model, ours.model)
 
 
-def test_lora(tmp_path):
-    peft = pytest.importorskip("peft")
-
-    def model():
-        torch.manual_seed(0)
-        config = peft.LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", init_lora_weights=False)
-        return peft.get_peft_model(make_model("gpt2"), config)
-
-    stock = make_trainer(Trainer, TrainingArguments, tmp_path / "stock", model=model())
-    ours = make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path / "ours", model=model())
-    for trainer, folder in ((stock, "a"), (ours, "b")):
-        run(trainer)
-        trainer.save_model(str(tmp_path / folder))
-    assert_same_weights(stock.model, ours.model)
-    assert sorted(os.listdir(tmp_path / "a")) == sorted(os.listdir(tmp_path / "b"))
-    frozen = sum(p.numel() for p in ours.model.parameters() if not p.requires_grad)
-    trained = sum(p.numel() for p in ours.model.parameters() if p.requires_grad)
-    assert ours.patrickstar_stats()["model_data_nbytes"] == 4 * frozen + 16 * trained
-
-
 @pytest.mark.parametrize(
     ("kwargs", "match"),
     [
