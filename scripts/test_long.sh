@@ -14,7 +14,7 @@ pytest() {
 run() {
     echo "test_long.sh: $1"
     case $1 in
-        wheel) pytest -m long tests/integration/test_wheel.py ;;
+        wheel) pytest -m long tests/integration/test_wheel.py tests/distributed/test_links.py tests/distributed/test_run_together.py ;;
         # A part of what `--streams simulated` can run: copies at random legal moments, and races are errors.
         streams)
             pytest --streams simulated:1 -k "integration or poisoned" \

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from processes import Workers
-from test_branches import DROPPED, ROUTES, SMALL, WIDTH, Chain, chain_loss
+from test_branches import ROUTES, SMALL, WIDTH, Chain, chain_loss
 from together import make_optimizer, train_together
 
 from hf_patrickstar import PatrickStarEngine
@@ -16,7 +16,6 @@ pytestmark = pytest.mark.xdist_group("distributed")
 ADVICE = re.compile(r"chunk_budget to at least (\d+) bytes")
 CONFIGS = {
     "staying": SMALL,
-    "dropped": DROPPED,
     "large_groups": {"chunk_numel": 3 * WIDTH * WIDTH, "reshard_after_forward": True},
 }
 
@@ -48,7 +47,6 @@ def try_to_train(config, route, num_weights):
     ("route", "config", "num_weights"),
     [
         ("one_twice", "staying", 2),
-        ("at_random", "dropped", 5),
         ("by_parity", "large_groups", 5),
     ],
 )

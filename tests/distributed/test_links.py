@@ -67,6 +67,7 @@ def test_what_a_step_does_often_takes_the_mean(monkeypatch):
     assert not list(took)
 
 
+@pytest.mark.long
 def test_this_machine_is_measured_by_processes_of_its_own(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -7,7 +7,7 @@ batch, since one process has one and the plain one has all of them.
 import pytest
 import torch
 import torch.distributed as dist
-from live.both import VOCAB, WIDTH, Block, Notes, _assert_same, assert_same_model, make_adamw, make_tower
+from live.both import VOCAB, Block, Notes, _assert_same, assert_same_model, make_adamw, make_tower
 from models import make_batch, make_model
 from together import engaged
 from torch import nn
@@ -115,37 +115,6 @@ def write_data(world, model, optimizer, note):
     note("assigned", evaluate(world, model))
 
 
-def write_in_place(world, model, optimizer, note):
-    other = make_tower(seed=5)
-    note("losses", train(world, model, optimizer))
-    note("before", evaluate(world, model))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.clamp_(-0.05, 0.2)
-        note("clamped", evaluate(world, model))
-        for parameter, source in zip(model.blocks[1].parameters(), other.blocks[1].parameters(), strict=True):
-            parameter.copy_(source)
-        model.embedding.weight += 0.01
-        model.embedding.weight[2:5].mul_(3)
-    note("copied", evaluate(world, model))
-    nn.init.constant_(model.blocks[2].linear.bias, 0.1)
-    nn.utils.vector_to_parameters(torch.linspace(-0.1, 0.1, WIDTH * 2), model.norm.parameters())
-    model.blocks[3].load_state_dict(other.blocks[3].state_dict())
-
-
-def constrain_in_forward(world, model, optimizer, note):
-    """A max-norm constraint that a hook applies through ``.data`` while the module has its value."""
-
-    def constrain(module, _):
-        module.weight.data.renorm_(2, 0, 0.4)
-
-    handles = [block.linear.register_forward_pre_hook(constrain) for block in model.blocks[:3]]
-    note("losses", train(world, model, optimizer, steps=2))
-    note("evaluated", evaluate(world, model))
-    for handle in handles:
-        handle.remove()
-
-
 # Item 3: gradients
 
 
@@ -175,18 +144,6 @@ def change_gradients(world, model, optimizer, note):
     note("gradients", [p.grad for p in model.parameters()])
     optimizer.step()
     note("losses", train(world, model, optimizer, 2))
-
-
-def accumulate(world, model, optimizer, note):
-    """Steps without ``zero_grad``: gradients add up."""
-    for step in range(3):
-        note("loss", world.learn(model, step))
-        optimizer.step()
-    note("gradients", [p.grad for p in model.parameters()])
-    optimizer.zero_grad(set_to_none=False)
-    note("zeros", [p.grad for p in model.parameters()])
-    note("loss", world.learn(model, 3))
-    optimizer.step()
 
 
 # Item 6: changing what is trained
@@ -246,9 +203,7 @@ def make_gpt2():
 
 PATTERNS = {
     function.__name__: (function, make_tower, make_adamw)
-    for function in (
-        *(read, write_data, write_in_place, constrain_in_forward, clip, change_gradients, accumulate, add_module),
-    )
+    for function in (*(read, write_data, clip, change_gradients, add_module),)
 } | {
     "unfreeze": (unfreeze, make_frozen, make_adamw_of_trained),
     "resize": (resize, make_gpt2, make_adamw),

@@ -22,10 +22,6 @@ def read_gradients(engine, folder):
     return [parameter.grad for parameter in engine.model.parameters()]
 
 
-def read_values(engine, folder):
-    return engine.model.state_dict()
-
-
 def find_the_norm(engine, folder):
     return engine.optimizer.clip_grad_norm_(engine.model.parameters(), 1.0)
 
@@ -45,10 +41,8 @@ def freeze_and_go_forward(engine, folder):
 
 DOINGS = {
     read_gradients: "reads the gradient of parameter 'transformer.wte.weight'",
-    read_values: "reads the value of parameter 'transformer.wte.weight'",
     find_the_norm: "computes the norm of ",
     save: "saves a checkpoint",
-    go_forward: "begins 'training'",
 }
 
 
@@ -81,11 +75,9 @@ def train(rank, call, moment, at, folder, checks_all):
 @pytest.mark.parametrize(
     ("call", "world_size", "at", "checks_all"),
     [
-        (read_gradients, 2, 0, False),
-        (read_values, 2, 2, False),
+        (read_gradients, 2, 2, False),
         (find_the_norm, 3, 0, False),
         (save, 2, 0, True),
-        (go_forward, 2, 2, False),
     ],
 )
 def test_between_backward_and_step(tmp_path, call, world_size, at, checks_all):
@@ -97,11 +89,10 @@ def test_between_backward_and_step(tmp_path, call, world_size, at, checks_all):
     assert f"rank 1 {DOINGS[call]}" in text
 
 
-@pytest.mark.parametrize(("call", "world_size"), [(go_forward, 3), (freeze_and_go_forward, 2)])
-def test_one_waits_for_data_and_the_other_for_a_message(tmp_path, call, world_size):
+def test_one_waits_for_data_and_the_other_for_a_message(tmp_path):
     """A forward is the same for both, so that only their plans part; the timeout of the group ends it."""
-    with Workers(world_size) as workers:
-        texts = workers.run(train, call, "end", 1, tmp_path, False, timeout=60)
+    with Workers(2) as workers:
+        texts = workers.run(train, freeze_and_go_forward, "end", 1, tmp_path, False, timeout=60)
     for text in texts:
         assert re.search(r"a collective failed on rank \d of", text)
     # The first that fails says what the others wait for.

@@ -12,9 +12,11 @@ from hf_patrickstar.memory.streams import Copy
 pytestmark = pytest.mark.xdist_group("distributed")
 
 CASES = {
-    "recomputation": ({"reshard_after_forward": True}, {"max_norm": 0.3, "checkpointing": True}),
     "kept": ({}, {}),
-    "accumulation": ({"reshard_after_forward": True}, {"accumulation": 2}),
+    "accumulation, recomputation": (
+        {"reshard_after_forward": True},
+        {"accumulation": 2, "max_norm": 0.3, "checkpointing": True},
+    ),
     "large tensors are spread": ({"chunk_numel": 320}, {}),
 }
 

@@ -7,12 +7,14 @@ import re
 import subprocess
 import sys
 
+import pytest
 from stock_scripts import PLAIN_EXIT, write_stock_scripts
 
 TESTS = pathlib.Path(__file__).parents[1]
 LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
+@pytest.mark.long
 def test_two_processes_train_a_stock_script_together(tmp_path):
     write_stock_scripts(tmp_path)
     words = ["--use_cpu", "--max_steps", "2", "--logging_steps", "1", "--report_to", "none", "--save_strategy", "no"]

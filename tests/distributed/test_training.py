@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from models import MODELS, make_batch
+from models import make_batch
 from together import (
     differences,
     engaged,
@@ -56,7 +56,7 @@ def train_like_one(rank, name, config, is_tight, kwargs):
     return stats, norms
 
 
-@pytest.mark.parametrize(("name", "checkpointing"), [(name, n % 2 == 0) for n, name in enumerate(sorted(MODELS))])
+@pytest.mark.parametrize(("name", "checkpointing"), [("gpt2", True), ("mixtral", False), ("opt", True), ("t5", False)])
 def test_two_train_like_one(pair, name, checkpointing):
     kwargs = {"checkpointing": checkpointing, "max_norm": 0.3}
     for stats, norms in pair.run(train_like_one, name, {"reshard_after_forward": True}, True, kwargs):
@@ -90,11 +90,8 @@ def test_settings_change_nothing(pair, setting):
     assert results[0][0]["all_gathers"] == results[1][0]["all_gathers"]
 
 
-@pytest.mark.parametrize(
-    ("config", "max_norm"), [({"debug_evict_all": True}, None), ({"reshard_after_forward": True}, 0.3)]
-)
-def test_two_micro_batches_make_a_step(pair, config, max_norm):
-    pair.run(train_like_one, "gpt2", config, True, {"accumulation": 2, "max_norm": max_norm})
+def test_two_micro_batches_make_a_step(pair):
+    pair.run(train_like_one, "gpt2", {"debug_evict_all": True}, True, {"accumulation": 2, "max_norm": 0.3})
 
 
 TOLERANCE = 1e-5

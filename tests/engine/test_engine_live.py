@@ -29,7 +29,7 @@ from torch import nn
 
 from hf_patrickstar import EngineError
 
-SITUATIONS = ("resident", "moving", "evicting")
+SITUATIONS = ("resident", "evicting")
 
 READS = {
     "clone": lambda p: p.detach().clone(),
@@ -245,62 +245,7 @@ def test_writes_in_hooks_of_a_module(budget):
     pair.train(3)
 
 
-def test_an_embedding_that_normalises_its_rows(budget):
-    class Rows(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding = nn.Embedding(20, WIDTH, max_norm=0.5)
-            self.layer = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, ids):
-            return self.layer(self.embedding(ids)).sum(1)
-
-    def loss(model, seed):
-        return model(tokens(seed)).square().sum()
-
-    pair = Pair(Rows, budget)
-    pair.train(3, loss=loss)
-    with torch.no_grad():
-        pair.both(lambda model, _: model(tokens(8)).clone())
-    pair.check()
-
-
-def test_data_of_one_parameter_given_to_another(budget):
-    pair = Pair(Stack, budget, sgd)
-
-    def run(model, _):
-        model.layers[0].weight.data = model.layers[1].weight.data.clone()
-        model.layers[2].weight.data.copy_(model.layers[3].weight.data)
-        with torch.no_grad():
-            model.layers[4].weight.copy_(model.layers[0].weight @ model.layers[3].weight)
-
-    pair.both(run)
-    pair.check()
-    pair.train(2)
-
-
-def test_weights_are_averaged_by_torch(budget):
-    pair = Pair(Tied, budget)
-    averages = []
-
-    def run(model, optimizer):
-        average = torch.optim.swa_utils.AveragedModel(
-            model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
-        )
-        for step in range(3):
-            loss_of(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            average.update_parameters(model)
-        averages.append(average)
-        return {name: value.clone() for name, value in average.module.state_dict().items()}
-
-    pair.both(run)
-    pair.check()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("after_backward", [False, True])
+@pytest.mark.parametrize(("after_backward", "dtype"), [(False, "fp32"), (True, "bf16")])
 def test_copies_are_ordinary_models_with_all_bits(after_backward, dtype, budget):
     pair = Pair(Tied, budget, dtype=dtype)
     pair.train(2)
@@ -345,27 +290,7 @@ def test_a_copy_of_one_parameter_or_of_a_part(budget):
     pair.train(1, first=1)
 
 
-def test_state_dicts_follow_and_are_followed_while_they_are_held(budget):
-    pair = Pair(Tied, budget)
-
-    def run(model, optimizer):
-        held = model.state_dict()
-        loss_of(model, 0).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found = {name: value.clone() for name, value in held.items()}
-        held["scale"].mul_(2)
-        return found
-
-    pair.both(run)
-    pair.check()
-    found = pair.ours.state_dict()
-    assert found["head.weight"] is found["embedding.weight"]
-    pair.train(1, first=1)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("after_backward", [False, True])
+@pytest.mark.parametrize(("after_backward", "dtype"), [(True, "fp32"), (False, "bf16")])
 def test_loading_a_state_dict(after_backward, dtype, budget):
     pair = Pair(Tied, budget, dtype=dtype)
     pair.train(1)
@@ -381,20 +306,6 @@ def test_loading_a_state_dict(after_backward, dtype, budget):
         pair.both(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
         pair.check()
         pair.train(1, first=2)
-
-
-def test_a_state_dict_that_does_not_fit_changes_nothing(budget):
-    pair = Pair(Stack, budget)
-    before = values_of(pair.ours)
-    with pytest.raises(RuntimeError, match=r"size mismatch for layers\.1\.weight"):
-        pair.ours.load_state_dict({**before, "layers.1.weight": torch.zeros(3, 3)})
-    with pytest.raises(RuntimeError, match=r"Missing key.*layers\.4\.bias"):
-        pair.ours.load_state_dict({name: value for name, value in before.items() if name != "layers.4.bias"})
-    assert pair.ours.load_state_dict({"layers.0.bias": torch.ones(WIDTH)}, strict=False).missing_keys
-    with torch.no_grad():
-        pair.plain.layers[0].bias.fill_(1)
-    pair.check()
-    pair.train(1)
 
 
 def test_full_parameters_are_ordinary_tensors_inside_of_the_block(budget):
@@ -481,65 +392,6 @@ def test_a_loop_over_all_values_holds_one_or_two_at_a_time():
         alive.append(weakref.ref(view))
         most = max(most, sum(reference() is not None for reference in alive))
     assert most <= 3
-
-
-def test_identity_flags_and_attributes(budget):
-    pair = Pair(Tied, budget)
-
-    def run(model, _):
-        found = []
-        for name, parameter in model.named_parameters():
-            parameter.note = name
-            found += [name, parameter.shape, parameter.dtype, parameter.device, parameter.requires_grad, parameter.ndim]
-            found += [
-                parameter.is_contiguous(),
-                parameter.stride(),
-                parameter.numel(),
-                parameter.nbytes,
-                parameter.is_leaf,
-            ]
-            found += [isinstance(parameter, nn.Parameter), parameter.grad_fn, len(parameter), parameter.is_leaf]
-            found += [parameter in {parameter}, parameter is model.get_parameter(name), parameter.note]
-        return found
-
-    pair.both(run)
-    pair.backward()
-    pair.both(run)
-
-
-def test_changing_requires_grad_between_forwards(budget):
-    pair = Pair(Stack, budget)
-
-    def run(model, optimizer):
-        found = []
-        for step in range(4):
-            model.layers[1].weight.requires_grad_(step % 2 == 0)
-            loss_of(model, step).backward()
-            found.append(copied(model.layers[1].weight.grad))
-            optimizer.step()
-            optimizer.zero_grad()
-        return found
-
-    pair.both(run)
-    pair.check()
-
-
-def test_lists_of_parameters_in_foreach_functions(budget):
-    pair = Pair(Tied, budget)
-
-    def run(model, _):
-        parameters = list(model.parameters())
-        with torch.no_grad():
-            norms = torch._foreach_norm(parameters)
-            torch._foreach_mul_(parameters, 0.5)
-            torch._foreach_add_(parameters, [torch.ones_like(parameter) for parameter in parameters])
-            vector = nn.utils.parameters_to_vector(parameters)
-            nn.utils.vector_to_parameters(vector * 2, parameters)
-        return list(norms), vector
-
-    pair.both(run)
-    pair.check()
-    pair.train(1)
 
 
 def test_types_and_devices_that_chunks_cannot_have_are_refused():

@@ -15,12 +15,10 @@ from engine.small import (
     assert_same_values,
     batch,
     config_of,
-    copied,
     engine_of,
     loss_of,
     make,
     tokens,
-    values_of,
 )
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -313,20 +311,6 @@ def test_a_model_that_is_compiled_as_a_whole_is_refused():
         engine_of(model)
 
 
-def test_captures_have_copies_of_the_values(budget):
-    pair = Pair(Stack, budget)
-    pair.train(1)
-    traced = torch.jit.trace(pair.ours, (batch(),), check_trace=False)
-    exported = torch.export.export(pair.ours, (batch(),))
-    with torch.no_grad():
-        expected = pair.plain(batch(3))
-        assert torch.equal(traced(batch(3)), expected)
-        assert torch.equal(exported.module()(batch(3)), expected)
-    pair.train(2, first=1)
-    pair.engine.detach()
-    assert torch.jit.trace.__module__.startswith("torch")
-
-
 # Profiles
 
 PREFIX = "patrickstar: "
@@ -379,19 +363,6 @@ def test_a_batch_without_rows(dtype, budget):
     pair.both(lambda model, _: loss_of(model, 0, 0).backward())
     pair.both(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
     pair.check()
-
-
-def test_parametrizations(budget):
-    def factory():
-        model = Stack(3)
-        torch.nn.utils.parametrizations.weight_norm(model.layers[1])
-        torch.nn.utils.parametrizations.orthogonal(model.layers[2])
-        return model
-
-    pair = Pair(factory, budget, settings={"chunks": 6})
-    pair.train(2)
-    pair.both(lambda model, _: copied(model.layers[1].weight))
-    assert not any(value.isnan().any() for value in values_of(pair.ours).values())
 
 
 def test_attention_that_reads_the_parameters_of_its_parts(budget):

@@ -55,16 +55,16 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("make_optimizer", [*ADAMS.values(), *OTHERS.values()], ids=[*ADAMS, *OTHERS])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_optimizer_has_the_bits_of_torch(make_optimizer, dtype):
+@pytest.mark.parametrize(("number", "name"), enumerate([*ADAMS, *OTHERS]), ids=[*ADAMS, *OTHERS])
+def test_every_optimizer_has_the_bits_of_torch(number, name):
+    make_optimizer, dtype = {**ADAMS, **OTHERS}[name], list(DTYPES)[number % 2]
     Pair(Tied, "moving", make_optimizer, dtype=dtype, settings={"chunks": 4}).train(3)
 
 
-@pytest.mark.parametrize("make_optimizer", ADAMS.values(), ids=ADAMS)
-def test_where_torchs_adam_is_called_for_each_tile_no_bit_is_another(make_optimizer, monkeypatch):
+@pytest.mark.parametrize("name", ["adamw", "amsgrad", "tensor rate"])
+def test_where_torchs_adam_is_called_for_each_tile_no_bit_is_another(name, monkeypatch):
     monkeypatch.setattr("hf_patrickstar.optim.adam_kernel.adam_script", lambda: None)
-    Pair(Tied, "moving", make_optimizer, dtype="bf16", settings={"chunks": 4}).train(3)
+    Pair(Tied, "moving", ADAMS[name], dtype="bf16", settings={"chunks": 4}).train(3)
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
@@ -82,9 +82,9 @@ def test_states_in_16_bits_have_the_bits_of_torch(half):
     Pair(Half, "moving", make_optimizer, dtype="auto", prepare=lambda m: m.to(half), settings=settings).train(4)
 
 
-@pytest.mark.parametrize("micro", [1, 2])
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "threads", "micro"), [("fp32", 1, 2), ("fp32", 3, 1), ("bf16", 1, 1), ("bf16", 3, 2)]
+)
 def test_threads_change_no_bit(dtype, threads, micro):
     class Large(nn.Module):
         """More elements than a worker takes at once, and a length that no vector divides."""
@@ -145,24 +145,6 @@ def test_a_parameter_that_leaves_all_groups_keeps_value_and_gradient(budget):
         group["params"].insert(3, kept)
         optimizer.step()
         return found
-
-    pair.both(run)
-    pair.check()
-
-
-def test_schedulers_over_either_optimizer(budget):
-    pair = Pair(Stack, budget)
-
-    def run(model, optimizer):
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=6)
-        rates = []
-        for step in range(4):
-            loss_of(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
-            rates.append(scheduler.get_last_lr())
-        return rates
 
     pair.both(run)
     pair.check()
@@ -356,7 +338,7 @@ def test_a_state_of_another_shape_is_refused(budget):
     pair.train(1, first=1)
 
 
-@pytest.mark.parametrize("make_optimizer", [adamw, sgd, OTHERS["adagrad"], ADAMS["amsgrad"]])
+@pytest.mark.parametrize("make_optimizer", [adamw, OTHERS["adagrad"]])
 def test_state_dicts_go_from_torch_to_chunks_and_back(make_optimizer, budget):
     pair = Pair(Stack, budget, make_optimizer)
     pair.train(2)

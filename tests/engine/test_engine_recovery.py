@@ -77,7 +77,6 @@ def operators(dtype, budget):
     [
         ("moving", "fp32", 1, (0.4, 0.97)),
         ("moving", "bf16", 2, (0.05, 0.7)),
-        ("moving", "fp32", 2, (0.6,)),
         ("resident", "fp32", 1, (0.8,)),
         ("evicting", "bf16", 1, (0.5,)),
     ],
@@ -110,8 +109,7 @@ def test_repetitions_are_told():
     assert [event.attempt for event in seen if type(event) is MicroBatchRepeated] == [1]
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "after"])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(("accumulation", "where"), [(2, "forward"), (2, "backward"), (1, "after")])
 def test_who_fails_every_time_is_given_up_and_told_what_became_of_gradients(accumulation, where, budget):
     pair = Pair(Stack, budget, gradient_accumulation_steps=accumulation)
     pair.train(1, micro=accumulation)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from engine.small import (
-    DTYPES,
     WIDTH,
     Block,
     Pair,
@@ -27,9 +26,9 @@ from torch import nn
 from hf_patrickstar import EngineError, PatrickStarEngine
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("factory", [Stack, Tied])
+@pytest.mark.parametrize(
+    ("factory", "dtype", "accumulation"), [(Stack, "fp32", 1), (Stack, "bf16", 2), (Tied, "fp32", 2), (Tied, "bf16", 1)]
+)
 def test_training_has_the_bits_of_torch(factory, dtype, accumulation, budget):
     pair = Pair(factory, budget, dtype=dtype, gradient_accumulation_steps=accumulation)
     pair.train(4, micro=accumulation)
@@ -39,8 +38,7 @@ def test_training_has_the_bits_of_torch(factory, dtype, accumulation, budget):
     assert stats["steps"] == 4
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("micro", [2, 3])
+@pytest.mark.parametrize(("dtype", "micro"), [("fp32", 3), ("bf16", 2)])
 def test_any_number_of_micro_batches_whatever_was_announced(dtype, micro, budget):
     pair = Pair(Stack, budget, dtype=dtype)
     pair.train(2)
@@ -48,8 +46,10 @@ def test_any_number_of_micro_batches_whatever_was_announced(dtype, micro, budget
     pair.train(2, first=4)
 
 
-@pytest.mark.parametrize(("dtype", "micro"), [("fp32", 1), ("bf16", 1), ("bf16", 2)])
-@pytest.mark.parametrize("streams", [simulated_streams, delayed_streams])
+@pytest.mark.parametrize(
+    ("streams", "dtype", "micro"),
+    [(simulated_streams, "fp32", 1), (delayed_streams, "bf16", 1), (simulated_streams, "bf16", 2)],
+)
 @pytest.mark.own_streams
 def test_copies_and_updates_beside_computation_change_no_bit(streams, dtype, micro):
     with streams():
@@ -199,22 +199,6 @@ def test_one_parameter_larger_than_a_chunk_and_parameters_without_dimensions_or_
 
     pair = Pair(Odd, budget, settings={"chunks": 6})
     pair.train(3)
-
-
-def test_modules_that_read_parameters_of_others(budget):
-    class Borrowing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-            self.scale = nn.Parameter(torch.randn(3, WIDTH))
-
-        def forward(self, x):
-            row = self.scale[1]
-            x = nn.functional.linear(x, self.second.weight.t(), self.first.bias) * row
-            x = self.third(self.first(x)) + self.scale[:2].sum(0)
-            return nn.functional.linear(torch.tanh(x), self.third.weight.detach() + self.second.weight)
-
-    Pair(Borrowing, budget, settings={"chunks": 5}).train(4)
 
 
 def test_random_numbers_are_drawn_as_without_an_engine(budget):

@@ -7,12 +7,11 @@ import traceback
 import pytest
 import torch
 import transformers
-from models import MODELS, make_batch, make_model
+from models import make_batch, make_model
 
 import hf_patrickstar.resources
 from hf_patrickstar import BudgetError, DeviceMemoryError, PatrickStarEngine
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.payloads import Payloads
 
 AUTO = re.compile(r"Set (\w+_budget) to 'auto'")
 VALUE = re.compile(r"(\w+_budget) to at least (\d+) bytes")
@@ -65,12 +64,15 @@ class Training:
         return stats
 
 
-CHECKPOINTING = pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
-
-
-@CHECKPOINTING
-@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "mixtral"])
-@pytest.mark.parametrize("config", [{}, {"chunk_numel": 8192}, {"dtype": "bf16"}], ids=["auto", "fixed", "bf16"])
+@pytest.mark.parametrize(
+    ("name", "checkpointing", "config"),
+    [
+        ("gpt2", False, {}),
+        ("bert", True, {"chunk_numel": 8192}),
+        ("t5", True, {"dtype": "bf16"}),
+        ("mixtral", False, {"dtype": "bf16"}),
+    ],
+)
 def test_chunk_budget(name, checkpointing, config):
     message, advised = follow(Training(name, checkpointing), {"chunk_budget": 5000, **config})
     assert message.startswith("chunk_budget is too small for module '")
@@ -78,22 +80,26 @@ def test_chunk_budget(name, checkpointing, config):
     assert advised["chunk_budget"] < 200_000, "the advice is near what is short, not near what the machine has"
 
 
-@CHECKPOINTING
-@pytest.mark.parametrize("name", sorted(MODELS))
-def test_device_budget_in_the_first_step(name, checkpointing):
+@pytest.mark.parametrize(
+    ("name", "checkpointing", "config"),
+    [
+        ("gpt2", True, {}),
+        ("bert", False, {}),
+        ("llama", False, {"dtype": "bf16"}),
+        ("mixtral", True, {}),
+        ("opt", True, {}),
+        ("t5", False, {"dtype": "bf16"}),
+    ],
+)
+def test_device_budget_in_the_first_step(name, checkpointing, config):
     """Activations count, also those that the step had not come to when it failed."""
     if name in ("mixtral", "opt") and torch.torch_version.TorchVersion(transformers.__version__) < "5.23":
         pytest.skip("its forward cannot be run with fake tensors there: opt draws, and mixtral mixes types")
     training = Training(name, checkpointing)
-    message, advised = follow(training, {"device_budget": 125_000}, DeviceMemoryError)
+    message, advised = follow(training, {"device_budget": 100_000 if config else 125_000, **config}, DeviceMemoryError)
     assert message.startswith("device_budget is too small")
-    peak = training({"device_budget": advised["device_budget"]})["device_total_peak_nbytes"]
+    peak = training({**advised, **config})["device_total_peak_nbytes"]
     assert advised["device_budget"] < 2.5 * peak
-
-
-@pytest.mark.parametrize("name", ["gpt2", "t5"])
-def test_device_budget_for_16_bit(name):
-    follow(Training(name), {"device_budget": 100_000, "dtype": "bf16"}, DeviceMemoryError)
 
 
 def test_device_budget_before_the_first_step():
@@ -111,13 +117,6 @@ def test_both_budgets_of_the_device_at_once():
     assert advised == {"device_budget": "auto", "chunk_budget": 16_896}
 
 
-def test_device_budget_in_a_later_step_with_more_inputs():
-    small = Training("gpt2", batches=(1, 1))
-    _, advised = follow(small, {"device_budget": 100_000})
-    message, _ = follow(Training("gpt2", batches=(1, 1, 4)), advised, DeviceMemoryError)
-    assert message.startswith("device_budget is too small")
-
-
 def test_device_budget_in_an_evaluation():
     def run(config):
         model = make_model("gpt2").eval()
@@ -131,8 +130,11 @@ def test_device_budget_in_an_evaluation():
     assert advised["device_budget"] < 1_000_000
 
 
-@pytest.mark.parametrize("make_optimizer", [adamw, lambda p: torch.optim.SGD(p, lr=0.1)], ids=["adamw", "sgd"])
-@pytest.mark.parametrize("placement", ["auto", "host"])
+@pytest.mark.parametrize(
+    ("make_optimizer", "placement"),
+    [(adamw, "auto"), (lambda p: torch.optim.SGD(p, lr=0.1), "host")],
+    ids=["adamw", "sgd"],
+)
 def test_device_budget_where_everything_would_live_there(placement, make_optimizer):
     """With more room everything is at home on the device, and may not be able to leave."""
     training = Training("bert", make_optimizer=make_optimizer, batches=(16, 16))
@@ -147,23 +149,9 @@ def test_host_budget_before_the_first_step(config):
     assert advised["host_budget"] < 1_200_000
 
 
-def test_a_host_without_room_is_refused_with_a_table_before_anything_is_allocated(monkeypatch):
-    monkeypatch.setattr(Payloads, "allocate", lambda self: 1 / 0)
-    with pytest.raises(BudgetError) as caught:
-        Training("gpt2")({"chunk_budget": 60_000, "host_budget": 1000})
-    rows = [line.split() for line in str(caught.value).splitlines()[1:]]
-    assert rows[0] == ["tier", "owner", "need"]
-    assert ["host", "usable", "now", "1000", "B"] in rows
-
-
-@pytest.mark.parametrize(
-    "make_optimizer",
-    [lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), torch.optim.RMSprop],
-    ids=["momentum", "rmsprop"],
-)
-def test_host_budget_of_an_optimizer_that_allocates_its_own_state(make_optimizer):
+def test_host_budget_of_an_optimizer_that_allocates_its_own_state():
     """Its size shows in the first step, parameter by parameter: the error has all of it."""
-    training = Training("gpt2", make_optimizer=make_optimizer)
+    training = Training("gpt2", make_optimizer=torch.optim.RMSprop)
     _, advised = follow_placement(training)
     message, _ = follow(training, {"chunk_budget": 60_000, "host_budget": advised["host_budget"] + 1000})
     assert message.startswith("host_budget is too small")
@@ -243,41 +231,12 @@ def test_what_cannot_be_estimated_is_advised_with_room_to_spare():
     follow(run, {"device_budget": 50_000}, DeviceMemoryError)
 
 
-def test_a_loss_that_is_computed_outside_of_the_model():
-    def run(config):
-        model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 512))
-        engine = PatrickStarEngine(model, config, adamw(model.parameters()))
-        for _ in range(3):
-            logits = model(torch.ones(64, 32))
-            torch.nn.functional.cross_entropy(logits, torch.zeros(64, dtype=torch.long)).backward()
-            del logits
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
-
-    follow(run, {"device_budget": 300_000}, DeviceMemoryError)
-
-
-def test_a_module_that_is_new_while_it_trains():
-    def run(config):
-        model = make_model("gpt2").train()
-        engine = PatrickStarEngine(model, config, adamw(model.parameters()))
-        model.lm_head = torch.nn.Linear(32, 700, bias=False)
-        model(input_ids=make_batch("gpt2")["input_ids"]).logits.sum().backward()
-        engine.optimizer.step()
-
-    message, _ = follow(run, {"chunk_budget": 40_000})
-    assert message.startswith("chunk_budget is too small for module 'lm_head' (Linear), which is new or has changed")
-    assert "before the model is prepared (before Trainer.train() is called)" in message
-
-
-@CHECKPOINTING
-def test_layers_that_are_unfrozen_while_it_trains(checkpointing):
+def test_layers_that_are_unfrozen_while_it_trains():
     """What construction advises has room for them."""
 
     def run(config):
         model = make_model("gpt2").train()
-        if checkpointing:
-            model.gradient_checkpointing_enable()
+        model.gradient_checkpointing_enable()
         held = [model.transformer.h[0].mlp, model.transformer.h[1]]
         for module in held:
             module.requires_grad_(False)
@@ -306,14 +265,3 @@ def test_the_machine_binds_where_no_setting_does(monkeypatch):
     with pytest.raises(BudgetError, match=r"^the host has too little memory for the model data") as caught:
         Training("gpt2")({})
     assert not advice_of(caught.value)
-
-
-def test_attempts_that_give_up_have_the_advice_too():
-    def run(config):
-        model = make_model("gpt2").train()
-        engine = PatrickStarEngine(model, config, adamw(model.parameters()))
-        engine.attempt(lambda: model(**make_batch("gpt2")).loss.backward())
-
-    with pytest.raises(DeviceMemoryError, match="failed 4 times") as caught:
-        run({"device_budget": 200_000})
-    run(advice_of(caught.value))

@@ -9,8 +9,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from hf_patrickstar import BudgetError, ConfigError, initialize_engine
-from hf_patrickstar.runtime.mirrors import GradientMirrors
+from hf_patrickstar import ConfigError, initialize_engine
 
 WIDTH, VOCABULARY = 16, 40
 MOVING = {"chunk_numel": 1100, "chunk_budget": 5 * 4 * 1100}
@@ -165,13 +164,15 @@ def in_bf16(model):
     model.to(torch.bfloat16)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize(
-    ("compile_parts", "change"),
+    ("compile_parts", "change", "backend"),
     [
-        *((way, None) for way in (in_place, wrapped, by_forward, leaves)),
-        *((in_place, change) for change in (frozen, checkpointed, frozen_and_checkpointed, adapted, in_bf16)),
-        *((wrapped, change) for change in (frozen_and_checkpointed, adapted)),
+        (in_place, None, "aot_eager"),
+        (by_forward, None, "eager"),
+        (leaves, None, "aot_eager"),
+        (in_place, frozen_and_checkpointed, "aot_eager"),
+        (in_place, in_bf16, "eager"),
+        (wrapped, adapted, "aot_eager"),
     ],
 )
 def test_a_compiled_part_is_the_graph_of_plain_torch(compile_parts, change, backend):
@@ -226,64 +227,7 @@ def test_frozen_parameters_are_recomputed_with_as_they_were():
     assert graphs[1] == graphs[0]
 
 
-@pytest.mark.parametrize("is_method", [True, False])
-def test_compiled_functions_in_a_recomputation_find_frozen_parameters(is_method):
-    def gate(block, x):
-        return torch.sigmoid(x @ block.own) * x
-
-    compiled = torch.compile(gate, backend="aot_eager")
-    function = torch.compile(lambda x, weight: torch.sigmoid(x @ weight) * x, backend="aot_eager")
-
-    class Gated(Block):
-        def __init__(self):
-            super().__init__()
-            self.own = nn.Parameter(torch.rand(WIDTH, WIDTH), requires_grad=False)
-
-        def forward(self, x):
-            return super().forward(compiled(self, x) if is_method else function(x, self.own))
-
-    def make():
-        model = Model(Gated)
-        adapted(model)
-        return model
-
-    pair = [Training(False, make), Training(True, make)]
-    for training in pair:
-        torch._dynamo.reset()
-        for _ in range(4):
-            training.step()
-    assert_same(*pair)
-
-
-def test_what_a_recomputation_writes_to_frozen_parameters_counts():
-    class Writing(Block):
-        def __init__(self):
-            super().__init__()
-            self.own = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
-
-        def forward(self, x):
-            if self.training:
-                with torch.no_grad():
-                    self.own.mul_(0.9)
-            return super().forward(x * self.own.clone())
-
-    loss = torch.compile(lambda model, words: model(words) * 1.0, backend="eager")
-
-    def make():
-        model = Model(Writing)
-        checkpointed(model)
-        return model
-
-    loss(make(), torch.arange(8).view(2, 4))  # dynamo has compiled something
-    pair = [Training(False, make), Training(True, make)]
-    for training in pair:
-        training.step()
-        training.step()
-    assert_same(*pair)
-
-
-@pytest.mark.parametrize("calls", [True, False])
-def test_fullgraph_names_what_to_compile(calls):
+def test_fullgraph_names_what_to_compile():
     """A function that calls a module, or reads the parameter of one, is no graph; a compiled module is one."""
 
     class Reading(Block):
@@ -291,12 +235,12 @@ def test_fullgraph_names_what_to_compile(calls):
             return self.compute(x)
 
         def compute(self, x):
-            return x + (self.left(x) if calls else nn.functional.linear(x, self.left.weight, self.left.bias))
+            return x + self.left(x)
 
     class Whole(Reading):
         compute = torch.compile(Reading.compute, backend="eager", fullgraph=True)
 
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"the module whose forward calls this .* leave fullgraph"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="leave fullgraph"):
         Training(True, lambda: Model(Whole)).step()
 
     def make():
@@ -311,7 +255,7 @@ def test_fullgraph_names_what_to_compile(calls):
     assert_same(*pair)
 
 
-@pytest.mark.parametrize("compile_parts", [in_place, wrapped, by_forward, by_function, leaves])
+@pytest.mark.parametrize("compile_parts", [in_place, by_function])
 def test_parts_can_be_compiled_anew_while_the_model_trains(compile_parts):
     pair = [Training(False), Training(True)]
     for training in pair:
@@ -323,23 +267,12 @@ def test_parts_can_be_compiled_anew_while_the_model_trains(compile_parts):
     assert_same(*pair)
 
 
-def test_a_function_that_calls_a_module_is_compiled_in_pieces():
-    pair = [Training(False), Training(True)]
-    for training in pair:
-        by_function(training.model, backend="eager")
-        for _ in range(3):
-            training.step()
-    assert_same(*pair)
-    assert counters["stats"]["unique_graphs"] > 3
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_functions_of_parameters_are_compiled(backend):
-    @torch.compile(backend=backend)
+def test_functions_of_parameters_are_compiled():
+    @torch.compile(backend="aot_eager")
     def penalty(weight):
         return weight.square().sum() + weight.abs().max() * weight.shape[0]
 
-    @torch.compile(backend=backend, fullgraph=True)
+    @torch.compile(backend="aot_eager", fullgraph=True)
     def gated(x, weight):
         return torch.sigmoid(x * weight) * x
 
@@ -363,30 +296,6 @@ def test_functions_of_parameters_are_compiled(backend):
             with torch.no_grad():
                 training.losses += [penalty(parameter).item() for parameter in training.model.parameters()]
     assert_same(*pair)
-
-
-def test_compilation_reads_no_gradient_and_no_value(monkeypatch):
-    """With several processes either is a message to the others, which may compile nothing just then."""
-    read = []
-    monkeypatch.setattr(GradientMirrors, "hand_out", lambda mirrors, tensor: read.append(tensor.spec.name))
-
-    class Reading(Block):
-        """Computes with a parameter of another module."""
-
-        def forward(self, x):
-            return super().forward(x) + self.other[0].weight.sum()
-
-    def make():
-        model = Model(Reading)
-        for block in model.blocks:
-            block.other = [model.head]
-        in_place(model, backend="aot_eager")
-        return model
-
-    training = Training(True, make)
-    training.step(4)
-    assert counters["stats"]["unique_graphs"] > 1
-    assert not read
 
 
 def test_an_error_inside_of_a_compiled_part_leaves_the_engine_usable():
@@ -437,27 +346,7 @@ def test_a_model_with_compiled_parts_is_copied_and_given_back():
     }
 
 
-def test_a_part_that_does_not_fit_is_named():
-    def make():
-        model = nn.Sequential(Model().blocks, nn.Linear(WIDTH, WIDTH))
-        model[0].forward = torch.compile(lambda x: model[0][3](model[0][2](x)), backend="eager")
-        return model
-
-    model, _ = initialize_engine(make, {"chunk_numel": 600, "chunk_budget": 3 * 4 * 600}, adamw)
-    with pytest.raises(BudgetError, match=r"chunk_budget is too small for 0: .* none of the chunks there .* can leave"):
-        model(torch.ones(2, WIDTH))
-
-
 # What is refused
-
-
-def as_a_whole(model):
-    return torch.compile(model, backend="eager")
-
-
-def as_a_whole_in_place(model):
-    model.compile(backend="eager")
-    return model
 
 
 def as_a_whole_by_forward(model):
@@ -471,63 +360,22 @@ def by_regions(model):
     return compile_regions(model, backend="eager")
 
 
-@pytest.mark.parametrize("compile_model", [as_a_whole, as_a_whole_in_place, as_a_whole_by_forward, by_regions])
+@pytest.mark.parametrize("compile_model", [as_a_whole_by_forward, by_regions])
 def test_a_model_that_is_compiled_as_a_whole_is_refused(compile_model):
-    with pytest.raises(ConfigError, match=r"the model is compiled as a whole.* its blocks \(block\.compile\(\)"):
+    with pytest.raises(ConfigError, match=r"block\.compile\(\)"):
         initialize_engine(lambda: compile_model(Model()), MOVING, adamw)
 
 
-@pytest.mark.parametrize("compile_model", [as_a_whole_in_place, as_a_whole_by_forward])
-def test_it_is_refused_later_too(compile_model):
-    training = Training(True)
-    training.step()
-    compile_model(training.model)
-    with pytest.raises(ConfigError, match="the model is compiled as a whole"):
-        training.step()
-
-
-def test_a_wrapper_that_was_made_later_is_compiled_in_pieces():
-    pair = [Training(False), Training(True)]
-    words = torch.arange(8).view(2, 4)
-    for training in pair:
-        training.step()
-        training.losses.append(torch.compile(training.model, backend="eager")(words).item())
-        training.step()
-    assert_same(*pair)
-
-
-def scripted(part):
-    return torch.jit.script(part)  # the engine replaces the function
-
-
-def traced(part):
-    return torch.jit.trace(part, torch.ones(2, WIDTH))
-
-
-@pytest.mark.parametrize("to_code", [scripted, traced])
-def test_parts_in_code_of_torch_jit_are_refused(to_code):
+def test_parts_in_code_of_torch_jit_are_refused():
     def replaced():
         model = Model()
-        model.blocks[2].gate = to_code(model.blocks[2].gate)
+        model.blocks[2].gate = torch.jit.script(model.blocks[2].gate)
         return model
 
     with pytest.raises(ConfigError, match=r"module 'blocks\.2\.gate' is compiled by torch\.jit"):
         initialize_engine(replaced, MOVING, adamw)
     training = Training(True)
     training.step()
-    training.model.blocks[2].gate = to_code(training.model.blocks[2].gate)
+    training.model.blocks[2].gate = torch.jit.trace(training.model.blocks[2].gate, torch.ones(2, WIDTH))
     with pytest.raises(ConfigError, match=r"module 'blocks\.2\.gate' is compiled by torch\.jit"):
         training.step()
-
-
-def test_parts_in_code_of_torch_jit_without_parameters_work():
-    def make():
-        model = Model()
-        model.head = nn.Sequential(torch.jit.script(nn.GELU()), model.head)
-        return model
-
-    pair = [Training(False, make), Training(True, make)]
-    for training in pair:
-        training.step()
-        training.step()
-    assert_same(*pair)

@@ -24,13 +24,6 @@ def assert_equal(plain, managed):
         assert torch.equal(value, state_dict[key]), key
 
 
-def test_tied_names_share_one_tensor_in_a_state_dict():
-    model = make_model("gpt2")
-    PatrickStarEngine(model, {}, adamw(model))
-    state_dict = model.state_dict()
-    assert state_dict["lm_head.weight"] is state_dict["transformer.wte.weight"]
-
-
 def test_metadata_stays_truthful():
     model = make_model("gpt2")
     shapes = {name: p.shape for name, p in model.named_parameters()}

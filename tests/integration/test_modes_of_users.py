@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_patrickstar import EngineError, PatrickStarEngine
+from hf_patrickstar import PatrickStarEngine
 
 CONFIG = {"chunk_numel": 2048, "chunk_budget": 90_000}
 
@@ -104,14 +104,6 @@ def seen_in(modes):
     return {name: num for name, num in found.items() if name != "aten.detach.default"}
 
 
-@pytest.mark.parametrize("part", ["forward", "backward"])
-@pytest.mark.parametrize("mode", [Operators, Functions])
-def test_a_mode_sees_the_operators_of_the_model(mode, part):
-    plain, chunked = assert_same(**{part: mode})
-    assert seen_in(chunked) == seen_in(plain)
-    assert mode is Functions or sum(seen_in(plain).values()) > 100
-
-
 def test_a_mode_that_is_on_from_forward_to_zero_grad():
     assert_same(step=Operators)
     assert_same(step=Functions)
@@ -119,96 +111,6 @@ def test_a_mode_that_is_on_from_forward_to_zero_grad():
     assert [mode.get_total_flops() for mode in chunked if isinstance(mode, FlopCounterMode)] == [
         mode.get_total_flops() for mode in plain if isinstance(mode, FlopCounterMode)
     ]
-
-
-@pytest.mark.parametrize("part", ["backward", "update"])
-def test_where_new_tensors_would_go_changes_nothing(part):
-    assert_same(**{part: lambda: torch.device("meta")})
-
-
-@contextlib.contextmanager
-def default_device(name):
-    torch.set_default_device(name)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-
-
-@contextlib.contextmanager
-def default_dtype(dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-AROUND = {
-    "device": lambda: torch.device("meta"),
-    "default device": lambda: default_device("meta"),
-    "float64": lambda: default_dtype(torch.float64),
-    "float16": lambda: default_dtype(torch.float16),
-    "inference": torch.inference_mode,
-    "operators": Operators,
-    "functions": Functions,
-}
-
-
-@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
-def test_an_engine_that_is_made_inside(around):
-    assert_same(make=around)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_the_default_type(dtype):
-    assert_same(step=lambda: default_dtype(dtype))
-
-
-@pytest.mark.parametrize("part", ["step", "forward"])
-def test_activations_on_the_cpu(part):
-    assert_same(**{part: torch.autograd.graph.save_on_cpu})
-
-
-def wrap_blocks(model):
-    """Each block puts the hooks on that it runs inside of."""
-    for block in model.transformer.h:
-        block.forward = with_activations_on_the_cpu(block.forward)
-
-
-def with_activations_on_the_cpu(forward):
-    @functools.wraps(forward)
-    def call(*args, **kwargs):
-        with torch.autograd.graph.save_on_cpu():
-            return forward(*args, **kwargs)
-
-    return call
-
-
-class Halved(torch.autograd.graph.saved_tensors_hooks):
-    """Keeps activations in another type, which changes bits, and none of the parameters' memory."""
-
-    def __init__(self):
-        super().__init__(lambda tensor: tensor.to(torch.bfloat16), lambda kept: kept.float())
-
-
-def halve_inside(model):
-    def before(module, args):
-        module.hooks = Halved()
-        module.hooks.__enter__()
-
-    def after(module, args, output):
-        module.hooks.__exit__(None, None, None)
-
-    for block in model.transformer.h:
-        block.register_forward_pre_hook(before)
-        block.register_forward_hook(after)
-
-
-@pytest.mark.parametrize("change", [wrap_blocks, halve_inside])
-def test_saved_tensors_hooks_inside_of_the_model(change):
-    assert_same(change=change)
 
 
 def save_products(context, operator, *args, **kwargs):
@@ -222,21 +124,16 @@ def checkpoint_selectively(model):
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
 
 
-def test_selective_activation_checkpointing():
-    assert_same(change=checkpoint_selectively)
-
-
 def test_selective_activation_checkpointing_under_a_mode():
     plain, chunked = assert_same(change=checkpoint_selectively, step=Operators, update=lambda: torch.device("meta"))
     assert len(plain) == len(chunked)
 
 
-@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.LBFGS])
-def test_a_closure_runs_under_the_modes_of_its_caller(optimizer_class):
+def test_a_closure_runs_under_the_modes_of_its_caller():
     found = []
     for is_chunked in (False, True):
         model = make_model("gpt2").train()
-        optimizer, engine, seen = optimizer_class(model.parameters(), lr=0.1), None, []
+        optimizer, engine, seen = torch.optim.LBFGS(model.parameters(), lr=0.1), None, []
         if is_chunked:
             engine = PatrickStarEngine(model, {"chunk_numel": 2048}, optimizer, device="cpu")
             optimizer = engine.optimizer
@@ -264,22 +161,6 @@ def test_a_closure_runs_under_the_modes_of_its_caller(optimizer_class):
         assert torch.equal(own_weights[name], value), name
 
 
-def test_hooks_that_are_methods_of_torch():
-    def put_on(model):
-        for block in model.transformer.h:
-            block.forward = with_hooks(block.forward)
-
-    def with_hooks(forward):
-        @functools.wraps(forward)
-        def call(*args, **kwargs):
-            with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.bfloat16, torch.Tensor.float):
-                return forward(*args, **kwargs)
-
-        return call
-
-    assert_same(change=put_on)
-
-
 def read_weights_of_others(model, name="attn.c_attn.weight"):
     """Each block reads a weight of the one before it, which may have left the device."""
     blocks = model.transformer.h
@@ -291,22 +172,13 @@ def read_weights_of_others(model, name="attn.c_attn.weight"):
         block.mlp.register_forward_hook(after)
 
 
-@pytest.mark.parametrize("part", ["forward", "backward"])
-@pytest.mark.parametrize("mode", [Operators, Functions, Doubled])
+@pytest.mark.parametrize(("mode", "part"), [(Operators, "forward"), (Functions, "backward"), (Doubled, "backward")])
 def test_a_forward_that_reads_parameters_of_other_modules(mode, part):
     plain, chunked = assert_same(change=read_weights_of_others, **{part: mode})
     assert seen_in(chunked) == seen_in(plain)
 
 
-def test_selective_activation_checkpointing_of_blocks_that_read_parameters_of_others():
-    def change(model):
-        read_weights_of_others(model, "mlp.c_proj.weight")
-        checkpoint_selectively(model)
-
-    assert_same(change=change)
-
-
-@pytest.mark.parametrize("mode", [Operators, Functions, Doubled])
+@pytest.mark.parametrize("mode", [Operators, Doubled])
 def test_a_penalty_on_parameters(mode):
     plain, chunked = assert_same(penalty=mode)
     assert seen_in(chunked) == seen_in(plain)
@@ -327,13 +199,7 @@ def scale(model):
 
 CALLS = {
     "norms": lambda model, optimizer: [parameter.norm() for parameter in model.parameters()],
-    "norms without a graph": lambda model, optimizer: [parameter.detach().norm() for parameter in model.parameters()],
-    "an item": lambda model, optimizer: model.transformer.ln_f.weight[0].item(),
-    "a row": lambda model, optimizer: model.lm_head.weight.data[0].clone(),
-    "a vector": lambda model, optimizer: torch.nn.utils.parameters_to_vector(model.parameters()),
-    "numpy": lambda model, optimizer: [torch.tensor(p.detach().numpy()) for p in model.parameters()],
     "writes": lambda model, optimizer: scale(model),
-    "a view": lambda model, optimizer: [p.view_as(p).grad_fn.next_functions[0][0] and None for p in model.parameters()],
     "gradients": lambda model, optimizer: [parameter.grad.norm() for parameter in model.parameters()],
     "writes to gradients": lambda model, optimizer: [parameter.grad.mul_(0.5) for parameter in model.parameters()],
     "new gradients": lambda model, optimizer: [setattr(p, "grad", p.grad * 2) for p in model.parameters()],
@@ -342,10 +208,7 @@ CALLS = {
         model.load_state_dict({k: v * 2 for k, v in model.state_dict().items()}) and None
     ),
     "copy": lambda model, optimizer: list(copy.deepcopy(model).parameters()),
-    "move": lambda model, optimizer: model.to(torch.float32) and None,
-    "clipping": lambda model, optimizer: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1),
     "states": lambda model, optimizer: states_of(optimizer),
-    "states of optimizer": lambda model, optimizer: optimizer.state_dict()["state"][0]["exp_avg"].clone(),
     "copy of the optimizer": lambda model, optimizer: states_of(copy.deepcopy(optimizer)),
 }
 
@@ -368,15 +231,16 @@ def call_between(is_chunked, call, around):
     return found + list(model.state_dict().values()), [mode]
 
 
-@pytest.mark.parametrize("mode", [Operators, Functions, Doubled])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    ("name", "mode"), [(name, (Operators, Functions, Doubled)[number % 3]) for number, name in enumerate(CALLS)]
+)
 def test_a_call_between_backward_and_step(name, mode):
     (expected, plain), (found, chunked) = [call_between(is_chunked, CALLS[name], mode) for is_chunked in (False, True)]
     for own, value in zip(found, expected, strict=True):
         assert torch.equal(own, value) if isinstance(value, torch.Tensor) else own == value
     seen, expected = (collections.Counter(seen_in(modes)) for modes in (chunked, plain))
     assert not seen - expected
-    if name not in ("copy", "copy of the optimizer", "move"):  # the engine makes the copy, and nothing is moved
+    if name not in ("copy", "copy of the optimizer"):  # the engine makes the copy
         assert seen == expected
 
 
@@ -402,38 +266,6 @@ def test_full_parameters_and_detaching_under_a_mode():
         assert torch.equal(found[1][name], value), name
 
 
-@pytest.mark.parametrize("mode", [Operators, Functions, lambda: torch.device("cpu")])
-def test_a_parameter_that_is_made_of_another_one_under_a_mode(mode):
-    model, _, engine = made(True)
-    with mode():
-        found = [torch.nn.Parameter(parameter) for parameter in model.parameters()]
-    engine.detach()
-    assert all(map(torch.equal, found, model.parameters()))
-
-
-def test_a_new_module_under_a_mode():
-    found = []
-    for is_chunked in (False, True):
-        model, optimizer, engine = made(is_chunked)
-        torch.manual_seed(0)
-        model.more = torch.nn.Linear(64, 64)
-        optimizer.add_param_group({"params": list(model.more.parameters())})
-        if engine is not None:
-            with Doubled(), Functions() as functions, Operators() as operators:
-                assert engine.follow_model()
-            assert not operators.seen
-            assert not set(functions.seen) - {"_set_grad_enabled", "__get__"}
-            assert len(engine.manager.tensors) == len(list(model.parameters()))
-        loss = model(**make_batch("gpt2", 2), use_cache=False).loss + model.more(torch.ones(64)).sum()
-        loss.backward()
-        optimizer.step()
-        if engine is not None:
-            engine.detach()
-        found.append(model.state_dict())
-    for name, value in found[0].items():
-        assert torch.equal(found[1][name], value), name
-
-
 def test_saving_under_a_mode(tmp_path):
     model, _, engine = made(True)
     with Operators() as mode:
@@ -443,43 +275,3 @@ def test_saving_under_a_mode(tmp_path):
     state = model.state_dict()
     for name, value in load_file(tmp_path / "model.safetensors").items():
         assert torch.equal(state[name], value), name
-
-
-def without_hooks():
-    return torch.autograd.graph.disable_saved_tensors_hooks("not here")
-
-
-@pytest.mark.parametrize("is_training", [True, False])
-def test_a_forward_where_hooks_are_disabled_says_so(is_training):
-    model, _, engine = made(True)
-    model.train(is_training)
-    batch = make_batch("gpt2", 2)
-    with without_hooks(), pytest.raises(EngineError, match=r"disable_saved_tensors_hooks.*'not here'.*no_grad"):
-        model(**batch, use_cache=False)
-    with without_hooks(), pytest.raises(EngineError, match=r"disable_saved_tensors_hooks.*'not here'"):
-        model.lm_head.weight.square()
-    model(**batch, use_cache=False).loss.backward()
-    engine.detach()
-
-
-def test_a_forward_without_a_graph_where_hooks_are_disabled():
-    found = []
-    for is_chunked in (False, True):
-        model, _, engine = made(is_chunked)
-        with torch.no_grad(), without_hooks():
-            found.append((model(**make_batch("gpt2", 2), use_cache=False).logits, model.lm_head.weight.norm()))
-        if engine is not None:
-            engine.detach()
-    for own, value in zip(*found, strict=True):
-        assert torch.equal(own, value)
-
-
-def test_a_graph_inside_of_a_forward_without_one_where_hooks_are_disabled():
-    def change(model):
-        block = model.transformer.h[1]
-        block.forward = torch.enable_grad()(block.forward)
-
-    model, _, engine = made(True, change)
-    with torch.no_grad(), without_hooks(), pytest.raises(EngineError, match=r"disable_saved_tensors_hooks"):
-        model(**make_batch("gpt2", 2), use_cache=False)
-    engine.detach()

@@ -40,7 +40,7 @@ def train(model, optimizer, batch_of):
     return losses
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "t5", "mixtral", "vit"])
+@pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral", "vit"])
 def test_a_loop_with_evaluations_records_no_step_and_has_the_losses_of_plain_torch(name):
     plain = vit() if name == "vit" else make_model(name)
     model = copy.deepcopy(plain)

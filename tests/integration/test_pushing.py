@@ -45,8 +45,10 @@ def shared(paths):
     return sorted(path for path in paths if not is_ours(path) and not path.endswith("optimizer.pt"))
 
 
-@pytest.mark.parametrize("is_background", [False, True], ids=["foreground", "background"])
-@pytest.mark.parametrize("strategy", ["end", "every_save", "checkpoint", "all_checkpoints"])
+@pytest.mark.parametrize(
+    ("strategy", "is_background"),
+    [("end", False), ("every_save", True), ("checkpoint", False), ("all_checkpoints", True)],
+)
 def test_the_same_files_arrive_as_from_the_stock_trainer(strategy, is_background, hub, tmp_path):
     """Nothing of the half written checkpoint that a killed run has left does, nor of one on its way."""
     kwargs = {"hub_strategy": strategy, "hub_always_push": True}

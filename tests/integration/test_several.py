@@ -6,15 +6,14 @@ import itertools
 import pytest
 import torch
 from accelerate import Accelerator
-from live.both import TIGHT, WIDTH, assert_same_model, loss_of, make_tower
+from live.both import TIGHT, WIDTH, assert_same_model, make_tower
 from live.hf import CONFIGS, Accelerated, states
 from models import make_model
 from torch import nn
 from torch.optim import lr_scheduler
 
-from hf_patrickstar import BudgetError, CheckpointError, EngineError, PatrickStarAccelerator, PatrickStarEngine
+from hf_patrickstar import CheckpointError, EngineError, PatrickStarAccelerator, PatrickStarEngine
 from hf_patrickstar.integrations.accelerator_checkpoints import get_engine
-from hf_patrickstar.memory.tiers import Tier
 
 
 @pytest.fixture(params=list(CONFIGS))
@@ -79,7 +78,7 @@ def steps(accelerator, models, optimizers, note, first=0, count=3, max_norm=None
         note("loss", loss.detach())
 
 
-ORDERS = list(itertools.islice(itertools.permutations(range(6)), 0, None, 97))
+ORDERS = list(itertools.islice(itertools.permutations(range(6)), 0, None, 181))
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: "".join(map(str, order)))
@@ -131,27 +130,7 @@ def test_the_models_of_an_optimizer_in_two_calls(accelerated):
     accelerated(script)
 
 
-def test_an_optimizer_that_has_trained_before_its_model_is_prepared(accelerated):
-    def script(make, note):
-        accelerator = make()
-        encoder, decoder = make_encoder(), make_decoder()
-        optimizer, other = accelerator.prepare(adam(encoder), adam(decoder))
-        scheduler = lr_scheduler.ExponentialLR(optimizer, 0.9)
-        steps(accelerator, [encoder, decoder], [optimizer, other], note)
-        decoder, encoder = accelerator.prepare(decoder, encoder)
-        for step in range(3):
-            steps(accelerator, [encoder, decoder], [optimizer, other], note, 3 + step, 1)
-            scheduler.step()
-        note("rate", optimizer.param_groups[0]["lr"])
-        note_all(note, encoder, decoder, optimizer, other)
-        if isinstance(accelerator, PatrickStarAccelerator):
-            assert optimizer.optimizer is get_engine(encoder).optimizer
-
-    accelerated(script)
-
-
-@pytest.mark.parametrize("when", ["together", "later"])
-@pytest.mark.parametrize("kinds", ["adam_adam", "adam_sgd", "sgd_adam"])
+@pytest.mark.parametrize(("kinds", "when"), [("adam_adam", "together"), ("adam_sgd", "later")])
 def test_two_optimizers_that_hold_some_of_the_same(accelerated, when, kinds):
     """In torch both update it from the same gradient, one after the other."""
 
@@ -171,22 +150,6 @@ def test_two_optimizers_that_hold_some_of_the_same(accelerated, when, kinds):
         steps(accelerator, [encoder, decoder], [first, second, third], note, 3, max_norm=0.1)
         steps(accelerator, [encoder, decoder], [second, first, third], note, 6)
         note_all(note, encoder, decoder, first, second, third)
-
-    accelerated(script)
-
-
-def test_a_second_optimizer_takes_over(accelerated):
-    """Both are kept, since both may be used."""
-
-    def script(make, note):
-        accelerator = make()
-        encoder, decoder = make_encoder(), make_decoder()
-        encoder, decoder, first = accelerator.prepare(encoder, decoder, adam(encoder, decoder))
-        steps(accelerator, [encoder, decoder], [first], note)
-        second = accelerator.prepare(torch.optim.SGD([*encoder.parameters(), *decoder.parameters()], 0.05))
-        steps(accelerator, [encoder, decoder], [second], note, 3)
-        steps(accelerator, [encoder, decoder], [first], note, 6)
-        note_all(note, encoder, decoder, first, second)
 
     accelerated(script)
 
@@ -236,33 +199,6 @@ def test_clipping_over_several_engines_and_what_is_not_prepared(accelerated):
                 optimizer.step()
                 optimizer.zero_grad()
         note_all(note, encoder, decoder, judge, first, second)
-
-    accelerated(script)
-
-
-def test_each_of_two_models_of_one_engine_is_a_model_of_its_own(accelerated):
-    """Zeroed, copied, frozen and evaluated by itself."""
-
-    def script(make, note):
-        accelerator = make()
-        encoder, decoder = make_encoder(), make_decoder()
-        encoder, decoder, optimizer = accelerator.prepare(encoder, decoder, adam(encoder, decoder))
-        steps(accelerator, [encoder, decoder], [optimizer], note, count=1)
-        accelerator.backward(decoder(encoder(batch(1))).square().mean())
-        encoder.zero_grad()
-        note("zeroed", [p.grad for p in encoder.parameters()])
-        note("kept", [p.grad for p in decoder.parameters()])
-        optimizer.step()
-        optimizer.zero_grad()
-        encoder.requires_grad_(False)
-        twin = copy.deepcopy(decoder)
-        steps(accelerator, [encoder, decoder], [optimizer], note, 2)
-        encoder.requires_grad_(True)
-        with torch.no_grad():
-            note("evaluated", [encoder.eval()(batch(9)), twin(encoder(batch(9)))])
-        assert not hasattr(twin, "patrickstar_engine")
-        steps(accelerator, [encoder, decoder], [optimizer], note, 5)
-        note_all(note, encoder, decoder, twin, optimizer)
 
     accelerated(script)
 
@@ -337,45 +273,6 @@ def test_all_is_saved_and_loaded(accelerated, tmp_path, is_safe):
     accelerated(script)
 
 
-def test_states_outside_of_chunks_are_saved_and_loaded(accelerated, tmp_path):
-    """Of a parameter of no model, and of those that another optimizer has in its chunks."""
-
-    def prepare(accelerator):
-        encoder, decoder = make_encoder(), make_decoder()
-        scale = nn.Parameter(torch.ones(()))
-        first = torch.optim.Adam([*encoder[:10].parameters(), scale], 1e-2)
-        second = torch.optim.SGD(encoder[6:].parameters(), 0.05, momentum=0.9)
-        return [*accelerator.prepare(encoder, decoder, first, second, adam(decoder)), scale]
-
-    def train(accelerator, parts, note, first, count):
-        encoder, decoder, *optimizers, scale = parts
-        for step in range(first, first + count):
-            loss = (decoder(encoder(batch(step)) * scale) - batch(step)).square().mean()
-            accelerator.backward(loss)
-            for optimizer in optimizers:
-                optimizer.step()
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            note("loss", loss.detach())
-
-    def script(make, note):
-        accelerator = make()
-        parts = prepare(accelerator)
-        train(accelerator, parts, note, 0, 3)
-        accelerator.save_state(str(tmp_path / "state"))
-        kept = parts[-1].detach().clone()
-        train(accelerator, parts, note, 3, 2)
-        for loaded_by in (accelerator, make()):
-            loaded = parts if loaded_by is accelerator else prepare(loaded_by)
-            loaded_by.load_state(str(tmp_path / "state"))
-            loaded[-1].data.copy_(kept)  # no model has it, so it is not saved
-            note_all(note, *loaded[:-1])
-            train(loaded_by, loaded, note, 3, 3)
-            note_all(note, *loaded[:-1])
-
-    accelerated(script)
-
-
 def test_stock_accelerate_reads_models_and_ours_all(tmp_path):
     stock = Accelerator(cpu=True)
     parts = prepare_four(stock)
@@ -405,190 +302,3 @@ def test_a_checkpoint_of_fewer_optimizers_changes_nothing(tmp_path):
         accelerator.load_state(str(tmp_path / "state"))
     for part, state in zip(parts[:2], before, strict=False):
         assert all(torch.equal(value, state[key]) for key, value in part.state_dict().items())
-
-
-def test_what_was_added_since_the_last_step_is_in_the_checkpoint(tmp_path):
-    def make(seed):
-        model = make_tower(seed)
-        accelerator = PatrickStarAccelerator(cpu=True, patrickstar_config=TIGHT)
-        model, optimizer = accelerator.prepare(model, adam(model))
-        accelerator.backward(loss_of(model))
-        optimizer.step()
-        optimizer.zero_grad()
-        model.extra = nn.Linear(WIDTH, WIDTH)
-        optimizer.add_param_group({"params": list(model.extra.parameters()), "lr": 0.1})
-        return accelerator, model, optimizer
-
-    accelerator, model, _ = make(0)
-    accelerator.save_state(str(tmp_path / "state"))
-    other, twin, optimizer = make(1)
-    other.load_state(str(tmp_path / "state"))
-    assert_same_model(model, twin)
-    assert get_engine(twin).manager.find(twin.extra.weight) is not None
-    assert len(optimizer.param_groups) == 2
-
-
-# Optimizers of one engine, without Accelerate
-
-
-def two_optimizers(model):
-    body = [p for block in model.blocks for p in block.parameters()]
-    rest = [p for p in model.parameters() if all(p is not other for other in body)]
-    return torch.optim.SGD(body, lr=0.05, momentum=0.9), torch.optim.AdamW(rest, lr=1e-2)
-
-
-@pytest.mark.parametrize("config", list(CONFIGS.values()), ids=list(CONFIGS))
-@pytest.mark.parametrize("overflows", [False, True])
-@pytest.mark.parametrize("is_unscaled", [False, True])
-def test_one_scaler_for_two_optimizers(config, overflows, is_unscaled):
-    """Each is unscaled by itself, and one whose gradients overflowed does not keep the other from its step."""
-    results = []
-    for is_ours in (False, True):
-        model = make_tower()
-        optimizers = two_optimizers(model)
-        if is_ours:
-            optimizers = PatrickStarEngine(model, config, optimizers).optimizers
-        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-        notes = []
-        for step in range(3):
-            scaler.scale(loss_of(model, step)).backward()
-            if overflows and step == 1:
-                model.blocks[0].linear.weight.grad[0, 0] = float("inf")
-            for optimizer in optimizers if is_unscaled else ():
-                scaler.unscale_(optimizer)
-            if is_unscaled:
-                notes.append(torch.nn.utils.clip_grad_norm_(model.blocks[1:].parameters(), 0.05))
-            for optimizer in optimizers:
-                scaler.step(optimizer)
-            scaler.update()
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            notes.append(torch.tensor(scaler.get_scale()))
-        results.append((notes, model, optimizers))
-    (notes, plain, _), (our_notes, ours, _) = results
-    assert all(torch.equal(left, right) for left, right in zip(notes, our_notes, strict=True))
-    assert_same_model(plain, ours)
-
-
-@pytest.mark.parametrize("config", list(CONFIGS.values()), ids=list(CONFIGS))
-@pytest.mark.parametrize("zeroes_between", [False, True])
-def test_clipping_counts_for_both_optimizers(config, zeroes_between):
-    models = []
-    for is_ours in (False, True):
-        model = make_tower()
-        optimizers = two_optimizers(model)
-        if is_ours:
-            optimizers = PatrickStarEngine(model, config, optimizers).optimizers
-        for step in range(3):
-            loss_of(model, step).backward()
-            if is_ours:
-                optimizers[0].clip_grad_norm_(model.parameters(), 0.01)
-            else:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-            for optimizer in optimizers:
-                optimizer.step()
-                if zeroes_between:
-                    optimizer.zero_grad()
-            model.zero_grad()
-        models.append(model)
-    assert_same_model(*models)
-
-
-def test_steps_of_two_optimizers_are_recorded_once_and_do_not_diverge():
-    model = make_tower()
-    engine = PatrickStarEngine(model, CONFIGS["tight"], two_optimizers(model))
-    recorded = []
-    for step in range(8):
-        loss_of(model, step).backward()
-        for optimizer in engine.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        recorded.append(engine.stats()["recorded_steps"])
-    assert engine.stats()["diverged_steps"] == 0
-    assert recorded[3] == recorded[-1]
-
-
-@pytest.mark.parametrize("config", list(CONFIGS.values()), ids=list(CONFIGS))
-def test_an_optimizer_is_added_to_an_engine(config):
-    """With the state that it has, to an engine that has none and to one that has one."""
-    results = []
-    for is_ours in (False, True):
-        model = make_tower()
-        optimizers = list(two_optimizers(model))
-        engine = PatrickStarEngine(model, config) if is_ours else None
-        losses = []
-        for step in range(6):
-            if engine is not None and step in (2, 4):
-                optimizers[step // 2 - 1] = engine.add_optimizer(optimizers[step // 2 - 1])
-            loss = loss_of(model, step)
-            loss.backward()
-            losses.append(loss.detach())
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        results.append((losses, model, optimizers))
-        if engine is not None:
-            assert engine.optimizers == optimizers
-            assert engine.training_state is not None
-            assert not any(optimizer.inner.state for optimizer in optimizers[1:])
-    (losses, plain, _), (our_losses, ours, _) = results
-    assert torch.equal(torch.stack(losses), torch.stack(our_losses))
-    assert_same_model(plain, ours)
-
-
-def test_an_optimizer_that_does_not_fit_is_not_added():
-    model = make_tower()
-    nbytes = 4 * sum(parameter.numel() for parameter in model.parameters())
-    engine = PatrickStarEngine(model, {**TIGHT, "host_budget": 5 * nbytes})
-    before = engine.ledger.owners(Tier.HOST)
-    with pytest.raises(BudgetError):
-        engine.add_optimizer(adam(model))
-    assert engine.optimizers == []
-    assert engine.ledger.owners(Tier.HOST) == before
-    loss_of(model).backward()
-    other = make_tower()
-    with pytest.raises(EngineError, match="not one is the model's"):
-        engine.add_optimizer(adam(other))
-    loss_of(other).backward()
-    for left, right in zip(other.parameters(), model.parameters(), strict=True):
-        assert torch.equal(left.grad, right.grad)
-
-
-# What the user's optimizer has beside
-
-
-class Remembering(torch.optim.SGD):
-    """An optimizer with a method and an attribute of its own."""
-
-    _step_supports_amp_scaling = True
-    mode = "train"
-
-    def eval(self):
-        self.mode = "eval"
-
-    def norm_of_momenta(self):
-        return sum(float(state["momentum_buffer"].norm()) for state in self.state.values())
-
-
-def test_methods_and_attributes_of_the_users_optimizer():
-    plain = make_tower()
-    expected = Remembering(plain.parameters(), lr=0.05, momentum=0.9)
-    model = make_tower()
-    accelerator = PatrickStarAccelerator(cpu=True, patrickstar_config=TIGHT)
-    model, optimizer = accelerator.prepare(model, Remembering(model.parameters(), lr=0.05, momentum=0.9))
-    for step in range(2):
-        loss_of(plain, step).backward()
-        expected.step()
-        expected.zero_grad()
-        accelerator.backward(loss_of(model, step))
-        optimizer.step()
-        optimizer.zero_grad()
-    chunked = optimizer.optimizer
-    for found in (optimizer, chunked):
-        assert found.mode == "train"
-        assert found.norm_of_momenta() == expected.norm_of_momenta()
-        assert found._step_supports_amp_scaling is False
-        with pytest.raises(AttributeError, match="nothing_like_it"):
-            found.nothing_like_it  # noqa: B018
-    optimizer.eval()
-    assert (chunked.inner.mode, chunked.mode, optimizer.mode) == ("eval", "eval", "eval")

@@ -1,17 +1,13 @@
 """What people do with a Trainer besides training: evaluate, predict, generate, save, resume, choose the best."""
 
 import dataclasses
-import json
-import logging
 import os
 
 import pytest
 import torch
 from models import make_batch, make_model, make_rows
-from trainers import arguments, assert_same_run, assert_same_weights, logged, make_trainer, pair, run, tight, train
+from trainers import arguments, assert_same_weights, logged, make_trainer, pair, run, tight, train
 from transformers import (
-    AutoModelForCausalLM,
-    HfArgumentParser,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     Trainer,
@@ -41,16 +37,6 @@ def test_without_the_flag_it_is_the_stock_trainer(tmp_path):
     assert all(not parameter.isnan().any() for parameter in trainer.model.parameters())
     with pytest.raises(EngineError, match="--patrickstar"):
         trainer.patrickstar_stats()
-
-
-def test_evaluation_between_steps(tmp_path):
-    kwargs = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}
-    stock, ours = pair(tmp_path, **kwargs)
-    run(stock)
-    run(ours)
-    assert logged(stock, "eval_loss") == logged(ours, "eval_loss")
-    assert len(logged(ours, "eval_loss")) == 5
-    assert_same_weights(stock.model, ours.model)
 
 
 @pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
@@ -87,16 +73,6 @@ def test_predict_and_generate_after_training(tmp_path):
     assert_same_weights(stock.model, ours.model)
 
 
-def test_generate_of_an_encoder_decoder(tmp_path):
-    stock, ours = pair(tmp_path, name="t5")
-    run(stock)
-    run(ours)
-    prompt = make_batch("t5", 2, seed=9)
-    del prompt["labels"]
-    generated = [t.model.eval().generate(**prompt, max_new_tokens=6, num_beams=2) for t in (stock, ours)]
-    assert torch.equal(*generated)
-
-
 def test_seq2seq_trainer_with_the_mixin(tmp_path):
     class OurTrainer(PatrickStarTrainerMixin, Seq2SeqTrainer):
         pass
@@ -121,24 +97,7 @@ def test_seq2seq_trainer_with_the_mixin(tmp_path):
     assert (stock.predict(data[:4]).predictions == ours.predict(data[:4]).predictions).all()
 
 
-def test_saved_model_loads_anywhere(tmp_path):
-    stock, ours = pair(tmp_path)
-    for trainer, folder in ((stock, "a"), (ours, "b")):
-        run(trainer)
-        trainer.save_model(str(tmp_path / folder))
-    files = {folder: sorted(os.listdir(tmp_path / folder)) for folder in "ab"}
-    assert files["a"] == files["b"]
-    assert (tmp_path / "a/config.json").read_text() == (tmp_path / "b/config.json").read_text()
-    loaded = [AutoModelForCausalLM.from_pretrained(tmp_path / folder) for folder in "ab"]
-    assert_same_weights(*loaded)
-    assert_same_weights(loaded[1], ours.model)
-    batch = make_batch("gpt2")
-    with torch.no_grad():
-        assert torch.equal(loaded[1].eval()(**batch).logits, ours.model.eval()(**batch).logits)
-
-
-@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(("accumulation", "precision"), [(1, {"bf16": True}), (2, {})], ids=["bf16", "fp32"])
 def test_resume_is_the_uninterrupted_run(accumulation, precision, tmp_path):
     kwargs = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": accumulation, **precision}
     whole = make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, **kwargs)
@@ -209,55 +168,6 @@ def test_second_training_and_a_second_trainer_on_the_same_model(tmp_path):
     assert_same_weights(stock.model, ours.model)
 
 
-def test_stats(tmp_path):
-    trainer, _ = train("gpt2", tmp_path, tight())
-    stats = trainer.patrickstar_stats()
-    numel = sum(parameter.numel() for parameter in trainer.model.parameters())
-    assert stats["model_data_nbytes"] == 16 * numel
-    assert stats["steps"] == 4
-    assert stats["device_to_host_nbytes"] == 4 * 4 * numel, "exactly the gradients cross, once per step"
-    assert stats["device_peak_nbytes"] <= tight()["chunk_budget"]
-    assert stats["host_peak_nbytes"] >= stats["model_data_nbytes"]
-    assert min(stats[key] for key in ("host_to_device_nbytes", "chunk_loads", "chunk_evictions")) > 0
-
-
-def test_lora(tmp_path):
-    peft = pytest.importorskip("peft")
-
-    def model():
-        torch.manual_seed(0)
-        config = peft.LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", init_lora_weights=False)
-        return peft.get_peft_model(make_model("gpt2"), config)
-
-    stock = make_trainer(Trainer, TrainingArguments, tmp_path / "stock", model=model())
-    ours = make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path / "ours", model=model())
-    for trainer, folder in ((stock, "a"), (ours, "b")):
-        run(trainer)
-        trainer.save_model(str(tmp_path / folder))
-    assert_same_weights(stock.model, ours.model)
-    assert sorted(os.listdir(tmp_path / "a")) == sorted(os.listdir(tmp_path / "b"))
-    frozen = sum(p.numel() for p in ours.model.parameters() if not p.requires_grad)
-    trained = sum(p.numel() for p in ours.model.parameters() if p.requires_grad)
-    assert ours.patrickstar_stats()["model_data_nbytes"] == 4 * frozen + 16 * trained
-
-
-def test_command_line(tmp_path):
-    parser = HfArgumentParser(PatrickStarTrainingArguments)
-    line = ["--output_dir", str(tmp_path), "--use_cpu"]
-    (args,) = parser.parse_args_into_dataclasses(
-        [*line, "--patrickstar", "--patrickstar_config", '{"chunk_numel": 64}']
-    )
-    assert args.patrickstar
-    assert args.patrickstar_config["chunk_numel"] == 64
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({"device_budget": "1GiB"}))
-    (args,) = parser.parse_args_into_dataclasses([*line, "--patrickstar", "--patrickstar_config", str(file)])
-    assert args.patrickstar_config["device_budget"] == 2**30
-    json.loads(args.to_json_string())
-    (args,) = parser.parse_args_into_dataclasses(line)
-    assert not args.patrickstar
-
-
 @pytest.mark.parametrize(
     ("kwargs", "match"),
     [
@@ -300,7 +210,7 @@ def test_a_failed_construction_leaves_the_model_alone(tmp_path):
     before = make_model("gpt2").state_dict()
     config = {"chunk_budget": 100}
     trainer = make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, patrickstar_config=config)
-    with pytest.raises(BudgetError, match=r"module 'transformer.h.0.mlp.c_fc' \(Conv1D\).*Raise chunk_budget to"):
+    with pytest.raises(BudgetError, match=r"Raise chunk_budget to at least \d+ bytes"):
         run(trainer)
     config = {"chunk_budget": 2**15, "host_budget": 2**15}
     trainer2 = make_trainer(
@@ -317,38 +227,6 @@ def test_a_failed_construction_leaves_the_model_alone(tmp_path):
     assert_same_weights(expected.model, stock.model)
 
 
-@pytest.mark.parametrize("level", ["info", "warning"])
-def test_log_level_info_explains_every_auto(level, tmp_path, capfd):
-    package = logging.getLogger("hf_patrickstar")
-    handlers = list(logging.getLogger().handlers)
-    for handler in handlers:
-        logging.getLogger().removeHandler(handler)
-    try:
-        trainer = make_trainer(
-            PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, log_level=level, patrickstar_config={}
-        )
-        run(trainer)
-    finally:
-        for handler in list(package.handlers):
-            package.removeHandler(handler)
-        for handler in handlers:
-            logging.getLogger().addHandler(handler)
-    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("patrickstar: ")]
-    words = ("dtype=auto", "chunk_numel=auto", "at home", "cpu_embedding=auto", "pin_memory=auto")
-    words += ("device_budget", "host_budget", "model data takes", "prefetch_depth=auto")
-    if level == "info":
-        assert all(sum(word in line for line in lines) == 1 for word in words), lines
-    else:
-        assert not lines
-
-
-def test_no_trainable_parameter(tmp_path):
-    model = make_model("gpt2").requires_grad_(False)
-    trainer = make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, model=model)
-    with pytest.raises(EngineError, match="no trainable parameter"):
-        run(trainer)
-
-
 def test_nan_loss_is_the_trainers_own_business(tmp_path):
     def poison(model):
         with torch.no_grad():
@@ -359,30 +237,7 @@ def test_nan_loss_is_the_trainers_own_business(tmp_path):
     assert [str(norm) for norm in actual[1].norms] == [str(norm) for norm in expected[1].norms]
 
 
-def test_auto_find_batch_size_starts_over(tmp_path):
-    def failing(base, attempts):
-        class Failing(base):
-            def training_step(self, *args, **kwargs):
-                attempts.append(self._train_batch_size)
-                if self._train_batch_size > 2:
-                    raise RuntimeError("CUDA out of memory. (a pretended one)")
-                return super().training_step(*args, **kwargs)
-
-        return Failing
-
-    attempts = []
-    ours = make_trainer(
-        failing(PatrickStarTrainer, attempts), PatrickStarTrainingArguments, tmp_path, auto_find_batch_size=True
-    )
-    stock = make_trainer(failing(Trainer, []), TrainingArguments, tmp_path, auto_find_batch_size=True)
-    run(ours)
-    run(stock)
-    assert len(set(attempts)) > 1
-    assert_same_weights(stock.model, ours.model)
-
-
-@pytest.mark.parametrize("late", [None, 3])
-def test_while_a_batch_size_is_looked_for_one_layer_repeats(late, tmp_path):
+def test_while_a_batch_size_is_looked_for_one_layer_repeats(tmp_path):
     """First the engine repeats; when that fails, the Trainer starts over; once it trains, the engine repeats again."""
 
     def failing(base, attempts, late=None):
@@ -396,7 +251,7 @@ def test_while_a_batch_size_is_looked_for_one_layer_repeats(late, tmp_path):
 
         return Failing
 
-    attempts, kwargs = [], {"auto_find_batch_size": True, "per_device_train_batch_size": 8}
+    attempts, late, kwargs = [], 3, {"auto_find_batch_size": True, "per_device_train_batch_size": 8}
     cls = failing(PatrickStarTrainer, attempts, late)
     ours = make_trainer(cls, PatrickStarTrainingArguments, tmp_path, **kwargs)
     stock = make_trainer(failing(Trainer, []), TrainingArguments, tmp_path, **kwargs)
@@ -405,10 +260,5 @@ def test_while_a_batch_size_is_looked_for_one_layer_repeats(late, tmp_path):
     searched = [(8, 0)] * 4 + [(7, 0), (6, 0)]
     trained = [(5, step) for step in range(4) for _ in range(3 if step == late else 1)]
     assert attempts == searched + trained
-    assert ours.patrickstar_stats()["retries"] == (3 if late is None else 5)
+    assert ours.patrickstar_stats()["retries"] == 5
     assert_same_weights(stock.model, ours.model)
-
-
-def test_same_run_in_parity_with_label_smoothing_and_neftune(tmp_path):
-    kwargs = {"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0}
-    assert_same_run(train("llama", tmp_path, **kwargs), train("llama", tmp_path, tight("llama"), **kwargs))

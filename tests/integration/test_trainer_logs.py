@@ -97,8 +97,9 @@ def printed(text):
     return [ast.literal_eval(line) for line in re.findall(r"^\{.*\}$", text, re.MULTILINE) if "'loss'" in line]
 
 
-@pytest.mark.parametrize("disable_tqdm", [True, False], ids=["printer", "progress"])
-@pytest.mark.parametrize("choice", [None, "off", "brief", "all"])
+@pytest.mark.parametrize(
+    ("choice", "disable_tqdm"), [(None, True), ("off", False), ("brief", False), ("all", True), ("all", False)]
+)
 def test_what_the_console_shows(choice, disable_tqdm, tmp_path, capsys):
     logs, kwargs = LogRecorder(), {} if choice is None else {"patrickstar_logging": choice}
     kwargs |= {"callbacks": [logs], "disable_tqdm": disable_tqdm, "logging_steps": 2}

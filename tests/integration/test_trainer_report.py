@@ -179,37 +179,6 @@ def test_a_resumed_run_goes_on_with_its_record(tmp_path):
     assert found[2]["seconds"] != first[2]["seconds"]
 
 
-def test_evaluation_and_saving_take_no_time_of_steps(tmp_path, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("hf_patrickstar.integrations.trainer_report.time.perf_counter", lambda: now[0])
-
-    trainer = make_trainer(
-        *(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path),
-        **{
-            "max_steps": 3,
-            "eval_strategy": "steps",
-            "eval_steps": 1,
-            "save_strategy": "steps",
-            "save_steps": 1,
-            **RECORDED,
-        },
-    )
-    step, save = trainer.compute_loss, trainer.save_model
-
-    def compute_loss(*args, **kwargs):
-        now[0] += 1.0 if trainer.model.training else 100.0
-        return step(*args, **kwargs)
-
-    def save_model(*args, **kwargs):
-        now[0] += 1000.0
-        return save(*args, **kwargs)
-
-    trainer.compute_loss, trainer.save_model = compute_loss, save_model
-    run(trainer)
-    assert now[0] > 3000
-    assert [row["seconds"] for row in read_run(tmp_path).steps] == [1.0, 1.0, 1.0]
-
-
 def test_a_log_without_a_number_does_no_harm(tmp_path):
     class Unusual(PatrickStarTrainer):
         def log(self, logs, *args, **kwargs):
@@ -243,11 +212,10 @@ def test_a_run_that_starts_over_with_smaller_batches_is_recorded_anew(tmp_path):
 # The argument
 
 
-@pytest.mark.parametrize("logging", ["off", "brief"])
-def test_without_a_report_nothing_is_written(logging, tmp_path):
+def test_without_a_report_nothing_is_written(tmp_path):
     for is_wanted in (False, True):
         folder = tmp_path / str(is_wanted)
-        train("gpt2", folder, tight(), max_steps=1, patrickstar_logging=logging, patrickstar_report=is_wanted)
+        train("gpt2", folder, tight(), max_steps=1, patrickstar_logging="off", patrickstar_report=is_wanted)
         assert record_folder(folder).exists() == is_wanted
 
 

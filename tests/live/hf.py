@@ -78,7 +78,7 @@ class Trainers:
     ``make(model, ...)`` makes the Trainer; see ``_make``.
 
     Args:
-        kind: ``"tight"``, ``"roomy"``; ``"plain"`` runs the stock one twice, to try a script itself.
+        kind: ``"tight"``; ``"plain"`` runs the stock one twice, to try a script itself.
         directory: Where output goes.
     """
 
@@ -142,7 +142,7 @@ class Trainers:
             is_recomputed = kwargs.get("gradient_checkpointing", False)
             budget = int(smallest_budget(copy.deepcopy(model), checkpointing=is_recomputed) * factor)
             kwargs["patrickstar"] = True
-            kwargs["patrickstar_config"] = {"chunk_budget": budget} if self.kind == "tight" else {}
+            kwargs["patrickstar_config"] = {"chunk_budget": budget}
             base = PatrickStarTrainer if base is Trainer else type("Ours", (PatrickStarTrainerMixin, base), {})
             arguments = _our_arguments(arguments)
         cls = base if own is None else type("Own", (own, base), {})

@@ -1,13 +1,10 @@
 """Averages of the weights of a live model, made before or after it came to live in chunks."""
 
 import copy
-import weakref
 
 import pytest
 import torch
-from live.both import copy_of, live, loss_of, make_ids, make_tower, train
-from torch import nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from live.both import loss_of, make_tower, train
 from torch.optim import swa_utils
 
 
@@ -98,50 +95,6 @@ class Shadow(Average):
             parameter.data = self.kept[name]
 
 
-class Weak(Average):
-    """Keeps weak references to the parameters, as torch_ema does."""
-
-    def make(self, model):
-        self.references = [weakref.ref(parameter) for parameter in model.parameters()]
-        return [parameter.clone().detach() for parameter in model.parameters()]
-
-    @torch.no_grad()
-    def update(self, model):
-        for value, reference in zip(self.average, self.references, strict=True):
-            value.sub_((value - reference()).mul_(0.1))
-
-
-class Lists(Average):
-    """By functions over lists."""
-
-    def make(self, model):
-        return [parameter.detach().clone() for parameter in model.parameters()]
-
-    @torch.no_grad()
-    def update(self, model):
-        torch._foreach_mul_(self.average, 0.9)
-        torch._foreach_add_(self.average, list(model.parameters()), alpha=0.1)
-        torch._foreach_lerp_(self.average, [parameter.data for parameter in model.parameters()], 0.05)
-
-
-class Vector(Average):
-    """One vector of all."""
-
-    def make(self, model):
-        return parameters_to_vector(model.parameters()).detach().clone()
-
-    @torch.no_grad()
-    def update(self, model):
-        self.average.lerp_(parameters_to_vector(model.parameters()), 0.2)
-
-    def put_in(self, model):
-        self.kept = parameters_to_vector(model.parameters()).detach().clone()
-        vector_to_parameters(self.average.clone(), model.parameters())
-
-    def take_out(self, model):
-        vector_to_parameters(self.kept, model.parameters())
-
-
 class States(Average):
     """Of the state dict, put in by ``load_state_dict``."""
 
@@ -189,17 +142,12 @@ AVERAGES = {
     "ema": lambda m: Torchs(m, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9)),
     "ema_loop": lambda m: Exchanged(m, avg_fn=swa_utils.get_ema_avg_fn(0.9), use_buffers=True),
     "shadow": Shadow,
-    "weak": Weak,
-    "lists": Lists,
-    "vector": Vector,
     "states": States,
-    "diffusers_loop": lambda m: Diffusers(m, decay=0.9),
     "diffusers": lambda m: Diffusers(m, decay=0.99, foreach=True, use_ema_warmup=True, inv_gamma=1.0, power=0.75),
 }
 
 
-@pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("kind", AVERAGES)
+@pytest.mark.parametrize(("kind", "before"), [(kind, n % 2 == 0) for n, kind in enumerate(AVERAGES)])
 def test_averages(both, kind, before):
     def make():
         model = make_tower()
@@ -221,46 +169,3 @@ def test_averages(both, kind, before):
             note("taken out", weights_of(model))
 
     both(pattern, make=make)
-
-
-@live(everywhere=True)
-def test_an_average_that_the_optimizer_and_the_schedule_know_of(model, optimizer, note):
-    average = swa_utils.AveragedModel(model)
-    handle = optimizer.register_step_post_hook(lambda *_: average.update_parameters(model))
-    schedule = swa_utils.SWALR(optimizer, swa_lr=5e-3, anneal_epochs=2)
-    for step in range(2):
-        optimizer.zero_grad()
-        loss = loss_of(model, step)
-        average.update_parameters(model)
-        loss.backward()
-        average.update_parameters(model)
-        optimizer.step()
-        schedule.step()
-        note("average", [average.state_dict(), average.n_averaged, optimizer.param_groups[0]["lr"]])
-    handle.remove()
-    optimizer.zero_grad()
-    swa_utils.update_bn([make_ids(step) for step in range(2)], average)
-    note("types", [type(parameter).__name__ for parameter in average.parameters()])
-    note("tied", average.module.head.weight is average.module.embedding.weight)
-    note("trained", train(average, torch.optim.SGD(average.parameters(), lr=0.1), 2))
-    again = swa_utils.AveragedModel(model)
-    again.load_state_dict(average.state_dict())
-    model.load_state_dict(again.module.state_dict())
-
-
-@live
-def test_an_average_as_the_teacher_in_the_loss(model, optimizer, note):
-    teacher = copy_of(model).requires_grad_(False)
-
-    def loss(model, step):
-        ids = make_ids(step)
-        with torch.no_grad():
-            target = teacher(ids).softmax(-1)
-        return loss_of(model, step) + nn.functional.mse_loss(model(ids).softmax(-1), target)
-
-    for step in range(3):
-        note("loss", train(model, optimizer, 1, first=step, loss=loss))
-        with torch.no_grad():
-            for ours, theirs in zip(model.parameters(), teacher.parameters(), strict=True):
-                theirs.data = theirs.data * 0.9 + ours.data * 0.1
-    note("teacher", weights_of(teacher))

@@ -10,11 +10,9 @@ from live.hf import states
 from models import make_batch, make_model
 from peft.utils.hotswap import hotswap_adapter_from_state_dict
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize, prune
+from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 from trainers import tight
-
-from hf_patrickstar import EngineError, PatrickStarEngine
 
 
 def room(nbytes):
@@ -102,7 +100,7 @@ def make_frozen():
     return model
 
 
-@live(make=make_frozen, everywhere=True)
+@live(make=make_frozen)
 def test_freezing_and_unfreezing(model, optimizer, note):
     note("the norm alone", train(model, optimizer, 2))
     for step, freeze in enumerate(FREEZINGS):
@@ -110,46 +108,6 @@ def test_freezing_and_unfreezing(model, optimizer, note):
         note(freeze.__name__, [len(trainable(model)), model.embedding.weight.requires_grad])
         note(freeze.__name__, train(model, optimizer, 2, first=2 + 2 * step))
         note(freeze.__name__, [len(optimizer.state_dict()["state"]), list(model.parameters())])
-
-
-@live
-def test_frozen_between_forward_backward_and_step(model, optimizer, note):
-    loss_of(model).backward()
-    model.blocks[:3].requires_grad_(False)  # the gradient is there, so torch's optimizers use it
-    note("still there", [p.grad.clone() for p in model.blocks[2].parameters()])
-    loss_of(model, 1).backward()
-    note("gradients", gradients(model))
-    optimizer.step()
-    optimizer.zero_grad()
-    note("moved", values(model.blocks[2].parameters()))
-    loss = loss_of(model)
-    model.blocks[:2].requires_grad_(True)  # what was frozen in forward gets no gradient from its graph
-    loss.backward()
-    note("gradients", gradients(model))
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-# Groups of the optimizer
-
-
-@live
-def test_groups_changed_by_hand(model, optimizer, note):
-    """The lists of the groups are the user's: what is taken out keeps its value, and its state if it comes back."""
-    train(model, optimizer)
-    group = optimizer.param_groups[0]
-    place = next(place for place, parameter in enumerate(group["params"]) if parameter is model.scale)
-    scale = group["params"].pop(place)
-    note("without it", [train(model, optimizer, first=1), scale])
-    group["params"].insert(place, scale)
-    note("with it", train(model, optimizer, first=2))
-    rest = [parameter for parameter in group["params"] if parameter.dim() <= 1]
-    group["params"] = [parameter for parameter in group["params"] if parameter.dim() > 1]
-    optimizer.param_groups.append({**group, "params": rest, "weight_decay": 0.0, "lr": 3e-3})
-    for step in range(3):
-        for group in optimizer.param_groups:
-            group["lr"], group["betas"] = 1e-2 / (1 + step), (0.9 - 0.1 * step, 0.99)
-        note("losses", train(model, optimizer, first=3 + step))
 
 
 # New, replaced, moved and removed modules and parameters: each function changes the model that those before have left.
@@ -365,23 +323,6 @@ def test_changes_of_the_model(model, optimizer, note):
         note(change.__name__, [train(model, optimizer, first=step), len(list(model.parameters()))])
 
 
-@live(more=0, settings=room(6144))
-def test_a_new_optimizer_after_the_model_changed(model, optimizer, note):
-    train(model, optimizer)
-    old = model.embedding.weight.data
-    model.embedding, model.head = nn.Embedding(VOCAB + 8, WIDTH), nn.Linear(WIDTH, VOCAB + 8, bias=False)
-    model.embedding.weight.data[:VOCAB] = old
-    model.embedding.weight.data[VOCAB:] = 0.1
-    model.head.weight = model.embedding.weight
-    model.blocks = model.blocks[3:]
-    second = make_adamw(model)
-    note("losses", [train(model, second, 2, first=1), states(second)])
-    state = {key: value.clone() * 0.5 for key, value in model.state_dict().items()}
-    note("result", str(model.load_state_dict(state, assign=True)))
-    third = torch.optim.RMSprop(trainable(model), lr=1e-3, momentum=0.5)
-    note("losses", [train(model, third, 2, first=3), states(third)])
-
-
 # Lazy modules, parametrisations, pruning
 
 
@@ -428,7 +369,7 @@ class Symmetric(nn.Module):
         return x.triu() + x.triu(1).transpose(-1, -2)
 
 
-@live(everywhere=True, settings=room(6144))
+@live(settings=room(6144))
 def test_parametrisations_in_the_middle(model, optimizer, note):
     train(model, optimizer)
     layers = [block.linear for block in model.blocks]
@@ -453,52 +394,7 @@ def test_parametrisations_in_the_middle(model, optimizer, note):
     note("removed", [train(model, optimizer, 2, first=4), dict(model.named_parameters())])
 
 
-@live
-def test_pruned_in_the_middle(model, optimizer, note):
-    train(model, optimizer)
-    pairs = [(block.linear, "weight") for block in model.blocks]
-    prune.global_unstructured(pairs[2:], pruning_method=prune.L1Unstructured, amount=0.5)
-    prune.l1_unstructured(*pairs[0], amount=0.3)
-    note("pruned", train(model, optimizer, 2, first=1))
-    prune.ln_structured(*pairs[0], amount=4, n=2, dim=0)
-    note("twice", train(model, optimizer, first=3))
-    for pair in (pairs[0], *pairs[2:]):
-        prune.remove(*pair)
-    note("for good", [block.linear.weight for block in model.blocks])
-
-
 # Functions for every tensor of the model, and modules that compute with what their children hold
-
-
-@live
-def test_functions_applied_to_the_model_and_its_gradients(model, optimizer, note):
-    train(model, optimizer)
-    loss_of(model, 1).backward()
-    model.blocks[3]._apply(lambda tensor: tensor * 0.5)
-    model.blocks[4]._apply(lambda tensor: tensor.detach().mul_(2.0))
-    model._apply(lambda tensor: tensor + 0.01, recurse=False)
-    note("values", [values(model.parameters()), gradients(model), model.offset])
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def test_what_would_move_the_model_is_refused_and_changes_nothing(both):
-    if both.config is None:
-        pytest.skip("plain torch does it")
-    model = make_tower()
-    optimizer = PatrickStarEngine(model, both.config, make_adamw(model)).optimizer
-    train(model, optimizer)
-    before, offset = copy.deepcopy(model.state_dict()), model.offset
-    moves = (model.share_memory, model.half, lambda: model.to("meta"), lambda: model._apply(lambda t: t.unsqueeze(0)))
-    for move in moves:
-        with pytest.raises(EngineError, match=r"^parameter '.*' .*detach\(\)"):
-            move()
-        assert model.offset is offset
-        assert not model.offset.is_shared()
-        for name, value in model.state_dict().items():
-            assert torch.equal(value, before[name])
-    copied = copy.deepcopy(model)
-    assert all(parameter.is_shared() for parameter in copied.share_memory().parameters())
 
 
 class Encoder(nn.Module):
@@ -560,14 +456,10 @@ def make_lora(**kwargs):
 
 KINDS = {
     "dora": lambda: lora_config(use_dora=True, lora_dropout=0.3),
-    "rslora_bias": lambda: lora_config(use_rslora=True, lora_bias=True),
     "bias_all": lambda: lora_config(bias="all"),
     "pissa": lambda: lora_config(init_lora_weights="pissa"),  # reads the live weight and writes what is left of it
     "ia3": lambda: lora_config(peft.IA3Config, feedforward_modules=r"blocks\.\d\.linear"),
-    "loha": lambda: lora_config(peft.LoHaConfig, r=2),
     "oft": lambda: lora_config(peft.OFTConfig, oft_block_size=4, use_cayley_neumann=False),
-    "vera": lambda: lora_config(peft.VeraConfig, r=4),
-    "layer_norms": lambda: lora_config(peft.LNTuningConfig, target_modules=r".*norm"),
     "tokens": lambda: peft.TrainableTokensConfig(target_modules=["embedding"], token_indices=[1, 5, 7]),
 }
 
@@ -594,7 +486,7 @@ def test_kinds_of_adapters(both, kind):
     both(pattern, more=0, settings=room(8192))
 
 
-@live(make=make_lora(), everywhere=True)
+@live(make=make_lora())
 def test_the_life_of_an_adapter(model, optimizer, note, tmp_path):
     note("losses", train(model, optimizer, 2))
     model.merge_adapter()
@@ -618,43 +510,6 @@ def test_the_life_of_an_adapter(model, optimizer, note, tmp_path):
     model.set_adapter("default")
     model.delete_adapter("saved")
     note("losses", [train(model, optimizer, first=5), [name for name, _ in model.named_parameters()]])
-
-
-@live(make=make_lora())
-def test_several_adapters(model, optimizer, note):
-    """A second one is added and trained; a reference follows the policy under no_grad, as in TRL; both are combined."""
-    torch.manual_seed(4)
-    model.add_adapter("second", lora_config())
-    model.set_adapter("second")
-    add(optimizer, trainable(model))
-    note("second", [model.active_adapters, train(model, optimizer, 2)])
-    named = dict(model.named_parameters())
-    pairs = [(p, named[name.replace(".default.", ".second.")]) for name, p in named.items() if ".default." in name]
-    for step in range(2):
-        with torch.no_grad():
-            note("reference", loss_of(model, step))
-            model.set_adapter("default")
-        note("losses", train(model, optimizer, first=step))
-        for policy, reference in pairs:
-            reference.data.mul_(0.4).add_(policy.data, alpha=0.6)
-        model.set_adapter("second")
-    model.base_model.set_adapter(["default", "second"])
-    note("both", train(model, optimizer, 2, first=6))
-    model.add_weighted_adapter(["default", "second"], [0.7, 0.3], "linear", combination_type="linear")
-    model.set_adapter("linear")
-    note("combined", evaluated(model))
-    model.set_adapter("default")
-
-
-@live(make=make_lora(modules_to_save=["norm"]), more=0)
-def test_modules_to_save_and_all_of_the_merged_model(model, optimizer, note):
-    """The tower's last norm and those of the blocks are trained as copies: PEFT goes by the last part of a name."""
-    note("losses", [train(model, optimizer, 2), peft.get_peft_model_state_dict(model)])
-    merged = model.merge_and_unload()
-    note("merged", [type(merged).__name__, merged.state_dict(), evaluated(merged)])
-    merged.requires_grad_(True)
-    second = make_adamw(merged)
-    note("losses", [train(merged, second, 2, first=2), merged.state_dict()])
 
 
 class Experts(nn.Module):
@@ -741,30 +596,3 @@ def test_token_embeddings_resized(both, how):
 
     settings = {"chunk_numel": "auto", **tight("gpt2", 1.3)}
     both(pattern, lambda: make_model("gpt2"), make_optimizer, loss=hf_loss, more=0, settings=settings)
-
-
-@pytest.mark.filterwarnings("ignore")
-@live(make=lambda: make_model("gpt2"), more=0, settings={"chunk_numel": "auto", **tight("gpt2", 1.2)})
-def test_a_language_model_with_fewer_layers_and_an_adapter(model, optimizer, note, tmp_path):
-    train(model, optimizer, loss=hf_loss)
-    model.transformer.h = model.transformer.h[:2]
-    model.config.n_layer = 2
-    note("losses", train(model, optimizer, 2, first=1, loss=hf_loss))
-    model.eval()
-    note("generated", model.generate(make_batch("gpt2", 1)["input_ids"][:, :4], max_new_tokens=4, do_sample=False))
-    model.train()
-    torch.manual_seed(5)
-    config = peft.LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", init_lora_weights=False)
-    model.add_adapter(config, "extra")
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad = "lora" in name
-    second = torch.optim.AdamW(trainable(model), lr=1e-2)
-    note("losses", train(model, second, 2, first=1, loss=hf_loss))
-    model.disable_adapters()
-    note("disabled", evaluated(model, loss=hf_loss))
-    model.enable_adapters()
-    note("enabled", evaluated(model, loss=hf_loss))
-    model.delete_adapter("extra")
-    merged = peft.get_peft_model(model, config).merge_and_unload()
-    merged.save_pretrained(tmp_path)
-    note("saved", type(merged).from_pretrained(tmp_path).state_dict())

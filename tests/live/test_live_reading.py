@@ -6,7 +6,6 @@ import io
 import operator
 import pickle
 import threading
-import weakref
 
 import numpy
 import pytest
@@ -354,48 +353,6 @@ def test_parameters_of_rare_kinds(model, optimizer, note):
     note("deleted", hasattr(model.scale, "sequence"))
 
 
-@live(everywhere=True)
-def test_what_is_kept_shows_later_values(model, optimizer, note):
-    weight, table = model.blocks[5].linear.weight, model.embedding.weight
-    kept = [
-        weight.data,
-        weight.detach(),
-        weight.data[2],
-        weight.detach().t(),
-        table.data.view(-1)[5:40],
-        table.data[:, 3],
-    ]
-    with torch.no_grad():
-        kept += [weight[1:3], weight.T, weight.view(-1), *weight.chunk(2), model.scale.view(4, 4)]
-    note("facts", [[view.requires_grad, view.is_leaf, view.grad_fn] for view in kept])
-    graphs = [model.scale[2:5], model.blocks[1].linear.weight.t()]
-    arrays = [weight.detach().numpy(), model.blocks[3].linear.bias.data.numpy()]
-    state = model.state_dict()
-    shallow, deep = copy.copy(state), copy.deepcopy(state)
-    for step in range(2):
-        train(model, optimizer, first=step)
-        note("views", kept)
-        note("of a graph", [view.detach() for view in graphs])
-        note("arrays", arrays)
-        note("states", [dict(state), dict(shallow), dict(deep)])
-    return kept, graphs, arrays, state
-
-
-@live
-def test_a_parameter_stays_the_same_object(model, optimizer, note):
-    parameters = list(model.parameters())
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    references = [weakref.ref(parameter) for parameter in parameters]
-    for step in range(2):
-        train(model, optimizer, first=step)
-        now = list(model.parameters())
-        note("the same", all(a is b and c() is b for a, b, c in zip(now, parameters, references, strict=True)))
-        note("names", [names[parameter] for parameter in now])
-        note("sets", [len(set(now)), set(now) == set(parameters), set(now) - {model.scale} == set(now)])
-        note("tied", [model.head.weight is model.embedding.weight, any(p is model.scale for p in parameters)])
-        note("groups", [a is b for a, b in zip(optimizer.param_groups[0]["params"], now, strict=True)])
-
-
 # Penalties: what is computed of weights outside of a forward is a part of the loss.
 
 
@@ -530,36 +487,6 @@ def test_penalties(model, optimizer, note):
         note(name, [value.detach(), loss.detach(), [p.grad for p in some(model)]])
         optimizer.step()
     optimizer.zero_grad()
-
-
-@live
-def test_backwards_of_penalties(model, optimizer, note):
-    """Alone, before and after that of the loss, of a graph that is used twice or dropped, in each micro-batch."""
-
-    def penalty():
-        return 0.01 * sum(p.pow(2).sum() for p in model.parameters())
-
-    dropped = penalty()
-    for step, order in enumerate(("alone", "before", "after", "twice", "micro")):
-        for micro in range(2 if order == "micro" else 1):
-            if order in ("alone", "before"):
-                penalty().backward()
-            if order == "twice":
-                value = penalty()
-                value.backward(retain_graph=True)
-                (loss_of(model, step) + value).backward()
-            elif order == "micro":
-                ((loss_of(model, step + micro) + penalty()) / 2).backward()
-            elif order != "alone":
-                loss_of(model, step).backward()
-            if order == "after":
-                penalty().backward()
-        note(order, [p.grad for p in model.parameters()])
-        optimizer.step()
-        optimizer.zero_grad()
-    (model.scale.sum() * 2).backward()
-    note("one", [p.grad is None for p in model.parameters()])
-    return dropped
 
 
 # Inside of forward and backward

@@ -15,7 +15,7 @@ from texts import completions, count_sevens, make_tokenizer, preferences, prompt
 from torch import nn
 from transformers import LlamaConfig, LlamaForSequenceClassification, Trainer, TrainerCallback
 from transformers.optimization import Adafactor, AdafactorSchedule
-from trl.experimental import gkd, orpo
+from trl.experimental import gkd
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
 SAVED = {"save_strategy": "steps", "save_steps": 1}
@@ -59,8 +59,7 @@ def values(model):
 # Callbacks
 
 
-@pytest.mark.parametrize("kind", ["tight", "roomy"])
-def test_callbacks_that_read(kind, tmp_path):
+def test_callbacks_that_read(trainers, tmp_path):
     """Weights and gradients at every event, copies, texts, averages, and a norm in the log."""
 
     class Own:
@@ -108,10 +107,10 @@ def test_callbacks_that_read(kind, tmp_path):
         note("norms", logged(trainer, "weight_norm"))
         note_run(note, trainer)
 
-    Trainers("plain" if os.environ.get("LIVE_PLAIN") else kind, tmp_path)(script)
+    trainers(script)
 
 
-@pytest.mark.parametrize("event", ["train_begin", "step_begin", "step_end", "log", "evaluate", "save", "train_end"])
+@pytest.mark.parametrize("event", ["train_begin", "step_end", "evaluate"])
 def test_weights_written_at_an_event(trainers, event):
     def script(make, note):
         @on(event)
@@ -129,8 +128,7 @@ def test_weights_written_at_an_event(trainers, event):
     trainers(script)
 
 
-@pytest.mark.parametrize("kind", ["tight", "roomy"])
-def test_callbacks_that_write(kind, tmp_path):
+def test_callbacks_that_write(trainers):
     """Clipping by hand, pruning, states and rates of the optimizer, an average that is evaluated, frozen layers."""
 
     class Own:
@@ -196,7 +194,7 @@ def test_callbacks_that_write(kind, tmp_path):
         trainer.train()
         note_run(note, trainer)
 
-    Trainers("plain" if os.environ.get("LIVE_PLAIN") else kind, tmp_path)(script)
+    trainers(script)
 
 
 # Overrides
@@ -352,25 +350,6 @@ def test_what_follows_a_run(trainers):
     trainers(script)
 
 
-@pytest.mark.parametrize("anew", [True, False])
-def test_trained_twice_with_a_change_between(trainers, anew):
-    """The optimizer is made anew where a weight has another shape."""
-
-    def script(make, note):
-        trainer = make(make_model("gpt2"), factor=1.5)
-        trainer.train()
-        trainer.model.transformer.h = trainer.model.transformer.h[:2]
-        with torch.no_grad():
-            trainer.model.transformer.h[0].mlp.c_proj.weight.normal_(0.0, 0.02)
-        if anew:
-            trainer.model.resize_token_embeddings(100)
-            trainer.optimizer = trainer.lr_scheduler = None
-        trainer.train()
-        note_run(note, trainer)
-
-    trainers(script)
-
-
 # Adapters
 
 
@@ -403,48 +382,6 @@ def test_adapters_under_the_trainer(trainers, kind):
         note_run(note, trainer)
         saved = peft.PeftModel.from_pretrained(make_model("gpt2"), f"{trainer.args.output_dir}/checkpoint-3")
         note("saved", saved.state_dict())
-
-    trainers(script)
-
-
-def test_two_adapters_in_two_runs_and_merged(trainers, tmp_path):
-    def script(make, note):
-        model = make_adapted()
-        trainer = make(model, factor=1.5)
-        trainer.train()
-        model.merge_adapter()
-        note("merged", trainer.evaluate()["eval_loss"])
-        model.unmerge_adapter()
-        model.add_adapter("second", lora(r=2, target_modules=["c_fc"], fan_in_fan_out=True))
-        model.set_adapter("second")
-        second = make(model, factor=1.5)
-        second.train()
-        note_run(note, second)
-        with model.disable_adapter():
-            note("without", second.evaluate()["eval_loss"])
-        model.merge_and_unload().save_pretrained(tmp_path)
-        note("saved", type(make_model("gpt2")).from_pretrained(tmp_path).state_dict())
-
-    trainers(script)
-
-
-def test_adalora_under_the_trainer(trainers):
-    """Its penalty is in the loss, and a callback allocates ranks from the gradients after the step."""
-
-    def script(make, note):
-        ranks = {"init_r": 4, "target_r": 2, "tinit": 1, "tfinal": 1, "deltaT": 1, "total_step": 5}
-        config = peft.AdaLoraConfig(target_modules=["c_attn"], task_type="CAUSAL_LM", **ranks)
-
-        @on("optimizer_step")
-        def allocate(event, model, optimizer, state):
-            model.base_model.update_and_allocate(state.global_step)
-            note("importance", dict(model.base_model.rankallocator.exp_avg_ipt))
-
-        model = make_adapted(config=config)
-        trainer = make(model, trainer_kwargs={"callbacks": [allocate]}, max_steps=5, factor=1.5)
-        trainer.train()
-        note("ranks", trainer.model.peft_config["default"].rank_pattern)
-        note_run(note, trainer)
 
     trainers(script)
 
@@ -498,7 +435,6 @@ TRL = {
     "sft_chunked": (*SFT, make_llama, dict, {"loss_type": "chunked_nll"}),
     "sft_lora": (*SFT, make_llama, lambda: {"peft_config": lora(target_modules=["q_proj"])}, RECOMPUTED),
     "dpo_followed": (*DPO, make_llama, reference, FOLLOWED),
-    "dpo_precomputed": (*DPO, make_llama, reference, {"precompute_ref_log_probs": True}),
     "dpo_adapter": (*DPO, make_adapted_llama, dict, {}),  # the reference is a copy of it, activated under no_grad
     "kto": (trl.KTOTrainer, trl.KTOConfig, with_labels, make_llama, reference, {}),
     "reward": (trl.RewardTrainer, trl.RewardConfig, preferences, make_reward_model, dict, {}),
@@ -507,7 +443,6 @@ TRL = {
         GENERATED,
     ),
     # Those that have no class of their own here: the mixins make each train in chunks.
-    "orpo": (orpo.ORPOTrainer, orpo.ORPOConfig, preferences, make_llama, dict, {"max_length": 16}),
     "gkd": (
         *(gkd.GKDTrainer, gkd.GKDConfig, conversations, make_llama),
         lambda: {"teacher_model": make_model("llama", seed=4)},

@@ -22,7 +22,6 @@ from live.both import (
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parameters_to_vector, parametrizations, parametrize, prune, vector_to_parameters
-from torch.utils.flop_counter import FlopCounterMode
 
 from hf_patrickstar import PatrickStarEngine
 
@@ -38,43 +37,6 @@ def inference(model, step=9):
 
 def values(model):
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-# In place, without a graph
-
-IN_PLACE = {
-    "multiply": lambda p: p.mul_(0.9),
-    "add": lambda p: p.add_(noise(p), alpha=0.01),
-    "clamp": lambda p: p.clamp_(-0.5, 0.5),
-    "copy": lambda p: p.copy_(noise(p) * 0.1),
-    "copy of another type": lambda p: p.copy_(noise(p).double() * 0.1),
-    "lerp": lambda p: p.lerp_(noise(p), 0.1),
-    "zero": lambda p: p.zero_(),
-    "fill": lambda p: p.fill_(0.05),
-    "masked_fill": lambda p: p.masked_fill_(p.abs() < 0.1, 0.0),
-    "addcmul": lambda p: p.addcmul_(noise(p), noise(p, 2), value=0.01),
-    "chain": lambda p: p.sign_().mul_(0.1).tanh_().nan_to_num_(0.0).round_(decimals=3),
-    "uniform": lambda p: p.uniform_(-0.1, 0.1),
-    "bernoulli": lambda p: p.mul_(torch.bernoulli(torch.full_like(p, 0.8))),
-    "renorm": lambda p: p.renorm_(2, 0, 0.5) if p.dim() > 1 else None,
-    "index_add": lambda p: p.index_add_(0, torch.tensor([0, 0]), torch.ones(2, *p.shape[1:]), alpha=0.1),
-    "index_put": lambda p: p.index_put_((torch.tensor([2, 4]),), torch.tensor(0.1), accumulate=True),
-    "scatter": lambda p: p.scatter_(0, torch.zeros_like(p[:1]).long(), 0.3),
-    "scatter_add": lambda p: p.scatter_add_(0, torch.ones_like(p[:2]).long(), noise(p)[:2]),
-    "put": lambda p: p.put_(torch.tensor([0, 5]), torch.tensor([0.1, 0.2])),
-    "triangle": lambda p: p.tril_().fill_diagonal_(0.0) if p.dim() > 1 else None,
-}
-
-
-@live(everywhere=True)
-def test_loops_that_write_in_place(model, optimizer, note):
-    for step, (name, write) in enumerate(IN_PLACE.items()):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                write(parameter)
-        note(name, [values(model), inference(model)])
-        if step % 5 == 4:
-            note("losses", train(model, optimizer, first=step))
 
 
 # Functions that write parameters of a model, each in one way. What they return is compared.
@@ -363,13 +325,6 @@ def test_writes(model, optimizer, note):
         note(write.__name__, train(model, optimizer, first=step))
 
 
-@live(make=make_with_list)
-def test_writes_before_the_first_step(model, optimizer, note):
-    data_replaced(model)
-    by_init(model)
-    note("inference", inference(model))
-
-
 @live
 def test_what_torch_does_not_allow(model, optimizer, note):
     train(model, optimizer)
@@ -393,55 +348,6 @@ def test_what_torch_does_not_allow(model, optimizer, note):
         except (RuntimeError, TypeError) as error:
             note(name, type(error))
     note("values", values(model))
-
-
-@live(everywhere=True)
-def test_what_is_kept_is_written_later(model, optimizer, note):
-    """Views, arrays, and tensors that were given, as memory of the parameter, until another one takes their place."""
-    weight, third, table = model.blocks[2].linear.weight, model.blocks[3].linear.weight, model.embedding.weight
-    train(model, optimizer)
-    given, vector = noise(model.scale), parameters_to_vector(model.blocks[6].parameters()).detach().clone()
-    rows = noise(table) * 0.1
-    model.scale.data, table.data = given, rows
-    vector_to_parameters(vector, model.blocks[6].parameters())
-    with torch.no_grad():
-        note("itself", model.norm.weight.set_(noise(model.scale, 4)) is model.norm.weight)
-        bias = noise(model.scale, 5)
-        model.norm.bias.set_(bias.untyped_storage(), 0, bias.shape, bias.stride())
-        with FlopCounterMode(
-            display=False
-        ):  # there torch asks the parameter what ``set_`` means; otherwise it does not
-            shift = noise(model.scale, 6)
-            model.blocks[7].norm.bias.set_(shift)
-    kept, row, array = weight.data, table.data[5], model.blocks[4].linear.bias.detach().numpy()
-    old = third.data
-    third.data = third.data.clone()
-    for step in range(2):
-        given.mul_(2)
-        rows[3:9] = 0.25
-        for written in (vector, bias, shift, kept):
-            written.mul_(0.5)
-        row.zero_()
-        array += 1
-        old.zero_()  # is the parameter's no more
-        note("read", [values(model), inference(model)])
-        note("losses", train(model, optimizer, first=1 + step))
-        note("kept", [given, rows, vector, bias, shift, kept, row, array, old])
-    return given, rows, vector, bias, shift, kept, row, array, old
-
-
-@live
-def test_a_plain_model_given_the_data_of_the_live_one(model, optimizer, note):
-    other = make_tower(seed=3)
-    for theirs, mine in zip(other.parameters(), model.parameters(), strict=True):
-        theirs.data = mine.data
-    note("at first", inference(other))
-    train(model, optimizer, 2)
-    note("later", [inference(other), inference(model)])
-    with torch.no_grad():
-        other.scale.mul_(0.5)
-    note("the other way", [model.scale, inference(model)])
-    return other
 
 
 class Pictures(nn.Module):
@@ -596,50 +502,6 @@ def test_forward_writes_weights(model, optimizer, note):
     note("inference", [inference(model), values(model)])
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_hooks_write_weights(both, before):
-    def watch(model):
-        def normalise(module, args):
-            module.weight.data = functional.normalize(module.weight.data, dim=1)
-
-        def shrink(module, args, output):
-            with torch.no_grad():
-                model.blocks[0].linear.bias.mul_(0.9)
-
-        def limit(module, args):
-            module.scale.data.clamp_(max=1.0)
-
-        def shift(module, *_):
-            model.blocks[7].linear.bias.data.add_(0.01)
-            module.bias.data.mul_(0.9)
-
-        def descend(parameter):
-            with torch.no_grad():
-                parameter.sub_(parameter.grad, alpha=0.1)
-            parameter.grad = None
-
-        for block in model.blocks[4:6]:
-            block.linear.register_forward_pre_hook(normalise)
-        model.blocks[6].register_forward_hook(shrink)
-        model.register_forward_pre_hook(limit)
-        model.blocks[6].linear.register_full_backward_hook(shift)
-        model.blocks[2].linear.weight.register_post_accumulate_grad_hook(descend)
-
-    def make():
-        model = make_tower()
-        if before:
-            watch(model)
-        return model
-
-    def pattern(model, optimizer, note):
-        if not before:
-            watch(model)
-        note("losses", train(model, optimizer, 3))
-        note("values", values(model))
-
-    both(pattern, make=make)
-
-
 class Quantised(Tower):
     """A codebook between its blocks, which forward moves towards what it meets."""
 
@@ -738,15 +600,14 @@ def traded(target, source):
 MOVES = [soft_data, soft_in_place, soft_lists, soft_state, soft_state_in_place, hard_data, traded]
 
 
-@pytest.mark.parametrize("is_live", [False, True])
-def test_two_models_that_follow_each_other(both, is_live):
-    """The other model is a plain one, or, next to a live one, live too."""
+def test_two_models_that_follow_each_other(both):
+    """Next to a live one the other model is live too."""
     others = []
 
     def pattern(model, optimizer, note):
         other = make_tower(3)
         its_optimizer = make_adamw(other)
-        if others and is_live and both.config is not None:
+        if others and both.config is not None:
             its_optimizer = PatrickStarEngine(other, dict(both.config), its_optimizer).optimizer
         others.append(other)
 
@@ -765,74 +626,6 @@ def test_two_models_that_follow_each_other(both, is_live):
     both(pattern)
     for name, value in others[0].state_dict().items():
         assert same_bits(value, others[1].state_dict()[name]), name
-
-
-# Between forward, backward and step
-
-
-@live
-def test_written_in_place_between_forward_and_backward(model, optimizer, note):
-    for place in (0, 7):
-        loss = loss_of(model, 1)
-        with torch.no_grad():
-            model.blocks[place].linear.weight.mul_(2)
-        with raises_in_both(RuntimeError):
-            loss.backward()
-        optimizer.zero_grad()
-    weight = model.blocks[3].linear.weight
-    penalty = weight.pow(2).sum()
-    with torch.no_grad():
-        weight.mul_(2)
-    with raises_in_both(RuntimeError):
-        penalty.backward()
-    loss = loss_of(model, 2) + weight.pow(2).sum()
-    with torch.no_grad():
-        for block in model.blocks:
-            block.linear.bias.add_(0.1)  # backward does not need it
-    loss.backward()
-    note("gradients", [parameter.grad for parameter in model.parameters()])
-    optimizer.step()
-
-
-@pytest.mark.parametrize("form", ["written", "replaced"])
-def test_data_changed_between_forward_and_backward(both, form):
-    def pattern(model, optimizer, note):
-        for step in range(2):
-            optimizer.zero_grad()
-            loss = loss_of(model, step) + model.blocks[3].linear.weight.pow(2).sum()
-            for block in model.blocks[step::2]:
-                weight = block.linear.weight
-                if form == "written":
-                    weight.data.mul_(1.5)
-                else:
-                    weight.data = weight.data * 1.5
-            loss.backward()
-            note("gradients", [parameter.grad for parameter in model.parameters()])
-            note("changed", values(model))
-            optimizer.step()
-
-    both(pattern)
-
-
-@live
-def test_written_between_backwards_and_step(model, optimizer, note):
-    for step in range(2):
-        for micro in range(2):
-            (loss_of(model, 2 * step + micro) / 2).backward()
-            for parameter in model.parameters():
-                parameter.data.add_(noise(parameter, micro), alpha=0.01)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(0.95)
-            model.scale.data = model.scale.data + 0.1
-            model.blocks[1].load_state_dict(model.blocks[2].state_dict())
-        note("gradients", [parameter.grad for parameter in model.parameters()])
-        optimizer.step()
-        optimizer.zero_grad()
-        note("values", values(model))
-        model.blocks[5].linear.reset_parameters()
-        for parameter in model.blocks[5].linear.parameters():
-            optimizer.state[parameter]["exp_avg"].zero_()
 
 
 # Pruning and parametrisations of torch
@@ -871,7 +664,7 @@ def make_normed():
     return model
 
 
-@live(make=make_normed, everywhere=True)
+@live(make=make_normed)
 def test_parametrisations_from_before_the_engine(model, optimizer, note):
     note("losses", train(model, optimizer, 2))
     note("values", [dict(model.state_dict()), dict(model.named_buffers())])

@@ -14,7 +14,6 @@ import safetensors.torch
 import torch
 from simulated import simulated_streams
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import hf_patrickstar
 from hf_patrickstar import PatrickStarEngine
@@ -32,7 +31,7 @@ CHUNK = 320  # elements: the embedding, or a layer and a bit
 class Layers(nn.Module):
     """An embedding, layers, and a head that may be tied to it."""
 
-    def __init__(self, *, tied=False, checkpointing=False):
+    def __init__(self, *, tied=False):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(ROWS, WIDTH)
@@ -40,13 +39,11 @@ class Layers(nn.Module):
         self.head = nn.Linear(WIDTH, ROWS, bias=False)
         if tied:
             self.head.weight = self.embedding.weight
-        self._checkpointing = checkpointing
 
     def forward(self, ids):
         x = self.embedding(ids)
         for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self._checkpointing else layer(x)
-            x = x.tanh()
+            x = layer(x).tanh()
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
@@ -58,25 +55,21 @@ class Woven(nn.Module):
     """A model whose chunks are needed in turns.
 
     The first chunk has the embedding, which is the head too, and ``first``. Backward needs it for the head, then not
-    for ``up`` and ``down``, which take all of the device, and then again for ``first``.
-
-    Args:
-        looks_up: Whether the embedding is used as such, too: then its gradient is complete while the chunk is on its
-            way to the device again, else before.
+    for ``up`` and ``down``, which take all of the device, and then again for ``first``. The embedding is used as such,
+    too: so its gradient is complete while the chunk is on its way to the device again.
     """
 
-    def __init__(self, *, looks_up):
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(ROWS, WIDTH)
         self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
         self.start = nn.Embedding(ROWS, WIDTH)
-        self._looks_up = looks_up
 
     def forward(self, ids):
         x = self.second(self.first(self.start(ids)).tanh())
-        x = self.third(x + self.embedding(ids) if self._looks_up else x)
+        x = self.third(x + self.embedding(ids))
         x = self.down(self.up(x).tanh())
         return nn.functional.cross_entropy((x @ self.embedding.weight.t()).flatten(0, 1), ids.flatten())
 
@@ -216,13 +209,6 @@ def ahead(folder):
     return run.end()
 
 
-def overlapped(folder):
-    """The next forward begins while chunks are updated."""
-    run = Run(prefetch_depth=2)
-    run.train(4)
-    return run.end()
-
-
 def overlapped_one_by_one(folder):
     """So it is with large chunks: copies are started of values that are not updated yet."""
     run = Run(prefetch_depth=2)
@@ -285,12 +271,6 @@ def several_backwards(folder):
     return run.end()
 
 
-def recomputation(folder):
-    run = Run(Layers(checkpointing=True))
-    run.train()
-    return run.end()
-
-
 def sixteen_bit(folder):
     run = Run(dtype="bf16")
     for number in range(2):
@@ -301,8 +281,8 @@ def sixteen_bit(folder):
     return run.end()
 
 
-def woven(folder, *, looks_up):
-    run = Run(Woven(looks_up=looks_up), chunk_numel=640, chunk_budget=1280 * 4, cpu_embedding=False)
+def woven(folder):
+    run = Run(Woven(), chunk_numel=640, chunk_budget=1280 * 4, cpu_embedding=False)
     run.train(3)
     return run.end()
 
@@ -313,16 +293,6 @@ def margin(folder):
     assert run.engine.stats()["chunks_in_margin"] > 0
     run.manager.placement.leave_margin()
     run.train(1)
-    return run.end()
-
-
-def homes_move_at_any_time(folder):
-    """They move on the host, as to memory that is page-locked."""
-    run = Run()
-    run.backward()
-    for chunk in run.manager.chunks:
-        run.manager.copies.rehome(chunk, Tier.HOST)
-    run.step()
     return run.end()
 
 
@@ -363,31 +333,6 @@ def dropped_gradients(folder):
     return run.end()
 
 
-def reading(folder):
-    run = Run()
-    for number in range(2):
-        run.backward(number)
-        run.keep(*(p.data for p in run.parameters))
-        run.keep(*(p.grad for p in run.parameters))
-        run.step()
-        run.keep(*(p.data for p in run.parameters))
-    return run.end()
-
-
-def writing(folder):
-    run = Run()
-    for number in range(2):
-        run.backward(number)
-        for parameter in run.parameters:
-            parameter.grad.mul_(0.5)
-            parameter.data.mul_(0.5)
-        run.step()
-        for parameter in run.parameters:
-            parameter.data.add_(1.0)
-        run.evaluate()
-    return run.end()
-
-
 def assigning(folder):
     run = Run()
     run.train(1)
@@ -397,41 +342,6 @@ def assigning(folder):
         parameter.grad = gradient
         gradient.mul_(0.5)
     run.step()
-    return run.end()
-
-
-def writing_in_place(folder):
-    run = Run(num_chunks=2)
-    run.train(1)
-    run.evaluate()
-    with torch.no_grad():
-        for parameter in run.parameters:
-            parameter.mul_(0.5)
-    run.evaluate()
-    with torch.no_grad():
-        for parameter in run.parameters:
-            parameter.copy_(torch.ones(parameter.shape))
-    return run.end()
-
-
-def writing_while_computing(folder):
-    run = Run()
-
-    def write(module, args):
-        module.weight.data.mul_(0.5)
-
-    handles = [layer.register_forward_pre_hook(write) for layer in run.model.layers]
-    run.backward()
-    for handle in handles:
-        handle.remove()
-    run.step()
-
-    @torch.no_grad()
-    def average(*_):
-        run.model.layers[0].weight.lerp_(run.model.layers[1].weight, 0.1)
-
-    run.model.layers[2].register_forward_pre_hook(average)
-    run.evaluate()
     return run.end()
 
 
@@ -446,29 +356,6 @@ def saving(folder):
         run.engine.checkpoints.save(folder / f"after-{number}")
     run.backward()
     run.engine.checkpoints.load(folder / "before-1")
-    return run.end()
-
-
-def torch_kernel(folder):
-    """Somebody reads what the optimizer keeps, right after a step, in a copy and where it is."""
-    run = Run(optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
-    run.train(3)
-    run.keep(*(state["momentum_buffer"] for state in run.optimizer.state_dict()["state"].values()))
-    run.train(2)
-    run.keep(run.optimizer.inner.state[run.parameters[-1]]["momentum_buffer"])
-    run.train()
-    return run.end()
-
-
-def states_that_come_later(folder):
-    """The optimizer begins to keep states after some steps; what is loaded right after that step takes their place."""
-    run = Run(optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
-    run.train(3)
-    run.optimizer.param_groups[0]["momentum"] = 0.9
-    empty = {**run.optimizer.state_dict(), "state": {}}
-    run.train(1)
-    run.optimizer.load_state_dict(empty)
-    run.train()
     return run.end()
 
 
@@ -622,18 +509,6 @@ def write_to_states(run):
         run.optimizer.state[parameter]["exp_avg"].mul_(0.5)
 
 
-def remove_states(run):
-    for parameter in run.parameters:
-        del run.optimizer.state[parameter]
-
-
-def load_states(run):
-    state = run.optimizer.state_dict()
-    for entry in state["state"].values():
-        entry["exp_avg"].mul_(0.5)
-    run.optimizer.load_state_dict(state)
-
-
 def write_values(run):
     with torch.no_grad():
         for parameter in run.parameters:
@@ -654,7 +529,6 @@ def load_other_state(run, loading):
 RUNS = {
     "on demand": on_demand,
     "ahead": ahead,
-    "overlapped": overlapped,
     "overlapped one by one": overlapped_one_by_one,
     "looking at states": looking_at_states,
     "updated by the caller": updated_by_the_caller,
@@ -662,20 +536,12 @@ RUNS = {
     "accumulation": accumulation,
     "accumulation and norms": accumulation_and_norms,
     "several backwards": several_backwards,
-    "recomputation": recomputation,
     "16-bit": sixteen_bit,
-    "woven": functools.partial(woven, looks_up=True),
-    "woven, complete before": functools.partial(woven, looks_up=False),
+    "woven": woven,
     "lookups": lookups,
     "lookups that write": lookups_that_write,
     "dropped gradients": dropped_gradients,
-    "reading": reading,
-    "writing": writing,
     "assigning": assigning,
-    "writing in place": writing_in_place,
-    "writing while computing": writing_while_computing,
-    "torch kernel": torch_kernel,
-    "states that come later": states_that_come_later,
     "all at once": all_at_once,
     "changes of the model": changes_of_the_model,
     "little in flight": little_in_flight,
@@ -685,15 +551,11 @@ RUNS = {
     "detaching": detaching,
     "interrupting": interrupting,
     "margin": margin,
-    "homes move": homes_move_at_any_time,
     "saved while states are replaced": saved_while(replace_states),
     "saved while states are written to": saved_while(write_to_states),
-    "saved while states are removed": saved_while(remove_states),
-    "saved while states are loaded": saved_while(load_states),
     "saved while values are written": saved_while(write_values, model=lambda: Layers().bfloat16(), dtype="bf16"),
     "saved while all is updated at once": saved_while(Run.step, optimizer=Momentum),
     "saved while the optimizer's method runs": saved_while(lambda run: run.optimizer.shrink(), optimizer=Momentum),
-    "saved while detached": saved_while(lambda run: run.engine.detach()),
     "saved while another is loaded": saved_while(load_other_state, open_other_state),
     "saving": saving,
 }

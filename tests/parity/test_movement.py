@@ -43,10 +43,7 @@ def steps_of(name, config, num_steps=4, checkpointing=False, freeze=False):
     return moved, losses, engine
 
 
-@pytest.mark.parametrize(
-    ("name", "checkpointing", "freeze"),
-    [("gpt2", False, False), ("gpt2", True, True), ("t5", False, True), ("t5", True, False)],
-)
+@pytest.mark.parametrize(("name", "checkpointing", "freeze"), [("gpt2", False, False), ("t5", True, True)])
 def test_simulation_is_the_engine(name, checkpointing, freeze, monkeypatch):
     """Loads, evictions, prefetches and bytes, exactly; and no policy, depth or placement changes a loss."""
     monkeypatch.setattr(convert_frame, "FRAME_COUNTER", 1)  # as in a process that has compiled something

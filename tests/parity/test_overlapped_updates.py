@@ -1,7 +1,7 @@
 """Updates beside the next forward: everybody sees what an optimizer that is done when its step returns would show.
 
-Each case runs with updates at once, then over simulated streams, with a real thread that begins late, and with workers
-that begin late with their tiles, as those of large chunks are computed.
+Each case runs with updates at once, then over two kinds of streams: simulated ones, a real thread that begins late, or
+workers that begin late with their tiles, as those of large chunks are computed.
 """
 
 import collections
@@ -101,19 +101,12 @@ def write(run):
             parameter.mul_(0.9)
 
 
-def change_settings(run):
-    for group in run.optimizer.param_groups:
-        group["lr"] = group["lr"] / 2
-        if isinstance(group.get("betas", [None])[0], float):
-            group["betas"] = (0.5, 0.6)
-
-
 plain = after_steps(lambda run: None)
 weights = after_steps(lambda run: run.keep(*run.model.state_dict().values()))
 one_weight = after_steps(lambda run: run.keep(next(run.model.parameters()).data))
 states = after_steps(lambda run: run.keep_state(run.optimizer.state_dict()))
 consumed_gradients = after_steps(lambda run: run.keep(*(p.grad for p in run.model.parameters())))
-evaluation, opened, writes, settings = map(after_steps, (evaluate, open_all, write, change_settings))
+evaluation, opened, writes = map(after_steps, (evaluate, open_all, write))
 
 
 def states_of_before(run):
@@ -202,11 +195,8 @@ def momentum(parameters):
 
 
 OTHERS = {
-    "descent": lambda p: torch.optim.SGD(p, lr=0.1),
     "momentum": momentum,
     "adafactor": lambda p: Adafactor(p, lr=1e-2, relative_step=False, scale_parameter=True, beta1=0.9),
-    "amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
-    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
     "muon": lambda p: torch.optim.Muon([x for x in p if x.dim() == 2], lr=1e-2),
 }
 """Optimizers that update parameters one by one, by a kernel of their own; Adafactor looks at norms of whole tensors."""
@@ -271,18 +261,15 @@ def dropped_states(run):
 
 OTHER_CASES = {
     **{name: (plain, {"make_optimizer": make_optimizer}) for name, make_optimizer in OTHERS.items()},
-    **{f"{name} in 16-bit": (plain, {"make_optimizer": OTHERS[name], "dtype": "bf16"}) for name in list(OTHERS)[1:3]},
+    **{f"{name} in 16-bit": (plain, {"make_optimizer": OTHERS[name], "dtype": "bf16"}) for name in list(OTHERS)[:2]},
     **{
         f"momentum, {name}": (case, {"make_optimizer": momentum})
         for name, case in {
-            "states": states,
             "states of before": states_of_before,
             "own states": own_states,
             "loaded first": loaded_first,
             "dropped states": dropped_states,
-            "consumed gradients": consumed_gradients,
             "unused gradients": unused_gradients,
-            "writes": writes,
             "a second attempt": a_second_attempt,
             "detaching": detaching,
             "changes of the model": changes_of_the_model,
@@ -290,12 +277,12 @@ OTHER_CASES = {
     },
     "momentum, accumulation": (micro_batches, {"make_optimizer": momentum, "accumulation": 2, "dtype": "bf16"}),
     "momentum, groups": (schedule, {"make_optimizer": groups(torch.optim.SGD, lr=0.1, momentum=0.9)}),
-    "momentum that comes later": (momentum_later, {"make_optimizer": OTHERS["descent"]}),
+    "momentum that comes later": (momentum_later, {"make_optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}),
     "a momentum that is a tensor": (
         momentum_later,
         {"make_optimizer": lambda p: torch.optim.SGD(p, lr=0.1, momentum=torch.tensor(0.0))},
     ),
-    "a state that was loaded": (loaded_and_kept, {"make_optimizer": OTHERS["nadam"]}),
+    "a state that was loaded": (loaded_and_kept, {"make_optimizer": lambda p: torch.optim.NAdam(p, lr=1e-2)}),
     "settings changed in place": (
         settings_changed_in_place,
         {"make_optimizer": lambda p: torch.optim.NAdam(p, lr=1e-2, betas=[0.9, 0.99])},
@@ -320,13 +307,10 @@ CASES = {
     "kept gradients": (consumed_gradients, {"keep_gradients": True}),
     "weights": (weights, {}),
     "one weight": (one_weight, {}),
-    "states": (states, {}),
     "states of before": (states_of_before, {}),
     "evaluation": (evaluation, {}),
     "opened": (opened, {}),
     "schedule": (schedule, {}),
-    "settings": (settings, {}),
-    "losses of micro-batches": (micro_batches, {}),
     "unused gradients": (unused_gradients, {}),
     "writes": (writes, {}),
     "a second attempt": (a_second_attempt, {}),
@@ -344,15 +328,16 @@ def outcome(streams, case, settings, **others):
         return run.end()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_nobody_sees_values_of_before(name):
+@pytest.mark.parametrize(("number", "name"), enumerate(CASES), ids=list(CASES))
+def test_nobody_sees_values_of_before(number, name):
     case, settings = CASES[name]
     expected = outcome("threads", case, settings, overlap_optimizer=False)
     assert len(expected) > 3
-    for streams in STREAMS[:3]:
-        assert_same(expected, outcome(streams, case, settings))
+    assert_same(expected, outcome(STREAMS[number % 2], case, settings))
     if name in OTHER_CASES or name == "margin":
-        return  # another kernel computes, or the thread of the caller, for a device
+        # Another kernel computes, or the thread of the caller, for a device.
+        assert_same(expected, outcome("delayed", case, settings))
+        return
     torch.manual_seed(0)
     with streams_of("pooled") as threads:
         run = Run(**settings, host_threads=3)
@@ -901,17 +886,6 @@ def test_workspace_goes_when_no_update_uses_it_any_more(late, gate):
     assert run.num_under_way == 0
 
 
-def test_scratch_space_comes_back_on_every_tier_that_had_it():
-    """A new module has it allocated anew, also while all chunks live in the margin; they may go home again."""
-    run = Run(lambda p: torch.optim.SGD(p, lr=0.1), dtype="bf16")
-    engine, manager = run.engine, run.engine.manager
-    engine._payloads.reserve(manager.chunks, Tier.DEVICE)
-    kernel = run.optimizer.kernel
-    assert set(kernel._scratch) == set(Tier)
-    engine._payloads.reserve_anew(manager.chunks)
-    assert set(kernel._scratch) == set(Tier)
-
-
 # Several engines, several optimizers
 
 
@@ -955,5 +929,5 @@ def two_optimizers(streams, overlap):
 @pytest.mark.parametrize("several", [two_engines, two_optimizers])
 def test_several(several):
     expected = several("threads", False)
-    for streams in STREAMS[:3]:
+    for streams in STREAMS[1:3]:
         assert_same(expected, several(streams, True))

@@ -43,17 +43,18 @@ def losses_of(name, config, copy=None, accumulation=1, checkpointing=False, step
     return train_with_engine(name, config, making=handing_to_thread(copy), **how)
 
 
-@pytest.mark.parametrize(("name", "checkpointing", "accumulation"), [("gpt2", True, 1), ("t5", False, 2)])
-def test_delays_change_nothing(name, checkpointing, accumulation):
+GPT2 = [(1.3, "belady", 1, "host"), (3.0, "list_order", 3, "auto")]
+T5 = [(2.0, "belady", 2, "auto"), (2.5, "lru", 4, "host")]
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpointing", "accumulation", "ways"), [("gpt2", True, 1, GPT2), ("t5", False, 2, T5)]
+)
+def test_delays_change_nothing(name, checkpointing, accumulation, ways):
     smallest = smallest_budget(make_model(name), checkpointing=checkpointing)
     expected = losses_of(name, {"device_budget": "1GiB"}, None, accumulation, checkpointing)
     late = 0
-    for factor, eviction, depth, placement in (
-        (1.3, "belady", 1, "host"),
-        (2.0, "belady", 2, "auto"),
-        (2.5, "lru", 4, "host"),
-        (3.0, "list_order", 3, "auto"),
-    ):
+    for factor, eviction, depth, placement in ways:
         config = {
             "chunk_budget": int(factor * smallest),
             "chunk_numel": 700,

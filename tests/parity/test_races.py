@@ -16,14 +16,10 @@ def tight(name, factor, **settings):
 
 
 CASES = {
-    "on demand": ({"placement": "host", "prefetch_depth": 0}, {}),
-    "ahead": ({"placement": "host", "prefetch_depth": 2}, {}),
-    "margin": ({"placement": "auto", "prefetch_depth": 2}, {"steps": 4}),
-    "16-bit": ({"placement": "host", "dtype": "bf16"}, {}),
-    "accumulation": ({"placement": "host"}, {"accumulation": 2, "steps": 2}),
-    "recomputation": ({"placement": "host"}, {"checkpointing": True}),
-    "on the CPU": ({"placement": "host", "cpu_embedding": True}, {}),
-    "all is evicted": ({"debug_evict_all": True}, {"steps": 2}),
+    "on demand, in 16-bit": ({"placement": "host", "prefetch_depth": 0, "dtype": "bf16"}, {}),
+    "margin, ahead": ({"placement": "auto", "prefetch_depth": 2}, {"steps": 4}),
+    "on the CPU, recomputation": ({"placement": "host", "cpu_embedding": True}, {"checkpointing": True}),
+    "all is evicted, accumulation": ({"debug_evict_all": True}, {"accumulation": 2, "steps": 2}),
 }
 
 

@@ -119,7 +119,7 @@ def sgd_two_groups(parameters):
 
 
 CASES = pairwise(
-    name=["gpt2", "bert_mlm", "llama", "mixtral", "t5"],
+    name=["gpt2", "mixtral", "t5"],
     memory=["chunks", "evicting", "looked up", "resident"],
     autocast=[True, False],
     accumulation=[1, 3],

@@ -20,8 +20,6 @@ def tight(name, precision="no", checkpointing=False):
 def config_of(memory, name, precision, checkpointing):
     """Settings for one kind of little memory."""
     least = tight(name, precision, checkpointing)
-    if memory == "evicting":
-        return {**least, "debug_evict_all": True}
     if memory == "looked up":
         return {"chunk_budget": int(1.5 * least["chunk_budget"]), "cpu_embedding": True}
     if memory == "device":
@@ -32,7 +30,7 @@ def config_of(memory, name, precision, checkpointing):
 
 CASES = pairwise(
     name=sorted(MODELS),
-    memory=["chunks", "evicting", "looked up", "device"],
+    memory=["chunks", "looked up", "device"],
     bf16=[False, True],
     accumulation=[1, 3],
     checkpointing=[False, True],
@@ -71,11 +69,7 @@ def add_unused(model):
     model.unused = nn.Linear(16, 16)
 
 
-SHARE = 4 * sum(parameter.numel() for parameter in make_model("gpt2").parameters())
 ODD = {
-    "list order": ({"eviction": "list_order", "chunk_budget": SHARE // 4}, {}),
-    "lru": ({"eviction": "lru", "chunk_budget": SHARE // 2}, {}),
-    "all fits": ({}, {}),
     "small chunks": ({"chunk_numel": 64, "chunk_budget": "1MiB"}, {}),
     "one chunk": ({"chunk_numel": 10**7, "chunk_budget": "1MiB"}, {}),
     "no clipping": (tight("gpt2"), {"max_grad_norm": 0.0, "max_steps": 6}),
@@ -87,11 +81,10 @@ ODD = {
         {**tight("gpt2", checkpointing=True), "debug_evict_all": True},
         {"change": freeze_some, "gradient_checkpointing": True},
     ),
-    "frozen, looked up": ({"chunk_budget": 60000, "cpu_embedding": True}, {"change": freeze_some}),
     "unused": (tight("gpt2"), {"change": add_unused}),
     **{
         optim: (tight("gpt2"), {"optim": optim, "gradient_accumulation_steps": accumulation})
-        for accumulation, optim in enumerate(("adamw_torch", "sgd", "adafactor"), 1)
+        for accumulation, optim in enumerate(("adamw_torch", "adafactor"), 1)
     },
 }
 
@@ -100,7 +93,7 @@ ODD = {
 def test_what_is_less_usual(config, kwargs, tmp_path):
     ours = train("gpt2", tmp_path / "ours", config, **kwargs)
     assert_same_run(train("gpt2", tmp_path / "plain", **kwargs), ours)
-    assert (ours[0].patrickstar_stats()["chunk_loads"] == 0) is (config == {} or config.get("chunk_budget") == "1MiB")
+    assert (ours[0].patrickstar_stats()["chunk_loads"] == 0) is (config.get("chunk_budget") == "1MiB")
 
 
 @pytest.mark.parametrize("tile_numel", [64, 1024])
