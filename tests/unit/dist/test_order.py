@@ -160,18 +160,6 @@ def test_what_got_gradients_anywhere(num_tensors):
     assert results == [(False, frozenset(range(200)))] * 2
 
 
-def test_a_message_about_many_tensors_fits_into_one_row():
-    sent = []
-
-    def end(rank):
-        swap = rank.collectives.place.swap
-        rank.collectives.place.swap = lambda place, value: sent.append(len(pickle.dumps(value))) or swap(place, value)
-        return rank.end(Phase.BACKWARD, indices=range(10_000))
-
-    run(end)
-    assert max(sent) < ROW_NBYTES - 16
-
-
 @pytest.mark.parametrize(
     ("endings", "is_diverged"),
     [
@@ -184,29 +172,6 @@ def test_a_message_about_many_tensors_fits_into_one_row():
 def test_what_ended_anywhere_is_known_to_all(endings, is_diverged):
     _, results = agree(*[lambda rank, ending=ending: rank.end(**ending) for ending in endings])
     assert results == [(is_diverged, frozenset())] * len(endings)
-
-
-PLANS = [
-    ([("GATHER", 1), ("GATHER", 2)], [("GATHER", 2), ("GATHER", 1)]),
-    ([("GATHER", 1)], [("REDUCE", 1)]),
-    ([("GATHER", 1)], [("GATHER", 1), ("GATHER", 1)]),
-    ([("GATHER", 11)], [("GATHER", 1)]),
-]
-
-
-@pytest.mark.parametrize("plans", PLANS)
-def test_collectives_that_differed_are_found_at_the_end(plans):
-    def follow(rank):
-        for name, index in plans[rank.rank]:
-            rank.follow(Subject[name], index)
-        return rank.end()
-
-    sums = [zlib.crc32("".join(f"{Subject[name]} {index}" for name, index in plan).encode()) for plan in plans]
-    text = disagree(follow, follow)
-    assert all(
-        f"rank {rank} has ended its forward, with collectives of checksum {n:08x}" in text
-        for rank, n in enumerate(sums)
-    )
 
 
 # One does something else
@@ -268,37 +233,6 @@ def test_those_that_do_not_do_the_same_are_named(functions, text):
     assert disagree(*functions) == text
 
 
-@pytest.mark.parametrize(
-    ("settings", "does"),
-    [
-        (
-            lambda rank: (Subject.GATHER, rank, torch.float32, 8),
-            "gather group 1, as planned (8 elements of torch.float32)",
-        ),
-        (
-            lambda rank: (Subject(1 + rank), 0, torch.float32, 8),
-            "reduce group 0, as planned (8 elements of torch.float32)",
-        ),
-        (
-            lambda rank: (Subject.GATHER, 0, (torch.float32, torch.bfloat16)[rank], 8),
-            "gather group 0, as planned (8 elements of torch.bfloat16)",
-        ),
-        (
-            lambda rank: (Subject.GATHER, 0, torch.float32, 8 + 8 * rank),
-            "gather group 0, as planned (16 elements of torch.float32)",
-        ),
-    ],
-    ids=["group", "subject", "type", "size"],
-)
-def test_plans_are_checked_only_for_debugging(settings, does):
-    def follow(rank):
-        rank.follow(*settings(rank.rank))
-
-    assert run(follow, follow)[1] == [None, None]
-    first = "rank 0 is about to gather group 0, as planned (8 elements of torch.float32)"
-    assert disagree(follow, follow, checks_all=True) == f"{first}; rank 1 is about to {does}"
-
-
 def test_one_process_agrees_with_itself():
     order = Order(ThreadCollectives(), checks_all=True)
     wanted, trace = Collective(Subject.GATHER, 3), Trace("training", (8, 8), (Visit(0, (), 3), Visit(1)))
@@ -353,25 +287,6 @@ def test_a_step_begins_with_the_largest_shapes_and_the_least_room(settings, begu
     """Shapes that cannot be compared, and chunks on the device that differ, in their order too, are not relied on."""
     _, results = agree(*[lambda rank, own=own: rank.begin(**own) for own in settings])
     assert results == [begun] * len(settings)
-
-
-def test_a_whole_step():
-    """Recorded by all, one of which takes another branch."""
-
-    def step(branch):
-        def work(rank):
-            rank.begin(version=1)
-            rank.gather(0, branch, 5)
-            rank.end()
-            rank.gather(branch)
-            rank.reduce(branch)
-            return rank.end(Phase.BACKWARD, indices=[branch])
-
-        return work
-
-    done, results = agree(step(1), step(2))
-    assert done == [*(("gather", index) for index in (0, 1, 2, 5, 1, 2)), ("reduce", 1), ("reduce", 2)]
-    assert results == [(False, frozenset({1, 2}))] * 2
 
 
 def test_what_processes_estimate_is_one_trace_of_each_kind_or_nothing():

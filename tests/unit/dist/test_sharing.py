@@ -84,18 +84,6 @@ def test_a_source_that_reads_is_asked_for_each_piece():
     assert asked == [(0, 2), (2, 4), (4, 5)]
 
 
-def test_one_process_does_not_wait_for_others():
-    sharing, own = Rank().sharing, {1: {"step": torch.tensor(3.0)}}
-    sharing.enter("saves")
-    sharing.meet("saves")
-    with sharing.led(lambda index: None, is_reader=True):
-        states = sharing.states(own, None)
-    assert states == own
-    states[1]["other"] = 5
-    assert own[1].keys() == {"step"}
-    assert (sharing.is_alone, sharing.rank) == (True, 0)
-
-
 # Reading together
 
 
@@ -125,15 +113,6 @@ def test_who_does_not_want_the_rest_lets_the_others_have_it():
 
     whole = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert run_together(2, work) == [([[0.0]], whole), ([[number] for number in whole], whole)]
-
-
-def test_a_reader_may_have_parts_and_a_number_of_its_own():
-    def work(process):
-        state = torch.tensor([7.0, 8.0, 9.0]) if process.rank == 1 else None
-        held = Held(spec_of(0, 2), [(0, 0), (0, 3)], state, WIDE, number=5)
-        return numbers(process.sharing.parts(held, (0, 3), 3, "a state"))
-
-    assert run_together(2, work) == [[[7.0, 8.0, 9.0]]] * 2
 
 
 WORKS = [
@@ -249,19 +228,3 @@ def test_states_of_all_ranks_come_together_where_they_are_wanted(keepers):
     assert run_together(2, work) == [(expected if rank in keepers else {}, [2, 2, 1, 2]) for rank in range(2)]
 
 
-def test_the_outline_of_states_is_the_same_everywhere():
-    def work(process):
-        states = process.sharing.outline_states(own_states(process.rank), place_of)
-        assert process.collectives.sent_numels == []
-        assert states[0]["step"].item() == 3.0
-        return {index: {key: state[key] for key in state if key != "step"} for index, state in states.items()}
-
-    (spec, parts), (other, other_parts) = place_of(0), place_of(1)
-    expected = {
-        0: {
-            "exp_avg": SharedState(spec, "exp_avg", (4,), WIDE, parts),
-            "factor": SharedState(spec, "factor", (1, 1), WIDE, [(0, 1), (0, 0)]),
-        },
-        1: {"name": "sgd", "momentum": SharedState(other, "momentum", (1, 2), torch.bfloat16, list(other_parts))},
-    }
-    assert run_together(2, work) == [expected] * 2

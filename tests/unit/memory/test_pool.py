@@ -60,29 +60,6 @@ def test_no_more_kept_buffers_go_than_must_and_the_oldest_kind_first():
         assert pool.allocate(DEVICE, numel, FP32, "param").data_ptr() == buffers[numel].data_ptr()
 
 
-def test_buffers_are_given_up_where_the_memory_is_needed():
-    """100 bytes are over the limit, 200 + 400 are kept: giving up the larger buffer leaves room for the smaller."""
-    others = {"nbytes": 0}
-    pool = make_pool(non_model=lambda booked: others["nbytes"])
-    keep(pool, 50, 100)
-    others["nbytes"] = 500
-    assert (pool.ledger.available(DEVICE), pool.room(DEVICE)) == (-100, 500)
-    buffer = pool.allocate(DEVICE, 50, FP32, "param")
-    others["nbytes"] = 900
-    pool.release(DEVICE, buffer, "param")
-    assert not pool.owns(buffer.untyped_storage()._cdata), "there is no room to keep it"
-
-
-def test_while_cautious_kept_buffers_go_before_the_fraction_is_passed():
-    pool = make_pool(device_fraction=0.5)
-    keep(pool, 50)
-    assert (pool.room(DEVICE), pool.room(DEVICE, cautious=False)) == (500, 1000)
-    pool.allocate(DEVICE, 90, FP32, "param")
-    assert pool.ledger.owners(DEVICE) == {"param": 360}
-    pool.allocate(DEVICE, 150, FP32, "param")
-    assert pool.ledger.owners(DEVICE) == {"param": 960}, "what is needed is given up to the whole budget"
-
-
 def test_a_kept_buffer_is_taken_again_where_memory_is_measured_by_what_is_not_booked():
     """As on CUDA: unbooking a buffer that is still there makes it non-model data, and leaves no room to book it."""
     allocated = [60]
@@ -258,15 +235,6 @@ def test_pinned_buffers_are_booked_as_what_is_really_taken(pinning, make, nbytes
         pool.allocate(HOST, 400, FP32, "param", pinned=True)
     pool.release(HOST, buffer, "param")
     assert pool.ledger.used(HOST) == pool.pinned_nbytes == 0
-
-
-def test_only_what_asks_for_it_is_pinned(pinning):
-    pool = make_pool(pinning=TorchPinning())
-    assert not pool.allocate(HOST, 50, FP32, "master").is_pinned()
-    assert not pool.allocate(DEVICE, 50, FP32, "param", pinned=True).is_pinned()
-    assert not make_pool().allocate(HOST, 50, FP32, "param", pinned=True).is_pinned()
-    assert make_pool().host_nbytes(600, pinned=True) == 600
-    assert pool.ledger.owners(HOST) == {"master": 200}
 
 
 def test_freed_pinned_memory_is_given_back_before_the_host_is_booked_again(pinning):
