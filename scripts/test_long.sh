@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-parts=(wheel streams rehearsal oldest)
+parts=(wheel devices streams rehearsal oldest)
 day=$((10#$(date +%j)))
 
 pytest() {
@@ -15,6 +15,8 @@ run() {
     echo "test_long.sh: $1"
     case $1 in
         wheel) pytest -m long tests/integration/test_wheel.py ;;
+        # The whole engine on a fake device: no operator meets two devices.
+        devices) pytest -m long tests/fake ;;
         # A part of what `--streams simulated` can run: copies at random legal moments, and races are errors.
         streams)
             pytest --streams simulated:1 -k "integration or poisoned" \
