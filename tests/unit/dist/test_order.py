@@ -1,14 +1,11 @@
 """Agreements between processes, with threads in their place."""
 
 import itertools
-import pickle
-import zlib
 
 import pytest
 import torch
 from unit.dist.ranks import Exchange, ThreadCollectives, in_threads
 
-from hf_patrickstar.dist.messages import ROW_NBYTES
 from hf_patrickstar.dist.order import Beginning, Collective, Ending, Order, Phase, Room, Subject
 from hf_patrickstar.errors import CollectiveError
 from hf_patrickstar.schedule.trace import Trace, Visit
@@ -148,7 +145,7 @@ def test_whoever_has_ended_serves_the_others_and_a_plan_needs_no_messages():
     assert agree(follow, follow) == ([("gather", 1), ("gather", 2), ("reduce", 2)], [1, 1])
 
 
-@pytest.mark.parametrize("num_tensors", [1, 8, 9, 64, 10_000])
+@pytest.mark.parametrize("num_tensors", [1, 9, 10_000])
 def test_what_got_gradients_anywhere(num_tensors):
     wanted = {0, 5, 6, 7, 8, 63, num_tensors - 1} & set(range(num_tensors))
     left, right = sorted(wanted)[::2], [*sorted(wanted)[1::2], max(wanted)]
@@ -190,10 +187,7 @@ DOINGS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("left", "right"),
-    [pair for pair in itertools.combinations(DOINGS, 2) if pair not in {("asks", "ends"), ("asks", "ends backward")}],
-)
+@pytest.mark.parametrize(("left", "right"), itertools.pairwise(DOINGS))
 def test_each_subject_against_each_other(left, right):
     (first, says_first), (second, says_second) = DOINGS[left], DOINGS[right]
     text = disagree(first, second, checks_all=True)
@@ -204,14 +198,6 @@ def test_each_subject_against_each_other(left, right):
 @pytest.mark.parametrize(
     ("functions", "text"),
     [
-        (
-            [gathers(4), lambda rank: rank.end(Phase.BACKWARD), DOINGS["reads"][0]],
-            "rank 0 needs group 4 (gather) for layer 4; rank 1 has ended its backward; rank 2 reads 'weight'",
-        ),
-        (
-            [lambda rank: rank.agree(Subject.READ, [rank.rank], f"reads {rank.rank}")] * 2,
-            "rank 0 reads 0; rank 1 reads 1",
-        ),
         (
             [lambda rank: rank.begin(), lambda rank: rank.begin("evaluation")],
             "rank 0 begins 'training' after change 0 of the parameters; "
@@ -227,7 +213,7 @@ def test_each_subject_against_each_other(left, right):
             "rank 0 follows the processes that save the model; rank 1 does it",
         ),
     ],
-    ids=["one of three", "not the same thing", "steps of different kinds", "fewer steps", "follows no reader"],
+    ids=["steps of different kinds", "fewer steps", "follows no reader"],
 )
 def test_those_that_do_not_do_the_same_are_named(functions, text):
     assert disagree(*functions) == text
@@ -264,7 +250,7 @@ def room(free, chunks=None, floor=0, resident=(3, 1)):
         ([{"shapes": ((), (2,))}] * 2, Beginning(((), (2,)), True, ROOM)),
         *(
             ([{}, {"shapes": other}], Beginning((), True, ROOM))
-            for other in (((4, 128),), ((4,), (4, 128)), ((4, 128), (4, 1)), ())
+            for other in (((4, 128),), ((4, 128), (4, 1)))
         ),
         (
             [room(900, 300, 5), room(800, 400, 7), room(850, 350, 6)],
@@ -272,12 +258,11 @@ def room(free, chunks=None, floor=0, resident=(3, 1)):
         ),
         *(
             ([room(900, limit) for limit in limits], Beginning(SHAPES, True, Room(900, least, 0, (3, 1))))
-            for limits, least in (((None, 300), 300), ((300, None), 300), ((0, 300), 0), ((-5, None), -5))
+            for limits, least in (((None, 300), 300), ((0, 300), 0), ((-5, None), -5))
         ),
-        ([room(-7), {}], Beginning(SHAPES, True, Room(-7, None, 10, (3, 1)))),
         *(
             ([{}, room(1000, None, 10, other)], Beginning(SHAPES, True, Room(1000, None, 10, ())))
-            for other in ((1, 3), (3,), (), (31,))
+            for other in ((1, 3), (3,))
         ),
         ([{}, {"traces": 8}], Beginning(SHAPES, False, ROOM)),
         ([{"traces": 2**32 - 1}] * 2, Beginning(SHAPES, True, ROOM)),
@@ -331,12 +316,8 @@ def follow_or_read(rank):
         (evaluate, [True, False, False]),
         (read_between_steps, [True]),
         (follow_or_read, [False]),
-        (lambda rank: rank.agree(Subject.READ, is_prompt=False), [False]),
-        *(
-            (lambda rank, subject=subject: rank.agree(Subject[subject]), [True])
-            for subject in ("READ", "NORM", "ENTER")
-        ),
-        *((lambda rank, subject=subject: rank.agree(Subject[subject]), [False]) for subject in ("MEET", "LEAVE")),
+        (lambda rank: rank.agree(Subject.NORM), [True]),
+        (lambda rank: rank.agree(Subject.LEAVE), [False]),
     ],
 )
 def test_who_may_be_alone_gives_up(doing, prompt):

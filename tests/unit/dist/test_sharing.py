@@ -10,7 +10,7 @@ from unit.dist.ranks import ThreadCollectives
 from unit.spec_builders import BF16
 
 from hf_patrickstar.dist.order import Order
-from hf_patrickstar.dist.sharing import Held, SharedState, Sharing
+from hf_patrickstar.dist.sharing import Held, Sharing
 from hf_patrickstar.errors import CheckpointError, CollectiveError
 from hf_patrickstar.layout.specs import TensorSpec
 
@@ -87,7 +87,7 @@ def test_a_source_that_reads_is_asked_for_each_piece():
 # Reading together
 
 
-@pytest.mark.parametrize("piece_numel", [1, 3, 4, 100])
+@pytest.mark.parametrize("piece_numel", [3, 100])
 def test_pieces_of_a_tensor_that_is_spread_come_to_all_in_order(piece_numel):
     def work(process):
         held = process.hold(6, chunk_numel=2)(0)
@@ -127,7 +127,7 @@ WORKS = [
 ]
 
 
-@pytest.mark.parametrize("works", [*itertools.pairwise(WORKS), *((WORKS[0], other) for other in WORKS[2:])])
+@pytest.mark.parametrize("works", itertools.pairwise(WORKS))
 def test_those_who_do_not_do_the_same_find_out(works):
     def work(process):
         with pytest.raises(CollectiveError, match=r"the processes do not do the same: rank 0 .*; rank 1 "):
