@@ -138,9 +138,13 @@ def test_a_device_is_asked_again_without_kept_buffers(gpu, is_in_pieces):
 
 
 @pytest.mark.parametrize(
-    "text", ["CUDA error: an illegal memory access was encountered", "mapping of buffer object failed", "no such page"]
+    ("text", "pinned"),
+    [
+        ("CUDA error: an illegal memory access was encountered", False),
+        ("mapping of buffer object failed", True),
+        ("no such page", False),
+    ],
 )
-@pytest.mark.parametrize("pinned", [False, True])
 def test_a_device_that_is_broken_is_not_a_full_one(monkeypatch, text, pinned):
     """Else the micro-batch would be repeated on a dead context, or copies would be slow for no reason."""
     pool = make_pool(pinning=TorchPinning())
@@ -155,8 +159,7 @@ def test_a_device_that_is_broken_is_not_a_full_one(monkeypatch, text, pinned):
 # Whose storages they are
 
 
-@pytest.mark.parametrize("zero", [False, True])
-@pytest.mark.parametrize("tier", Tier)
+@pytest.mark.parametrize(("tier", "zero"), [(DEVICE, True), (HOST, False)])
 def test_a_meter_never_sees_a_buffer_of_the_pool_not_even_while_it_is_made(tier, zero):
     pool = make_pool()
     meter = StorageMeter(pool.owns, lambda: None)
@@ -170,19 +173,6 @@ def test_a_meter_never_sees_a_buffer_of_the_pool_not_even_while_it_is_made(tier,
     finally:
         meter.stop()
     del views
-
-
-@pytest.mark.parametrize("pinned", [False, True])
-@pytest.mark.parametrize("tier", Tier)
-def test_a_storage_is_the_pools_until_it_is_given_up(tier, pinned, pinning):
-    pool = make_pool(pinning=TorchPinning())
-    buffer = pool.allocate(tier, 50, FP32, "param", pinned=pinned)
-    key = buffer.untyped_storage()._cdata
-    assert pool.owns(key)
-    pool.release(tier, buffer, "param")
-    assert pool.owns(key) is (tier is DEVICE), "kept for reuse"
-    pool.trim()
-    assert not pool.owns(key)
 
 
 # Pinned memory

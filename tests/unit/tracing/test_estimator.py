@@ -49,12 +49,6 @@ def read_numbers(hidden):
     return hidden * float(hidden.detach().numpy().sum() != 7)
 
 
-def insist_on_plain_tensors(hidden):
-    if type(hidden) is not torch.Tensor:
-        raise TypeError("no other tensors")
-    return hidden
-
-
 def raise_an_error_of_its_own(hidden):
     class OwnError(Exception):
         pass
@@ -82,7 +76,6 @@ def take_too_long(hidden):
 
 ASKS = {
     read_numbers: "",
-    insist_on_plain_tensors: "",
     raise_an_error_of_its_own: "",
     branch_on_a_value: "the model asks for the value of a tensor (line",
     insist_on_finite_values: "the model asks for the value of a tensor (line",

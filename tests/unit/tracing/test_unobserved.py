@@ -1,5 +1,6 @@
 """Training with a trace of a copy without bytes, and without: nothing tells them apart."""
 
+import builtins
 import collections
 import functools
 import io
@@ -672,6 +673,28 @@ def test_what_has_no_copy_is_named(name, tmp_path, monkeypatch):
             trace(model, *([X] if name != "an input" else [range_of()]))
         assert next(GLOBAL) == 0
     assert (tmp_path / "log").read_text() == ""
+
+
+def test_under_torch_func_it_is_refused():
+    def loss(x):
+        with unobserved():
+            return x.sum()
+
+    with pytest.raises(TraceError, match=r"torch\.func"):
+        torch.func.grad(loss)(X)
+
+
+def replaced():
+    """What is replaced inside."""
+    functions = builtins.open, io.open, os.open, torch.Tensor.register_hook, logging.Logger._log, sys.stdout
+    return *functions, list(warnings.filters), torch.is_warn_always_enabled()
+
+
+def test_everything_is_as_it_was_after_an_error():
+    before = replaced()
+    with pytest.raises(KeyError), unobserved():
+        raise KeyError
+    assert replaced() == before
 
 
 # With an engine
