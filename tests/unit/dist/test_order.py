@@ -248,10 +248,7 @@ def room(free, chunks=None, floor=0, resident=(3, 1)):
             Beginning(((4, 120), (4, 2, 7)), True, ROOM),
         ),
         ([{"shapes": ((), (2,))}] * 2, Beginning(((), (2,)), True, ROOM)),
-        *(
-            ([{}, {"shapes": other}], Beginning((), True, ROOM))
-            for other in (((4, 128),), ((4, 128), (4, 1)))
-        ),
+        *(([{}, {"shapes": other}], Beginning((), True, ROOM)) for other in (((4, 128),), ((4, 128), (4, 1)))),
         (
             [room(900, 300, 5), room(800, 400, 7), room(850, 350, 6)],
             Beginning(SHAPES, True, Room(800, 300, 7, (3, 1))),

@@ -226,5 +226,3 @@ def test_states_of_all_ranks_come_together_where_they_are_wanted(keepers):
         1: {"name": "sgd", "momentum": ([[6.0, 7.0]], torch.bfloat16)},
     }
     assert run_together(2, work) == [(expected if rank in keepers else {}, [2, 2, 1, 2]) for rank in range(2)]
-
-

@@ -217,5 +217,3 @@ def test_one_that_does_not_come_is_named_and_one_that_is_late_is_told(store, hea
     assert any("rank 1 has not come" in warning for warning in heard())
     write_processes(store, ELSEWHERE, ELSEWHERE)
     assert fails(make(1, 2, processes={}).meet) == f"makes an engine: {text}"
-
-
