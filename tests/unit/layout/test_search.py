@@ -1,7 +1,4 @@
-"""The search for a chunk size: its numbers, what it says, and models of published shapes.
-
-tests/property compares its decisions with a search that packs every candidate, by the same constants.
-"""
+"""The search for a chunk size: its numbers, what it says, and models of published shapes."""
 
 import functools
 import re
