@@ -13,7 +13,6 @@ import sys
 import tempfile
 import traceback
 import warnings
-from unittest import mock
 
 import fake_device
 import pytest
@@ -26,7 +25,6 @@ from transformers import Adafactor
 from hf_patrickstar import DeviceMemoryError, EngineError, PatrickStarEngine, deferred_weights, units
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.scaler import ChunkedGradScaler
-from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.live_parameter import set_raw_data
 
 units.LEAST_BUDGET_NBYTES = 1  # as in conftest.py
@@ -459,23 +457,6 @@ def reads_and_writes(tight):
     alike("bert", do, tight)
 
 
-@case("t5", True)
-@case("bert", False)
-def descent_by_hand(name, tight):
-    """A chunk that is read again after gradients came to it has gradients where values were; none is taken for one."""
-
-    def do(model, optimizer):
-        noted = []
-        for step in range(2):
-            noted.append(run_backward(model, name, step))
-            for parameter in model.parameters():
-                parameter.data.sub_(0.1 * parameter.grad)
-            model.zero_grad()
-        return noted
-
-    alike(name, do, tight)
-
-
 @case()
 def copies():
     """Copies are ordinary models on the host, and a value of another device is written to where the chunk is."""
@@ -627,34 +608,6 @@ def an_operator_of_two_devices_in_a_model():
     PatrickStarEngine(model, {"pin_memory": False}, adamw(model.parameters()), device=SIM)
     with pytest.raises(fake_device.MixedDevicesError, match=TWO_DEVICES):
         model(torch.ones(2, 16, device=SIM))
-
-
-class Staying(torch.Tensor):
-    """A tensor that ``to`` takes nowhere."""
-
-    def to(self, *args, **kwargs):
-        return self
-
-
-@case()
-def a_coefficient_that_stays_on_the_device():
-    """The engine with a mistake: the optimizer's step multiplies gradients on the host with what is on the device."""
-    take, found = Gradients.take_factor, []
-
-    def stay(gradients):
-        factor = take(gradients)
-        found.append(factor.device.type)
-        return factor.as_subclass(Staying)
-
-    model, engine = make_engine("gpt2")
-    train("gpt2", model, engine.optimizer, engine.optimizer.clip_grad_norm_, steps=1)  # norms are noted on arrival now
-    model(**batch_of("gpt2", 0)).loss.backward()
-    engine.optimizer.clip_grad_norm_(model.parameters(), MAX_NORM)
-    with mock.patch.object(Gradients, "take_factor", stay):
-        engine.optimizer.step()
-    with pytest.raises(RuntimeError, match=TWO_DEVICES):  # when somebody waits for the update
-        model.state_dict()
-    assert found == [SIM]
 
 
 def main(path):
