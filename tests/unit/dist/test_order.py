@@ -1,6 +1,7 @@
 """Agreements between processes, with threads in their place."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -217,6 +218,23 @@ def test_each_subject_against_each_other(left, right):
 )
 def test_those_that_do_not_do_the_same_are_named(functions, text):
     assert disagree(*functions) == text
+
+
+def test_plans_are_checked_at_once_only_for_debugging_and_by_their_checksums_at_the_end():
+    def follow(rank):
+        rank.follow(Subject.GATHER, 0, torch.float32, 8 + 8 * rank.rank)
+
+    def follow_in_another_order(rank):
+        for index in (1, 2)[:: 1 - 2 * rank.rank]:
+            rank.follow(Subject.GATHER, index)
+        rank.end()
+
+    assert run(follow, follow)[1] == [None, None]
+    does = "rank {} is about to gather group 0, as planned ({} elements of torch.float32)"
+    assert disagree(follow, follow, checks_all=True) == f"{does.format(0, 8)}; {does.format(1, 16)}"
+    text = disagree(follow_in_another_order, follow_in_another_order)
+    first, second = re.findall(r"rank \d has ended its forward, with collectives of checksum (\w{8})", text)
+    assert first != second
 
 
 def test_one_process_agrees_with_itself():
