@@ -8,12 +8,7 @@ from hf_patrickstar.memory.pool import PayloadPool
 
 @contextlib.contextmanager
 def told_of_buffers(take, free):
-    """Inside, pools tell of their buffers.
-
-    Args:
-        take: Is called with a buffer that is used from now on, its tier and its owner; one that was kept comes again.
-        free: Is called with a buffer whose memory is given back.
-    """
+    """Inside, pools tell of their buffers."""
     allocate, forget = PayloadPool.allocate, PayloadPool._forget
 
     def allocate_and_tell(pool, tier, numel, dtype, owner, **settings):

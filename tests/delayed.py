@@ -43,12 +43,7 @@ class AtOnce:
 
 
 class DelayedDriver(HostThread):
-    """See ``Driver``; copies are made at once, by the thread that starts them.
-
-    Args:
-        seed: Of the delays.
-        on_host: The keys of the storages that are on the host; see ``buffers_on_host``.
-    """
+    """See ``Driver``; copies are made at once, by the thread that starts them."""
 
     def __init__(self, seed, on_host):
         super().__init__()

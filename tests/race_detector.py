@@ -99,12 +99,7 @@ class _Held(NamedTuple):
 
 
 class SimulatedEvent:
-    """A point in a lane; see ``torch.Event``.
-
-    Args:
-        driver: The driver of the lane.
-        clock: What comes before it.
-    """
+    """A point in a lane; see ``torch.Event``."""
 
     def __init__(self, driver: "SimulatedDriver", clock: dict["SimulatedStream", int]) -> None:
         self.clock = clock
@@ -120,11 +115,7 @@ class SimulatedEvent:
 
 
 class SimulatedMoment(SimulatedEvent):
-    """A moment of a lane: an event that has a time.
-
-    Args:
-        driver: The driver of the lane.
-    """
+    """A moment of a lane: an event that has a time."""
 
     def __init__(self, driver: "SimulatedDriver") -> None:
         super().__init__(driver, {})
@@ -154,13 +145,7 @@ class _WorkEvent(SimulatedEvent):
 
 
 class SimulatedStream:
-    """A lane; see ``torch.Stream``.
-
-    Args:
-        driver: The driver that it belongs to.
-        name: What it is called in errors.
-        is_eager: Whether its work runs at once, as that of the compute stream and of the host does.
-    """
+    """A lane; see ``torch.Stream``."""
 
     def __init__(self, driver: "SimulatedDriver", name: str, *, is_eager: bool) -> None:
         self.name = name
@@ -229,18 +214,7 @@ class SimulatedStream:
 
 
 class SimulatedDriver:
-    """The driver of a device that is not there; see [Note: simulated streams] and ``Driver``.
-
-    Args:
-        seed: Copies run at random moments that come from it; by default at the latest ones.
-
-    Attributes:
-        host: The host, as a lane.
-        compute: The compute stream.
-        lock: Held while anything here changes.
-        num_copies: Copies that were started.
-        num_checked: Accesses that were compared with those before.
-    """
+    """The driver of a device that is not there; see [Note: simulated streams] and ``Driver``."""
 
     def __init__(self, seed: int | None = None) -> None:
         self.lock = threading.RLock()
@@ -259,12 +233,10 @@ class SimulatedDriver:
     # What ``DeviceStreams`` asks for
 
     def new_stream(self) -> SimulatedStream:
-        """See ``Driver``."""
         self._lanes.append(SimulatedStream(self, f"copy stream {len(self._lanes) - 1}", is_eager=False))
         return self._lanes[-1]
 
     def current_stream(self) -> SimulatedStream:
-        """See ``Driver``."""
         return self.compute
 
     def inside(self, stream: SimulatedStream) -> contextlib.AbstractContextManager[Any]:
@@ -289,7 +261,6 @@ class SimulatedDriver:
         return not self.is_on_device(tensor)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, stream: SimulatedStream) -> None:
-        """See ``Driver``."""
         with self.lock, _unseen():
             self.num_copies += 1
             what = f"copy of {source.nbytes} bytes"
@@ -315,7 +286,6 @@ class SimulatedDriver:
     def on_host(
         self, work: Callable[[], None], after: Iterable[Any], otherwise: Callable[[], None] | None = None
     ) -> SimulatedEvent:
-        """See ``Driver``."""
         with self.lock:
             for event in after:
                 self._thread.wait_event(event)
@@ -342,7 +312,6 @@ class SimulatedDriver:
             return begun
 
     def close(self) -> None:
-        """See ``Driver``."""
         self._thread.synchronize()
 
     # What pools tell
@@ -381,11 +350,7 @@ class SimulatedDriver:
             lane.synchronize()
 
     def note_operator(self, name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
-        """An operator is about to run.
-
-        Raises:
-            RaceError: If nothing orders it after what it needs, or it has operands on both tiers.
-        """
+        """An operator is about to run."""
         with self.lock:  # work that runs here takes modes off itself, and nothing else here is an operator
             self.find_lost()
             touched = [(t, False) for t in read if self._knows(t)] + [(t, True) for t in written if self._knows(t)]
@@ -496,11 +461,7 @@ class SimulatedDriver:
                 )
 
     def find_lost(self) -> None:
-        """Looks for tensors of copies that nobody holds any more, while the compute stream may use their memory.
-
-        Raises:
-            RaceError: If there is one.
-        """
+        """Looks for tensors of copies that nobody holds any more, while the compute stream may use their memory."""
         still = []
         for held in self._held:
             if self.compute.clock.get(held.lane, 0) >= held.number:

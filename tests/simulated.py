@@ -16,12 +16,7 @@ from hf_patrickstar.units import ALIGNMENT_NUMEL
 
 
 class HandingStreams(Streams):
-    """Those of the CPU tier, whose thread is handed all copies that are started ahead.
-
-    Args:
-        copy: What the thread does with a pair of byte arrays, target first; it lets go of them.
-        at_once_nbytes: The largest copy that the thread is not asked for.
-    """
+    """Those of the CPU tier, whose thread is handed all copies that are started ahead."""
 
     def __init__(self, device, copy=streams.copy_bytes, at_once_nbytes=0):
         super().__init__(device)

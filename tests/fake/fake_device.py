@@ -49,13 +49,7 @@ _TAKES_NUMBERS = ("aten::_foreach_mul_", "aten::_foreach_mul", "aten::_fused_ada
 
 
 class Memory:
-    """The memory of the device.
-
-    Attributes:
-        capacity: Bytes that there are.
-        current: Bytes that are taken.
-        peak: The most since ``restart``.
-    """
+    """The memory of the device."""
 
     def __init__(self, capacity):
         self.capacity = capacity
@@ -126,11 +120,7 @@ class MixedDevicesError(RuntimeError):
 
 
 def check(op, tensors):
-    """Raises if an operator has tensors of two devices.
-
-    Raises:
-        MixedDevicesError: If it has.
-    """
+    """Raises if an operator has tensors of two devices."""
     if op._schema.name in _COPIES:
         return
     takes_numbers = torch.Tag.pointwise in op.tags or op._schema.name in _TAKES_NUMBERS

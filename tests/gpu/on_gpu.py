@@ -49,13 +49,7 @@ def exact_kernels():
 
 
 def assert_same(found, expected, is_exact):
-    """Compares losses and weights of two runs.
-
-    Args:
-        found: Losses, and weights by name.
-        expected: The same of the other run.
-        is_exact: Whether the bits must be equal; see [Note: bugs and noise].
-    """
+    """Compares losses and weights of two runs."""
     losses, weights = found
     if is_exact:
         assert losses == expected[0]

@@ -20,12 +20,7 @@ from hf_patrickstar.schedule.clock import Lane, Mark
 
 
 class VirtualPeers:
-    """Makes the collectives of processes that are not here; see ``Resources.find``.
-
-    Args:
-        driver: Has the clock.
-        world_size: How many processes there are, this one included.
-    """
+    """Makes the collectives of processes that are not here; see ``Resources.find``."""
 
     def __init__(self, driver: VirtualDriver, world_size: int) -> None:
         self._driver = driver
@@ -37,12 +32,7 @@ class VirtualPeers:
 
 
 class VirtualWork:
-    """A collective in a lane; see ``torch.distributed.Work``.
-
-    Args:
-        driver: Has the clock.
-        event: The end of the collective.
-    """
+    """A collective in a lane; see ``torch.distributed.Work``."""
 
     def __init__(self, driver: VirtualDriver, event: VirtualEvent) -> None:
         self._driver = driver
@@ -58,15 +48,7 @@ class VirtualWork:
 
 
 class VirtualCollectives(Collectives):
-    """The collectives of one process among others that are not here; see [Note: virtual processes].
-
-    Args:
-        driver: Has the clock.
-        world_size: How many processes there are.
-        device: The compute device.
-        emit: Called with every collective.
-        reduce_dtype: See ``Collectives``.
-    """
+    """The collectives of one process among others that are not here; see [Note: virtual processes]."""
 
     def __init__(
         self, driver: VirtualDriver, world_size: int, device: torch.device, emit: Listener, reduce_dtype: str
@@ -76,7 +58,6 @@ class VirtualCollectives(Collectives):
         self._is_gloo = not driver.machine.has_accelerator
 
     def exchange(self, value: Any, what: str, *, subject: str | None = None, is_prompt: bool = False) -> list[Any]:
-        """See ``Collectives``."""
         self._exchange()
         return [value] * self.world_size
 

@@ -34,12 +34,7 @@ from hf_patrickstar.tracing.operands import storage_key
 
 
 class VirtualEvent:
-    """A point in a lane; see ``torch.Event``.
-
-    Args:
-        driver: Has the clock.
-        mark: When it comes.
-    """
+    """A point in a lane; see ``torch.Event``."""
 
     def __init__(self, driver: "VirtualDriver", mark: Mark) -> None:
         self.mark = mark
@@ -59,43 +54,27 @@ class VirtualEvent:
 
 
 class VirtualStream:
-    """A lane; see ``torch.Stream``.
-
-    Args:
-        driver: Has the clock.
-        lane: Which one it is.
-    """
+    """A lane; see ``torch.Stream``."""
 
     def __init__(self, driver: "VirtualDriver", lane: Lane) -> None:
         self.lane = lane
         self._driver = driver
 
     def wait_stream(self, other: "VirtualStream", /) -> None:
-        """See ``Stream``."""
         self._driver.clock.follow(self.lane, self._driver.clock.end_of(other.lane))
 
     def wait_event(self, event: VirtualEvent, /) -> None:
-        """See ``Stream``."""
         self._driver.clock.follow(self.lane, event.mark)
 
     def record_event(self) -> VirtualEvent:
-        """See ``Stream``."""
         return VirtualEvent(self._driver, self._driver.clock.end_of(self.lane))
 
     def synchronize(self) -> None:
-        """See ``Stream``."""
         self.record_event().synchronize()
 
 
 class VirtualDriver:
-    """See [Note: virtual driver] and ``Driver``.
-
-    Args:
-        machine: The machine that is not here.
-
-    Attributes:
-        clock: The time.
-    """
+    """See [Note: virtual driver] and ``Driver``."""
 
     def __init__(self, machine: Machine) -> None:
         self._player = Player(machine)
@@ -122,19 +101,15 @@ class VirtualDriver:
         return next(self._streams)
 
     def current_stream(self) -> VirtualStream:
-        """See ``Driver``."""
         return self._compute
 
     def record_moment(self, stream: VirtualStream) -> VirtualEvent:
-        """See ``Driver``."""
         return stream.record_event()
 
     def inside(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        """See ``Driver``."""
         return contextlib.nullcontext()
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
-        """See ``Driver``."""
         return self.tier_of(tensor) is Tier.DEVICE
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -142,7 +117,6 @@ class VirtualDriver:
         return self._charges.is_pinned(tensor)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, stream: Any) -> None:
-        """See ``Driver``."""
         self._is_copying = True
         try:
             with torch.no_grad():
@@ -172,7 +146,6 @@ class VirtualDriver:
     def begin_after(
         self, work: Any, stream: Any, begin: Callable[[Any], Any]
     ) -> "concurrent.futures.Future[VirtualEvent]":
-        """See ``Driver``."""
         stream.wait_event(work)
         begun: concurrent.futures.Future[VirtualEvent] = concurrent.futures.Future()
         begun.set_result(begin(stream))
@@ -189,19 +162,11 @@ class VirtualDriver:
     # What ``VirtualCollectives`` asks for
 
     def gather(self, nbytes: int) -> VirtualEvent:
-        """Starts an all-gather, which comes after what was loaded so far; returns its end.
-
-        Args:
-            nbytes: Bytes that this process sends.
-        """
+        """Starts an all-gather, which comes after what was loaded so far; returns its end."""
         return VirtualEvent(self, self._player.gather(nbytes))
 
     def reduce(self, nbytes: int) -> VirtualEvent:
-        """Starts a reduce-scatter; returns its end.
-
-        Args:
-            nbytes: Bytes that this process sends.
-        """
+        """Starts a reduce-scatter; returns its end."""
         return VirtualEvent(self, self._player.reduce(Reduce(nbytes)))
 
     def message(self) -> None:
@@ -209,11 +174,7 @@ class VirtualDriver:
         self._player.message()
 
     def bring_home(self, tensor: torch.Tensor) -> None:
-        """The host needs the values of a tensor that the engine has made for it, and has it from then on.
-
-        Args:
-            tensor: The tensor; computed on the device, it is copied, since the engine takes the device for the host.
-        """
+        """The host needs the values of a tensor that the engine has made for it, and has it from then on."""
         if self.is_on_device(tensor):
             self._player.blocking_copy(BlockingCopy(tensor.nbytes, False, False, caller()))
             self._charges.put(tensor, Tier.HOST)
@@ -242,14 +203,7 @@ class VirtualDriver:
         return self._charges.tier_of(tensor)
 
     def note_operator(self, operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        """An operator has run.
-
-        Args:
-            operator: The overload that was called.
-            args: Its positional arguments.
-            kwargs: Its named arguments.
-            result: What it returned.
-        """
+        """An operator has run."""
         cost = None if self._is_copying else cost_of(operator, args, kwargs, result)
         if cost is None:
             return
@@ -267,11 +221,7 @@ class VirtualDriver:
     # Steps
 
     def begin(self, chunks: Iterable[Chunk] = ()) -> None:
-        """A timeline begins; what was put into lanes before is done.
-
-        Args:
-            chunks: The chunks of the engine.
-        """
+        """A timeline begins; what was put into lanes before is done."""
         known = [chunk for chunk in chunks if not chunk.is_retired]
         self._chunks = {storage_key(chunk.payloads["param"]): chunk.spec.index for chunk in known}
         self.clock.wait_for_all("the beginning")

@@ -15,15 +15,7 @@ HOST_CACHE_NBYTES = 16 * MIB
 
 
 class Touch(NamedTuple):
-    """A range of memory that an operator on the host works with.
-
-    Attributes:
-        storage: A number of the storage that it is in.
-        begin: Its first byte.
-        end: One after the last.
-        is_write: Whether the operator writes to it.
-        is_read: Whether it reads it.
-    """
+    """A range of memory that an operator on the host works with."""
 
     storage: int
     begin: int
@@ -33,13 +25,7 @@ class Touch(NamedTuple):
 
 
 def touches_of(operator: Any, args: Any, kwargs: dict[str, Any]) -> list[Touch]:
-    """What an operator works with that may be in a cache, in order.
-
-    Args:
-        operator: The overload that was called.
-        args: Its positional arguments.
-        kwargs: Its named arguments.
-    """
+    """What an operator works with that may be in a cache, in order."""
     packet = operator._overloadpacket
     if packet in READS_ROWS:
         return []
@@ -62,9 +48,6 @@ class HostCache:
     """What operators on the host have touched last, and need not fetch from memory again.
 
     What was written there comes to memory once, whatever is written over it meanwhile.
-
-    Args:
-        nbytes: Bytes that it has.
     """
 
     def __init__(self, nbytes: int = HOST_CACHE_NBYTES) -> None:
@@ -73,11 +56,7 @@ class HostCache:
         self._lines: collections.OrderedDict[tuple[int, int, int], bool] = collections.OrderedDict()  # is it written?
 
     def saved_nbytes(self, touches: Iterable[Touch]) -> int:
-        """Bytes of an operator's cost that stay in the cache; what it touches is there from now on.
-
-        Args:
-            touches: What it works with.
-        """
+        """Bytes of an operator's cost that stay in the cache; what it touches is there from now on."""
         saved = 0
         for storage, begin, end, is_write, is_read in touches:
             key = (storage, begin, end)

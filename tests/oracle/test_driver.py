@@ -64,12 +64,6 @@ def test_memory_of_the_host_takes_the_host(driver):
     assert timeline.busy_ns()[Lane.COMPUTE] == 0
 
 
-def test_what_is_computed_on_the_host_stays_there(driver):
-    a = make_buffer(driver, Tier.HOST)
-    assert driver.tier_of((a + 1).neg()) is Tier.HOST
-    assert seconds(driver.end()) == pytest.approx(2 * (0.5 + 80 / 50))
-
-
 def test_a_value_that_is_asked_for_stops_the_host(driver):
     a = make_buffer(driver, Tier.DEVICE)
     a.sum().item()

@@ -16,28 +16,6 @@ def saved(cache, operator, *args, **kwargs):
     return cache.saved_nbytes(touches_of(operator, args, kwargs))
 
 
-def test_what_is_written_twice_comes_to_memory_once():
-    cache, a, b = HostCache(100), torch.zeros(10), torch.zeros(10)
-    saved(cache, aten.copy_.default, a, b)
-    assert saved(cache, aten.copy_.default, a, b) == 40 + 40, "the second write, and reading the source"
-    assert saved(cache, aten.mul_.Tensor, a, 2.0) == 40 + 40, "neither fetched, nor written back once more"
-
-
-def test_what_was_touched_longest_ago_leaves():
-    cache, first, second, third = HostCache(80), torch.zeros(10), torch.zeros(10), torch.zeros(10)
-    for tensor in (first, second, first, third):
-        saved(cache, aten.neg.default, tensor)
-    assert saved(cache, aten.neg.default, first) == 40
-    assert saved(cache, aten.neg.default, second) == 0
-
-
-def test_parts_of_one_memory_are_kept_apart():
-    cache, whole = HostCache(100), torch.zeros(10)
-    saved(cache, aten.neg.default, whole[:5])
-    assert saved(cache, aten.neg.default, whole[5:]) == 0
-    assert saved(cache, aten.neg.default, whole[:5]) == 20
-
-
 def test_a_tile_of_adam_comes_to_28_bytes_per_parameter():
     """A 16-bit gradient is widened and scaled, and the new value rounded: scratch space stays in the cache."""
     assert nbytes_of_a_tile(is_listed=False) == 28 * 64

@@ -141,10 +141,11 @@ def test_a_chunk_that_is_only_read_is_visited():
     assert changes[: 2 * NUM_LAYERS] == [index for layer in range(NUM_LAYERS) for index in (layer + 1, 0)]
 
 
-@pytest.mark.parametrize("settings", [{}, {"max_norm": None}], ids=["", "no clipping"])
-@pytest.mark.parametrize("name", ["add", "view", "no_grad", "linear", "chunk"])
-def test_so_does_an_engine_in_virtual_time(name, settings):
-    training = make_training(name, chunk_budget=2 * ROOM, device_budget="1GiB", **settings)
+@pytest.mark.parametrize(
+    ("name", "max_norm"), [("add", 1.0), ("view", None), ("no_grad", 1.0), ("linear", None), ("chunk", 1.0)]
+)
+def test_so_does_an_engine_in_virtual_time(name, max_norm):
+    training = make_training(name, chunk_budget=2 * ROOM, device_budget="1GiB", max_norm=max_norm)
     told, done = training.simulate(SLOW_BUS), record_step(training, SLOW_BUS)
     check(told, done)
     assert list(told.traces) == done.traces

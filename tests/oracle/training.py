@@ -37,18 +37,7 @@ def compute_loss(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """What is trained; see ``Trained``.
-
-    Attributes:
-        make_model: Makes the model; called under fake tensors.
-        make_inputs: Makes a micro-batch, likewise.
-        config: Settings of the engine.
-        make_optimizer: Makes an optimizer over parameters.
-        compute_loss: Computes the loss of a micro-batch.
-        num_micro_batches: Micro-batches of a step.
-        max_norm: For clipping; ``None`` for none.
-        world_size: How many processes train together; see [Note: virtual processes].
-    """
+    """What is trained; see ``Trained``."""
 
     make_model: Callable[[], torch.nn.Module]
     make_inputs: Callable[[], Mapping[str, torch.Tensor]]
@@ -66,21 +55,12 @@ class Training:
         return MicroBatch(*made, num_micro_batches=self.num_micro_batches)
 
     def trace(self, machine: Machine, looked_up: frozenset[str] = frozenset()) -> OpTrace | None:
-        """What a micro-batch does, or ``None`` if that cannot be told.
-
-        Args:
-            machine: Where.
-            looked_up: Names of the weights whose embeddings read their rows at home.
-        """
+        """What a micro-batch does, or ``None`` if that cannot be told."""
         with FakeTensors():
             return trace(self.micro_batch, looked_up=looked_up, has_accelerator=machine.has_accelerator)
 
     def simulate(self, machine: Machine) -> Simulation:
-        """The step as plans have it.
-
-        Args:
-            machine: Where.
-        """
+        """The step as plans have it."""
 
         def ops_of(looked_up: frozenset[str]) -> OpTrace:
             found = self.trace(machine, looked_up)
@@ -101,18 +81,7 @@ def make_training(
     world_size: int = 1,
     **settings: Any,
 ) -> Training:
-    """The training of a small model of ``models.py``.
-
-    Args:
-        name: Which one.
-        checkpointing: Whether activations are computed again in backward.
-        change: Changes the model.
-        make_optimizer: Makes an optimizer over parameters that are trained.
-        num_micro_batches: Micro-batches of a step.
-        max_norm: For clipping; ``None`` for none.
-        world_size: How many processes train together.
-        **settings: Settings of the engine, beside ``SMALL``.
-    """
+    """The training of a small model of ``models.py``."""
 
     def make() -> torch.nn.Module:
         model = make_model(name).train()
@@ -133,13 +102,7 @@ def make_training(
 
 @dataclasses.dataclass(frozen=True)
 class Recording:
-    """A step of an engine in virtual time; names are as in ``Simulation``.
-
-    Attributes:
-        first: What the engine recorded in its first step, by the key of the trace.
-        at_home: Chunks that are at home on the device.
-        on_host: Bytes on the host by their kind.
-    """
+    """A step of an engine in virtual time; names are as in ``Simulation``."""
 
     first: Mapping[str, Trace]
     traces: Sequence[Trace]
@@ -157,12 +120,7 @@ class Recording:
 
 
 def record_step(training: Training, machine: Machine) -> Recording:
-    """Trains without bytes until a step follows plans and chunks have their homes; records that one.
-
-    Args:
-        training: What is trained.
-        machine: Where.
-    """
+    """Trains without bytes until a step follows plans and chunks have their homes; records that one."""
     driver = VirtualDriver(machine)
     with FakeTensors(), driver.watching():
         engine = make_engine(training, driver)
@@ -173,12 +131,7 @@ def record_step(training: Training, machine: Machine) -> Recording:
 
 
 def make_engine(training: Training, driver: VirtualDriver) -> PatrickStarEngine:
-    """Makes an engine on a machine that is not here; called under fake tensors.
-
-    Args:
-        training: What is trained.
-        driver: Below its streams; has the machine.
-    """
+    """Makes an engine on a machine that is not here; called under fake tensors."""
     model, machine = training.make_model(), driver.machine
     settings = {
         "device_budget": machine.device_nbytes,

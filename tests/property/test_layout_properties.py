@@ -1,4 +1,4 @@
-"""Laws of layouts, for one process and for several; ``test_search_reference.py`` says which layout it is."""
+"""Laws of layouts, for one process and for several; tests/unit/layout has layouts worked out by hand."""
 
 import itertools
 import re
@@ -97,22 +97,6 @@ def test_a_cut_group_is_as_small_as_its_tensors_allow_or_nearly(sizes, world_siz
     assert least <= chunk.chunk_numel <= total
     step = align(-(-least // groups.CUT_STEPS))
     assert chunk.chunk_numel < -(-total // world_size) + largest + step + ALIGNMENT_NUMEL
-
-
-@fast
-@given(packings(), st.data())
-def test_a_working_set_is_what_the_chunks_of_one_module_take(packing, data):
-    tensors, _, layout = packing
-    indices = st.integers(0, max(len(tensors) - 1, 0))
-    modules = make_modules(*(data.draw(st.lists(st.lists(indices, max_size=5), max_size=5)) if tensors else []))
-    needs = [0]
-    for module in modules:
-        used = [chunk for chunk in layout.chunks if set(chunk.tensor_indices) & set(module.tensor_indices)]
-        needs.append(sum(2 * chunk.capacity_numel for chunk in used if not chunk.on_host))
-    nbytes, module = layout.working_set_nbytes(modules)
-    assert nbytes == max(needs)
-    assert (module is None) == (nbytes == 0)
-    assert module is None or layout.working_set_nbytes([module])[0] == nbytes
 
 
 @st.composite

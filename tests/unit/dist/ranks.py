@@ -22,13 +22,7 @@ class Exchange:
 
 
 class ThreadCollectives:
-    """What orders, sharing and buckets need of ``Collectives``; of one process alone if no exchange is given.
-
-    Attributes:
-        whats: What each message was about.
-        prompt: Whether each message was one that all should send at once.
-        sent_numels: The elements of each tensor that was sent.
-    """
+    """What orders, sharing and buckets need of ``Collectives``; of one process alone if no exchange is given."""
 
     is_asynchronous = False
 

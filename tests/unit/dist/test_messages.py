@@ -11,11 +11,7 @@ from hf_patrickstar.errors import CollectiveError
 
 
 def talk(*messages):
-    """Sends a message of each rank: a value, its subject, and what the rank is about to do.
-
-    Returns:
-        What each rank got or raised, and the lengths of the rows that it sent.
-    """
+    """Sends a message of each rank: a value, its subject, and what the rank is about to do."""
     exchange = Exchange(len(messages))
 
     def send(rank):

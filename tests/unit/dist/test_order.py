@@ -1,14 +1,12 @@
 """Agreements between processes, with threads in their place."""
 
 import itertools
-import pickle
-import zlib
+import re
 
 import pytest
 import torch
 from unit.dist.ranks import Exchange, ThreadCollectives, in_threads
 
-from hf_patrickstar.dist.messages import ROW_NBYTES
 from hf_patrickstar.dist.order import Beginning, Collective, Ending, Order, Phase, Room, Subject
 from hf_patrickstar.errors import CollectiveError
 from hf_patrickstar.schedule.trace import Trace, Visit
@@ -148,7 +146,7 @@ def test_whoever_has_ended_serves_the_others_and_a_plan_needs_no_messages():
     assert agree(follow, follow) == ([("gather", 1), ("gather", 2), ("reduce", 2)], [1, 1])
 
 
-@pytest.mark.parametrize("num_tensors", [1, 8, 9, 64, 10_000])
+@pytest.mark.parametrize("num_tensors", [1, 9, 10_000])
 def test_what_got_gradients_anywhere(num_tensors):
     wanted = {0, 5, 6, 7, 8, 63, num_tensors - 1} & set(range(num_tensors))
     left, right = sorted(wanted)[::2], [*sorted(wanted)[1::2], max(wanted)]
@@ -158,18 +156,6 @@ def test_what_got_gradients_anywhere(num_tensors):
     assert results == [(False, frozenset(wanted))] * 2
     _, results = agree(*[lambda rank: rank.end(indices=range(rank.rank, 200, 2))] * 2)
     assert results == [(False, frozenset(range(200)))] * 2
-
-
-def test_a_message_about_many_tensors_fits_into_one_row():
-    sent = []
-
-    def end(rank):
-        swap = rank.collectives.place.swap
-        rank.collectives.place.swap = lambda place, value: sent.append(len(pickle.dumps(value))) or swap(place, value)
-        return rank.end(Phase.BACKWARD, indices=range(10_000))
-
-    run(end)
-    assert max(sent) < ROW_NBYTES - 16
 
 
 @pytest.mark.parametrize(
@@ -184,29 +170,6 @@ def test_a_message_about_many_tensors_fits_into_one_row():
 def test_what_ended_anywhere_is_known_to_all(endings, is_diverged):
     _, results = agree(*[lambda rank, ending=ending: rank.end(**ending) for ending in endings])
     assert results == [(is_diverged, frozenset())] * len(endings)
-
-
-PLANS = [
-    ([("GATHER", 1), ("GATHER", 2)], [("GATHER", 2), ("GATHER", 1)]),
-    ([("GATHER", 1)], [("REDUCE", 1)]),
-    ([("GATHER", 1)], [("GATHER", 1), ("GATHER", 1)]),
-    ([("GATHER", 11)], [("GATHER", 1)]),
-]
-
-
-@pytest.mark.parametrize("plans", PLANS)
-def test_collectives_that_differed_are_found_at_the_end(plans):
-    def follow(rank):
-        for name, index in plans[rank.rank]:
-            rank.follow(Subject[name], index)
-        return rank.end()
-
-    sums = [zlib.crc32("".join(f"{Subject[name]} {index}" for name, index in plan).encode()) for plan in plans]
-    text = disagree(follow, follow)
-    assert all(
-        f"rank {rank} has ended its forward, with collectives of checksum {n:08x}" in text
-        for rank, n in enumerate(sums)
-    )
 
 
 # One does something else
@@ -225,10 +188,7 @@ DOINGS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("left", "right"),
-    [pair for pair in itertools.combinations(DOINGS, 2) if pair not in {("asks", "ends"), ("asks", "ends backward")}],
-)
+@pytest.mark.parametrize(("left", "right"), itertools.pairwise(DOINGS))
 def test_each_subject_against_each_other(left, right):
     (first, says_first), (second, says_second) = DOINGS[left], DOINGS[right]
     text = disagree(first, second, checks_all=True)
@@ -239,14 +199,6 @@ def test_each_subject_against_each_other(left, right):
 @pytest.mark.parametrize(
     ("functions", "text"),
     [
-        (
-            [gathers(4), lambda rank: rank.end(Phase.BACKWARD), DOINGS["reads"][0]],
-            "rank 0 needs group 4 (gather) for layer 4; rank 1 has ended its backward; rank 2 reads 'weight'",
-        ),
-        (
-            [lambda rank: rank.agree(Subject.READ, [rank.rank], f"reads {rank.rank}")] * 2,
-            "rank 0 reads 0; rank 1 reads 1",
-        ),
         (
             [lambda rank: rank.begin(), lambda rank: rank.begin("evaluation")],
             "rank 0 begins 'training' after change 0 of the parameters; "
@@ -262,41 +214,27 @@ def test_each_subject_against_each_other(left, right):
             "rank 0 follows the processes that save the model; rank 1 does it",
         ),
     ],
-    ids=["one of three", "not the same thing", "steps of different kinds", "fewer steps", "follows no reader"],
+    ids=["steps of different kinds", "fewer steps", "follows no reader"],
 )
 def test_those_that_do_not_do_the_same_are_named(functions, text):
     assert disagree(*functions) == text
 
 
-@pytest.mark.parametrize(
-    ("settings", "does"),
-    [
-        (
-            lambda rank: (Subject.GATHER, rank, torch.float32, 8),
-            "gather group 1, as planned (8 elements of torch.float32)",
-        ),
-        (
-            lambda rank: (Subject(1 + rank), 0, torch.float32, 8),
-            "reduce group 0, as planned (8 elements of torch.float32)",
-        ),
-        (
-            lambda rank: (Subject.GATHER, 0, (torch.float32, torch.bfloat16)[rank], 8),
-            "gather group 0, as planned (8 elements of torch.bfloat16)",
-        ),
-        (
-            lambda rank: (Subject.GATHER, 0, torch.float32, 8 + 8 * rank),
-            "gather group 0, as planned (16 elements of torch.float32)",
-        ),
-    ],
-    ids=["group", "subject", "type", "size"],
-)
-def test_plans_are_checked_only_for_debugging(settings, does):
+def test_plans_are_checked_at_once_only_for_debugging_and_by_their_checksums_at_the_end():
     def follow(rank):
-        rank.follow(*settings(rank.rank))
+        rank.follow(Subject.GATHER, 0, torch.float32, 8 + 8 * rank.rank)
+
+    def follow_in_another_order(rank):
+        for index in (1, 2)[:: 1 - 2 * rank.rank]:
+            rank.follow(Subject.GATHER, index)
+        rank.end()
 
     assert run(follow, follow)[1] == [None, None]
-    first = "rank 0 is about to gather group 0, as planned (8 elements of torch.float32)"
-    assert disagree(follow, follow, checks_all=True) == f"{first}; rank 1 is about to {does}"
+    does = "rank {} is about to gather group 0, as planned ({} elements of torch.float32)"
+    assert disagree(follow, follow, checks_all=True) == f"{does.format(0, 8)}; {does.format(1, 16)}"
+    text = disagree(follow_in_another_order, follow_in_another_order)
+    first, second = re.findall(r"rank \d has ended its forward, with collectives of checksum (\w{8})", text)
+    assert first != second
 
 
 def test_one_process_agrees_with_itself():
@@ -328,22 +266,18 @@ def room(free, chunks=None, floor=0, resident=(3, 1)):
             Beginning(((4, 120), (4, 2, 7)), True, ROOM),
         ),
         ([{"shapes": ((), (2,))}] * 2, Beginning(((), (2,)), True, ROOM)),
-        *(
-            ([{}, {"shapes": other}], Beginning((), True, ROOM))
-            for other in (((4, 128),), ((4,), (4, 128)), ((4, 128), (4, 1)), ())
-        ),
+        *(([{}, {"shapes": other}], Beginning((), True, ROOM)) for other in (((4, 128),), ((4, 128), (4, 1)))),
         (
             [room(900, 300, 5), room(800, 400, 7), room(850, 350, 6)],
             Beginning(SHAPES, True, Room(800, 300, 7, (3, 1))),
         ),
         *(
             ([room(900, limit) for limit in limits], Beginning(SHAPES, True, Room(900, least, 0, (3, 1))))
-            for limits, least in (((None, 300), 300), ((300, None), 300), ((0, 300), 0), ((-5, None), -5))
+            for limits, least in (((None, 300), 300), ((0, 300), 0), ((-5, None), -5))
         ),
-        ([room(-7), {}], Beginning(SHAPES, True, Room(-7, None, 10, (3, 1)))),
         *(
             ([{}, room(1000, None, 10, other)], Beginning(SHAPES, True, Room(1000, None, 10, ())))
-            for other in ((1, 3), (3,), (), (31,))
+            for other in ((1, 3), (3,))
         ),
         ([{}, {"traces": 8}], Beginning(SHAPES, False, ROOM)),
         ([{"traces": 2**32 - 1}] * 2, Beginning(SHAPES, True, ROOM)),
@@ -353,25 +287,6 @@ def test_a_step_begins_with_the_largest_shapes_and_the_least_room(settings, begu
     """Shapes that cannot be compared, and chunks on the device that differ, in their order too, are not relied on."""
     _, results = agree(*[lambda rank, own=own: rank.begin(**own) for own in settings])
     assert results == [begun] * len(settings)
-
-
-def test_a_whole_step():
-    """Recorded by all, one of which takes another branch."""
-
-    def step(branch):
-        def work(rank):
-            rank.begin(version=1)
-            rank.gather(0, branch, 5)
-            rank.end()
-            rank.gather(branch)
-            rank.reduce(branch)
-            return rank.end(Phase.BACKWARD, indices=[branch])
-
-        return work
-
-    done, results = agree(step(1), step(2))
-    assert done == [*(("gather", index) for index in (0, 1, 2, 5, 1, 2)), ("reduce", 1), ("reduce", 2)]
-    assert results == [(False, frozenset({1, 2}))] * 2
 
 
 def test_what_processes_estimate_is_one_trace_of_each_kind_or_nothing():
@@ -416,12 +331,8 @@ def follow_or_read(rank):
         (evaluate, [True, False, False]),
         (read_between_steps, [True]),
         (follow_or_read, [False]),
-        (lambda rank: rank.agree(Subject.READ, is_prompt=False), [False]),
-        *(
-            (lambda rank, subject=subject: rank.agree(Subject[subject]), [True])
-            for subject in ("READ", "NORM", "ENTER")
-        ),
-        *((lambda rank, subject=subject: rank.agree(Subject[subject]), [False]) for subject in ("MEET", "LEAVE")),
+        (lambda rank: rank.agree(Subject.NORM), [True]),
+        (lambda rank: rank.agree(Subject.LEAVE), [False]),
     ],
 )
 def test_who_may_be_alone_gives_up(doing, prompt):

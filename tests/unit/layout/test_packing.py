@@ -1,4 +1,4 @@
-"""Where tensors lie, in examples by hand; tests/property compares every layout with that of a plain reference."""
+"""Where tensors lie, in examples by hand; tests/property has laws of all layouts."""
 
 import pytest
 from unit.spec_builders import make_modules, make_tensors, placed

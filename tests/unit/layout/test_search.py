@@ -1,7 +1,4 @@
-"""The search for a chunk size: its numbers, what it says, and models of published shapes.
-
-tests/property compares its decisions with a search that packs every candidate, by the same constants.
-"""
+"""The search for a chunk size: its numbers, what it says, and models of published shapes."""
 
 import functools
 import re
@@ -191,3 +188,9 @@ def test_a_search_says_what_has_decided(exposed_ns, why):
     assert "of 2 sizes the " in choice.describe()
     assert choice.describe().endswith(f"{why})")
     assert choice.layout.chunk_numel == 128
+
+
+def test_the_fastest_size_is_taken_if_times_are_known():
+    """Neither the smallest chunks, of which there are many, nor the largest."""
+    choice = search_layout(*alone(64), None, exposed_ns=lambda num, numel: 1000 * num + numel)
+    assert (choice.layout.chunk_numel, len(choice.layout.chunks), choice.exposed_ns) == (2048, 2, 4048)

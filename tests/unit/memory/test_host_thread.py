@@ -4,11 +4,10 @@ import threading
 import time
 
 import pytest
-import torch
 
 from hf_patrickstar.memory.driver import HostThread
 from hf_patrickstar.memory.lanes import WorkLane
-from hf_patrickstar.memory.streams import Copy, StreamCopy, Streams
+from hf_patrickstar.memory.streams import Copy, StreamCopy
 
 
 class Gate:
@@ -95,15 +94,3 @@ def test_it_prepares_itself_once_ends_after_its_work_and_can_begin_again():
     host_work(thread.on_host(lambda: done.append(3), [])).wait()
     thread.close()
     assert done == [1, 2, 3]
-
-
-def test_the_cpu_tier_does_it_at_once_after_what_comes_before():
-    streams, done = Streams(torch.device("cpu")), []
-
-    class Earlier:
-        def wait(self):
-            done.append("earlier")
-
-    assert streams.on_host(lambda: done.append(threading.current_thread()), [Earlier()]) is None
-    assert done == ["earlier", threading.current_thread()]
-    streams.close()

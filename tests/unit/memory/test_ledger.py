@@ -74,15 +74,6 @@ def test_the_advice_names_the_setting_that_binds(reserved, message):
         ledger.book(DEVICE, "param", 200)
 
 
-def test_a_limit_only_ever_gets_lower():
-    ledger = Ledger({DEVICE: 1000, HOST: 1000}, device_fraction=0.5)
-    ledger.lower_limit(DEVICE, 600)
-    ledger.lower_limit(DEVICE, 700)
-    assert (ledger.budget(DEVICE), ledger.limit(DEVICE), ledger.limit(DEVICE, cautious=False)) == (1000, 300, 600)
-    with pytest.raises(BudgetError, match="600 B"):
-        ledger.book(DEVICE, "param", 601)
-
-
 def test_bytes_that_are_there_already_are_not_counted_twice_nor_use_up_what_is_reserved():
     """What is booked after it was allocated was measured as non-model data until then."""
     ledger = Ledger({DEVICE: 1000, HOST: 1000}, lambda booked: 800 - booked)
@@ -107,14 +98,6 @@ def test_bytes_change_their_owner_even_on_a_full_tier():
     assert (ledger.used(DEVICE), ledger.peak(DEVICE), ledger.owner_peaks(DEVICE)["pool"]) == (1000, 1000, 400)
     with pytest.raises(ValueError, match="cannot hand over 401 bytes of 'pool' on device: 400 are booked"):
         ledger.hand_over(DEVICE, "pool", "param", 401)
-
-
-def test_the_peak_of_an_owner_begins_anew_when_it_is_taken():
-    ledger = Ledger({DEVICE: 1000, HOST: 1000})
-    ledger.book(HOST, "grad", 300)
-    ledger.unbook(HOST, "grad", 200)
-    assert [ledger.take_owner_peak(HOST, "grad") for _ in range(2)] == [300, 100]
-    assert ledger.owner_peaks(HOST) == {"grad": 300}
 
 
 class Counted:

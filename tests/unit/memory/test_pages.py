@@ -6,11 +6,10 @@ import sys
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from hf_patrickstar.memory import pages, pinning
 from hf_patrickstar.memory.ledger import Ledger
-from hf_patrickstar.memory.pages import advise_huge_pages, new_on_host, zeros_on_host
+from hf_patrickstar.memory.pages import advise_huge_pages, zeros_on_host
 from hf_patrickstar.memory.pinning import PagePinning
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
@@ -72,11 +71,3 @@ def test_small_buffers_and_systems_that_take_no_advice_keep_small_pages(monkeypa
     monkeypatch.delattr(pages.mmap, "MADV_HUGEPAGE", raising=False)
     assert advise_huge_pages(torch.empty(8 * MIB, dtype=torch.uint8)) == 0
     assert not zeros_on_host(8 * MIB, dtype=torch.uint8, device=CPU).any()
-
-
-@pytest.mark.parametrize("make", [new_on_host, zeros_on_host])
-def test_a_fake_buffer_has_no_pages(make):
-    with FakeTensorMode():
-        buffer = make(8 * MIB, dtype=torch.uint8, device=CPU)
-    assert isinstance(buffer, FakeTensor)
-    assert buffer.shape == (8 * MIB,)

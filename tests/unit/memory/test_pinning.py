@@ -158,15 +158,19 @@ def test_a_forked_process_neither_copies_nor_unlocks_pages(host):
     assert buffer.eq(3).all()
 
 
-def test_a_program_ends_in_silence_with_pages_locked():
+def test_a_program_ends_in_silence_with_pages_locked_and_workers_idle():
     program = """
 import torch
 from hf_patrickstar.memory import pinning
+from hf_patrickstar.optim.workers import HostWorkers
 pinning.lock_pages = pinning.unlock_pages = lambda *_: None
 kept = pinning.PagePinning(torch.device("cuda", 0)).empty(10, dtype=torch.float32)
+workers = HostWorkers(2)
+workers.submit(lambda number, item: None, range(4)).wait()
+print("done")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stderr == ""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("done\n", "")
 
 
 def test_pages_that_cannot_be_locked_are_an_error_that_the_pool_knows(host):

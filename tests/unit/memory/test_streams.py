@@ -1,6 +1,5 @@
 """Copies of the CPU tier, and what streams of a device hold; test_race_detector has the order of copies in lanes."""
 
-import contextlib
 import threading
 import time
 import types
@@ -11,7 +10,7 @@ from race_detector import SimulatedDriver
 from simulated import HandingStreams
 
 from hf_patrickstar.memory.lanes import WorkLane
-from hf_patrickstar.memory.streams import DeviceStreams, StreamCopy, Streams, copy_bytes, make_streams, seconds_of
+from hf_patrickstar.memory.streams import DeviceStreams, StreamCopy, copy_bytes, make_streams, seconds_of
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.units import MIB
 
@@ -143,21 +142,6 @@ def test_buffers_are_held_while_they_are_copied_and_no_longer(slow):
         ticket = streams.fetch(source, target)
 
 
-def test_closing_waits_for_what_was_started(slow):
-    copy, streams = slow
-    targets = [torch.zeros(4) for _ in range(3)]
-    for target in targets:
-        streams.fetch(torch.ones(4), target)
-    closing = threading.Thread(target=streams.close)
-    closing.start()
-    closing.join(0.1)
-    assert closing.is_alive()
-    copy.may_go.set()
-    closing.join(60)
-    assert not closing.is_alive()
-    assert all(target.all() for target in targets)
-
-
 def test_closing_ends_the_thread_and_may_come_twice():
     streams = HandingStreams(CPU)
     streams.close()
@@ -261,23 +245,6 @@ def test_values_that_are_on_the_tier_of_another_tensor_do_not_cross(device):
     assert device.streams.on_device(there, copy=True).data_ptr() != there.data_ptr()
 
 
-def test_what_is_launched_beside_comes_after_copies_to_the_device_and_what_was_computed(device, monkeypatch):
-    entered, copy = [], device.buffer(tier=Tier.DEVICE)
-
-    @contextlib.contextmanager
-    def enter(stream):
-        entered.append(stream)
-        yield
-
-    monkeypatch.setattr(device.driver, "inside", enter)
-    ticket = device.streams.to_slice(device.home, copy)
-    with device.streams.beside():
-        assert not ticket.is_done
-    (lane,) = entered
-    lane.synchronize()
-    assert ticket.is_done
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("pinned", [False, True])
 def test_there_and_back_on_a_gpu(pinned):
@@ -296,10 +263,6 @@ def test_there_and_back_on_a_gpu(pinned):
     assert fetched.is_done
     assert torch.equal(back, source * 2)
     streams.close()
-
-
-def test_a_cpu_has_a_thread_and_no_streams():
-    assert type(make_streams(CPU)) is Streams
 
 
 # Time

@@ -35,11 +35,6 @@ def test_states_are_copied_to_where_torch_has_them(key, value, group, device):
     assert torch.equal(value, before)
 
 
-def test_a_state_that_is_no_tensor_is_left_as_it_is():
-    given = [1]
-    assert place_state("what", given, torch.device("cpu"), {}) is given
-
-
 class OwnSGD(torch.optim.SGD):
     """Nobody knows what it does."""
 

@@ -1,12 +1,8 @@
 """The threads of updates on the host: who does what, with how many cores, and how they end."""
 
-import concurrent.futures
-import contextlib
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -81,17 +77,6 @@ def test_all_workers_work_at_the_same_time_on_every_item_once_and_record_nothing
     assert {name for _, name, _ in seen} == set(alive())
     assert not any(is_recorded for *_, is_recorded in seen)
     assert workers.submit(work, []).is_done
-
-
-def test_two_pieces_of_work_may_be_under_way(workers):
-    gate, done = threading.Event(), []
-    first = workers.submit(lambda number, item: gate.wait(20), [0])
-    second = workers.submit(lambda number, item: done.append(item), [1, 2])
-    second.wait()
-    assert (sorted(done), first.is_done, second.is_done) == ([1, 2], False, True)
-    gate.set()
-    first.wait()
-    assert first.is_done
 
 
 # One thread in a worker
@@ -174,32 +159,7 @@ def test_who_interrupts_the_wait_gets_it_when_nobody_works_any_more(workers):
     assert len(begun) < 100
 
 
-def test_workers_that_cannot_start_leave_none_behind(monkeypatch, two_threads):
-    workers, start, started = HostWorkers(3), threading.Thread.start, []
-
-    def start_one(thread):
-        if started:
-            raise RuntimeError("can't start new thread")
-        started.append(thread)
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", start_one)
-    with pytest.raises(RuntimeError, match="can't start new thread"):
-        workers.submit(lambda number, item: None, [0])
-    assert (alive(), torch.get_num_threads()) == ([], 2)
-
-
 # Beginning and end
-
-
-def test_threads_begin_with_work_and_end_with_the_pool():
-    workers = HostWorkers(2)
-    assert alive() == []
-    workers.submit(lambda number, item: None, [0]).wait()
-    assert len(alive()) == 2
-    workers.close()
-    workers.close()
-    assert alive() == []
 
 
 def test_threads_end_when_nobody_has_the_pool():
@@ -211,42 +171,6 @@ def test_threads_end_when_nobody_has_the_pool():
     for thread in threads:
         thread.join(20)
     assert alive() == []
-
-
-def test_a_program_exits_with_idle_workers():
-    program = (
-        "from hf_patrickstar.optim.workers import HostWorkers\n"
-        "workers = HostWorkers(2)\n"
-        "workers.submit(lambda number, item: None, range(4)).wait()\n"
-        "print('done')\n"
-    )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "done\n", "")
-
-
-@pytest.mark.parametrize("error", [RuntimeError("cannot schedule new futures after shutdown"), KeyboardInterrupt()])
-def test_work_that_only_some_workers_were_given_is_waited_for(error, workers, monkeypatch):
-    """The program begins to exit, or the user interrupts, between the first worker and the second."""
-    workers.submit(lambda number, item: None, [0]).wait()
-    give, given, begun, done = concurrent.futures.ThreadPoolExecutor.submit, [], threading.Event(), []
-
-    def give_one(pool, work):
-        if given:
-            assert begun.wait(20)
-            raise error
-        given.append(work)
-        return give(pool, work)
-
-    def work(number, item):
-        begun.set()
-        time.sleep(0.1)
-        done.append((item, threading.current_thread().name))
-
-    monkeypatch.setattr(concurrent.futures.ThreadPoolExecutor, "submit", give_one)
-    with contextlib.nullcontext() if isinstance(error, RuntimeError) else pytest.raises(KeyboardInterrupt):
-        workers.submit(work, range(3)).wait()
-    assert [item for item, _ in done] == (list(range(3)) if isinstance(error, RuntimeError) else [0])
-    assert len({thread for _, thread in done}) == 1, "the caller would use the memory of a worker"
 
 
 # What is given to them

@@ -1,7 +1,5 @@
 """torch's entry points for tracing and exporting, while somebody has live models."""
 
-import copy
-
 import pytest
 import torch
 
@@ -72,7 +70,3 @@ def test_entry_points_are_replaced_until_nobody_needs_that():
     captures.detach(second)
     captures.detach(second)
     assert present() == [collect, *OWN[1:]]
-
-
-def test_a_capture_looks_like_what_it_stands_for():
-    assert (Capture(copy.deepcopy).__name__, Capture(copy.deepcopy).__doc__) == ("deepcopy", copy.deepcopy.__doc__)

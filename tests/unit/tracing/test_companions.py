@@ -53,7 +53,7 @@ def pids(monkeypatch):
     gc.collect()
 
 
-def test_companions_work_inside_of_the_block_and_end_with_it(pids, caplog):
+def test_companions_work_inside_of_the_block_and_end_with_it(pids, caplog, monkeypatch):
     made = Companions(2, 1)
     for refused in (product(rows=3), product()):  # a product of operands that do not fit is left out
         with made.calling(refused):
@@ -68,26 +68,18 @@ def test_companions_work_inside_of_the_block_and_end_with_it(pids, caplog):
     assert all(here - there > 0.1 for here, there in zip(inside, before, strict=True))
     assert all(here - there < 0.1 for here, there in zip(after, inside, strict=True))
     assert not caplog.records
-
-
-def test_where_one_companion_refuses_the_others_do_not_go_on(pids, monkeypatch):
-    """Each has memory of its own to find operands in."""
-    made, answers = Companions(2, 1), []
-    answer = companions._answer
-    monkeypatch.setattr(
-        companions, "_answer", lambda connection: (answers.append(answer(connection)), len(answers) != 2)[1]
-    )
-    with made.calling(product()):
-        before = cpu_seconds(pids)
-        time.sleep(0.5)
-        assert cpu_seconds(pids) == pytest.approx(before, abs=0.05)
+    # One refuses, because it has memory of its own to find operands in: the other one does not go on.
+    answers, answer = [], companions._answer
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            companions, "_answer", lambda connection: (answers.append(answer(connection)), len(answers) != 2)[1]
+        )
+        with made.calling(product()):
+            before = cpu_seconds(pids)
+            time.sleep(0.5)
+            assert cpu_seconds(pids) == pytest.approx(before, abs=0.05)
     assert answers == [True] * 4, "both have begun, and have ended when they were told to"
-
-
-def test_where_one_companion_has_ended_all_end_and_it_is_said_once(pids, caplog):
-    made = Companions(2, 1)
-    with made.calling(product()):
-        pass
+    # One has ended: all end, and it is said once.
     os.kill(pids[1], signal.SIGKILL)
     with caplog.at_level(logging.WARNING, "hf_patrickstar.tracing.companions"):
         for _ in range(3):

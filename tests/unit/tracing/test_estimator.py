@@ -49,12 +49,6 @@ def read_numbers(hidden):
     return hidden * float(hidden.detach().numpy().sum() != 7)
 
 
-def insist_on_plain_tensors(hidden):
-    if type(hidden) is not torch.Tensor:
-        raise TypeError("no other tensors")
-    return hidden
-
-
 def raise_an_error_of_its_own(hidden):
     class OwnError(Exception):
         pass
@@ -82,7 +76,6 @@ def take_too_long(hidden):
 
 ASKS = {
     read_numbers: "",
-    insist_on_plain_tensors: "",
     raise_an_error_of_its_own: "",
     branch_on_a_value: "the model asks for the value of a tensor (line",
     insist_on_finite_values: "the model asks for the value of a tensor (line",
@@ -121,18 +114,6 @@ def test_code_of_a_library_that_asks_gets_an_answer_which_nobody_relies_on(reque
         assert (engine.stats()["recorded_steps"] == 0) is is_estimated
         engine.detach()
     assert losses[0] == losses[1]
-
-
-def test_an_error_of_a_forward_is_raised_once_and_as_it_is():
-    def fail(hidden):
-        seen.append(hidden)
-        raise ValueError("of the forward itself")
-
-    seen, model = [], Peculiar(fail)
-    engine = engine_of(model)
-    with pytest.raises(ValueError, match="of the forward itself"):
-        train(model, engine.optimizer)
-    assert [type(hidden) for hidden in seen][-1] is torch.Tensor, "raised by the forward of the model"
 
 
 # How often it is tried
@@ -196,16 +177,6 @@ def test_a_loss_that_is_not_known_yet_refuses_no_training(is_estimated, request)
         engine.optimizer.step()
         engine.optimizer.zero_grad()
     assert engine.stats()["steps"] == 2
-
-
-def test_a_loop_with_two_forwards_records_its_first_step():
-    model = Peculiar()
-    engine = engine_of(model, {"placement": "host", "chunk_numel": 72, "chunk_budget": 1024})
-    for _ in range(3):
-        (model(torch.ones(2, 8)) * model(torch.ones(2, 8))).sum().backward()
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
-    assert (engine.stats()["recorded_steps"], engine.stats()["diverged_steps"]) == (1, 1)
 
 
 # As on the device

@@ -16,18 +16,15 @@ from hf_patrickstar.errors import EngineError, TraceError
 from hf_patrickstar.runtime.casting import Casting
 from hf_patrickstar.schedule.op_trace import (
     Acquire,
-    Allocate,
     EnterForward,
-    Free,
     Gradient,
     LeaveBackward,
     LeaveForward,
     LetGo,
-    LookedUp,
     Need,
     Release,
 )
-from hf_patrickstar.schedule.script import Begin, BlockingCopy, HostWork, Kernel, Part
+from hf_patrickstar.schedule.script import Begin
 from hf_patrickstar.tracing.fake import FakeTensors, as_fake
 from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
 from hf_patrickstar.tracing.recorder import Setting, record
@@ -89,22 +86,6 @@ def test_parameters_are_acquired_by_their_modules_and_needed_by_backward(fake):
     assert kinds(record_one(frozen).notes, Gradient, Need) == [("Gradient", 1)]
 
 
-def test_memory_is_free_when_the_last_tensor_is_gone_and_nothing_keeps_gradients(fake):
-    found = record_one(TwoLayers())
-    storages, live, peak = {}, {}, 0
-    for note in found.notes:
-        if isinstance(note, Allocate):
-            live.update(note.storages)
-            storages.update(note.storages)
-        elif isinstance(note, Free):
-            del live[note.storage]
-        peak = max(peak, sum(live.values()))
-    assert not live, "all that was made is free in the end"
-    assert peak >= 2 * 3 * SIZE * 4, "the input of the second layer and its output are there together"
-    for note in of_kind(found, Gradient):
-        assert note.nbytes == storages[note.storage] == SIZE * SIZE * 4
-
-
 @pytest.mark.parametrize(("keeps", "kept"), [(False, [(1, False), (0, False)]), (True, [(1, True), (0, False)])])
 def test_gradients_say_whether_autograd_still_keeps_their_parameter(fake, keeps, kept):
     found = record_one(TwoLayers(), backward=functools.partial(torch.Tensor.backward, retain_graph=keeps))
@@ -121,75 +102,9 @@ class Reader(TwoLayers):
         return self.second(x) * scale
 
 
-class Around(torch.nn.Module):
-    """Uses a parameter of its own before and after its layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale, self.inner = torch.nn.Parameter(torch.ones(SIZE)), torch.nn.Linear(SIZE, SIZE)
-
-    def forward(self, x):
-        return self.inner(x * self.scale) * self.scale
-
-
-def test_code_that_reads_a_parameter_of_another_module_acquires_it_for_the_call(fake):
-    found = record_one(Reader())
-    assert [note.index for note in of_kind(found, Acquire)] == [0, 1, 1, 1]
-    released = [note.is_seen for note in of_kind(found, Release) if note.index == 1]
-    assert released[:2] == [True, False], "a view of it is kept for the product"
-    assert kinds(found.notes, Release, LetGo)[1:3] == [("Release", 1), ("LetGo", 1)]
-    around = kinds(record_one(Around()).notes, Acquire, Release)
-    assert around[::5] == [("Acquire", 0), ("Release", 0)], "several uses of an outer one are one acquisition"
-    attention = torch.nn.MultiheadAttention(SIZE, 2, batch_first=True)
-    found = record_one(attention, (2, 3, SIZE), loss=lambda model, x: model(x, x, x)[0].sum())
-    assert [note.index for note in of_kind(found, Acquire)] == [0, 1, 2, 3], "with those of a child that is not called"
-
-
 class Segmented(TwoLayers):
     def forward(self, x):
         return checkpoint(super().forward, x, use_reentrant=False).square()
-
-
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_a_recomputation_acquires_once_more(fake, is_frozen):
-    model = Segmented()
-    model.first.requires_grad_(not is_frozen)
-    found = record_one(model)
-    backward = found.notes[found.notes.index(Begin(Part.BACKWARD)) :]
-    acquired = [note.index for note in backward if isinstance(note, Acquire)]
-    assert acquired == [0, *[0] * is_frozen, 1], "checkpointing keeps an alias of a frozen one"
-    assert not any(isinstance(note, (EnterForward, LeaveForward)) for note in backward)
-
-
-class Tied(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rows, self.head = torch.nn.Embedding(20, SIZE), torch.nn.Linear(SIZE, 20, bias=False)
-        self.head.weight = self.rows.weight
-
-    def forward(self, x):
-        return self.head(self.rows(x.long()))
-
-
-@pytest.mark.parametrize("has_accelerator", [True, False])
-def test_an_embedding_that_is_looked_up_computes_on_the_host(fake, has_accelerator):
-    setting = dataclasses.replace(PLAIN, looked_up=["rows.weight"], has_accelerator=has_accelerator)
-    found = record_one(Tied(), (2, 3), setting)
-    uses = kinds(found.notes, LookedUp, Acquire, Gradient)
-    assert uses == [("LookedUp", 0), ("Acquire", 0), ("Gradient", 0), ("Gradient", 0)]
-    assert [note.is_at_home for note in of_kind(found, Gradient)] == [False, True]
-    assert [note.nbytes for note in of_kind(found, LookedUp)] == [2 * 3 * SIZE * 4]
-    assert [note.name for note in of_kind(found, HostWork)] == ["aten.embedding", "aten.embedding_dense_backward"]
-    assert bool(of_kind(found, BlockingCopy)) == has_accelerator
-
-
-@pytest.mark.parametrize(
-    ("dtype", "casting"),
-    [(None, Casting(CPU, torch.bfloat16, None)), (torch.bfloat16, Casting(CPU, None, torch.bfloat16))],
-)
-def test_autocast_and_narrow_inputs_are_those_of_the_engine(fake, dtype, casting):
-    found = record_one(TwoLayers(dtype), setting=Setting(casting))
-    assert {note.dtype for note in of_kind(found, Kernel) if note.name == "aten.mm"} == {"bfloat16"}
 
 
 # What is refused
@@ -297,15 +212,6 @@ def test_the_model_is_as_it_was_however_a_recording_ends(fake, make, loss, setti
         assert state_of(model) == before
 
 
-@pytest.mark.parametrize("read", [lambda weight: weight.data, torch.Tensor.detach], ids=["data", "detach"])
-def test_a_value_that_is_read_at_home_cannot_be_recorded(fake, read):
-    class Peeks(TwoLayers):
-        def forward(self, x):
-            return super().forward(x + read(self.second.weight)[0])
-
-    assert record_one(Peeks()) is None
-
-
 # Models that are there already
 
 
@@ -327,23 +233,3 @@ def test_a_copy_of_a_model_is_traced_like_the_model():
     assert {parameter.dtype for parameter in copied.parameters()} == {torch.float32}, "copies of it were given types"
     with FakeTensors(), pytest.raises(TooLongError):
         trace(MicroBatch(makers[1], make_inputs, loss_of, {}), check_time=give_up)
-
-
-def test_a_model_that_copies_its_layers_is_traced():
-    """nn.TransformerEncoder makes copies of the layer that it is given."""
-
-    def make():
-        layer = torch.nn.TransformerEncoderLayer(SIZE, 2, 16, batch_first=True)
-        return torch.nn.TransformerEncoder(layer, 2).train()
-
-    with FakeTensors():
-        found = trace(MicroBatch(make, lambda: {"src": torch.zeros(2, 3, SIZE)}, lambda m, x: m(**x).sum(), {}))
-        num_parameters = len(list(make().parameters()))
-    assert {note.index for note in of_kind(found, Acquire)} == set(range(num_parameters))
-
-
-def test_an_evaluation_ends_with_its_forward():
-    with FakeTensors():
-        found = trace(MicroBatch(lambda: make_model("gpt2").eval(), make_inputs, loss_of, {}, is_training=False))
-    assert isinstance(found.notes[-1], LeaveForward)
-    assert not kinds(found.notes, Need, Gradient)

@@ -13,8 +13,6 @@ from hf_patrickstar.planner.planning import arrange, plan_and_simulate
 from hf_patrickstar.schedule.script import Kernel
 from hf_patrickstar.tracing import timing
 from hf_patrickstar.tracing.calls import OperatorCall
-from hf_patrickstar.tracing.charges import Charges
-from hf_patrickstar.tracing.costs import cost_of
 from hf_patrickstar.tracing.timing import OperatorTimes
 
 aten = torch.ops.aten
@@ -50,14 +48,6 @@ def test_an_operator_is_timed_once_for_operands_that_are_alike(seconds):
         assert times.find_ns(aten.mm.default, operands, {}) == 1_500_000_000
         counts.append(len(seconds) - sum(counts))
     assert counts[1:] == [0, timing._REPETITIONS, timing._REPETITIONS]
-
-
-def test_what_was_measured_is_charged(seconds):
-    args, result = (fake(10),), fake(10)
-    cost = cost_of(aten.neg.default, args, {}, result)
-    charges = Charges(has_accelerator=False, times=OperatorTimes())
-    kernel = Kernel("aten.neg", 0, 80, "float32", "", 1_500_000_000)
-    assert list(charges.charge(aten.neg.default, args, {}, result, cost)) == [kernel]
 
 
 def watched(operator, function):

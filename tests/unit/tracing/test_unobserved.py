@@ -1,17 +1,12 @@
 """Training with a trace of a copy without bytes, and without: nothing tells them apart."""
 
-import argparse
 import builtins
 import collections
-import dataclasses
 import functools
-import gc
 import io
-import itertools
 import logging
 import os
 import random
-import subprocess
 import sys
 import threading
 import time
@@ -24,7 +19,6 @@ import pytest
 import torch
 from accelerate.utils.operations import convert_outputs_to_fp32
 from models import make_batch, make_model
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -124,39 +118,18 @@ def test_the_copy_has_types_shapes_strides_flags_and_ties():
     model[0].bias.requires_grad_(False)
     model[2].weight = model[0].weight
     model.register_buffer("mask", torch.ones(4))
+    inputs = (X, model.mask, [X, torch.zeros(3), torch.ones(4, 2).t(), torch.ones(1, 4).expand(3, 4)])
     with FakeTensorMode():
-        inputs = (X, model.mask, [X, torch.zeros(3), torch.ones(4, 2).t(), torch.ones(1, 4).expand(3, 4)])
-        twin, (x, mask, others) = copy_without_bytes(
+        twin, (x, mask, copied) = copy_without_bytes(
             (model, inputs), dtype_of=lambda _: torch.bfloat16, shapes={3: (9, 5)}
         )
-    assert {parameter.dtype for parameter in twin.parameters()} == {torch.bfloat16}
-    assert all(isinstance(parameter, (nn.Parameter, FakeTensor)) for parameter in twin.parameters())
+    assert {(parameter.dtype, type(parameter)) for parameter in twin.parameters()} == {(torch.bfloat16, FakeTensor)}
     assert (twin.training, twin[0].training, twin[1].training) == (False, False, True)
     assert [parameter.requires_grad for parameter in twin[0].parameters()] == [True, False]
-    assert twin[0].weight is twin[2].weight
-    assert (x is others[0], mask is twin.mask) == (True, True), "one tensor"
-    assert [tensor.shape for tensor in others] == [(2, 4), (9, 5), (2, 4), (3, 4)]
-    assert [tensor.stride() for tensor in others[2:]] == [(1, 2), (0, 1)]
+    assert (twin[0].weight is twin[2].weight, x is copied[0], mask is twin.mask) == (True, True, True)
+    assert [tensor.shape for tensor in copied] == [(2, 4), (9, 5), (2, 4), (3, 4)]
+    assert [tensor.stride() for tensor in copied[2:]] == [(1, 2), (0, 1)]
     assert model[0].weight.dtype is torch.float32
-
-
-@dataclasses.dataclass
-class Batch:
-    x: torch.Tensor
-    names: list
-
-
-def test_inputs_are_copied_and_not_changed():
-    class Popping(nn.Linear):
-        def forward(self, batch, cache, **kwargs):
-            batch.names.append("seen")
-            cache.append(batch.x)
-            return super().forward(kwargs.pop("options").pop("scale") * batch.x)
-
-    batch, cache, options = Batch(X, ["a"]), [], {"scale": 2}
-    trace(Popping(4, 4), batch, cache, options=options)
-    assert (batch.names, cache, options) == (["a"], [], {"scale": 2})
-    assert batch.x is X
 
 
 class Containers(nn.Linear):
@@ -216,56 +189,6 @@ def test_hooks_of_the_user_see_real_tensors_alone():
     assert len(model[0]._forward_hooks) == len(model[0]._backward_hooks) == 1
 
 
-@pytest.mark.parametrize("name", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_that_a_forward_registers_see_real_tensors_alone(name):
-    class Shared:
-        """What a copy changes, too."""
-
-        def __init__(self):
-            self.kinds = []
-
-        def __deepcopy__(self, _):
-            return self
-
-        def __call__(self, tensor):
-            self.kinds.append(type(tensor))
-
-    model, look = layer(), Shared()
-    forward = model.forward
-
-    def call(x):
-        result = forward(x)
-        getattr(result if name == "register_hook" else model.weight, name)(look)
-        return result
-
-    model.forward = call
-    trace(model, X)
-    assert look.kinds == []
-    model(X).sum().backward()
-    assert look.kinds
-    assert not {kind for kind in look.kinds if issubclass(kind, FakeTensor)}
-
-
-def test_hooks_of_libraries_are_on_the_copy():
-    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
-    model[0].neftune_noise_alpha = 5.0
-    model[0].register_forward_hook(neftune_post_forward_hook)
-    nn.utils.parametrizations.weight_norm(model[1])
-    operators = collections.Counter()
-
-    class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            operators[func.overloadpacket.__name__] += 1
-            return func(*args, **(kwargs or {}))
-
-    with unobserved(model), FakeTensorMode():
-        twin, tokens = copy_without_bytes((model, torch.zeros(2, 3, dtype=torch.long)))
-        with Count():
-            twin(tokens)
-    assert operators["uniform_"] == operators["_weight_norm_interface"] == 1
-    assert twin[1].parametrizations.weight.original1 is not model[1].parametrizations.weight.original1
-
-
 def own(module, args, output):
     return output
 
@@ -280,11 +203,9 @@ def disguised(*args):
     [
         (lambda hook: hook, neftune_post_forward_hook, own),
         (functools.partial, neftune_post_forward_hook, own),
-        (torch.no_grad(), neftune_post_forward_hook, own),
         (lambda hook: hook, nn.Linear(1, 1).forward, Noisy().forward),
         (lambda hook: hook, neftune_post_forward_hook, disguised),
         (lambda hook: hook, neftune_post_forward_hook, [].append),
-        (lambda hook: hook, neftune_post_forward_hook, print),
     ],
 )
 def test_a_hook_is_judged_by_all_that_it_wraps(wrap, of_library, of_user):
@@ -315,11 +236,9 @@ class Caller:
 @pytest.mark.parametrize(
     "replace",
     [
-        lambda model: types.MethodType(Noisy.forward, model),
         lambda model: functools.partial(Noisy.forward, model),
         lambda model: wrapped(types.SimpleNamespace(forward=wrapped(model))),
         lambda model: types.MethodType(convert_outputs_to_fp32(model.forward.__func__), model),
-        lambda model: torch.autocast("cpu", torch.bfloat16)(model.forward),
         lambda model: lambda x, forward=model.forward: forward(x),
         lambda model: Caller([model.forward].__getitem__)(0),
         lambda model: (lambda reference: lambda x: Noisy.forward(reference(), x))(weakref.ref(model)),
@@ -334,14 +253,6 @@ def test_a_replaced_forward_runs_the_copy(replace):
     for key, value in model.state_dict().items():
         assert torch.equal(before[key], value), key
     assert model(torch.ones(6, 4)).isfinite()
-
-
-def test_what_a_closure_keeps_and_a_method_of_a_list_are_those_of_the_copy():
-    seen, model = [], layer(lambda self, x: self.note(x))
-    forward, note, model.note = model.forward, seen.append, seen.append
-    model.forward = lambda x: (seen.append(x), note(x), forward(x))[-1]
-    trace(model, X)
-    assert seen == []
 
 
 # What the user's code changes outside of the model
@@ -440,10 +351,6 @@ def tallied():
     TALLIED += 1
 
 
-def state_of_numpy(it):
-    return it.bit_generator.state["state"]
-
-
 def grow(it):
     it.n += 1
 
@@ -454,17 +361,13 @@ exec("count = 0\ndef call():\n    global count\n    count += 1\n", vars(MODULE))
 WHERE = ["global", "closure", "class", "attribute", "default", "attribute of a function"]
 OBJECTS = {
     "random": (random.Random(0), lambda it: it.random(), random.Random.getstate),
-    "numpy": (numpy.random.default_rng(0), lambda it: it.random(), state_of_numpy),
     "torch": (
         torch.Generator().manual_seed(0),
         lambda it: torch.rand(3, generator=it),
         lambda it: it.get_state().tolist(),
     ),
-    "count": (itertools.count(), next, repr),
     "namespace": (types.SimpleNamespace(n=0), grow, repr),
-    "arguments": (argparse.Namespace(n=0), grow, repr),
     "local": (threading.local(), lambda it: vars(it).update(n=vars(it).get("n", 0) + 1), lambda it: dict(vars(it))),
-    "dictionary": (collections.UserDict(n=0), lambda it: it.update(n=it["n"] + 1), repr),
     "array": (numpy.zeros(2), lambda it: it.__iadd__(1), repr),
     "tensor": (torch.zeros(2), lambda it: it.add_(1), lambda it: it.tolist()),
     "layer": (nn.BatchNorm1d(4), lambda it: it(X), lambda it: it.running_mean.tolist()),
@@ -479,14 +382,13 @@ OBJECTS = {
     "class": (Tally, lambda it: (it.note(), it().last, it()()), lambda it: (it.calls, it.seen, TALLIED)),
     "object": (Tally(), lambda it: it(), lambda it: (it.calls, it.seen, TALLIED)),
     "partial": (functools.partial(tallied), lambda it: it(), lambda _: TALLIED),
-    "functions": ([tallied], lambda it: it[0](), lambda _: TALLIED),
     "bound method": (random.Random(0).random, lambda it: it(), lambda it: it.__self__.getstate()),
 }
-CASES = [(kind, WHERE[(number + turn) % 6]) for number, kind in enumerate(OBJECTS) for turn in (0, 2)]
+CASES = [(kind, WHERE[number % 6]) for number, kind in enumerate(OBJECTS)]
 GLOBAL = CHANGE = None
 
 
-@pytest.mark.parametrize(("kind", "where"), [*CASES, ("tensor", "global"), ("module", "global"), ("class", "closure")])
+@pytest.mark.parametrize(("kind", "where"), [*CASES, ("tensor", "global"), ("module", "global")])
 def test_what_a_forward_changes_is_as_it_was(kind, where, monkeypatch):
     value, change, look = OBJECTS[kind]
     if kind == "module" and where == "attribute":
@@ -523,22 +425,6 @@ def test_what_a_forward_changes_is_as_it_was(kind, where, monkeypatch):
     assert {"global": GLOBAL, "attribute": model.value}.get(where, value) is value
     model(X)
     assert look(value) != before
-
-
-def test_an_import_inside_of_a_forward_finds_the_same_variables(tmp_path, monkeypatch):
-    (tmp_path / "imported_late.py").write_text("import torch\ncalls = 0\nmask = torch.ones(2)\n")
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def use(self, x):
-        import imported_late
-
-        imported_late.calls += 1
-
-    trace(layer(use), X)
-    import imported_late
-
-    assert imported_late.calls == 0
-    assert type(imported_late.mask) is torch.Tensor
 
 
 @pytest.mark.parametrize(
@@ -639,72 +525,6 @@ def test_nothing_is_shown_or_counts_as_shown(capsys, caplog, monkeypatch):
     assert raw.getvalue() == "raw\n" * 4
 
 
-PROGRAM = """
-import sys, torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from hf_patrickstar.tracing.unobserved import unobserved
-x = torch.ones(2, 3, 4)
-if sys.argv[1] == 'traced':
-    with unobserved(), FakeTensorMode():
-        torch.zeros(2, 3, 4).T
-x.T
-"""
-
-
-@pytest.mark.parametrize("kind", ["plain", "traced"])
-def test_a_warning_that_torch_gives_once_is_still_given(kind):
-    done = subprocess.run([sys.executable, "-c", PROGRAM, kind], capture_output=True, text=True, check=True)
-    assert done.stderr.count("UserWarning") == 1
-
-
-def test_other_threads_are_heard_meanwhile(capsys, caplog):
-    def speak():
-        warnings.warn("warned", stacklevel=1)
-        logging.getLogger("other").warning("heard")
-        print("printed")
-
-    with warnings.catch_warnings(record=True) as seen, unobserved():
-        thread = threading.Thread(target=speak)
-        thread.start()
-        thread.join()
-    assert [str(warning.message) for warning in seen] == ["warned"]
-    assert "heard" in caplog.messages
-    assert "printed" in capsys.readouterr().out
-
-
-def replaced():
-    """What is replaced inside."""
-    functions = builtins.open, io.open, os.open, torch.Tensor.register_hook, logging.Logger._log, sys.stdout
-    return *functions, list(warnings.filters), torch.is_warn_always_enabled()
-
-
-def test_everything_is_as_it_was_after_an_error_and_after_two_threads():
-    before = replaced()
-    with pytest.raises(KeyError), unobserved():
-        raise KeyError
-    assert replaced() == before
-    begun, may_end = threading.Event(), threading.Event()
-
-    def first():
-        with unobserved():
-            begun.set()
-            may_end.wait(30)
-
-    def second():
-        with unobserved():
-            threads[0].join(30)
-
-    threads = [threading.Thread(target=work) for work in (first, second)]
-    threads[0].start()
-    assert begun.wait(30)
-    threads[1].start()
-    time.sleep(0.2)  # time to begin inside of the first one
-    may_end.set()
-    for thread in threads:
-        thread.join(30)
-    assert replaced() == before
-
-
 # Modes of the user
 
 
@@ -739,20 +559,6 @@ def test_modes_and_saved_tensors_hooks_of_the_user_see_nothing():
             pass
 
 
-def test_the_default_device_is_that_of_the_user():
-    try:
-        torch.set_default_device("meta")
-        mode = torch._GLOBAL_DEVICE_CONTEXT.device_context
-        with unobserved():
-            assert torch.zeros(1).device.type == "meta"
-            torch.set_default_device("cpu")
-        assert torch._GLOBAL_DEVICE_CONTEXT.device_context is mode
-        assert torch.zeros(1).device.type == torch.get_default_device().type == "meta"
-    finally:
-        torch.set_default_device(None)
-    assert (torch.zeros(1).device.type, torch._C._len_torch_function_stack()) == ("cpu", 0)
-
-
 @pytest.mark.parametrize("is_cached", [True, False])
 def test_autocast_around_keeps_no_fake_weights(is_cached):
     model = nn.Linear(4, 4)
@@ -766,14 +572,6 @@ def test_autocast_around_keeps_no_fake_weights(is_cached):
     assert torch.equal(first, expected)
 
 
-def test_a_profile_has_nothing_of_it():
-    model = nn.Linear(4, 4)
-    with torch.profiler.profile() as profile:
-        trace(model, X)
-        model(X)
-    assert [event.count for event in profile.key_averages() if event.key == "aten::linear"] == [1]
-
-
 def test_a_compiled_model_is_not_compiled():
     calls = []
 
@@ -785,11 +583,10 @@ def test_a_compiled_model_is_not_compiled():
         def forward(self, x):
             return super().forward(x)
 
-    model, other, third = (Model(nn.Linear(4, 4)) for _ in range(3))
+    model, other = (Model(nn.Linear(4, 4)) for _ in range(2))
     model = torch.compile(model, backend=backend)
     other.compile(backend=backend)
-    third.forward = torch.compile(third.forward, backend=backend)
-    for compiled in (model, other, third):
+    for compiled in (model, other):
         trace(compiled, X)
         assert calls == []
         compiled(X)
@@ -806,22 +603,14 @@ def test_a_compiled_model_is_not_compiled():
 
 
 class Owner:
-    """Closes a file when it dies."""
-
-    def __init__(self):
-        self.number, other = os.pipe()
-        os.close(other)
-
     def __del__(self):
-        os.close(self.number)
+        pass
 
 
-class OwningModule(nn.Linear):
-    def __del__(self):
-        ENDED.append("ended")
+class OwningModule(nn.Linear, Owner):
+    pass
 
 
-ENDED = []
 LOG = None
 
 
@@ -855,7 +644,6 @@ REFUSED = {
         lambda: layer(lambda self, x: next(GLOBAL)),
         "'GLOBAL', a global variable of test_unobserved",
     ),
-    "a variable": (lambda: layer(lambda self, x, log=LOG: log.write("called")), "cannot be copied"),
     "an owner": (lambda: with_attribute([Owner()]), "class Owner has a __del__"),
     "a module that is one": (lambda: nn.Sequential(OwningModule(4, 4)), "class OwningModule has a __del__"),
     "a large array": (lambda: with_attribute(numpy.ones(11)), "array of numpy of 88 bytes"),
@@ -878,26 +666,6 @@ def test_what_has_no_copy_is_named(name, tmp_path, monkeypatch):
     assert (tmp_path / "log").read_text() == ""
 
 
-def test_what_owns_something_ends_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_patrickstar.tracing.twins._MOST_ARRAY_NBYTES", 80)
-    ENDED.clear()
-    owner, model = Owner(), nn.Linear(4, 4)
-    model.owners = [owner]
-    with pytest.raises(TraceError):
-        trace(model, X)
-    gc.collect()
-    os.fstat(owner.number)
-    numpy.ones(100).tofile(tmp_path / "array")
-    model.mapped, model.small = numpy.memmap(tmp_path / "array", mode="r"), numpy.ones(10)
-    model.owners = [types.SimpleNamespace(end=weakref.finalize(model, ENDED.append, "finalized"))]
-    twin = trace(model, X)
-    assert twin.mapped is model.mapped, "nobody can write to it"
-    assert not numpy.shares_memory(twin.small, model.small)
-    del twin
-    gc.collect()
-    assert ENDED == []
-
-
 def test_under_torch_func_it_is_refused():
     def loss(x):
         with unobserved():
@@ -907,11 +675,20 @@ def test_under_torch_func_it_is_refused():
         torch.func.grad(loss)(X)
 
 
+def replaced():
+    """What is replaced inside."""
+    functions = builtins.open, io.open, os.open, torch.Tensor.register_hook, logging.Logger._log, sys.stdout
+    return *functions, list(warnings.filters), torch.is_warn_always_enabled()
+
+
+def test_everything_is_as_it_was_after_an_error():
+    before = replaced()
+    with pytest.raises(KeyError), unobserved():
+        raise KeyError
+    assert replaced() == before
+
+
 # With an engine
-
-
-def adapted():
-    return get_peft_model(make_model("gpt2"), LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
 
 
 def parametrized():
@@ -920,8 +697,8 @@ def parametrized():
 
 @pytest.mark.parametrize(
     ("make", "batch"),
-    [(lambda: make_model("gpt2"), make_batch("gpt2")), (adapted, make_batch("gpt2")), (parametrized, {"input": X})],
-    ids=["gpt2", "adapters", "parametrized"],
+    [(lambda: make_model("gpt2"), make_batch("gpt2")), (parametrized, {"input": X})],
+    ids=["gpt2", "parametrized"],
 )
 def test_no_chunk_moves_for_a_model_with_an_engine(make, batch):
     def counts():
