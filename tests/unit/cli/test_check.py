@@ -36,7 +36,7 @@ def here(monkeypatch):
     def run(command, stdout, **kwargs):
         commands.append(command)
         with contextlib.redirect_stdout(stdout):
-            short_training.record_training(command[3])
+            short_training.record_training(command[-1])
         return types.SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(subprocess, "run", run)
@@ -120,16 +120,7 @@ def test_16_bit_runs_of_fp32_models_have_the_same_bits(here, tmp_path, capsys):
     ("more", "problem", "num_runs"),
     [
         ("raise SystemExit", "ended without building a Trainer", 1),
-        (
-            "from transformers import Trainer",
-            "with Trainer and PatrickStarTrainingArguments, which cannot",
-            2,
-        ),
-        (
-            "from transformers import Trainer, TrainingArguments\nargs = TrainingArguments(use_cpu=True)",
-            "with Trainer and TrainingArguments, which cannot",
-            1,
-        ),
+        ("args.patrickstar = False", "changes 'patrickstar' of its arguments", 2),
     ],
 )
 def test_a_script_that_cannot_be_checked_gets_a_sentence(more, problem, num_runs, here, tmp_path, capsys):
