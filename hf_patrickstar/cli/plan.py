@@ -77,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write a page of the plan there, and the timeline for Perfetto beside it; older files are replaced",
     )
+    parser.set_defaults(defaults={action.dest: action.default for action in parser._actions})
 
 
 def run(options: argparse.Namespace) -> int:

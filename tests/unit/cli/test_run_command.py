@@ -162,13 +162,12 @@ def test_options_before_the_script_are_the_commands_own():
     assert split(["run"]) == (["run"], [])
 
 
-def test_started_processes_inherit_by_their_environment_alone(tmp_path):
+def test_started_processes_inherit_by_their_environment_alone(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.own_sitecustomize = True\n")
     code = "import sys; print(own_sitecustomize, 'torch' in sys.modules, type(sys.meta_path[0]).__name__)"
-    before = dict(os.environ)
-    with run_command._inherited(unchanged.Defaults(patrickstar=True)):
-        variables = {name: os.environ[name] for name in ("PYTHONPATH", "HF_PATRICKSTAR_RUN")}
-    assert os.environ == before
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    run_command._let_inherit(unchanged.Defaults(patrickstar=True))
+    variables = {name: os.environ[name] for name in ("PYTHONPATH", "HF_PATRICKSTAR_RUN")}
     folder = os.path.dirname(inherited.__file__)
     assert variables["PYTHONPATH"].split(os.pathsep)[0] == folder
     variables["PYTHONPATH"] += os.pathsep + str(tmp_path)
