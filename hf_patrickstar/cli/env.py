@@ -1,9 +1,10 @@
 """``hf-patrickstar env``: what this machine is, and how fast."""
 
 import argparse
+import functools
 import importlib.metadata
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from tqdm import tqdm
@@ -44,7 +45,12 @@ def run(options: argparse.Namespace) -> None:
     with joined() as is_first:
         if is_first:
             _print(describe())
-        machine = _measure(is_first) if options.measure else None
+        machine = None
+        if options.measure:
+            measure = measure_together if num_launched() > 1 else measure_machine
+            bar = {"desc": "measuring", "unit": "figure", "leave": False, "delay": PROGRESS_AFTER_S}
+            progress = functools.partial(tqdm, disable=not is_first, **bar)
+            machine = measure(progress=progress, visit=seconds_of_a_visit)
     if machine is None or not is_first:
         return
     print()
@@ -52,17 +58,6 @@ def run(options: argparse.Namespace) -> None:
     if options.json is not None:
         write_text(options.json, machine.to_json() + "\n", "--json")
         print(f"\n{options.json}: written")
-
-
-def _measure(is_first: bool) -> Machine:
-    """Measures this machine, in all processes of a launcher at once."""
-
-    def progress(names: Iterable[str]) -> Iterable[str]:
-        delay = PROGRESS_AFTER_S
-        return tqdm(names, desc="measuring", unit="figure", leave=False, delay=delay, disable=not is_first)
-
-    measure = measure_together if num_launched() > 1 else measure_machine
-    return measure(progress=progress, visit=seconds_of_a_visit)
 
 
 def describe() -> dict[str, str]:

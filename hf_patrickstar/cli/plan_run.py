@@ -14,26 +14,10 @@ from tqdm import tqdm
 from hf_patrickstar.cli.files import trace_beside, write_html, write_text
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.integrations.unchanged import Defaults, install
-from hf_patrickstar.planner import advice
+from hf_patrickstar.planner import advice, screen
 from hf_patrickstar.planner.adapters import parse_lora, read_peft
 from hf_patrickstar.planner.plan import Plan
-from hf_patrickstar.planner.planning import (
-    TrainingSetup,
-    arrange,
-    model_data_nbytes,
-    plan_and_simulate,
-    plan_for_runs,
-)
-from hf_patrickstar.planner.screen import (
-    caveat,
-    changes_of,
-    describe,
-    describe_changes,
-    describe_found,
-    describe_memory,
-    headline,
-    largest_of,
-)
+from hf_patrickstar.planner.planning import TrainingSetup, arrange, model_data_nbytes, plan_and_simulate, plan_for_runs
 from hf_patrickstar.planner.search import Goal, answered, search
 from hf_patrickstar.planner.simulation import Simulation
 from hf_patrickstar.planner.subject import Subject
@@ -67,17 +51,18 @@ def run_plan(options: argparse.Namespace) -> int:
     words = in_words_of_the_script if options.script else str
     tiers_nbytes = given.machine.device_nbytes + given.machine.host_nbytes
     length = subject.length if options.seq_len is None and subject.unit == "tokens" and not options.script else None
-    print(describe_memory(*model_data_nbytes(subject, given), tiers_nbytes, length), flush=True)  # all else is slower
+    # First, since all else is slower.
+    print(screen.describe_memory(*model_data_nbytes(subject, given), tiers_nbytes, length), flush=True)
     plan, simulation = plan_for_runs(subject, given)
-    print(describe(plan, is_verbose=options.verbose), flush=True)
+    print(screen.describe(plan, is_verbose=options.verbose), flush=True)
     if not options.no_advice:
         plan = _with_tried(plan, subject, given, words)
-        print(words(describe_changes(plan)))
-    print(caveat(is_verbose=options.verbose))
+        print(words(screen.describe_changes(plan)))
+    print(screen.caveat(is_verbose=options.verbose))
     if options.json is not None:
         write_text(options.json, plan.to_json(), "--json")
-    largest = [words(text) for text in largest_of(plan)]
-    _show(options, plan, simulation, changes=changes_of(plan), largest=largest)
+    largest = [words(text) for text in screen.largest_of(plan)]
+    _show(options, plan, simulation, changes=screen.changes_of(plan), largest=largest)
     return 0 if plan.fits else 1
 
 
@@ -97,11 +82,11 @@ def _search(options: argparse.Namespace, subject: Subject, given: TrainingSetup)
             raise ConfigError(f"--{option}-memory: a search for the cheapest machine takes what each has; leave it out")
     with _showing("searching") as progress:
         found = search(options.search, subject, given, progress)
-    print(describe_found(found))
+    print(screen.describe_found(found))
     if found.plan is not None:
         print()
-        print(describe(found.plan, is_verbose=options.verbose))
-        print(caveat(is_verbose=options.verbose))
+        print(screen.describe(found.plan, is_verbose=options.verbose))
+        print(screen.caveat(is_verbose=options.verbose))
     if options.json is not None:
         write_text(options.json, found.to_json(), "--json")
     if options.html is None:
@@ -110,7 +95,7 @@ def _search(options: argparse.Namespace, subject: Subject, given: TrainingSetup)
         print("Nothing is written for --html; a plan without --search says what is missing.")
         return 1
     # The step is simulated once more, to be recorded.
-    _show(options, *plan_and_simulate(*answered(found, subject, given)), found=describe_found(found))
+    _show(options, *plan_and_simulate(*answered(found, subject, given)), found=screen.describe_found(found))
     return 0
 
 
@@ -144,7 +129,7 @@ def _show(options: argparse.Namespace, plan: Plan, simulation: Simulation | None
     """
     if options.html is None:
         return
-    title, verdict = headline(plan).split("\n", 1)
+    title, verdict = screen.headline(plan).split("\n", 1)
     survey, timeline = (None, None) if simulation is None else (simulation.survey, simulation.timeline)
     trace_name = None if timeline is None else trace_beside(options.html).name
     page = plan_page(json.loads(plan.to_json()), title, verdict, survey, timeline, trace_name=trace_name, **more)

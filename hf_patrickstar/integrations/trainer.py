@@ -127,11 +127,6 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         with contextlib.nullcontext() if self._run is None else self._run.paused(), bars_as_asked(self.args):
             yield
 
-    def _tell_expected(self, text: str) -> None:
-        """Tells what a new engine expects, before it allocates anything, unless a log has told it already."""
-        if not logging.getLogger("hf_patrickstar").isEnabledFor(logging.INFO):
-            self._tell(text)
-
     def _tell(self, line: str | None) -> None:
         """Prints a line on the console of the first process, unless the user wants none."""
         if line is None or self.args.patrickstar_logging == "off":  # type: ignore[attr-defined]
@@ -227,7 +222,7 @@ def _follow_log_level(level: int) -> None:
 
 
 class _EventListener:
-    """Tells a Trainer of events of its engine; a Trainer that is pickled is an ordinary one, and has none."""
+    """Has a Trainer print what a new engine expects; a Trainer that is pickled is an ordinary one, and has none."""
 
     def __init__(self, trainer: PatrickStarTrainerMixin) -> None:
         self._trainer = weakref.ref(trainer)
@@ -237,10 +232,9 @@ class _EventListener:
 
     def __call__(self, event: Event) -> None:
         trainer = self._trainer()
-        if trainer is None:
-            return
-        if isinstance(event, ModelDecided):
-            trainer._tell_expected(event.text)
+        is_logged = logging.getLogger("hf_patrickstar").isEnabledFor(logging.INFO)
+        if trainer is not None and isinstance(event, ModelDecided) and not is_logged:
+            trainer._tell(event.text)
 
 
 class PatrickStarTrainer(PatrickStarTrainerMixin, Trainer):
