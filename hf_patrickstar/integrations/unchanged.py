@@ -25,12 +25,13 @@ import importlib.machinery
 import sys
 import types
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from hf_patrickstar.errors import ConfigError
 
 
-class Place(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
     """A name in a module of another library, and what the class that is put there is derived from."""
 
     module: str
