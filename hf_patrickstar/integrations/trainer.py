@@ -166,8 +166,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         self._tell(self._run.begin_micro_batch(kwargs["inputs"] if "inputs" in kwargs else args[1]))
         # on_optimizer_step is the only call of user code between a step and the Trainer's zero_grad.
         engine.manager.gradients.is_watched = any(
-            getattr(callback, "on_optimizer_step", None) is not None
-            and type(callback).on_optimizer_step is not TrainerCallback.on_optimizer_step
+            getattr(type(callback), "on_optimizer_step", None) is not TrainerCallback.on_optimizer_step
             for callback in self.callback_handler.callbacks
         )
         try:
