@@ -66,12 +66,13 @@ def test_the_same_bits(flag, here, logs, tmp_path, capsys):
 
 def test_what_would_leave_the_machine_or_cannot_be_done_in_two_steps_is_off(here, tmp_path, capsys):
     more = "from transformers import EarlyStoppingCallback\ncallbacks.append(EarlyStoppingCallback())\n"
-    more += "args.max_steps, args.save_strategy = 90, 'steps'"
+    more += "args.output_dir, args.save_strategy = 'changed', 'steps'"
     off = ["--eval_strategy", "steps", "--eval_steps", "1", "--load_best_model_at_end", "true", "--save_steps", "1"]
     off += ["--push_to_hub", "true", "--resume_from_checkpoint", "nowhere", "--report_to", "all"]
     assert check(write_script(tmp_path, more), *off, steps=1) == 0
     assert capsys.readouterr().out.startswith("same bits\n  1 steps, 1 losses")
-    assert sorted(os.listdir(tmp_path)) == ["tmp", "train.py"]
+    assert sorted(os.listdir(tmp_path)) == ["changed", "tmp", "train.py"]
+    assert os.listdir(tmp_path / "changed") == [], "the Trainer makes the directory, and saves nothing there"
 
 
 @pytest.mark.parametrize("step", [1, 2])
