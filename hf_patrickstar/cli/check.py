@@ -18,6 +18,7 @@ import tempfile
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.integrations.sameness import RECORD, Record, compare
 
+_TRAINING = "hf_patrickstar.integrations.short_training"
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 _SIGNALLED = 128
 """What a shell adds to the number of a signal that has ended a process."""
@@ -79,7 +80,7 @@ def _train(options: argparse.Namespace, directory: str, logs: pathlib.Path, name
     home.mkdir()
     task = {"directory": str(home), "is_chunked": name == "patrickstar", "num_steps": options.steps}
     task |= {"path": options.script, "arguments": options.arguments}
-    command = [sys.executable, "-m", "hf_patrickstar.integrations.short_process", json.dumps(task)]
+    command = [sys.executable, "-m", "hf_patrickstar", "run", "-m", _TRAINING, json.dumps(task)]
     which = "with --patrickstar" if task["is_chunked"] else "without --patrickstar"
     print(f"hf-patrickstar check: training {which}, {options.steps} steps", file=sys.stderr, flush=True)
     device = os.environ.get(_DEVICES, "0").split(",")[0]  # plain training would use several GPUs at once

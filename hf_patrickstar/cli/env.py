@@ -1,9 +1,10 @@
 """``hf-patrickstar env``: what this machine is, and how fast."""
 
+import argparse
+import functools
 import importlib.metadata
-import pathlib
 import platform
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 import torch
 from tqdm import tqdm
@@ -25,42 +26,38 @@ PROGRESS_AFTER_S = 2
 _WIDTH = 24
 
 
-def env(measure: bool, json_file: str | None) -> None:
-    """Prints what this machine is; of several processes that a launcher has started, the first one prints.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what the command understands."""
+    parser.add_argument("--measure", action="store_true", help="measure the rates of this machine, which takes seconds")
+    parser.add_argument("--json", metavar="FILE", help="the file for the measured machine; an older file is replaced")
 
-    Args:
-        measure: Measures its rates too, which takes some seconds.
-        json_file: Where the rates are written, for ``find_machine`` to read; an older file is replaced.
+
+def run(options: argparse.Namespace) -> None:
+    """Prints what this machine is; of several processes that a launcher has started, the first one prints.
 
     Raises:
         ConfigError: If the file cannot be written, or is asked for without measuring.
     """
-    path = _checked(json_file, measure) if json_file is not None else None
+    if options.json is not None:
+        if not options.measure:
+            raise ConfigError("--json writes what was measured; add --measure")
+        check_file(options.json, "--json")
     with joined() as is_first:
         if is_first:
-            for name, value in describe().items():
-                _print_row(name, value)
-        machine = _measure(is_first) if measure else None
+            _print(describe())
+        machine = None
+        if options.measure:
+            measure = measure_together if num_launched() > 1 else measure_machine
+            bar = {"desc": "measuring", "unit": "figure", "leave": False, "delay": PROGRESS_AFTER_S}
+            progress = functools.partial(tqdm, disable=not is_first, **bar)
+            machine = measure(progress=progress, visit=seconds_of_a_visit)
     if machine is None or not is_first:
         return
     print()
-    for name, value in rates(machine).items():
-        _print_row(name, value)
-    if path is not None:
-        write_text(path, machine.to_json() + "\n", "--json")
-        print(f"\n{path}: written")
-
-
-def _measure(is_first: bool) -> Machine:
-    """Measures this machine, in all processes of a launcher at once."""
-
-    def progress(names: Iterable[str]) -> Iterable[str]:
-        if not is_first:
-            return names
-        return tqdm(names, desc="measuring", unit="figure", leave=False, delay=PROGRESS_AFTER_S)
-
-    measure = measure_together if num_launched() > 1 else measure_machine
-    return measure(progress=progress, visit=seconds_of_a_visit)
+    _print(rates(machine))
+    if options.json is not None:
+        write_text(options.json, machine.to_json() + "\n", "--json")
+        print(f"\n{options.json}: written")
 
 
 def describe() -> dict[str, str]:
@@ -73,7 +70,7 @@ def describe() -> dict[str, str]:
         accelerator = "none; the compute tier is a budgeted part of CPU memory"
     return {
         "hf_patrickstar": __version__,
-        **{library: _version(library) for library in _LIBRARIES},
+        **{library: importlib.metadata.version(library) for library in _LIBRARIES},
         "Python": platform.python_version(),
         "system": platform.platform(),
         "CPU": cpu_name(),
@@ -109,18 +106,6 @@ def rates(machine: Machine) -> dict[str, str]:
     }
 
 
-def _print_row(name: str, value: str) -> None:
-    print(f"{name:<{_WIDTH}}{value}")
-
-
-def _version(library: str) -> str:
-    try:
-        return importlib.metadata.version(library)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _checked(json_file: str, measure: bool) -> pathlib.Path:
-    if not measure:
-        raise ConfigError("--json writes what was measured; add --measure")
-    return check_file(json_file, "--json")
+def _print(rows: Mapping[str, str]) -> None:
+    for name, value in rows.items():
+        print(f"{name:<{_WIDTH}}{value}")

@@ -3,13 +3,10 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from hf_patrickstar.checkpoint.export import export
-from hf_patrickstar.cli import check, convert, plan, report
-from hf_patrickstar.cli import run as run_command
-from hf_patrickstar.cli.env import env
+from hf_patrickstar.cli import check, convert, env, plan, report, run
 from hf_patrickstar.errors import ConfigError, PatrickStarError
 from hf_patrickstar.units import format_nbytes
 from hf_patrickstar.version import __version__
@@ -33,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:1] == ["plan"]:
         words, script = plan.split_script(words)
     elif words[:1] == ["run"]:
-        words, script = run_command.split_program(words)
+        words, script = run.split_program(words)
     options = _parser().parse_args(words)
     options.script = script or getattr(options, "script", None)
     try:
@@ -54,51 +51,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    def add(name: str, run: Callable[[argparse.Namespace], Any], text: str, more: str) -> argparse.ArgumentParser:
+    for name, (add_arguments, run_command, text, more) in _COMMANDS.items():
         command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}. {more}")
-        command.set_defaults(run=run)
-        return command
-
-    command = add("export", _export, "write the optimizer.pt of a checkpoint, which the stock Trainer reads", "")
-    command.add_argument("directory", metavar="DIR", help="a checkpoint that was saved with --patrickstar")
-    command.add_argument("--output", metavar="FILE", help="the file to write or replace (default: DIR/optimizer.pt)")
-    command = add(
-        "env",
-        _env,
-        "print what this machine is, and measure how fast it is",
-        "Under torchrun or accelerate launch all processes measure at the same time, and their links, too.",
-    )
-    command.add_argument(
-        "--measure", action="store_true", help="measure the rates of this machine, which takes seconds"
-    )
-    command.add_argument("--json", metavar="FILE", help="the file for the measured machine; an older file is replaced")
-    command = add(
-        "plan", plan.run, "tell whether a model fits a machine, and how fast it trains there", "It reads no weights."
-    )
-    plan.add_arguments(command)
-    command.set_defaults(defaults={action.dest: action.default for action in command._actions})
-    check.add_arguments(
-        add(
-            "check",
-            check.run,
-            "compare a few steps of a script's training without and with --patrickstar, bit by bit",
-            "It compares losses, gradient norms, parameters and buffers. Nothing is saved, evaluated or reported.",
-        )
-    )
-    run_command.add_to(commands)
-    report.add_arguments(
-        add("report", report.run, "make a page of a run", "It shows what a run with --patrickstar has recorded.")
-    )
-    convert.add_arguments(
-        add(
-            "convert",
-            convert.run,
-            "make --patrickstar_config from a configuration of DeepSpeed, FSDP or Accelerate",
-            "It prints the JSON, and on the standard error what each key becomes.",
-        )
-    )
+        command.set_defaults(run=run_command)
+        add_arguments(command)
     return parser
+
+
+def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="a checkpoint that was saved with --patrickstar")
+    parser.add_argument("--output", metavar="FILE", help="the file to write or replace (default: DIR/optimizer.pt)")
 
 
 def _export(options: argparse.Namespace) -> None:
@@ -106,5 +68,38 @@ def _export(options: argparse.Namespace) -> None:
         print(f"{path}: {format_nbytes(path.stat().st_size)}")
 
 
-def _env(options: argparse.Namespace) -> None:
-    env(options.measure, options.json)
+_COMMANDS = {
+    "export": (
+        *(_add_export_arguments, _export),
+        *("write the optimizer.pt of a checkpoint, which the stock Trainer reads", ""),
+    ),
+    "env": (
+        *(env.add_arguments, env.run, "print what this machine is, and measure how fast it is"),
+        "Under torchrun or accelerate launch all processes measure at the same time, and their links, too.",
+    ),
+    "plan": (
+        *(plan.add_arguments, plan.run, "tell whether a model fits a machine, and how fast it trains there"),
+        "It reads no weights.",
+    ),
+    "check": (
+        *(check.add_arguments, check.run),
+        "compare a few steps of a script's training without and with --patrickstar, bit by bit",
+        "It compares losses, gradient norms, parameters and buffers. Nothing is saved, evaluated or reported.",
+    ),
+    "run": (
+        *(run.add_arguments, run.run),
+        "run a training script that does not know this package; its parser then knows --patrickstar",
+        "Its Trainer and TrainingArguments get --patrickstar and --patrickstar_config; not a line of it changes. "
+        "Options before SCRIPT hold for all of the script.",
+    ),
+    "report": (
+        *(report.add_arguments, report.run, "make a page of a run"),
+        "It shows what a run with --patrickstar has recorded.",
+    ),
+    "convert": (
+        *(convert.add_arguments, convert.run),
+        "make --patrickstar_config from a configuration of DeepSpeed, FSDP or Accelerate",
+        "It prints the JSON, and on the standard error what each key becomes.",
+    ),
+}
+"""Each command: a function that adds its arguments, one that runs it, and its help in short and at length."""

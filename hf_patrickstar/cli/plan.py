@@ -10,73 +10,63 @@ from hf_patrickstar.tracing.garbage import no_collections, objects_set_aside
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what the command understands."""
+    add = parser.add_argument
 
     def add_number(name: str, default: int, what: str) -> None:
-        parser.add_argument(name, type=int, default=default, metavar="N", help=f"{what} (default: %(default)s)")
+        add(name, type=int, default=default, metavar="N", help=f"{what} (default: %(default)s)")
 
-    parser.add_argument(
+    add(
         "model",
         nargs="?",
         metavar="MODEL",
         help="a model id, a directory, a config.json, or TYPE:KEY=VALUE,... as in gpt2:n_layer=48,n_embd=1600; or, "
         "after --, a training script and its own arguments, which then say what is trained and how",
     )
-    parser.add_argument(
+    add(
         "--machine",
         default="rtx4090",
         help=f"{', '.join(MACHINES)}; several as in 8xh100; this; or a file of 'env --measure --json' "
         "(default: %(default)s)",
     )
-    parser.add_argument(
-        "--device-memory", metavar="SIZE", help="what training may take (default: 95%% of the device's memory)"
-    )
-    parser.add_argument(
-        "--host-memory", metavar="SIZE", help="for each process (default: 90%% of its share of the host)"
-    )
-    parser.add_argument(
-        "--host-cores", type=int, metavar="N", help="cores of the host for each process (default: its share of all)"
-    )
-    parser.add_argument("--task", help="causal-lm, masked-lm, ... (default: what the model was saved for)")
+    add("--device-memory", metavar="SIZE", help="what training may take (default: 95%% of the device's memory)")
+    add("--host-memory", metavar="SIZE", help="for each process (default: 90%% of its share of the host)")
+    add("--host-cores", type=int, metavar="N", help="cores of the host for each process (default: its share of all)")
+    add("--task", help="causal-lm, masked-lm, ... (default: what the model was saved for)")
     add_number("--batch-size", 1, "sequences of a micro-batch on each process")
-    parser.add_argument(
-        "--seq-len", type=int, help="tokens of a sequence (default: the model's positions, at most 4096)"
-    )
+    add("--seq-len", type=int, help="tokens of a sequence (default: the model's positions, at most 4096)")
     add_number("--accumulation", 1, "micro-batches of an optimizer step")
     add_number("--processes", 1, "processes, each on a device of the machine")
-    parser.add_argument("--dtype", default="bf16", help="bf16, fp16, fp32 or auto (default: %(default)s)")
-    parser.add_argument("--optimizer", default="adamw", help="a class of torch.optim (default: %(default)s)")
-    parser.add_argument("--gradient-checkpointing", action="store_true", help="recompute activations in backward")
-    parser.add_argument(
-        "--max-grad-norm", type=float, default=1.0, help="clip gradients to this norm, or 0 (default: %(default)s)"
-    )
-    parser.add_argument(
+    add("--dtype", default="bf16", help="bf16, fp16, fp32 or auto (default: %(default)s)")
+    add("--optimizer", default="adamw", help="a class of torch.optim (default: %(default)s)")
+    add("--gradient-checkpointing", action="store_true", help="recompute activations in backward")
+    add("--max-grad-norm", type=float, default=1.0, help="clip gradients to this norm, or 0 (default: %(default)s)")
+    add(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
         help="a setting of patrickstar_config; may be repeated",
     )
-    parser.add_argument(
+    add(
         "--lora",
         metavar="SETTINGS",
         help="train adapters over a frozen model: r=16,alpha=32,targets=q_proj+v_proj, each optional (needs PEFT)",
     )
-    parser.add_argument("--peft", metavar="PATH", help="the same by an adapter_config.json, or a directory with one")
-    parser.add_argument(
+    add("--peft", metavar="PATH", help="the same by an adapter_config.json, or a directory with one")
+    add(
         "--search",
         metavar="GOAL",
         help="what to look for: max-batch, max-seq-len, max-model (more layers), or cheapest-machine (of those known)",
     )
-    parser.add_argument("--no-advice", action="store_true", help="do not plan changes, which takes longest")
-    parser.add_argument(
-        "--verbose", action="store_true", help="print every kind of memory, and what was decided and why"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the plan there too; an older file is replaced")
-    parser.add_argument(
+    add("--no-advice", action="store_true", help="do not plan changes, which takes longest")
+    add("--verbose", action="store_true", help="print every kind of memory, and what was decided and why")
+    add("--json", metavar="FILE", help="write the plan there too; an older file is replaced")
+    add(
         "--html",
         metavar="FILE",
         help="write a page of the plan there, and the timeline for Perfetto beside it; older files are replaced",
     )
+    parser.set_defaults(defaults={action.dest: action.default for action in parser._actions})
 
 
 def run(options: argparse.Namespace) -> int:

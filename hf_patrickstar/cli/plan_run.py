@@ -6,35 +6,18 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tqdm import tqdm
 
 from hf_patrickstar.cli.files import trace_beside, write_html, write_text
-from hf_patrickstar.cli.settings import settings_of
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.integrations.unchanged import Defaults, install
-from hf_patrickstar.planner import advice
+from hf_patrickstar.planner import advice, screen
 from hf_patrickstar.planner.adapters import parse_lora, read_peft
 from hf_patrickstar.planner.plan import Plan
-from hf_patrickstar.planner.planning import (
-    TrainingSetup,
-    arrange,
-    model_data_nbytes,
-    plan_and_simulate,
-    plan_for_runs,
-)
-from hf_patrickstar.planner.screen import (
-    caveat,
-    changes_of,
-    describe,
-    describe_changes,
-    describe_found,
-    describe_memory,
-    headline,
-    largest_of,
-)
+from hf_patrickstar.planner.planning import TrainingSetup, arrange, model_data_nbytes, plan_and_simulate, plan_for_runs
 from hf_patrickstar.planner.search import Goal, answered, search
 from hf_patrickstar.planner.simulation import Simulation
 from hf_patrickstar.planner.subject import Subject
@@ -68,17 +51,18 @@ def run_plan(options: argparse.Namespace) -> int:
     words = in_words_of_the_script if options.script else str
     tiers_nbytes = given.machine.device_nbytes + given.machine.host_nbytes
     length = subject.length if options.seq_len is None and subject.unit == "tokens" and not options.script else None
-    print(describe_memory(*model_data_nbytes(subject, given), tiers_nbytes, length), flush=True)  # all else is slower
+    # First, since all else is slower.
+    print(screen.describe_memory(*model_data_nbytes(subject, given), tiers_nbytes, length), flush=True)
     plan, simulation = plan_for_runs(subject, given)
-    print(describe(plan, is_verbose=options.verbose), flush=True)
+    print(screen.describe(plan, is_verbose=options.verbose), flush=True)
     if not options.no_advice:
         plan = _with_tried(plan, subject, given, words)
-        print(words(describe_changes(plan)))
-    print(caveat(is_verbose=options.verbose))
+        print(words(screen.describe_changes(plan)))
+    print(screen.caveat(is_verbose=options.verbose))
     if options.json is not None:
         write_text(options.json, plan.to_json(), "--json")
-    largest = [words(text) for text in largest_of(plan)]
-    _show(options, plan, simulation, changes=changes_of(plan), largest=largest)
+    largest = [words(text) for text in screen.largest_of(plan)]
+    _show(options, plan, simulation, changes=screen.changes_of(plan), largest=largest)
     return 0 if plan.fits else 1
 
 
@@ -93,25 +77,26 @@ def _with_tried(plan: Plan, subject: Subject, given: TrainingSetup, words: Calla
 
 
 def _search(options: argparse.Namespace, subject: Subject, given: TrainingSetup) -> int:
-    for option in ("device_memory", "host_memory"):
-        if options.search == Goal.CHEAPEST and getattr(options, option) is not None:
-            name = option.replace("_", "-")
-            raise ConfigError(f"--{name}: a search for the cheapest machine takes what each has; leave it out")
+    for option, given_there in (("device", options.device_memory), ("host", options.host_memory)):
+        if options.search == Goal.CHEAPEST and given_there is not None:
+            raise ConfigError(f"--{option}-memory: a search for the cheapest machine takes what each has; leave it out")
     with _showing("searching") as progress:
         found = search(options.search, subject, given, progress)
-    print(describe_found(found))
+    print(screen.describe_found(found))
     if found.plan is not None:
         print()
-        print(describe(found.plan, is_verbose=options.verbose))
-        print(caveat(is_verbose=options.verbose))
+        print(screen.describe(found.plan, is_verbose=options.verbose))
+        print(screen.caveat(is_verbose=options.verbose))
     if options.json is not None:
         write_text(options.json, found.to_json(), "--json")
-    if found.plan is None and options.html is not None:
+    if options.html is None:
+        return int(found.plan is None)
+    if found.plan is None:
         print("Nothing is written for --html; a plan without --search says what is missing.")
-    elif options.html is not None:
-        # The step is simulated once more, to be recorded.
-        _show(options, *plan_and_simulate(*answered(found, subject, given)), found=describe_found(found))
-    return 0 if found.plan is not None else 1
+        return 1
+    # The step is simulated once more, to be recorded.
+    _show(options, *plan_and_simulate(*answered(found, subject, given)), found=screen.describe_found(found))
+    return 0
 
 
 @contextlib.contextmanager
@@ -130,43 +115,24 @@ def _showing(what: str) -> Iterator[Callable[[str], None]]:
         yield progress
 
 
-def _show(
-    options: argparse.Namespace,
-    plan: Plan,
-    simulation: Simulation | None,
-    *,
-    changes: Sequence[str] = (),
-    largest: Sequence[str] = (),
-    found: str | None = None,
-) -> None:
-    """Writes the page of a plan, if it was asked for, and beside it the timeline as ``NAME.trace.json`` if it fits.
+def _show(options: argparse.Namespace, plan: Plan, simulation: Simulation | None, **more: Any) -> None:
+    """Writes the page of a plan, if it was asked for, and its timeline as ``NAME.trace.json`` if it fits.
 
     Args:
         options: ``html`` names the file; older ones are replaced.
         plan: The plan.
         simulation: The step that it was made from; ``None`` if it does not fit.
-        changes: What to change, in words.
-        largest: The largest batch and the longest sequence that fit, in sentences.
-        found: What the search has found that the plan comes from, in a sentence.
+        **more: As for ``plan_page``.
 
     Raises:
         ConfigError: If a file cannot be written.
     """
     if options.html is None:
         return
-    title, verdict = headline(plan).split("\n", 1)
+    title, verdict = screen.headline(plan).split("\n", 1)
     survey, timeline = (None, None) if simulation is None else (simulation.survey, simulation.timeline)
-    page = plan_page(
-        json.loads(plan.to_json()),
-        title,
-        verdict,
-        survey,
-        timeline,
-        changes=changes,
-        largest=largest,
-        trace_name=None if timeline is None else trace_beside(options.html).name,
-        found=found,
-    )
+    trace_name = None if timeline is None else trace_beside(options.html).name
+    page = plan_page(json.loads(plan.to_json()), title, verdict, survey, timeline, trace_name=trace_name, **more)
     write_html(page, timeline, options.html, VIRTUAL)
 
 
@@ -180,17 +146,19 @@ def _arrange(options: argparse.Namespace) -> tuple[Subject, TrainingSetup]:
         batch_size=options.batch_size,
         length=options.seq_len,
         num_micro_batches=options.accumulation,
-        world_size=options.processes,
         checkpointing=options.gradient_checkpointing,
         dtype=options.dtype,
         optimizer=options.optimizer,
         max_norm=options.max_grad_norm or None,
-        device_memory=options.device_memory,
-        host_memory=options.host_memory,
-        host_cores=options.host_cores,
-        settings=settings_of(options.set),
         adapters=_adapters(options),
+        **_machine_of(options),
     )
+
+
+def _machine_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What a model and a script are planned with alike."""
+    given = {name: getattr(options, name) for name in ("device_memory", "host_memory", "host_cores")}
+    return given | {"world_size": options.processes, "settings": settings_of(options.set)}
 
 
 def _adapters(options: argparse.Namespace) -> dict[str, Any] | None:
@@ -221,16 +189,7 @@ def _arrange_script(options: argparse.Namespace) -> tuple[Subject, TrainingSetup
         if getattr(options, key) != options.defaults[key]:
             raise ConfigError(f"{name}: the script says this by its own arguments; give {instead} after SCRIPT")
     path, *arguments = options.script
-    return arrange_script(
-        path,
-        arguments,
-        options.machine,
-        world_size=options.processes,
-        device_memory=options.device_memory,
-        host_memory=options.host_memory,
-        host_cores=options.host_cores,
-        settings=settings_of(options.set),
-    )
+    return arrange_script(path, arguments, options.machine, **_machine_of(options))
 
 
 def in_words_of_the_script(text: str) -> str:
@@ -243,4 +202,26 @@ def in_words_of_the_script(text: str) -> str:
     for name, instead in _ITS_OWN.items():
         if instead.startswith("--"):
             text = re.sub(rf"{name}\b", instead, text)
+    return text
+
+
+def settings_of(texts: list[str]) -> dict[str, Any]:
+    """Reads what ``--set`` was given.
+
+    Raises:
+        ConfigError: If one is no setting.
+    """
+    settings: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"--set: '{text}' is no setting; write KEY=VALUE")
+        settings[key] = _value(value)
+    return settings
+
+
+def _value(text: str) -> Any:
+    """A value as in JSON, with any case of true, false and null; everything else is text."""
+    with contextlib.suppress(ValueError):
+        return json.loads(text.lower() if text.lower() in ("true", "false", "null") else text)
     return text

@@ -1,14 +1,12 @@
 """``hf-patrickstar run [OPTIONS] SCRIPT ARGS``: a script that does not know this package trains in chunks."""
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import ConfigError, PatrickStarError
@@ -17,20 +15,9 @@ from hf_patrickstar.integrations.program import find_program, run_program
 from hf_patrickstar.integrations.unchanged import Defaults, install, places_of
 
 
-def add_to(commands: Any) -> None:
-    """Adds the command, with what it understands before SCRIPT.
-
-    Args:
-        commands: What ``add_subparsers`` returned.
-    """
-    parser = commands.add_parser(
-        "run",
-        usage="%(prog)s [--patrickstar] [--patrickstar_config JSON] [--inherit] (SCRIPT | -m MODULE) ARGS...",
-        help="run a training script that does not know this package; its parser then knows --patrickstar",
-        description="Runs a training script as python does. Its Trainer and TrainingArguments get --patrickstar and "
-        "--patrickstar_config; not a line of it changes. Options before SCRIPT hold for all of the script.",
-    )
-    parser.set_defaults(run=run)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what the command understands before SCRIPT."""
+    parser.usage = "%(prog)s [--patrickstar] [--patrickstar_config JSON] [--inherit] (SCRIPT | -m MODULE) ARGS..."
     parser.add_argument(
         "--patrickstar",
         action="store_true",
@@ -67,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
         printed, with the line of the program at which it happened.
 
     Raises:
-        ConfigError: If an argument makes no sense, or a library was imported before or has moved a name.
+        ConfigError: If an argument makes no sense, or a library was imported before.
         SystemExit: If the program ends itself.
         Exception: What the program raises.
     """
@@ -83,13 +70,14 @@ def run(options: argparse.Namespace) -> int:
     if int(os.environ.get("RANK", "0")) == 0:
         puts = ", ".join(f"{place.gets} into {place.module}.{place.name}" for place in places_of(defaults))
         print(f"hf-patrickstar run: puts {puts}, when they are imported", file=sys.stderr, flush=True)
-    with _inherited(defaults) if options.inherit else contextlib.nullcontext():
-        try:
-            run_program(program)
-        except PatrickStarError as error:
-            said = str(error).splitlines()[0]
-            print(f"hf-patrickstar run: {_place(error, program[0])}{said}", file=sys.stderr)
-            return 2 if isinstance(error, ConfigError) else 1
+    if options.inherit:
+        _let_inherit(defaults)
+    try:
+        run_program(program)
+    except PatrickStarError as error:
+        said = str(error).splitlines()[0]
+        print(f"hf-patrickstar run: {_place(error, program[0])}{said}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
     return 0
 
 
@@ -99,22 +87,8 @@ def _place(error: PatrickStarError, path: str) -> str:
     return f"{path}, line {own[-1]}: " if own else ""
 
 
-@contextlib.contextmanager
-def _inherited(defaults: Defaults) -> Iterator[None]:
-    """Gives processes that are started in the block an environment in which they do the same."""
+def _let_inherit(defaults: Defaults) -> None:
+    """Lets processes that this one starts do the same, by their environment."""
     folder = os.path.dirname(os.path.abspath(inherited.__file__))
-    search = os.environ.get("PYTHONPATH")
-    values = {
-        "PYTHONPATH": folder if not search else os.pathsep.join([folder, search]),
-        "HF_PATRICKSTAR_RUN": json.dumps(dataclasses.asdict(defaults)),
-    }
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
+    os.environ["HF_PATRICKSTAR_RUN"] = json.dumps(dataclasses.asdict(defaults))

@@ -118,10 +118,10 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
         self.patrickstar_config = config
         self._patrickstar_precision = precision
         self._patrickstar_accumulation_steps = accumulation_steps
-        self._patrickstar_dtype = precision if config.dtype == "auto" else config.dtype
+        self.patrickstar_dtype = precision if config.dtype == "auto" else config.dtype
         self._patrickstar_preparing: list[torch.nn.Module] = []
         self._patrickstar_listener = listener
-        self.scaler = ChunkedGradScaler(self.device.type) if self._patrickstar_dtype == "fp16" else None
+        self.scaler = ChunkedGradScaler(self.device.type) if self.patrickstar_dtype == "fp16" else None
 
     @property
     def mixed_precision(self) -> str:
@@ -139,12 +139,12 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
         if not self._computes_under_autocast:
             return contextlib.nullcontext()
         kwargs = {} if autocast_handler is None else autocast_handler.to_kwargs()
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self._patrickstar_dtype]
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.patrickstar_dtype]
         return torch.autocast(self.device.type, **{"dtype": dtype, "cache_enabled": False, **kwargs})
 
     @property
     def _computes_under_autocast(self) -> bool:
-        return self._patrickstar_dtype in ("bf16", "fp16") and self.patrickstar_config.autocast is not False
+        return self.patrickstar_dtype in ("bf16", "fp16") and self.patrickstar_config.autocast is not False
 
     # Preparing
 

@@ -22,7 +22,7 @@ import os
 import types
 from typing import Any
 
-from axolotl.integrations.base import BasePlugin
+from axolotl.integrations.base import BasePlugin, PluginManager
 from axolotl.utils.dict import DictDefault
 from pydantic import BaseModel, model_validator
 
@@ -51,6 +51,8 @@ class PatrickStarArgs(BaseModel):
             ValueError: If a setting makes no sense, or another key asks for what chunks cannot do.
         """
         if not data.get("patrickstar"):
+            if data.get("patrickstar_config") is not None:
+                raise ValueError("patrickstar_config is given but patrickstar is not; add 'patrickstar: true'")
             return data
         for key in _OTHERS:
             if data.get(key):
@@ -81,9 +83,20 @@ class PatrickStarPlugin(BasePlugin):
         return {key: _plain(cfg[key]) for key in keys if cfg[key] is not None}
 
     def pre_model_load(self, cfg: DictDefault) -> None:
-        """Lets the model stay in host memory, and chooses the trainer's class where ``rl`` is set."""
+        """Lets the model stay in host memory, and chooses the trainer's class where ``rl`` is set.
+
+        Raises:
+            ConfigError: If another plug-in chooses a trainer.
+        """
         if not cfg.patrickstar:
             return
+        for other in PluginManager.get_instance().plugins.values():
+            chosen = None if other is self else other.get_trainer_cls(cfg)
+            if chosen is not None:
+                raise ConfigError(
+                    f"the plug-in {type(other).__name__} chooses {chosen.__name__}, which does not train in chunks; "
+                    "remove it from 'plugins', or drop 'patrickstar: true'"
+                )
         cfg.device_map = "cpu"
         cfg.experimental_skip_move_to_device = True
         if cfg.rl and not cfg.trainer_cls:
@@ -107,12 +120,12 @@ class PatrickStarPlugin(BasePlugin):
         """Checks that the trainer trains in chunks.
 
         Raises:
-            ConfigError: If ``trainer_cls`` or another plug-in has chosen a trainer that does not.
+            ConfigError: If ``trainer_cls`` names one that does not.
         """
         if cfg.patrickstar and not isinstance(trainer, PatrickStarTrainerMixin):
             raise ConfigError(
-                f"axolotl trains with {type(trainer).__name__}, which does not train in chunks; name "
-                "PatrickStarPlugin first in 'plugins', or derive 'trainer_cls' from PatrickStarTrainerMixin"
+                f"axolotl trains with {type(trainer).__name__}, which does not train in chunks; derive 'trainer_cls' "
+                "from PatrickStarTrainerMixin"
             )
 
 

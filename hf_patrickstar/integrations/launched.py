@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 from hf_patrickstar.cores import own_cores
 from hf_patrickstar.errors import ConfigError
@@ -56,14 +57,17 @@ def measure_launched(num_processes: int) -> Machine:
             f"--machine this: {num_processes} processes need as many devices, {num_accelerators()} are here; use "
             "fewer, or name a machine that has them"
         )
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
+    command = [sys.executable, *f"-m torch.distributed.run --standalone --nproc_per_node {num_processes}".split()]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads_of_each(num_processes))}
     with tempfile.TemporaryDirectory() as directory:
         file = pathlib.Path(directory) / "machine.json"
-        done = _run(
-            [sys.executable, *launcher, "-m", "hf_patrickstar", "env", "--measure", "--json", str(file)],
-            {**os.environ, "OMP_NUM_THREADS": str(threads_of_each(num_processes))},
-        )
-        if done.returncode or not file.exists():
+        command += ["-m", "hf_patrickstar", "env", "--measure", "--json", str(file)]
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+        try:
+            done = subprocess.run(command, env=environment, timeout=_LIMIT_S, check=False, **streams)
+        except subprocess.TimeoutExpired:
+            done = subprocess.CompletedProcess(command, -signal.SIGKILL, "", f"killed after {_LIMIT_S:g} s")
+        if done.returncode:
             said = "\n".join(done.stderr.strip().splitlines()[-_MOST_LINES:])
             raise ConfigError(
                 f"--machine this: {num_processes} processes cannot measure this machine together (exit status "
@@ -71,22 +75,6 @@ def measure_launched(num_processes: int) -> Machine:
                 "--measure' to see all that they say"
             )
         return find_machine(str(file))
-
-
-def _run(command: list[str], environment: dict[str, str]) -> "subprocess.CompletedProcess[str]":
-    """Runs a command to its end; one that takes too long is killed, and has failed."""
-    try:
-        return subprocess.run(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_LIMIT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        return subprocess.CompletedProcess(command, -signal.SIGKILL, "", f"killed after {error.timeout:g} s")
 
 
 def threads_of_each(num_processes: int) -> int:

@@ -100,10 +100,9 @@ def main() -> None:
         from llamafactory.v1.trainers.sft_trainer import run_sft
 
         model_args, _, training_args, _ = get_args()
-        names = {"dist_config": NAME, "optim_config": OPTIMIZER, "init_config": HOST}
-        for key, name in names.items():
-            given = getattr(model_args if key == "init_config" else training_args, key)
-            if (given or {}).get("name") != name:
+        given = {**vars(training_args), "init_config": model_args.init_config}
+        for key, name in {"dist_config": NAME, "optim_config": OPTIMIZER, "init_config": HOST}.items():
+            if (given[key] or {}).get("name") != name:
                 raise ConfigError(f"the YAML file does not say '{key}: {{name: {name}}}'; add it")
         if "lr" not in training_args.optim_config:
             raise ConfigError("optim_config has no 'lr', and LLaMA-Factory does not pass learning_rate to it; add lr")

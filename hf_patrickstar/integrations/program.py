@@ -1,31 +1,12 @@
 """A Python program that runs in this process: a script or a module, with its own command line."""
 
-import contextlib
 import os
 import runpy
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from hf_patrickstar.errors import ConfigError
-
-
-@contextlib.contextmanager
-def as_program(path: str, arguments: Sequence[str], folder: str) -> Iterator[None]:
-    """Gives ``sys.argv`` and ``sys.path[0]`` the values of a program; after the block both are as before.
-
-    Args:
-        path: The program's own name, ``sys.argv[0]``.
-        arguments: Its arguments.
-        folder: Where Python looks for its modules first.
-    """
-    argv, search = sys.argv, list(sys.path)
-    sys.argv = [path, *arguments]
-    sys.path[:1] = [folder]
-    try:
-        yield
-    finally:
-        sys.argv, sys.path[:] = argv, search
 
 
 def find_program(words: Sequence[str]) -> list[str]:
@@ -54,7 +35,7 @@ def find_program(words: Sequence[str]) -> list[str]:
 
 
 def run_program(words: Sequence[str]) -> None:
-    """Runs a program as ``python`` does, with ``__name__ == "__main__"``.
+    """Runs a program as ``python`` does, with its own ``sys.argv`` and ``sys.path[0]``, which it then restores.
 
     Args:
         words: What ``find_program`` returns.
@@ -63,11 +44,15 @@ def run_program(words: Sequence[str]) -> None:
         SystemExit: If the program ends itself.
         Exception: What the program raises.
     """
-    path, *arguments = words
-    if path == "-m":
-        module, *arguments = arguments
-        with as_program(module, arguments, os.getcwd()):
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
-        return
-    with as_program(path, arguments, os.path.dirname(os.path.realpath(path))):
-        runpy.run_path(path, run_name="__main__")
+    is_module = words[0] == "-m"
+    path, *arguments = words[1:] if is_module else words
+    argv, search = sys.argv, list(sys.path)
+    sys.argv = [path, *arguments]
+    sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(path))
+    try:
+        if is_module:
+            runpy.run_module(path, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(path, run_name="__main__")
+    finally:
+        sys.argv, sys.path[:] = argv, search

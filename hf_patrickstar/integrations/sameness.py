@@ -38,7 +38,7 @@ class Record:
         norms: The norm of the gradients before clipping, of each step that has logged it.
         rates: The learning rate of each step.
         digests: A hash of each parameter and buffer, before training and after each step.
-        precision: ``"no"``, ``"bf16"`` or ``"fp16"``.
+        precision: What it computes in: ``"bf16"``, ``"fp16"``, or another name for fp32.
         problem: Why the script cannot be checked; empty if it was trained.
     """
 

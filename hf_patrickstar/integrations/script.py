@@ -18,14 +18,14 @@ it, and blocks of ``finally`` run as usual.
 import contextlib
 import functools
 import os
-import runpy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from transformers import Trainer, TrainingArguments
 
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.integrations.program import as_program
+from hf_patrickstar.integrations.accelerator_checkpoints import having
+from hf_patrickstar.integrations.program import run_program
 from hf_patrickstar.integrations.training_args import PatrickStarArgumentsMixin
 
 
@@ -70,10 +70,9 @@ def run_script(path: str, arguments: Sequence[str], on_train: OnTrain, on_argume
     if not os.path.isfile(path):
         raise ScriptError(f"there is no script '{path}'; give the path of a file")
     told: set[str] = set()
-    folder = os.path.dirname(os.path.abspath(path))
     try:
-        with as_program(path, arguments, folder), _caught(on_train, on_arguments, told):
-            runpy.run_path(path, run_name="__main__")
+        with _caught(on_train, on_arguments, told):
+            run_program([path, *arguments])
     except StopScript as stop:
         return stop.value
     except SystemExit as end:
@@ -116,7 +115,7 @@ def _caught(on_train: OnTrain, on_arguments: OnArguments | None, told: set[str])
 
     @functools.wraps(train)
     def training(self: Any, *args: Any, **kwargs: Any) -> Any:
-        told.update(("built", "trained"))
+        told.add("trained")
 
         def as_asked(*others: Any, **named: Any) -> Any:
             return train(self, *others, **named) if others or named else train(self, *args, **kwargs)
@@ -131,34 +130,21 @@ def _caught(on_train: OnTrain, on_arguments: OnArguments | None, told: set[str])
             (Trainer, "__init__", noting),
             (Trainer, "train", training),
         ):
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, replacement)
+            stack.enter_context(having(owner, name, replacement))
         yield
 
 
-def touch_nothing(arguments: Any, directory: str) -> None:
+def touch_nothing(arguments: Any, directory: str, **more: Any) -> None:
     """Changes training arguments, before they check themselves, so that nothing of the user's is written to.
 
     Args:
         arguments: The arguments object.
         directory: What the Trainer may write to in place of ``output_dir``.
+        **more: Other fields with their values.
     """
-    set_known(
-        arguments,
-        {
-            **{"output_dir": directory, "report_to": "none", "push_to_hub": False, "resume_from_checkpoint": None},
-            **{"save_strategy": "no", "eval_strategy": "no", "eval_on_start": False, "load_best_model_at_end": False},
-        },
-    )
-
-
-def set_known(arguments: Any, values: Mapping[str, Any]) -> None:
-    """Sets those fields of training arguments that this version of transformers has.
-
-    Args:
-        arguments: The arguments object.
-        values: The values by field.
-    """
-    for name, value in values.items():
-        if hasattr(arguments, name):
-            setattr(arguments, name, value)
+    values = {
+        **{"output_dir": directory, "report_to": "none", "push_to_hub": False, "resume_from_checkpoint": None},
+        **{"save_strategy": "no", "eval_strategy": "no", "eval_on_start": False, "load_best_model_at_end": False},
+    }
+    for name, value in {**values, **more}.items():
+        setattr(arguments, name, value)

@@ -1,7 +1,8 @@
-"""A few steps of a script's training, recorded: ``python -m hf_patrickstar.integrations.short_process``.
+"""A few steps of a script's training, recorded: ``hf-patrickstar run -m hf_patrickstar.integrations.short_training``.
 
-``hf-patrickstar check`` starts one such process for each training that it compares. Nothing of the user's is written
-to: the training has a directory of its own, and saving, evaluating, pushing and reporting are switched off.
+``hf-patrickstar check`` starts one such process for each training that it compares; by ``run`` it checks stock scripts,
+too. Nothing of the user's is written to: the training has a directory of its own, and saving, evaluating, pushing and
+reporting are switched off.
 """
 
 import contextlib
@@ -9,18 +10,17 @@ import dataclasses
 import hashlib
 import json
 import pathlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, set_seed
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, Reader
 from hf_patrickstar.checkpoint.safetensors_file import write_safetensors
-from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.integrations.sameness import WEIGHTS, Record
-from hf_patrickstar.integrations.script import ScriptError, StopScript, run_script, set_known, touch_nothing
+from hf_patrickstar.integrations.script import ScriptError, StopScript, run_script, touch_nothing
 
 _SEED = 0
 _DIGEST_NBYTES = 16
@@ -51,11 +51,11 @@ class _Recorder(TrainerCallback):
     Args:
         task: What to do.
         trainer: The Trainer.
-        precision: What it computes in.
     """
 
-    def __init__(self, task: Task, trainer: Trainer, precision: str) -> None:
-        self.record = Record(precision=precision)
+    def __init__(self, task: Task, trainer: Trainer) -> None:
+        own = trainer.accelerator
+        self.record = Record(precision=getattr(own, "patrickstar_dtype", own.mixed_precision))
         self._task, self._trainer = task, trainer
         self._micro_batches: list[float] = []
         self._train_micro_batch = trainer.training_step
@@ -113,38 +113,19 @@ def _digest(reader: Reader, tensor: torch.Tensor) -> str:
 
 def _change_arguments(task: Task, arguments: Any) -> None:
     """Makes a training short, and one that touches nothing but its own directory."""
-    touch_nothing(arguments, _output_of(task))
     values = {"max_steps": task.num_steps, "warmup_steps": 0, "logging_strategy": "steps", "logging_steps": 1}
-    if getattr(arguments, "warmup_ratio", None) is not None:
-        values["warmup_ratio"] = 0.0
-    if hasattr(arguments, "patrickstar"):
-        values |= {"patrickstar": task.is_chunked, "patrickstar_report": False}
-        if not task.is_chunked:
-            arguments.patrickstar_config = None
-    set_known(arguments, values)
-
-
-def _output_of(task: Task) -> str:
-    return str(pathlib.Path(task.directory) / "output")
+    values |= {"patrickstar": task.is_chunked, "patrickstar_report": False}
+    if not task.is_chunked:
+        values["patrickstar_config"] = None
+    touch_nothing(arguments, str(pathlib.Path(task.directory) / "output"), **values)
 
 
 def _train(task: Task, trainer: Any, train: Any) -> None:
-    args = trainer.args
-    is_made_for_it = hasattr(trainer, "patrickstar_stats") or not task.is_chunked  # it may choose by the flag
-    if not is_made_for_it or not hasattr(args, "patrickstar"):
-        raise ScriptError(
-            f"'{task.path}' trains with {type(trainer).__name__} and {type(args).__name__}, which cannot train with "
-            "--patrickstar; import PatrickStarTrainer and PatrickStarTrainingArguments in their place, or derive them "
-            "from PatrickStarTrainerMixin and PatrickStarArgumentsMixin"
-        )
-    if args.patrickstar is not task.is_chunked:
+    if trainer.args.patrickstar is not task.is_chunked:
         raise ScriptError(f"'{task.path}' changes 'patrickstar' of its arguments; leave it as it was given")
-    # Again, for a script that has changed its arguments after they were made.
-    args.max_steps, args.output_dir = task.num_steps, _output_of(task)
-    args.save_strategy, args.eval_strategy = SaveStrategy.NO, IntervalStrategy.NO
-    args.push_to_hub = args.load_best_model_at_end = False
+    _change_arguments(task, trainer.args)  # again, for a script that has changed them after they were made
     trainer.remove_callback(EarlyStoppingCallback)  # it refuses to train without evaluation
-    recorder = _Recorder(task, trainer, _precision_of(args))
+    recorder = _Recorder(task, trainer)
     trainer.training_step = recorder.training_step
     trainer.add_callback(recorder)
     train(resume_from_checkpoint=False)
@@ -156,13 +137,6 @@ def _train(task: Task, trainer: Any, train: Any) -> None:
         )
     recorder.record.write(task.directory)
     raise StopScript
-
-
-def _precision_of(args: Any) -> str:
-    if not args.patrickstar:
-        return str(args.mixed_precision or "no")
-    dtype = PatrickStarConfig.from_any(args.patrickstar_config).dtype
-    return str(args.patrickstar_precision or "no") if dtype == "auto" else dtype.replace("fp32", "no")
 
 
 def record_training(text: str) -> None:
@@ -187,3 +161,7 @@ def record_training(text: str) -> None:
         )
     except ScriptError as error:
         Record(problem=str(error)).write(task.directory)
+
+
+if __name__ == "__main__":
+    record_training(sys.argv[1])

@@ -14,13 +14,7 @@ from hf_patrickstar.errors import ConfigError, DeviceMemoryError, EngineError
 from hf_patrickstar.events import Event, ModelDecided
 from hf_patrickstar.integrations.accelerator import PatrickStarAccelerator
 from hf_patrickstar.integrations.trainer_checkpoints import TrainerCheckpoints
-from hf_patrickstar.integrations.trainer_report import (
-    RunOutcome,
-    RunReport,
-    bars_as_asked,
-    figures_told,
-    tell_console,
-)
+from hf_patrickstar.integrations.trainer_report import Run, bars_as_asked, figures_told, tell_console
 from hf_patrickstar.runtime.admission import check_model, check_shapes
 from hf_patrickstar.runtime.recovery import MAX_RETRIES
 
@@ -37,8 +31,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         EngineError: From ``train``, if the model cannot be managed.
     """
 
-    _run: RunReport | None = None
-    _outcome: RunOutcome | None = None
+    _run: Run | None = None
     _shown: dict[str, str]
     """Figures that the console has shown last."""
     _is_shrinking = False  # whether the Trainer is looking for a smaller batch size, because the engine has given up
@@ -57,6 +50,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
                 f"{type(self.args).__name__} has 'patrickstar' but is not made for it; derive it from "
                 "PatrickStarArgumentsMixin and the TrainingArguments class of your Trainer"
             )
+        self.args._has_trainer = True  # type: ignore[attr-defined]
         _follow_log_level(self.args.get_process_log_level())
         self._shown = {}
         config = PatrickStarConfig.from_any(self.args.patrickstar_config)  # type: ignore[attr-defined]
@@ -83,7 +77,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         """
         engine, choice = self.patrickstar_engine, getattr(self.args, "patrickstar_logging", "off")
         told: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if engine is not None and "loss" in logs and (choice != "off" or self._run is not None):
+        if engine is not None and "loss" in logs:
             figures = engine.figures.since_last(engine.stats())
             if self._run is not None:
                 self._run.note_loss(logs, figures)
@@ -109,12 +103,11 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         Raises:
             CheckpointError: If a checkpoint cannot be read, or cannot be written.
         """
-        self._run = self._outcome = None  # made when the first step begins
         self._shown = {}
         try:
             result = super().train(*args, **kwargs)
-            if self._outcome is not None:
-                self._tell(self._outcome.describe())
+            if self._run is not None:
+                self._tell(self._run.describe())
             return result
         finally:
             self._forget_run()
@@ -122,25 +115,17 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
     def _forget_run(self) -> None:
         if self._run is not None:
             self._run.close()
-        self._run = self._outcome = None
+        self._run = None
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        with self._unmeasured(), bars_as_asked(self.args):
+        with self._unmeasured():
             super()._save_checkpoint(model, trial)
 
     @contextlib.contextmanager
     def _unmeasured(self) -> Iterator[None]:
-        """Inside the block no time passes for the record of the run, and for what is said at its end."""
-        with contextlib.ExitStack() as stack:
-            for measured in (self._run, self._outcome):
-                if measured is not None:
-                    stack.enter_context(measured.watch.paused())
+        """Inside the block no time passes for the run, and bars are shown as ``disable_tqdm`` says."""
+        with contextlib.nullcontext() if self._run is None else self._run.paused(), bars_as_asked(self.args):
             yield
-
-    def _tell_expected(self, text: str) -> None:
-        """Tells what a new engine expects, before it allocates anything, unless a log has told it already."""
-        if not logging.getLogger("hf_patrickstar").isEnabledFor(logging.INFO):
-            self._tell(text)
 
     def _tell(self, line: str | None) -> None:
         """Prints a line on the console of the first process, unless the user wants none."""
@@ -151,7 +136,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         """Prepares as the Trainer does: makes the engine, and reads a checkpoint."""
-        with bars_as_asked(self.args):
+        with self._unmeasured():
             return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -175,17 +160,13 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         engine = self.patrickstar_engine
         if engine is None:
             return run(*args, **kwargs)
-        if self._run is None and self.args.patrickstar_report and self.is_world_process_zero():  # type: ignore[attr-defined]
-            self._run = RunReport(self)
-        if self._run is not None:
-            self._run.begin_micro_batch(kwargs["inputs"] if "inputs" in kwargs else args[1])
-        if self._outcome is None:
-            self._outcome = RunOutcome(self)
-        self._tell(self._outcome.begin_micro_batch())
+        if self._run is None:
+            is_recorded = self.args.patrickstar_report and self.is_world_process_zero()  # type: ignore[attr-defined]
+            self._run = Run(self, is_recorded=is_recorded)
+        self._tell(self._run.begin_micro_batch(kwargs["inputs"] if "inputs" in kwargs else args[1]))
         # on_optimizer_step is the only call of user code between a step and the Trainer's zero_grad.
         engine.manager.gradients.is_watched = any(
-            getattr(callback, "on_optimizer_step", None) is not None
-            and type(callback).on_optimizer_step is not TrainerCallback.on_optimizer_step
+            getattr(type(callback), "on_optimizer_step", None) is not TrainerCallback.on_optimizer_step
             for callback in self.callback_handler.callbacks
         )
         try:
@@ -213,7 +194,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         engine = self.patrickstar_engine
         if engine is not None:  # before the Trainer's own gather, which would wait without a warning
             engine.manager.sharing.enter("evaluates")
-        with self._unmeasured(), bars_as_asked(self.args):  # it makes an engine if there is none
+        with self._unmeasured():  # it makes an engine if there is none
             return super().evaluation_loop(*args, **kwargs)
 
     def patrickstar_stats(self) -> dict[str, Any]:
@@ -240,7 +221,7 @@ def _follow_log_level(level: int) -> None:
 
 
 class _EventListener:
-    """Tells a Trainer of events of its engine; a Trainer that is pickled is an ordinary one, and has none."""
+    """Has a Trainer print what a new engine expects; a Trainer that is pickled is an ordinary one, and has none."""
 
     def __init__(self, trainer: PatrickStarTrainerMixin) -> None:
         self._trainer = weakref.ref(trainer)
@@ -250,10 +231,9 @@ class _EventListener:
 
     def __call__(self, event: Event) -> None:
         trainer = self._trainer()
-        if trainer is None:
-            return
-        if isinstance(event, ModelDecided):
-            trainer._tell_expected(event.text)
+        is_logged = logging.getLogger("hf_patrickstar").isEnabledFor(logging.INFO)
+        if trainer is not None and isinstance(event, ModelDecided) and not is_logged:
+            trainer._tell(event.text)
 
 
 class PatrickStarTrainer(PatrickStarTrainerMixin, Trainer):

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
-from transformers import PrinterCallback, ProgressCallback
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from hf_patrickstar.engine import PatrickStarEngine
@@ -34,23 +33,28 @@ _LOGGED = ("loss", "grad_norm", "learning_rate", "epoch")
 _SUMS = ("waiting_seconds", "loading_seconds", "computing_seconds", "settling_seconds", "updating_seconds", "retries")
 _MOST_TRIES = 8
 """If so many steps were recorded one after the other, no step is measured: inputs differ from step to step."""
-_NOTEBOOK = "NotebookProgressCallback"
-"""The console of a notebook, whose module can be imported in notebooks alone."""
+_CONSOLES = {"PrinterCallback", "ProgressCallback", "NotebookProgressCallback"}
+"""By name, since the last one can be imported in notebooks alone."""
+
+
+def _consoles(handler: Any) -> list[Any]:
+    return [
+        item for item in handler.callbacks if not _CONSOLES.isdisjoint(base.__name__ for base in type(item).__mro__)
+    ]
 
 
 def tell_console(handler: Any, line: str) -> None:
-    """Prints a line where the Trainer prints its logs, beside a progress bar if there is one.
+    """Prints a line where the Trainer prints its logs, above a progress bar if there is one.
 
     Args:
         handler: The Trainer's ``CallbackHandler``.
         line: The line.
     """
-    consoles = [callback for callback in handler.callbacks if _is_console(callback) or _is_notebook(callback)]
-    if not consoles:
-        return
+    consoles = _consoles(handler)
     bars = (getattr(console, "training_bar", None) for console in consoles)
     write: Callable[[str], Any] = next((bar.write for bar in bars if bar is not None), print)
-    write(f"patrickstar: {line}")
+    if consoles:
+        write(f"patrickstar: {line}")
 
 
 @contextlib.contextmanager
@@ -73,14 +77,6 @@ def bars_as_asked(args: Any) -> Iterator[None]:
             disable_progress_bars()
 
 
-def _is_console(callback: Any) -> bool:
-    return isinstance(callback, (PrinterCallback, ProgressCallback))
-
-
-def _is_notebook(callback: Any) -> bool:
-    return any(base.__name__ == _NOTEBOOK for base in type(callback).__mro__)
-
-
 @contextlib.contextmanager
 def figures_told(handler: Any, figures: Mapping[str, float], shown: dict[str, str] | None) -> Iterator[None]:
     """Inside the block the logs that the Trainer passes to callbacks have figures of the engine, too.
@@ -95,72 +91,34 @@ def figures_told(handler: Any, figures: Mapping[str, float], shown: dict[str, st
             have changed, and other callbacks get few. ``None`` if all callbacks get all figures.
     """
     numbers = figures if shown is None else few(figures)
-    words = brief(figures)
-    added = {} if words == shown else words
-    if shown is not None:
-        shown.update(words)
-
-    def with_numbers(tell: Callable[..., Any]) -> Callable[..., Any]:
-        def on_log(args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> Any:
-            logs.update(numbers)  # log_history has a copy without the figures
-            return tell(args, state, control, logs, **kwargs)
-
-        return on_log
-
-    def with_words(tell: Callable[..., Any]) -> Callable[..., Any]:
-        def on_log(args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> Any:
-            others = {key: value for key, value in logs.items() if key not in numbers}
-            return tell(args, state, control, logs=others | added, **kwargs)
-
-        return on_log
-
-    consoles = [callback for callback in handler.callbacks if _is_console(callback)]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_on_log(handler, with_numbers))
-        for console in consoles if shown is not None else ():
-            stack.enter_context(_on_log(console, with_words))
+        stack.enter_context(_logs_changed(handler, lambda logs: {**logs, **numbers}))
+        if shown is not None:
+            words = brief(figures)
+            added = {} if words == shown else words
+            shown.update(words)
+            for console in _consoles(handler):
+                stack.enter_context(
+                    _logs_changed(console, lambda logs: {key: logs[key] for key in logs if key not in numbers} | added)
+                )
         yield
 
 
 @contextlib.contextmanager
-def _on_log(owner: Any, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+def _logs_changed(owner: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[None]:
     """Replaces the ``on_log`` of one object inside the block; the list of callbacks does not change."""
-    before = dict(vars(owner))
-    owner.on_log = change(owner.on_log)
+    tell, own = owner.on_log, vars(owner).get("on_log")
+
+    def on_log(args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> Any:
+        return tell(args, state, control, logs=change(logs), **kwargs)
+
+    owner.on_log = on_log
     try:
         yield
     finally:
-        if "on_log" in before:
-            owner.on_log = before["on_log"]
-        else:
-            del owner.on_log
-
-
-class Stopwatch:
-    """Measures seconds, without those of pauses."""
-
-    def __init__(self) -> None:
-        self._since = time.perf_counter()
-
-    def lap(self) -> float:
-        """Seconds since the last call, or since the stopwatch was made."""
-        now = time.perf_counter()
-        seconds, self._since = now - self._since, now
-        return seconds
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since then; the lap goes on."""
-        return time.perf_counter() - self._since
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Inside the block no time passes."""
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._since += time.perf_counter() - begin
+        del owner.on_log
+        if own is not None:
+            owner.on_log = own
 
 
 class LaneWatch:
@@ -178,9 +136,9 @@ class LaneWatch:
         self._engine = engine
         self._streams = engine.resources.streams
         self._durations = engine.manager.steps.durations
-        self._times: LaneTimes | None = None
+        self._times: LaneTimes | None = None  # of the step that is watched
         self._num_tries = 0
-        self._recorded: int | None = None  # steps that were recorded before the one that is watched
+        self._recorded = 0  # steps that were recorded before that one
 
     def begin_step(self) -> Timeline | None:
         """Notes that a step of the optimizer begins, and so that the one before has ended.
@@ -190,16 +148,22 @@ class LaneWatch:
         """
         if self.is_over:
             return None
-        recorded = int(self._engine.stats()["recorded_steps"])
-        if self._recorded is not None:
-            is_usual = recorded == self._recorded
-            found = self._end()
-            if is_usual or self._num_tries == _MOST_TRIES:
-                self.is_over = True
-                return found if is_usual else None
+        recorded, times = int(self._engine.stats()["recorded_steps"]), self._times
+        is_usual = recorded == self._recorded
+        if times is not None and (is_usual or self._num_tries == _MOST_TRIES):
+            self.stop()
+            measure = measured_lanes if isinstance(self._streams, DeviceStreams) else measured_timeline
+            return measure(self._durations.last, times) if is_usual else None
         self._recorded = recorded
         self._num_tries += 1
-        self._begin()
+        try:
+            self._times = self._streams.begin_timing()
+        except RuntimeError as error:  # not every accelerator has moments with times
+            logger.info("patrickstar: the lanes of a step cannot be measured on %s: %s", self._streams.device, error)
+            self.stop()
+            return None
+        if isinstance(self._streams, DeviceStreams):
+            self._durations.mark = self._times.mark
         return None
 
     def stop(self) -> None:
@@ -208,66 +172,70 @@ class LaneWatch:
         self._streams.end_timing()
         self._durations.mark = None
 
-    def _begin(self) -> None:
-        try:
-            self._times = self._streams.begin_timing()
-        except RuntimeError as error:  # not every accelerator has moments with times
-            logger.info("patrickstar: the lanes of a step cannot be measured on %s: %s", self._streams.device, error)
-            self.stop()
-            return
-        if isinstance(self._streams, DeviceStreams):
-            self._durations.mark = self._times.mark
 
-    def _end(self) -> Timeline | None:
-        times, self._times, self._durations.mark = self._times, None, None
-        self._streams.end_timing()
-        if times is None:
-            return None
-        measure = measured_lanes if isinstance(self._streams, DeviceStreams) else measured_timeline
-        return measure(self._durations.last, times)
-
-
-class RunReport:
-    """The record of one call of ``Trainer.train``; see [Note: the record of a run].
+class Run:
+    """Measures one call of ``Trainer.train``, and records it; see [Note: the record of a run].
 
     Args:
-        trainer: The Trainer, which has an engine.
-
-    Attributes:
-        watch: Runs while the Trainer trains.
+        trainer: The Trainer, which has an engine and begins its first step.
+        is_recorded: Whether it is recorded.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        step = trainer.state.global_step
-        self.watch = Stopwatch()
+    def __init__(self, trainer: Any, *, is_recorded: bool) -> None:
+        state = trainer.state
+        self._since = time.perf_counter()
         self._trainer = trainer
-        self._recorder = RunRecorder(trainer.args.output_dir, _about(trainer), is_resumed=step > 0)
-        self._last_step = step
-        self._last_tokens = trainer.state.num_input_tokens_seen
+        self._before = trainer.patrickstar_stats()
+        self._first_step = state.global_step
+        self._begun: tuple[int, int, float] | None = None  # a step, steps recorded before it, and when it began
+        self._is_told = False
+        self._logged = (state.global_step, state.num_input_tokens_seen, 0.0)  # step, tokens, seconds at the last log
+        self._length = 0  # of the longest sequence
         self._fingerprint: tuple[Any, ...] = ()
         self._lanes = LaneWatch(trainer.patrickstar_engine)
-        self._begun = -1
-        self._length = 0
+        self._recorder: RunRecorder | None = None
+        if is_recorded:
+            is_resumed = state.global_step > 0
+            self._recorder = RunRecorder(trainer.args.output_dir, _about(trainer), is_resumed=is_resumed)
 
-    def begin_micro_batch(self, inputs: Any) -> None:
+    @property
+    def _elapsed(self) -> float:
+        return time.perf_counter() - self._since
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside the block no time passes."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._since += time.perf_counter() - begin
+
+    def begin_micro_batch(self, inputs: Any) -> str | None:
         """Notes that a micro-batch begins: with the first one of a step, that step.
 
         Args:
             inputs: The micro-batch.
+
+        Returns:
+            Once, when the first step has ended that was not recorded, what it took; else ``None``.
         """
-        length = _length_of(inputs)
-        if length > self._length:
-            self._length = length
-            self._recorder.note_length(length)
-            self._fingerprint = ()  # it is written with the next log
-        step = self._trainer.state.global_step
-        if step == self._begun or self._lanes.is_over:
-            return
-        self._begun = step
-        timeline = self._lanes.begin_step()
-        if timeline is not None:
-            self._recorder.note_timeline(timeline)
-            self._fingerprint = ()  # it is written with the next log
+        step, last = self._trainer.state.global_step, self._begun
+        if self._recorder is not None:
+            self._length = max(self._length, _length_of(inputs))
+        if last is not None and last[0] == step:
+            return None
+        if self._recorder is not None:
+            timeline = self._lanes.begin_step()
+            if timeline is not None:
+                self._recorder.note_timeline(timeline)
+        now, stats = self._elapsed, self._trainer.patrickstar_stats()
+        self._begun = (step, int(stats["recorded_steps"]), now)
+        if self._is_told or last is None or last[1] != self._begun[1]:
+            return None
+        self._is_told = True
+        estimated = self._trainer.patrickstar_engine.manager.placement.estimated
+        return describe_step(step, now - last[2], stats, None if estimated is None else estimated.seconds)
 
     def close(self) -> None:
         """Measures no more."""
@@ -280,19 +248,32 @@ class RunReport:
             logs: What the Trainer logs.
             figures: The engine's figures since the last log.
         """
-        state, seconds = self._trainer.state, self.watch.lap()
-        num = state.global_step - self._last_step
-        num = num if num > 0 else max(state.global_step, 1)  # the Trainer has started over, with smaller batches
-        tokens = state.num_input_tokens_seen - self._last_tokens
-        self._last_step, self._last_tokens = state.global_step, state.num_input_tokens_seen
+        if self._recorder is None:
+            return
+        trainer, state, engine = self._trainer, self._trainer.state, self._trainer.patrickstar_engine
+        last_step, last_tokens, before = self._logged
+        self._logged = (state.global_step, state.num_input_tokens_seen, self._elapsed)
+        num, tokens = state.global_step - last_step, state.num_input_tokens_seen - last_tokens
+        num = num if num > 0 else max(state.global_step, 1)  # a second log, or the Trainer has started over
+        seconds = max(self._logged[2] - before, 1e-9)
         row: dict[str, Any] = {"step": state.global_step, "num_steps": num}
         row |= {name: float(logs[name]) for name in _LOGGED if logs.get(name) is not None}
-        row["seconds"] = seconds / num
-        row["samples_per_s"] = samples_of(self._trainer) * num / seconds if seconds else None
+        num_samples = trainer._train_batch_size * trainer.args.gradient_accumulation_steps * trainer.args.world_size
+        row |= {"seconds": seconds / num, "samples_per_s": num_samples * num / seconds}
         if tokens > 0:
-            row["tokens_per_s"] = tokens / seconds if seconds else None
+            row["tokens_per_s"] = tokens / seconds
         row |= {name.removeprefix(PREFIX): value for name, value in figures.items()}
-        self._survey(self._trainer.patrickstar_engine)
+        manager, ledger = engine.manager, engine.ledger
+        peaks = [tuple(sorted(ledger.owner_peaks(tier).items())) for tier in Tier]
+        homes = tuple(chunk.home for chunk in manager.chunks)
+        plans = tuple((trace.key, room) for trace, _, room in manager.steps.followed)
+        # To compare it is less work than to survey.
+        fingerprint = (self._length, self._lanes.is_over, manager.tracer.version, homes, plans, *peaks)
+        if fingerprint != self._fingerprint:
+            self._fingerprint = fingerprint
+            if self._length:
+                self._recorder.note_length(self._length)
+            self._recorder.note_survey(engine.survey())
         self._recorder.note_step(row)
 
     def note_evaluation(self, loss: float) -> None:
@@ -301,27 +282,36 @@ class RunReport:
         Args:
             loss: Its mean.
         """
-        self._recorder.note_step({"step": self._trainer.state.global_step, "eval_loss": loss})
+        if self._recorder is not None:
+            self._recorder.note_step({"step": self._trainer.state.global_step, "eval_loss": loss})
 
-    def _survey(self, engine: PatrickStarEngine) -> None:
-        manager, ledger = engine.manager, engine.ledger
-        peaks = [tuple(sorted(ledger.owner_peaks(tier).items())) for tier in Tier]
-        homes = tuple(chunk.home for chunk in manager.chunks)
-        plans = tuple((trace.key, room) for trace, _, room in manager.steps.followed)
-        fingerprint = (manager.tracer.version, homes, plans, *peaks)  # to compare it is less work than to survey
-        if fingerprint != self._fingerprint:
-            self._fingerprint = fingerprint
-            self._recorder.note_survey(engine.survey())
-
-
-def samples_of(trainer: Any) -> int:
-    """Sequences, or images, of a step of the optimizer on all processes, if no batch is cut short.
-
-    Args:
-        trainer: The Trainer.
-    """
-    args = trainer.args
-    return int(trainer._train_batch_size * args.gradient_accumulation_steps * args.world_size)
+    def describe(self) -> str | None:
+        """What the run has come to, in one line; ``None`` if it made no step."""
+        trainer, engine, stats = self._trainer, self._trainer.patrickstar_engine, self._trainer.patrickstar_stats()
+        num_steps = trainer.state.global_step - self._first_step
+        if num_steps <= 0:
+            return None
+        estimated = engine.manager.placement.estimated
+        known: dict[str, Any] = {}
+        if estimated is not None:
+            whole = max(estimated.duration_ns, 1)
+            known = {"copying": estimated.copying_ns / whole, "updating": estimated.updating_ns / whole}
+            known["machine"] = engine.resources.machine.name
+        chunks = [chunk for chunk in engine.manager.chunks if not chunk.is_retired]
+        found = Outcome(
+            seconds=self._elapsed,
+            num_steps=num_steps,
+            stats=stats | {name: stats[name] - self._before[name] for name in _SUMS},
+            has_lanes=engine.resources.has_lanes,
+            is_metered=engine.resources.is_metered,
+            num_chunks=len(chunks),
+            num_on_device=sum(chunk.home is Tier.DEVICE for chunk in chunks),
+            batch_size=int(trainer._train_batch_size),
+            num_micro_batches=int(trainer.args.gradient_accumulation_steps),
+            settings=engine.config.to_dict(),
+            **known,
+        )
+        return describe_outcome(found)
 
 
 def _length_of(inputs: Any) -> int:
@@ -350,71 +340,3 @@ def _about(trainer: Any) -> dict[str, Any]:
         "settings": engine.config.to_dict(),
         "version": __version__,
     }
-
-
-class RunOutcome:
-    """Measures one call of ``Trainer.train``.
-
-    Args:
-        trainer: The Trainer, which has an engine and begins its first step.
-
-    Attributes:
-        watch: Runs while the Trainer trains.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self.watch = Stopwatch()
-        self._trainer = trainer
-        self._before = trainer.patrickstar_stats()
-        self._first_step = trainer.state.global_step
-        self._begun: tuple[int, int, float] | None = None  # a step, steps recorded before it, and when it began
-        self._is_told = False
-
-    def begin_micro_batch(self) -> str | None:
-        """Notes that a micro-batch begins.
-
-        Returns:
-            Once, when the first step has ended that was not recorded, what it took; else ``None``.
-        """
-        if self._is_told:
-            return None
-        step = self._trainer.state.global_step
-        if self._begun is not None and self._begun[0] == step:
-            return None
-        now, stats, last = self.watch.elapsed, self._trainer.patrickstar_stats(), self._begun
-        recorded = int(stats["recorded_steps"])
-        self._begun = (step, recorded, now)
-        if last is None or recorded != last[1] or step != last[0] + 1:
-            return None
-        self._is_told = True
-        engine = self._trainer.patrickstar_engine
-        estimated = engine.manager.placement.estimated
-        return describe_step(step, now - last[2], stats, None if estimated is None else estimated.seconds)
-
-    def describe(self) -> str | None:
-        """What the run has come to, in one line; ``None`` if it made no step."""
-        num_steps = self._trainer.state.global_step - self._first_step
-        if num_steps <= 0:
-            return None
-        trainer, engine, seconds = self._trainer, self._trainer.patrickstar_engine, self.watch.elapsed
-        stats = trainer.patrickstar_stats()
-        added = {name: stats[name] - self._before[name] for name in _SUMS}
-        estimated, machine = engine.manager.placement.estimated, engine.resources.machine.name
-        whole = max(estimated.duration_ns, 1) if estimated is not None else 1
-        chunks = [chunk for chunk in engine.manager.chunks if not chunk.is_retired]
-        found = Outcome(
-            seconds=seconds,
-            num_steps=num_steps,
-            stats=stats | added,
-            has_lanes=engine.resources.has_lanes,
-            is_metered=engine.resources.is_metered,
-            num_chunks=len(chunks),
-            num_on_device=sum(chunk.home is Tier.DEVICE for chunk in chunks),
-            batch_size=int(trainer._train_batch_size),
-            num_micro_batches=int(trainer.args.gradient_accumulation_steps),
-            settings=engine.config.to_dict(),
-            machine=machine if estimated is not None else "",
-            copying=estimated.copying_ns / whole if estimated is not None else 0.0,
-            updating=estimated.updating_ns / whole if estimated is not None else 0.0,
-        )
-        return describe_outcome(found)

@@ -60,6 +60,8 @@ class PatrickStarArgumentsMixin:
         },
     )
 
+    _has_trainer = False  # whether a Trainer with PatrickStarTrainerMixin has these arguments
+
     def __post_init__(self) -> None:
         """Validates the combination of arguments.
 
@@ -69,76 +71,76 @@ class PatrickStarArgumentsMixin:
         if self.patrickstar_logging is False:  # YAML reads off as false
             self.patrickstar_logging = "off"
         if self.patrickstar_logging not in get_args(Logging):
-            choices = ", ".join(f"'{choice}'" for choice in get_args(Logging))
+            choices = ", ".join(map(repr, get_args(Logging)))
             raise ConfigError(f"patrickstar_logging is {self.patrickstar_logging!r}; it must be one of {choices}")
         if self.patrickstar:
             self._refuse_other_engines()
-        given = self._checkpointing_name()
         super().__post_init__()  # type: ignore[misc]
         if not self.patrickstar:
             if self.patrickstar_config is not None:
                 raise ConfigError("patrickstar_config is given but patrickstar is not; add --patrickstar")
             return
-        self._refuse_unsupported(given)
+        self._refuse_unsupported()
         config = PatrickStarConfig.from_any(self.patrickstar_config)
         if self.patrickstar_config is not None:
             self.patrickstar_config = config.to_dict()
         # The engine trains 16-bit parameters with fp32 masters, so Accelerate must not autocast on top.
         arguments: Any = self  # the fields of the TrainingArguments class behind the mixin
-        arguments.patrickstar_precision = arguments.mixed_precision
-        arguments.mixed_precision = "no"
-
-    def _checkpointing_name(self) -> str:
-        """The name under which the user set activation checkpointing, read before transformers renames arguments.
-
-        transformers accepts ``activation_checkpointing`` and the older name ``gradient_checkpointing``.
-        """
-        for name in ("activation_checkpointing", "gradient_checkpointing"):
-            if getattr(self, f"{name}_kwargs", None) is not None:
-                return name
-        return "gradient_checkpointing" if getattr(self, "gradient_checkpointing", None) else "activation_checkpointing"
+        arguments.patrickstar_precision, arguments.mixed_precision = arguments.mixed_precision, "no"
 
     def _refuse_other_engines(self) -> None:
         for name, flag in (("fsdp", "ACCELERATE_USE_FSDP"), ("deepspeed", "ACCELERATE_USE_DEEPSPEED")):
-            if getattr(self, name, None) or os.environ.get(flag, "").lower() in ("true", "1"):
+            if getattr(self, name) or os.environ.get(flag, "").lower() in ("true", "1"):
                 raise ConfigError(
                     f"--patrickstar and {name} both manage parameters; drop --{name} (and {name} in the accelerate "
                     "config), or drop --patrickstar"
                 )
-        compile_names = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
-        if any(getattr(self, name, None) for name in compile_names):
+        if any(getattr(self, f"torch_compile{name}") for name in ("", "_backend", "_mode")):
             raise ConfigError(
                 "--patrickstar moves parameters between operators, which torch_compile traces away; "
                 "drop --torch_compile"
             )
 
-    def _refuse_unsupported(self, given: str) -> None:
-        """Refuses what cannot work; ``given`` is the name by which the user asked for checkpointing."""
+    def _refuse_unsupported(self) -> None:
+        arguments: Any = self
+        # transformers 5.17 has the older name alone, and later versions keep it as an alias.
         name = "activation_checkpointing" if hasattr(self, "activation_checkpointing") else "gradient_checkpointing"
         if getattr(self, name):
-            kwargs = dict(getattr(self, f"{name}_kwargs", None) or {})
+            kwargs = dict(getattr(self, f"{name}_kwargs") or {})
             if kwargs.setdefault("use_reentrant", False):
                 raise ConfigError(
                     "reentrant checkpointing hides the backward of parameters; pass "
-                    f"--{given}_kwargs '{{\"use_reentrant\": false}}'"
+                    f"--{name}_kwargs '{{\"use_reentrant\": false}}'"
                 )
             for alias in {name, "gradient_checkpointing"}:
                 setattr(self, f"{alias}_kwargs", kwargs)
-        arguments: Any = self
         optim = str(getattr(arguments.optim, "value", arguments.optim))
         if optim in _NOT_PER_CHUNK or optim.endswith("_layerwise"):
             raise ConfigError(
                 f"--optim {optim} updates parameters inside backward, the engine after it; "
                 "use --optim adamw_torch_fused"
             )
-        for full_eval, flag in (("fp16_full_eval", "fp16"), ("bf16_full_eval", "bf16")):
-            if getattr(self, full_eval) and not getattr(self, flag):
-                raise ConfigError(f"--{full_eval} would change the type of parameters in chunks; use --{flag} instead")
+        for flag in ("fp16", "bf16"):
+            if getattr(self, f"{flag}_full_eval") and not getattr(self, flag):
+                raise ConfigError(
+                    f"--{flag}_full_eval would change the type of parameters in chunks; use --{flag} instead"
+                )
 
     @property
     def place_model_on_device(self) -> bool | None:
-        """With ``patrickstar``, the engine places parameters."""
-        return False if self.patrickstar else super().place_model_on_device  # type: ignore[misc]
+        """With ``patrickstar``, the engine places parameters; every Trainer reads this when it is made.
+
+        Raises:
+            ConfigError: With ``patrickstar``, if no Trainer that trains in chunks was given these arguments.
+        """
+        if not self.patrickstar:
+            return super().place_model_on_device  # type: ignore[misc, no-any-return]
+        if not self._has_trainer:
+            raise ConfigError(
+                "--patrickstar is given, but this Trainer does not train in chunks; use PatrickStarTrainer or put "
+                "PatrickStarTrainerMixin before its class, or drop --patrickstar"
+            )
+        return False
 
     @property
     def n_gpu(self) -> int:

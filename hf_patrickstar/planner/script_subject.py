@@ -28,7 +28,7 @@ from transformers import Trainer
 from hf_patrickstar.checkpoint.weight_files import deferred_weights
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import ConfigError, EngineError, PatrickStarError
-from hf_patrickstar.integrations.script import StopScript, run_script, set_known, touch_nothing
+from hf_patrickstar.integrations.script import StopScript, run_script, touch_nothing
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.planner.arguments import OF_THE_MACHINE, is_checkpointing, settings_of
 from hf_patrickstar.planner.planning import THIS, TrainingSetup, arrange_machine, time_operators
@@ -186,8 +186,7 @@ def _find(path: str, arguments: Sequence[str], directory: str) -> tuple[ScriptSu
     """The subject, and the settings of the engine that differ from their defaults."""
 
     def change(args: Any) -> None:
-        touch_nothing(args, directory)
-        set_known(args, {"use_cpu": True, "tf32": None})  # the device need not be here
+        touch_nothing(args, directory, use_cpu=True, tf32=None)  # the device need not be here
         if hasattr(args, "patrickstar"):
             args.patrickstar = True
 

@@ -5,7 +5,7 @@ import os
 import pytest
 from on_gpu import DEVICE, needs_cuda
 
-from hf_patrickstar.cli.env import env
+from hf_patrickstar.cli.main import main
 from hf_patrickstar.machine import find_machine
 
 pytestmark = pytest.mark.gpu
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 def machine(tmp_path_factory):
     """Is kept in the file that ``scripts/gpu_check.py`` names."""
     file = os.environ.get("MACHINE_JSON") or str(tmp_path_factory.mktemp("rates") / "machine.json")
-    env(measure=True, json_file=file)
+    assert main(["env", "--measure", "--json", file]) == 0
     return find_machine(file)
 
 

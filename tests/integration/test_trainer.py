@@ -26,6 +26,9 @@ from hf_patrickstar import (
 )
 from hf_patrickstar.cli.main import main
 
+CHECKPOINTING = "activation" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient"
+"""Older versions of transformers have the older name alone."""
+
 
 def test_without_the_flag_it_is_the_stock_trainer(tmp_path):
     trainer = make_trainer(
@@ -174,17 +177,12 @@ def test_second_training_and_a_second_trainer_on_the_same_model(tmp_path):
         ({"torch_compile": True}, "torch_compile"),
         ({"fsdp": "full_shard"}, "fsdp"),
         ({"deepspeed": {"zero_optimization": {"stage": 3}}}, "deepspeed"),
-        (
-            {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
-            "pass --gradient_checkpointing_kwargs '{\"use_reentrant\": false}'",
-        ),
-        pytest.param(
-            {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
-            "pass --activation_checkpointing_kwargs '{\"use_reentrant\": false}'",
-            marks=pytest.mark.skipif(
-                not hasattr(TrainingArguments, "activation_checkpointing"),
-                reason="this transformers has the older name",
-            ),
+        *(
+            (
+                {f"{name}_checkpointing": True, f"{name}_checkpointing_kwargs": {"use_reentrant": True}},
+                f"pass --{CHECKPOINTING}_checkpointing_kwargs '{{\"use_reentrant\": false}}'",
+            )
+            for name in sorted({"gradient", CHECKPOINTING})
         ),
         ({"optim": "lomo"}, "lomo"),
         ({"bf16_full_eval": True}, "--bf16 instead"),
@@ -198,11 +196,18 @@ def test_refused_arguments(kwargs, match, tmp_path):
         arguments(PatrickStarTrainingArguments, tmp_path, **{"patrickstar": True, **kwargs})
 
 
+def test_a_trainer_that_does_not_train_in_chunks_is_refused(tmp_path):
+    args = arguments(PatrickStarTrainingArguments, tmp_path, patrickstar=True)
+    with pytest.raises(ConfigError, match=r"PatrickStarTrainer.* or drop --patrickstar"):
+        Trainer(model=make_model("gpt2"), args=args)
+    off = arguments(PatrickStarTrainingArguments, tmp_path)
+    assert Trainer(model=make_model("gpt2"), args=off).args is off
+
+
 def test_reentrant_checkpointing_of_the_model_is_refused(tmp_path):
     model = make_model("gpt2")
     model.gradient_checkpointing_enable({"use_reentrant": True})
-    kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
-    with pytest.raises(ConfigError, match=rf"model.{kind}_checkpointing_enable\(.*'use_reentrant': False"):
+    with pytest.raises(ConfigError, match=rf"model.{CHECKPOINTING}_checkpointing_enable\(.*'use_reentrant': False"):
         make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, model=model)
 
 

@@ -48,6 +48,12 @@ def test_lines_at_the_beginning_and_at_the_end(disable_tqdm, tmp_path, capsys):
     assert stats["loading_seconds"] + stats["waiting_seconds"] <= stats["computing_seconds"]
 
 
+def test_a_step_that_is_recorded_is_not_the_first_planned_one(recorded, tmp_path, capsys):
+    train("gpt2", tmp_path, tight(factor=2.0))
+    _, first, _ = said(capsys.readouterr().out)
+    assert "first planned step (step 2): " in first
+
+
 def test_off_says_nothing_and_neither_does_a_trainer_without_console(tmp_path, capsys):
     kwargs = {"patrickstar_config": tight(), "max_steps": 3}
     run(make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, patrickstar_logging="off", **kwargs))

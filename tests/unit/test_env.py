@@ -63,17 +63,11 @@ def test_the_machine_and_its_software(capsys, monkeypatch):
         ("cpu", "none; the compute tier is a budgeted part of CPU"),
     ],
 )
-def test_an_accelerator_is_named_and_what_is_not_installed(monkeypatch, device, said):
-    def version(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
+def test_an_accelerator_is_named(monkeypatch, device, said):
     monkeypatch.setattr(env, "find_device", lambda _: torch.device(device))
     monkeypatch.setattr(env, "device_name", lambda device: "Fake 1000")
     monkeypatch.setattr(env, "memory_info", lambda device: (2**30, 2**31))
-    monkeypatch.setattr(env.importlib.metadata, "version", version)
-    found = env.describe()
-    assert said in found["accelerator"]
-    assert found["accelerate"] == "not installed"
+    assert said in env.describe()["accelerator"]
 
 
 def test_rates_are_printed_and_the_file_is_read_back(h100, tmp_path, capsys):

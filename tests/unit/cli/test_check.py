@@ -36,7 +36,7 @@ def here(monkeypatch):
     def run(command, stdout, **kwargs):
         commands.append(command)
         with contextlib.redirect_stdout(stdout):
-            short_training.record_training(command[3])
+            short_training.record_training(command[-1])
         return types.SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(subprocess, "run", run)
@@ -65,12 +65,14 @@ def test_the_same_bits(flag, here, logs, tmp_path, capsys):
 
 
 def test_what_would_leave_the_machine_or_cannot_be_done_in_two_steps_is_off(here, tmp_path, capsys):
-    more = "from transformers import EarlyStoppingCallback\ncallbacks.append(EarlyStoppingCallback())"
+    more = "from transformers import EarlyStoppingCallback\ncallbacks.append(EarlyStoppingCallback())\n"
+    more += "args.output_dir, args.save_strategy = 'changed', 'steps'"
     off = ["--eval_strategy", "steps", "--eval_steps", "1", "--load_best_model_at_end", "true", "--save_steps", "1"]
     off += ["--push_to_hub", "true", "--resume_from_checkpoint", "nowhere", "--report_to", "all"]
     assert check(write_script(tmp_path, more), *off, steps=1) == 0
     assert capsys.readouterr().out.startswith("same bits\n  1 steps, 1 losses")
-    assert sorted(os.listdir(tmp_path)) == ["tmp", "train.py"]
+    assert sorted(os.listdir(tmp_path)) == ["changed", "tmp", "train.py"]
+    assert os.listdir(tmp_path / "changed") == [], "the Trainer makes the directory, and saves nothing there"
 
 
 @pytest.mark.parametrize("step", [1, 2])
@@ -120,16 +122,7 @@ def test_16_bit_runs_of_fp32_models_have_the_same_bits(here, tmp_path, capsys):
     ("more", "problem", "num_runs"),
     [
         ("raise SystemExit", "ended without building a Trainer", 1),
-        (
-            "from transformers import Trainer",
-            "with Trainer and PatrickStarTrainingArguments, which cannot",
-            2,
-        ),
-        (
-            "from transformers import Trainer, TrainingArguments\nargs = TrainingArguments(use_cpu=True)",
-            "with Trainer and TrainingArguments, which cannot",
-            1,
-        ),
+        ("args.patrickstar = False", "changes 'patrickstar' of its arguments", 2),
     ],
 )
 def test_a_script_that_cannot_be_checked_gets_a_sentence(more, problem, num_runs, here, tmp_path, capsys):

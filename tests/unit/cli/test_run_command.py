@@ -154,6 +154,16 @@ def test_refusals_are_one_sentence(words, sentence, capsys, monkeypatch):
     assert sys.meta_path == finders
 
 
+@pytest.mark.parametrize(("error", "status"), [("ConfigError", 2), ("BudgetError", 1)])
+def test_an_error_of_the_package_ends_a_script_with_one_sentence(error, status, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(run_command, "install", lambda defaults: None)  # transformers is imported here
+    script = tmp_path / "train.py"
+    script.write_text(f"from hf_patrickstar.errors import {error}\n\nraise {error}('too small; raise it\\nmore')\n")
+    assert main(["run", str(script)]) == status
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[1:] == [f"hf-patrickstar run: {script}, line 3: too small; raise it"]
+
+
 def test_options_before_the_script_are_the_commands_own():
     split = run_command.split_program
     assert split(["run", "train.py", "--patrickstar"]) == (["run"], ["train.py", "--patrickstar"])
@@ -162,13 +172,12 @@ def test_options_before_the_script_are_the_commands_own():
     assert split(["run"]) == (["run"], [])
 
 
-def test_started_processes_inherit_by_their_environment_alone(tmp_path):
+def test_started_processes_inherit_by_their_environment_alone(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.own_sitecustomize = True\n")
     code = "import sys; print(own_sitecustomize, 'torch' in sys.modules, type(sys.meta_path[0]).__name__)"
-    before = dict(os.environ)
-    with run_command._inherited(unchanged.Defaults(patrickstar=True)):
-        variables = {name: os.environ[name] for name in ("PYTHONPATH", "HF_PATRICKSTAR_RUN")}
-    assert os.environ == before
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    run_command._let_inherit(unchanged.Defaults(patrickstar=True))
+    variables = {name: os.environ[name] for name in ("PYTHONPATH", "HF_PATRICKSTAR_RUN")}
     folder = os.path.dirname(inherited.__file__)
     assert variables["PYTHONPATH"].split(os.pathsep)[0] == folder
     variables["PYTHONPATH"] += os.pathsep + str(tmp_path)

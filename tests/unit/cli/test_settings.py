@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_patrickstar.cli.settings import settings_of
+from hf_patrickstar.cli.plan_run import settings_of
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import ConfigError
 

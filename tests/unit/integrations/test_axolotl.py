@@ -52,17 +52,18 @@ def test_it_has_the_signatures_that_axolotl_calls(plugin):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"deepspeed": "zero3.json"}, "together with 'deepspeed'"),
-        ({"patrickstar_config": {"device_buget": "1GiB"}}, "device_buget"),
-        ({}, "one process"),
+        ({"patrickstar": True, "deepspeed": "zero3.json"}, "together with 'deepspeed'"),
+        ({"patrickstar": True, "patrickstar_config": {"device_buget": "1GiB"}}, "device_buget"),
+        ({"patrickstar": True}, "one process"),
+        ({"patrickstar_config": {"device_budget": "1GiB"}}, "add 'patrickstar: true'"),
     ],
 )
-def test_what_cannot_work_is_refused_before_a_model_is_read(plugin, keys, message, monkeypatch):
+def test_what_cannot_work_is_refused_when_the_yaml_is_read(plugin, keys, message, monkeypatch):
     make = fake_axolotl.merge_input_args()
     assert make(base_model="tiny", patrickstar=True, patrickstar_config={"device_budget": "1GiB"}).patrickstar is True
-    monkeypatch.setenv("WORLD_SIZE", "1" if keys else "2")
+    monkeypatch.setenv("WORLD_SIZE", "1" if len(keys) > 1 else "2")
     with pytest.raises(ValidationError, match=message):
-        make(base_model="tiny", patrickstar=True, **keys)
+        make(base_model="tiny", **keys)
 
 
 def test_it_trains_the_same_with_chunks(plugin, tmp_path):
@@ -108,5 +109,17 @@ def test_the_trainers_of_rl_get_their_model(plugin, rl, base):
 
 
 def test_a_trainer_without_chunks_is_refused(plugin):
-    with pytest.raises(ConfigError, match=r"trains with AxolotlTrainer, .*PatrickStarPlugin first"):
+    with pytest.raises(ConfigError, match=r"AxolotlTrainer.*derive 'trainer_cls' from PatrickStarTrainerMixin"):
         plugin.post_trainer_create(make_cfg(), AxolotlTrainer.__new__(AxolotlTrainer))
+
+
+@pytest.mark.parametrize("rl", [None, "dpo"])
+def test_a_trainer_of_another_plugin_is_refused_before_a_model_is_read(plugin, rl):
+    class Distilling(BasePlugin):
+        def get_trainer_cls(self, cfg):
+            return AxolotlDPOTrainer
+
+    PluginManager.get_instance().plugins["distilling"] = Distilling()
+    plugin.pre_model_load(DictDefault(base_model="tiny", plugins=[PATH], rl=rl))
+    with pytest.raises(ConfigError, match=r"Distilling chooses AxolotlDPOTrainer.* remove it from 'plugins'"):
+        plugin.pre_model_load(make_cfg(rl=rl))

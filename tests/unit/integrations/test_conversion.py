@@ -111,7 +111,7 @@ def test_what_is_not_carried_over_is_named(values, key, becomes):
 
 def test_features_that_are_off_are_not_named():
     values = {
-        "compile": {"deepcompile": False, "enabled": False},
+        "compile": {"deepcompile": True, "enabled": False},
         "zero_optimization": {"zero_hpz_partition_size": 1, "offload_param": {"device": "none"}},
         **{"distributed_type": "FSDP", "fsdp_config": {}, "mixed_precision": "no", "tpu_env": [], "amp": None},
         **{"optimizer": {"params": {"betas": "auto", "adam_w_mode": True}}, "fp16": {"enabled": "false"}},

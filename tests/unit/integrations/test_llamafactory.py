@@ -67,6 +67,14 @@ def test_it_trains_the_same_with_chunks_and_so_does_a_resumed_run():
     assert_same(stock, resumed)
 
 
+def test_bf16_of_the_yaml_is_the_engines(loaded):
+    plugin, _ = loaded
+    for bf16, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        model = plugin.ask_for_chunks(make_model("llama"), make_dist(), bf16=bf16)
+        plugin.make_adamw(model, OPTIMIZER)
+        assert model.patrickstar_engine.dtype == dtype
+
+
 def test_the_model_is_read_to_the_host():
     assert InitPlugin("patrickstar_host")() == torch.device("cpu")
     assert set(BasePlugin.registry) == {"patrickstar", "patrickstar_adamw", "patrickstar_host"}

@@ -55,11 +55,8 @@ def test_arguments_are_shown_once_before_they_check_themselves(write):
         seen.append(arguments)
         arguments.patrickstar, arguments.patrickstar_config = True, {"device_budget": "1GiB"}
 
-    text = TRAINING.replace("TrainingArguments", "PatrickStarTrainingArguments")
-    text = text.replace(
-        "from transformers import Trainer, Patrick",
-        "from transformers import Trainer\nfrom hf_patrickstar import Patrick",
-    )
+    text = TRAINING.replace("Trainer", "PatrickStarTrainer").replace("TrainingArg", "PatrickStarTrainingArg")
+    text = text.replace("from transformers", "from hf_patrickstar")
     trainer = run_script(write(text + "trainer.train()"), [], stop, change)
     assert seen == [trainer.args]
     assert trainer.args.patrickstar_config["device_budget"] == 2**30, "the arguments have checked what was changed"

@@ -1,4 +1,4 @@
-"""The trainers of TRL that are shipped with chunks, and how the weights come to a server of vLLM."""
+"""The trainers of TRL that are shipped with chunks; tests/live has many more cases with the mixins."""
 
 import dataclasses
 import importlib.util
@@ -9,7 +9,7 @@ import pytest
 import torch
 import trl
 from models import make_model
-from texts import completions, count_sevens, make_tokenizer, preferences, prompts
+from texts import count_sevens, make_tokenizer, preferences, prompts
 from trainers import arguments, assert_same_weights, logged, smallest_budget
 from trl.generation import vllm_generation
 
@@ -19,11 +19,8 @@ from hf_patrickstar.integrations.trl import (
     PatrickStarDPOTrainer,
     PatrickStarGRPOConfig,
     PatrickStarGRPOTrainer,
-    PatrickStarSFTConfig,
-    PatrickStarSFTTrainer,
 )
 
-SFT = (trl.SFTTrainer, trl.SFTConfig), (PatrickStarSFTTrainer, PatrickStarSFTConfig)
 DPO = (trl.DPOTrainer, trl.DPOConfig), (PatrickStarDPOTrainer, PatrickStarDPOConfig)
 GRPO = (trl.GRPOTrainer, trl.GRPOConfig), (PatrickStarGRPOTrainer, PatrickStarGRPOConfig)
 
@@ -35,10 +32,10 @@ class FakeClient:
     """
 
     made = ()
+    model = None  # whose values should come
 
     def __init__(self, base_url=None, group_port=None, connection_timeout=None):
         FakeClient.made = (self,)
-        self.model = None  # whose values should come
         self.syncs, self.held, self.resets, self.announced = [], [], 0, []
 
     def init_communicator(self, device=None):
@@ -75,75 +72,49 @@ def largest(model, count):
     return sum(sorted((p.numel() * p.element_size() for p in model.parameters()), reverse=True)[:count])
 
 
-@pytest.fixture
-def served(monkeypatch):
-    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
-    monkeypatch.setattr(vllm_generation, "VLLMClient", FakeClient)
-
-
 def test_the_classes_are_names_of_the_package_and_an_error_names_the_extra(monkeypatch):
     assert hf_patrickstar.PatrickStarGRPOTrainer is PatrickStarGRPOTrainer
     assert not set(hf_patrickstar._OPTIONAL) & set(hf_patrickstar.__all__), "a star import would need TRL"
     monkeypatch.setitem(sys.modules, "trl", None)
-    path = sys.modules[PatrickStarSFTTrainer.__module__].__file__
+    path = sys.modules[PatrickStarGRPOTrainer.__module__].__file__
     spec = importlib.util.spec_from_file_location("a_copy_of_the_module", path)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'hf_patrickstar\[trl\]'"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-def make(classes, tmp_path, data, model=None, trainer_kwargs=None, **kwargs):
+def train(classes, tmp_path, data, model, trainer_kwargs, **kwargs):
     base, arguments_class = classes
-    model = model or make_model("llama")
-    kwargs = {"bf16": False, "gradient_checkpointing": False, "per_device_train_batch_size": 2, **kwargs}
     if "patrickstar" in {field.name for field in dataclasses.fields(arguments_class)}:
-        budget = 2 * smallest_budget(make_model("llama"))
-        kwargs.update(patrickstar=True, patrickstar_config={"chunk_budget": budget})
-    args = arguments(arguments_class, tmp_path, **{"max_steps": 3, **kwargs})
+        kwargs |= {
+            "patrickstar": True,
+            "patrickstar_config": {"chunk_budget": 2 * smallest_budget(make_model("llama"))},
+        }
+    kwargs = {"bf16": False, "gradient_checkpointing": False, "per_device_train_batch_size": 2, **kwargs}
+    args = arguments(arguments_class, tmp_path, max_steps=2, **kwargs)
     torch.manual_seed(7)
-    return base(model=model, args=args, train_dataset=data, processing_class=make_tokenizer(), **(trainer_kwargs or {}))
+    trainer = base(model=model, args=args, train_dataset=data, processing_class=make_tokenizer(), **trainer_kwargs)
+    FakeClient.model = trainer.model
+    trainer.train()
+    return trainer
 
 
-def assert_trains_the_same(pair, tmp_path, data, check=None, make_trained=lambda: None, **kwargs):
-    trainers = []
-    for number, classes in enumerate(pair):
-        trainer = make(classes, tmp_path / str(number), data, model=make_trained(), **kwargs)
-        if FakeClient.made:
-            FakeClient.made[0].model = trainer.model
-        trainer.train()
-        if check is not None:
-            check(trainer)
-        trainers.append(trainer)
-    stock, ours = trainers
+def assert_trained_the_same(stock, ours):
     assert len(logged(stock, "loss")) == stock.args.max_steps
     for key in ("loss", "grad_norm", "reward", "kl", "rewards/margins"):
         assert logged(ours, key) == logged(stock, key)
     assert_same_weights(stock.model, ours.model)
     assert ours.patrickstar_stats()["chunk_evictions"] > 0
-    return ours
 
 
-def test_supervised_fine_tuning(tmp_path):
-    assert_trains_the_same(SFT, tmp_path, completions())
-
-
-def test_preference_optimisation(tmp_path):
-    """The reference model is in chunks, too, with an engine of its own."""
-    references = {"ref_model": make_model("llama", seed=4)}
-    ours = assert_trains_the_same(DPO, tmp_path, preferences(), trainer_kwargs=references, max_steps=2)
+def test_a_reference_model_has_an_engine_of_its_own(tmp_path):
+    stock, ours = (
+        train(classes, tmp_path, preferences(), make_model("llama"), {"ref_model": make_model("llama", seed=4)})
+        for classes in DPO
+    )
+    assert_trained_the_same(stock, ours)
     engine = ours.ref_model.patrickstar_engine
     assert engine is not ours.model.patrickstar_engine
     assert engine.stats()["chunk_evictions"] > 0
-
-
-GROUPS = {
-    **{"num_generations": 2, "max_completion_length": 4, "max_steps": 2},
-    "trainer_kwargs": {"reward_funcs": count_sevens},
-}
-SERVED = {**GROUPS, "use_vllm": True, "vllm_mode": "server"}
-
-
-def test_text_generated_from_the_model_in_chunks(tmp_path):
-    assert_trains_the_same(GRPO, tmp_path, prompts(), **GROUPS)
 
 
 def make_adapted():
@@ -152,22 +123,26 @@ def make_adapted():
     return peft.get_peft_model(make_model("llama"), config)
 
 
-@pytest.mark.usefixtures("served")
-@pytest.mark.parametrize("make_trained", [lambda: None, make_adapted], ids=["plain", "merged adapters"])
-def test_a_server_of_vllm_gets_the_values_of_the_moment_and_one_parameter_at_a_time(tmp_path, make_trained):
-    seen = []
-
-    def check(trainer):
+@pytest.mark.parametrize("make_trained", [lambda: make_model("llama"), make_adapted], ids=["plain", "merged adapters"])
+def test_a_server_of_vllm_gets_the_values_of_the_moment_and_one_parameter_at_a_time(
+    tmp_path, make_trained, monkeypatch
+):
+    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
+    monkeypatch.setattr(vllm_generation, "VLLMClient", FakeClient)
+    served = {"num_generations": 2, "max_completion_length": 4, "use_vllm": True, "vllm_mode": "server"}
+    trainers, syncs = [], []
+    for classes in GRPO:
+        given = {"reward_funcs": count_sevens}
+        trainers.append(train(classes, tmp_path, prompts(), make_trained(), given, **served))
         client = FakeClient.made[0]
-        seen.append(client.syncs)
-        assert client.resets == len(client.syncs) == trainer.state.max_steps
+        syncs.append(client.syncs)
+        assert client.resets == len(client.syncs) == trainers[-1].state.max_steps
         for metadata, got in zip(client.announced, client.syncs, strict=True):
             assert [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in got.items()] == metadata
-
-    assert_trains_the_same(GRPO, tmp_path, prompts(), check, make_trained, **SERVED)
+    assert_trained_the_same(*trainers)
     # The last of one round is in use while PEFT takes the adapters out again, and stays until the model is used.
-    assert 0 < max(FakeClient.made[0].held) <= largest(make_model("llama"), 2 if make_trained() is None else 3)
-    for left, right in zip(*seen, strict=True):
+    assert 0 < max(FakeClient.made[0].held) <= largest(make_model("llama"), 3 if make_trained is make_adapted else 2)
+    for left, right in zip(*syncs, strict=True):
         assert left.keys() == right.keys() == dict(make_model("llama").named_parameters()).keys()
         for name, value in left.items():
             assert torch.equal(value, right[name]), name
