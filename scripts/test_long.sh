@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-parts=(wheel streams rehearsal oldest)
+parts=(wheel scripts plans streams rehearsal oldest)
 day=$((10#$(date +%j)))
 
 pytest() {
@@ -14,7 +14,12 @@ pytest() {
 run() {
     echo "test_long.sh: $1"
     case $1 in
-        wheel) pytest -m long tests/integration/test_wheel.py ;;
+        # What is installed: its files, its types, and that it needs no extra.
+        wheel) pytest -m long tests/integration/test_wheel.py tests/unit/test_bare_install.py tests/unit/test_typing.py ;;
+        # Scripts of other people, recipes, benchmarks and the site.
+        scripts) pytest -m long tests/unit/scripts tests/unit/cli tests/recipes ;;
+        # Plans with advice, of scripts, and of models of every kind.
+        plans) pytest -m long tests/unit/planner tests/unit/schedule ;;
         # A part of what `--streams simulated` can run: copies at random legal moments, and races are errors.
         streams)
             pytest --streams simulated:1 -k "integration or poisoned" \
