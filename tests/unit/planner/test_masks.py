@@ -63,9 +63,3 @@ def test_rows_of_several_sequences_keep_their_mask():
     assert has_mask(MODELS["causal"](), make())
     with FakeTensorMode(), masks_of_batches(has_padding=False, is_packed=True):
         assert has_mask(MODELS["causal"](), make())
-
-
-def test_ordinary_tensors_are_looked_into():
-    with masks_of_batches(has_padding=False, is_packed=False):
-        assert has_mask(MODELS["causal"](), make_inputs(3))
-        assert not has_mask(MODELS["causal"](), make_inputs(0))
