@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 import hf_patrickstar
 
 ROOT = pathlib.Path(hf_patrickstar.__file__).parent.parent
@@ -191,6 +193,7 @@ class TrainOutput(NamedTuple):
 """Of transformers what a user's Trainer is made of; a mixin must not hide the types of the Trainer behind it."""
 
 
+@pytest.mark.long
 def test_mypy_sees_the_types_of_every_public_name(tmp_path):
     (tmp_path / "user.py").write_text(USER)
     (tmp_path / "mypy.ini").write_text(OPTIONS.format(python=sys.executable))

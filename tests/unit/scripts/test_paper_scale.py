@@ -68,7 +68,7 @@ def test_activations_grow_by_fp32_inputs_of_blocks_and_terms_add_up(bench):
 def test_the_last_that_fits_is_found_with_few_plans(bench):
     for largest in range(-1, 8):
         asked = []
-        assert bench.last_fitting(lambda place, largest=largest: asked.append(place) or place <= largest, 7) == largest
+        assert bench.last_fitting(lambda n, asked=asked, most=largest: asked.append(n) or n <= most, 7) == largest
         assert len(asked) <= 4
 
 
