@@ -1,4 +1,3 @@
-import dataclasses
 import json
 
 import pytest
@@ -6,41 +5,6 @@ import pytest
 from hf_patrickstar import units
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import ConfigError
-
-
-def test_defaults():
-    assert PatrickStarConfig().to_dict() == {
-        "device_budget": "auto",
-        "host_budget": "auto",
-        "chunk_budget": "auto",
-        "chunk_numel": "auto",
-        "eviction": "belady",
-        "cpu_embedding": "auto",
-        "placement": "auto",
-        "machine": "auto",
-        "prefetch_depth": "auto",
-        "reshard_after_forward": False,
-        "reduce_dtype": "auto",
-        "dtype": "auto",
-        "autocast": "auto",
-        "keep_fp32": ("auto",),
-        "frozen_master": False,
-        "pin_memory": "auto",
-        "host_threads": "auto",
-        "overlap_optimizer": True,
-        "keep_gradients": "auto",
-        "reuse_plan": True,
-        "background_save": False,
-        "optimizer_format": "sharded",
-        "process_wait_s": 60.0,
-        "debug_collectives": False,
-        "debug_evict_all": False,
-    }
-
-
-def test_every_field_is_documented():
-    for field in dataclasses.fields(PatrickStarConfig):
-        assert f"    {field.name}:" in PatrickStarConfig.__doc__, field.name
 
 
 @pytest.mark.parametrize(
@@ -109,22 +73,12 @@ def test_from_every_form(form, tmp_path):
 
 
 def test_round_trip():
-    config = PatrickStarConfig(
-        device_budget="1.5GiB",
-        host_budget=10**9,
-        chunk_budget="64MiB",
-        chunk_numel="4096",
-        eviction="list_order",
-        cpu_embedding=True,
-        placement="host",
-        machine="h100",
-        prefetch_depth=3,
-        dtype="fp16",
-        pin_memory=False,
-        debug_evict_all=True,
-    )
+    given = {"device_budget": "1.5GiB", "host_budget": 10**9, "chunk_numel": "4096", "machine": "h100", "dtype": "fp16"}
+    config = PatrickStarConfig(**given, eviction="list_order", cpu_embedding=True, prefetch_depth=3, pin_memory=False)
     assert PatrickStarConfig.from_any(config.to_dict()) == config
     assert PatrickStarConfig.from_any(json.dumps(config.to_dict())) == config
+    assert PatrickStarConfig.from_any(config) is config
+    assert PatrickStarConfig.from_any(None) == PatrickStarConfig()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from hf_patrickstar import BudgetError, PatrickStarEngine
-from hf_patrickstar.membership import holders
 from hf_patrickstar.memory.tiers import Tier
 
 WIDTH = 16
@@ -124,10 +123,3 @@ def test_a_module_moved_within_the_model_keeps_its_place_and_gets_its_new_name()
     assert engine.manager.find(model[2].weight) is tensor
     assert tensor.spec.name == "2.weight"
     assert books_of(engine)[1:] == (chunks, [f"{place}.{name}" for place in range(4) for name in ("weight", "bias")])
-
-
-def test_the_first_optimizer_that_holds_a_parameter_has_it():
-    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
-    optimizers = [torch.optim.SGD(first.parameters()), torch.optim.SGD([*second.parameters(), first.weight])]
-    found = holders(optimizers)
-    assert [found[id(p)] for p in (first.weight, first.bias, second.weight, second.bias)] == [0, 0, 1, 1]

@@ -75,17 +75,6 @@ def test_another_code_of_attention_is_another_question(make, place):
     assert [ask("sdpa"), ask("eager"), ask("sdpa")] == ["sdpa", "eager", "sdpa"]
 
 
-def test_a_damaged_file_is_made_again(records, place):
-    asked = arrange(MODEL, "rtx4090", **ARGUMENTS)
-    first = plan_if_fits(*asked)
-    for path in place.iterdir():
-        path.write_bytes(b"damaged")
-    assert plan_if_fits(*asked) == first
-    assert len(records) == 2
-    assert plan_if_fits(*asked) == first
-    assert len(records) == 2
-
-
 def test_what_a_script_trains_is_not_kept(records, place):
     @dataclasses.dataclass(frozen=True)
     class Scripted(Subject):
