@@ -13,6 +13,7 @@ def words(checkpoints, data, tmp_path):
     return [str(word) for word in [recipe_path("mlm"), *argv, "--output_dir", tmp_path / "mine", *CHUNKS]]
 
 
+@pytest.mark.long
 def test_check(words, tmp_path):
     """Collators that draw masks draw the same ones; the head is drawn alike."""
     process = start(["-m", "hf_patrickstar", "check", *words], tmp_path / "home")
@@ -20,6 +21,7 @@ def test_check(words, tmp_path):
     assert not os.path.exists(tmp_path / "mine")
 
 
+@pytest.mark.long
 def test_plan(words, tmp_path):
     command = ["-m", "hf_patrickstar", "plan", "--verbose", "--no-advice"]
     command += ["--device-memory", "1MiB", "--host-memory", "1GiB", "--"]

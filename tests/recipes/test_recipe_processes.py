@@ -28,6 +28,7 @@ def launch(checkpoints, data, output, *extra, folders=()):
     return [entry["loss"] for entry in history if "loss" in entry], result.stdout
 
 
+@pytest.mark.long
 def test_clm_in_two_processes(checkpoints, data, tmp_path):
     stock, _ = launch(checkpoints, data, tmp_path / "stock", folders=[str(PLAIN_EXIT)])
     ours, printed = launch(checkpoints, data, tmp_path / "ours", "--patrickstar")

@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 from hub import Hub
-from running import CHUNKS, COMMON, SENTENCES, finish_recipe, start_recipe
+from running import CHUNKS, COMMON, finish_recipe, start_recipe
 from trainers import assert_same_weights
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -48,6 +48,7 @@ def assert_same_output(expected, actual, auto):
     assert_same_weights(auto.from_pretrained(expected), auto.from_pretrained(actual))
 
 
+@pytest.mark.long
 def test_clm_from_the_hub(checkpoints, data, tmp_path):
     shutil.copytree(checkpoints / "clm", tmp_path / "hub/models/someone/tiny-gpt2")
     texts = tmp_path / "hub/datasets/someone/tiny-text"
@@ -79,17 +80,19 @@ def test_clm_from_the_hub(checkpoints, data, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "extension"), [("classification", "jsonl"), ("mlm", "txt")])
-def test_script_from_files(name, extension, checkpoints, data, recipe, tmp_path):
+def test_script_from_files(name, extension, checkpoints, data, recipe, tmp_path, capsys):
     stock, chunks = tmp_path / "stock", tmp_path / "chunks"
     argv = arguments(name, checkpoints, data, extension)
-    process = start_recipe(name, [*argv, "--output_dir", str(chunks), *CHUNKS], tmp_path / "home")
-    metrics = recipe(name, *argv, "--output_dir", stock)
+    recipe(name, *argv, "--output_dir", stock)
+    assert "***** patrickstar *****" not in capsys.readouterr().out
+    metrics = recipe(name, *argv, "--output_dir", chunks, *CHUNKS)
+    assert "***** patrickstar *****" in capsys.readouterr().out
     assert_same_weights(recipe.trainers[0].model, AUTO[name].from_pretrained(stock))
-    assert "***** patrickstar *****" in finish_recipe(process)
     assert_same_output(stock, chunks, AUTO[name])
     assert metrics["eval_loss"] == results(chunks, "eval")["eval_loss"]
 
 
+@pytest.mark.long
 def test_options_from_a_json_file(checkpoints, data, recipe, tmp_path, capsys):
     options = {
         "model_name_or_path": str(checkpoints / "clm"),
@@ -130,6 +133,7 @@ def test_resuming_gives_the_run_that_was_not_interrupted(checkpoints, data, reci
     assert afresh.state.global_step == 1
 
 
+@pytest.mark.long
 def test_classification_of_pairs_with_integer_labels(checkpoints, data, recipe, tmp_path):
     model = ["--model_name_or_path", checkpoints / "classification", "--ignore_mismatched_sizes"]
     files = ["--train_file", data / "pairs.csv", "--test_file", data / "pairs.csv", "--max_predict_samples", 5]
@@ -153,16 +157,7 @@ def test_classification_of_pairs_with_integer_labels(checkpoints, data, recipe, 
     assert set(dataset["labels"]) == {1}
 
 
-def test_classification_metric_is_right(recipe, checkpoints, data, tmp_path):
-    argv = arguments("classification", checkpoints, data, "jsonl")
-    metrics = recipe("classification", *argv, "--output_dir", tmp_path)
-    (trainer,) = recipe.trainers
-    output = trainer.predict(trainer.eval_dataset)
-    right = sum(int(scores.argmax() == label) for scores, label in zip(*output[:2], strict=True))
-    assert metrics["eval_accuracy"] == right / len(trainer.eval_dataset)
-    assert trainer.model.config.label2id == {"bad": 0, "good": 1, "neutral": 2}
-
-
+@pytest.mark.long
 def test_classification_with_a_gpt(recipe, checkpoints, data, tmp_path):
     # It has no head, which is drawn alike in both runs, and pads with its end-of-text token.
     argv = arguments("classification", checkpoints, data, "jsonl")
@@ -173,20 +168,3 @@ def test_classification_with_a_gpt(recipe, checkpoints, data, tmp_path):
     assert_same_weights(*(trainer.model for trainer in recipe.trainers))
     config = recipe.trainers[1].model.config
     assert config.pad_token_id == config.eos_token_id
-
-
-def test_class_labels_and_test_split_of_a_data_directory(recipe, checkpoints, tmp_path):
-    import datasets
-
-    names = datasets.ClassLabel(names=["no", "yes"])
-    features = datasets.Features({"sentence": datasets.Value("string"), "label": names})
-    folder = tmp_path / "data"
-    folder.mkdir()
-    for split, hidden in (("train", False), ("validation", False), ("test", True)):
-        rows = {"sentence": SENTENCES[:12], "label": [-1 if hidden else i % 2 for i in range(12)]}
-        datasets.Dataset.from_dict(rows, features=features).to_parquet(str(folder / f"{split}.parquet"))
-    argv = ["--model_name_or_path", checkpoints / "classification", "--ignore_mismatched_sizes", *COMMON]
-    argv += ["--dataset_name", folder, "--do_train", "--do_eval", "--do_predict", "--output_dir", tmp_path / "out"]
-    recipe("classification", *argv)
-    assert recipe.trainers[0].model.config.id2label == {0: "no", 1: "yes"}
-    assert len((tmp_path / "out" / "predictions.csv").read_text().splitlines()) == 13

@@ -9,6 +9,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 import hf_patrickstar
 
 ROOT = pathlib.Path(hf_patrickstar.__file__).parent.parent
@@ -52,6 +54,8 @@ USES = """
 import torch
 from models import make_model, make_rows
 
+import pytest
+
 import hf_patrickstar
 from hf_patrickstar.cli.main import main
 
@@ -77,6 +81,7 @@ print("loaded", sorted(set(EXTRAS) & set(sys.modules)))
 """
 
 
+@pytest.mark.long
 def test_the_package_works_without_extras(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     process = subprocess.run(

@@ -9,7 +9,6 @@ import pytest
 import torch
 from sources import write_training_state
 
-from hf_patrickstar import __version__
 from hf_patrickstar.cli.main import main
 
 STATES = {"w": {"exp_avg": torch.ones(3), "step": torch.tensor(1.0)}}
@@ -34,13 +33,6 @@ def test_a_command_that_fails(tmp_path, capsys):
     assert err.startswith(f"hf-patrickstar export: {missing}; or delete ")
 
 
-def test_version(capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["--version"])
-    assert caught.value.code == 0
-    assert capsys.readouterr().out == f"{__version__}\n"
-
-
 @pytest.mark.parametrize("arguments", [[], ["unknown"], ["export"], ["export", "a", "b"]])
 def test_wrong_usage(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
@@ -61,11 +53,3 @@ def test_who_reads_may_close_the_pipe(tmp_path):
         os.close(write)
     assert finished.returncode == 141, "as of a program that SIGPIPE ends"
     assert "BrokenPipeError" not in finished.stderr
-
-
-def test_as_a_module(tmp_path):
-    command = [sys.executable, "-m", "hf_patrickstar", "export", str(tmp_path)]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert finished.returncode == 1
-    assert "optimizer.index.json' is missing" in finished.stderr
-    assert "Traceback" not in finished.stderr

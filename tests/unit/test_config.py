@@ -1,73 +1,25 @@
-import dataclasses
 import json
 
 import pytest
 
 from hf_patrickstar import units
 from hf_patrickstar.config import PatrickStarConfig
-from hf_patrickstar.errors import ConfigError, PatrickStarError
-
-
-def test_defaults():
-    assert PatrickStarConfig().to_dict() == {
-        "device_budget": "auto",
-        "host_budget": "auto",
-        "chunk_budget": "auto",
-        "chunk_numel": "auto",
-        "eviction": "belady",
-        "cpu_embedding": "auto",
-        "placement": "auto",
-        "machine": "auto",
-        "prefetch_depth": "auto",
-        "reshard_after_forward": False,
-        "reduce_dtype": "auto",
-        "dtype": "auto",
-        "autocast": "auto",
-        "keep_fp32": ("auto",),
-        "frozen_master": False,
-        "pin_memory": "auto",
-        "host_threads": "auto",
-        "overlap_optimizer": True,
-        "keep_gradients": "auto",
-        "reuse_plan": True,
-        "background_save": False,
-        "optimizer_format": "sharded",
-        "process_wait_s": 60.0,
-        "debug_collectives": False,
-        "debug_evict_all": False,
-    }
-
-
-def test_every_field_is_documented():
-    for field in dataclasses.fields(PatrickStarConfig):
-        assert f"    {field.name}:" in PatrickStarConfig.__doc__, field.name
+from hf_patrickstar.errors import ConfigError
 
 
 @pytest.mark.parametrize(
     ("name", "given", "kept"),
     [
         ("device_budget", "1GiB", 2**30),
-        ("device_budget", 4096, 4096),
-        ("device_budget", "auto", "auto"),
         ("host_budget", "2GB", 2 * 10**9),
-        ("chunk_budget", "1MiB", 2**20),
         ("chunk_budget", "auto", "auto"),
-        ("chunk_numel", 64, 64),
         ("chunk_numel", " 4096 ", 4096),
-        ("eviction", "list_order", "list_order"),
         ("cpu_embedding", False, False),
-        ("placement", "host", "host"),
         ("prefetch_depth", 0, 0),
-        ("prefetch_depth", 7, 7),
-        ("dtype", "bf16", "bf16"),
         ("reduce_dtype", "fp32", "fp32"),
-        ("pin_memory", True, True),
         ("host_threads", "auto", "auto"),
-        ("host_threads", 12, 12),
         ("process_wait_s", 0, 0),
-        ("process_wait_s", 2.5, 2.5),
         ("process_wait_s", None, None),
-        ("debug_evict_all", True, True),
     ],
 )
 def test_values_that_are_taken(name, given, kept):
@@ -79,69 +31,29 @@ def test_values_that_are_taken(name, given, kept):
     [
         ("device_budget", "lots", "device_budget: 'lots' is not a size"),
         ("device_budget", 0, "device_budget: must be positive"),
-        ("device_budget", None, "device_budget: expected a number of bytes"),
-        ("device_budget", "8 GiBs", "device_budget: unknown unit"),
         ("host_budget", -1, "host_budget: must be positive, got -1"),
-        ("host_budget", True, "host_budget: expected a number of bytes"),
-        ("chunk_budget", 0, "chunk_budget: must be positive"),
-        ("chunk_budget", None, "chunk_budget: expected a number of bytes"),
         ("chunk_numel", 0, "chunk_numel: expected 'auto' or a positive number of elements, got 0"),
-        ("chunk_numel", -64, "chunk_numel: expected 'auto' or a positive number"),
         ("chunk_numel", "big", "chunk_numel: expected 'auto' or a positive number of elements, got 'big'"),
-        ("chunk_numel", "²", "chunk_numel: expected 'auto' or a positive number"),
-        ("chunk_numel", True, "chunk_numel: expected 'auto' or a positive number"),
         ("chunk_numel", 1.5, "chunk_numel: expected 'auto' or a positive number"),
         ("eviction", "fifo", "eviction: expected one of belady, lru, list_order, got 'fifo'"),
-        ("eviction", ["lru"], "eviction: expected one of"),
         ("placement", "device", "placement: expected one of auto, host, got 'device'"),
         ("prefetch_depth", -1, "prefetch_depth: expected 'auto' or a number of chunks, 0 or more, got -1"),
-        ("prefetch_depth", 1.5, "prefetch_depth: expected 'auto' or a number of chunks, 0 or more, got 1.5"),
-        ("prefetch_depth", "far", "prefetch_depth: expected 'auto' or a number of chunks"),
         ("machine", "rtx4091", "machine 'rtx4091' is not known.*Did you mean 'rtx4090'?"),
-        ("machine", 7, "machine: expected 'auto', a known name or the path of a JSON file, got 7"),
         ("machine", {"name": "mine", "flop": {}}, "machine: 'flop' is not a field; did you mean 'flops'?"),
-        ("prefetch_depth", True, "prefetch_depth: expected 'auto' or a number of chunks"),
         ("dtype", "int8", "dtype: expected one of auto, fp32, bf16, fp16, got 'int8'"),
         ("cpu_embedding", "yes", "cpu_embedding: expected true, false or 'auto', got 'yes'"),
-        ("cpu_embedding", 1, "cpu_embedding: expected true, false or 'auto', got 1"),
         ("host_threads", 0, "host_threads: expected 'auto' or a number of threads, 1 or more, got 0"),
-        ("host_threads", True, "host_threads: expected 'auto' or a number of threads, 1 or more, got True"),
-        ("host_threads", "8", "host_threads: expected 'auto' or a number of threads, 1 or more, got '8'"),
         ("pin_memory", "no", "pin_memory: expected true, false or 'auto', got 'no'"),
-        ("pin_memory", None, "pin_memory: expected true, false or 'auto', got None"),
         ("process_wait_s", -1, "process_wait_s: expected a number of seconds, 0 or more, or null, got -1"),
         ("process_wait_s", float("nan"), "process_wait_s: expected a number of seconds"),
-        ("process_wait_s", float("inf"), "process_wait_s: expected a number of seconds"),
-        ("process_wait_s", "60", "process_wait_s: expected a number of seconds"),
-        ("process_wait_s", True, "process_wait_s: expected a number of seconds"),
         ("debug_evict_all", 1, "debug_evict_all: expected true or false, got 1"),
         ("reshard_after_forward", "auto", "reshard_after_forward: expected true or false, got 'auto'"),
         ("overlap_optimizer", "backward", "overlap_optimizer: 'backward' was removed; set true"),
-        ("overlap_optimizer", "auto", "overlap_optimizer: expected true or false, got 'auto'"),
-        ("debug_evict_all", "auto", "debug_evict_all: expected true or false"),
     ],
 )
 def test_values_that_are_refused(name, value, message):
     with pytest.raises(ConfigError, match=f"^{message}"):
         PatrickStarConfig(**{name: value})
-
-
-def test_a_config_error_is_a_value_error():
-    assert issubclass(ConfigError, (PatrickStarError, ValueError))
-
-
-def test_is_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        PatrickStarConfig().dtype = "bf16"
-
-
-def test_from_nothing():
-    assert PatrickStarConfig.from_any(None) == PatrickStarConfig()
-
-
-def test_from_a_config_is_the_same_object():
-    config = PatrickStarConfig(dtype="bf16")
-    assert PatrickStarConfig.from_any(config) is config
 
 
 @pytest.mark.parametrize("form", ["dict", "text", "padded text", "path", "path text"])
@@ -161,22 +73,12 @@ def test_from_every_form(form, tmp_path):
 
 
 def test_round_trip():
-    config = PatrickStarConfig(
-        device_budget="1.5GiB",
-        host_budget=10**9,
-        chunk_budget="64MiB",
-        chunk_numel="4096",
-        eviction="list_order",
-        cpu_embedding=True,
-        placement="host",
-        machine="h100",
-        prefetch_depth=3,
-        dtype="fp16",
-        pin_memory=False,
-        debug_evict_all=True,
-    )
+    given = {"device_budget": "1.5GiB", "host_budget": 10**9, "chunk_numel": "4096", "machine": "h100", "dtype": "fp16"}
+    config = PatrickStarConfig(**given, eviction="list_order", cpu_embedding=True, prefetch_depth=3, pin_memory=False)
     assert PatrickStarConfig.from_any(config.to_dict()) == config
     assert PatrickStarConfig.from_any(json.dumps(config.to_dict())) == config
+    assert PatrickStarConfig.from_any(config) is config
+    assert PatrickStarConfig.from_any(None) == PatrickStarConfig()
 
 
 @pytest.mark.parametrize(
@@ -185,67 +87,12 @@ def test_round_trip():
         ("device_buget", "device_budget"),
         ("gpu_budget", "device_budget"),
         ("cpu_budget", "host_budget"),
-        ("hostbudget", "host_budget"),
         ("chunk_size", "chunk_numel"),
-        ("evict", "eviction"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(key, near):
     with pytest.raises(ConfigError, match=f"unknown key '{key}'; did you mean '{near}'.* Known: device_budget, "):
         PatrickStarConfig.from_any({key: 1})
-
-
-def test_an_unknown_key_that_is_no_text():
-    with pytest.raises(ConfigError, match="unknown key '7'"):
-        PatrickStarConfig.from_any({7: 1})
-
-
-def test_a_missing_file(tmp_path):
-    path = tmp_path / "none.json"
-    with pytest.raises(ConfigError, match=r"cannot read file '.*none.json': No such file.*give JSON text or the path"):
-        PatrickStarConfig.from_any(path)
-
-
-def test_a_folder_in_place_of_a_file(tmp_path):
-    with pytest.raises(ConfigError, match="cannot read file"):
-        PatrickStarConfig.from_any(tmp_path)
-
-
-def test_malformed_text():
-    with pytest.raises(ConfigError, match=r"the text given is not JSON: .*line 1 column"):
-        PatrickStarConfig.from_any('{"device_budget": }')
-
-
-def test_a_malformed_file(tmp_path):
-    path = tmp_path / "bad.json"
-    path.write_text("device_budget: 1GiB")
-    with pytest.raises(ConfigError, match=r"file '.*bad.json' is not JSON"):
-        PatrickStarConfig.from_any(path)
-
-
-def test_a_file_that_is_no_text(tmp_path):
-    path = tmp_path / "weights.json"
-    path.write_bytes(b"\xff\xfe\x00\x80")
-    with pytest.raises(ConfigError, match=r"weights.json"):
-        PatrickStarConfig.from_any(path)
-
-
-def test_a_file_that_holds_no_object(tmp_path):
-    path = tmp_path / "list.json"
-    path.write_text("[1, 2]")
-    with pytest.raises(ConfigError, match=r"list.json' holds list, expected a JSON object"):
-        PatrickStarConfig.from_any(path)
-
-
-@pytest.mark.parametrize("source", [7, ["lru"], 1.5, object])
-def test_other_types(source):
-    with pytest.raises(ConfigError, match="expected a dict, JSON text or the path of a file"):
-        PatrickStarConfig.from_any(source)
-
-
-def test_an_error_inside_a_file_names_the_setting():
-    with pytest.raises(ConfigError, match="prefetch_depth: expected 'auto' or a number of chunks"):
-        PatrickStarConfig.from_any('{"prefetch_depth": -1}')
 
 
 @pytest.mark.parametrize("name", ["device_budget", "host_budget", "chunk_budget"])
@@ -259,3 +106,24 @@ def test_small_budgets_need_a_unit(name, monkeypatch):
         config = PatrickStarConfig(**{name: value})
         assert getattr(config, name) == nbytes
         assert PatrickStarConfig.from_any(json.dumps(config.to_dict())) == config
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ('{"device_budget": }', r"the text given is not JSON: .*line 1 column"),
+        (b"device_budget: 1GiB", r"file '.*bad.json' is not JSON"),
+        (b"\xff\xfe\x00\x80", r"bad.json"),
+        (b"[1, 2]", r"bad.json' holds list, expected a JSON object"),
+        (None, r"cannot read file '.*bad.json': No such file.*give JSON text or the path"),
+        ('{"prefetch_depth": -1}', "prefetch_depth: expected 'auto' or a number of chunks"),
+        ({7: 1}, "unknown key '7'"),
+        (["lru"], "expected a dict, JSON text or the path of a file"),
+    ],
+)
+def test_a_source_that_is_none(source, said, tmp_path):
+    path = tmp_path / "bad.json"
+    if isinstance(source, bytes):
+        path.write_bytes(source)
+    with pytest.raises(ConfigError, match=said):
+        PatrickStarConfig.from_any(path if source is None or isinstance(source, bytes) else source)

@@ -38,9 +38,6 @@ POSITIVE = [
 ]
 
 
-# Times
-
-
 @pytest.mark.parametrize(
     ("flops", "nbytes", "dtype", "nanoseconds"),
     [
@@ -49,7 +46,6 @@ POSITIVE = [
         (10**9, 0, "float16", 250_000),  # a 16-bit type that is missing is as fast as the other one
         (10**9, 0, "float64", 1_000_000),  # any other is as slow as float32
         (10**9, 2 * 10**9, "float32", 2_000_000),  # bound by memory
-        (10**9, 10**9 // 2, "float32", 1_000_000),  # bound by arithmetic
         (10, 10, "float32", 2_000),  # the shortest kernel
         (0, 0, "float32", 2_000),
     ],
@@ -74,22 +70,6 @@ def test_a_copy_has_its_latency_beside_its_bytes(to_device, is_pinned, nanosecon
     assert ROUND.copy_ns(10**6, to_device=to_device, is_pinned=is_pinned) == nanoseconds
 
 
-def test_a_copy_is_pinned_if_nothing_is_said():
-    assert ROUND.copy_ns(10**6, to_device=True) == ROUND.copy_ns(10**6, to_device=True, is_pinned=True)
-
-
-def test_there_is_a_device_for_every_process():
-    ROUND.check_processes(2)
-    with pytest.raises(ConfigError, match="'round': 3 processes need as many devices, num_devices is 2"):
-        ROUND.check_processes(3)
-
-
-def test_collectives_and_operators():
-    assert dataclasses.replace(ROUND, message_s=3e-6).message_ns == 3_000
-    assert ROUND.collective_ns(2 * 10**6) == 100_000 + 30_000
-    assert ROUND.operator_ns == 6_000
-
-
 @fast
 @given(st.integers(0, 10**15), st.integers(0, 10**12), st.integers(0, 10**12), st.sampled_from(sorted(MACHINES)))
 def test_more_work_never_takes_less_time(flops, nbytes, more, name):
@@ -100,9 +80,6 @@ def test_more_work_never_takes_less_time(flops, nbytes, more, name):
     for to_device in (True, False):
         fast_copy, slow_copy = (machine.copy_ns(nbytes, to_device=to_device, is_pinned=pinned) for pinned in (1, 0))
         assert fast_copy <= slow_copy <= machine.copy_ns(nbytes + more, to_device=to_device, is_pinned=False)
-
-
-# Machines that are known
 
 
 def test_the_figures_of_data_sheets_are_not_reached():
@@ -127,52 +104,10 @@ def test_the_figures_of_data_sheets_are_not_reached():
     assert machine.operator_s == 1.0
 
 
-@pytest.mark.parametrize("name", sorted(MACHINES))
-def test_known_machines_are_found_and_make_sense(name):
-    machine = find_machine(name)
-    assert machine is MACHINES[name]
-    assert machine.name == name
-    assert machine.flops["float16"] > machine.flops["float32"]
-    assert machine.device_bandwidth > machine.host_bandwidth > machine.pageable_bandwidth
-    assert machine.host_nbytes > machine.device_nbytes
-    assert (machine.num_devices > 1) == (machine.link_bandwidth > 0)
-
-
-# Files
-
-
-@pytest.mark.parametrize("name", sorted(MACHINES))
-def test_a_file_is_read_back_equal(name, tmp_path):
-    path = tmp_path / "machine.json"
-    path.write_text(MACHINES[name].to_json())
-    assert find_machine(str(path)) == MACHINES[name]
-
-
-def test_a_file_needs_no_suffix_and_not_every_field(tmp_path):
-    left_out = ("kernel_s", "operator_s", "core_bandwidth")
-    fields = {key: value for key, value in json.loads(ROUND.to_json()).items() if key not in left_out}
-    path = tmp_path / "machine"
-    path.write_text(json.dumps(fields))
-    assert find_machine(str(path)) == dataclasses.replace(ROUND, kernel_s=2e-6, operator_s=6e-6)
-
-
-# What is refused
-
-
 def refused(call, *arguments, **others):
     with pytest.raises(ConfigError) as caught:
         call(*arguments, **others)
     return str(caught.value)
-
-
-def test_an_unknown_name_is_told_the_nearest():
-    message = refused(find_machine, "a100-8")
-    assert message.startswith("machine 'a100-8' is not known; known are v100, rtx3090, rtx4090, ")
-    assert message.endswith(" Did you mean 'a100-80'?")
-
-
-def test_a_name_that_is_near_to_none_gets_the_list_alone():
-    assert refused(find_machine, "zzz").endswith("several of them as in 8xh100, or a JSON file.")
 
 
 def test_several_devices_share_a_host():
@@ -186,87 +121,16 @@ def test_several_devices_share_a_host():
     assert "is not known" in refused(find_machine, "2xh1000")
 
 
-@pytest.mark.parametrize("text", ["{", "", "\xff"])
-def test_a_file_that_is_no_json(text, tmp_path):
-    path = tmp_path / "machine.json"
-    path.write_bytes(text.encode("latin-1"))
-    assert refused(find_machine, str(path)).startswith(f"machine '{path}': the file cannot be read as JSON: ")
-
-
-def test_a_file_that_is_not_there(tmp_path):
-    path = tmp_path / "machine.json"
-    message = refused(find_machine, str(path))
-    assert message.startswith(f"machine '{path}': the file cannot be read as JSON: ")
-    assert "No such file" in message
-
-
-def test_a_file_without_an_object(tmp_path):
-    path = tmp_path / "machine.json"
-    path.write_text("[1]")
-    message = (
-        f"machine '{path}': the file holds no JSON object; write it with 'hf-patrickstar env --measure --json FILE'"
-    )
-    assert refused(find_machine, str(path)) == message
-
-
-def test_an_unknown_field_is_told_the_nearest():
-    fields = json.loads(ROUND.to_json())
-    assert refused(Machine.from_dict, {**fields, "host_bandwith": 1.0}) == (
-        "machine: 'host_bandwith' is not a field; did you mean 'host_bandwidth'?"
-    )
-    message = refused(Machine.from_dict, {**fields, "colour": "red"})
-    assert message.startswith("machine: 'colour' is not a field; known are name, flops, device_nbytes, ")
-
-
-def test_a_missing_field_is_named():
-    fields = json.loads(ROUND.to_json())
-    del fields["num_cores"]
-    message = refused(Machine.from_dict, fields)
-    assert message.startswith("machine: ")
-    assert "'num_cores'" in message
-
-
-@pytest.mark.parametrize("value", [-1.0, 0, math.nan, math.inf, None, "80GiB", True, [1.0]])
-@pytest.mark.parametrize("field", POSITIVE)
-def test_every_rate_and_size_is_a_positive_number(field, value):
-    message = refused(dataclasses.replace, ROUND, **{field: value})
-    assert message == f"machine 'round': {field} is {value!r}; it must be a positive number"
-
-
-def test_rates_of_types_are_checked_too():
-    message = refused(dataclasses.replace, ROUND, flops={"float32": 1.0, "bfloat16": -2.0})
-    assert message == "machine 'round': flops['bfloat16'] is -2.0; it must be a positive number"
-    message = refused(dataclasses.replace, ROUND, flops={"bfloat16": 1.0})
-    assert message == "machine 'round': flops has no 'float32', which other types fall back to; add it"
-    message = refused(dataclasses.replace, ROUND, flops=3.0)
-    assert message == "machine 'round': flops is 3.0; it must be rates by type"
-
-
-def test_a_name_is_text():
-    assert refused(dataclasses.replace, ROUND, name=5) == "machine: name is 5; it must be text"
-
-
-def test_one_device_alone_needs_no_link():
-    assert dataclasses.replace(ROUND, num_devices=1, link_bandwidth=0.0).link_bandwidth == 0.0
-    message = refused(dataclasses.replace, ROUND, num_devices=1, link_bandwidth=-1.0)
-    assert message == "machine 'round': link_bandwidth is -1.0; it must be a positive number"
-
-
 @pytest.mark.parametrize(
     ("device_name", "name"),
     [
         ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H200", "h200"),
         ("NVIDIA GH200 480GB", "gh200"),
         ("NVIDIA A100-SXM4-80GB", "a100-80"),
-        ("NVIDIA A100 80GB PCIe", "a100-80"),
         ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000"),
-        ("NVIDIA L40S", "l40s"),
         ("NVIDIA A100-SXM4-40GB", "a100-40"),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
-        ("Tesla V100-SXM2-32GB", "v100"),
         ("NVIDIA L4", "accelerator"),
-        ("xpu", "accelerator"),
     ],
 )
 def test_the_machine_of_a_device(device_name, name):
@@ -289,14 +153,67 @@ def test_fewer_cores_bound_what_the_host_does():
     assert (part.num_cores, part.host_flops) == (16, whole.host_flops / 3)
     assert part.host_bandwidth == 16 * whole.core_bandwidth < whole.host_bandwidth
     assert part.with_cores(16) is part
+    assert ROUND.collective_ns(2 * 10**6) == 100_000 + 30_000
     assert whole.with_cores(47).host_bandwidth == whole.host_bandwidth, "so many are enough for the memory"
 
 
-@pytest.mark.parametrize("name", sorted(MACHINES))
-def test_more_cores_change_nothing(name):
-    assert MACHINES[name].with_cores(128) is MACHINES[name]
+def test_known_machines_make_sense_and_are_read_back(tmp_path):
+    path = tmp_path / "machine"
+    for name, machine in MACHINES.items():
+        assert find_machine(name) is machine
+        assert machine.name == name
+        assert machine.flops["float16"] > machine.flops["float32"]
+        assert machine.device_bandwidth > machine.host_bandwidth > machine.pageable_bandwidth
+        assert machine.host_nbytes > machine.device_nbytes
+        assert (machine.num_devices > 1) == (machine.link_bandwidth > 0)
+        assert machine.with_cores(128) is machine
+        path.write_text(machine.to_json())
+        assert find_machine(str(path)) == machine
+    left_out = ("kernel_s", "operator_s", "core_bandwidth")
+    fields = {key: value for key, value in json.loads(ROUND.to_json()).items() if key not in left_out}
+    path.write_text(json.dumps(fields))
+    assert find_machine(str(path)) == dataclasses.replace(ROUND, kernel_s=2e-6, operator_s=6e-6)
 
 
-@pytest.mark.parametrize("value", [0, 1, None, "yes"])
-def test_whether_there_is_an_accelerator_is_true_or_false(value):
-    assert "has_accelerator" in refused(dataclasses.replace, ROUND, has_accelerator=value)
+def test_every_rate_and_size_is_a_positive_number():
+    values = [(field, -1.0) for field in POSITIVE]
+    values += [("operator_s", value) for value in (0, math.nan, math.inf, None, "80GiB", True, [1.0])]
+    for field, value in values:
+        message = refused(dataclasses.replace, ROUND, **{field: value})
+        assert message == f"machine 'round': {field} is {value!r}; it must be a positive number"
+    assert dataclasses.replace(ROUND, num_devices=1, link_bandwidth=0.0).link_bandwidth == 0.0
+    assert "link_bandwidth is -1.0" in refused(dataclasses.replace, ROUND, num_devices=1, link_bandwidth=-1.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"flops": {"float32": 1.0, "bfloat16": -2.0}}, "flops['bfloat16'] is -2.0; it must be a positive number"),
+        ({"flops": {"bfloat16": 1.0}}, "flops has no 'float32', which other types fall back to; add it"),
+        ({"flops": 3.0}, "flops is 3.0; it must be rates by type"),
+        ({"name": 5}, "machine: name is 5; it must be text"),
+        ({"has_accelerator": 1}, "has_accelerator"),
+        ({"host_bandwith": 1.0}, "'host_bandwith' is not a field; did you mean 'host_bandwidth'?"),
+        ({"colour": "red"}, "'colour' is not a field; known are name, flops, device_nbytes, "),
+    ],
+)
+def test_what_makes_no_sense_in_a_file_gets_a_sentence(change, said, tmp_path):
+    (tmp_path / "machine.json").write_text(json.dumps({**json.loads(ROUND.to_json()), **change}))
+    assert said in refused(find_machine, str(tmp_path / "machine.json"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("{", "cannot be read as JSON: "), (None, "No such file"), ("[1]", "write it with 'hf-patrickstar env --measure")],
+)
+def test_a_file_that_holds_no_machine(text, said, tmp_path):
+    path = tmp_path / "machine.json"
+    if text is not None:
+        path.write_text(text)
+    message = refused(find_machine, str(path))
+    assert message.startswith(f"machine '{path}': the file ")
+    assert said in message
+    path.write_text(json.dumps({"name": "x"}))
+    assert "num_cores" in refused(find_machine, str(path))
+    assert refused(find_machine, "a100-8").endswith(" Did you mean 'a100-80'?")
+    assert "3 processes need as many devices, num_devices is 2" in refused(ROUND.check_processes, 3)

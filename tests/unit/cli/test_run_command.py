@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import types
@@ -49,6 +50,17 @@ def told(out):
     return [json.loads(line) for line in out.splitlines() if line.startswith('{"losses"')]
 
 
+def test_a_script_is_the_same_to_the_bit_with_the_flag_and_without(tmp_path):
+    write_stock_scripts(tmp_path)
+    words = ["clm.py", "--output_dir", "out", *COMMON]
+    out, err = finish(start([*RUN, "all.py", json.dumps([words, [*words, "--patrickstar", *SETTINGS]])], tmp_path))
+    plain, chunked = told(out)
+    assert not plain["is_chunked"]
+    assert chunked == {**plain, "is_chunked": True}
+    assert err.count("hf-patrickstar run: puts") == 1
+
+
+@pytest.mark.long
 def test_scripts_of_trainers_and_loops_are_the_same_to_the_bit(tmp_path):
     write_stock_scripts(tmp_path)
     names = ("clm", "glue", "translation")
@@ -71,7 +83,6 @@ def test_scripts_of_trainers_and_loops_are_the_same_to_the_bit(tmp_path):
     assert rest[3:6] == [{**result, "is_chunked": True} for result in expected]
     assert rest[6] == rest[4], "a JSON file that the script reads may say it, too"
     assert first_mixed == rest[7] == expected[2], "a script that has the mixins runs as it is"
-    assert err.count("hf-patrickstar run: puts") == 1
     assert "PatrickStarTrainerMixin into transformers.trainer.Trainer" in err
     assert "accelerate.Accelerator" not in err
     out, err = finish(for_all)
@@ -85,6 +96,7 @@ def test_scripts_of_trainers_and_loops_are_the_same_to_the_bit(tmp_path):
     assert b"hf_patrickstar.integrations" not in bytes_of_arguments
 
 
+@pytest.mark.long
 def test_command_lines_of_trl_are_the_same_to_the_bit_and_launchers_pass_it_on(tmp_path):
     pytest.importorskip("trl")
     write_stock_scripts(tmp_path)
@@ -119,6 +131,7 @@ def test_command_lines_of_trl_are_the_same_to_the_bit_and_launchers_pass_it_on(t
     assert not record_folder(tmp_path / "plain-sft").exists()
 
 
+@pytest.mark.long
 def test_check_and_plan_know_stock_scripts(tmp_path):
     write_stock_scripts(tmp_path)
     words = ["translation.py", "--output_dir", "out", *COMMON]
@@ -132,14 +145,10 @@ def test_check_and_plan_know_stock_scripts(tmp_path):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (
-            [__file__],
-            "was imported before PatrickStarTrainerMixin could be put there; start the script in a new process",
-        ),
+        ([__file__], "was imported before .* start the script in a new process"),
         (["--patrickstar_config", "{}", __file__], "--patrickstar_config is given before SCRIPT but --patrickstar"),
         (["--patrickstar", "--patrickstar_config", '{"x": 1}', __file__], "unknown key 'x'"),
         (["nowhere.py"], "there is no script 'nowhere.py'"),
-        (["-m"], "-m is given without a module"),
         ([], "there is no script to run"),
     ],
 )
@@ -149,7 +158,7 @@ def test_refusals_are_one_sentence(words, sentence, capsys, monkeypatch):
     finders = list(sys.meta_path)
     assert main(["run", *words]) == 2
     err = capsys.readouterr().err
-    assert sentence in err
+    assert re.search(sentence, err)
     assert len(err.splitlines()) == 1
     assert sys.meta_path == finders
 

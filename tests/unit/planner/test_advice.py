@@ -39,7 +39,7 @@ def test_every_kind_of_change_is_tried_and_is_what_it_says(fitting):
     assert len(found) == 8
 
 
-@pytest.mark.parametrize(("batch", "size", "parts"), [(1000, 100, 10), (32, 2, 16), (7, 1, 7), (34, 3, 12)])
+@pytest.mark.parametrize(("batch", "size", "parts"), [(32, 2, 16), (7, 1, 7), (34, 3, 12)])
 def test_a_batch_that_does_not_fit_is_divided_into_equal_parts(batch, size, parts):
     setup = arrange(MODEL, "8xh100", **{**GIVEN, "batch_size": batch, "num_micro_batches": 3})
     refused = type("Refused", (), {"fits": False})()
@@ -104,8 +104,3 @@ def test_changes_that_the_model_does_not_support_are_left_out(fitting, monkeypat
     found = advise(*fitting)
     assert found.changes
     assert not any("--gradient-checkpointing" in change.text for change in found.changes)
-
-
-def test_without_peft_adapters_are_not_tried(fitting, monkeypatch):
-    monkeypatch.setattr(module, "has_peft", lambda: False)
-    assert not any("--lora" in change.option for change in changes(*fitting))

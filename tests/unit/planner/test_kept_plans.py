@@ -49,7 +49,7 @@ def test_the_same_question_is_answered_at_once(records):
     assert first[1].timeline.duration_ns > 0
 
 
-@pytest.mark.parametrize("change", [{"length": 64}, {"device_memory": "3MiB"}, {"settings": {"eviction": "lru"}}])
+@pytest.mark.parametrize("change", [{"device_memory": "3MiB"}, {"settings": {"eviction": "lru"}}])
 def test_other_questions_are_not(change, records):
     plan_if_fits(*arrange(MODEL, "rtx4090", **ARGUMENTS))
     plan_if_fits(*arrange(MODEL, "rtx4090", **{**ARGUMENTS, **change}))
@@ -73,36 +73,6 @@ def test_another_code_of_attention_is_another_question(make, place):
         return kept("plans", subject, "given", False, lambda: name)
 
     assert [ask("sdpa"), ask("eager"), ask("sdpa")] == ["sdpa", "eager", "sdpa"]
-
-
-def test_another_version_of_peft_is_another_question_where_adapters_are_trained(monkeypatch):
-    def ask(version, adapters):
-        monkeypatch.setattr("importlib.metadata.version", lambda name: version)
-        subject = Subject("model", "causal-lm", LlamaConfig(), 1, 8, False, adapters)
-        return kept("plans", subject, "given", False, lambda: version)
-
-    plan_cache._versions()  # of the other packages, which stay as they are
-    assert [ask("1", {"r": 2}), ask("2", {"r": 2})] == ["1", "2"]
-    assert [ask("1", None), ask("2", None)] == ["1", "1"]
-
-
-def test_that_nothing_fits_is_kept_too(records):
-    asked = arrange(MODEL, "rtx4090", **{**ARGUMENTS, "host_memory": "1KiB", "device_memory": "64KiB"})
-    assert plan_if_fits(*asked) is None
-    num = len(records)
-    assert plan_if_fits(*asked) is None
-    assert len(records) == num
-
-
-def test_a_damaged_file_is_made_again(records, place):
-    asked = arrange(MODEL, "rtx4090", **ARGUMENTS)
-    first = plan_if_fits(*asked)
-    for path in place.iterdir():
-        path.write_bytes(b"damaged")
-    assert plan_if_fits(*asked) == first
-    assert len(records) == 2
-    assert plan_if_fits(*asked) == first
-    assert len(records) == 2
 
 
 def test_what_a_script_trains_is_not_kept(records, place):
@@ -133,10 +103,7 @@ def runs(monkeypatch):
 
 
 OTHER_PLANS = {
-    "budget": {"device_memory": "3MiB"},
-    "host": {"host_memory": "32MiB"},
     "setting": {"settings": {"eviction": "lru", "chunk_numel": 9000}},
-    "clipping": {"max_norm": None},
     "processes": {"world_size": 2, "machine": "8xh100"},
 }
 
@@ -157,9 +124,7 @@ def test_a_plan_for_another_budget_runs_no_model(change, runs, place):
     assert len(runs) == 4
 
 
-@pytest.mark.parametrize(
-    "change", [{"length": 64}, {"batch_size": 2}, {"dtype": "fp32"}, {"checkpointing": True}, {"num_micro_batches": 2}]
-)
+@pytest.mark.parametrize("change", [{"length": 64}, {"dtype": "fp32"}, {"num_micro_batches": 2}])
 def test_a_plan_of_another_training_runs_it(change, runs):
     plan_and_simulate(*arrange(MODEL, "rtx4090", **ARGUMENTS))
     plan_and_simulate(*arrange(MODEL, "rtx4090", **{**ARGUMENTS, **change}))

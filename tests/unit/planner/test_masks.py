@@ -54,18 +54,3 @@ def test_without_a_mask_among_the_inputs_there_is_none():
     with FakeTensorMode():  # this is why
         inputs = {"input_ids": torch.zeros(2, 8, dtype=torch.long)}
         assert has_mask(MODELS["causal"](), inputs)
-
-
-def test_rows_of_several_sequences_keep_their_mask():
-    def make():
-        return {"input_ids": torch.zeros(1, 8, dtype=torch.long), "position_ids": torch.arange(8)[None] % 4}
-
-    assert has_mask(MODELS["causal"](), make())
-    with FakeTensorMode(), masks_of_batches(has_padding=False, is_packed=True):
-        assert has_mask(MODELS["causal"](), make())
-
-
-def test_ordinary_tensors_are_looked_into():
-    with masks_of_batches(has_padding=False, is_packed=False):
-        assert has_mask(MODELS["causal"](), make_inputs(3))
-        assert not has_mask(MODELS["causal"](), make_inputs(0))

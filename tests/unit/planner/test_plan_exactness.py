@@ -11,10 +11,6 @@ from hf_patrickstar.units import MIB
 
 MODELS = {
     "gpt2": "gpt2:n_layer=3,n_embd=64,n_head=2,vocab_size=200,resid_pdrop=0.0,embd_pdrop=0.0",
-    "bert": "bert:num_hidden_layers=3,hidden_size=64,num_attention_heads=2,intermediate_size=128,vocab_size=200,"
-    "hidden_dropout_prob=0.0",
-    "llama": "llama:num_hidden_layers=3,hidden_size=64,num_attention_heads=2,num_key_value_heads=1,"
-    "intermediate_size=128,vocab_size=200",
     # Modules of these read parameters of others.
     "mamba": "mamba:num_hidden_layers=3,hidden_size=64,state_size=8,vocab_size=200",
     "deberta": "deberta-v2:num_hidden_layers=3,hidden_size=64,num_attention_heads=2,intermediate_size=128,"
@@ -63,8 +59,7 @@ def train(model, inputs, num):
     (loss / num if num > 1 else loss).backward()
 
 
-SHARES = {"mamba": (0.6, 0.8), "deberta": (0.6, 0.8)}  # half of what these need has no room for their activations
-CASES = [(name, share) for name in MODELS for share in SHARES.get(name, (0.5, 0.8))]
+CASES = [("gpt2", 0.5), ("gpt2", 0.8), ("mamba", 0.6), ("deberta", 0.8)]  # half has no room for their activations
 
 
 @pytest.mark.parametrize(("name", "share"), CASES)
@@ -85,10 +80,9 @@ def test_a_plan_has_the_bytes_of_a_run_of_several_micro_batches():
     assert plan.tier(Tier.DEVICE).need_nbytes == pytest.approx(stats["device_total_step_peak_nbytes"], rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["mamba", "deberta"])
-def test_a_model_whose_modules_read_each_others_parameters_is_planned_for_an_accelerator(name):
+def test_a_model_whose_modules_read_each_others_parameters_is_planned_for_an_accelerator():
     subject, given = arrange(
-        MODELS[name],
+        MODELS["deberta"],
         MACHINES["h100"],
         **{"task": None, "batch_size": 1, "length": 32, "world_size": 1, "num_micro_batches": 1},
         **{"checkpointing": False, "dtype": "bf16", "optimizer": "adamw", "max_norm": 1.0},

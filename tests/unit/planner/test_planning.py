@@ -5,13 +5,10 @@ import dataclasses
 import io
 import itertools
 import json
-import logging
 import math
 import re
 
 import pytest
-import torch
-import transformers
 from pages import PageReader
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -19,7 +16,7 @@ import hf_patrickstar
 from hf_patrickstar import plan, plan_cache
 from hf_patrickstar.cli.main import main
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.machine import MACHINES, find_machine
+from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner.advice import Advice, advise
 from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse, TriedChange
@@ -36,11 +33,6 @@ ARGUMENTS = {
     **{"dtype": "bf16", "optimizer": "adamw", "max_norm": 1.0, "settings": None, "device_memory": None},
     "host_memory": None,
 }
-
-
-def plan_subject(*arranged):
-    """The plan of a model that was found already."""
-    return plan_and_simulate(*arranged)[0]
 
 
 @pytest.fixture(scope="module")
@@ -92,35 +84,9 @@ MOE = (
 )
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16", "auto"])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_experts_are_planned_in_every_type(dtype, caplog):
     assert plan(MOE, "h100", length=8, dtype=dtype).fits
-    assert not caplog.records
-
-
-@pytest.mark.parametrize("has_bars", [True, False])
-def test_no_bar_tells_of_chunks_that_nobody_allocates(has_bars, monkeypatch, capsys):
-    """Bars of the planner itself are others; those of libraries are afterwards as they were."""
-    monkeypatch.setattr("hf_patrickstar.checkpoint.progress.PROGRESS_AFTER_S", 0)
-    bars = transformers.logging
-    was_enabled = bars.is_progress_bar_enabled()
-    (bars.enable_progress_bar if has_bars else bars.disable_progress_bar)()
-    try:
-        plan(MODEL, "rtx4090", length=17 + has_bars)  # none that was kept
-        assert "chunks" not in capsys.readouterr().err
-        assert bars.is_progress_bar_enabled() == has_bars
-    finally:
-        (bars.enable_progress_bar if was_enabled else bars.disable_progress_bar)()
-
-
-def test_torch_does_not_log_what_is_told_in_a_sentence(monkeypatch, caplog):
-    def fail(*args):
-        logging.getLogger("torch._subclasses.fake_tensor").error("a traceback")
-        raise RuntimeError("no shape")
-
-    monkeypatch.setattr("hf_patrickstar.planner.planning._simulated", fail)
-    with pytest.raises(ConfigError, match="no shape"):
-        plan(MOE, "h100", length=16)
     assert not caplog.records
 
 
@@ -128,15 +94,8 @@ def test_torch_does_not_log_what_is_told_in_a_sentence(monkeypatch, caplog):
     ("changes", "said"),
     [
         ({"model": None}, "model: it must be a model id"),
-        ({"model": {}}, "got {}"),
-        ({"model": torch.nn.Linear(1, 1)}, "a model that has one, got an object of type Linear"),
         ({"machine": None}, "machine: it must be the name of a machine"),
-        ({"optimizer": torch.optim.SGD}, "optimizer: it must be the name of a class"),
         ({"length": "64"}, "length: it must be a whole number, got '64'"),
-        ({"batch_size": 2.0}, "batch_size: it must be a whole number, got 2.0"),
-        ({"batch_size": True}, "batch_size: it must be a whole number, got True"),
-        ({"world_size": 1.0}, "world_size: it must be a whole number, got 1.0"),
-        ({"max_norm": "1"}, "max_norm: it must be a number, or None for no clipping, got '1'"),
         ({"settings": ["x"]}, "settings: it must be a dictionary, got \\['x'\\]"),
         ({"adapters": "r=8"}, "adapters: it must be a dictionary, got 'r=8'"),
     ],
@@ -166,16 +125,11 @@ def test_this_machine_is_measured(monkeypatch):
     assert training.machine.flops == measured.flops
 
 
-def test_it_takes_longer_there(roomy, tight):
-    assert tight.speed.seconds > roomy.speed.seconds
-
-
 @pytest.mark.parametrize(
     ("budgets", "short"),
     [
         ({"device_memory": 6 * MIB, "host_memory": 4 * MIB}, {"host"}),
         ({"device_memory": MIB, "host_memory": 64 * MIB}, {"device"}),
-        ({"device_memory": MIB, "host_memory": 4 * MIB}, {"device", "host"}),
     ],
 )
 def test_what_does_not_fit_says_where_and_what_would(budgets, short):
@@ -207,10 +161,9 @@ def test_what_does_not_fit_says_where_and_what_would(budgets, short):
     ("model", "changes"),
     [
         ("gpt2:n_layer=12,n_embd=128,n_head=8", {"length": 64, "device_memory": 12 * MIB}),
-        (MODEL, {"batch_size": 2, "device_memory": MIB}),
         (MODEL, {"batch_size": 2, "device_memory": MIB, "num_micro_batches": 2}),
     ],
-    ids=["large embedding", "small", "accumulation"],
+    ids=["large embedding", "accumulation"],
 )
 def test_the_least_memory_is_enough_and_2_percent_less_is_not(model, changes):
     need = plan(model, "rtx4090", **changes).tier(Tier.DEVICE).need_nbytes
@@ -218,14 +171,6 @@ def test_the_least_memory_is_enough_and_2_percent_less_is_not(model, changes):
     assert plan_if_fits(subject, given) is not None
     less = dataclasses.replace(given.machine, device_nbytes=int(0.98 * need))
     assert plan_if_fits(subject, dataclasses.replace(given, machine=less)) is None
-
-
-def test_what_is_short_of_a_little_needs_a_little_more():
-    """The least is the same however much of a small device there is, if that is too little."""
-    given = {"batch_size": 2, "host_memory": 64 * MIB}
-    need = plan(MODEL, "rtx4090", **given, device_memory=MIB).tier(Tier.DEVICE).need_nbytes
-    close = plan(MODEL, "rtx4090", **given, device_memory=int(0.9 * need)).tier(Tier.DEVICE).need_nbytes
-    assert close < 1.05 * need
 
 
 def test_the_least_of_the_host_is_what_the_device_cannot_hold():
@@ -238,12 +183,6 @@ def test_the_least_of_the_host_is_what_the_device_cannot_hold():
     assert not plan(MODEL, "rtx4090", **small, host_memory=int(0.98 * need)).fits
     verdict = describe(refused).splitlines()[1]
     assert verdict == f"does not fit: {format_nbytes(need - 4 * MIB)} too little on the host"
-
-
-def test_what_gradients_leave_through_is_no_larger_than_all_of_them():
-    found = plan(MODEL, "rtx4090", batch_size=2, num_micro_batches=2, device_memory=6 * MIB, host_memory="4GiB")
-    owners = found.tier(Tier.HOST).owners
-    assert 0 < owners["gradients on their way"] <= owners["grad"]
 
 
 @pytest.mark.parametrize("nbytes", ["1KiB", "100KiB"])
@@ -273,21 +212,6 @@ def test_accumulation_and_processes():
         plan(MODEL, "h100", world_size=0)
 
 
-def test_what_binds_several_processes_is_in_what_is_busy():
-    slow = dataclasses.replace(find_machine("8xh100"), link_bandwidth=1e8)
-    found = plan(MODEL, slow, batch_size=2, world_size=2, settings={"placement": "host"})
-    assert found.speed.binding in ("gathers", "reductions")
-    assert found.speed.busy[found.speed.binding] == max(found.speed.busy.values())
-    (line,) = [line for line in describe(found, is_verbose=True).splitlines() if line.startswith("busy ")]
-    assert f"{found.speed.binding} {found.speed.busy[found.speed.binding]:.0%}" in line
-
-
-def test_one_process_sends_nothing(tight):
-    assert tight.speed.sent_nbytes == 0
-    assert not {"gathers", "reductions"} & set(tight.speed.busy)
-    assert "process" not in describe(tight)
-
-
 def test_a_model_whose_code_fails_gets_a_sentence(monkeypatch, tmp_path):
     monkeypatch.setattr(plan_cache, "directory", lambda kind: tmp_path)  # other tests plan the same
     subject, training = arrange(MODEL, "rtx4090", **ARGUMENTS)
@@ -300,14 +224,15 @@ def test_a_model_whose_code_fails_gets_a_sentence(monkeypatch, tmp_path):
     with pytest.raises(
         ConfigError, match=r"it cannot be planned, .*\(NotImplementedError: this operator needs values\)"
     ):
-        plan_subject(subject, training)
+        plan_and_simulate(subject, training)[0]
 
 
+@pytest.mark.long
 def test_advice_is_planned():
     """Where a batch does not fit, smaller ones do; where activations are computed again without need, they are kept."""
     crowded = {**ARGUMENTS, "batch_size": 16, "device_memory": 8 * MIB, "host_memory": 64 * MIB}
     subject, training = arrange(MODEL, "rtx4090", **crowded)
-    refused = plan_subject(subject, training)
+    refused = plan_and_simulate(subject, training)[0]
     assert not refused.fits
     found = advise(subject, training, refused)
     assert found.changes
@@ -318,10 +243,10 @@ def test_advice_is_planned():
     assert f"Does not fit either: {'; '.join(found.failed)}." in screen
     again = {**ARGUMENTS, "checkpointing": True}
     subject, training = arrange(MODEL, "rtx4090", **again)
-    first = plan_subject(subject, training)
+    first = plan_and_simulate(subject, training)[0]
     found = advise(subject, training, first)
     (kept,) = [change for change in found.changes if "(without --gradient-checkpointing)" in change.text]
-    alone = plan_subject(dataclasses.replace(subject, checkpointing=False), training)
+    alone = plan_and_simulate(dataclasses.replace(subject, checkpointing=False), training)[0]
     assert kept.tokens_per_s == alone.speed.tokens_per_s
     assert kept.gain == alone.speed.tokens_per_s / first.speed.tokens_per_s > 1
 
@@ -335,30 +260,15 @@ def test_it_says_that_a_device_does_not_compute_in_a_type(machine, dtype, is_sai
     assert describe(found).count("note      'v100' has no rate for bfloat16") == is_said
 
 
-def test_another_optimizer_is_named_and_clipping_only_where_it_is_done():
-    found = plan(MODEL, "rtx4090", **TIGHT, optimizer="sgd", max_norm=None)
-    slow = dataclasses.replace(MACHINES["rtx4090"], host_bandwidth=1e8)
-    bound = plan(MODEL, slow, **TIGHT, optimizer="sgd", max_norm=None)
-    assert bound.speed.binding == "host SGD"
-    assert found.speed.clipped_seconds is None
-    assert "Adam" not in describe(bound)
-    assert "clipping" not in describe(found)
-
-
 def test_images_are_counted_as_images(capsys):
     vit = "vit:num_hidden_layers=1,hidden_size=16,num_attention_heads=2,intermediate_size=16,image_size=16,patch_size=8"
+    assert main(["plan", vit, "--batch-size", "64", "--no-advice", "--device-memory", "64KiB"]) == 1
+    assert "does not fit" in capsys.readouterr().out
     assert main(["plan", vit, "--batch-size", "2", "--no-advice"]) == 0
     out = capsys.readouterr().out
     assert ", image-classification, bf16, 2 images, all activations kept" in out
     assert " images per second" in out
     assert " tokens" not in out
-
-
-def test_images_that_do_not_fit_are_refused(capsys):
-    """Although the model's initialisation asks for values, which no tensor has."""
-    vit = "vit:num_hidden_layers=2,hidden_size=64,num_attention_heads=2,intermediate_size=64,image_size=32,patch_size=4"
-    assert main(["plan", vit, "--batch-size", "64", "--no-advice", "--device-memory", "1MiB"]) == 1
-    assert "does not fit" in capsys.readouterr().out
 
 
 COMMAND = ["plan", MODEL, "--batch-size", "2", "--no-advice", "--host-memory", "64MiB"]
@@ -414,6 +324,7 @@ def test_json_and_page_have_what_was_tried(crowded):
     assert [change["gain"] for change in found["changes"]] == [None] * len(found["changes"])
 
 
+@pytest.mark.long
 def test_python_tries_changes_on_request(crowded):
     asked = {"batch_size": 16, "device_memory": "8MiB", "host_memory": "64MiB"}
     found = json.loads((crowded[0] / "p.json").read_text())
@@ -441,7 +352,7 @@ def test_kinds_of_bytes_are_those_of_one_moment(tight):
     assert f"activations {format_nbytes(device.owners['non-model data'])}" in row
 
 
-@pytest.mark.parametrize("cpu_embedding", [True, False])
+@pytest.mark.parametrize("cpu_embedding", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_more_memory_is_never_slower(cpu_embedding):
     """Within a percent, for a model that does not wait for Python."""
     model = (
@@ -479,40 +390,20 @@ def test_the_plan_is_there_before_changes_are_tried(capsys, monkeypatch):
     assert capsys.readouterr().out.startswith("No change was found that makes a step 2 % faster.\n")
 
 
-def test_it_says_when_the_host_has_the_most_to_do(tight):
-    full = dataclasses.replace(tight.speed, busy={**tight.speed.busy, "host": 0.97})
-    (line,) = [line for line in describe(dataclasses.replace(tight, speed=full)).splitlines() if line[:5] == "limit"]
-    assert line.split(maxsplit=1)[1].startswith(f"Python and launches on the host; then {full.binding} (")
-
-
-def test_the_command_says_by_its_exit_status_that_it_does_not_fit(capsys):
-    assert main([*COMMAND, "--device-memory", "1MiB"]) == 1
-    assert "does not fit: " in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--machine", "rtx409"], "machine 'rtx409' is not known"),
-        (["--set", "chunk_numl=3"], "chunk_numl"),
-        (["--set", "chunk_numel"], "--set: 'chunk_numel' is no setting; write KEY=VALUE"),
         (["--set", "device_budget=1GiB"], "use --device-memory (device_memory in Python)"),
-        (["--set", "host_budget=1GiB"], "setting host_budget: a plan takes the memory of the machine"),
         (["--max-grad-norm", "-1"], "norm of gradients -1.0: it must be a positive number"),
-        (["--max-grad-norm", "nan"], "norm of gradients nan: it must be a positive number"),
-        (["--lora", ""], "--lora: there are no settings of adapters; write at least one, such as r=16"),
         (["--json", ""], "--json: the name of the file is empty; name a file"),
-        (["--json", "a.html", "--html", "./a.html"], "--html: './a.html' is written by --json, too; name another file"),
         (["--json", "a.trace.json", "--html", "a.html"], "the timeline of --html: 'a.trace.json' is written by --json"),
         (["--optimizer", "lbfgs"], "its code, or that of the optimizer 'lbfgs', fails on tensors without values"),
         (
             ["--batch-size", "99999999999"],
             "batch of 99999999999 x 64: a step takes more than 1024.00 TiB, which cannot",
         ),
-        (["--device-memory", "much"], "device memory: 'much' is not a size"),
         (["--json", "/no/such/folder/plan.json"], "--json: '/no/such/folder/plan.json' cannot be written"),
-        (["--optimizer", "adamx"], "optimizer 'adamx' is not in torch.optim"),
-        (["--dtype", "int8"], "dtype"),
     ],
 )
 def test_wrong_arguments_get_a_sentence(words, message, capsys):
@@ -521,17 +412,6 @@ def test_wrong_arguments_get_a_sentence(words, message, capsys):
     assert error.startswith("hf-patrickstar plan: ")
     assert error.count("\n") == 1
     assert message in error
-
-
-def test_a_model_without_a_name_gets_a_sentence(capsys):
-    assert main(["plan", ""]) == 2
-    assert "the name of the model is empty; give a model id, a directory" in capsys.readouterr().err
-
-
-def test_a_file_that_is_missing_is_not_asked_for_on_the_hub(capsys):
-    assert main(["plan", "no/such/config.json"]) == 2
-    message = "model 'no/such/config.json': there is no such file; give the path of a config.json"
-    assert capsys.readouterr().err == f"hf-patrickstar plan: {message}\n"
 
 
 def test_attention_that_drops_scores_writes_them_on_a_cpu():

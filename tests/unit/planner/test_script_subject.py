@@ -2,9 +2,7 @@
 
 import dataclasses
 import math
-import pathlib
 import re
-import traceback
 
 import pytest
 import torch
@@ -12,15 +10,11 @@ from models import make_model
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from user_scripts import ARGUMENTS, write_script
 
-import hf_patrickstar
 from hf_patrickstar import plan
 from hf_patrickstar.checkpoint.deferred import DeferredTensor
 from hf_patrickstar.cli.main import main
-from hf_patrickstar.cli.plan_run import in_words_of_the_script
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.planner import script_subject
-from hf_patrickstar.planner import search as searching
 from hf_patrickstar.planner.planning import BESIDE, plan_and_simulate, plan_if_fits
 from hf_patrickstar.planner.script_subject import arrange_script
 from hf_patrickstar.planner.subject import with_batch
@@ -74,16 +68,6 @@ def test_everything_that_the_script_says_is_planned(tmp_path):
     assert "exp_avg" not in kinds
 
 
-def test_a_stock_trainer(tmp_path):
-    stock = """
-from transformers import Trainer, TrainingArguments
-args = TrainingArguments(bf16=True, max_grad_norm=0.5, per_device_train_batch_size=3)
-"""
-    subject, given = arrange(tmp_path, stock)
-    assert (subject.batch_size, given.max_norm, given.settings) == (3, 0.5, {"dtype": "bf16"})
-    assert plan_subject(subject, given).fits
-
-
 def test_arguments_of_the_command_come_first(tmp_path):
     _, given = arrange(
         tmp_path, "", "--max_grad_norm", "0", *CHUNKS, device_memory="8MiB", settings={"chunk_numel": 4096}
@@ -123,21 +107,6 @@ Trainer = lambda **kwargs: PatrickStarTrainer(optimizers=(torch.optim.RMSprop(gr
     assert [group["lr"] for group in optimizer.param_groups[:2]] == [0.1, 0.2]
 
 
-OWN_LOSS = """
-class Trainer(PatrickStarTrainer):
-    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
-        assert model is self.model
-        logits = model(**inputs).logits.repeat(1, 40, 1)
-        return (logits - logits.detach().mean()).pow(2).sum()
-"""
-
-
-def test_the_loss_is_the_trainers(tmp_path):
-    plain, own = (plan_subject(*arrange(tmp_path, more)) for more in ("", OWN_LOSS))
-    grown = [each.tier(Tier.DEVICE).owners["non-model data"] for each in (plain, own)]
-    assert grown[1] > grown[0] + 2 * 40 * 2 * 16 * 96 * 4
-
-
 TEACHER = """
 class Trainer(PatrickStarTrainer):
     def __init__(self, **kwargs):
@@ -159,6 +128,7 @@ class Trainer(PatrickStarTrainer):
 """
 
 
+@pytest.mark.long
 def test_a_model_that_is_recorded_in_vain_leaves_the_trainer_the_one_that_runs(tmp_path):
     """A step of several micro-batches is recorded; what evaluates in its loss cannot be replayed, and runs."""
     assert plan_subject(*arrange(tmp_path, EVALUATES_IN_ITS_LOSS, "--gradient_accumulation_steps", "2", *CHUNKS)).fits
@@ -176,6 +146,7 @@ def test_a_teacher_takes_its_bytes_of_the_device(tmp_path):
     assert plan.tier(Tier.DEVICE).need_nbytes == alone.tier(Tier.DEVICE).need_nbytes + nbytes
 
 
+@pytest.mark.long
 def test_a_device_that_the_teacher_fills_is_too_small(tmp_path):
     subject, given = arrange(tmp_path, TEACHER, device_memory="16KiB", host_memory="64MiB")
     plan = plan_subject(subject, given)
@@ -184,14 +155,6 @@ def test_a_device_that_the_teacher_fills_is_too_small(tmp_path):
     assert need > given.beside_nbytes > 16 * 1024
     enough = dataclasses.replace(given, machine=dataclasses.replace(given.machine, device_nbytes=need))
     assert plan_if_fits(subject, enough) is not None
-
-
-def test_a_search_for_a_machine_leaves_the_teacher_its_bytes(tmp_path, monkeypatch):
-    tried = []
-    monkeypatch.setattr(searching, "plan_if_fits", lambda subject, given: tried.append(given))
-    subject, given = arrange(tmp_path, TEACHER, device_memory="64MiB")
-    searching.search("cheapest-machine", subject, given)
-    assert {each.beside_nbytes for each in tried} == {given.beside_nbytes}
 
 
 LORA = """
@@ -221,9 +184,8 @@ def test_weights_are_not_read(tmp_path, capsys):
     assert plan_subject(subject, given).fits
 
 
-@pytest.mark.parametrize("ending", ["", "    raise SystemExit(1) from None\n"])
-def test_weights_are_read_where_the_script_needs_them(ending, tmp_path, capsys):
-    change = "try:\n    model.resize_token_embeddings(100)\nexcept Exception:\n" + (ending or "    raise\n")
+def test_weights_are_read_where_the_script_needs_them(tmp_path, capsys):
+    change = "try:\n    model.resize_token_embeddings(100)\nexcept Exception:\n    raise SystemExit(1) from None\n"
     subject, _ = arrange(tmp_path, pretrained(tmp_path, change))
     assert subject.model.lm_head.weight.shape[0] == 100
     assert not isinstance(subject.model.lm_head.weight, DeferredTensor)
@@ -258,9 +220,6 @@ def test_what_cannot_be_planned_gets_a_sentence(tmp_path):
     ("more", "message"),
     [
         ("1 / 0", r"'.*train\.py' failed before it trained \(.*train\.py, line \d+: ZeroDivisionError: division by "),
-        ("torch.ones(2) @ torch.ones(3)", r"train\.py, line \d+: RuntimeError: "),
-        ("raise KeyError", r"line \d+: KeyError\); use arguments with which it trains"),
-        ("x = (1", r"train\.py, line \d+: SyntaxError: '\(' was never closed"),
         (
             "raise SystemExit(3)",
             r"'.*train\.py' ended itself with the status 3 before it trained; change its arguments",
@@ -275,19 +234,6 @@ def test_a_script_that_fails_gets_a_sentence(more, message, tmp_path, capsys):
     assert not any("Traceback" in line for line in lines)
 
 
-def test_a_failure_is_that_of_the_script_though_the_package_lies_below(monkeypatch):
-    """A script in the directory of a checkout, and another directory whose name begins like that of the script."""
-    package = pathlib.Path(hf_patrickstar.__file__).parent
-    frames = [
-        traceback.FrameSummary(str(package.parent / "train.py"), 7, "<module>"),
-        traceback.FrameSummary(str(package / "integrations" / "script.py"), 90, "run"),
-        traceback.FrameSummary(f"{package.parent}-other/helper.py", 3, "fail"),
-    ]
-    monkeypatch.setattr(traceback, "extract_tb", lambda _: frames)
-    said = script_subject._failure(str(package.parent / "train.py"), ValueError("no"))
-    assert f"({package.parent / 'train.py'}, line 7: ValueError: no)" in said
-
-
 def test_the_command(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     script = write_script(tmp_path, "print('said')")
@@ -300,13 +246,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"], "nothing is written beside the script"
 
 
-def test_advice_names_the_arguments_of_the_script():
-    text = "smaller (--batch-size 1 --accumulation 8), without --gradient-checkpointing"
-    assert in_words_of_the_script(text) == (
-        "smaller (--per_device_train_batch_size 1 --gradient_accumulation_steps 8), without --gradient_checkpointing"
-    )
-
-
+@pytest.mark.long
 def test_what_fits_names_the_arguments_of_the_script(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("hf_patrickstar.planner.advice.changes", lambda *given: [])
     command = ["plan", "--machine", "rtx4090", "--device-memory", "192KiB", "--host-memory", "64MiB"]
@@ -322,11 +262,9 @@ def test_what_fits_names_the_arguments_of_the_script(tmp_path, capsys, monkeypat
     ("words", "problem"),
     [
         ([], "what should be planned?"),
-        (["--"], "what should be planned?"),
         (["gpt2:", "--", "train.py"], "'gpt2:' and a script after -- are both given"),
         (["--batch-size", "4", "--", "train.py"], "--batch-size: the script says this"),
         (["--", "none.py"], "there is no script 'none.py'"),
-        (["--set", "chunk_numels=1", "--", "train.py"], "chunk_numels"),
     ],
 )
 def test_wrong_arguments_of_the_command(words, problem, capsys):

@@ -7,7 +7,6 @@ import pytest
 from pages import PageReader, check_alone
 
 from hf_patrickstar.cli.main import main
-from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import BY_PRICE, MACHINES
 from hf_patrickstar.planner import search as searching
 from hf_patrickstar.planner.planning import arrange, plan_if_fits
@@ -68,22 +67,7 @@ def test_the_longest_sequence_is_searched_in_steps_of_64():
     assert (again.length, again.batch_size, same) == (found.answer, 1, given)
 
 
-def test_a_sequence_as_long_as_the_model_has_positions_is_not_exceeded():
-    subject, given = arranged(batch_size=1, device_memory="1GiB")
-    found = search(Goal.MAX_LENGTH, subject, given)
-    assert (found.answer, found.refused) == (1024, None)
-
-
-def test_the_longest_sequence_need_not_be_a_multiple_of_64():
-    subject, given = arrange(
-        "gpt2:n_layer=1,n_embd=32,n_head=2,vocab_size=64,n_positions=100", "rtx4090", **{**GIVEN, "length": 8}
-    )
-    found = search(Goal.MAX_LENGTH, subject, given)
-    assert (found.answer, found.refused) == (100, None)
-    assert answered(found, subject, given)[0].length == 100
-
-
-@pytest.mark.parametrize(("limit", "length"), [(1, 8), (40, 8), (63, 60), (63, 64), (0, 8)])
+@pytest.mark.parametrize(("limit", "length"), [(1, 8), (63, 60), (63, 64), (0, 8)])
 def test_shorter_sequences_are_tried_where_64_tokens_do_not_fit(limit, length, monkeypatch):
     subject, given = arranged(length=length, batch_size=1)
     plan = plan_if_fits(with_batch(subject, 1, 8), given)
@@ -110,6 +94,7 @@ def test_the_largest_model_has_more_layers_and_the_same_heads():
     assert found.num_plans <= 10
 
 
+@pytest.mark.long
 def test_layers_whose_activations_fill_the_device_are_found_in_few_plans():
     """Model data alone would leave room for a hundred times as many layers, and plans of deep models take minutes."""
     subject, given = arranged(host_memory="1GiB", device_memory=40 * MIB, length=256, batch_size=4)
@@ -121,7 +106,7 @@ def test_layers_whose_activations_fill_the_device_are_found_in_few_plans():
     assert found.num_plans <= 8
 
 
-@pytest.mark.parametrize("limit", [1, 2, 63, 64, 100, 640, 4000, 70_000])
+@pytest.mark.parametrize("limit", [1, 63, 640, 70_000])
 def test_the_largest_of_many_layers_is_found_exactly(limit, monkeypatch):
     subject, given = arranged(batch_size=1)
     plan = plan_if_fits(subject, given)
@@ -139,8 +124,8 @@ def test_nothing_fits_where_one_sequence_is_too_much():
     assert (found.answer, found.plan, found.refused) == (None, None, 1)
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3, 7, 100, 1000, 70_000])
-@pytest.mark.parametrize("first", [1, 16, 4096])
+@pytest.mark.parametrize("limit", [1, 7, 1000, 70_000])
+@pytest.mark.parametrize("first", [1, 4096])
 def test_any_limit_is_found_whatever_plans_say(limit, first, monkeypatch):
     """Bytes that do not tell where the limit is cost plans, not the answer."""
     subject, given = arranged(batch_size=first)
@@ -206,35 +191,7 @@ def test_a_search_for_a_machine_says_what_it_left_out(monkeypatch):
     assert "v100; no cheaper one is known (1 plans)" in describe_found(search("cheapest-machine", subject, dear))
 
 
-def test_an_unknown_goal_gets_a_sentence():
-    with pytest.raises(ConfigError, match="search 'max' is not known; known are max-batch, max-seq-len"):
-        search("max", *arranged())
-
-
-def test_layers_of_types_go_on_as_they_begin():
-    name = "gemma3_text:num_hidden_layers=6,hidden_size=32,num_attention_heads=2,intermediate_size=32,vocab_size=64"
-    subject, _ = arrange(name, "rtx4090", **{**GIVEN, "length": 8})
-    larger = subject.with_layers(9)
-    assert larger.config.num_hidden_layers == 9
-    assert larger.config.layer_types == [*subject.config.layer_types, *subject.config.layer_types[:3]]
-    assert subject.num_layers == 6
-    t5, _ = arrange("t5:num_layers=2,d_model=16,d_ff=16,num_heads=2,d_kv=8,vocab_size=32", "h100", **GIVEN)
-    assert t5.with_layers(3).config.num_decoder_layers == 3
-
-
 COMMAND = ["plan", MODEL, "--seq-len", "64", "--device-memory", "8MiB", "--host-memory", "64MiB"]
-
-
-def test_the_command_prints_the_answer_and_its_plan(tmp_path, capsys):
-    path = tmp_path / "found.json"
-    assert main([*COMMAND, "--search", "max-batch", "--json", str(path)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    found = json.loads(path.read_text())
-    assert lines[0].startswith(f"max-batch: {found['answer']} sequences; {found['refused']} do not fit (")
-    assert lines[2].startswith("gpt2:... (")
-    assert lines[3] == "fits"
-    assert found["goal"] == "max-batch"
-    assert found["plan"]["batch_size"] == found["answer"]
 
 
 def test_the_page_of_a_search_is_that_of_the_plan_that_it_found(tmp_path, capsys):
@@ -271,6 +228,7 @@ def test_what_a_search_cannot_do_gets_a_sentence(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_plan_that_does_not_fit_says_which_batch_and_sequence_do(capsys, monkeypatch):
     monkeypatch.setattr("hf_patrickstar.planner.advice.changes", lambda *given: [])  # another test has them
     assert main([*COMMAND, "--batch-size", "12"]) == 1

@@ -2,13 +2,11 @@
 
 import dataclasses
 import itertools
-import threading
 
 import pytest
 import torch
 from race_detector import SimulatedDriver
 
-from hf_patrickstar.machine import find_machine
 from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.report import measure
 from hf_patrickstar.report.measure import DTYPES, Effort, Sweeps, cpu_name, measure_machine
@@ -127,20 +125,3 @@ def test_a_sweep_follows_each_module_in_both_directions_changes_nothing_and_is_l
     none = Sweeps(CPU)
     none.between([torch.nn.Linear(2, 2)])(torch.ones(1, 2)).sum().backward()
     assert none.seconds == 0.0, "the host of an accelerator has its caches to itself"
-
-
-def test_tiny_work_is_measured_and_read_back_and_no_thread_is_left(tmp_path):
-    before = set(threading.enumerate())  # engines of other tests in this process may not have been collected yet
-    machine = measure_machine(TINY)
-    assert not set(threading.enumerate()) - before
-    (tmp_path / "machine.json").write_text(machine.to_json())
-    assert find_machine(str(tmp_path / "machine.json")) == machine
-
-
-def test_the_name_of_the_cpu(monkeypatch, tmp_path):
-    path = tmp_path / "cpuinfo"
-    path.write_text("processor\t: 0\nmodel name\t: Some CPU @ 2: GHz\nmodel name\t: Another\n")
-    assert cpu_name(path) == "Some CPU @ 2: GHz"
-    monkeypatch.setattr(measure.platform, "processor", lambda: "riscv64")
-    path.write_text("processor\t: 0\n")
-    assert cpu_name(path) == cpu_name(tmp_path / "missing") == "riscv64"

@@ -74,13 +74,6 @@ def test_a_disk_that_refuses_ends_the_record_and_not_the_run(tmp_path, caplog):
     assert [f"'{record_folder(tmp_path)}' cannot be written" in message for message in caplog.messages] == [True] * 2
 
 
-def test_the_record_leaves_the_output_directory_as_it_is(tmp_path):
-    record(tmp_path / "out", {"step": 1, "loss": 1.0})
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "link").symlink_to(tmp_path)
-    assert losses(tmp_path / "link/out") == losses(tmp_path / "out/../out") == [(1, 1.0)]
-
-
 def test_the_oldest_records_are_deleted(tmp_path, monkeypatch):
     monkeypatch.setattr(run_record, "record_folder", lambda output_dir: tmp_path / os.path.basename(output_dir))
     monkeypatch.setattr(run_record, "_MOST_RECORDS", 2)

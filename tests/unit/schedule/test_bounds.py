@@ -80,14 +80,10 @@ def work(*nbytes, chunks=(), after=()):
 
 SCRIPTS = {
     # Entries, a plan, loads -> seconds.
-    "nothing": ((), NOWHERE, LOADS, 0),
     "a chunk is loaded when it is reached": ((Reach(0), WORK, Reach(1), WORK), BOTH, LOADS, 4 + 2 + 4 + 2),
     "a load ahead runs beside work": ((Reach(0), WORK, Reach(1), WORK), AHEAD, LOADS, 4 + 4 + 2),
-    "gradients leave beside computation": ((WORK, SEND, WORK), NOWHERE, LOADS, 2 + 2),
     "a gradient goes home after its chunk was read": ((Reach(1), Send(0, 20, False)), ONE, LOADS, 4 + 1),
     "computation waits for a copy": ((SEND, Join(0), WORK), NOWHERE, LOADS, 2 + 2),
-    "or it does not": ((SEND, WORK), NOWHERE, LOADS, 2),
-    "a blocking copy stops everybody": ((WORK, COPY, WORK), NOWHERE, LOADS, 2 + 2 + 2),
     # Several processes: the second part is loaded while the first group is gathered.
     "groups are gathered": ((Reach(0), WORK, Reach(1), WORK), AHEAD, GROUPS, 4 + 4 + 3 + 2),
     "a part that is here does not cross": (
@@ -96,15 +92,12 @@ SCRIPTS = {
         (Load(100, sent_nbytes=90, is_here=True),),
         2 + 3 + 2,
     ),
-    "a reduction runs beside computation": ((WORK, Reduce(120), WORK), NOWHERE, LOADS, 2 + 4),
-    "until it is joined": ((WORK, Reduce(120), Join(0), WORK), NOWHERE, LOADS, 2 + 4 + 2),
     "copies and reductions are numbered together": ((SEND, Reduce(120), Join(1), WORK), NOWHERE, LOADS, 4 + 2),
     "a reduction does not wait for gathers": (
         (Reach(0), Reduce(30), Join(0), WORK),
         *(Plan((Actions(load=(1,)), Actions()), {}, (120, 120)), (Load(0), Load(400, sent_nbytes=30)), 40 + 1),
     ),
     "a message takes the host": ((WORK, Message(), HostWork("adam", 0, 28)), NOWHERE, LOADS, 5 + 1),
-    "the thread works beside the device": ((work(28, 28), WORK), NOWHERE, LOADS, 2),
     "and for longer": ((work(28, 28, 28), WORK), NOWHERE, LOADS, 3),
     "the thread comes after copies": ((SEND, work(28, after=(0,))), NOWHERE, LOADS, 3),
 }
@@ -113,13 +106,6 @@ SCRIPTS = {
 @pytest.mark.parametrize(("script", "plan", "loads", "duration"), SCRIPTS.values(), ids=SCRIPTS)
 def test_a_script_takes_as_long_as_by_hand(script, plan, loads, duration):
     assert seconds(play(*script, plan=plan, loads=loads)) == duration
-
-
-def test_lanes_and_places_have_their_times():
-    timeline = play(Reach(0), WORK, Reach(1), COPY, plan=AHEAD, loads=GROUPS)
-    busy = {lane: round(ns / SECOND) for lane, ns in timeline.busy_ns().items()}
-    assert (busy[Lane.TO_DEVICE], busy[Lane.GATHERS], busy[Lane.COMPUTE]) == (8 + 2, 6, 2)
-    assert list(timeline.waits_by_place()) == ["here"]
 
 
 def test_bounds():

@@ -2,7 +2,6 @@
 
 import itertools
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,14 +12,6 @@ BESIDE = [lane for lane in Lane if lane is not Lane.HOST]
 
 
 # By hand
-
-
-def test_nothing_happened():
-    timeline = Clock().timeline()
-    assert (timeline.begin_ns, timeline.end_ns, timeline.duration_ns) == (0, 0, 0)
-    assert list(timeline.own_spans) == timeline.critical_path() == []
-    assert timeline.busy_ns() == timeline.critical_ns() == dict.fromkeys(Lane, 0)
-    assert timeline.waits_by_place() == {}
 
 
 def test_the_host_runs_ahead_of_a_lane_and_a_lane_that_is_idle_waits_for_the_host():
@@ -63,30 +54,6 @@ def test_a_wait_stops_the_host_until_the_mark():
     clock.wait_for_all("end of step")
     assert clock.now_ns == 20
     assert list(clock.timeline().waits_by_place().items()) == [("loss.item()", 9), ("end of step", 9)]
-
-
-def train(depth):
-    """Three layers, with copies on demand, or so many layers ahead."""
-    clock = Clock()
-    copies = {layer: clock.put(Lane.TO_DEVICE, 4, f"copy {layer}") for layer in range(depth)}
-    for layer in range(3):
-        if layer + depth < 3:
-            copies[layer + depth] = clock.put(Lane.TO_DEVICE, 4, f"copy {layer + depth}")
-        clock.follow(Lane.COMPUTE, copies[layer])
-        done = clock.put(Lane.COMPUTE, 6, f"layer {layer}")
-        if not depth:
-            clock.wait(done, "on demand")
-    clock.wait_for_all("end")
-    return clock.timeline()
-
-
-def test_a_prefetch_hides_a_copy():
-    on_demand, ahead = train(0), train(1)
-    assert (on_demand.duration_ns, ahead.duration_ns) == (3 * (4 + 6), 4 + 3 * 6)
-    assert [span.what for span in ahead.critical_path()] == ["copy 0", "layer 0", "layer 1", "layer 2"]
-    assert ahead.busy_ns() == on_demand.busy_ns()
-    assert ahead.critical_ns() == dict.fromkeys(Lane, 0) | {Lane.TO_DEVICE: 4, Lane.COMPUTE: 18}
-    assert ahead.waits_by_place() == {"end": 22}
 
 
 def test_places_begin_with_the_longest_and_a_later_timeline_has_what_came_since():
@@ -183,27 +150,3 @@ def test_less_to_wait_for_is_never_later_and_waiting_after_each_call_takes_the_s
         run([call], clock)
         clock.wait_for_all("each")
     assert clock.timeline().duration_ns == sum(clock.timeline().busy_ns().values()) == clock.now_ns
-
-
-@fast
-@given(PROGRAMS, PROGRAMS)
-def test_after_a_wait_for_all_a_timeline_is_as_on_a_new_clock(before, program):
-    clock = run(before)
-    clock.wait_for_all("between")
-    begin_ns, first = clock.now_ns, len(clock.spans)
-    run(program, clock)
-    later, alone = clock.timeline(begin_ns, first), run(program).timeline()
-    assert later.duration_ns == alone.duration_ns
-    assert later.busy_ns() == alone.busy_ns()
-    assert later.waits_by_place() == alone.waits_by_place()
-    assert [(span.lane, span.begin_ns - begin_ns) for span in later.own_spans] == [
-        (span.lane, span.begin_ns) for span in alone.own_spans
-    ]
-
-
-@pytest.mark.parametrize("lane", BESIDE)
-def test_every_lane_works_beside_the_host(lane):
-    clock = Clock()
-    done = clock.put(lane, 7, "work")
-    clock.host(7, "work")
-    assert done.time_ns == clock.now_ns == clock.timeline().duration_ns == 7

@@ -1,7 +1,5 @@
 """Where chunks live once a step is known: chunks of 100 bytes, 700 with their optimizer states."""
 
-import dataclasses
-
 import pytest
 
 from hf_patrickstar.errors import BudgetError
@@ -81,10 +79,3 @@ def test_more_of_the_host_changes_nothing_where_it_has_room_for_all_that_is_wort
 def test_what_fits_neither_tier_is_an_error():
     with pytest.raises(BudgetError):
         estimate_of(WHOLE, host_nbytes=2 * WHOLE).settled(indices(), indices())
-
-
-def test_nothing_is_said_of_chunks_that_are_not_there():
-    estimate = estimate_of(OTHERS + PARAM - 1)
-    assert estimate.room_beside(indices()) < 0
-    homed, reasons = dataclasses.replace(estimate, works=estimate.works[:0]).settled(indices(), indices())
-    assert (homed, reasons) == (indices(), [])

@@ -38,11 +38,6 @@ def test_as_many_first_layers_move_into_the_margin_as_leave_room_for_the_rest():
     assert margin_of(1550) == {0, 1}
 
 
-def test_the_last_chunk_needs_no_room_to_move_any_more():
-    assert margin_of(2149) == {0, 1}
-    assert margin_of(2150) == {0, 1, 2}
-
-
 def test_the_order_is_that_of_the_first_visit_in_any_trace():
     trace = make_trace((2, (), 0), (0, (), 0), (1, (), 0), (2, (), 0))
     assert margin_of(800, trace) == {2}
@@ -64,29 +59,6 @@ def test_the_first_that_does_not_fit_ends_it():
     """A smaller one behind it would fit, but its copies are easier to hide."""
     chunks = [ChunkBytes(0, 100, 128, 600), ChunkBytes(1, 100, 128, 2000), ChunkBytes(2, 100, 128, 0)]
     assert set(fill_margin(chunks, [SWEEP], 1500, NONE)) == {0}
-
-
-def test_chunks_in_use_together_need_room_together():
-    trace = make_trace((0, (), 50), (1, (0,), 50), (2, (0, 1), 50))
-    assert margin_of(949, trace) == set()
-    assert margin_of(950, trace) == {0}, "at the last moment 1 and 2 move, 0 does not"
-    assert margin_of(1549, trace) == {0}
-    assert margin_of(1550, trace) == {0, 1}
-
-
-def test_every_moment_of_every_trace_must_have_room():
-    flood = make_trace((0, (), 0), (1, (), 400), (2, (), 0))
-    assert margin_of(1199, flood) == set()
-    assert margin_of(1200, flood) == {0}
-    chunks = make_chunks(3)
-    assert fill_margin(chunks, [SWEEP, flood], 1199, NONE) == ()
-    assert set(fill_margin(chunks, [flood, SWEEP], 1200, NONE)) == {0}
-
-
-def test_room_for_what_is_brought_in_ahead_is_kept():
-    assert margin_of(949, prefetched=[100] * 3) == set()
-    assert margin_of(950, prefetched=[100] * 3) == {0}
-    assert margin_of(2150, prefetched=[100] * 3) == {0, 1, 2}, "then none is brought in any more"
 
 
 def test_room_is_kept_for_the_largest_that_still_moves():
@@ -135,13 +107,6 @@ def test_what_is_needed_at_each_moment():
     ]
 
 
-def test_the_update_works_on_chunks_where_they_are():
-    """No chunk comes to the device for the optimizer, only what it works with."""
-    assert needed_nbytes([UPDATE], frozenset(), 0) == [(150, frozenset())] * 3
-    assert needed_nbytes([UPDATE], frozenset(), 200) == [(200, frozenset())] * 3
-    assert needed_nbytes([SWEEP, UPDATE], frozenset(), 0)[4:6] == [(150, frozenset({0})), (150, frozenset())]
-
-
 def test_the_update_leaves_as_much_margin_as_it_does_not_take_itself():
     """150 bytes in every moment of either trace; in the update no chunk that moves home leaves room behind."""
     chunks = make_chunks(3)
@@ -185,14 +150,6 @@ def test_of_equally_fast_steps_the_one_that_moves_least_is_chosen():
     assert plan.chunk_indices == (0,)
     plan = plan_of(4, (0, 1, 2, 3), lambda inside: StepCost(10_000, 500))
     assert plan.chunk_indices == (), "no more than is of use"
-
-
-def test_what_cannot_work_is_not_chosen():
-    plan = plan_of(4, (0, 1), lambda inside: None if len(inside) > 1 else StepCost(100 - 10 * len(inside), 0))
-    assert plan.chunk_indices == (0,)
-    plan = plan_of(4, (0, 1), lambda inside: None)
-    assert plan.chunk_indices == ()
-    assert "empty" in plan.reason
 
 
 @pytest.mark.parametrize("count", [1, 3, 8, 50])

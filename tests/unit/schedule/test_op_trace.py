@@ -24,11 +24,3 @@ def test_every_kind_of_note_is_read_back_as_it_was_written():
     assert [type(note) for note in found.notes] == [type(note) for note in NOTES], "equal fields are not equal notes"
     assert type(found.notes[0].part) is Part
     assert pickle.loads(pickle.dumps(OpTrace(()))) == OpTrace(())
-
-
-def test_notes_that_are_equal_are_written_once():
-    once, often = (pickle.dumps(OpTrace(NOTES * num)) for num in (1, 100))
-    found = pickle.loads(often)
-    assert found == OpTrace(NOTES * 100)
-    assert found.notes[4] is found.notes[4 + len(NOTES)]
-    assert len(often) < len(once) + 8 * 100 * len(NOTES) + 100

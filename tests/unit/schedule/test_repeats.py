@@ -165,16 +165,15 @@ def evaluate_and_train(model, inputs):
 
 
 KINDS = {
-    "gpt2": lambda: training_of(lambda: gpt2(SHALLOW)),
-    "llama, recomputed": lambda: training_of(lambda: llama(SHALLOW), True),
-    "tied qwen2, recomputed": lambda: training_of(lambda: tied_qwen2(SHALLOW), True),
     "bert": lambda: training_of(lambda: bert(SHALLOW)),
+    "adapters, recomputed": lambda: training_of(lambda: llama(SHALLOW), True, WITH_ADAPTERS),
+}
+LONG_KINDS = {
+    "kinds that alternate, recomputed": lambda: training_of(lambda: gemma2(2 * SHALLOW + 1, use_cache=False), True),
+    "tied qwen2, recomputed": lambda: training_of(lambda: tied_qwen2(SHALLOW), True),
     "mixtral, recomputed": lambda: training_of(lambda: mixtral(SHALLOW), True),
     "phi": lambda: training_of(lambda: phi(SHALLOW)),
     "t5, recomputed": lambda: training_of(lambda: t5(SHALLOW), True),
-    "adapters": lambda: training_of(lambda: bert(SHALLOW), adapters=WITH_ADAPTERS),
-    "adapters, recomputed": lambda: training_of(lambda: llama(SHALLOW), True, WITH_ADAPTERS),
-    "kinds that alternate, recomputed": lambda: training_of(lambda: gemma2(2 * SHALLOW + 1, use_cache=False), True),
     "micro-batches in fp32": lambda: training_of(lambda: llama(SHALLOW), num_micro_batches=2, dtype="fp32"),
     "blocks after frozen ones": lambda: training_of(lambda: freeze_first(gpt2(SHALLOW + 3))),
     "an evaluation inside of a loss": lambda: training_of(lambda: gpt2(SHALLOW), loss=evaluate_and_train),
@@ -186,6 +185,13 @@ def test_extended_notes_are_those_of_all_blocks(make, shallow):
     check_extended(make())
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("make", LONG_KINDS.values(), ids=LONG_KINDS)
+def test_extended_notes_of_more_kinds_are_those_of_all_blocks(make, shallow):
+    check_extended(make())
+
+
+@pytest.mark.long
 def test_extended_notes_of_many_blocks_are_those_of_all_blocks_whatever_the_order_of_parameters():
     """An optimizer may know parameters by their order, as that of a script, which is copied."""
 
@@ -236,20 +242,23 @@ def read_last(model, inputs):
     return compute_loss(model, inputs) + 0.0 * model.transformer.h[DEPTH - 1].ln_1.weight.sum()
 
 
-WITHOUT_PATTERN = ["sliding_attention"] * 5 + ["full_attention"] * 3 + ["sliding_attention"] * 4 + ["full_attention"]
 IRREGULAR = {
-    "another width": (lambda: training_of(lambda: widen(gpt2(DEPTH))), ""),
     "a loss that reads all": (lambda: training_of(lambda: mixtral(DEPTH, output_router_logits=True)), "blocks differ"),
     "a loss that counts": (lambda: training_of(lambda: gpt2(DEPTH), loss=count_blocks), "something else than 4"),
     "a cache for all layers": (lambda: training_of(lambda: gemma2(2 * SHALLOW)), "blocks differ"),
-    "no pattern": (lambda: training_of(lambda: gemma2(13, layer_types=WITHOUT_PATTERN, use_cache=False)), ""),
     # Neither its parameters nor four blocks and five show it; a forward of all blocks does.
     "a number": (lambda: training_of(lambda: make_odd(gpt2(DEPTH))), "the forward of all blocks does something else"),
     "an index": (lambda: training_of(lambda: gpt2(DEPTH), loss=read_last), "IndexError"),
 }
 
 
-@pytest.mark.parametrize(("make", "why"), IRREGULAR.values(), ids=IRREGULAR)
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        pytest.param(*case, id=name, marks=() if "number" in name else pytest.mark.long)
+        for name, case in IRREGULAR.items()
+    ],
+)
 def test_a_model_whose_blocks_differ_is_run_in_full(make, why, caplog, request):
     if "cache" in request.node.name:
         request.getfixturevalue("shallow")
@@ -260,9 +269,10 @@ def test_a_model_whose_blocks_differ_is_run_in_full(make, why, caplog, request):
     assert not _get_current_dispatch_mode_stack()
     assert made[-1] == made[-2], "all blocks, twice"
     assert why in caplog.text
-    assert bool(why) is ("blocks repeat, but the model is run with all of them" in caplog.text)
+    assert "blocks repeat, but the model is run with all of them" in caplog.text
 
 
+@pytest.mark.long
 def test_a_script_whose_trainer_keeps_its_model_sees_all_blocks_last():
     made = []
 

@@ -28,6 +28,7 @@ def run(load, monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("aim", "limit", "fails"), [(1e9, 0.0, True), (0.0, 1e9, False)])
 def test_the_overhead_is_said_beside_its_aim_and_fails_above_its_limit(
     load, monkeypatch, run, capsys, aim, limit, fails
@@ -45,6 +46,7 @@ def test_the_overhead_is_said_beside_its_aim_and_fails_above_its_limit(
         assert f"{what}: {'met' if aim > 0 else 'not met'}\n" in said
 
 
+@pytest.mark.long
 def test_a_timeline_has_its_bounds(load, monkeypatch, run, capsys):
     monkeypatch.setitem(load("bench_timeline").MODELS, "tiny", SIZES)
     _, found = run("bench_timeline", "--models tiny --tokens 4096 --machines rtx4090")
@@ -54,6 +56,7 @@ def test_a_timeline_has_its_bounds(load, monkeypatch, run, capsys):
     assert f"{row['over_clipped_bound']:.2f}x" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_each_size_of_chunks_has_a_row(load, monkeypatch, run):
     bench = load("bench_chunk_size")
     monkeypatch.setitem(bench.MODELS, "tiny", (bench.llama(6, 128, 256), (4 * 128 + 3 * 256) * 128))
@@ -66,22 +69,10 @@ def test_each_size_of_chunks_has_a_row(load, monkeypatch, run):
     assert all(row["seconds"] > 0 for row in rows if row["size"] == "auto")
 
 
-def git(folder, *words):
-    subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=folder, check=True)
-
-
 @pytest.mark.parametrize(
-    ("changed", "output", "is_dirty", "is_said"),
-    [
-        (None, "results", False, False),
-        ("code.py", "results", True, True),
-        ("code.py", "found.json", True, False),
-        ("benchmarks/results/old_cpu.json", "results", False, False),
-    ],
+    ("changed", "is_dirty"), [(None, False), ("code.py", True), ("benchmarks/results/old_cpu.json", False)]
 )
-def test_a_result_of_a_tree_that_is_not_committed_says_so(
-    load, monkeypatch, tmp_path, capsys, changed, output, is_dirty, is_said
-):
+def test_a_result_of_a_tree_that_is_not_committed_says_so(load, monkeypatch, tmp_path, capsys, changed, is_dirty):
     common, results = load("common"), tmp_path / "benchmarks" / "results"
     monkeypatch.setattr(common, "ROOT", tmp_path)
     monkeypatch.setattr(common, "RESULTS", results)
@@ -89,27 +80,17 @@ def test_a_result_of_a_tree_that_is_not_committed_says_so(
     for path in (tmp_path / "code.py", results / "old_cpu.json"):
         path.write_text("1")
     for words in (("init", "-q"), ("add", "-A"), ("commit", "-q", "-m", "first")):
-        git(tmp_path, *words)
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True)
     if changed is not None:
         (tmp_path / changed).write_text("2")
-    target = results / "new_cpu.json" if output == "results" else tmp_path / output
-    options = types.SimpleNamespace(device="cpu", output=output if output == "results" else str(target))
-    common.finish("new", options, {"seconds": 1})
-    found = json.loads(target.read_text())
+    common.finish("new", types.SimpleNamespace(device="cpu", output="results"), {"seconds": 1})
+    found = json.loads((results / "new_cpu.json").read_text())
     assert (found["seconds"], found["commit"] != "unknown", found["commit"].endswith("-dirty")) == (1, True, is_dirty)
-    assert ("not to be committed" in capsys.readouterr().out) is is_said
+    assert ("not to be committed" in capsys.readouterr().out) is is_dirty
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("COMMIT", "abc")
-    common.finish("new", options, {})
-    assert json.loads(target.read_text())["commit"] == "abc", "where there is no git"
-
-
-def test_versions_are_recorded_where_a_package_is_installed(load, monkeypatch):
-    common = load("common")
-    assert common.package_version("torch")
-    assert common.package_version("no-such-package") is None
-    monkeypatch.setattr(common, "package_version", {"deepspeed": "0.19.8"}.get)
-    assert common.machine("cpu")["versions"]["deepspeed"] == "0.19.8"
+    common.finish("new", types.SimpleNamespace(device="cpu", output=str(tmp_path / "found.json")), {})
+    assert json.loads((tmp_path / "found.json").read_text())["commit"] == "abc", "where there is no git"
 
 
 def test_peers_name_the_index_of_the_device(load, monkeypatch):

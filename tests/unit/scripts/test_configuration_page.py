@@ -36,21 +36,15 @@ def test_the_defaults_on_the_page_are_those_of_the_class(page):
     assert PatrickStarConfig.from_any(given) == PatrickStarConfig()
 
 
-def write_class(tmp_path, field, said):
-    path = tmp_path / "config.py"
-    path.write_text(
-        f'class PatrickStarConfig:\n    """A class.\n\n    Attributes:\n        {said}\n    """\n\n    {field}\n'
-    )
-    return path, "PatrickStarConfig"
+def test_a_new_setting_needs_a_description_a_group_and_a_unit(page, tmp_path, monkeypatch):
+    def settings(field, said):
+        text = f'class Config:\n    """A class.\n\n    Attributes:\n        {said}\n    """\n\n    {field}\n'
+        (tmp_path / "config.py").write_text(text)
+        return tmp_path / "config.py", "Config"
 
-
-def test_a_setting_that_the_docstring_does_not_describe_is_an_error(page, tmp_path):
-    with pytest.raises(ValueError, match="says nothing of 'fresh'"):
-        page.read_settings(*write_class(tmp_path, "fresh: int = 1", "stale: Bytes."))
-
-
-def test_a_new_setting_needs_a_group_and_a_unit(page, tmp_path, monkeypatch):
-    monkeypatch.setattr(page, "SETTINGS", write_class(tmp_path, "fresh: float | None = 1.0", "fresh: Bytes."))
+    with pytest.raises(ValueError, match="'fresh'"):
+        page.read_settings(*settings("fresh: int = 1", "stale: Bytes."))
+    monkeypatch.setattr(page, "SETTINGS", settings("fresh: float | None = 1.0", "fresh: Bytes."))
     with pytest.raises(ValueError, match="'fresh'"):
         page.write_page()
     monkeypatch.setattr(page, "GROUPS", {"All": ("fresh",)})

@@ -53,35 +53,38 @@ def package(page):
     return page.Package()
 
 
-def test_the_page_quotes_messages_that_exist(page, package):
+@pytest.fixture(scope="module")
+def messages(page, package):
+    found = page.read_messages(package)
+    assert len(found) > 200
+    return found
+
+
+def test_the_page_quotes_messages_that_exist(page, messages):
     text = page.PAGE.read_text()
     quoted = dict(re.findall(r'^- "`(.*?)`" \(`(\w+)`\):', text, re.MULTILINE))
     assert len(quoted) == 5
-    messages = [message.raised for message in page.read_messages(package)]
     for part, kind in quoted.items():
-        assert any(part in raised.text and raised.kind == kind for raised in messages), part
+        assert any(part in message.raised.text and message.raised.kind == kind for message in messages), part
 
 
-def test_the_site_can_search_every_message(page, package):
+def test_the_site_can_search_every_message(page, package, messages):
     """The data is a script, since a browser reads no other file from a page that lies on a disk."""
     start, end = "window.errorMessages = ", ";\n"
     data = page.write_data(package)
     assert data.startswith(start)
     rows = json.loads(data.removeprefix(start).removesuffix(end))
-    assert len(rows) == len(page.read_messages(package)) > 200
-    assert [
-        "ConfigError",
-        "patrickstar_config: unknown key '<key>'",
-        "Did you mean '<near>'? Known: <field>.",
-    ] in rows
+    assert len(rows) == len(messages)
+    message = "patrickstar_config: unknown key '<key>'", "Did you mean '<near>'? Known: <field>."
+    assert ["ConfigError", *message] in rows
     searched = page.with_search(page.PAGE.read_text())
     assert f'<script src="{page.DATA}"></script>' in searched
 
 
-def test_every_message_of_the_package_says_what_to_do(page, package):
-    messages = [message for message in page.read_messages(package) if message.raised.kind in package.classes]
-    assert len(messages) > 200
-    assert {message.raised.text for message in messages if not message.remedy} == WITHOUT_REMEDY
+def test_every_message_of_the_package_says_what_to_do(package, messages):
+    own = [message for message in messages if message.raised.kind in package.classes]
+    assert len(own) > 200
+    assert {message.raised.text for message in own if not message.remedy} == WITHOUT_REMEDY
 
 
 CAUGHT = {
@@ -99,37 +102,26 @@ def test_every_error_that_is_raised_is_found(package):
             assert kind in CAUGHT or (kind, path.relative_to(ROOT).as_posix()) in found
 
 
-def texts_of(page, tmp_path, source):
-    (tmp_path / "errors.py").write_text(
-        'class PatrickStarError(Exception):\n    """Base."""\nclass ConfigError(PatrickStarError):\n    """Bad."""\n'
-    )
-    (tmp_path / "module.py").write_text(source)
-    return [raised.text for raised in page.Package(tmp_path).find_raised()]
-
-
 @pytest.mark.parametrize(
     ("source", "texts"),
     [
-        ("raise ConfigError('a' 'b')", ["ab"]),
         ("raise ConfigError(f'{tensor.spec.name} has {len(rows)} rows')", ["<tensor> has <number of rows> rows"]),
         ("raise ConfigError(f'{type(model).__name__}: {wanted!r}')", ["<type of model>: <wanted>"]),
-        ("_MOST = 3\nraise ConfigError(f'at most {_MOST}')", ["at most 3"]),
         ("_NAMES = ('a', 'b')\nraise ConfigError(f\"use {', '.join(_NAMES)}\")", ["use a, b"]),
-        ("raise ConfigError('one' if x else 'two')", ["one", "two"]),
         (
             "def f():\n    text = 'one'\n    if x:\n        text += ' more'\n    raise ConfigError(text)",
             ["one", "one more"],
         ),
         ("def f(why):\n    raise ConfigError(g(why))\ndef g(what) -> str:\n    return f'no {what}'", ["no <why>"]),
-        ("def f():\n    raise ConfigError(g('x'))\ndef g(what) -> str:\n    return f'no {what}'", ["no x"]),
         ("def f(hint):\n    raise ConfigError(f'bad; {hint}')\ndef g():\n    f('use this one')", ["bad; use this one"]),
         ("def f():\n    kind = ConfigError if x else ValueError\n    raise kind('text')", ["text"]),
-        ("def f():\n    return ConfigError('made here, raised by the caller')", ["made here, raised by the caller"]),
-        ("class Own(ConfigError):\n    pass\nraise Own('text')", ["text"]),
     ],
 )
 def test_messages_are_read_from_the_source(page, tmp_path, source, texts):
-    assert texts_of(page, tmp_path, source) == texts
+    base = 'class PatrickStarError(Exception):\n    """Base."""\n'
+    (tmp_path / "errors.py").write_text(f'{base}class ConfigError(PatrickStarError):\n    """Bad."""\n')
+    (tmp_path / "module.py").write_text(source)
+    assert [raised.text for raised in page.Package(tmp_path).find_raised()] == texts
 
 
 @pytest.mark.parametrize(
@@ -138,10 +130,7 @@ def test_messages_are_read_from_the_source(page, tmp_path, source, texts):
         ("the model is compiled; pass the model itself", "pass the model itself"),
         ("it does not fit. Raise <setting> to 3 bytes, or use less", "Raise <setting> to 3 bytes, or use less"),
         ("<name>: expected one of <choices>, got <value>", "give one of <choices>"),
-        ("auto is all that there is, so lower chunk_numel", "so lower chunk_numel"),
-        ("unknown key; did you mean '<near>'?", "did you mean '<near>'?"),
         ("'<path>' has no weights", ""),
-        ("machine: name is <name>", ""),
     ],
 )
 def test_the_remedy_is_where_a_clause_begins_with_an_imperative(page, text, remedy):

@@ -39,6 +39,7 @@ def run(words, target=None, before=()):
     return done.stdout if target is None else (json.loads(target.read_text()), done.stdout)
 
 
+@pytest.mark.long
 def test_a_run_stands_beside_the_simulated_time_of_its_plan_and_beside_fsdp2(tmp_path):
     run(f"{SETTINGS} --record {tmp_path / 'plan'}")
     found, printed = run(f"--kind patrickstar {SETTINGS} --plan {tmp_path / 'plan'}", tmp_path / "own")
@@ -58,6 +59,7 @@ def test_a_run_stands_beside_the_simulated_time_of_its_plan_and_beside_fsdp2(tmp
     assert peer["parameters"] == found["parameters"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "before", "key", "value", "said"),
     [

@@ -23,7 +23,7 @@ def largest_of(bench, host_nbytes, device_nbytes=10**15):
     return bench.by_arithmetic(machine, models, lambda layers, hidden: 0, types.SimpleNamespace(today=False))
 
 
-@pytest.mark.parametrize(("system", "nbytes"), [("static", 14), ("zero3", 18), ("zero3 x 1.5", 27), ("fsdp2", 16)])
+@pytest.mark.parametrize(("system", "nbytes"), [("static", 14), ("zero3", 18)])
 def test_the_host_holds_bytes_per_parameter_and_the_device_parameters_or_a_layer(bench, system, nbytes):
     numel = bench.num_parameters(100, 512, False)
     assert largest_of(bench, nbytes * numel * 1.001)[system] == "large"
@@ -44,10 +44,8 @@ FOUR = {"num_devices": 4, "link_bandwidth": 1e9}
     ("system", "compute_s", "seconds", "changes"),
     [
         ("static", 4.0, 1.0 + 3.0 + 0.4, {}),  # gradients leave beside 3 s of backward, values come beside Adam
-        ("static", 0.4, 0.1 + 0.4 + 0.4, {}),  # gradients bind
         ("zero3", 0.4, 0.2 + 0.8 + 0.4, {}),  # values bind in forward, fp32 gradients in backward
         ("fsdp2", 1.2, 0.4 + 0.9 + 0.4, {}),  # fp32 values bind in forward
-        ("static", 4.0, 1.0 + 3.0 + 0.2, {"host_bandwidth": 700e9}),  # values bind beside Adam
         ("zero3", 4.0, 1.0 + 3.0 + 0.1, FOUR),  # devices share copies and Adam but not computation
     ],
 )
@@ -67,11 +65,11 @@ def test_activations_grow_by_fp32_inputs_of_blocks_and_terms_add_up(bench):
     assert terms == {"compute": 2.0, "optimizer": 2.5, "copies": 2.75, "between devices": 0.75, "rest": 2.0}
 
 
-@pytest.mark.parametrize("largest", [-1, 0, 3, 6, 7])
-def test_the_last_that_fits_is_found_with_few_plans(bench, largest):
-    asked = []
-    assert bench.last_fitting(lambda place: asked.append(place) or place <= largest, 7) == largest
-    assert len(asked) <= 4
+def test_the_last_that_fits_is_found_with_few_plans(bench):
+    for largest in range(-1, 8):
+        asked = []
+        assert bench.last_fitting(lambda n, asked=asked, most=largest: asked.append(n) or n <= most, 7) == largest
+        assert len(asked) <= 4
 
 
 # What is committed

@@ -40,10 +40,3 @@ def test_the_flow_chart_of_the_architecture_is_read_whole(pictures):
     assert {name for start, end, _ in flow.edges for name in (start, end)} == set(flow.labels)
     assert flow.labels["hooks"] == "hooks.py, autograd.py\ntorch's events"
     assert ("executor", "copies", "load, evict") in flow.edges
-
-
-def test_a_node_is_below_all_that_lead_to_it(pictures):
-    flow = pictures.read_flow('a["A"] --> b["B"]\na -- "far" --> c["C"]\nb --> c\n')
-    assert flow.edges == (("a", "b", ""), ("a", "c", "far"), ("b", "c", ""))
-    drawn = pictures.draw_flow('a["A"] --> b["B"]\na -- "far" --> c["C"]\nb --> c\n')
-    assert drawn.startswith("<?xml")

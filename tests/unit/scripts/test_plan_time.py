@@ -5,11 +5,14 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 import hf_patrickstar
 
 ROOT = pathlib.Path(hf_patrickstar.__file__).parent.parent
 
 
+@pytest.mark.long
 def test_plans_and_runs_are_timed_without_and_with_traces_of_a_plan(tmp_path):
     output = tmp_path / "found.json"
     words = ["--device", "cpu", "--plans", "tiny", "--runs", "tiny", "--rounds", "1", "--output", str(output)]

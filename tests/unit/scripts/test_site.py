@@ -58,15 +58,13 @@ def test_every_page_loads_only_what_lies_beside_it(site):
             assert page.name == "404.html" or (page.parent / url.split("?")[0]).resolve().is_file(), (page.name, url)
     for sheet in site.rglob("*.css"):
         assert not re.search(r"url\([\"']?(https?:)?//|@import", sheet.read_text()), sheet
-
-
-def test_search_needs_no_server(site):
     index = (site / "search" / "search_index.js").read_text()
-    assert index.startswith("var __index = {")
+    assert index.startswith("var __index = {"), "search needs no server"
     assert "deferred_weights" in index
     assert "assets/iframe-worker.js" in (site / "configuration.html").read_text()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
 def test_the_page_of_errors_finds_a_message_with_its_values(site):
     pasted = "ConfigError: patrickstar_config: unknown key 'device_bugdet'; did you mean 'device_budget'?"
@@ -78,19 +76,20 @@ def test_the_page_of_errors_finds_a_message_with_its_values(site):
     assert "Did you mean" in found
 
 
+@pytest.mark.long
 def test_a_broken_link_fails(tmp_path, caplog):
     from mkdocs.exceptions import Abort
 
     docs = tmp_path / "docs"
     shutil.copytree(ROOT / "docs", docs)
-    for text in ("[gone](nowhere.md)", "[gone](report.md#nowhere)", "[gone](../nowhere.py)"):
-        (docs / "broken.md").write_text(f"# Broken\n\n{text}\n")
-        with pytest.raises(Abort), caplog.at_level(logging.WARNING, "mkdocs"):
-            build_site(tmp_path / "site", docs)
-        assert "nowhere" in caplog.text
-        caplog.clear()
+    links = ("nowhere_1.md", "report.md#nowhere_2", "../nowhere_3.py")
+    (docs / "broken.md").write_text("# Broken\n\n" + "".join(f"[gone]({link})\n" for link in links))
+    with pytest.raises(Abort), caplog.at_level(logging.WARNING, "mkdocs"):
+        build_site(tmp_path / "site", docs)
+    assert [f"nowhere_{number}" in caplog.text for number in (1, 2, 3)] == [True] * 3
 
 
+@pytest.mark.long
 def test_a_page_outside_of_the_navigation_is_under_more(tmp_path):
     docs = tmp_path / "docs"
     shutil.copytree(ROOT / "docs", docs)
