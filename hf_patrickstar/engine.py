@@ -392,7 +392,7 @@ class PatrickStarEngine:
         Returns:
             ``device_peak_nbytes``, ``host_peak_nbytes``: most bytes of chunks at once on each tier.
             ``device_total_peak_nbytes``: most bytes of chunks and non-model data at once on the device, as far as it
-            was measured or is known from a recorded step.
+            was measured or is known from a recorded step. On a CPU with no ``device_budget`` only chunks are counted.
             ``device_step_peak_nbytes``, ``device_total_step_peak_nbytes``, ``host_step_peak_nbytes``: the same in the
             last step.
             ``device_budget_nbytes``, ``host_budget_nbytes``: the budgets. ``chunk_budget_nbytes``: what chunks may take
@@ -418,14 +418,15 @@ class PatrickStarEngine:
             bytes of parameters and gradients that this process sent, and the short messages in which processes agree.
             ``num_chunks``, ``chunk_numel``, ``chunk_utilisation``: the layout.
         """
-        layout = self._membership.layout
+        layout, peaks = self._membership.layout, self.manager.steps.peaks
+        is_metered = self.resources.is_metered  # else the bytes of traces alone would count, and of some steps alone
         return {
             "device_peak_nbytes": self.ledger.peak(Tier.DEVICE),
-            "device_total_peak_nbytes": self.ledger.total_peak,
+            "device_total_peak_nbytes": self.ledger.total_peak if is_metered else self.ledger.peak(Tier.DEVICE),
             "host_peak_nbytes": self.ledger.peak(Tier.HOST),
-            "device_step_peak_nbytes": self.manager.steps.peaks[0],
-            "device_total_step_peak_nbytes": self.manager.steps.peaks[1],
-            "host_step_peak_nbytes": self.manager.steps.peaks[2],
+            "device_step_peak_nbytes": peaks[0],
+            "device_total_step_peak_nbytes": peaks[1] if is_metered else peaks[0],
+            "host_step_peak_nbytes": peaks[2],
             "device_budget_nbytes": self.ledger.budget(Tier.DEVICE),
             "host_budget_nbytes": self.ledger.budget(Tier.HOST),
             "chunk_budget_nbytes": min(limit.nbytes for limit in self.ledger.limits(Tier.DEVICE)),

@@ -4,6 +4,8 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
+from hf_patrickstar.units import name_budget
+
 _PLACES = {"device_budget": "the compute device", "chunk_budget": "the compute device", "host_budget": "the host"}
 
 
@@ -74,13 +76,15 @@ class Shortage:
             return f"{auto}=auto is all that the machine has to give, so {otherwise}."
         values = [(limit, limit.value_for(need)) for limit, need in self.needs]
         plain = " and ".join(
-            f"{limit.setting} to at least {value} bytes" for limit, value in values if not limit.counts_activations
+            f"{limit.setting} to at least {name_budget(value)}"
+            for limit, value in values
+            if not limit.counts_activations
         )
         sentences = [f"Raise {plain}"] if plain else []
         for limit, value in values:
             if limit.counts_activations:
                 sentences.append(
                     f"Set {limit.setting} to 'auto', which is all that the machine has. A number must be more than "
-                    f"{value} bytes, by what activations need: the error of the first step says how much that is"
+                    f"{name_budget(value)}, by what activations need: the error of the first step says how much that is"
                 )
         return f"{'. '.join(sentences)}, or {otherwise}."

@@ -18,6 +18,8 @@ GIB = 1024**3
 
 LEAST_BUDGET_NBYTES = MIB
 """A smaller budget needs a unit, since whoever writes a small number means GiB."""
+_MOST_GIB = 1024
+"""A larger number than that was not meant to be GiB."""
 ALIGNMENT_NUMEL = 64
 """Offsets in chunks are multiples of this many elements: 128 bytes in 16-bit, 256 in fp32."""
 
@@ -80,9 +82,9 @@ def parse_budget(value: int | str, name: str) -> int:
     nbytes = parse_nbytes(value, name)
     number = str(value).strip()
     if nbytes < LEAST_BUDGET_NBYTES and number.replace(".", "").isdigit():
+        meant = f"; did you mean '{number}GiB'? Write" if nbytes <= _MOST_GIB else ": write"
         raise ConfigError(
-            f"{name}: {number} is a number of bytes, less than 1 MiB; did you mean '{number}GiB'? Write '{number}B' if "
-            "you mean bytes"
+            f"{name}: {number} is a number of bytes, less than 1 MiB{meant} '{number}B' if you mean bytes"
         )
     return nbytes
 
@@ -90,6 +92,12 @@ def parse_budget(value: int | str, name: str) -> int:
 def format_budget(nbytes: int) -> int | str:
     """A budget as ``parse_budget`` takes it back."""
     return nbytes if nbytes >= LEAST_BUDGET_NBYTES else f"{nbytes}B"
+
+
+def name_budget(nbytes: int) -> str:
+    """A budget in an error message, in words that ``parse_budget`` takes back without a blank or the word bytes."""
+    budget = format_budget(nbytes)
+    return f"{budget} bytes" if isinstance(budget, int) else f"'{budget}'"
 
 
 def format_nbytes(nbytes: int) -> str:

@@ -2,7 +2,9 @@ import contextlib
 
 import pytest
 
+from hf_patrickstar import units
 from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.shortage import Limit, Shortage
 from hf_patrickstar.units import format_count, format_nbytes, format_need, parse_nbytes
 
 
@@ -72,6 +74,21 @@ def test_decimal_fractions_are_exact():
 )
 def test_format(nbytes, text):
     assert format_nbytes(nbytes) == text
+
+
+@pytest.mark.parametrize(("nbytes", "text"), [(66560, "'66560B'"), (2**20, "1048576 bytes")])
+def test_a_budget_that_is_advised_is_taken(nbytes, text, monkeypatch):
+    monkeypatch.setattr(units, "LEAST_BUDGET_NBYTES", 2**20)
+    shortage = Shortage.of([(Limit("chunk_budget", 1), nbytes)])
+    assert shortage.advise("use less") == f"Raise chunk_budget to at least {text}, or use less."
+    assert units.parse_budget(text.strip("'").removesuffix(" bytes"), "chunk_budget") == nbytes
+
+
+@pytest.mark.parametrize(("number", "meant"), [("24", "did you mean '24GiB'"), ("66560", "MiB: write '66560B'")])
+def test_a_number_below_1_mib_needs_a_unit(number, meant, monkeypatch):
+    monkeypatch.setattr(units, "LEAST_BUDGET_NBYTES", 2**20)
+    with pytest.raises(ConfigError, match=meant):
+        units.parse_budget(number, "chunk_budget")
 
 
 def test_need_says_it_both_ways():
