@@ -48,24 +48,10 @@ def test_the_order_is_that_of_the_first_visit_in_any_trace():
     assert set(fill_margin(chunks[::-1], [trace, other], 1500, NONE)) == {1, 2}
 
 
-def test_chunks_that_are_never_visited_come_last():
-    trace = make_trace((1, (), 0), (2, (), 0))
-    assert margin_of(1500, trace) == {1, 2}
-    assert margin_of(2099, trace) == {1, 2}
-    assert margin_of(2100, trace) == {0, 1, 2}
-
-
 def test_the_first_that_does_not_fit_ends_it():
     """A smaller one behind it would fit, but its copies are easier to hide."""
     chunks = [ChunkBytes(0, 100, 128, 600), ChunkBytes(1, 100, 128, 2000), ChunkBytes(2, 100, 128, 0)]
     assert set(fill_margin(chunks, [SWEEP], 1500, NONE)) == {0}
-
-
-def test_room_is_kept_for_the_largest_that_still_moves():
-    assert margin_of(950, prefetched=[400, 100, 100]) == {0}
-    assert margin_of(1249, prefetched=[100, 400, 100]) == set(), "beside 0, room for 1 is kept, and 100 to use it"
-    assert margin_of(1250, prefetched=[100, 400, 100]) == {0}
-    assert margin_of(1650, prefetched=[100, 400, 100]) == {0, 1}
 
 
 def test_large_chunks_come_first_and_those_that_do_not_fit_are_passed_over():
