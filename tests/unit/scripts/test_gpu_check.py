@@ -1,6 +1,5 @@
 """``scripts/gpu_check.py`` with stand-ins for its parts: what fails is reported, and hides nothing."""
 
-import importlib.util
 import json
 import os
 import pathlib
@@ -23,12 +22,8 @@ TESTS = {"passed": 1, "failed": {"test_bad": "AssertionError: 1 != 2"}, "skipped
 
 
 @pytest.fixture(scope="module")
-def check():
-    spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gpu_check"] = module  # dataclasses look it up
-    spec.loader.exec_module(module)
-    return module
+def check(script):
+    return script("gpu_check.py")
 
 
 @pytest.fixture
