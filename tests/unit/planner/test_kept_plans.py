@@ -124,13 +124,6 @@ def test_a_plan_for_another_budget_runs_no_model(change, runs, place):
     assert len(runs) == 4
 
 
-@pytest.mark.parametrize("change", [{"length": 64}, {"dtype": "fp32"}, {"num_micro_batches": 2}])
-def test_a_plan_of_another_training_runs_it(change, runs):
-    plan_and_simulate(*arrange(MODEL, "rtx4090", **ARGUMENTS))
-    plan_and_simulate(*arrange(MODEL, "rtx4090", **{**ARGUMENTS, **change}))
-    assert len(runs) == 4
-
-
 def test_a_model_that_asks_for_values_has_no_plan(monkeypatch):
     def compute_loss(self, model, inputs):
         return model(**inputs).logits[inputs["input_ids"].nonzero()[:, 0]].sum()
