@@ -65,16 +65,6 @@ def test_templates_of_issues_are_found_by_their_head(page):
     assert body.strip()
 
 
-def test_there_are_templates():
-    assert [page.stem for page in ISSUES] == ["bug", "feature", "losses_differ"]
-
-
-def test_names_of_test_modules_are_unique():
-    """They are no packages: pytest refuses to collect two modules of one name."""
-    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
-    assert sorted({name for name in names if names.count(name) > 1}) == []
-
-
 def test_every_long_test_is_in_a_part_of_the_script_that_runs_them():
     script = (ROOT / "scripts" / "test_long.sh").read_text(encoding="utf-8")
     parts = [ROOT / path for line in re.findall(r"pytest -m long (.*) ;;", script) for path in line.split()]

@@ -19,13 +19,3 @@ def test_check(words, tmp_path):
     process = start(["-m", "hf_patrickstar", "check", *words], tmp_path / "home")
     assert finish_recipe(process).startswith("same bits\n  2 steps, 2 losses, 2 gradient norms, ")
     assert not os.path.exists(tmp_path / "mine")
-
-
-@pytest.mark.long
-def test_plan(words, tmp_path):
-    command = ["-m", "hf_patrickstar", "plan", "--verbose", "--no-advice"]
-    command += ["--device-memory", "1MiB", "--host-memory", "1GiB", "--"]
-    printed = finish_recipe(start([*command, *words], tmp_path / "home"))
-    assert "finetune_mlm.py (29.3 K parameters" in printed
-    assert "chunk_numel=16384" in printed
-    assert not os.path.exists(tmp_path / "mine")

@@ -155,16 +155,3 @@ def test_classification_of_pairs_with_integer_labels(checkpoints, data, recipe, 
     recipe("classification", *model, *files, "--do_eval", *COMMON, "--output_dir", tmp_path / "eval")
     dataset = recipe.trainers[-1].eval_dataset
     assert set(dataset["labels"]) == {1}
-
-
-@pytest.mark.long
-def test_classification_with_a_gpt(recipe, checkpoints, data, tmp_path):
-    # It has no head, which is drawn alike in both runs, and pads with its end-of-text token.
-    argv = arguments("classification", checkpoints, data, "jsonl")
-    argv[1] = checkpoints / "clm"
-    stock, chunks = (recipe("classification", *argv, "--output_dir", tmp_path, *more) for more in ([], CHUNKS))
-    assert chunks["train_loss"] == stock["train_loss"]
-    assert chunks["eval_accuracy"] == stock["eval_accuracy"]
-    assert_same_weights(*(trainer.model for trainer in recipe.trainers))
-    config = recipe.trainers[1].model.config
-    assert config.pad_token_id == config.eos_token_id

@@ -37,7 +37,7 @@ def test_the_innermost_line_of_the_user_the_function_and_what_it_says():
     assert line_of(found[1])[1].startswith("in <lambda>: sorted(")
 
 
-@pytest.mark.parametrize("name", ["hf_patrickstar.engine", "transformers.trainer", "contextlib", "numpy.x"])
+@pytest.mark.parametrize("name", ["hf_patrickstar.engine", "numpy.x"])
 def test_libraries_between_are_passed_over(name):
     found = []
     module = torch.nn.Identity()
@@ -46,7 +46,7 @@ def test_libraries_between_are_passed_over(name):
     assert line_of(found[0])[1] == "in test_libraries_between_are_passed_over: module(torch.ones(1))"
 
 
-@pytest.mark.parametrize("name", ["__main__", "transformers_of_mine", "my.torch"])
+@pytest.mark.parametrize("name", ["transformers_of_mine", "my.torch"])
 def test_scripts_and_modules_of_users(tmp_path, name):
     path = tmp_path / "script.py"
     path.write_text("from hf_patrickstar.callers import find_caller\n\nfound = find_caller()\n")

@@ -62,9 +62,7 @@ def computed(**settings):
         return plan_cache.computation_of(AutoModelForCausalLM.from_config(config))
 
 
-@pytest.mark.parametrize(
-    "change", [{"n_head": 4}, {"resid_pdrop": 0.2}, {"attn_pdrop": 0.0}, {"activation_function": "relu"}]
-)
+@pytest.mark.parametrize("change", [{"n_head": 4}, {"resid_pdrop": 0.2}, {"activation_function": "relu"}])
 def test_other_activations_are_another_computation(change):
     assert computed(**change) != computed()
 

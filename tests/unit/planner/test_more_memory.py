@@ -17,9 +17,7 @@ def test_where_all_but_the_scratch_space_of_two_processes_fits_chunks_leave_the_
     subject, given = arrange(
         MIXTRAL,
         CPU_TIER.shared_by(2),
-        **{"task": None, "batch_size": 4, "length": 128, "num_micro_batches": 1, "world_size": 2},
-        **{"checkpointing": False, "dtype": "bf16", "optimizer": "adamw", "max_norm": 1.0, "host_memory": "8GiB"},
-        device_memory=device_memory,
-        settings={"cpu_embedding": False},
+        **{"batch_size": 4, "length": 128, "world_size": 2, "settings": {"cpu_embedding": False}},
+        **{"device_memory": device_memory, "host_memory": "8GiB"},
     )
     assert plan_and_simulate(subject, given)[0].fits

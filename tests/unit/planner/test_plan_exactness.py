@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_patrickstar import PatrickStarEngine
-from hf_patrickstar.machine import CPU_TIER, MACHINES
+from hf_patrickstar.machine import CPU_TIER
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner.planning import arrange, plan_and_simulate
 from hf_patrickstar.units import MIB
@@ -23,9 +23,7 @@ def plan_within(name, budget, batch_size=1, num_micro_batches=1):
     subject, given = arrange(
         MODELS[name],
         CPU_TIER,
-        **{"task": None, "batch_size": batch_size, "length": 32, "world_size": 1},
-        num_micro_batches=num_micro_batches,
-        **{"checkpointing": False, "dtype": "fp32", "optimizer": "adamw", "max_norm": 1.0},
+        **{"batch_size": batch_size, "length": 32, "num_micro_batches": num_micro_batches, "dtype": "fp32"},
         **{"device_memory": budget, "host_memory": "1GiB", "settings": {"cpu_embedding": False, "chunk_numel": 9000}},
     )
     return subject, given, *plan_and_simulate(subject, given)
@@ -81,13 +79,7 @@ def test_a_plan_has_the_bytes_of_a_run_of_several_micro_batches():
 
 
 def test_a_model_whose_modules_read_each_others_parameters_is_planned_for_an_accelerator():
-    subject, given = arrange(
-        MODELS["deberta"],
-        MACHINES["h100"],
-        **{"task": None, "batch_size": 1, "length": 32, "world_size": 1, "num_micro_batches": 1},
-        **{"checkpointing": False, "dtype": "bf16", "optimizer": "adamw", "max_norm": 1.0},
-        **{"device_memory": None, "host_memory": None, "settings": None},
-    )
+    subject, given = arrange(MODELS["deberta"], "h100", length=32)
     plan, recording = plan_and_simulate(subject, given)
     assert plan.fits
     visited = {visit.chunk_index for trace in recording.traces for visit in trace.visits}

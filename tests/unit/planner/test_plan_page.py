@@ -12,10 +12,6 @@ from hf_patrickstar.planner.planning import arrange, plan_and_simulate
 from hf_patrickstar.units import MIB, format_nbytes
 
 MODEL = "gpt2:n_layer=3,n_embd=128,n_head=4,vocab_size=512,n_positions=64"
-ARGUMENTS = {
-    **{"task": None, "batch_size": 2, "length": None, "world_size": 1, "checkpointing": False, "dtype": "bf16"},
-    **{"optimizer": "adamw", "max_norm": 1.0, "settings": None},
-}
 SHARE = "share of the step"
 TIGHT = ["--batch-size", "2", "--device-memory", str(6 * MIB), "--host-memory", str(64 * MIB), "--no-advice"]
 
@@ -24,7 +20,7 @@ TIGHT = ["--batch-size", "2", "--device-memory", str(6 * MIB), "--host-memory", 
 def planned(request):
     device_memory, num_micro_batches = request.param
     given = {"device_memory": device_memory, "host_memory": 64 * MIB, "num_micro_batches": num_micro_batches}
-    return plan_and_simulate(*arrange(MODEL, "rtx4090", **ARGUMENTS, **given))
+    return plan_and_simulate(*arrange(MODEL, "rtx4090", batch_size=2, **given))
 
 
 @pytest.fixture(scope="module")

@@ -28,11 +28,6 @@ from hf_patrickstar.units import MIB, format_nbytes
 MODEL = "gpt2:n_layer=3,n_embd=128,n_head=4,vocab_size=512,n_positions=64"
 NUM_PARAMETERS = 512 * 128 + 64 * 128 + 3 * (12 * 128 * 128 + 13 * 128) + 2 * 128
 TIGHT = {"batch_size": 2, "device_memory": 6 * MIB, "host_memory": 64 * MIB}
-ARGUMENTS = {
-    **{"task": None, "batch_size": 2, "length": None, "num_micro_batches": 1, "world_size": 1, "checkpointing": False},
-    **{"dtype": "bf16", "optimizer": "adamw", "max_norm": 1.0, "settings": None, "device_memory": None},
-    "host_memory": None,
-}
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +115,7 @@ def test_a_model_is_planned_by_its_configuration_and_class():
 def test_this_machine_is_measured(monkeypatch):
     measured = dataclasses.replace(MACHINES["rtx4090"], name="measured")
     monkeypatch.setattr("hf_patrickstar.planner.planning.measure_machine", lambda visit: measured)
-    _, training = arrange(MODEL, "this", **ARGUMENTS)
+    _, training = arrange(MODEL, "this")
     assert training.machine.name == "this machine"
     assert training.machine.flops == measured.flops
 
@@ -167,7 +162,7 @@ def test_what_does_not_fit_says_where_and_what_would(budgets, short):
 )
 def test_the_least_memory_is_enough_and_2_percent_less_is_not(model, changes):
     need = plan(model, "rtx4090", **changes).tier(Tier.DEVICE).need_nbytes
-    subject, given = arrange(model, "rtx4090", **{**ARGUMENTS, "batch_size": 1, **changes, "device_memory": need})
+    subject, given = arrange(model, "rtx4090", **{**changes, "device_memory": need})
     assert plan_if_fits(subject, given) is not None
     less = dataclasses.replace(given.machine, device_nbytes=int(0.98 * need))
     assert plan_if_fits(subject, dataclasses.replace(given, machine=less)) is None
@@ -214,7 +209,7 @@ def test_accumulation_and_processes():
 
 def test_a_model_whose_code_fails_gets_a_sentence(monkeypatch, tmp_path):
     monkeypatch.setattr(plan_cache, "directory", lambda kind: tmp_path)  # other tests plan the same
-    subject, training = arrange(MODEL, "rtx4090", **ARGUMENTS)
+    subject, training = arrange(MODEL, "rtx4090", batch_size=2)
 
     class Curious(type(subject.make_model())):
         def forward(self, *args, **kwargs):
@@ -230,8 +225,7 @@ def test_a_model_whose_code_fails_gets_a_sentence(monkeypatch, tmp_path):
 @pytest.mark.long
 def test_advice_is_planned():
     """Where a batch does not fit, smaller ones do; where activations are computed again without need, they are kept."""
-    crowded = {**ARGUMENTS, "batch_size": 16, "device_memory": 8 * MIB, "host_memory": 64 * MIB}
-    subject, training = arrange(MODEL, "rtx4090", **crowded)
+    subject, training = arrange(MODEL, "rtx4090", batch_size=16, device_memory=8 * MIB, host_memory=64 * MIB)
     refused = plan_and_simulate(subject, training)[0]
     assert not refused.fits
     found = advise(subject, training, refused)
@@ -241,8 +235,7 @@ def test_advice_is_planned():
     screen = describe_changes(tried)
     assert screen.startswith("These changes fit, each planned:\n  1. ")
     assert f"Does not fit either: {'; '.join(found.failed)}." in screen
-    again = {**ARGUMENTS, "checkpointing": True}
-    subject, training = arrange(MODEL, "rtx4090", **again)
+    subject, training = arrange(MODEL, "rtx4090", batch_size=2, checkpointing=True)
     first = plan_and_simulate(subject, training)[0]
     found = advise(subject, training, first)
     (kept,) = [change for change in found.changes if "(without --gradient-checkpointing)" in change.text]

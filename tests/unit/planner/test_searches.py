@@ -16,14 +16,10 @@ from hf_patrickstar.planner.subject import with_batch
 from hf_patrickstar.units import MIB
 
 MODEL = "gpt2:n_layer=2,n_embd=64,n_head=2,vocab_size=512,n_positions=1024"
-GIVEN = {
-    **{"task": None, "batch_size": 2, "length": 64, "num_micro_batches": 1, "world_size": 1, "checkpointing": False},
-    **{"dtype": "bf16", "optimizer": "adamw", "max_norm": 1.0, "settings": None},
-    **{"device_memory": 8 * MIB, "host_memory": 64 * MIB},
-}
+GIVEN = {"batch_size": 2, "length": 64, "device_memory": 8 * MIB, "host_memory": 64 * MIB}
 
 
-def arranged(**changes):
+def small(**changes):
     return arrange(MODEL, "rtx4090", **{**GIVEN, **changes})
 
 
@@ -45,7 +41,7 @@ def fit_up_to(limit, size_of, plan, monkeypatch):
 
 
 def test_the_largest_batch_fits_and_one_more_does_not():
-    subject, given = arranged()
+    subject, given = small()
     found = search("max-batch", subject, given)
     assert found.answer > 2
     assert found.refused == found.answer + 1
@@ -57,7 +53,7 @@ def test_the_largest_batch_fits_and_one_more_does_not():
 
 
 def test_the_longest_sequence_is_searched_in_steps_of_64():
-    subject, given = arranged(batch_size=1)
+    subject, given = small(batch_size=1)
     found = search(Goal.MAX_LENGTH, subject, given)
     assert found.answer % 64 == 0
     assert found.refused == found.answer + 64
@@ -69,7 +65,7 @@ def test_the_longest_sequence_is_searched_in_steps_of_64():
 
 @pytest.mark.parametrize(("limit", "length"), [(1, 8), (63, 60), (63, 64), (0, 8)])
 def test_shorter_sequences_are_tried_where_64_tokens_do_not_fit(limit, length, monkeypatch):
-    subject, given = arranged(length=length, batch_size=1)
+    subject, given = small(length=length, batch_size=1)
     plan = plan_if_fits(with_batch(subject, 1, 8), given)
     tried = fit_up_to(limit, lambda subject: subject.length, plan, monkeypatch)
     found = search(Goal.MAX_LENGTH, subject, given)
@@ -83,7 +79,7 @@ def test_shorter_sequences_are_tried_where_64_tokens_do_not_fit(limit, length, m
 
 
 def test_the_largest_model_has_more_layers_and_the_same_heads():
-    subject, given = arranged(host_memory=6 * MIB, device_memory=6 * MIB, batch_size=1)
+    subject, given = small(host_memory=6 * MIB, device_memory=6 * MIB, batch_size=1)
     found = search(Goal.MAX_MODEL, subject, given)
     assert found.answer > 2
     assert found.refused == found.answer + 1
@@ -97,7 +93,7 @@ def test_the_largest_model_has_more_layers_and_the_same_heads():
 @pytest.mark.long
 def test_layers_whose_activations_fill_the_device_are_found_in_few_plans():
     """Model data alone would leave room for a hundred times as many layers, and plans of deep models take minutes."""
-    subject, given = arranged(host_memory="1GiB", device_memory=40 * MIB, length=256, batch_size=4)
+    subject, given = small(host_memory="1GiB", device_memory=40 * MIB, length=256, batch_size=4)
     sizes = []
     found = search(Goal.MAX_MODEL, subject, given, sizes.append)
     assert found.answer > 6
@@ -108,7 +104,7 @@ def test_layers_whose_activations_fill_the_device_are_found_in_few_plans():
 
 @pytest.mark.parametrize("limit", [1, 63, 640, 70_000])
 def test_the_largest_of_many_layers_is_found_exactly(limit, monkeypatch):
-    subject, given = arranged(batch_size=1)
+    subject, given = small(batch_size=1)
     plan = plan_if_fits(subject, given)
     tried = fit_up_to(limit, lambda subject: subject.num_layers, plan, monkeypatch)
     found = search(Goal.MAX_MODEL, subject, given)
@@ -119,7 +115,7 @@ def test_the_largest_of_many_layers_is_found_exactly(limit, monkeypatch):
 
 
 def test_nothing_fits_where_one_sequence_is_too_much():
-    subject, given = arranged(device_memory=MIB // 2)
+    subject, given = small(device_memory=MIB // 2)
     found = search(Goal.MAX_BATCH, subject, given)
     assert (found.answer, found.plan, found.refused) == (None, None, 1)
 
@@ -128,7 +124,7 @@ def test_nothing_fits_where_one_sequence_is_too_much():
 @pytest.mark.parametrize("first", [1, 4096])
 def test_any_limit_is_found_whatever_plans_say(limit, first, monkeypatch):
     """Bytes that do not tell where the limit is cost plans, not the answer."""
-    subject, given = arranged(batch_size=first)
+    subject, given = small(batch_size=first)
     plan = plan_if_fits(with_batch(subject, 1, 64), given)
     tried = fit_up_to(limit, lambda subject: subject.batch_size, plan, monkeypatch)
     found = search(Goal.MAX_BATCH, subject, given)
@@ -138,17 +134,17 @@ def test_any_limit_is_found_whatever_plans_say(limit, first, monkeypatch):
 
 
 def test_below_what_was_asked_for():
-    subject, given = arranged(batch_size=4096)
+    subject, given = small(batch_size=4096)
     found = search_below(Goal.MAX_BATCH, subject, given)
     assert found.answer == search(Goal.MAX_BATCH, with_batch(subject, 2, 64), given).answer
-    one, given = arranged(batch_size=1, device_memory=MIB // 2)
+    one, given = small(batch_size=1, device_memory=MIB // 2)
     assert search_below(Goal.MAX_BATCH, one, given) == Found(Goal.MAX_BATCH, None, None, None, 0)
 
 
 def test_machines_are_tried_from_the_cheapest(monkeypatch):
     assert (*MACHINES, "8xh100") == BY_PRICE
     tried, planned = [], []
-    plan = plan_if_fits(*arranged())
+    plan = plan_if_fits(*small())
 
     def fake(subject, given):
         tried.append((given.machine.name, given.world_size))
@@ -156,7 +152,7 @@ def test_machines_are_tried_from_the_cheapest(monkeypatch):
         return plan if given.machine.name == "rtx4090" else None
 
     monkeypatch.setattr(searching, "plan_if_fits", fake)
-    subject, given = arranged()
+    subject, given = small()
     found = search("cheapest-machine", subject, given)
     assert (found.answer, found.refused, found.num_plans) == ("rtx4090", "rtx3090", 2)
     assert tried == [("rtx3090", 1), ("rtx4090", 1)], "a V100 computes no bfloat16"
@@ -165,14 +161,14 @@ def test_machines_are_tried_from_the_cheapest(monkeypatch):
     monkeypatch.setattr(
         searching, "plan_if_fits", lambda *given: tried.append((given[1].machine.name, given[1].world_size))
     )
-    subject, given = arranged(dtype="fp16")
+    subject, given = small(dtype="fp16")
     assert search("cheapest-machine", subject, given).answer is None
     assert tried[0] == ("v100", 1)
     assert tried[-1] == ("8xh100", 8)
 
 
 def test_a_search_for_a_machine_says_what_it_left_out(monkeypatch):
-    subject, given = arranged()
+    subject, given = small()
     plan = plan_if_fits(subject, given)
     tried = []
 
@@ -233,9 +229,9 @@ def test_a_plan_that_does_not_fit_says_which_batch_and_sequence_do(capsys, monke
     monkeypatch.setattr("hf_patrickstar.planner.advice.changes", lambda *given: [])  # another test has them
     assert main([*COMMAND, "--batch-size", "12"]) == 1
     out = capsys.readouterr().out
-    subject, given = arranged()
+    subject, given = small()
     batch = search(Goal.MAX_BATCH, subject, given).answer
     assert f"The largest batch that fits with 64 tokens: {batch} (--batch-size {batch})" in out
-    length = search_below(Goal.MAX_LENGTH, *arranged(batch_size=12)).answer
+    length = search_below(Goal.MAX_LENGTH, *small(batch_size=12)).answer
     assert length < 64
     assert f"The largest sequence that fits with 12: {length} (--seq-len {length})" in out

@@ -28,18 +28,6 @@ def test_the_host_runs_ahead_of_a_lane_and_a_lane_that_is_idle_waits_for_the_hos
     assert clock.waits == []
 
 
-def test_work_that_follows_a_mark_begins_after_it():
-    clock = Clock()
-    copied = clock.put(Lane.TO_DEVICE, 10, "copy")
-    clock.put(Lane.COMPUTE, 3, "before")
-    clock.follow(Lane.COMPUTE, copied)
-    clock.put(Lane.COMPUTE, 5, "after")
-    clock.follow(Lane.COMPUTE, copied)  # it is over
-    assert clock.now_ns == 0, "the host does not wait"
-    assert clock.spans[1:] == [Span(Lane.COMPUTE, 0, 3, "before"), Span(Lane.COMPUTE, 10, 15, "after", 0)]
-    assert clock.end_of(Lane.COMPUTE) == Mark(15, 2)
-
-
 def test_a_wait_stops_the_host_until_the_mark():
     clock = Clock()
     clock.host(1, "launch")

@@ -43,11 +43,6 @@ def test_the_room_beside_homes_is_what_no_moment_needs():
     assert estimate_of(1000, workspace=64).room_beside(indices()) == 1000 - OTHERS - PARAM - 64
 
 
-def test_chunks_stay_where_there_is_room():
-    everything = indices(0, 1, 2, 3)
-    assert estimate_of(4 * WHOLE + OTHERS, may_move=False).settled(everything, indices()) == (everything, [])
-
-
 def test_chunks_leave_the_device_where_a_step_has_no_room_beside_them():
     homed, reasons = estimate_of(WHOLE + OTHERS + PARAM).settled(indices(0, 1, 2), indices())
     assert len(homed) <= 1

@@ -30,14 +30,6 @@ def margin_of(device_nbytes, trace=SWEEP, count=3, prefetched=NONE, **settings):
     return set(fill_margin(make_chunks(count), [trace], device_nbytes, prefetched, **settings))
 
 
-def test_as_many_first_layers_move_into_the_margin_as_leave_room_for_the_rest():
-    """Each takes 700; the others still need 100 for the chunk that is computed with, and 50 are not chunks."""
-    assert margin_of(849) == set()
-    assert margin_of(850) == {0}
-    assert margin_of(1549) == {0}
-    assert margin_of(1550) == {0, 1}
-
-
 def test_the_order_is_that_of_the_first_visit_in_any_trace():
     trace = make_trace((2, (), 0), (0, (), 0), (1, (), 0), (2, (), 0))
     assert margin_of(800, trace) == {2}
@@ -48,24 +40,10 @@ def test_the_order_is_that_of_the_first_visit_in_any_trace():
     assert set(fill_margin(chunks[::-1], [trace, other], 1500, NONE)) == {1, 2}
 
 
-def test_chunks_that_are_never_visited_come_last():
-    trace = make_trace((1, (), 0), (2, (), 0))
-    assert margin_of(1500, trace) == {1, 2}
-    assert margin_of(2099, trace) == {1, 2}
-    assert margin_of(2100, trace) == {0, 1, 2}
-
-
 def test_the_first_that_does_not_fit_ends_it():
     """A smaller one behind it would fit, but its copies are easier to hide."""
     chunks = [ChunkBytes(0, 100, 128, 600), ChunkBytes(1, 100, 128, 2000), ChunkBytes(2, 100, 128, 0)]
     assert set(fill_margin(chunks, [SWEEP], 1500, NONE)) == {0}
-
-
-def test_room_is_kept_for_the_largest_that_still_moves():
-    assert margin_of(950, prefetched=[400, 100, 100]) == {0}
-    assert margin_of(1249, prefetched=[100, 400, 100]) == set(), "beside 0, room for 1 is kept, and 100 to use it"
-    assert margin_of(1250, prefetched=[100, 400, 100]) == {0}
-    assert margin_of(1650, prefetched=[100, 400, 100]) == {0, 1}
 
 
 def test_large_chunks_come_first_and_those_that_do_not_fit_are_passed_over():
@@ -84,12 +62,6 @@ def test_bytes_that_chunks_may_not_take():
     assert margin_of(1000, unusable_nbytes=200) == {0}
 
 
-def test_chunks_at_home_on_the_device_are_passed_over_and_need_no_room():
-    assert margin_of(849, kept=frozenset({0})) == set()
-    assert margin_of(850, kept=frozenset({0})) == {1}
-    assert margin_of(750, make_trace((0, (1,), 50)), count=2, kept=frozenset({0})) == {1}
-
-
 UPDATE = dataclasses.replace(make_trace((0, (), 150), (1, (), 150), (2, (), 150)), key=StepKind.UPDATE)
 
 
@@ -105,23 +77,6 @@ def test_what_is_needed_at_each_moment():
         (240, frozenset({0, 1})),
         (40, frozenset()),
     ]
-
-
-def test_the_update_leaves_as_much_margin_as_it_does_not_take_itself():
-    """150 bytes in every moment of either trace; in the update no chunk that moves home leaves room behind."""
-    chunks = make_chunks(3)
-    assert fill_margin(chunks, [SWEEP, UPDATE], 849, NONE) == ()
-    assert fill_margin(chunks, [SWEEP, UPDATE], 850, NONE) == (0,)
-    assert fill_margin(chunks, [SWEEP, UPDATE], 2249, NONE) == (0, 1)
-    assert fill_margin(chunks, [SWEEP, UPDATE], 2250, NONE) == (0, 1, 2), "2150 without the update"
-
-
-def test_sizes_come_from_the_trace_where_a_chunk_may_not_move_home():
-    """Chunk 4 is frozen: it is no candidate, but takes room whenever it is visited."""
-    trace = make_trace((0, (), 0), (4, (), 0), sizes=(100, 100, 100, 100, 300))
-    chunks = make_chunks(1)
-    assert fill_margin(chunks, [trace], 999, NONE) == ()
-    assert set(fill_margin(chunks, [trace], 1000, NONE)) == {0}
 
 
 # How much of it is worth filling

@@ -25,18 +25,6 @@ def test_all_at_home_on_the_device_if_it_fits():
     assert plan.reason == "all model data (2.05 KiB) is at home on the device: it fits the device budget"
 
 
-def test_as_many_as_needed_move_and_no_more():
-    chunks = make_chunks(5)
-    homed = [len(place(chunks, 3000, 728 * num_on_host, 200, 0).device_homed) for num_on_host in (5, 4, 3, 2)]
-    assert homed == [0, 1, 2, 3]
-
-
-def test_a_chunk_that_does_not_fit_beside_the_working_set_is_passed_over():
-    chunks = [ChunkBytes(0, 100, 100, 200), ChunkBytes(1, 100, 100, 900)]
-    plan = place(chunks, device_nbytes=600, host_nbytes=1000, working_set_nbytes=200, workspace_nbytes=0)
-    assert plan.device_homed == {0}
-
-
 def test_the_message_is_worded_once_and_only_where_it_is_read(monkeypatch):
     """To find what would be enough takes time; processes hand errors to each other as text."""
     worded = []
@@ -75,11 +63,6 @@ def test_too_small_together():
     ]
 
 
-@pytest.mark.parametrize(("device_nbytes", "host_nbytes", "num"), [(1000, 2184, 1), (1600, 2000, 2)])
-def test_the_advice_of_the_error_is_enough(device_nbytes, host_nbytes, num):
-    assert len(place(make_chunks(4), device_nbytes, host_nbytes, 200, 0).device_homed) == num
-
-
 def test_while_activations_are_unknown_the_advice_is_a_host_for_all_chunks():
     """What is enough beside the reserve is said apart."""
     chunks, tiers = make_chunks(4), Tiers(2000, 980, [(200, frozenset())])
@@ -104,28 +87,6 @@ def test_nothing_is_advised_that_the_machine_does_not_have():
 # Chunks that the host has no room for
 
 
-def test_of_chunks_of_several_sizes_those_leave_the_host_that_fit_best():
-    sizes = [300, 700, 300, 500]
-    chunks = [ChunkBytes(index, 0, 0, size) for index, size in enumerate(sizes)]
-    assert spill(chunks, Tiers(sum(sizes) - 800, 800, [])) == {2, 3}
-    assert spill(chunks, Tiers(sum(sizes) - 650, 800, [])) == {1}
-
-
-def test_a_frozen_chunk_on_the_device_needs_no_scratch_space_there():
-    chunks = [ChunkBytes(0, 100, 100, 600), ChunkBytes(1, 100, 100, 0), ChunkBytes(2, 100, 100, 600)]
-    assert spill(chunks, Tiers(1450, 100, [], 50, 50)) == {1}
-    assert spill(chunks, Tiers(1449, 699, [], 50, 50)) is None
-    assert spill(chunks, Tiers(1449, 750, [], 50, 50)) == {2}
-
-
-def test_what_is_at_home_on_the_device_needs_no_copy_beside_it():
-    """So a chunk that is in use at the highest moment leaves the host, although the last one is as large."""
-    chunks, needs = make_chunks(3), [(500, frozenset({0, 1})), (300, frozenset({2}))]
-    assert spill(chunks, Tiers(2 * 728, 1200, needs)) == {2}
-    assert spill(chunks, Tiers(2 * 728, 1100, needs)) in ({0}, {1})
-    assert spill(chunks, Tiers(2 * 728, 1099, needs)) is None
-
-
 def test_of_equal_chunks_those_first_in_order_leave():
     assert spill(make_chunks(4), Tiers(2 * 728, 9999, [])) == {2, 3}
     assert spill(make_chunks(4), Tiers(2 * 728, 9999, []), [1, 3, 0, 2]) == {1, 3}
@@ -144,23 +105,6 @@ def test_chunks_of_the_host_never_move_home():
     chunks = make_chunks(3, on_host={1})
     assert place(chunks, 9999, 9999, 200, 0).device_homed == {0, 2}
     assert place(chunks, 1400, 728, 0, 0).device_homed == {0, 2}
-
-
-def test_the_workspace_of_host_chunks_is_kept_free_on_the_host():
-    """The others are at home on the device, but the optimizer updates this one on the host."""
-    chunks = make_chunks(2, on_host={0})
-    with pytest.raises(BudgetError):
-        place(chunks, device_nbytes=800, host_nbytes=777, working_set_nbytes=100, workspace_nbytes=50)
-    plan = place(chunks, device_nbytes=800, host_nbytes=778, working_set_nbytes=100, workspace_nbytes=50)
-    assert plan.device_homed == {1}
-
-
-def test_the_workspace_of_device_homed_chunks_is_kept_free_on_the_device():
-    """The optimizer works where a chunk is at home, so one that moves home takes scratch space with it."""
-    with pytest.raises(BudgetError):
-        place(make_chunks(2), device_nbytes=900, host_nbytes=800, working_set_nbytes=200, workspace_nbytes=50)
-    plan = place(make_chunks(2), device_nbytes=950, host_nbytes=800, working_set_nbytes=200, workspace_nbytes=50)
-    assert plan.device_homed == {1}
 
 
 # CpuEmbeddings

@@ -57,10 +57,6 @@ RESHARD = {"reshard_after_forward": True}
 PLANS = {
     # A trace, bytes of chunks, settings -> what is done, and bytes of chunks that are there afterwards.
     "a forward and a backward": (SWEEP, 20, {}, "+0 +1 -0+2 . . -2+0", (10, 20, 20, 20, 20, 20)),
-    "least recent use": (SWEEP, 20, {"policy": "lru"}, "+0 +1 -0+2 . . -2+0", None),
-    "list order": (SWEEP, 20, {"policy": "list_order"}, "+0 +1 -0+2 . . -1+0", None),
-    "as many leave as are in the way": (make_trace([0, 1, 2], (10, 10, 25)), 30, {}, "+0 +1 -1-0+2", (10, 20, 25)),
-    "what is there is not loaded": (make_trace([0, 1, 2]), 20, {"resident": {0: -1, 3: -2}}, ". -3+1 -1+2", (20,) * 3),
     "what is void leaves first": (make_trace([0, 1, 2]), 20, {"dropped_after": frozenset({0})}, "+0 +1 -0+2", None),
     "static chunks take no room": (
         make_trace([0, 1, 0, 2], pinned={2: (1,)}),
@@ -72,7 +68,6 @@ PLANS = {
         make_trace([0, 1, 2, 3], pinned={1: (0,)}),
         *(30, {"dropped_after": EVERYTHING, "prefetch_depth": 3}, "+0+1+2 . -0+3 .", None),
     ),
-    "one load is under way": (make_trace([0, 1, 2, 3]), 40, {"prefetch_depth": 1}, "+0+1 +2 +3 .", None),
     "prefetch waits for the tide": (
         *(make_trace([0, 1, 1, 2]), [30, 20, 30, 30], {"prefetch_depth": 2}, "+0+1 . +2 .", (20, 20, 30, 30)),
     ),

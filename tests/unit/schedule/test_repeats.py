@@ -18,7 +18,6 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     MixtralConfig,
-    PhiConfig,
     Qwen2Config,
     T5Config,
     T5ForConditionalGeneration,
@@ -75,11 +74,6 @@ def bert(depth):
 def mixtral(depth, **changes):
     sizes = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, **changes}
     return AutoModelForCausalLM.from_config(MixtralConfig(**sizes, num_hidden_layers=depth))
-
-
-def phi(depth):
-    """Attention and the rest of a block are beside each other."""
-    return AutoModelForCausalLM.from_config(PhiConfig(**SIZES, num_hidden_layers=depth, use_cache=False))
 
 
 def gemma2(depth, **changes):
@@ -172,7 +166,6 @@ LONG_KINDS = {
     "kinds that alternate, recomputed": lambda: training_of(lambda: gemma2(2 * SHALLOW + 1, use_cache=False), True),
     "tied qwen2, recomputed": lambda: training_of(lambda: tied_qwen2(SHALLOW), True),
     "mixtral, recomputed": lambda: training_of(lambda: mixtral(SHALLOW), True),
-    "phi": lambda: training_of(lambda: phi(SHALLOW)),
     "t5, recomputed": lambda: training_of(lambda: t5(SHALLOW), True),
     "micro-batches in fp32": lambda: training_of(lambda: llama(SHALLOW), num_micro_batches=2, dtype="fp32"),
     "blocks after frozen ones": lambda: training_of(lambda: freeze_first(gpt2(SHALLOW + 3))),
@@ -297,11 +290,9 @@ def nested():
     ("make", "found"),
     [
         (lambda: gpt2(DEPTH), [("transformer.h", 0, 1, 12)]),
-        (lambda: gpt2(11), []),
         (lambda: t5(14), [("encoder.block", 1, 1, 13), ("decoder.block", 1, 1, 16)]),
         (lambda: gemma2(27), [("model.layers", 1, 2, 13)]),
         (lambda: widen(gpt2(24)), [("transformer.h", 8, 1, 16)]),
-        (lambda: widen(gpt2(18)), []),
         (nested, [("own", 0, 1, 13)]),
     ],
 )

@@ -44,12 +44,6 @@ def test_a_step():
     ]
 
 
-def test_an_update_that_stops_the_host_and_one_on_the_device():
-    script = estimate_script([make_trace()], [HOST, DEVICE], overlaps_update=False)
-    assert script[1:3] == [HostWork("update", 0, 28 * 8), Kernel("update", 0, 28 * 8, "float32")]
-    assert [entry for entry in script if isinstance(entry, Send)] == [Send(0, 20, False)]
-
-
 def test_gradients_of_micro_batches_are_added_when_they_have_left():
     """Numbers count all that may be waited for: two updates come first."""
     traces = [make_trace("training first"), make_trace("training last")]

@@ -1,4 +1,4 @@
-"""Modules of ``benchmarks/``, for tests that call parts of them."""
+"""Modules of ``benchmarks/`` and ``scripts/``, for tests that call parts of them."""
 
 import importlib
 import pathlib
@@ -8,7 +8,20 @@ import pytest
 
 import hf_patrickstar
 
-BENCHMARKS = pathlib.Path(hf_patrickstar.__file__).parent.parent / "benchmarks"
+ROOT = pathlib.Path(hf_patrickstar.__file__).parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+
+
+@pytest.fixture(scope="session")
+def script():
+    """Imports a script by its path in ``scripts/``."""
+
+    def script(path):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend((ROOT / "scripts" / path).parent)
+            return importlib.import_module(pathlib.Path(path).stem)
+
+    return script
 
 
 @pytest.fixture

@@ -3,14 +3,12 @@
 import json
 import pathlib
 import re
-import sys
 
 import pytest
 
 import hf_patrickstar
 
 ROOT = pathlib.Path(hf_patrickstar.__file__).parent
-FOLDER = ROOT.parent / "scripts" / "site"
 
 WITHOUT_REMEDY = {
     # They repeat the message of another error, which has the remedy.
@@ -39,13 +37,8 @@ WITHOUT_REMEDY = {
 
 
 @pytest.fixture(scope="module")
-def page():
-    sys.path.insert(0, str(FOLDER))
-    try:
-        import errors_page
-    finally:
-        sys.path.remove(str(FOLDER))
-    return errors_page
+def page(script):
+    return script("site/errors_page.py")
 
 
 @pytest.fixture(scope="module")

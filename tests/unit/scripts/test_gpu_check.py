@@ -1,6 +1,5 @@
 """``scripts/gpu_check.py`` with stand-ins for its parts: what fails is reported, and hides nothing."""
 
-import importlib.util
 import json
 import os
 import pathlib
@@ -23,12 +22,8 @@ TESTS = {"passed": 1, "failed": {"test_bad": "AssertionError: 1 != 2"}, "skipped
 
 
 @pytest.fixture(scope="module")
-def check():
-    spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gpu_check"] = module  # dataclasses look it up
-    spec.loader.exec_module(module)
-    return module
+def check(script):
+    return script("gpu_check.py")
 
 
 @pytest.fixture
@@ -106,18 +101,6 @@ def test_a_part_that_finds_no_time_has_failed(check, run):
 
 
 @pytest.mark.long
-def test_what_a_part_has_started_ends_with_it(check, run, tmp_path):
-    begun, late = tmp_path / "begun", tmp_path / "late"
-    child = f"import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open({str(begun)!r}, 'w')"
-    child += f"; time.sleep(4); open({str(late)!r}, 'w')"
-    text = f"import os, subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}])\n"
-    text += f"while not os.path.exists({str(begun)!r}): time.sleep(0.01)\ntime.sleep(60)"
-    run([check.Part("starts another", python(text), 1.5)])
-    time.sleep(4)
-    assert (begun.exists(), late.exists()) == (True, False)
-
-
-@pytest.mark.long
 def test_a_check_that_is_killed_leaves_its_record_and_its_log(tmp_path):
     """As a lease that ends does: the parts before are whole, and the one that ran is named."""
     text = f"""
@@ -161,15 +144,6 @@ def test_every_file_that_is_run_is_there_on_every_device_and_in_a_rehearsal(chec
     planned = {part.name: part.command for part in check.parts_of("plan", place, "rtx4090")}
     assert planned["3b_auto"][-4:] == ("--record", str(place.plans / "3b_auto"), "--machine", "rtx4090")
     assert list(planned) == [part.name for part in check.parts_of("two", place) if "patrickstar" in part.command]
-
-
-def test_without_git_the_commit_is_that_of_the_plans(check, place, monkeypatch, tmp_path):
-    monkeypatch.delenv("COMMIT")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert check.find_commit(place) == "unknown"
-    place.plans.mkdir(parents=True)
-    (place.plans / "commit").write_text("0123")
-    assert check.find_commit(place) == "0123 (of the plans)"
 
 
 def run_script(*arguments, **environment):

@@ -54,17 +54,6 @@ def test_steps_of_other_systems_take_at_least_what_nothing_hides(bench, system, 
     assert bench.least_seconds(machine, 10**9, compute_s, bench.COPIES[system]) == pytest.approx(seconds)
 
 
-def test_activations_grow_by_fp32_inputs_of_blocks_and_terms_add_up(bench):
-    activations = bench.activations_of(10_000_000, tokens=100, layers=10, hidden=64)
-    sizes = [activations(*each) - 10_000_000 for each in ((10, 64), (11, 64), (10, 128))]
-    assert sizes == [0, 4 * 100 * 64, 10_000_000]
-    lane = bench.Lane
-    critical = dict.fromkeys(lane, 0.0)
-    critical |= {lane.COMPUTE: 8.0, lane.HOST_WORK: 0.5, lane.TO_DEVICE: 0.25, lane.TO_HOST: 1.0, lane.GATHERS: 0.25}
-    terms = bench.terms_of((10.0, 20.0), critical, {"optimizer": 3.0, "copies": 4.0, "between devices": 1.0}, 1.25)
-    assert terms == {"compute": 2.0, "optimizer": 2.5, "copies": 2.75, "between devices": 0.75, "rest": 2.0}
-
-
 def test_the_last_that_fits_is_found_with_few_plans(bench):
     for largest in range(-1, 8):
         asked = []

@@ -1,21 +1,11 @@
 """The table of docs/gpu_status.md comes from committed records alone."""
 
-import importlib.util
-import pathlib
-
 import pytest
-
-import hf_patrickstar
-
-ROOT = pathlib.Path(hf_patrickstar.__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("write_gpu_table", ROOT / "scripts" / "write_gpu_table.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def table(script):
+    return script("write_gpu_table.py")
 
 
 COMMIT = "0123456789" * 4
@@ -29,38 +19,38 @@ def record(stage, parts, **others):
     }
 
 
-def test_both_stages_of_a_device_and_commit_are_one_row(script):
+def test_both_stages_of_a_device_and_commit_are_one_row(table):
     one = {"smoke": {"outcome": "passed", "result": []}, "tests": {"outcome": "failed"}}
     two = {
         "3b_auto": {"outcome": "passed", "result": {"fits": True, "tokens_per_second": 12345.6}},
         "3b_plain": {"outcome": "passed", "result": {"fits": False}},
         "3b_fsdp2": {"outcome": "timed out"},
     }
-    rows = script.table([record("two", two), record("one", one)]).splitlines()
+    rows = table.table([record("two", two), record("one", one)]).splitlines()
     assert len(rows) == 3
     assert rows[2] == (
         "| NVIDIA X | 2026-11-26 | 0123456 | 3 of 5 | not run | 12,346 | does not fit | timed out | not run |"
     )
-    rows = script.table(
+    rows = table.table(
         [record("one", one), record("one", one, commit=f"{COMMIT}-dirty", date="2026-11-27")]
     ).splitlines()
     assert [row.split(" | ")[2] for row in rows[2:]] == ["0123456", "0123456-dirty"]
 
 
-def test_without_a_record_the_page_says_so(script):
-    assert script.table([]) == script.NONE
+def test_without_a_record_the_page_says_so(table):
+    assert table.table([]) == table.NONE
 
 
-def test_what_ran_on_no_device_is_no_row(script, tmp_path):
+def test_what_ran_on_no_device_is_no_row(table, tmp_path):
     others = [record("plan", {}), record("one", {}, is_rehearsal=True), record("one", {}, is_whole=False)]
     for number, found in enumerate([*others, record("two", {})]):
-        (tmp_path / f"gpu_check_{number}.json").write_text(script.json.dumps(found))
-    assert [found["stage"] for found in script.read_records(tmp_path)] == ["two"]
+        (tmp_path / f"gpu_check_{number}.json").write_text(table.json.dumps(found))
+    assert [found["stage"] for found in table.read_records(tmp_path)] == ["two"]
 
 
-def test_the_page_is_what_the_script_writes(script):
-    page = script.PAGE.read_text()
-    assert script.written(page, script.table(script.read_records(script.RESULTS))) == page
-    other = script.written(page, "| x |\n")
+def test_the_page_is_what_the_script_writes(table):
+    page = table.PAGE.read_text()
+    assert table.written(page, table.table(table.read_records(table.RESULTS))) == page
+    other = table.written(page, "| x |\n")
     assert "| x |" in other
-    assert script.written(other, script.table(script.read_records(script.RESULTS))) == page
+    assert table.written(other, table.table(table.read_records(table.RESULTS))) == page
