@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hf_patrickstar.checkpoint.export import export
+from hf_patrickstar.checkpoint.torch_state import export
 from hf_patrickstar.cli import check, convert, plan, report
 from hf_patrickstar.cli import run as run_command
 from hf_patrickstar.cli.env import env
