@@ -21,6 +21,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,8 @@ MARK = ".mark"
 _OF_TRAINERS = re.compile(r"checkpoint[-_]\d+")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _OF_THE_DISK = (*_FULL, errno.EFBIG, errno.EIO, errno.EROFS)
-_FULL_NBYTES = 2**18
-"""A disk with fewer bytes left is full: usual writers have larger buffers."""
+_PROBE_NBYTES = 2**18
+"""More than the buffers of usual writers."""
 _WRITEBACK_NBYTES = 2**25
 
 
@@ -357,14 +358,21 @@ def disk_error(directory: Path, error: BaseException) -> CheckpointError | None:
 
     Args:
         directory: The directory.
-        error: What the other code raised. ``torch.save`` raises no ``OSError`` if the disk is full.
+        error: What the other code raised. ``torch.save`` raises no ``OSError`` if the disk is full; then a test file
+            is written.
 
     Returns:
         An error that describes the disk's failure, or ``None`` if there is another reason.
     """
     found = error if isinstance(error, OSError) else None
-    if type(error) is RuntimeError and shutil.disk_usage(directory).free < _FULL_NBYTES:
-        found = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if type(error) is RuntimeError:
+        try:
+            with tempfile.TemporaryFile(dir=directory) as file:
+                file.write(bytes(_PROBE_NBYTES))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as failure:
+            found = OSError(failure.errno, failure.strerror)  # without the name of the temporary file
     if found is None or found.errno not in _OF_THE_DISK:
         return None
     newest = None

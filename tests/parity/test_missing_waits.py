@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import hf_patrickstar
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.checkpoint import transaction
+from hf_patrickstar.checkpoint.safetensors_file import write_safetensors
 from hf_patrickstar.errors import DeviceMemoryError, PatrickStarError
 from hf_patrickstar.memory import streams
 from hf_patrickstar.memory.tiers import Tier
@@ -642,13 +643,14 @@ def write_values(run):
 
 def open_other_state(run, folder):
     (folder / "other").mkdir()
-    run.engine.training_state.save(folder / "other", with_index=True)
+    file = run.engine.training_state.begin_save(folder / "other", with_index=True)
+    write_safetensors(file.path, file.tensors, file.metadata)
     run.step()
     return run.engine.training_state.open(folder / "other")
 
 
-def load_other_state(run, loading):
-    loading.apply()
+def load_other_state(run, load):
+    load()
 
 
 RUNS = {
