@@ -20,6 +20,7 @@ import hf_patrickstar
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.checkpoint import transaction
 from hf_patrickstar.checkpoint.safetensors_file import write_safetensors
+from hf_patrickstar.checkpoint.weight_files import FoundWeights
 from hf_patrickstar.errors import DeviceMemoryError, PatrickStarError
 from hf_patrickstar.memory import streams
 from hf_patrickstar.memory.tiers import Tier
@@ -646,11 +647,11 @@ def open_other_state(run, folder):
     file = run.engine.training_state.begin_save(folder / "other", with_index=True)
     write_safetensors(file.path, file.tensors, file.metadata)
     run.step()
-    return run.engine.training_state.open(folder / "other")
+    return folder / "other"
 
 
-def load_other_state(run, load):
-    load()
+def load_other_state(run, directory):
+    run.engine.checkpoints.load_parts(FoundWeights(), directory)
 
 
 RUNS = {
