@@ -126,7 +126,7 @@ class FirstValues:
                 ticket.cancel()
             self._tickets.clear()
         self._files = None  # closes the files that no origin refers to
-        self._warn_of_lost_bits()
+        self._explain_origins()
         self.collectives.exchange(None, "reads the weights")  # one process may have a slower disk
 
     def _has_value(self, tensor: ManagedParameter) -> bool:
@@ -170,9 +170,13 @@ class FirstValues:
             return origin_of(value)
         return None if self._files is None else self._files.find(tensor, value)
 
-    def _warn_of_lost_bits(self) -> None:
-        rounded = (tensor for tensor in self.tensors if tensor.is_owned and tensor.is_rounded)
-        if lost := [tensor.spec.name for tensor in rounded if tensor.origin is None]:
+    def _explain_origins(self) -> None:
+        rounded = [tensor for tensor in self.tensors if tensor.is_owned and tensor.is_rounded]
+        lost = [tensor.spec.name for tensor in rounded if tensor.origin is None]
+        if rounded:
+            text = "patrickstar: %d of %d frozen parameters are saved and merged with the values that their files have"
+            logger.info(text, len(rounded) - len(lost), len(rounded))
+        if lost:
             logger.warning(
                 "patrickstar: %d frozen fp32 parameters ('%s' is the first) came from no safetensors file that is "
                 "there. They are computed with, saved and merged in 16 bits; pass frozen_master=true to keep all of "
