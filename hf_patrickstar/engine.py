@@ -16,8 +16,8 @@ import torch
 
 from hf_patrickstar.checkpoint.checkpoints import Checkpoints
 from hf_patrickstar.checkpoint.first_values import FirstValues
-from hf_patrickstar.checkpoint.found_weights import is_in_model_file
 from hf_patrickstar.checkpoint.training_state import TrainingState
+from hf_patrickstar.checkpoint.weight_files import is_in_model_file
 from hf_patrickstar.checkpoint.weights import ChunkWeights
 from hf_patrickstar.config import ConfigSource, PatrickStarConfig
 from hf_patrickstar.decisions import decide, list_names
@@ -255,8 +255,7 @@ class PatrickStarEngine:
             for number, (optimizer, kernel) in enumerate(zip(optimizers, self._kernels, strict=True)):
                 self.optimizers.append(self._make_optimizer(optimizer, kernel, number))
             collectives, is_in_file = self.collectives, functools.partial(is_in_model_file, self.model)
-            process = collectives.rank, collectives.world_size
-            state = TrainingState(self.manager, OptimizerSet(self.optimizers), *process, is_in_file)
+            state = TrainingState(self.manager, OptimizerSet(self.optimizers), collectives, is_in_file)
             self.checkpoints = Checkpoints(self.model, self.manager, self.weights, state, collectives, self.config)
             casting = self._decisions.precision.casting(self.device)
             self.hooks = ModelHooks(self.model, self.manager, self.weights, self._follow_model, self.device, casting)

@@ -5,12 +5,12 @@ import json
 
 import torch
 
-from hf_patrickstar.checkpoint.deferred import DeferredTensor
+from hf_patrickstar.checkpoint.deferred import DeferredTensor, Source
 from hf_patrickstar.checkpoint.safetensors_file import write_safetensors
 from hf_patrickstar.checkpoint.training_state import INDEX_NAME, shard_name
 
 
-class RecordingSource:
+class RecordingSource(Source):
     """A tensor in memory; ``reads`` has the bounds of every part that was asked for."""
 
     def __init__(self, values):
@@ -57,7 +57,7 @@ def write_training_state(directory, states, world_size=1, boundaries=None, value
                     parts[f"{key}/{name}"] = [start, stop]
     for rank, (tensors, parts) in enumerate(files):
         metadata = {"parts": json.dumps(parts), "values": json.dumps(values if rank == 0 else {})}
-        write_safetensors(directory / shard_name(rank, world_size), tensors, metadata, is_sorted=False)
+        write_safetensors(directory / shard_name(rank, world_size), tensors, metadata)
     shapes = {name: next((list(v.shape) for v in state.values() if v.dim()), []) for name, state in states.items()}
     index = {
         "format": "hf_patrickstar.training_state",

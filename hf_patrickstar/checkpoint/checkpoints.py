@@ -1,24 +1,22 @@
 """Complete checkpoints of an engine: weights in common file formats, and the training state."""
 
-import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import safetensors.torch
 import torch
 
 from hf_patrickstar.checkpoint.deferred import Reader
-from hf_patrickstar.checkpoint.found_weights import FoundWeights, find_weights, shape_mismatch
-from hf_patrickstar.checkpoint.origins import origin_of
 from hf_patrickstar.checkpoint.progress import shown
-from hf_patrickstar.checkpoint.read_me import write_read_me
-from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile, streamed_writing
-from hf_patrickstar.checkpoint.storage import StagedDirectory, missing_file, remove_leftovers
-from hf_patrickstar.checkpoint.torch_state import TorchLoading, TorchState, torch_paths
-from hf_patrickstar.checkpoint.training_state import INDEX_NAME, Loading, TrainingState
-from hf_patrickstar.checkpoint.transaction import Checkpoint, Transactions
+from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile
+from hf_patrickstar.checkpoint.storage import StagedDirectory, remove_leftovers
+from hf_patrickstar.checkpoint.torch_state import open_torch_state, save_torch_state, torch_paths
+from hf_patrickstar.checkpoint.training_state import INDEX_NAME, TrainingState, has_training_state, write_read_me
+from hf_patrickstar.checkpoint.transaction import BackgroundWrite, Checkpoint, Transactions
+from hf_patrickstar.checkpoint.weight_files import FoundWeights, find_weights, origin_of, shape_mismatch
 from hf_patrickstar.checkpoint.weights import ChunkWeights
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.dist.collectives import Collectives
@@ -31,11 +29,10 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-_WEIGHTS_NAME = "model.safetensors"
 _ADAPTER_NAME = "adapter_model.safetensors"
 
 
-class Checkpoints:
+class Checkpoints(Transactions):
     """Saves and loads the weights and the training state of an engine.
 
     Args:
@@ -56,34 +53,14 @@ class Checkpoints:
         collectives: Collectives,
         config: PatrickStarConfig,
     ) -> None:
-        self._is_sharded = config.optimizer_format != "torch"
-        self._is_torch = config.optimizer_format != "sharded"
-        self._in_background = config.background_save
+        super().__init__(collectives, manager.sharing.enter)
+        self._config = config
         self._model = model
         self._manager = manager
         self._weights = weights
         self.state = state
-        self.torch_state = TorchState(manager, state.optimizer)
-        self._collectives = collectives
-        self._transactions = Transactions(collectives, manager.sharing.enter)
 
     # Saving
-
-    def writing(self, final: str | os.PathLike[str]) -> contextlib.AbstractContextManager[Checkpoint]:
-        """Writes a checkpoint that appears complete or not at all; see ``Transactions.writing``.
-
-        Args:
-            final: The directory of the finished checkpoint.
-        """
-        return self._transactions.writing(final)
-
-    def wait(self) -> None:
-        """Waits until a checkpoint that is written in the background is complete; see ``Transactions.wait``."""
-        self._transactions.wait()
-
-    def close(self) -> None:
-        """Waits until the background threads of this process have ended; see ``Transactions.close``."""
-        self._transactions.close()
 
     @unseen()
     def save(self, directory: str | os.PathLike[str]) -> None:
@@ -97,97 +74,67 @@ class Checkpoints:
         """
         with self.writing(directory) as checkpoint:
             self.begin_state(checkpoint)
-            self._save_weights(checkpoint.path)
+            is_main = self._collectives.rank == 0
+            with self._weights.streamed(is_reader=is_main):
+                if is_main:
+                    self._save_weights(checkpoint.path)
             self.end_state(checkpoint)
 
     @unseen()
-    def begin_state(self, checkpoint: Checkpoint) -> None:
+    def begin_state(self, checkpoint: Checkpoint, directory: Path | None = None) -> None:
         """Starts a thread in each process that saves its part of the training state; the model may be saved meanwhile.
 
         Args:
             checkpoint: The checkpoint.
+            directory: Where in it; by default the checkpoint itself.
 
         Raises:
             CheckpointError: If the index cannot be written, or a state cannot be saved without pickling it.
         """
-        if not self.state.is_empty and self._is_sharded:
+        if not self.state.is_empty and self._config.optimizer_format != "torch":
             with_index = self._collectives.rank in checkpoint.makers
-            checkpoint.write = self.state.save_in_background(checkpoint.path, with_index=with_index)
+            file = self.state.begin_save(directory or checkpoint.path, with_index=with_index)
+            checkpoint.write = BackgroundWrite(file, self._weights.piece_numel)
 
     @unseen()
-    def end_state(self, checkpoint: Checkpoint, paths: Sequence[Path] | None = None) -> None:
+    def end_state(self, checkpoint: Checkpoint, paths: Sequence[Path] = (), directory: Path | None = None) -> None:
         """Writes the training state in torch's format, if the settings ask for it; all processes call it together.
 
-        Without ``background_save`` it also waits for the thread that ``begin_state`` has started.
+        Without ``background_save``, or with ``directory``, it waits for the thread that ``begin_state`` has started.
 
         Args:
             checkpoint: The checkpoint.
             paths: The files in torch's format, one for each optimizer; by default ``optimizer.pt`` and so on.
+            directory: See ``begin_state``.
 
         Raises:
             CheckpointError: If a file cannot be written.
         """
-        is_maker = self._collectives.rank in checkpoint.makers
-        self._complete_state(checkpoint.path, paths, is_maker=is_maker, older=checkpoint.staged.final)
-        if checkpoint.write is None or self._in_background:
-            return
-        write, checkpoint.write = checkpoint.write, None
-        write.join()
-        if write.error is not None:
-            raise write.error
-
-    @unseen()
-    def save_state(
-        self, directory: str | os.PathLike[str], *, is_maker: bool, paths: Sequence[Path] | None = None
-    ) -> None:
-        """Saves the training state alone; all processes call it together.
-
-        Args:
-            directory: A directory that exists.
-            is_maker: Whether this process also writes the files that exist once for all, or once on each disk.
-            paths: See ``end_state``.
-
-        Raises:
-            CheckpointError: If a file cannot be written.
-        """
-        if self._is_sharded and not self.state.is_empty:
-            self.state.save(directory, with_index=is_maker)
-        self._complete_state(directory, paths, is_maker=is_maker)
-
-    def _complete_state(
-        self,
-        directory: str | os.PathLike[str],
-        paths: Sequence[Path] | None,
-        *,
-        is_maker: bool,
-        older: Path | None = None,
-    ) -> None:
-        """Writes the state in torch's format, and the ``README.md`` that explains the files of the processes."""
         if self.state.is_empty:
             return
-        if self._is_torch:
-            paths = paths or torch_paths(directory, len(self.state.optimizer))
-            self.torch_state.write(paths, is_writer=is_maker, piece_numel=self._weights.piece_numel)
-        if self._is_sharded and is_maker:
-            write_read_me(directory, older)
+        is_maker, form = self._collectives.rank in checkpoint.makers, self._config.optimizer_format
+        if form != "sharded":
+            optimizer, piece_numel = self.state.optimizer, self._weights.piece_numel
+            paths = paths or torch_paths(directory or checkpoint.path, len(optimizer))
+            save_torch_state(self._manager, optimizer, paths, is_writer=is_maker, piece_numel=piece_numel)
+        if form != "torch" and is_maker:
+            write_read_me(directory or checkpoint.path, checkpoint.staged.final)
+        if checkpoint.write is not None and (directory or not self._config.background_save):
+            write, checkpoint.write = checkpoint.write, None
+            write.join()
+            if write.error is not None:
+                raise write.error
 
     def _save_weights(self, directory: Path) -> None:
-        is_main = self._collectives.rank == 0
-        with self._weights.streamed(is_reader=is_main):
-            if not is_main:
-                return
-            model: Any = self._model
-            if hasattr(model, "save_pretrained"):
-                model.save_pretrained(directory)
-                return
-            import safetensors.torch
-
-            with streamed_writing(self._weights.piece_numel):
-                state = model.state_dict()
-                tensors = {name: v.contiguous() for name, v in state.items() if isinstance(v, torch.Tensor)}
-                for name in state.keys() - tensors.keys():
-                    logger.warning("patrickstar: '%s' of the model is no tensor and is not saved", name)
-                safetensors.torch.save_file(tensors, directory / _WEIGHTS_NAME, metadata={"format": "pt"})
+        model: Any = self._model
+        if hasattr(model, "save_pretrained"):
+            model.save_pretrained(directory)
+            return
+        state = model.state_dict()
+        tensors = {name: v.contiguous() for name, v in state.items() if isinstance(v, torch.Tensor)}
+        for name in state.keys() - tensors.keys():
+            logger.warning("patrickstar: '%s' of the model is no tensor and is not saved", name)
+        safetensors.torch.save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
     # Loading
 
@@ -222,16 +169,18 @@ class Checkpoints:
             self.check_state(directory)
             with self._manager.model_lock.held("loading adapters"):
                 self._load_adapters(directory)
-            return self.load_parts(None, directory)
-        found = self.together(lambda: self._find_all(directory))
-        return self.load_parts(found, directory)
+            return self.load_parts(FoundWeights(), directory)
+        return self.load_parts(self.together(lambda: self._find_all(directory)), directory)
 
     @unseen()
-    def load_weights(self, path: str | os.PathLike[str]) -> FoundWeights:
-        """Loads weights alone; all processes call it together.
+    def load_weights(
+        self, path: str | os.PathLike[str], state_directory: str | os.PathLike[str] | None = None
+    ) -> FoundWeights:
+        """Loads weights, and a training state if asked to; all processes call it together.
 
         Args:
             path: A directory or a file; see ``open_weights``.
+            state_directory: See ``load_parts``.
 
         Returns:
             The weights that were found, and the names that did not match.
@@ -242,14 +191,14 @@ class Checkpoints:
         """
         self._manager.sharing.enter("loads weights")
         self.wait()
-        return self.load_parts(self.together(lambda: find_weights(self._model, path, self._manager.values.device)))
+        found = self.together(lambda: find_weights(self._model, path, self._manager.values.device))
+        return self.load_parts(found, state_directory)
 
     def _find_all(self, directory: str | os.PathLike[str]) -> FoundWeights:
         """The weights in a directory; raises ``CheckpointError`` if a parameter has none."""
         found = find_weights(self._model, directory, self._manager.values.device)
         names = dict(self._model.named_parameters(remove_duplicate=False))
-        missing = [name for name in found.missing_keys if name in names]
-        if missing:
+        if missing := [name for name in found.missing_keys if name in names]:
             raise CheckpointError(
                 f"'{directory}' has no value for '{missing[0]}', and {len(missing) - 1} more; give a checkpoint of "
                 "the same model, saved whole"
@@ -260,23 +209,23 @@ class Checkpoints:
         """Lets PEFT read the adapters, which are small, and find their parameters by name."""
         from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 
+        adapters = adapter_directories(self._model, directory)
+
         def check() -> None:
-            for name, path in adapter_directories(self._model, directory).items():
-                if not (path / _ADAPTER_NAME).is_file():
-                    raise CheckpointError(missing_file(path / _ADAPTER_NAME))
+            for name, path in adapters.items():
                 file = SafetensorsFile(path / _ADAPTER_NAME)
                 for key, value in get_peft_model_state_dict(self._model, adapter_name=name).items():
                     if key not in file.entries:
                         raise CheckpointError(
-                            f"'{file.path}' has no tensor '{key}'; load a checkpoint of the same adapters"
+                            f"'{file.path}' has no tensor '{key}'; load a checkpoint of these adapters"
                         )
                     if file.entries[key].shape != tuple(value.shape):
-                        raise CheckpointError(shape_mismatch(key, file.deferred(key), tuple(value.shape)))
+                        raise CheckpointError(shape_mismatch(key, file.get_tensor(key), tuple(value.shape)))
 
         with self._weights.streamed(is_reader=True):  # names and shapes without values
             self.together(check)
         self._manager.begin_loading()
-        for name, path in adapter_directories(self._model, directory).items():
+        for name, path in adapters.items():
             set_peft_model_state_dict(self._model, load_peft_weights(str(path), device="cpu"), adapter_name=name)
 
     def together(self, function: Callable[[], _T]) -> _T:
@@ -305,13 +254,11 @@ class Checkpoints:
         return result
 
     @unseen()
-    def load_parts(
-        self, found: FoundWeights | None, state_directory: str | os.PathLike[str] | None = None
-    ) -> FoundWeights:
+    def load_parts(self, found: FoundWeights, state_directory: str | os.PathLike[str] | None = None) -> FoundWeights:
         """Loads weights that were found, and a training state; all processes call it together.
 
         Args:
-            found: The weights; with ``None`` the model keeps its own.
+            found: The weights; what has none keeps its own.
             state_directory: The directory of a training state, in this package's format or as ``optimizer.pt``. If it
                 has neither, or with ``None``, the optimizer keeps its state.
 
@@ -319,12 +266,14 @@ class Checkpoints:
             CheckpointError: If something does not fit, here or on another process; nothing has changed then.
         """
         self.wait()
-        found = found or FoundWeights({}, [], [])
-        loading = self._open(found, state_directory)
-        with self._manager.model_lock.held("loading a checkpoint"):
-            self._apply(found)
-            if loading is not None:
-                loading.apply()
+        load_state = self.together(lambda: self._open(found, state_directory))
+        with self._manager.model_lock.held("loading a checkpoint"), torch.no_grad():
+            if found.values or load_state is not None:
+                self._manager.begin_loading()
+                self._apply(found)
+                if load_state is not None:
+                    load_state()
+                self._manager.end_loading()
         self._manager.sharing.meet("loads a checkpoint")  # one process may have a slower disk
         return found
 
@@ -337,53 +286,31 @@ class Checkpoints:
         Raises:
             CheckpointError: If it cannot be loaded, here or on another process.
         """
-        self._open(FoundWeights({}, [], []), directory)
+        self.together(lambda: self._open(FoundWeights(), directory))
 
-    def _open(
-        self, found: FoundWeights, state_directory: str | os.PathLike[str] | None
-    ) -> Loading | TorchLoading | None:
-        """Checks what is to be loaded, on all processes, before any of them changes something."""
-
-        def open_all() -> Loading | TorchLoading | None:
-            self._check(found)
-            if self.state.is_empty or state_directory is None:
-                return None
-            if has_training_state(state_directory):
-                return self.state.open(state_directory)
-            return self.torch_state.open(state_directory) if has_torch_state(state_directory) else None
-
-        return self.together(open_all)
-
-    def _check(self, found: FoundWeights) -> None:
+    def _open(self, found: FoundWeights, state_directory: str | os.PathLike[str] | None) -> Callable[[], None] | None:
+        """Checks what is to be loaded, and returns a function that loads the training state, if there is one."""
         for tensor in self._manager.tensors:
             value = _value_of(tensor, found.values)
             if value is not None and tuple(value.shape) != tensor.spec.shape:
                 raise CheckpointError(shape_mismatch(tensor.spec.name, value, tensor.spec.shape))
+        if self.state.is_empty or state_directory is None:
+            return None
+        if has_training_state(state_directory):
+            return self.state.open(state_directory)
+        is_torch = has_torch_state(state_directory)
+        return open_torch_state(self.state.optimizer, state_directory) if is_torch else None
 
-    @torch.no_grad()
     def _apply(self, found: FoundWeights) -> None:
-        if not found.values:
-            return
         reader, piece_numel = Reader(), self._weights.piece_numel
-        self._manager.begin_loading()
-        tensors, is_first = [t for chunk in self._manager.chunks for t in chunk.owned], self.state.rank == 0
-        for tensor in shown(tensors, "Reading weights", "tensors", is_first=is_first):
-            value = _value_of(tensor, found.values)
-            if value is None:
-                continue
-            value = value.to(tensor.original_dtype)
-            start = tensor.part[0]
+        tensors = [t for chunk in self._manager.chunks for t in chunk.owned if _value_of(t, found.values) is not None]
+        for tensor in shown(tensors, "Reading weights", "tensors", is_first=self._collectives.rank == 0):
+            value, start = _value_of(tensor, found.values).to(tensor.original_dtype), tensor.part[0]
             self._manager.load(tensor, lambda home: reader.fill(home, value, start, piece_numel))  # noqa: B023
             tensor.origin = origin_of(value) if tensor.is_rounded else None
         for name, buffer in self._model.named_buffers():
             if name in found.values:
                 buffer.copy_(reader.read(found.values[name]).view(buffer.shape))
-        self._manager.end_loading()
-
-
-def has_training_state(directory: str | os.PathLike[str]) -> bool:
-    """Whether a directory has a training state in this package's format, or only some files of one."""
-    return any(any(Path(directory).glob(name)) for name in (INDEX_NAME, "optimizer-*.safetensors"))
 
 
 def has_torch_state(directory: str | os.PathLike[str]) -> bool:
@@ -403,5 +330,6 @@ def adapter_directories(model: torch.nn.Module, directory: str | os.PathLike[str
     return places if any((path / _ADAPTER_NAME).is_file() for path in places.values()) else {}
 
 
-def _value_of(tensor: ManagedParameter, values: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+def _value_of(tensor: ManagedParameter, values: Mapping[str, torch.Tensor]) -> Any:
+    """The saved weight of a parameter, or ``None``."""
     return next((values[name] for name in (tensor.spec.name, *tensor.spec.aliases) if name in values), None)

@@ -5,10 +5,9 @@ without any value: each result records how to compute it from tensors in files o
 are never in memory twice.
 """
 
-import contextlib
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Generator, Mapping
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -23,16 +22,26 @@ it is written. The allocator may spread several pieces over the heap; together t
 """
 
 
-class Source(Protocol):
-    """Where the values of a tensor are.
+_Stream = Callable[[int, int, int], Generator[torch.Tensor, None, None]]
+
+
+class Source:
+    """Where the values of a tensor are. A subclass has ``read`` or ``stream``.
 
     Attributes:
-        shape: Its shape.
+        shape: The shape of the tensor.
         dtype: Its type.
+        is_for_threads: Several threads may read it at once.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    is_for_threads = False
+    read_into: Callable[[int, torch.Tensor], None] | None = None
+    """Fills a tensor with elements of the flattened tensor from the given one on, if the source can do that.
+
+    The tensor to fill is flat, contiguous, on the host, and has the source's type.
+    """
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         """Reads elements of the flattened tensor.
@@ -44,47 +53,38 @@ class Source(Protocol):
         Returns:
             A flat tensor on the host that may alias memory in use: do not write to it.
         """
-        ...
-
-
-@runtime_checkable
-class DirectSource(Source, Protocol):
-    """A source that can read straight into a given tensor."""
-
-    def read_into(self, start: int, values: torch.Tensor) -> None:
-        """Fills a tensor with elements of the flattened tensor.
-
-        Args:
-            start: The first element.
-            values: The tensor to fill: flat, contiguous, on the host, in the source's type.
-        """
-        ...
-
-
-@runtime_checkable
-class StreamedSource(Source, Protocol):
-    """A source that reads faster if it knows at the beginning which pieces will be read."""
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        """See ``Source``; reads all in one piece."""
         (value,) = self.stream(start, stop, max(stop - start, 1))
         return value
 
     def stream(self, start: int, stop: int, piece_numel: int) -> Generator[torch.Tensor, None, None]:
         """Reads pieces of ``piece_numel`` elements in order; see ``read``. A caller that stops early must close it."""
-        ...
+        for begin in range(start, stop, piece_numel):
+            yield self.read(begin, min(begin + piece_numel, stop))
 
 
-class _Cast:
+class StreamedSource(Source):
+    """A source that a function reads.
+
+    Args:
+        shape: The shape of the tensor.
+        dtype: Its type.
+        stream: See ``Source.stream``.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, stream: _Stream) -> None:
+        self.shape, self.dtype, self._stream = shape, dtype, stream
+
+    def stream(self, start: int, stop: int, piece_numel: int) -> Generator[torch.Tensor, None, None]:
+        """See ``Source``."""
+        return self._stream(start, stop, piece_numel)
+
+
+class _Cast(Source):
     """A source converted to another type. Conversion is element-wise, so parts can be read."""
 
     def __init__(self, source: Source, dtype: torch.dtype) -> None:
         self._source = source
-        self.shape, self.dtype = source.shape, dtype
-
-    @property
-    def is_for_threads(self) -> bool:
-        return getattr(self._source, "is_for_threads", False)
+        self.shape, self.dtype, self.is_for_threads = source.shape, dtype, source.is_for_threads
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         return self._source.read(start, stop).to(self.dtype)
@@ -96,7 +96,7 @@ class _Cast:
 class _Call:
     """The result of a function of other tensors, some of which are deferred."""
 
-    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any, place: int | None) -> None:
+    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any, place: int | None = None) -> None:
         self._function, self._args, self._kwargs, self._place = function, args, kwargs, place
 
     def leaf(self) -> Any:
@@ -135,26 +135,17 @@ class DeferredTensor(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
-        if name in (
-            "__get__",
-            "__set__",
-            "requires_grad_",
-            "data_ptr",
-            "__repr__",
-            "__format__",
-            "__hash__",
-            "__deepcopy__",
-        ):
-            if name == "__get__" and func == _DATA:
+        if name == "__deepcopy__":
+            return _deepcopy(*args)
+        if name in _OF_THE_META_TENSOR:
+            if func == _DATA:
                 return _alias(args[0])
-            if name == "__set__" and func == _SET_DATA:
+            if func == _SET_DATA:
                 _take_recipe(*args)
-            if name == "__get__" and func == _DEVICE and args[0].is_loadable:
+            if func == _DEVICE and args[0].is_loadable:
                 return torch.device("cpu")
-            if name == "__get__" and func in _TRANSPOSED:
+            if func in _TRANSPOSED:
                 return _record(func, args, kwargs)
-            if name == "__deepcopy__":
-                return _deepcopy(*args)
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if name == "equal" and all(value.is_loadable for value in args if isinstance(value, DeferredTensor)):
@@ -167,9 +158,9 @@ class DeferredTensor(torch.Tensor):
             )
         if name in READING:
             return _read_now(name, func, args, kwargs)
-        if name in _KEEPING or (name == "__getitem__" and args[1] is Ellipsis):
+        if name in ("detach", "contiguous", "clone", "alias") or (name == "__getitem__" and args[1] is Ellipsis):
             return _alias(args[0])
-        if name in _CASTING:
+        if name in ("to", "float", "half", "bfloat16", "type", "type_as"):
             return _cast(func, args, kwargs)
         return _record(func, args, kwargs)
 
@@ -178,8 +169,7 @@ READING = frozenset(
     ("numpy", "item", "tolist", "cpu", "cuda", "equal", "allclose", "__array__", "__bool__", "__float__")
 ) | {"__int__", "__index__", "__reduce_ex__", "__setitem__", "share_memory_", "pin_memory"}
 """Functions that need values."""
-_KEEPING = frozenset(("detach", "contiguous", "clone", "alias"))
-_CASTING = frozenset(("to", "float", "half", "bfloat16", "type", "type_as"))
+_OF_THE_META_TENSOR = ("__get__", "__set__", "requires_grad_", "data_ptr", "__repr__", "__format__", "__hash__")
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
@@ -198,11 +188,6 @@ def _wrap(meta: torch.Tensor, recipe: "Source | _Call", is_loadable: bool) -> De
     return tensor
 
 
-def _fresh(meta: torch.Tensor) -> torch.Tensor:
-    """A meta tensor of the same shape whose storage has just its size, since libraries count the bytes of storages."""
-    return torch.zeros(meta.shape, dtype=meta.dtype, device="meta")
-
-
 def _alias(tensor: DeferredTensor) -> DeferredTensor:
     return _wrap(_bare(tensor), tensor.recipe, tensor.is_loadable)
 
@@ -219,8 +204,7 @@ def _take_recipe(tensor: DeferredTensor, value: torch.Tensor) -> None:
 
 def _read_now(name: str, function: Any, args: Any, kwargs: Any) -> Any:
     """Calls a function with the values of deferred tensors; raises if only the engine may load one of them."""
-    deferred = [value for value in tree_leaves((args, kwargs)) if isinstance(value, DeferredTensor)]
-    if any(value.is_loadable for value in deferred):
+    if any(value.is_loadable for value in _deferred_in((args, kwargs))):
         raise EngineError(
             f"'{name}' needs the values of a parameter of deferred_weights, which is not read yet; give the model to a "
             "Trainer with patrickstar, or to prepare(), first, or load it without deferred_weights"
@@ -229,24 +213,27 @@ def _read_now(name: str, function: Any, args: Any, kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
-def _deepcopy(tensor: DeferredTensor, memo: dict[int, Any]) -> DeferredTensor:
+def _deepcopy(tensor: DeferredTensor, memo: dict[int, Any]) -> Any:
     """A copy with the same recipe, for code that copies a module."""
     if id(tensor) not in memo:
         copied: Any = _alias(tensor).requires_grad_(tensor.requires_grad)
         is_parameter = isinstance(tensor, torch.nn.Parameter)
         memo[id(tensor)] = torch.nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
-    found: DeferredTensor = memo[id(tensor)]
-    return found
+    return memo[id(tensor)]
 
 
 def _equal(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Compares values in pieces; transformers compares tied weights that a checkpoint has under both names."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
-    if isinstance(left, DeferredTensor) and isinstance(right, DeferredTensor) and left.recipe is right.recipe:
+    if getattr(left, "recipe", left) is getattr(right, "recipe", right):
         return True
     pairs = zip(Reader().pieces(left, PIECE_NUMEL), Reader().pieces(right, PIECE_NUMEL), strict=True)
     return all(torch.equal(one, other) for one, other in pairs)
+
+
+def _deferred_in(tree: Any) -> list[DeferredTensor]:
+    return [value for value in tree_leaves(tree) if isinstance(value, DeferredTensor)]
 
 
 def _shapes(args: Any) -> Any:
@@ -257,58 +244,51 @@ def _shapes(args: Any) -> Any:
 
 def _cast(func: Any, args: Any, kwargs: Any) -> Any:
     tensor = args[0]
-    if func is torch.Tensor.to:  # the device argument is ignored, positional or keyword
-        others = {key: value for key, value in kwargs.items() if key != "copy"}
-        with torch._C.DisableTorchFunctionSubclass():
-            _, dtype, *_ = torch._C._nn._parse_to(*args[1:], **others)
-        args, kwargs = (tensor, dtype or tensor.dtype), {}
     with torch._C.DisableTorchFunctionSubclass():
-        result = func(*_shapes(args), **_shapes(kwargs))
-        if isinstance(result, str):  # the name of its type
-            return result
-        meta = torch.zeros(tensor.shape, dtype=result.dtype, device="meta")
-    if meta.dtype == tensor.dtype:
+        if func is torch.Tensor.to:  # the device argument is ignored, positional or keyword
+            kwargs = {key: value for key, value in kwargs.items() if key != "copy"}
+            dtype = torch._C._nn._parse_to(*args[1:], **kwargs)[1] or tensor.dtype
+        else:
+            result = func(*_shapes(args), **_shapes(kwargs))
+            if isinstance(result, str):  # the name of its type
+                return result
+            dtype = result.dtype
+        meta = torch.zeros(tensor.shape, dtype=dtype, device="meta")
+    if dtype == tensor.dtype:
         return _alias(tensor)
-    if isinstance(tensor.recipe, _Call):
-        return _wrap(meta, _Call(torch.Tensor.to, (tensor, meta.dtype), {}, None), tensor.is_loadable)
-    return _wrap(meta, _Cast(tensor.recipe, meta.dtype), tensor.is_loadable)
+    is_call = isinstance(tensor.recipe, _Call)
+    recipe = _Call(torch.Tensor.to, (tensor, dtype), {}) if is_call else _Cast(tensor.recipe, dtype)
+    return _wrap(meta, recipe, tensor.is_loadable)
 
 
 def _record(func: Any, args: Any, kwargs: Any) -> Any:
     bare_args, bare_kwargs = _shapes((args, kwargs))
-    deferred = [value for value in tree_leaves((args, kwargs)) if isinstance(value, DeferredTensor)]
-    is_loadable = any(value.is_loadable for value in deferred)
+    is_loadable = any(value.is_loadable for value in _deferred_in((args, kwargs)))
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*bare_args, **bare_kwargs)
-    if isinstance(result, torch.Tensor):
-        return _wrap(_fresh(result), _Call(func, args, kwargs, None), is_loadable)
-    if isinstance(result, (tuple, list)) and any(isinstance(item, torch.Tensor) for item in result):
-        return type(result)(
-            _wrap(_fresh(item), _Call(func, args, kwargs, place), is_loadable)
-            if isinstance(item, torch.Tensor)
-            else item
-            for place, item in enumerate(result)
-        )
-    return result
+
+    def wrap(item: Any, place: int | None) -> Any:
+        if not isinstance(item, torch.Tensor):
+            return item
+        # Its storage has just its size, since libraries count the bytes of storages.
+        meta = torch.zeros(item.shape, dtype=item.dtype, device="meta")
+        return _wrap(meta, _Call(func, args, kwargs, place), is_loadable)
+
+    if isinstance(result, (tuple, list)):
+        return type(result)(wrap(item, place) for place, item in enumerate(result))
+    return wrap(result, None)
 
 
-def is_read_by_any_thread(tensor: DeferredTensor) -> bool:
-    """Whether several threads may read pieces of a tensor at once: its source says ``is_for_threads``."""
-    return getattr(tensor.recipe, "is_for_threads", False)
-
-
-def in_reading_order(names: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """The names in the given order, but tensors computed from one source follow each other, so that it is read once.
+def in_reading_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """The names of tensors, but tensors of one type that one source gives follow each other: it is read once.
 
     Args:
-        names: The names; names of tensors of one type follow each other.
         tensors: The tensors, deferred or not.
     """
     groups: dict[Any, list[str]] = {}
-    for name in names:
-        recipe = getattr(tensors[name], "recipe", None)
-        key = (id(recipe.leaf()), tensors[name].dtype) if isinstance(recipe, _Call) else name
-        groups.setdefault(key, []).append(name)
+    for name, tensor in tensors.items():
+        recipe = getattr(tensor, "recipe", None)
+        groups.setdefault((id(recipe.leaf()), tensor.dtype) if isinstance(recipe, _Call) else name, []).append(name)
     return [name for group in groups.values() for name in group]
 
 
@@ -356,37 +336,31 @@ class Reader:
             piece_numel: Elements in memory at once, if they cannot be read straight into ``values``.
         """
         flat = values.view(-1)
+        stop = start + flat.numel()
         if not isinstance(tensor, DeferredTensor):
-            flat.copy_(tensor.detach().reshape(-1)[start : start + flat.numel()])
+            flat.copy_(tensor.detach().reshape(-1)[start:stop])
             return
-        if isinstance(tensor.recipe, DirectSource) and flat.device.type == "cpu" and flat.dtype == tensor.dtype:
-            tensor.recipe.read_into(start, flat)
+        read_into = getattr(tensor.recipe, "read_into", None)
+        if read_into is not None and flat.device.type == "cpu" and flat.dtype == tensor.dtype:
+            read_into(start, flat)
             return
-        for begin, piece in self._parts(tensor, start, start + flat.numel(), piece_numel):
-            flat[begin : begin + piece.numel()].copy_(piece)
+        for piece in self.pieces(tensor, piece_numel, start, stop):
+            flat[: piece.numel()].copy_(piece)
+            flat = flat[piece.numel() :]
 
-    def pieces(self, tensor: torch.Tensor, piece_numel: int) -> Generator[torch.Tensor, None, None]:
-        """Yields all elements in order, in pieces; see ``read``. A caller that stops early must close the generator."""
-        with contextlib.closing(self._parts(tensor, 0, tensor.numel(), piece_numel)) as parts:
-            for _, piece in parts:
-                yield piece
-
-    def _parts(
-        self, tensor: torch.Tensor, start: int, stop: int, piece_numel: int
-    ) -> Generator[tuple[int, torch.Tensor], None, None]:
-        """Yields pieces with their offsets from ``start``; the result of a function is computed once for all pieces."""
+    def pieces(
+        self, tensor: torch.Tensor, piece_numel: int, start: int = 0, stop: int | None = None
+    ) -> Generator[torch.Tensor, None, None]:
+        """Yields elements in order, in pieces; see ``read``. A caller that stops early must close the generator."""
+        stop = tensor.numel() if stop is None else stop
         recipe = getattr(tensor, "recipe", None)
-        if isinstance(recipe, StreamedSource) and stop > start:
-            begin = 0
-            with contextlib.closing(recipe.stream(start, stop, piece_numel)) as pieces:
-                for piece in pieces:
-                    yield begin, piece
-                    begin += piece.numel()
+        if isinstance(recipe, Source) and stop > start:
+            yield from recipe.stream(start, stop, piece_numel)
             return
-        if isinstance(recipe, _Call) and stop - start > piece_numel:
+        if isinstance(recipe, _Call):  # computed once for all pieces
             tensor, start, stop = self.read(tensor, start, stop), 0, stop - start
         for begin in range(start, stop, piece_numel):
-            yield begin - start, self.read(tensor, begin, min(begin + piece_numel, stop))
+            yield self.read(tensor, begin, min(begin + piece_numel, stop))
 
     def _whole(self, tensor: DeferredTensor) -> torch.Tensor:
         recipe = tensor.recipe

@@ -1,5 +1,17 @@
-"""Moves the values that a model has when its engine is made into chunks."""
+"""Moves the values that a model has when its engine is made into chunks.
 
+[Note: parallel filling]
+Workers read, convert and round pieces of parameters; they begin them in the order in which the parameters were given.
+Everything else is done by the caller, in that order too: it takes up a parameter when its values are there, and then
+frees what memory the parameter had. So errors, logs and what is left after a failure are those of one thread, and no
+thread writes to a chunk any more when an error is raised.
+
+A worker has one piece in memory at a time. What could need more is done by the caller alone, when its turn comes: the
+results of functions, which are computed as a whole, values that are not contiguous, and those that are not on the host.
+"""
+
+import dataclasses
+import itertools
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -8,12 +20,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_patrickstar.checkpoint.deferred import DeferredTensor, Reader
-from hf_patrickstar.checkpoint.filling import Filler, Workers
-from hf_patrickstar.checkpoint.origins import ModelFiles, origin_of
 from hf_patrickstar.checkpoint.progress import shown
+from hf_patrickstar.checkpoint.weight_files import ModelFiles, origin_of
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import EngineError
-from hf_patrickstar.runtime.chunk import ManagedParameter
+from hf_patrickstar.optim.workers import HostWorkers, WorkTicket
+from hf_patrickstar.runtime.chunk import MASTER, ManagedParameter
 from hf_patrickstar.runtime.live_parameter import raw_data
 from hf_patrickstar.runtime.originals import Origin
 
@@ -21,29 +33,32 @@ logger = logging.getLogger(__name__)
 
 _SAMPLE_NUMEL = 64
 
+_Piece = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, int]
+"""What is filled at once: a part of a place in a chunk, the same part of what is rounded of it if there is a master,
+the value that has the elements, and the first of them."""
 
+
+@dataclasses.dataclass
 class FirstValues:
     """Moves values into chunks, in model order; deferred values are read straight from their files.
 
     Workers fill the chunks; see [Note: parallel filling].
 
-    Args:
+    Attributes:
         tensors: The parameters, in model order.
         collectives: The processes that share them.
         piece_numel: Elements that each worker has in memory at once where values have to be converted.
         workers: The workers; ``None`` for the thread of the caller alone.
     """
 
-    def __init__(
-        self,
-        tensors: Sequence[ManagedParameter],
-        collectives: Collectives,
-        piece_numel: int,
-        workers: Workers | None = None,
-    ) -> None:
-        self._tensors = tensors
-        self._collectives = collectives
-        self._filler = Filler(workers, piece_numel)
+    tensors: Sequence[ManagedParameter]
+    collectives: Collectives
+    piece_numel: int
+    workers: HostWorkers | None = None
+
+    def __post_init__(self) -> None:
+        self._tickets: dict[int, WorkTicket] = {}
+        self._reader = Reader()
         self._unread: dict[int, torch.Tensor] = {}
         self._files: ModelFiles | None = None
 
@@ -56,13 +71,12 @@ class FirstValues:
         Raises:
             CheckpointError: If a file cannot be read any more.
         """
-        reader = Reader()
         self._files = ModelFiles(model)
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if isinstance(buffer, DeferredTensor):
-                    module._buffers[name] = reader.read_whole(buffer).clone()
-        for tensor in self._tensors:
+                    module._buffers[name] = self._reader.read_whole(buffer).clone()
+        for tensor in self.tensors:
             parameter = tensor.parameter
             if isinstance(parameter, DeferredTensor):
                 ordinary = torch.nn.Parameter(tensor.placeholder, requires_grad=parameter.requires_grad)
@@ -72,7 +86,7 @@ class FirstValues:
     def give_back(self) -> None:
         """Undoes ``begin`` for the parameters whose values have not been read."""
         for index, deferred in self._unread.items():
-            torch.utils.swap_tensors(self._tensors[index].parameter, deferred)
+            torch.utils.swap_tensors(self.tensors[index].parameter, deferred)
         self._unread.clear()
 
     @torch.no_grad()
@@ -91,26 +105,29 @@ class FirstValues:
             EngineError: If some processes have values and others have deferred parameters.
         """
         self._make_equal(buffers)
-        order = sorted(self._tensors, key=lambda tensor: not tensor.spec.trainable)
-        what, is_first = (
-            "Reading weights" if self._unread else "Moving weights into chunks",
-            self._collectives.rank == 0,
-        )
+        order = sorted(self.tensors, key=lambda tensor: not tensor.spec.trainable)
+        what = "Reading weights" if self._unread else "Moving weights into chunks"
+        is_first = self.collectives.rank == 0
         try:
             take_in(order)
-            self._filler.begin((tensor for tensor in order if self._has_value(tensor)), self._value_of)
+            for tensor in order:
+                self._begin_filling(tensor)
             for tensor in shown(order, what, "tensors", is_first=is_first):
-                if self._has_value(tensor):
-                    self._filler.finish(tensor, self._value_of(tensor))
+                if (ticket := self._tickets.pop(tensor.spec.index, None)) is not None:
+                    ticket.wait()
+                elif self._has_value(tensor):
+                    self._fill(0, self._whole(tensor))
                 if tensor.is_owned and tensor.is_rounded:
                     tensor.origin = self._find_origin(tensor, self._value_of(tensor))
                 tensor.move_in()
                 self._unread.pop(tensor.spec.index, None)
         finally:
-            self._filler.stop()
+            for ticket in self._tickets.values():
+                ticket.cancel()
+            self._tickets.clear()
         self._files = None  # closes the files that no origin refers to
         self._explain_origins()
-        self._collectives.exchange(None, "reads the weights")  # one process may have a slower disk
+        self.collectives.exchange(None, "reads the weights")  # one process may have a slower disk
 
     def _has_value(self, tensor: ManagedParameter) -> bool:
         """Whether this process fills the place of a parameter: it owns it, and there are bytes to fill it with."""
@@ -119,33 +136,58 @@ class FirstValues:
     def _value_of(self, tensor: ManagedParameter) -> torch.Tensor:
         return self._unread.get(tensor.spec.index, raw_data(tensor.parameter))
 
+    def _whole(self, tensor: ManagedParameter) -> _Piece:
+        chunk = tensor.chunk
+        has_master = chunk.has_list(MASTER)
+        place = tensor.view(chunk.lists[MASTER] if has_master else chunk.param).view(-1)
+        rounded = tensor.view(chunk.param).view(-1) if has_master else None
+        return place, rounded, self._value_of(tensor), tensor.part[0]
+
+    def _begin_filling(self, tensor: ManagedParameter) -> None:
+        """Lets workers fill the place of a parameter, if they may; see [Note: parallel filling]."""
+        if self.workers is None or not self._has_value(tensor):
+            return
+        place, rounded, value, start = self._whole(tensor)
+        if isinstance(value, DeferredTensor):
+            is_for_threads = getattr(value.recipe, "is_for_threads", False)
+        else:
+            is_for_threads = type(value) is torch.Tensor and value.device.type == "cpu" and value.is_contiguous()
+        if is_for_threads and all(self.workers.suits(v, v.numel()) for v in (place, rounded) if v is not None):
+            # Rounding a piece finds it in the processor's cache.
+            parts = itertools.repeat(None) if rounded is None else rounded.split(self.piece_numel)
+            starts = itertools.count(start, self.piece_numel)
+            pieces = zip(place.split(self.piece_numel), parts, itertools.repeat(value), starts, strict=False)
+            self._tickets[tensor.spec.index] = self.workers.submit(self._fill, pieces)
+
+    def _fill(self, worker: int, piece: _Piece) -> None:
+        place, rounded, value, start = piece
+        self._reader.fill(place, value, start, self.piece_numel)
+        if rounded is not None:
+            rounded.copy_(place)
+
     def _find_origin(self, tensor: ManagedParameter, value: torch.Tensor) -> Origin | None:
         if isinstance(value, DeferredTensor):
             return origin_of(value)
         return None if self._files is None else self._files.find(tensor, value)
 
     def _explain_origins(self) -> None:
-        rounded = [tensor for tensor in self._tensors if tensor.is_owned and tensor.is_rounded]
+        rounded = [tensor for tensor in self.tensors if tensor.is_owned and tensor.is_rounded]
+        lost = [tensor.spec.name for tensor in rounded if tensor.origin is None]
         if rounded:
-            lost = [tensor.spec.name for tensor in rounded if tensor.origin is None]
-            logger.info(
-                "patrickstar: frozen_master=false: %d of %d frozen parameters that are rounded are read again from "
-                "their files when they are saved or merged",
-                len(rounded) - len(lost),
-                len(rounded),
+            text = "patrickstar: %d of %d frozen parameters are saved and merged with the values that their files have"
+            logger.info(text, len(rounded) - len(lost), len(rounded))
+        if lost:
+            logger.warning(
+                "patrickstar: %d frozen fp32 parameters ('%s' is the first) came from no safetensors file that is "
+                "there. They are computed with, saved and merged in 16 bits; pass frozen_master=true to keep all of "
+                "their bits, 4 bytes for each element",
+                len(lost),
+                lost[0],
             )
-            if lost:
-                logger.warning(
-                    "patrickstar: %d frozen fp32 parameters ('%s' is the first) came from no safetensors file that is "
-                    "there. They are computed with in 16 bits, and saved and merged as rounded to them; pass "
-                    "frozen_master=true to keep all of their bits, 4 bytes for each element",
-                    len(lost),
-                    lost[0],
-                )
 
     def _make_equal(self, buffers: Iterable[torch.Tensor]) -> None:
         """Sends the buffers of rank 0, and its parameters of which a sample differs, to all processes."""
-        collectives, tensors = self._collectives, self._tensors
+        collectives, tensors = self.collectives, self.tensors
         if collectives.world_size == 1:
             return
         samples = [None if t.spec.index in self._unread else _sample(t.parameter.data) for t in tensors]

@@ -38,13 +38,6 @@ def shown(items: Iterable[Any], what: str, unit: str, *, is_first: bool, total: 
     Returns:
         A ``tqdm`` bar: an iterable, and a context manager that has ``update``.
     """
-    is_hidden = _are_hidden.get() or not (is_first and _are_bars_enabled())
+    logging = sys.modules.get("transformers.utils.logging")  # a program that does not use it has not disabled its bars
+    is_hidden = _are_hidden.get() or not is_first or not (logging is None or logging.is_progress_bar_enabled())
     return tqdm(items, desc=what, unit=f" {unit}", total=total, delay=PROGRESS_AFTER_S, disable=is_hidden)
-
-
-def _are_bars_enabled() -> bool:
-    if "transformers" not in sys.modules:
-        return True  # a program that does not use it has not disabled its bars
-    from transformers.utils.logging import is_progress_bar_enabled
-
-    return is_progress_bar_enabled()

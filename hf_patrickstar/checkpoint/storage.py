@@ -1,4 +1,4 @@
-"""Directories that appear complete or not at all: written elsewhere, synced to the disk, then renamed.
+"""Files and directories that appear complete or not at all: written elsewhere, synced to the disk, then renamed.
 
 [Note: what a kill leaves]
 A new directory is written in ``_partial`` beside its final path, where nothing searches for checkpoints, and renamed
@@ -16,13 +16,19 @@ the operating system releases the lock when the process ends, even when it is ki
 import contextlib
 import errno
 import fcntl
+import io
 import os
 import re
 import shutil
-from collections.abc import Callable
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from hf_patrickstar.checkpoint.deferred import Reader
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.units import format_need
 
@@ -38,9 +44,11 @@ _OF_CHECKPOINTS = re.compile(
 MARK = ".mark"
 """A file in directories that are being written."""
 _OF_TRAINERS = re.compile(r"checkpoint[-_]\d+")
-_PROBE_NBYTES = 2**18
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _OF_THE_DISK = (*_FULL, errno.EFBIG, errno.EIO, errno.EROFS)
+_PROBE_NBYTES = 2**18
+"""More than the buffers of usual writers."""
+_WRITEBACK_NBYTES = 2**25
 
 
 class StagedDirectory:
@@ -68,13 +76,11 @@ class StagedDirectory:
         """
         if Path.cwd().is_relative_to(self.final) or os.path.ismount(self.final):
             kind = "the root of a disk" if os.path.ismount(self.final) else "the current directory, or around it"
-            raise CheckpointError(
-                f"'{self.final}' is {kind} and cannot be replaced; give the checkpoint one of its own"
-            )
+            raise CheckpointError(f"'{self.final}' is {kind} and cannot be replaced; save to another directory")
         try:
             self.recover()
             remove_leftovers(self.final.parent)
-            remove_tree(self.path)
+            _remove_tree(self.path)
             self.path.mkdir(parents=True)
             self._lock = _Lock(self.path)
             (self.path / MARK).touch()
@@ -82,49 +88,54 @@ class StagedDirectory:
             self.abandon()
             raise CheckpointError(describe_failure(self.path, error)) from error
 
-    def commit(self) -> None:
+    def commit(self) -> bool:
         """Syncs the directory to the disk and renames it to its final path.
+
+        Returns:
+            Whether this call did so; false if another one did, of this process or of another that writes there.
 
         Raises:
             CheckpointError: If that fails; an older directory is then at the final path again.
         """
         try:
-            (self.path / MARK).unlink(missing_ok=True)
-            sync_tree(self.path)
-            is_replacing = self.final.exists()
-            if is_replacing:
-                remove_tree(self._replaced)
+            (self.path / MARK).unlink()
+        except FileNotFoundError:
+            return False
+        try:
+            _sync_tree(self.path)
+            if self.final.exists():
+                _remove_tree(self._replaced)
                 self._replaced.parent.mkdir(exist_ok=True)
                 os.rename(self.final, self._replaced)
             os.rename(self.path, self.final)
             _sync(self.final.parent)
-            if is_replacing:
-                self._clear_replaced()
+            self.recover()
         except OSError as error:
             with contextlib.suppress(OSError):
                 self.recover()
             raise CheckpointError(describe_failure(self.final, error)) from error
         self._tidy()
+        return True
 
     def abandon(self) -> None:
         """Removes the directory at the temporary path."""
-        remove_tree(self.path)
+        _remove_tree(self.path)
         self._tidy()
 
     def recover(self) -> None:
-        """Moves an older directory back if its replacement is not there; see [Note: what a kill leaves]."""
-        if self._replaced.exists() and not self.final.exists():
-            os.rename(self._replaced, self.final)
-        self._clear_replaced()
+        """Moves an older directory back if its replacement is not there; see [Note: what a kill leaves].
 
-    def _clear_replaced(self) -> None:
-        """Moves files that belong to no checkpoint to the new directory, and removes the rest of the older one."""
-        if self._replaced.is_dir() and not self._replaced.is_symlink():
-            for path in self._replaced.iterdir():
+        Of an older directory that was replaced, files that belong to no checkpoint are moved to the new one.
+        """
+        older = self._replaced
+        if older.exists() and not self.final.exists():
+            os.rename(older, self.final)
+        if older.is_dir() and not older.is_symlink():
+            for path in older.iterdir():
                 is_stale = path.is_file() and _OF_CHECKPOINTS.match(path.name)
                 if not is_stale and not os.path.lexists(self.final / path.name):
                     os.rename(path, self.final / path.name)
-        remove_tree(self._replaced)
+        _remove_tree(older)
 
     def _tidy(self) -> None:
         self._lock = None
@@ -143,9 +154,9 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
     removed = path.parent / REMOVED
     with contextlib.suppress(OSError):
         removed.mkdir(exist_ok=True)
-        remove_tree(removed / path.name)
+        _remove_tree(removed / path.name)
         os.rename(path, removed / path.name)
-    remove_tree(removed)
+    _remove_tree(removed)
 
 
 class _Lock:
@@ -163,11 +174,10 @@ class _Lock:
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
+        self.is_held = False
+        with contextlib.suppress(OSError):
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.is_held = True
-        except OSError:
-            self.is_held = False
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):
@@ -180,24 +190,135 @@ def remove_leftovers(parent: str | os.PathLike[str]) -> None:
     Args:
         parent: The parent directory of the final paths.
     """
-    remove_tree(Path(parent) / REMOVED)
+    _remove_tree(Path(parent) / REMOVED)
     partial = Path(parent) / PARTIAL
     for path in partial.glob("*"):
         if (path / MARK).exists() or _OF_TRAINERS.fullmatch(path.name):
             with contextlib.suppress(OSError):
                 if _Lock(path).is_held:
-                    remove_tree(path)
+                    _remove_tree(path)
     with contextlib.suppress(OSError):  # it may have other directories in it
         partial.rmdir()
 
 
-def remove_tree(path: Path) -> None:
+def _remove_tree(path: Path) -> None:
     """Removes a directory with its content, if it exists; of a symbolic link, only the link."""
     if path.is_symlink() or path.is_file():
         with contextlib.suppress(OSError):
             path.unlink()
     else:
         shutil.rmtree(path, ignore_errors=True)
+
+
+# Files
+
+
+class NewFile(io.FileIO):
+    """A file that is being written: it accepts all bytes at once, and its pages go to the disk early."""
+
+    _waiting_nbytes = 0
+
+    @classmethod
+    @contextlib.contextmanager
+    def opened(cls, path: str | os.PathLike[str], nbytes: int) -> Iterator["NewFile"]:
+        """Opens a file for writing; when the block has ended, all of it is on the disk.
+
+        Args:
+            path: The file; an older one is replaced.
+            nbytes: The size that it will have, for errors.
+
+        Raises:
+            CheckpointError: If it cannot be written; if the disk is full, the message has the bytes needed and free.
+        """
+        try:
+            with cls(path, "wb") as file:
+                yield file
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise CheckpointError(describe_failure(path, error, nbytes)) from error
+
+    def write(self, data: Any) -> int:
+        """Writes all bytes, in several calls if the system accepts only a part at once.
+
+        On Linux ``POSIX_FADV_DONTNEED`` starts to write pages to the disk without waiting, so that ``fsync`` has less
+        to do at the end.
+        """
+        view = memoryview(data)
+        nbytes = len(view)
+        while len(view):
+            view = view[super().write(view) :]
+        self._waiting_nbytes += nbytes
+        if self._waiting_nbytes >= _WRITEBACK_NBYTES and sys.platform == "linux":
+            self._waiting_nbytes = 0
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(self.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return nbytes
+
+
+def write_tensor(file: Any, tensor: torch.Tensor, reader: Reader, piece_numel: int) -> None:
+    """Writes the elements of a tensor, one after the other.
+
+    Args:
+        file: The file, or a member of a zip file.
+        tensor: The tensor, deferred or not.
+        reader: Reads it.
+        piece_numel: Elements in memory at once.
+    """
+    with contextlib.closing(reader.pieces(tensor, piece_numel)) as pieces:
+        for piece in pieces:
+            file.write(bytes_of(piece.contiguous()))
+            del piece  # so that the next piece is not allocated beside it
+
+
+def bytes_of(values: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host."""
+    if not values.numel():
+        return memoryview(b"")
+    flat = values.detach().as_strided((values.numel(),), (1,))  # a single element may have any stride
+    array: Any = flat.view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Writes a file that appears complete or not at all.
+
+    Args:
+        path: The file; an older one is replaced at the end.
+        write: Writes the file at the temporary path that it gets, and syncs it.
+
+    Raises:
+        CheckpointError: If the file cannot be written.
+    """
+    temporary = path.with_name(f"_{path.name}.partial")
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+        _sync(path.parent)
+    except (OSError, RuntimeError) as error:
+        temporary.unlink(missing_ok=True)
+        text = str(error).replace(str(temporary), str(path))
+        failure = text if isinstance(error, CheckpointError) else f"'{path}' cannot be written: {text}"
+        raise CheckpointError(failure) from error
+
+
+def _sync_tree(path: Path) -> None:
+    """Waits until every file and directory in a directory is on the disk."""
+    for folder, _, names in os.walk(path, topdown=False):
+        for name in (*names, "."):
+            _sync(Path(folder) / name)
+
+
+def _sync(path: Path) -> None:
+    if os.path.islink(path):
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# Errors
 
 
 def describe_failure(path: str | os.PathLike[str], error: OSError, nbytes: int | None = None) -> str:
@@ -212,11 +333,10 @@ def describe_failure(path: str | os.PathLike[str], error: OSError, nbytes: int |
     if error.errno not in _FULL:
         return f"{failure}; make it writable, or save to another directory"
     need = "more" if nbytes is None else format_need(nbytes)
-    free = shutil.disk_usage(_existing(Path(path))).free
-    return (
-        f"{failure}; the file needs {need}, {format_need(free)} are left. Make room, save to another disk, or keep "
-        "fewer checkpoints (save_total_limit)"
-    )
+    place = next(parent for parent in (Path(path), *Path(path).absolute().parents) if parent.exists())
+    free = format_need(shutil.disk_usage(place).free)
+    advice = "Make room, save to another disk, or keep fewer checkpoints (save_total_limit)"
+    return f"{failure}; the file needs {need}, {free} are left. {advice}"
 
 
 def damaged(text: str) -> str:
@@ -244,93 +364,41 @@ def disk_error(directory: Path, error: BaseException) -> CheckpointError | None:
     Returns:
         An error that describes the disk's failure, or ``None`` if there is another reason.
     """
-    if isinstance(error, CheckpointError) or not isinstance(error, (OSError, RuntimeError)):
-        return None
-    found = error if isinstance(error, OSError) else _try_out(directory)
+    found = error if isinstance(error, OSError) else None
+    if type(error) is RuntimeError:
+        try:
+            with tempfile.TemporaryFile(dir=directory) as file:
+                file.write(bytes(_PROBE_NBYTES))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as failure:
+            found = OSError(failure.errno, failure.strerror)  # without the name of the temporary file
     if found is None or found.errno not in _OF_THE_DISK:
         return None
-    return CheckpointError(describe_failure(found.filename or _newest_file(directory) or directory, found))
+    newest = None
+    with contextlib.suppress(OSError):  # a thread that writes in the background may remove its file meanwhile
+        newest = max(directory.rglob("*.*"), key=lambda path: path.stat().st_mtime_ns, default=None)
+    return CheckpointError(describe_failure(found.filename or newest or directory, found))
 
 
-def _newest_file(directory: Path) -> Path | None:
-    times = {}
-    for path in directory.rglob("*"):
-        with contextlib.suppress(OSError):  # a thread that writes in the background may remove its file meanwhile
-            if path.is_file():
-                times[path] = path.stat().st_mtime_ns
-    return max(times, key=times.__getitem__, default=None)
+# Other libraries
 
 
-def _try_out(directory: Path) -> OSError | None:
-    """Writes and removes a test file, larger than the buffers of usual writers; returns the error, if there is one."""
-    probe = directory / ".probe"
-    try:
-        with open(probe, "wb", buffering=0) as file:
-            write_all(file, memoryview(bytes(_PROBE_NBYTES)))
-            os.fsync(file.fileno())
-    except OSError as error:
-        return OSError(error.errno, error.strerror)  # without the probe's name
-    finally:
-        with contextlib.suppress(OSError):
-            probe.unlink()
-    return None
+@contextlib.contextmanager
+def replaced(places: Sequence[tuple[str, str]], replacement: Any) -> Iterator[None]:
+    """Replaces a function inside of a block, wherever its modules are imported; afterwards all is as it was.
 
-
-def write_all(file: Any, view: memoryview) -> None:
-    """Writes all bytes, in several calls if the file accepts only a part at once."""
-    while len(view):
-        view = view[file.write(view) :]
-
-
-def _existing(path: Path) -> Path:
-    return next(parent for parent in (path, *path.parents) if parent.exists())
-
-
-def sync_tree(path: Path) -> None:
-    """Waits until every file and directory in a directory is on the disk.
+    The replacement holds for the whole process, other threads included.
 
     Args:
-        path: The directory.
-
-    Raises:
-        OSError: If the disk does not take them.
+        places: Modules, and the function's name there. A module that is not imported, or does not have the name, is
+            skipped; a library that gets a deferred tensor all the same fails with an error: the tensor has no bytes.
+        replacement: What is called instead.
     """
-    for folder, _, names in os.walk(path, topdown=False):
-        for name in names:
-            _sync(Path(folder) / name)
-        _sync(Path(folder))
-
-
-def _sync(path: Path) -> None:
-    if os.path.islink(path):
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Writes a file that appears complete or not at all.
-
-    Args:
-        path: The file; an older one is replaced at the end.
-        write: Writes the file at the temporary path that it gets.
-
-    Raises:
-        CheckpointError: If the file cannot be written.
-    """
-    temporary = path.with_name(f"_{path.name}.partial")
-    try:
-        write(temporary)
-        _sync(temporary)
-        os.replace(temporary, path)
-        _sync(path.parent)
-    except (OSError, RuntimeError) as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        text = str(error).replace(str(temporary), str(path))
-        raise CheckpointError(
-            text if isinstance(error, CheckpointError) else f"'{path}' cannot be written: {text}"
-        ) from error
+    with contextlib.ExitStack() as stack:
+        for module, name in places:
+            found = sys.modules.get(module)
+            if hasattr(found, name):
+                stack.callback(setattr, found, name, getattr(found, name))
+                setattr(found, name, replacement)
+        yield

@@ -1,4 +1,10 @@
-"""Checkpoints that several processes write together, and that appear complete or not at all."""
+"""Checkpoints that several processes write together, and that appear complete or not at all.
+
+[Note: consistent without a copy]
+Only the optimizer's step changes masters and optimizer states, chunk by chunk. So the training state can be written in
+the background without a copy: a thread writes the chunks in the order in which the step updates them, and the step
+waits at a chunk that is not written yet. Forward and backward do not wait for the writer.
+"""
 
 import contextlib
 import dataclasses
@@ -6,24 +12,65 @@ import logging
 import os
 import socket
 import threading
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from hf_patrickstar.checkpoint.background import BackgroundWrite, failure_of, nbytes_of
+from hf_patrickstar.checkpoint.safetensors_file import Unwritten, write_safetensors
 from hf_patrickstar.checkpoint.storage import MARK, StagedDirectory, disk_error
 from hf_patrickstar.checkpoint.training_state import shard_name
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import CheckpointError, CollectiveError
+from hf_patrickstar.memory.streams import synchronize
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.05
-_TIMEOUT_S = 1800.0
-"""Seconds without progress after which this process gives up waiting for the parts that other processes write."""
-LAST_TIMEOUT_S = 20.0
-"""The same while this process ends: the other processes may have ended before they wrote their parts."""
+
+class BackgroundWrite:
+    """Writes a safetensors file in its own thread; the file gets its final name when all of it is on the disk.
+
+    Args:
+        file: The file; updates of a chunk wait until its tensors are written.
+        piece_numel: Elements in memory at once.
+
+    Attributes:
+        error: Why the file could not be written, or ``None``.
+    """
+
+    def __init__(self, file: Unwritten, piece_numel: int) -> None:
+        self.error: BaseException | None = None
+        last = {chunk.spec.index: name for name, chunk in file.chunks.items()}
+        self._written = {name: threading.Event() for name in last.values()}
+        for chunk in file.chunks.values():
+            chunk.reader = self._written[last[chunk.spec.index]]
+        for device in {tensor.device for tensor in file.tensors.values() if not tensor.is_cpu}:
+            synchronize(device)  # the thread has a compute stream of its own, which waits for no update
+        self._thread = threading.Thread(target=self._run, args=(file, piece_numel), name=f"writes {file.path.name}")
+        self._thread.start()
+
+    def join(self) -> None:
+        """Waits until the thread has ended; ``error`` says whether it failed."""
+        self._thread.join()
+
+    def _run(self, file: Unwritten, piece_numel: int) -> None:
+        unfinished = file.path.with_name(f"{file.path.name}.writing")
+
+        def allow_changes(name: str) -> None:
+            if name in self._written:
+                self._written[name].set()
+
+        try:
+            write_safetensors(
+                unfinished, file.tensors, file.metadata, piece_numel=piece_numel, on_written=allow_changes
+            )
+            os.replace(unfinished, file.path)
+        except BaseException as error:
+            self.error = error
+            with contextlib.suppress(OSError):  # the directory may be gone, because another process failed first
+                unfinished.unlink(missing_ok=True)  # frees room, if the disk is full
+        finally:
+            for event in self._written.values():
+                event.set()
 
 
 @dataclasses.dataclass(slots=True)
@@ -35,10 +82,9 @@ class Checkpoint:
         makers: Each rank that makes and completes the directory, with the ranks that write into it. There is one such
             rank, or one on each disk if machines do not share a disk.
         write: The part that this process writes in the background, or ``None``.
-        on_commit: Called on the makers when the checkpoint is complete.
+        on_commit: Called when the checkpoint is complete, by the process that completes it.
         error: Why the checkpoint could not be completed in the background.
         thread: The thread that completes the checkpoint in the background.
-        is_last: Set when this process ends, or another one is gone: then missing parts are not waited for so long.
     """
 
     staged: StagedDirectory
@@ -47,12 +93,35 @@ class Checkpoint:
     on_commit: Callable[[], None] = lambda: None
     error: BaseException | None = None
     thread: threading.Thread | None = None
-    is_last: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     @property
     def path(self) -> Path:
         """Where files are written now."""
         return self.staged.path
+
+    def commit(self) -> None:
+        """Lets it appear at its final path, if no other process has done so."""
+        if self.staged.commit():
+            self.on_commit()
+
+    def complete(self, write: BackgroundWrite, files: Sequence[Path]) -> None:
+        """Commits it if this process is the last one to write its part.
+
+        Args:
+            write: The part of this process.
+            files: The parts of all processes that write into the directory.
+        """
+        write.join()
+        if write.error is None and all(file.exists() for file in files):
+            self.error = _attempt(self.commit)
+
+    def join(self) -> BaseException | None:
+        """Waits for its threads, and returns their error or ``None``."""
+        if self.write is not None:
+            self.write.join()
+        if self.thread is not None:
+            self.thread.join()
+        return self.error if self.write is None else self.write.error or self.error
 
 
 class Transactions:
@@ -109,21 +178,21 @@ class Transactions:
         checkpoint, self._pending = self._pending, None
         if checkpoint is None:
             return
-        if checkpoint.write is not None:
-            checkpoint.write.join()
+        is_maker = self._collectives.rank in checkpoint.makers
         try:
-            # The exchange notices a process that has died sooner than the wait for its part would.
-            self._collectives.exchange("written", "waits for a checkpoint")
-        except CollectiveError:
-            _leave(checkpoint)
+            self._agree(checkpoint.join(), checkpoint, "was not written")
+            # One that was written in the background may be complete by now.
+            self._agree(_attempt(checkpoint.commit) if is_maker else None, checkpoint, "was not completed")
+        except CheckpointError:
+            if is_maker:
+                checkpoint.staged.abandon()
             raise
-        self._agree(_join(checkpoint), checkpoint, "was not written")
 
     def close(self) -> None:
-        """Waits until the background threads of this process have ended, and logs their error."""
+        """Waits for the threads of this process when other processes may be gone, and logs their error."""
         checkpoint, self._pending = self._pending, None
-        if checkpoint is not None:
-            _leave(checkpoint)
+        if checkpoint is not None and (error := checkpoint.join()) is not None:
+            logger.error("patrickstar: checkpoint '%s' was not written: %s", checkpoint.staged.final, error)
 
     def _begin(self, checkpoint: Checkpoint) -> None:
         rank, staged = self._collectives.rank, checkpoint.staged
@@ -147,56 +216,30 @@ class Transactions:
             self._agree(_attempt(staged.begin) if is_maker else None, checkpoint, "cannot be written")
 
     def _end(self, checkpoint: Checkpoint, error: BaseException | None) -> None:
-        is_maker = self._collectives.rank in checkpoint.makers
         try:
             self._agree(error, checkpoint, "was not written")
         except (CheckpointError, CollectiveError):
-            if checkpoint.write is not None:
-                checkpoint.write.join()
-            if is_maker:
+            checkpoint.join()
+            if self._collectives.rank in checkpoint.makers:
                 checkpoint.staged.abandon()
             raise
-        if checkpoint.write is not None:
-            self._pending = checkpoint
-            if is_maker:
-                checkpoint.thread = threading.Thread(
-                    target=self._commit_later, args=(checkpoint,), name="completes a checkpoint"
-                )
-                checkpoint.thread.start()
+        self._pending = checkpoint
+        if checkpoint.write is None:
+            self.wait()
             return
-        try:
-            self._agree(_attempt(lambda: _commit(checkpoint)) if is_maker else None, checkpoint, "was not completed")
-        except CheckpointError:
-            if is_maker:
-                checkpoint.staged.abandon()
-            raise
-
-    def _commit_later(self, checkpoint: Checkpoint) -> None:
-        """Completes a checkpoint when the files of all processes that write into the directory have appeared."""
-        world_size = self._collectives.world_size
-        files = [checkpoint.path / shard_name(rank, world_size) for rank in checkpoint.makers[self._collectives.rank]]
-        known, since = 0, time.monotonic()
-        # The directory may be removed only when every process has written its part, or has failed to.
-        while not all(file.exists() or _failure(checkpoint, file) for file in files):
-            nbytes = sum(map(nbytes_of, files))
-            if nbytes != known:
-                known, since = nbytes, time.monotonic()
-            if time.monotonic() > since + (LAST_TIMEOUT_S if checkpoint.is_last.is_set() else _TIMEOUT_S):
-                break
-            time.sleep(_POLL_S)
-        missing = [_failure(checkpoint, file) or f"'{file}' was not written" for file in files if not file.exists()]
-        if not missing:
-            checkpoint.error = _attempt(lambda: _commit(checkpoint))
-        else:
-            checkpoint.error = CheckpointError(missing[0])
-        if checkpoint.error is not None:
-            checkpoint.staged.abandon()
+        rank, world_size = self._collectives.rank, self._collectives.world_size
+        (writers,) = (ranks for ranks in checkpoint.makers.values() if rank in ranks)
+        files = [checkpoint.path / shard_name(writer, world_size) for writer in writers]
+        checkpoint.thread = threading.Thread(
+            target=checkpoint.complete, args=(checkpoint.write, files), name="completes a checkpoint"
+        )
+        checkpoint.thread.start()
 
     def _agree(self, error: BaseException | None, checkpoint: Checkpoint, what: str) -> None:
         """Raises on all processes if one of them has an error."""
         text = None if error is None else f"{error}" or type(error).__name__
         texts = self._collectives.exchange(text, "completes a checkpoint")
-        if error is not None and isinstance(error, CheckpointError) and len(texts) == 1:
+        if isinstance(error, CheckpointError) and len(texts) == 1:
             raise error
         for rank, found in enumerate(texts):
             if found is not None:
@@ -217,39 +260,8 @@ def _attempt(function: Callable[[], None]) -> BaseException | None:
 def _disk_error(checkpoint: Checkpoint, raised: BaseException) -> CheckpointError | None:
     """An error of the disk, if that is the reason why a file of the checkpoint was not written."""
     error = disk_error(checkpoint.path, raised)
-    if error is None and isinstance(raised, RuntimeError) and checkpoint.write is not None:
+    if error is None and type(raised) is RuntimeError and checkpoint.write is not None:
         # The background write may have failed on the full disk too; it then made room by removing its own file.
         checkpoint.write.join()
-        if isinstance(checkpoint.write.error, CheckpointError):
-            error = checkpoint.write.error
+        error = checkpoint.write.error if isinstance(checkpoint.write.error, CheckpointError) else None
     return error
-
-
-def _failure(checkpoint: Checkpoint, file: Path) -> str | None:
-    """Why a part was not written; a full disk may lack the file that says so, but this process knows its own error."""
-    write = checkpoint.write
-    if write is not None and write.path == file and write.error is not None:
-        return str(write.error)
-    return failure_of(file)
-
-
-def _commit(checkpoint: Checkpoint) -> None:
-    checkpoint.staged.commit()
-    checkpoint.on_commit()
-
-
-def _leave(checkpoint: Checkpoint) -> None:
-    """Waits for the threads of a checkpoint when other processes may be gone, and logs their error."""
-    checkpoint.is_last.set()
-    error = _join(checkpoint)
-    if error is not None:
-        logger.error("patrickstar: checkpoint '%s' was not written: %s", checkpoint.staged.final, error)
-
-
-def _join(checkpoint: Checkpoint) -> BaseException | None:
-    """Waits for the threads of a checkpoint, and returns their error or ``None``."""
-    if checkpoint.write is not None:
-        checkpoint.write.join()
-    if checkpoint.thread is not None:
-        checkpoint.thread.join()
-    return (checkpoint.write.error if checkpoint.write is not None else None) or checkpoint.error

@@ -1,26 +1,44 @@
-"""Opens and checks the files of a model's weights; values are read when they are needed."""
+"""Opens the files of a model's weights, and finds out to which parameters they belong, without reading values.
+
+[Note: loading without values]
+A model's ``load_state_dict``, with the hooks that run before it, may rename keys, split and join tensors, and resize
+buffers. So ``find_weights`` calls it as the Trainer does, but with deferred tensors. A copy to a parameter or buffer is
+recorded and not carried out; if everything fits, the engine reads each value straight into its chunk. A copy to another
+tensor (``parameter.data``, or a part of a parameter), and a function that needs values, reads them at once.
+"""
 
 import contextlib
+import dataclasses
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
-from hf_patrickstar.checkpoint.deferred import DeferredTensor
-from hf_patrickstar.checkpoint.patches import LOAD_STATE_DICT, SAFE_OPEN, replaced
-from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile
-from hf_patrickstar.checkpoint.storage import damaged, missing_file
-from hf_patrickstar.errors import CheckpointError
+from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, READING, DeferredTensor, Reader, Source
+from hf_patrickstar.checkpoint.safetensors_file import FileSource, SafetensorsFile
+from hf_patrickstar.checkpoint.storage import damaged, missing_file, replaced
+from hf_patrickstar.errors import CheckpointError, PatrickStarError
+from hf_patrickstar.runtime.bits import same_bits
+from hf_patrickstar.runtime.chunk import ManagedParameter
+from hf_patrickstar.runtime.originals import Origin
+from hf_patrickstar.runtime.together import roots_of
 
-_SAFE_FILE, _SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
-_TORCH_FILE, _TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-_NAMES = (_SAFE_FILE, _SAFE_INDEX, _TORCH_FILE, _TORCH_INDEX)
+SAFE_OPEN = (("transformers.modeling_utils", "safe_open"),)
+LOAD_STATE_DICT = (("transformers.modeling_utils", "load_state_dict"),)
+"""transformers' functions that read files of weights, which ``deferred_weights`` replaces."""
+
+_SAFE_NAMES = ("model.safetensors", "model.safetensors.index.json")
+_NAMES = (*_SAFE_NAMES, "pytorch_model.bin", "pytorch_model.bin.index.json")
+_WRAPPERS = ("base_layer", "original_module")
+"""Names of modules that PEFT puts between a module and its parameters."""
 
 
-class _MemorySource:
+class _MemorySource(Source):
     """A tensor in memory, or in a memory-mapped file, as the source of a deferred tensor."""
 
     def __init__(self, tensor: torch.Tensor, path: Path) -> None:
@@ -40,11 +58,12 @@ def has_weights(directory: str | os.PathLike[str]) -> bool:
     return any((Path(directory) / name).is_file() for name in _NAMES)
 
 
-def open_weights(path: str | os.PathLike[str]) -> dict[str, DeferredTensor]:
+def open_weights(path: str | os.PathLike[str], names: Iterable[str] = _NAMES) -> dict[str, DeferredTensor]:
     """Opens the weights of a saved model.
 
     Args:
         path: A directory with ``model.safetensors`` or ``pytorch_model.bin``, or their indices and shards, or one file.
+        names: What to look for in a directory.
 
     Returns:
         Deferred tensors by their names in the files.
@@ -55,45 +74,30 @@ def open_weights(path: str | os.PathLike[str]) -> dict[str, DeferredTensor]:
     path = Path(path)
     if path.is_file():
         return _open_index(path) if path.name.endswith(".index.json") else _open_file(path)
-    for name in _NAMES:
+    for name in names:
         if (path / name).is_file():
             return open_weights(path / name)
     raise CheckpointError(
-        f"'{path}' has no weights: none of {', '.join(_NAMES[:-1])} and {_NAMES[-1]} is there; give a directory that "
-        "save_pretrained or a Trainer has written"
+        f"'{path}' has no weights: none of {', '.join(names)} is there; give a directory that save_pretrained or a "
+        "Trainer has written"
     )
-
-
-def open_safetensors(directory: str | os.PathLike[str]) -> dict[str, DeferredTensor]:
-    """Opens the weights that a directory has in safetensors files; empty if there are none, or they are damaged.
-
-    Args:
-        directory: The directory.
-    """
-    for name in (_SAFE_FILE, _SAFE_INDEX):
-        path = Path(directory) / name
-        if path.is_file():
-            with contextlib.suppress(CheckpointError):
-                return open_weights(path)
-    return {}
 
 
 def _open_index(path: Path) -> dict[str, DeferredTensor]:
     try:
         shards = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         files = {name: _open_file(path.parent / name) for name in sorted(set(shards.values()))}
+        return {tensor: files[name][tensor] for tensor, name in shards.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(damaged(f"'{path}' is not the index of a checkpoint: {error}")) from error
-    for tensor, name in shards.items():
-        if tensor not in files[name]:
-            raise CheckpointError(damaged(f"'{path}' says that tensor '{tensor}' is in '{name}', but it is not"))
-    return {tensor: files[name][tensor] for tensor, name in shards.items()}
+        raise CheckpointError(
+            damaged(f"'{path}' does not name the tensors of the files beside it: {error!r}")
+        ) from error
 
 
 def _open_file(path: Path) -> dict[str, DeferredTensor]:
     if path.suffix == ".safetensors":
         file = SafetensorsFile(path)
-        return {name: file.deferred(name) for name in file.entries}
+        return {name: file.get_tensor(name) for name in file.entries}
     return {
         name: DeferredTensor.make(_MemorySource(tensor, path), is_loadable=True)
         for name, tensor in load_torch_file(path).items()
@@ -125,57 +129,8 @@ def load_torch_file(path: Path) -> dict[str, Any]:
             "saved again by save_pretrained"
         ) from error
     if not isinstance(loaded, dict):
-        raise CheckpointError(
-            f"'{path}' holds a {type(loaded).__name__}, not a dictionary; save the state_dict instead"
-        )
+        raise CheckpointError(f"'{path}' has a {type(loaded).__name__}, not a dictionary; save the state_dict instead")
     return loaded
-
-
-class _OpenedFile:
-    """Replaces ``safetensors.safe_open``; its tensors are deferred."""
-
-    def __init__(self, filename: Any, *_args: Any, **_kwargs: Any) -> None:
-        self._file = SafetensorsFile(filename)
-
-    def keys(self) -> list[str]:
-        """The names of the tensors."""
-        return list(self._file.entries)
-
-    def metadata(self) -> dict[str, str]:
-        """The metadata of the file."""
-        return self._file.metadata
-
-    def get_tensor(self, name: str) -> DeferredTensor:
-        """One tensor."""
-        return self._file.deferred(name)
-
-    def get_slice(self, name: str) -> "_OpenedSlice":
-        """One tensor, to be sliced."""
-        return _OpenedSlice(self._file.deferred(name))
-
-    def __enter__(self) -> "_OpenedFile":
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        """Does nothing: the file stays open as long as a tensor refers to it."""
-
-
-class _OpenedSlice:
-    """Replaces the result of ``get_slice`` of ``safetensors``."""
-
-    def __init__(self, tensor: DeferredTensor) -> None:
-        self._tensor = tensor
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        return self._tensor[index]
-
-    def get_shape(self) -> list[int]:
-        """Sizes of the tensor."""
-        return list(self._tensor.shape)
-
-    def get_dtype(self) -> str:
-        """Name of its type in the format."""
-        return SafetensorsFile.name_of(self._tensor.dtype)
 
 
 @contextlib.contextmanager
@@ -202,5 +157,260 @@ def deferred_weights(enabled: bool = True) -> Iterator[None]:
     def load_state_dict(path: Any, *_args: Any, **_kwargs: Any) -> dict[str, DeferredTensor]:
         return _open_file(Path(path))
 
-    with replaced(SAFE_OPEN, _OpenedFile), replaced(LOAD_STATE_DICT, load_state_dict):
+    with replaced(SAFE_OPEN, SafetensorsFile), replaced(LOAD_STATE_DICT, load_state_dict):
         yield
+
+
+# Which weights belong to which parameters
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FoundWeights:
+    """Saved weights that belong to a model, and the names that do not match.
+
+    Attributes:
+        values: Tensors, usually deferred ones, by name in the model.
+        missing_keys: Names in the model that have no saved weights.
+        unexpected_keys: Names in the files that the model does not have.
+    """
+
+    values: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    missing_keys: list[str] = dataclasses.field(default_factory=list)
+    unexpected_keys: list[str] = dataclasses.field(default_factory=list)
+
+
+class _Assignments(TorchFunctionMode):
+    """Records what is copied to given tensors; see [Note: loading without values].
+
+    Args:
+        targets: The tensors.
+
+    Attributes:
+        values: The copied tensors, by the identity of the tensor that they were copied to.
+    """
+
+    def __init__(self, targets: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.values: dict[int, torch.Tensor] = {}
+        self._targets = {id(target): target for target in targets}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "copy_":
+            target, value = args[:2]
+            if id(target) in self._targets or isinstance(target, DeferredTensor):  # or one that a hook made
+                self._targets[id(target)] = target
+                self.values[id(target)] = value
+                return target
+        if name in READING or name == "copy_":
+            args, kwargs = tree_map_only(DeferredTensor, _read, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def find_weights(
+    model: torch.nn.Module, directory: str | os.PathLike[str], device: torch.device | str = "cpu"
+) -> FoundWeights:
+    """Opens saved weights and finds out which parameters they belong to; values of parameters are not read yet.
+
+    The model's own ``load_state_dict`` decides. If it does not know some names in the files, transformers' renaming and
+    conversion of checkpoints is used.
+
+    Args:
+        model: The model, with an engine or without.
+        directory: The directory or file of the weights; see ``open_weights``.
+        device: The device of buffers that hooks of the model create.
+
+    Raises:
+        CheckpointError: If a file is missing or damaged, or a shape does not fit.
+    """
+    values: dict[str, torch.Tensor] = dict(open_weights(directory))
+    try:
+        found = _assign(model, values, directory, device)
+    except CheckpointError:
+        converted = {} if values.keys() <= _tensors_of(model).keys() else _converted(model, directory, values)
+        if not converted:
+            raise
+    else:
+        converted = _converted(model, directory, values) if found.unexpected_keys else {}
+    return _assign(model, converted, directory, device) if converted else found
+
+
+def _assign(
+    model: torch.nn.Module,
+    values: Mapping[str, torch.Tensor],
+    directory: str | os.PathLike[str],
+    device: torch.device | str,
+) -> FoundWeights:
+    """Calls the model's ``load_state_dict``, and returns which values it assigns to which names."""
+    before = _tensors_of(model)
+    # A module may keep the tensor that it gets as extra state, so that one must have its values.
+    given = {name: _read(value) if name.endswith("_extra_state") else value for name, value in values.items()}
+    try:
+        with _Assignments(before.values()) as assignments:
+            result: Any = model.load_state_dict(given, False)
+    except PatrickStarError:
+        raise
+    except RuntimeError as error:
+        for name, value in values.items():
+            if name in before and before[name].shape != value.shape:
+                raise CheckpointError(shape_mismatch(name, value, tuple(before[name].shape))) from error
+        raise _misfit(directory, error) from error
+    assigned = assignments.values
+    known = {id(tensor) for tensor in before.values()}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if isinstance(buffer, DeferredTensor) and id(buffer) not in known:  # a hook has made it
+                module._buffers[name] = _read(assigned.get(id(buffer), buffer)).to(device)
+    tensors = _tensors_of(model)
+    missing = getattr(result, "missing_keys", [name for name in tensors if name not in values])
+    unexpected = getattr(result, "unexpected_keys", [name for name in values if name not in tensors])
+    return FoundWeights(
+        {name: assigned[id(tensor)] for name, tensor in tensors.items() if id(tensor) in assigned},
+        [name for name in missing if name not in tensors or id(tensors[name]) not in assigned],  # else tied
+        list(unexpected),
+    )
+
+
+def _read(value: torch.Tensor) -> torch.Tensor:
+    """A copy in memory."""
+    return Reader().read_whole(value).clone()
+
+
+def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and buffers that a state dictionary has, by name."""
+    found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
+
+
+def _converted(
+    model: torch.nn.Module, directory: str | os.PathLike[str], values: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The weights as transformers converts them for the model; empty if that is not possible."""
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel) or not Path(directory).is_dir():
+        return {}
+    kinds = {value.dtype for value in values.values() if value.is_floating_point()}
+    widest = max(kinds, key=lambda dtype: dtype.itemsize, default=torch.float32)
+    try:
+        # from_pretrained initialises what is missing in the files; the global random state must not change by that.
+        with deferred_weights(), torch.random.fork_rng(devices=[]):
+            twin = type(model).from_pretrained(directory, config=model.config, dtype=widest)
+    except CheckpointError:
+        raise
+    except (RuntimeError, ValueError, OSError) as error:
+        raise _misfit(directory, error) from error
+    items = [*twin.named_parameters(), *twin.named_buffers()]
+    return {name: value for name, value in items if isinstance(value, DeferredTensor)}
+
+
+def _misfit(directory: str | os.PathLike[str], error: Exception) -> CheckpointError:
+    return CheckpointError(f"'{directory}' does not fit the model; make it with the same configuration: {error}")
+
+
+def shape_mismatch(name: str, value: torch.Tensor, shape: tuple[int, ...]) -> str:
+    """The message of an error: a tensor has another shape in a file than in the model."""
+    where = str(value.recipe) if isinstance(value, DeferredTensor) else "the file"
+    return (
+        f"{where}: tensor '{name}' has shape {tuple(value.shape)}, in the model it has {shape}; make the model with "
+        "the configuration that is beside the weights"
+    )
+
+
+def is_in_model_file(model: torch.nn.Module, tensor: ManagedParameter) -> bool:
+    """Whether saving a model saves a parameter: PEFT saves adapters alone, and some models leave out names."""
+    names = {tensor.spec.name, *tensor.spec.aliases}
+    for place, root in enumerate(roots_of(model)):
+        prefix = "" if root is model else f"{place}."
+        own = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+        left_out = getattr(root, "_keys_to_ignore_on_save", None) or ()
+        if not hasattr(root, "peft_config") and not own <= set(left_out):
+            return True
+    return False
+
+
+# Where frozen parameters can be read again
+
+
+def origin_of(value: torch.Tensor) -> Origin | None:
+    """The source of a deferred tensor that a safetensors file has as it is; ``None`` for any other tensor."""
+    source = getattr(value, "recipe", None)
+    return source if isinstance(source, FileSource) else None
+
+
+class ModelFiles:
+    """Searches the files that a model was loaded from for the values of its parameters; see [Note: originals].
+
+    transformers' models know their directory or their name on the hub (``name_or_path``). A tensor in a file is
+    accepted only if it has the same bits as the parameter, so names in the files may be guessed.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._opened: list[dict[str, DeferredTensor]] | None = None
+
+    def find(self, tensor: ManagedParameter, value: torch.Tensor) -> Origin | None:
+        """The tensor in a file that has the same bits as a value, or ``None``.
+
+        Args:
+            tensor: The parameter that has the value.
+            value: The value, in memory; only this rank's part of it is compared.
+        """
+        if self._opened is None:
+            self._opened = []
+            for path in self._directories():
+                with contextlib.suppress(CheckpointError):
+                    self._opened.append(open_weights(path, _SAFE_NAMES))
+        parts = [part for part in tensor.spec.name.split(".") if part not in _WRAPPERS]
+        names = [
+            [getattr(self._model, "base_model_prefix", ""), *parts],
+            *(parts[place:] for place in range(len(parts))),
+        ]
+        for key in map(".".join, names):
+            for found in (values[key] for values in self._opened if key in values):
+                if found.shape == value.shape and found.dtype == value.dtype:
+                    with contextlib.suppress(CheckpointError):
+                        if _has_same_bits(value.detach().reshape(-1), found, *tensor.part):
+                            return origin_of(found)
+        return None
+
+    def _directories(self) -> list[Path]:
+        """The directories that the model, or models in it, were loaded from; of the hub only the cache is searched."""
+        found: dict[Path, None] = {}
+        for module in self._model.modules():
+            name = module.__dict__.get("name_or_path")
+            if isinstance(name, str) and name:
+                path = Path(name) if Path(name).is_dir() else _in_cache(name, getattr(module, "config", None))
+                if path is not None:
+                    found[path] = None
+        return list(found)
+
+
+def _has_same_bits(value: torch.Tensor, found: DeferredTensor, start: int, stop: int) -> bool:
+    """Whether elements of a flat tensor and of one in a file have the same bits."""
+    pieces = Reader().pieces(found, PIECE_NUMEL, start, stop)
+    places = range(start, stop, PIECE_NUMEL)
+    return all(
+        same_bits(value[place : place + len(piece)].cpu(), piece) for place, piece in zip(places, pieces, strict=True)
+    )
+
+
+def _in_cache(name: str, config: Any) -> Path | None:
+    """The directory of a hub model's files in the cache, or ``None``."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    for file in _SAFE_NAMES:
+        with contextlib.suppress(HFValidationError):
+            path = try_to_load_from_cache(name, file, revision=getattr(config, "_commit_hash", None))
+            if isinstance(path, str):
+                return Path(path).parent
+    return None

@@ -1,14 +1,13 @@
 """Full parameters of a live model: read from and written to chunks, in the type that the model was loaded in."""
 
 import contextlib
+import functools
 import threading
 from collections.abc import Generator, Iterable, Iterator
-from typing import Any
 
 import torch
 
-from hf_patrickstar.checkpoint.deferred import DeferredTensor, StreamedSource
-from hf_patrickstar.checkpoint.pieces import piece_numel_of
+from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor, StreamedSource
 from hf_patrickstar.checkpoint.safetensors_file import streamed_writing
 from hf_patrickstar.dist.sharing import Held
 from hf_patrickstar.errors import EngineError
@@ -16,17 +15,6 @@ from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.runtime.live_parameter import raw_data, take_raw_grad
 from hf_patrickstar.runtime.manager import ChunkManager
-
-
-class _ChunkSource(StreamedSource):
-    """A parameter in chunks as the source of a deferred tensor."""
-
-    def __init__(self, weights: "ChunkWeights", tensor: ManagedParameter) -> None:
-        self._weights, self._tensor = weights, tensor
-        self.shape, self.dtype = tensor.spec.shape, tensor.original_dtype
-
-    def stream(self, start: int, stop: int, piece_numel: int) -> Generator[torch.Tensor, None, None]:
-        return self._weights.read_parts(self._tensor, start, stop, piece_numel)
 
 
 class ChunkWeights:
@@ -39,7 +27,7 @@ class ChunkWeights:
     def __init__(self, manager: ChunkManager) -> None:
         self._manager = manager
         self._collected: dict[int, torch.Tensor] | None = None
-        self._deferred: dict[int, DeferredTensor] | None = None
+        self._deferred: dict[int, torch.Tensor] | None = None
         self._is_reader = True
         self._saver = 0  # the thread inside of ``streamed``
 
@@ -60,8 +48,8 @@ class ChunkWeights:
 
     @property
     def piece_numel(self) -> int:
-        """Elements that are read at once while a model is saved."""
-        return piece_numel_of(self._manager.chunks)
+        """Elements that are in memory at once while chunks are saved: a chunk at most."""
+        return min(max((chunk.spec.chunk_numel for chunk in self._manager.chunks), default=PIECE_NUMEL), PIECE_NUMEL)
 
     @contextlib.contextmanager
     def streamed(self, *, is_reader: bool) -> Iterator[None]:
@@ -90,14 +78,15 @@ class ChunkWeights:
             finally:
                 self._deferred = None
 
-    def deferred(self, tensor: ManagedParameter) -> DeferredTensor | None:
+    def deferred(self, tensor: ManagedParameter) -> torch.Tensor | None:
         """The deferred tensor of a parameter inside ``streamed``, the same for tied names; ``None`` elsewhere."""
         if self._deferred is None or threading.get_ident() != self._saver:
             return None
         index = tensor.spec.index
         if index not in self._deferred:
-            made: Any = torch.nn.Parameter(DeferredTensor.make(_ChunkSource(self, tensor)), requires_grad=False)
-            self._deferred[index] = made
+            stream = functools.partial(self._parts, tensor)
+            made = DeferredTensor.make(StreamedSource(tensor.spec.shape, tensor.original_dtype, stream))
+            self._deferred[index] = torch.nn.Parameter(made, requires_grad=False)
         return self._deferred[index]
 
     def _held(self, tensor: ManagedParameter) -> Held:
@@ -106,20 +95,10 @@ class ChunkWeights:
             return Held(tensor.spec, tensor.parts, tensor.own(tensor.parameter.data), tensor.original_dtype)
         return self._manager.values.held(tensor, tensor.original_dtype)
 
-    def read_parts(
+    def _parts(
         self, tensor: ManagedParameter, start: int, stop: int, piece_numel: int
     ) -> Generator[torch.Tensor, None, None]:
-        """Reads elements of a flattened parameter in pieces; with several processes all take part.
-
-        Args:
-            tensor: The parameter.
-            start: The first element.
-            stop: One after the last element.
-            piece_numel: Elements of a piece.
-
-        Returns:
-            A generator of flat tensors on the host, in the original type. They may alias the chunk: do not write to
-            them.
+        """Reads a parameter in its original type, see ``Source.stream``; with several processes all take part.
 
         Raises:
             EngineError: On a process that does not read the model that is being saved.
@@ -130,8 +109,8 @@ class ChunkWeights:
                 "process that saves"
             )
         is_prompt = False if self.is_streaming else None  # the others have come to save, and a disk may be slow
-        held, place = self._held(tensor), (start, stop)
-        return self._manager.sharing.parts(held, place, piece_numel, "the value", is_prompt=is_prompt)
+        place = (start, stop)
+        return self._manager.sharing.parts(self._held(tensor), place, piece_numel, "the value", is_prompt=is_prompt)
 
     @contextlib.contextmanager
     def collected(self, *, keep: bool) -> Iterator[None]:
@@ -206,39 +185,37 @@ class ChunkWeights:
         Raises:
             EngineError: At the end, if the block gave a parameter another shape; everything else is written.
         """
-        with self._manager.model_lock.held("full_parameters()"):
-            yield from self._opened(tensors, writeback, with_grads)
-
-    def _opened(self, tensors: Iterable[ManagedParameter], writeback: bool, with_grads: bool) -> Iterator[None]:
         opened = [tensor for tensor in tensors if not tensor.is_open]
         gradients: dict[int, tuple[torch.Tensor, int]] = {}
-        with unseen():
-            for tensor in opened:
-                value = self.read(tensor)
-                with self._manager.gradients.lock:
-                    tensor.open(value)
-                    tensor.is_open = True
-                if with_grads and self._manager.gradients.has(tensor):
-                    handed = self._manager.read_gradient(tensor, tensor.original_dtype)
-                    tensor.parameter.grad = handed
-                    gradients[tensor.spec.index] = (handed, handed._version)
-        try:
-            yield
-        finally:
-            if opened and writeback:
-                self._manager.sharing.meet("leaves full_parameters()")
-            reshaped = [tensor.spec.name for tensor in opened if tensor.parameter.shape != tensor.spec.shape]
-            with self._manager.gradients.lock:  # other threads may read parameters
+        lock = self._manager.gradients.lock  # other threads may read parameters
+        with self._manager.model_lock.held("full_parameters()"):
+            with unseen():
                 for tensor in opened:
-                    tensor.answer()
-                self._manager.model_lock.wait_for_calls()
-                for tensor in opened:
-                    self._close(tensor, writeback, with_grads, gradients.get(tensor.spec.index))
-            if reshaped and writeback:
-                raise EngineError(
-                    f"parameter '{reshaped[0]}' was given another shape inside full_parameters(), which chunks cannot "
-                    "follow; call detach() before changing the model"
-                )
+                    value = self.read(tensor)
+                    with lock:
+                        tensor.open(value)
+                        tensor.is_open = True
+                    if with_grads and self._manager.gradients.has(tensor):
+                        handed = self._manager.read_gradient(tensor, tensor.original_dtype)
+                        tensor.parameter.grad = handed
+                        gradients[tensor.spec.index] = (handed, handed._version)
+            try:
+                yield
+            finally:
+                if opened and writeback:
+                    self._manager.sharing.meet("leaves full_parameters()")
+                reshaped = [tensor.spec.name for tensor in opened if tensor.parameter.shape != tensor.spec.shape]
+                with lock:
+                    for tensor in opened:
+                        tensor.answer()
+                    self._manager.model_lock.wait_for_calls()
+                    for tensor in opened:
+                        self._close(tensor, writeback, with_grads, gradients.get(tensor.spec.index))
+                if reshaped and writeback:
+                    raise EngineError(
+                        f"parameter '{reshaped[0]}' was given another shape inside full_parameters(), which chunks "
+                        "cannot follow; call detach() before changing the model"
+                    )
 
     @unseen()
     @torch.no_grad()

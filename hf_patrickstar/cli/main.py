@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from hf_patrickstar.checkpoint.export import export
+from hf_patrickstar.checkpoint.torch_state import export
 from hf_patrickstar.cli import check, convert, env, plan, report, run
 from hf_patrickstar.errors import ConfigError, PatrickStarError
 from hf_patrickstar.units import format_nbytes

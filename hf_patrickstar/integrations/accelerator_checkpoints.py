@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from hf_patrickstar.checkpoint.checkpoints import has_training_state
-from hf_patrickstar.checkpoint.found_weights import FoundWeights, find_weights
-from hf_patrickstar.checkpoint.storage import describe_failure, missing_file, remove_checkpoint
+from hf_patrickstar.checkpoint.storage import missing_file, remove_checkpoint
 from hf_patrickstar.checkpoint.torch_state import torch_paths
+from hf_patrickstar.checkpoint.training_state import has_training_state
 from hf_patrickstar.checkpoint.transaction import Checkpoint
+from hf_patrickstar.checkpoint.weight_files import FoundWeights, find_weights
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.integrations.accelerator_optimizers import unwrapped
@@ -99,41 +99,46 @@ class AcceleratorCheckpoints(Accelerator):
         Raises:
             CheckpointError: If the checkpoint cannot be written; an older one stays unchanged.
         """
-        self._follow_models()
-        engines = self._trained_engines()
-        if not engines:
+        engines = self._engines()
+        trained = [engine for engine in engines if engine.training_state is not None]
+        if not trained:
             return super().save_state(output_dir, safe_serialization, **kwargs)
-        engine = engines[0]
         configuration = self.project_configuration
         is_numbered = configuration.automatic_checkpoint_naming
-        final = Path(output_dir or "") if not is_numbered else self._next_directory()
         if not is_numbered and output_dir is None:
             raise ValueError("save_state needs output_dir, or automatic_checkpoint_naming")
-        with engine.checkpoints.writing(final) as checkpoint:
-            engine.checkpoints.begin_state(checkpoint)
-            for number, other in enumerate(engines[1:], 1):
-                self._save_training_state(other, state_directory(checkpoint.path, number), checkpoint)
-            with contextlib.ExitStack() as stack, self._without_chunked_optimizers():
-                for other in (found for found in self._engines() if found is not engine):
-                    stack.enter_context(other.weights.collected(keep=self.is_main_process))
-                if safe_serialization:
-                    stack.enter_context(engine.weights.streamed(is_reader=self.is_main_process))
-                else:
-                    stack.enter_context(engine.weights.collected(keep=self.is_main_process))
-                self._save_others(checkpoint, safe_serialization, **kwargs)
-            engine.checkpoints.end_state(checkpoint, self._torch_paths(engine, checkpoint))
-            if is_numbered:
-                checkpoint.on_commit = lambda: self._rotate(final.parent)
-        return final
-
-    def _save_training_state(self, engine: PatrickStarEngine, directory: Path, checkpoint: Checkpoint) -> None:
-        try:
-            if engine.config.optimizer_format != "torch":
+        final = (
+            self._numbered_directories() / f"checkpoint_{self.save_iteration}"
+            if is_numbered
+            else Path(output_dir or "")
+        )
+        if is_numbered and final.exists():
+            raise ValueError(
+                f"'{final}' already exists; set project_configuration.iteration to the number to go on with"
+            )
+        # In Accelerate's automatic naming all processes would wait for each other.
+        unnamed = dataclasses.replace(configuration, automatic_checkpoint_naming=False)
+        first = trained[0]
+        with first.checkpoints.writing(final) as checkpoint:
+            for engine, directory in zip(trained[1:], _state_directories(checkpoint.path, trained)[1:], strict=True):
                 directory.mkdir(exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(describe_failure(directory, error)) from error
-        is_maker, paths = engine.collectives.rank in checkpoint.makers, self._torch_paths(engine, checkpoint)
-        engine.checkpoints.save_state(directory, is_maker=is_maker, paths=paths)
+                engine.checkpoints.begin_state(checkpoint, directory)
+                engine.checkpoints.end_state(checkpoint, self._torch_paths(engine, checkpoint), directory)
+            first.checkpoints.begin_state(checkpoint)
+            with contextlib.ExitStack() as stack, self._without_chunked_optimizers():
+                for engine in engines:
+                    is_streamed = engine is first and safe_serialization
+                    weights, is_main = engine.weights, self.is_main_process
+                    stack.enter_context(
+                        weights.streamed(is_reader=is_main) if is_streamed else weights.collected(keep=is_main)
+                    )
+                with having(self, "project_configuration", unnamed):
+                    super().save_state(str(checkpoint.path), safe_serialization, **kwargs)
+                configuration.iteration = unnamed.iteration
+            first.checkpoints.end_state(checkpoint, self._torch_paths(first, checkpoint))
+            if is_numbered:
+                checkpoint.on_commit = self._rotate
+        return final
 
     def _torch_paths(self, engine: PatrickStarEngine, checkpoint: Checkpoint) -> list[Path]:
         """The files from which Accelerate can read the states of an engine's optimizers; empty if it need not."""
@@ -143,20 +148,12 @@ class AcceleratorCheckpoints(Accelerator):
         for optimizer in prepared:
             if not isinstance(optimizer, ChunkedOptimizer):
                 raise CheckpointError(
-                    f"optimizer_format='{engine.config.optimizer_format}' cannot be used with save_state here: one of "
-                    f"the prepared optimizers, {type(optimizer).__name__}, is over no model in chunks, and Accelerate "
-                    "would give its file the name of another; set optimizer_format to 'sharded'"
+                    f"optimizer_format='{engine.config.optimizer_format}' cannot be used with save_state: a prepared "
+                    f"{type(optimizer).__name__} is over no model in chunks, and Accelerate would give its file the "
+                    "name of another; set optimizer_format to 'sharded'"
                 )
         paths = torch_paths(checkpoint.path, len(prepared), "optimizer.bin")
         return [paths[prepared.index(optimizer)] for optimizer in engine.optimizers]
-
-    def _save_others(self, checkpoint: Checkpoint, safe_serialization: bool, **kwargs: Any) -> None:
-        """Lets Accelerate save the rest, without automatic naming, in which all processes would wait for each other."""
-        configuration = self.project_configuration
-        unnamed = dataclasses.replace(configuration, automatic_checkpoint_naming=False)
-        with having(self, "project_configuration", unnamed):
-            super().save_state(str(checkpoint.path), safe_serialization, **kwargs)
-            configuration.iteration = self.project_configuration.iteration
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> Any:
         """Like ``Accelerator.get_state_dict``; while a model is saved, tied parameters have only their first name.
@@ -190,17 +187,19 @@ class AcceleratorCheckpoints(Accelerator):
             CheckpointError: If something is missing, damaged or does not fit; nothing has changed then.
         """
         load_model_func_kwargs.setdefault("map_location", "cpu")
-        self._follow_models()
-        engines = self._trained_engines()
+        engines = [engine for engine in self._engines() if engine.training_state is not None]
         for engine in engines:
             engine.checkpoints.wait()
         if engines and input_dir is None and self.project_configuration.automatic_checkpoint_naming:
-            input_dir = str(self._newest_directory())
+            parent = self._numbered_directories()
+            if not (numbered := _numbered(parent)):
+                raise CheckpointError(f"'{parent}' has no checkpoint; give load_state the directory of one")
+            input_dir = str(numbered[-1])
         if not engines or input_dir is None or not os.path.isdir(input_dir):
             super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
             return
         strict, directory = load_model_func_kwargs.get("strict", True), Path(input_dir)
-        states = [state_directory(directory, number) for number in range(len(engines))]
+        states = _state_directories(directory, engines)
         with contextlib.ExitStack() as stack:
             if has_training_state(directory):
                 stack.enter_context(self._without_chunked_optimizers())
@@ -209,20 +208,20 @@ class AcceleratorCheckpoints(Accelerator):
                     engine.checkpoints.check_state(state)
             engines[0].checkpoints.together(functools.partial(self._check_others, directory))
             warn_of_missing(engines[0], directory, missing_anywhere(engines[0], self._missing_others(directory)))
+            found = [FoundWeights() for _ in engines]
             if self._load_model_state_pre_hook:  # the hooks get all models, and may load them
                 super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
-                # After the weights: masters have more bits than what a hook may have loaded.
-                for engine, state in zip(engines, states, strict=True):
-                    engine.checkpoints.load_parts(None, state)
-                return
-            found = []
-            for engine in engines:
-                find = functools.partial(self._find_weights, engine, directory, strict)
-                found.append(engine.checkpoints.together(find))
-            stack.enter_context(self._without_models_of(engines))
+            else:
+                for number, engine in enumerate(engines):
+                    find = functools.partial(self._find_weights, engine, directory, strict)
+                    found[number] = engine.checkpoints.together(find)
+            # After what hooks have loaded: masters have more bits.
             for engine, weights, state in zip(engines, found, states, strict=True):
                 engine.checkpoints.load_parts(weights, state)
-            super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
+            if not self._load_model_state_pre_hook:
+                models = [_Loaded() if get_engine(model) in engines else model for model in self._models]
+                stack.enter_context(having(self, "_models", models))
+                super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
 
     def _check_others(self, directory: Path) -> None:
         """Raises ``CheckpointError`` if a file is missing that Accelerate would miss when the weights are loaded."""
@@ -245,17 +244,14 @@ class AcceleratorCheckpoints(Accelerator):
 
     def _find_weights(self, engine: PatrickStarEngine, directory: Path, strict: bool) -> FoundWeights:
         """The weights of an engine's models, under the names that parameters have in the engine."""
-        values: dict[str, torch.Tensor] = {}
-        missing: list[str] = []
-        unexpected: list[str] = []
+        all_found = FoundWeights()
         roots = {id(root): number for number, root in enumerate(roots_of(engine.model))}
         for place, model in enumerate(self._models):
             if get_engine(model) is not engine:
                 continue
             ending = f"_{place}" if place else ""
             path = directory / f"model{ending}.safetensors"
-            if not path.is_file():
-                path = directory / f"pytorch_model{ending}.bin"
+            path = path if path.is_file() else directory / f"pytorch_model{ending}.bin"
             found = find_weights(model, path, engine.device)
             if strict and (found.missing_keys or found.unexpected_keys):
                 raise CheckpointError(
@@ -263,76 +259,42 @@ class AcceleratorCheckpoints(Accelerator):
                     "does not know; pass strict=False to load the rest"
                 )
             prefix = "" if model is engine.model else f"{roots[id(model)]}."
-            values |= {prefix + name: value for name, value in found.values.items()}
-            missing += [prefix + name for name in found.missing_keys]
-            unexpected += [prefix + name for name in found.unexpected_keys]
-        return FoundWeights(values, missing, unexpected)
+            all_found.values.update({prefix + name: value for name, value in found.values.items()})
+        return all_found
 
     def _engines(self) -> list[PatrickStarEngine]:
-        """The engines of the prepared models, each once."""
+        """The engines of the prepared models, each once; they follow changes of their models first."""
         found = (get_engine(model) for model in self._models)
-        return list({id(engine): engine for engine in found if engine is not None}.values())
-
-    def _trained_engines(self) -> list[PatrickStarEngine]:
-        """The engines that have an optimizer."""
-        return [engine for engine in self._engines() if engine.training_state is not None]
-
-    def _follow_models(self) -> None:
-        """Lets engines follow changes of their models, so that new parameters are saved or loaded too."""
-        for engine in self._engines():
+        engines = list({id(engine): engine for engine in found if engine is not None}.values())
+        for engine in engines:
             engine.follow_model()
+        return engines
 
     def _without_chunked_optimizers(self) -> contextlib.AbstractContextManager[None]:
         """Hides optimizers over chunks from Accelerate."""
         others = [item for item in self._optimizers if not isinstance(unwrapped(item), ChunkedOptimizer)]
         return having(self, "_optimizers", others)
 
-    def _without_models_of(self, engines: list[PatrickStarEngine]) -> contextlib.AbstractContextManager[None]:
-        """Shows Accelerate dummies in place of models whose weights are loaded already."""
-        shown = [_Loaded() if get_engine(model) in engines else model for model in self._models]
-        return having(self, "_models", shown)
-
     # Automatic names
 
-    def _next_directory(self) -> Path:
-        directory = Path(str(self.project_dir)) / "checkpoints" / f"checkpoint_{self.save_iteration}"
-        if directory.exists():
-            raise ValueError(
-                f"checkpoint directory {directory} exists already; set project_configuration.iteration to the number "
-                "to go on with"
-            )
-        return directory
+    def _numbered_directories(self) -> Path:
+        return Path(str(self.project_dir)) / "checkpoints"
 
-    def _newest_directory(self) -> Path:
-        parent = Path(str(self.project_dir)) / "checkpoints"
-        found = _numbered(parent)
-        if not found:
-            raise CheckpointError(f"'{parent}' has no checkpoint; give load_state the directory of one")
-        return found[-1]
-
-    def _rotate(self, parent: Path) -> None:
+    def _rotate(self) -> None:
         limit = self.project_configuration.total_limit
-        found = _numbered(parent)
+        found = _numbered(self._numbered_directories())
         for path in found[: max(len(found) - limit, 0)] if limit is not None else []:
             remove_checkpoint(path)
 
 
-def state_directory(directory: Path, number: int) -> Path:
-    """The directory of an engine's training state in a checkpoint.
-
-    Args:
-        directory: The checkpoint.
-        number: The engine's number among those that have optimizers, in the order of their models.
-    """
-    return directory / f"optimizer_{number}" if number else directory
+def _state_directories(directory: Path, engines: Sequence[PatrickStarEngine]) -> list[Path]:
+    """The directories of the training states of engines that have optimizers, in the order of their models."""
+    return [directory / f"optimizer_{number}" if number else directory for number in range(len(engines))]
 
 
 def _check_presence(directory: Path) -> None:
     if not has_training_state(directory):
-        raise CheckpointError(
-            f"'{directory}' has no training state: the checkpoint was saved with other models or optimizers prepared, "
-            "or with fewer; prepare the same ones, in the same order"
-        )
+        raise CheckpointError(f"'{directory}' has no training state; prepare the models and optimizers that were saved")
 
 
 class _Loaded(torch.nn.Module):

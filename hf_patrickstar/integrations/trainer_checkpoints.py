@@ -11,13 +11,12 @@ import torch
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, TrainOutput, sort_checkpoints
 
-from hf_patrickstar.checkpoint.checkpoints import has_torch_state, has_training_state
-from hf_patrickstar.checkpoint.export import torch_state_dict
-from hf_patrickstar.checkpoint.found_weights import FoundWeights, find_weights
+from hf_patrickstar.checkpoint.checkpoints import has_torch_state
 from hf_patrickstar.checkpoint.storage import damaged, missing_file, remove_checkpoint, remove_leftovers
-from hf_patrickstar.checkpoint.training_state import INDEX_NAME
+from hf_patrickstar.checkpoint.torch_state import torch_state_dict
+from hf_patrickstar.checkpoint.training_state import INDEX_NAME, has_training_state
 from hf_patrickstar.checkpoint.transaction import Checkpoint
-from hf_patrickstar.checkpoint.weight_files import has_weights, load_torch_file
+from hf_patrickstar.checkpoint.weight_files import FoundWeights, has_weights, load_torch_file
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.integrations.accelerator_checkpoints import (
@@ -46,7 +45,8 @@ class TrainerCheckpoints(_AnyTrainer):
     """Saves and loads the checkpoints of a Trainer whose model has an engine; without one, as the Trainer does."""
 
     _saving: Checkpoint | None = None
-    _found: FoundWeights | CheckpointError | None = None
+    _resumed: str | None = None
+    """Where weights are that are read when there are chunks to read them into."""
     _step_at_begin = 0
 
     @property
@@ -80,7 +80,7 @@ class TrainerCheckpoints(_AnyTrainer):
                 self.patrickstar_engine.checkpoints.close()
             raise
         finally:
-            self._found = None
+            self._resumed = None
         if self.patrickstar_engine is not None:
             self.patrickstar_engine.checkpoints.wait()
         return result
@@ -97,16 +97,14 @@ class TrainerCheckpoints(_AnyTrainer):
         Raises:
             CheckpointError: If a file cannot be written.
         """
-        engine = self.patrickstar_engine
-        if engine is not None:
-            engine.follow_model()
-        with contextlib.nullcontext() if engine is None else engine.weights.streamed(is_reader=self.args.should_save):
+        with contextlib.ExitStack() as stack:
+            if (engine := self.patrickstar_engine) is not None:
+                engine.follow_model()
+                stack.enter_context(engine.weights.streamed(is_reader=self.args.should_save))
             super().save_model(*args, **kwargs)
 
     def _get_output_dir(self, trial: Any) -> str:
-        if self._saving is not None:
-            return str(self._saving.path.parent)
-        return str(super()._get_output_dir(trial))
+        return str(super()._get_output_dir(trial) if self._saving is None else self._saving.path.parent)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Lets the Trainer write to a temporary directory, which is renamed when all of it is on the disk."""
@@ -138,15 +136,18 @@ class TrainerCheckpoints(_AnyTrainer):
 
     def _find_best(self, run_dir: str, checkpoint: Checkpoint) -> None:
         """Sets the final path of the best checkpoint; the Trainer has looked for it in the temporary directory."""
-        if self.args.save_strategy == SaveStrategy.NO or not self.state.best_global_step:
-            return
-        best = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
-        is_this = self.state.best_global_step == self.state.global_step
-        if not (is_this or os.path.exists(best)) or best == self.state.best_model_checkpoint:
-            return
-        self.state.best_model_checkpoint = best
-        if self.args.should_save:
-            self.state.save_to_json(str(checkpoint.path / TRAINER_STATE_NAME))
+        step = self.state.best_global_step
+        best = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
+        is_there = step == self.state.global_step or os.path.exists(best)
+        if (
+            step
+            and self.args.save_strategy != SaveStrategy.NO
+            and is_there
+            and best != self.state.best_model_checkpoint
+        ):
+            self.state.best_model_checkpoint = best
+            if self.args.should_save:
+                self.state.save_to_json(str(checkpoint.path / TRAINER_STATE_NAME))
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._saving is None:  # else _save_checkpoint pushes it from its final path
@@ -169,11 +170,8 @@ class TrainerCheckpoints(_AnyTrainer):
         if engine is None or engine.training_state is None:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        os.makedirs(output_dir, exist_ok=True)
-        if self._saving is None:
-            engine.checkpoints.save_state(output_dir, is_maker=self.args.should_save)
-        else:
-            engine.checkpoints.end_state(self._saving)  # begin_state was called before the model was saved
+        assert self._saving is not None  # begin_state was called before the model was saved
+        engine.checkpoints.end_state(self._saving)
         if self.args.should_save:
             assert self.lr_scheduler is not None
             with warnings.catch_warnings():
@@ -188,12 +186,8 @@ class TrainerCheckpoints(_AnyTrainer):
         self._step_at_begin = self.state.global_step
         if not (getattr(self.args, "patrickstar", False) and self._is_over()):
             return trained
-        logger.warning(
-            "patrickstar: the checkpoint is of step %d, and this run ends with step %d: nothing is left to train. "
-            "To go on, raise --max_steps or --num_train_epochs",
-            self.state.global_step,
-            self.state.max_steps,
-        )
+        text = "patrickstar: the checkpoint is of step %d of %d; to train on, raise --max_steps or --num_train_epochs"
+        logger.warning(text, self.state.global_step, self.state.max_steps)
         return self.state.num_train_epochs, 0
 
     def _is_over(self) -> bool:
@@ -201,44 +195,46 @@ class TrainerCheckpoints(_AnyTrainer):
         return 0 < self.state.max_steps <= self._step_at_begin
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Opens and checks the weights; their values are read when there are chunks to read them into."""
-        engine = self.patrickstar_engine
+        """Loads the weights, if there are chunks to read them into; otherwise they are read when there are."""
         is_ours = getattr(self.args, "patrickstar", False) and not hasattr(self.model, "peft_config")
         if is_ours and (warning := check_origin(resume_from_checkpoint)) is not None:
             logger.warning(warning)
         if not is_ours or not has_weights(resume_from_checkpoint):  # the Trainer reports that there are no weights
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+        elif self.patrickstar_engine is None:
+            self._resumed = resume_from_checkpoint
+        else:
+            self._load_weights(self.patrickstar_engine, resume_from_checkpoint)
+
+    def _load_weights(self, engine: PatrickStarEngine, directory: str, state_directory: str | None = None) -> None:
+        engine.follow_model()
+        found = engine.checkpoints.load_weights(directory, state_directory)
+        if hasattr(self.model, "_keys_to_ignore_on_save"):  # the Trainer's warning needs this attribute
+            self._issue_warnings_after_load(found)
             return
-        if engine is not None:
-            engine.follow_model()
-            self._tell_of(engine.checkpoints.load_weights(resume_from_checkpoint))
-            return
-        assert self.model is not None
-        try:
-            self._found = find_weights(self.model, resume_from_checkpoint)
-            self._tell_of(self._found)
-        except CheckpointError as error:
-            if self.args.world_size == 1:
-                raise
-            self._found = error  # all processes raise it together, when they can communicate
+        for keys, what in ((found.missing_keys, "missing"), (found.unexpected_keys, "unexpected")):
+            if keys:
+                logger.warning("There were %s keys in the checkpoint model loaded: %s.", what, keys)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Reads the weights that ``_load_from_checkpoint`` opened, and this process's part of the optimizer's state."""
-        engine, found = self.patrickstar_engine, self._found
-        self._found = None
+        """Reads the weights that were left for now, and this process's part of the optimizer's state."""
+        engine, resumed = self.patrickstar_engine, self._resumed
+        self._resumed = None
         if engine is None:
             self._load_without_engine(checkpoint)
             return
-        engine.follow_model()
-        checkpoints = engine.checkpoints
-        weights = checkpoints.together(lambda: _without_error(found))
-        if checkpoint is None or self._begins_anew(engine, checkpoint):
-            checkpoints.load_parts(weights)
-            return
-        schedule = checkpoints.together(lambda: load_torch_file(Path(checkpoint) / SCHEDULER_NAME))
-        checkpoints.load_parts(weights, checkpoint)
-        assert self.lr_scheduler is not None
-        self.lr_scheduler.load_state_dict(schedule)
+        schedule = None
+        if checkpoint is not None and not self._begins_anew(engine, checkpoint):
+            schedule = engine.checkpoints.together(lambda: load_torch_file(Path(checkpoint) / SCHEDULER_NAME))
+        state_directory = None if schedule is None else checkpoint
+        if resumed is not None:
+            self._load_weights(engine, resumed, state_directory)
+        elif state_directory is not None:
+            engine.follow_model()
+            engine.checkpoints.load_parts(FoundWeights(), state_directory)
+        if schedule is not None:
+            assert self.lr_scheduler is not None
+            self.lr_scheduler.load_state_dict(schedule)
 
     def _begins_anew(self, engine: PatrickStarEngine, checkpoint: str) -> bool:
         """Whether optimizer and schedule begin anew: as the Trainer, the engine loads both or none.
@@ -303,21 +299,12 @@ class TrainerCheckpoints(_AnyTrainer):
         if engine is None:
             super()._load_best_model()
             return
-        engine.follow_model()
         engine.checkpoints.wait()
-        assert best is not None  # else the Trainer has nothing to load
-        if hasattr(self.model, "peft_config") or not os.path.isdir(best):
+        if best is None or hasattr(self.model, "peft_config") or not os.path.isdir(best):
+            engine.follow_model()
             super()._load_best_model()
-            return
-        self._tell_of(engine.checkpoints.load_weights(best))
-
-    def _tell_of(self, found: FoundWeights) -> None:
-        if not hasattr(self.model, "_keys_to_ignore_on_save"):  # the Trainer's warning needs this attribute
-            for keys, what in ((found.missing_keys, "missing"), (found.unexpected_keys, "unexpected")):
-                if keys:
-                    logger.warning("There were %s keys in the checkpoint model loaded: %s.", what, keys)
-            return
-        self._issue_warnings_after_load(found)
+        else:
+            self._load_weights(engine, best)
 
 
 def _check_schedule(checkpoint: str) -> None:
@@ -332,12 +319,6 @@ def _check_schedule(checkpoint: str) -> None:
             f"{missing_file(path)}; or delete every optimizer-* and {INDEX_NAME} beside it, to begin with a new "
             "optimizer and schedule"
         )
-
-
-def _without_error(found: FoundWeights | CheckpointError | None) -> FoundWeights | None:
-    if isinstance(found, CheckpointError):
-        raise found
-    return found
 
 
 def _rotate(run_dir: str, limit: int | None, *wanted: str | None) -> None:

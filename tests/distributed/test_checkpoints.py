@@ -15,7 +15,8 @@ from processes import Workers
 from together import differences, engaged, hf_loss, launched, make_optimizer, train_alone, train_together
 
 from hf_patrickstar import PatrickStarAccelerator, PatrickStarEngine, deferred_weights
-from hf_patrickstar.checkpoint import pieces, safetensors_file, transaction
+from hf_patrickstar.checkpoint import safetensors_file, transaction
+from hf_patrickstar.checkpoint.storage import NewFile
 from hf_patrickstar.errors import CheckpointError, CollectiveError
 
 pytestmark = pytest.mark.xdist_group("distributed")
@@ -159,22 +160,22 @@ def test_every_process_reads_only_its_part_of_deferred_weights(pair, tmp_path):
 
 def fail(rank, folder, who, suffix):
     """One rank cannot write one of its files; then there is room again."""
-    original = pieces.write_all
+    original = NewFile.write
 
     def write_all(file, view):
         if dist.get_rank() == who and suffix in file.name and file.tell() > 20_000:  # between two pieces
             raise OSError(errno.ENOSPC, "No space left on device")
-        original(file, view)
+        return original(file, view)
 
     with engaged(build("gpt2", torch.float32)) as engine:
         train_together(engine, hf_loss("gpt2"), steps=1)
         engine.save_checkpoint(f"{folder}/earlier")
-        pieces.write_all = write_all
+        NewFile.write = write_all
         try:
             with pytest.raises(CheckpointError) as caught:
                 engine.save_checkpoint(f"{folder}/c")
         finally:
-            pieces.write_all = original
+            NewFile.write = original
         assert not Path(folder, "c").exists()
         train_together(engine, hf_loss("gpt2"), steps=1, first=1)
         engine.save_checkpoint(f"{folder}/c")
@@ -197,23 +198,23 @@ def test_a_rank_that_cannot_write_fails_the_checkpoint_of_all(pair, tmp_path, wh
 
 def fail_in_background(rank, folder, who):
     """One rank cannot write its training state while training goes on."""
-    original = pieces.write_all
+    original = NewFile.write
 
     def write_all(file, view):
         if f"optimizer-0000{who + 1}" in file.name:
             raise OSError(errno.ENOSPC, "No space left on device")
-        original(file, view)
+        return original(file, view)
 
     with engaged(build("gpt2", torch.float32), {"background_save": True}) as engine:
         train_together(engine, hf_loss("gpt2"), steps=1)
-        pieces.write_all = write_all
+        NewFile.write = write_all
         try:
             engine.save_checkpoint(f"{folder}/c")
             train_together(engine, hf_loss("gpt2"), steps=1, first=1)
             with pytest.raises(CheckpointError) as caught:
                 engine.checkpoints.wait()
         finally:
-            pieces.write_all = original
+            NewFile.write = original
         return str(caught.value)
 
 
@@ -229,7 +230,7 @@ def lose_in_background(rank, folder, is_waiting):
     model = build("gpt2", torch.float32)
     engine = PatrickStarEngine(model, {"background_save": True}, make_optimizer(model), device="cpu")
     if rank == 1:
-        pieces.write_all = lambda *_: time.sleep(600)
+        NewFile.write = lambda *_: time.sleep(600)
     with engine.checkpoints.writing(f"{folder}/c") as checkpoint:
         engine.checkpoints.begin_state(checkpoint)
     Path(folder, f"rank{rank}-goes-on").touch()

@@ -10,7 +10,7 @@ from test_checkpoints import build
 from together import copy_state, differences, engaged, hf_loss, make_optimizer, train_together
 
 from hf_patrickstar import PatrickStarEngine
-from hf_patrickstar.checkpoint import pieces
+from hf_patrickstar.checkpoint import torch_state
 from hf_patrickstar.errors import CheckpointError
 
 pytestmark = pytest.mark.xdist_group("distributed")
@@ -64,19 +64,19 @@ def fail_to_write(rank, folder, failing):
     """The disk is full while ``optimizer.pt`` is written; the other process is told, and both go on."""
     with engaged(build("gpt2", torch.float32), {"optimizer_format": "both"}) as engine:
         train_together(engine, hf_loss("gpt2"), steps=1)
-        original = pieces.PieceWriter.write
+        original = torch_state.write_tensor
 
-        def write(self, tensor, record=None):
-            if record is not None and rank == failing:
+        def write_tensor(*args):
+            if rank == failing:
                 raise OSError(28, "No space left on device")
-            original(self, tensor, record)
+            original(*args)
 
-        pieces.PieceWriter.write = write
+        torch_state.write_tensor = write_tensor
         try:
             with pytest.raises(CheckpointError, match=r"was not written: .*optimizer.pt' cannot be written: No space"):
                 engine.save_checkpoint(f"{folder}/c")
         finally:
-            pieces.PieceWriter.write = original
+            torch_state.write_tensor = original
         assert not os.path.exists(f"{folder}/c")
         train_together(engine, hf_loss("gpt2"), steps=1, first=1)
         engine.save_checkpoint(f"{folder}/c")

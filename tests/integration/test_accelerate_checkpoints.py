@@ -13,7 +13,7 @@ from models import make_model, make_rows
 from trainers import assert_same_weights, tight
 
 from hf_patrickstar import CheckpointError, PatrickStarAccelerator, deferred_weights
-from hf_patrickstar.checkpoint import background
+from hf_patrickstar.checkpoint import transaction
 from hf_patrickstar.cli.main import main
 
 IN_BACKGROUND = [pytest.param(False, id="foreground"), pytest.param(True, id="background")]
@@ -213,7 +213,7 @@ def test_a_damaged_directory_changes_nothing(name, has_hooks, tmp_path):
     loop.train(steps=1)
     before = loop.whole_state()
     truncate(tmp_path / "saved", name)
-    with pytest.raises(CheckpointError, match=f"{name}' is truncated"):
+    with pytest.raises(CheckpointError, match=f"{name}' is not a complete"):
         loop.accelerator.load_state(tmp_path / "saved")
     assert same_bits(before, loop.whole_state())
 
@@ -232,7 +232,7 @@ def test_a_directory_that_cannot_be_written(is_background, tmp_path, monkeypatch
         raise OSError(28, "No space left on device")
 
     if is_background:
-        monkeypatch.setattr(background, "write_safetensors", refuse)
+        monkeypatch.setattr(transaction, "write_safetensors", refuse)
         loop.accelerator.save_state(tmp_path / "saved")
     else:
         monkeypatch.setattr(torch, "save", refuse)

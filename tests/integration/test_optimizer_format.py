@@ -15,7 +15,7 @@ from trainers import assert_same_weights, logged, run, tight
 from watch import Watch
 
 from hf_patrickstar import CheckpointError, PatrickStarAccelerator, PatrickStarEngine
-from hf_patrickstar.checkpoint.export import export
+from hf_patrickstar.checkpoint.torch_state import export
 from hf_patrickstar.cli.main import main
 
 SHARDED = {STATE_INDEX, "optimizer-00001-of-00001.safetensors", "README.md"}
@@ -73,7 +73,7 @@ def test_the_stock_trainer_begins_adam_anew_where_the_file_is_missing(expected, 
     text = (place / "README.md").read_text()
     assert "hf-patrickstar export" in text
     for name in names_in(place):
-        assert not name.startswith("optimizer") or name.replace("00001-of-00001", "00001-of-0000N") in text
+        assert not name.startswith("optimizer") or name.replace("00001-of-00001", "*") in text
     other = stock(tmp_path / "stock", model=make_model("gpt2", seed=3))
     run(other, resume_from_checkpoint=str(place))
     assert logged(other, "loss") != logged(expected("adamw"), "loss")
@@ -166,7 +166,7 @@ def test_a_bare_loop(tmp_path):
     other.load_checkpoint(tmp_path / "c")
     assert_same_weights(engine.model, other.model)
     assert same_bits(state_of(engine), state_of(other))
-    with pytest.raises(CheckpointError, match=r"optimizer.pt' is there already, and nothing that it could be written"):
+    with pytest.raises(CheckpointError, match=r"optimizer.pt' is there, and no optimizer.index.json"):
         export(tmp_path / "c")
 
 
@@ -194,7 +194,7 @@ WRONG = {
     other_groups: r"optimizer.pt': optimizer state has param groups of",
     other_shape: r"optimizer.pt': optimizer state 'exp_avg' of parameter '.*' has shape \(7, 5\)",
     (lambda place: {"something": 1}): r"optimizer.pt' is not the state of an optimizer: KeyError\('param_groups'\)",
-    (lambda place: [1]): r"optimizer.pt' holds a list, not a dictionary",
+    (lambda place: [1]): r"optimizer.pt' has a list, not a dictionary",
 }
 
 
@@ -301,9 +301,10 @@ def test_writing_needs_a_piece_at_a_time(tmp_path):
     engine.optimizer.step()
     engine.optimizer.zero_grad()
     lists = {payload.untyped_storage()._cdata for chunk in engine.manager.chunks for payload in chunk.lists.values()}
-    with Watch(lambda storage: storage.device.type == "meta" or storage._cdata in lists) as watch:
-        engine.checkpoints.save_state(tmp_path, is_maker=True)
-    assert (tmp_path / "optimizer.pt").stat().st_size > 2 * 4 * 4 * 512**2
+    watch = Watch(lambda storage: storage.device.type == "meta" or storage._cdata in lists)
+    with watch, engine.checkpoints.writing(tmp_path / "c") as checkpoint:
+        engine.checkpoints.end_state(checkpoint)
+    assert (tmp_path / "c/optimizer.pt").stat().st_size > 2 * 4 * 4 * 512**2
     assert 0 < watch.peak <= 2 * 4 * engine.weights.piece_numel
 
 
@@ -314,7 +315,7 @@ def test_export_needs_a_piece_at_a_time(tmp_path):
     export(tmp_path)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 4 * 1000**2, "one of eight tensors"
+    assert 0 < peak < 4 * 1000**2, "one of eight tensors"
     found = torch.load(tmp_path / "optimizer.pt", weights_only=True)["state"]
     assert all(torch.equal(found[n]["exp_avg"], states[f"w{n}"]["exp_avg"]) for n in range(8))
 

@@ -16,7 +16,7 @@ from hf_patrickstar import (
     PatrickStarTrainingArguments,
     deferred_weights,
 )
-from hf_patrickstar.checkpoint.found_weights import find_weights
+from hf_patrickstar.checkpoint.weight_files import find_weights
 
 ROWS = [
     {"x": torch.randn(6, generator=torch.Generator().manual_seed(seed)), "labels": torch.tensor(1.0)}

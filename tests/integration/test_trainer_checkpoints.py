@@ -16,8 +16,8 @@ from trainers import assert_same_weights, logged, make_trainer, run, tight
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_patrickstar import CheckpointError, PatrickStarTrainer, PatrickStarTrainingArguments
-from hf_patrickstar.checkpoint import background, pieces
-from hf_patrickstar.checkpoint.storage import PARTIAL, REMOVED, StagedDirectory
+from hf_patrickstar.checkpoint import transaction
+from hf_patrickstar.checkpoint.storage import PARTIAL, REMOVED, NewFile, StagedDirectory
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 BEST = {"eval_strategy": "steps", "load_best_model_at_end": True, "greater_is_better": True}  # the worst loss
@@ -137,7 +137,7 @@ def test_a_run_that_had_come_to_its_end_is_not_trained_further(end, steps, limit
     trainer.add_callback(counter := Steps())
     result = run(trainer, resume_from_checkpoint=True)
     assert (result.global_step, trainer.state.global_step, counter.begun, counter.ended) == (4, 4, 0, 1)
-    assert f"checkpoint is of step 4, and this run ends with step {end}: nothing is left to train" in caplog.text
+    assert f"checkpoint is of step 4 of {end}; to train on, raise --max_steps" in caplog.text
     assert_same_weights(whole.model, trainer.model)
     assert trainer.patrickstar_stats()["steps"] == 0
     assert trainer.state.log_history[:-1] == whole.state.log_history[:-1]
@@ -350,13 +350,13 @@ class LateWriting(TrainerCallback):
     def __init__(self, monkeypatch):
         self.is_late = []
         self._is_over, self._steps = threading.Event(), 0
-        original = background.write_safetensors
+        original = transaction.write_safetensors
 
         def write(*args, **kwargs):
             self.is_late.append(self._is_over.wait(timeout=30))
             return original(*args, **kwargs)
 
-        monkeypatch.setattr(background, "write_safetensors", write)
+        monkeypatch.setattr(transaction, "write_safetensors", write)
 
     def on_save(self, args, state, control, **kwargs):
         self._is_over.clear()
@@ -402,7 +402,7 @@ def watch_manager(trainer, monkeypatch):
     """Lets the manager of such checkpoints not wait, and looks at the checkpoint when it says that it is complete."""
     (manager,) = (c.jit_manager for c in trainer.callback_handler.callbacks if hasattr(c, "jit_manager"))
     manager.kill_wait, manager.completed = 0, []
-    execute, write = manager.execute_jit_checkpoint, background.write_safetensors
+    execute, write = manager.execute_jit_checkpoint, transaction.write_safetensors
 
     def slow_write(*args, **kwargs):
         time.sleep(0.3)
@@ -412,7 +412,7 @@ def watch_manager(trainer, monkeypatch):
         execute()
         manager.completed.append(names_in(trainer.args.output_dir))
 
-    monkeypatch.setattr(background, "write_safetensors", slow_write)
+    monkeypatch.setattr(transaction, "write_safetensors", slow_write)
     manager.execute_jit_checkpoint = watched
     return manager
 
@@ -451,7 +451,7 @@ def test_checkpoint_on_sigterm(moment, is_background, whole, tmp_path, monkeypat
 def full_disk(what, step=4):
     """Lets the disk be full in the middle of a file of one checkpoint; returns a function that makes room again."""
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    original, torch_save, calls = pieces.write_all, torch.save, []
+    original, torch_save, calls = NewFile.write, torch.save, []
 
     def is_hit(path):
         name = os.path.basename(path).removeprefix("_")  # which a file has while it is written
@@ -462,7 +462,7 @@ def full_disk(what, step=4):
             calls.append(file.name)
             if len(calls) > 3:  # in the middle of it
                 raise error
-        original(file, view)
+        return original(file, view)
 
     def save(value, path, *args, **kwargs):
         if isinstance(path, str) and is_hit(path):
@@ -470,7 +470,7 @@ def full_disk(what, step=4):
         torch_save(value, path, *args, **kwargs)
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(pieces, "write_all", write_all)
+    patch.setattr(NewFile, "write", write_all)
     patch.setattr(torch, "save", save)
     return patch.undo
 

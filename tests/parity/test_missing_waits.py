@@ -17,7 +17,9 @@ from torch import nn
 
 import hf_patrickstar
 from hf_patrickstar import PatrickStarEngine
-from hf_patrickstar.checkpoint import background
+from hf_patrickstar.checkpoint import transaction
+from hf_patrickstar.checkpoint.safetensors_file import write_safetensors
+from hf_patrickstar.checkpoint.weight_files import FoundWeights
 from hf_patrickstar.errors import DeviceMemoryError, PatrickStarError
 from hf_patrickstar.memory import streams
 from hf_patrickstar.memory.tiers import Tier
@@ -159,7 +161,7 @@ class LateWriter:
 
     def __enter__(self):
         may_begin = self._may_begin
-        begin = background.BackgroundWrite._run
+        begin = transaction.BackgroundWrite._run
 
         class Event(threading.Event):
             def wait(self, timeout=None):
@@ -172,12 +174,12 @@ class LateWriter:
 
         names = types.SimpleNamespace(Event=Event, Thread=threading.Thread)
         with (
-            mock.patch.object(background, "threading", names),
-            mock.patch.object(background.BackgroundWrite, "_run", run),
+            mock.patch.object(transaction, "threading", names),
+            mock.patch.object(transaction.BackgroundWrite, "_run", run),
         ):
-            state = self._run.engine.training_state
-            self._expected = {key: tensor.clone() for key, tensor in state._collect()[0].items()}
-            self._write = state.save_in_background(self._folder, with_index=True)
+            file = self._run.engine.training_state.begin_save(self._folder, with_index=True)
+            self._path, self._expected = file.path, {key: tensor.clone() for key, tensor in file.tensors.items()}
+            self._write = transaction.BackgroundWrite(file, self._run.engine.weights.piece_numel)
         return self
 
     def __exit__(self, kind, *_):
@@ -185,7 +187,7 @@ class LateWriter:
         self._write.join()
         if kind is None:
             assert self._write.error is None
-            saved = safetensors.torch.load_file(self._write.path)
+            saved = safetensors.torch.load_file(self._path)
             self._run.keep(*(saved[key] for key in sorted(saved)))
             self.is_right = all(torch.equal(saved[key], value) for key, value in self._expected.items())
 
@@ -517,13 +519,14 @@ def write_values(run):
 
 def open_other_state(run, folder):
     (folder / "other").mkdir()
-    run.engine.training_state.save(folder / "other", with_index=True)
+    file = run.engine.training_state.begin_save(folder / "other", with_index=True)
+    write_safetensors(file.path, file.tensors, file.metadata)
     run.step()
-    return run.engine.training_state.open(folder / "other")
+    return folder / "other"
 
 
-def load_other_state(run, loading):
-    loading.apply()
+def load_other_state(run, directory):
+    run.engine.checkpoints.load_parts(FoundWeights(), directory)
 
 
 RUNS = {
@@ -572,10 +575,9 @@ WATCHED = (
 """Modules that order copies and kernels of one process, some with the classes that do."""
 
 ELSEWHERE = {
-    "checkpoint/background.py": "joins its thread, and waits for a compute stream that simulated tensors do not have",
     "checkpoint/checkpoints.py": "waits for threads and for files",
-    "checkpoint/filling.py": "waits for its own threads: tests/unit/checkpoint/test_filling.py",
-    "checkpoint/transaction.py": "waits for threads and for files",
+    "checkpoint/first_values.py": "waits for workers: tests/unit/checkpoint/test_first_values.py",
+    "checkpoint/transaction.py": "joins its threads, and waits for a compute stream that simulated tensors do not have",
     "integrations/accelerator_checkpoints.py": "waits for checkpoints that are complete",
     "cli/run.py": "joins words",
     "integrations/trainer_checkpoints.py": "waits for checkpoints that are complete",
