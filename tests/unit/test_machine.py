@@ -125,6 +125,7 @@ def test_several_devices_share_a_host():
     ("device_name", "name"),
     [
         ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
         ("NVIDIA GH200 480GB", "gh200"),
         ("NVIDIA A100-SXM4-80GB", "a100-80"),
         ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000"),
