@@ -231,7 +231,7 @@ class NewFile(io.FileIO):
             CheckpointError: If it cannot be written; if the disk is full, the message has the bytes needed and free.
         """
         try:
-            with cls(path, "wb") as file:
+            with cls(os.fspath(path), "wb") as file:
                 yield file
                 os.fsync(file.fileno())
         except OSError as error:

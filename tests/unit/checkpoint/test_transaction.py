@@ -88,6 +88,7 @@ def test_a_step_waits_for_each_chunk_until_it_is_written(tmp_path, monkeypatch):
     for _ in TENSORS:
         gate.wait()
         seen.append((first.is_set(), second.is_set()))
+        assert not arrived.is_set() or first.is_set()
         assert path.read_text() == "old"
         gate.go()
     assert arrived.wait(timeout=60)
