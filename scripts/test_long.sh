@@ -15,7 +15,7 @@ run() {
     echo "test_long.sh: $1"
     case $1 in
         # What is installed: its files, its types, and that it needs no extra.
-        wheel) pytest -m long tests/integration tests/unit/test_*.py ;;
+        wheel) pytest -m long tests/integration tests/unit/test_bare_install.py tests/unit/test_typing.py ;;
         # Scripts of other people, recipes, benchmarks and the site.
         scripts) pytest -m long tests/unit/scripts tests/unit/cli tests/recipes ;;
         # Plans with advice, of scripts, and of models of every kind.

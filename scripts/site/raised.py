@@ -191,7 +191,7 @@ class Package:
         """The texts that calls in the same module hand to a parameter of the function."""
         function = place.function
         names = [argument.arg for argument in function.args.args] if function else []
-        if function is None or name not in names or place.depth:
+        if function is None or name not in names or name in ("self", "cls") or place.depth:
             return []
         index = names.index(name) - (names[0] in ("self", "cls"))
         texts: Texts = []

@@ -24,7 +24,7 @@ WITHOUT_REMEDY = {
     # The first step is recorded then, and a log says it: there is nothing to do.
     "parameter '<spec>' is not managed",
     "no output of the model has a gradient",
-    "recording a micro-batch with tensors without bytes took longer than <timeout s> s",
+    "recording a micro-batch with tensors without bytes took longer than 60.0 s",
     "the model does what a trace has no word for: it reads a parameter through .data or detach(), evaluates inside of "
     "its forward, or changes an embedding that is looked up on the CPU",
     "the model asks for the value of a tensor (line <f lineno> of <co filename>), which tensors without bytes do not "
