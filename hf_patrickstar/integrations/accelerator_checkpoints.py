@@ -126,7 +126,8 @@ class AcceleratorCheckpoints(Accelerator):
                 engine.checkpoints.end_state(checkpoint, self._torch_paths(engine, checkpoint), directory)
             first.checkpoints.begin_state(checkpoint)
             with contextlib.ExitStack() as stack, self._without_chunked_optimizers():
-                for engine in engines:
+                # The streamed engine comes last: where it is read, other processes wait until all has been saved.
+                for engine in sorted(engines, key=lambda engine: engine is first):
                     is_streamed = engine is first and safe_serialization
                     weights, is_main = engine.weights, self.is_main_process
                     stack.enter_context(
