@@ -74,7 +74,7 @@ def describe_changes(plan: Plan) -> str:
     else:
         lines = ["No change was found that makes a step 2 % faster." if plan.fits else "No change was found that fits."]
     if plan.failed:
-        lines.append(f"Does not fit either: {'; '.join(plan.failed)}.")
+        lines.append(f"These do not fit: {'; '.join(plan.failed)}.")
     return "\n".join([*lines, *largest_of(plan)])
 
 
@@ -100,7 +100,7 @@ def largest_of(plan: Plan) -> list[str]:
     tokens = f" with {plan.length} tokens" if plan.unit == "tokens" else ""
     words = {
         "batch_size": (f"batch that fits{tokens}", "--batch-size"),
-        "length": (f"sequence that fits with {plan.batch_size}", "--seq-len"),
+        "length": (f"sequence that fits with a batch of {plan.batch_size}", "--seq-len"),
     }
     texts = []
     for name, answer in (plan.largest or {}).items():

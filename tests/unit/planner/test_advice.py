@@ -92,7 +92,7 @@ def test_where_nothing_fits_everything_that_was_tried_is_named(monkeypatch):
     refused, found = refused_by(monkeypatch, lambda *setup: False)
     assert found.changes == ()
     screen = describe_changes(dataclasses.replace(refused, changes=found.changes, failed=found.failed))
-    assert screen.startswith("No change was found that fits.\nDoes not fit either: --gradient-checkpointing; ")
+    assert screen.startswith("No change was found that fits.\nThese do not fit: --gradient-checkpointing; ")
 
 
 def test_changes_that_the_model_does_not_support_are_left_out(fitting, monkeypatch):

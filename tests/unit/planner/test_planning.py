@@ -234,7 +234,7 @@ def test_advice_is_planned():
     tried = dataclasses.replace(refused, changes=found.changes, failed=found.failed)
     screen = describe_changes(tried)
     assert screen.startswith("These changes fit, each planned:\n  1. ")
-    assert f"Does not fit either: {'; '.join(found.failed)}." in screen
+    assert f"These do not fit: {'; '.join(found.failed)}." in screen
     subject, training = arrange(MODEL, "rtx4090", batch_size=2, checkpointing=True)
     first = plan_and_simulate(subject, training)[0]
     found = advise(subject, training, first)
@@ -309,7 +309,7 @@ def test_json_and_page_have_what_was_tried(crowded):
     sentences = [
         *(f"{change['text']}: {change['tokens_per_s']:,.0f} tokens per second" for change in found["changes"]),
         f"The largest batch that fits with 64 tokens: {found['largest']['batch_size']} (--batch-size ",
-        f"The largest sequence that fits with 16: {found['largest']['length']} (--seq-len ",
+        f"The largest sequence that fits with a batch of 16: {found['largest']['length']} (--seq-len ",
     ]
     for sentence in sentences:
         assert sentence in out

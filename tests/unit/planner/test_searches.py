@@ -234,4 +234,4 @@ def test_a_plan_that_does_not_fit_says_which_batch_and_sequence_do(capsys, monke
     assert f"The largest batch that fits with 64 tokens: {batch} (--batch-size {batch})" in out
     length = search_below(Goal.MAX_LENGTH, *small(batch_size=12)).answer
     assert length < 64
-    assert f"The largest sequence that fits with 12: {length} (--seq-len {length})" in out
+    assert f"The largest sequence that fits with a batch of 12: {length} (--seq-len {length})" in out
