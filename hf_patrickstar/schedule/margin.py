@@ -214,8 +214,7 @@ def plan_margin(
     taken = format_nbytes(sum(sizes[index] for index in chosen))
     return MarginPlan(
         chosen,
-        f"{count} of {len(chunks)} movable chunks live in the device margin ({taken}; {most} would fit): the fastest "
-        f"of {len(costs)} numbers that were tried, at the rates of '{machine_name}'"
-        + f". At least {least} have to live there, because the host is full"
-        * (least > 0),
+        f"{count} of {len(chunks)} movable chunks live in the device margin ({taken}; {most} would fit)"
+        + f": the fastest of {len(costs)} numbers that were tried, at the rates of '{machine_name}'" * (len(costs) > 1)
+        + f". At least {least} have to live there, because the host is full" * (least > 0),
     )

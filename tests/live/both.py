@@ -57,6 +57,13 @@ def make_tower(seed=0):
     return Tower()
 
 
+def make_with_list():
+    """A model that keeps its parameters from before anything was attached to it."""
+    model = make_tower()
+    model.kept = tuple(model.parameters())
+    return model
+
+
 def make_adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
 

@@ -12,17 +12,7 @@ from multiprocessing.reduction import ForkingPickler
 import pytest
 import torch
 import torch.multiprocessing  # registers how tensors are sent to other processes
-from live.both import (
-    WIDTH,
-    Block,
-    Tower,
-    live,
-    loss_of,
-    make_adamw,
-    make_ids,
-    make_tower,
-    train,
-)
+from live.both import WIDTH, Block, Tower, live, loss_of, make_adamw, make_ids, make_tower, train
 from torch import nn
 from trainers import tight
 

@@ -6,7 +6,7 @@ import math
 import numpy
 import pytest
 import torch
-from live.both import WIDTH, Block, Tower, live, loss_of, make_ids, make_tower, raises_in_both, train
+from live.both import WIDTH, Block, Tower, live, loss_of, make_ids, make_tower, make_with_list, raises_in_both, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -195,12 +195,6 @@ BETWEEN = [
     *(facts, by_attribute, logged, changed_in_place, augmented, assigned, made_of_it, dropped, turned_and_shared),
     *(clipped_by_torch, not_finite, refused),
 ]
-
-
-def make_with_list():
-    model = make_tower()
-    model.kept = list(model.parameters())
-    return model
 
 
 @live(make=make_with_list, everywhere=True)

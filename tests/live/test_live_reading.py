@@ -11,7 +11,7 @@ import numpy
 import pytest
 import safetensors.torch
 import torch
-from live.both import WIDTH, Tower, live, loss_of, make_ids, make_tower, raises_in_both, train
+from live.both import WIDTH, Tower, live, loss_of, make_ids, make_tower, make_with_list, raises_in_both, train
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional
@@ -468,13 +468,6 @@ PENALTIES = {
     "anomalies": under_anomaly_detection,
     "custom functions": custom_functions,
 }
-
-
-def make_with_list():
-    """A model that keeps a list of its parameters from before anything was attached to it."""
-    model = make_tower()
-    model.kept = tuple(model.parameters())
-    return model
 
 
 @live(make=make_with_list, everywhere=True)

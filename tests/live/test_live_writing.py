@@ -15,6 +15,7 @@ from live.both import (
     make_adamw,
     make_ids,
     make_tower,
+    make_with_list,
     raises_in_both,
     same_bits,
     train,
@@ -309,12 +310,6 @@ WRITES = [
     *(from_a_vector, by_init, one_layer_into_another, tied_once_more, a_state_of_another_model, a_part_of_a_state),
     values_of_a_state,
 ]
-
-
-def make_with_list():
-    model = make_tower()
-    model.kept = tuple(model.parameters())
-    return model
 
 
 @live(make=make_with_list, everywhere=True)
