@@ -135,6 +135,12 @@ def _train(task: Task, trainer: Any, train: Any) -> None:
             f"'{task.path}' ended its training after {num_done} of {task.num_steps} steps; give it more data, or "
             "check fewer steps (--steps)"
         )
+    if task.is_chunked and getattr(trainer, "patrickstar_engine", None) is None:  # the same class twice is the same
+        raise ScriptError(
+            f"'{task.path}' trains with {type(trainer).__name__} and {type(trainer.args).__name__}, which do not train "
+            "in chunks; import both from transformers, or derive them from PatrickStarTrainerMixin and "
+            "PatrickStarArgumentsMixin"
+        )
     recorder.record.write(task.directory)
     raise StopScript
 

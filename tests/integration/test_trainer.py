@@ -215,7 +215,7 @@ def test_a_failed_construction_leaves_the_model_alone(tmp_path):
     before = make_model("gpt2").state_dict()
     config = {"chunk_budget": 100}
     trainer = make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, patrickstar_config=config)
-    with pytest.raises(BudgetError, match=r"Raise chunk_budget to at least \d+ bytes"):
+    with pytest.raises(BudgetError, match=r"'transformer.h.0.mlp.c_fc' \(Conv1D\).*Raise chunk_budget to"):
         run(trainer)
     config = {"chunk_budget": 2**15, "host_budget": 2**15}
     trainer2 = make_trainer(

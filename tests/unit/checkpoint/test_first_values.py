@@ -160,7 +160,7 @@ def test_the_error_is_that_of_the_first_parameter(tmp_path, monkeypatch, is_defe
     with monkeypatch.context() as patches:
         fail_at(patches, model, "2.weight", "3.weight", "4.weight")
         note_moves(patches, lambda tensor, _: moved.append(tensor.spec.name))
-        with pytest.raises(CheckpointError, match=r"cannot read 2\.weight from"):
+        with pytest.raises(CheckpointError, match=r"cannot read 2\.weight from 0$"):
             make_engine(model)
     assert moved == ["0.weight", "0.bias", "1.weight", "1.bias"]
     assert all(left is right for left, right in zip(parameters, model.parameters(), strict=True))

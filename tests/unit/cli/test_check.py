@@ -112,6 +112,11 @@ def test_16_bit_runs_may_be_close(here, tmp_path, capsys):
     [
         ("raise SystemExit", "ended without building a Trainer", 1),
         ("args.patrickstar = False", "changes 'patrickstar' of its arguments", 2),
+        (
+            "from transformers import Trainer, TrainingArguments\nargs = TrainingArguments(use_cpu=True)",
+            "with Trainer and TrainingArguments, which do not train in chunks",
+            2,
+        ),
     ],
 )
 def test_a_script_that_cannot_be_checked_gets_a_sentence(more, problem, num_runs, here, tmp_path, capsys):
