@@ -5,10 +5,12 @@ import dataclasses
 import io
 import itertools
 import json
+import logging
 import math
 import re
 
 import pytest
+import transformers
 from pages import PageReader
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -16,7 +18,7 @@ import hf_patrickstar
 from hf_patrickstar import plan, plan_cache
 from hf_patrickstar.cli.main import main
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.machine import MACHINES
+from hf_patrickstar.machine import MACHINES, find_machine
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner.advice import Advice, advise
 from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse, TriedChange
@@ -417,3 +419,60 @@ def test_attention_that_drops_scores_writes_them_on_a_cpu():
             with_scores[rate, has_accelerator] = found.tier(Tier.DEVICE).owners["non-model data"]
     assert with_scores[0.1, True] == with_scores[0.0, True]
     assert with_scores[0.1, False] >= with_scores[0.0, False] + 3 * 4 * 4 * 64 * 64 * 2, "scores of three layers"
+
+
+@pytest.mark.parametrize("has_bars", [True, False])
+def test_no_bar_tells_of_chunks_that_nobody_allocates(has_bars, monkeypatch, capsys):
+    """Bars of the planner itself are others; those of libraries are afterwards as they were."""
+    monkeypatch.setattr("hf_patrickstar.checkpoint.progress.PROGRESS_AFTER_S", 0)
+    bars = transformers.logging
+    was_enabled = bars.is_progress_bar_enabled()
+    (bars.enable_progress_bar if has_bars else bars.disable_progress_bar)()
+    try:
+        plan(MODEL, "rtx4090", length=17 + has_bars)  # none that was kept
+        assert "chunks" not in capsys.readouterr().err
+        assert bars.is_progress_bar_enabled() == has_bars
+    finally:
+        (bars.enable_progress_bar if was_enabled else bars.disable_progress_bar)()
+
+
+def test_torch_does_not_log_what_is_told_in_a_sentence(monkeypatch, caplog):
+    def fail(*args):
+        logging.getLogger("torch._subclasses.fake_tensor").error("a traceback")
+        raise RuntimeError("no shape")
+
+    monkeypatch.setattr("hf_patrickstar.planner.planning._simulated", fail)
+    with pytest.raises(ConfigError, match="no shape"):
+        plan(MOE, "h100", length=16)
+    assert not caplog.records
+
+
+def test_one_process_sends_nothing(tight):
+    assert tight.speed.sent_nbytes == 0
+    assert not {"gathers", "reductions"} & set(tight.speed.busy)
+    assert "process" not in describe(tight)
+
+
+def test_what_binds_several_processes_is_in_what_is_busy():
+    slow = dataclasses.replace(find_machine("8xh100"), link_bandwidth=1e8)
+    found = plan(MODEL, slow, batch_size=2, world_size=2, settings={"placement": "host"})
+    assert found.speed.binding in ("gathers", "reductions")
+    assert found.speed.busy[found.speed.binding] == max(found.speed.busy.values())
+    (line,) = [line for line in describe(found, is_verbose=True).splitlines() if line.startswith("busy ")]
+    assert f"{found.speed.binding} {found.speed.busy[found.speed.binding]:.0%}" in line
+
+
+def test_another_optimizer_is_named_and_clipping_only_where_it_is_done():
+    found = plan(MODEL, "rtx4090", **TIGHT, optimizer="sgd", max_norm=None)
+    slow = dataclasses.replace(MACHINES["rtx4090"], host_bandwidth=1e8)
+    bound = plan(MODEL, slow, **TIGHT, optimizer="sgd", max_norm=None)
+    assert bound.speed.binding == "host SGD"
+    assert found.speed.clipped_seconds is None
+    assert "Adam" not in describe(bound)
+    assert "clipping" not in describe(found)
+
+
+def test_it_says_when_the_host_has_the_most_to_do(tight):
+    full = dataclasses.replace(tight.speed, busy={**tight.speed.busy, "host": 0.97})
+    (line,) = [line for line in describe(dataclasses.replace(tight, speed=full)).splitlines() if line[:5] == "limit"]
+    assert line.split(maxsplit=1)[1].startswith(f"Python and launches on the host; then {full.binding} (")
