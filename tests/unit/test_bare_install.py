@@ -54,8 +54,6 @@ USES = """
 import torch
 from models import make_model, make_rows
 
-import pytest
-
 import hf_patrickstar
 from hf_patrickstar.cli.main import main
 
