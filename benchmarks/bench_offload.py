@@ -214,7 +214,23 @@ def train(options, device):
         "host_peak_nbytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         **peaks,
     }
-    return result | found_or_error("figures", lambda: figures(lambda: step(make_batch(0, options, device))))
+
+    def one_more_step():
+        return step(make_batch(0, options, device))
+
+    result |= found_or_error("figures", lambda: figures(one_more_step))
+    if options.profile:
+        result |= found_or_error("profile", lambda: profile(one_more_step, device, options.profile))
+    return result
+
+
+def profile(one_more_step, device, path):
+    """Writes what host threads and the device did in one more step, for ``chrome://tracing`` or Perfetto."""
+    with torch.profiler.profile() as profiler:
+        one_more_step()
+        common.synchronize(device)
+    profiler.export_chrome_trace(path)
+    return {"profile": pathlib.Path(path).name}
 
 
 def found_or_error(what, find):
@@ -349,6 +365,7 @@ def main():
     parser.add_argument("--machine", default="h100", help="for --record: a known machine, or a JSON file of rates")
     parser.add_argument("--plan", metavar="FILE", help="for --kind patrickstar: what --record has written")
     parser.add_argument("--rates", metavar="FILE", help="for --plan: rates; without it those of the known device")
+    parser.add_argument("--profile", metavar="FILE.json.gz", help="write a trace of torch's profiler of one more step")
     parser.add_argument("--batch_size", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--warmup", type=int, default=3)

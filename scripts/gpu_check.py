@@ -81,7 +81,7 @@ class Part:
     Attributes:
         name: Its name in the record.
         command: What is run; ``{output}`` stands for a file that the command may write its own JSON to, ``{junit}`` for
-            one that pytest writes its report to.
+            one that pytest writes its report to, and ``{trace}`` for a trace of torch's profiler beside the record.
         limit_s: The most seconds that it may take.
         environment: Environment variables beside those of all parts, likewise.
         races: Whether a report of a race in its output is a failure, whatever its exit code is.
@@ -147,7 +147,7 @@ def parts_of(stage: str, place: Place, machine: str = str(MACHINE)) -> list[Part
                 parts.append(Part(name, (*command, "--record", str(plan), "--machine", machine), 100))
             continue
         if is_ours:
-            command += ["--plan", str(plan), "--rates", str(rates)]
+            command += ["--plan", str(plan), "--rates", str(rates), "--profile", "{trace}"]
         parts.append(Part(name, (*command, "--output", "{output}"), limit_s))
     return parts
 
@@ -209,6 +209,7 @@ def run_part(part: Part, limit_s: float, place: Place, log: TextIO) -> dict:
         What came of it. ``outcome`` is ``passed``, ``failed``, ``timed out`` or ``skipped``, and ``why`` says why.
     """
     files = {"{output}": place.file(part.name), "{junit}": place.folder / f"{part.name}.xml"}
+    files["{trace}"] = pathlib.Path(log.name).with_suffix(f".{part.name}.trace.json.gz")
     for file in files.values():
         file.unlink(missing_ok=True)
     words = {name: str(file) for name, file in files.items()}
