@@ -31,7 +31,7 @@ from hf_patrickstar.memory.pages import new_on_host
 from hf_patrickstar.memory.pinning import TorchPinning, make_pinning
 from hf_patrickstar.memory.streams import make_streams
 from hf_patrickstar.optim.adam_kernel import SHARE_NUMEL, TILE_NUMEL
-from hf_patrickstar.optim.adam_script import adam_script, rule_of, torch_adam
+from hf_patrickstar.optim.adam_script import Range, adam_script, rule_of, torch_adam
 from hf_patrickstar.optim.workers import HostWorkers
 
 CHECKS = []
@@ -186,8 +186,7 @@ def adam_on_the_host(device, numel):
         raise RuntimeError("the scripted update has other bits than torch's Adam")
 
     def in_one_call(_, at):
-        parts = [[values[at : at + SHARE_NUMEL]] for values in lists]
-        script(*parts, [step], [rule], [False], fused=True, factor=None)
+        script([Range(*lists, at, min(SHARE_NUMEL, numel - at), rule, False)], fused=True, factor=None)
 
     def from_python(_, at):
         masters, firsts, seconds, gradients, values = ([values[at : at + TILE_NUMEL]] for values in lists)

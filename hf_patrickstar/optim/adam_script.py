@@ -4,16 +4,20 @@
 The lists of a tile stay in the caches of a core while some ten operators go over them. Called from Python, each of
 these operators takes the interpreter's lock for some microseconds; sixteen workers would hold it for half of the time
 in which another thread launches the kernels of the next forward. So the loop over tiles is TorchScript: the lock is
-released when the call begins and taken again when it ends. What it runs are torch's own operators in the order of
-torch's own Adam, so every bit is the same. This is looked at once in a process; where a version of torch computes
-otherwise, or has no TorchScript, torch's Adam is called for each tile.
+released when the call begins and taken again when it ends. Views of buffers are made there as well, since each operator
+gives the lock away and waits for it among all workers. What it runs are torch's own operators in the order of torch's
+own Adam, so every bit is the same. This is looked at once in a process; where a version of torch computes otherwise, or
+has no TorchScript, torch's Adam is called for each tile.
+
+The script cannot start threads itself: torch's fused Adam uses all cores from any thread that has not been told to
+compute alone, and only Python can do that.
 """
 
 import functools
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.adam import adam
@@ -27,13 +31,15 @@ TILE_NUMEL = 2**15
 # ``slots`` are lists of the caller's, because a write through a list that is made here would be taken for dead code.
 _SOURCE = """
 def update(masters: List[Tensor], firsts: List[Tensor], seconds: List[Tensor], gradients: List[Tensor],
-           values: List[Tensor], steps: List[Tensor], rules: List[List[float]], factor: Optional[Tensor],
-           stays: List[bool], fused: bool, tile: int, slots: List[List[Tensor]]):
+           values: List[Tensor], starts: List[int], numels: List[int], rules: List[List[float]], stays: List[bool],
+           factor: Optional[Tensor], fused: bool, tile: int, slots: List[List[Tensor]]):
     wide = masters[0].new_empty([0])
     root = wide
     for i in range(len(masters)):
-        lr, beta1, beta2, weight_decay, eps, maximize, decoupled, decay, weight1, weight2, scale, size = rules[i]
-        numel = masters[i].numel()
+        (lr, beta1, beta2, weight_decay, eps, maximize, decoupled, count, decay, weight1, weight2, scale,
+         size) = rules[i]
+        step = torch.full([], count, dtype=torch.float32, device=torch.device("cpu"))
+        numel = numels[i]
         room = min(tile, numel)
         scales = factor is not None and not stays[i]
         changes = not fused and (maximize != 0.0 or (weight_decay != 0.0 and decoupled == 0.0))
@@ -47,10 +53,10 @@ def update(masters: List[Tensor], firsts: List[Tensor], seconds: List[Tensor], g
         begin = 0
         while begin < numel:
             num = min(tile, numel - begin)
-            master = masters[i].narrow(0, begin, num)
-            first = firsts[i].narrow(0, begin, num)
-            second = seconds[i].narrow(0, begin, num)
-            gradient = gradients[i].narrow(0, begin, num)
+            master = masters[i].narrow(0, starts[i] + begin, num)
+            first = firsts[i].narrow(0, starts[i] + begin, num)
+            second = seconds[i].narrow(0, starts[i] + begin, num)
+            gradient = gradients[i].narrow(0, starts[i] + begin, num)
             scratch = wide.narrow(0, 0, min(num, wide.numel()))
             if gradient.dtype != master.dtype:
                 gradient = scratch.copy_(gradient)
@@ -66,7 +72,7 @@ def update(masters: List[Tensor], firsts: List[Tensor], seconds: List[Tensor], g
                 slots[1][0] = gradient
                 slots[2][0] = first
                 slots[3][0] = second
-                slots[4][0] = steps[i]
+                slots[4][0] = step
                 if decoupled != 0.0:
                     torch._fused_adamw_(slots[0], slots[1], slots[2], slots[3], [], slots[4], lr=lr, beta1=beta1,
                                         beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=False,
@@ -87,7 +93,7 @@ def update(masters: List[Tensor], firsts: List[Tensor], seconds: List[Tensor], g
                 second.mul_(beta2).addcmul_(gradient, gradient, value=weight2)
                 below = torch.sqrt(second, out=root.narrow(0, 0, num)).div_(scale).add_(eps)
                 master.addcdiv_(first, below, value=size)
-            values[i].narrow(0, begin, num).copy_(master)
+            values[i].narrow(0, starts[i] + begin, num).copy_(master)
             begin += num
 """
 
@@ -107,7 +113,7 @@ def rule_of(settings: Mapping[str, Any], step: int, decoupled: bool) -> list[flo
             return None
     scale = (1 - beta2 ** (step + 1.0)) ** 0.5
     size = -(lr / (1 - beta1 ** (step + 1.0)))
-    numbers = lr, beta1, beta2, weight_decay, eps, settings["maximize"], decoupled
+    numbers = lr, beta1, beta2, weight_decay, eps, settings["maximize"], decoupled, step + 1
     return [float(n) for n in (*numbers, 1 - lr * weight_decay, 1 - beta1, 1 - beta2, scale, size)]
 
 
@@ -176,14 +182,44 @@ def torch_adam(
     )
 
 
+class Range(NamedTuple):
+    """Elements that are updated alike.
+
+    Attributes:
+        masters: A buffer on the host, like the next four.
+        firsts: The ``exp_avg`` of its elements.
+        seconds: Their ``exp_avg_sq``.
+        gradients: Their gradients; may be the buffer of the values.
+        values: What masters are rounded into.
+        start: The first element in each of the buffers.
+        numel: How many there are.
+        rule: What ``rule_of`` returned.
+        stays: Whether the gradient stays where it is, multiplied; else its place may have anything afterwards.
+    """
+
+    masters: torch.Tensor
+    firsts: torch.Tensor
+    seconds: torch.Tensor
+    gradients: torch.Tensor
+    values: torch.Tensor
+    start: int
+    numel: int
+    rule: list[float]
+    stays: bool
+
+
 @functools.cache
 def adam_script() -> Callable[..., None] | None:
-    """The scripted update, or ``None`` where it has not the bits of torch's Adam."""
+    """The scripted update, or ``None`` where it has not the bits of torch's Adam.
+
+    It takes ranges, ``fused`` (whether Adam is torch's fused kernel), ``factor`` (gradients are multiplied with it,
+    unless it is ``None``) and ``tile_numel``.
+    """
     why = "this version of torch rounds differently"
     try:
-        script = torch.jit.CompilationUnit(_SOURCE).update
+        script = functools.partial(_call, torch.jit.CompilationUnit(_SOURCE).update)
         if _has_bits_of_torch(script):
-            return functools.partial(_call, script)
+            return script
     except (RuntimeError, AttributeError, NotImplementedError) as error:
         why = f"TorchScript does not compile it: {error}"
     logger.info("patrickstar: Adam is called tile by tile on the host, and not in one call per worker, because %s", why)
@@ -191,11 +227,16 @@ def adam_script() -> Callable[..., None] | None:
 
 
 def _call(
-    script: Callable[..., None], *args: Any, fused: bool, factor: torch.Tensor | None, tile_numel: int | None = None
+    script: Callable[..., None],
+    ranges: Sequence[Range],
+    *,
+    fused: bool,
+    factor: torch.Tensor | None,
+    tile_numel: int | None = None,
 ) -> None:
-    *lists, rules, in_place = args
-    slots = [[tensor] for tensor in (lists[0][0], lists[3][0], lists[1][0], lists[2][0], lists[5][0])]
-    script(*lists, rules, factor, in_place, fused, tile_numel or TILE_NUMEL, slots)
+    columns, first = [list(column) for column in zip(*ranges, strict=True)], ranges[0]
+    slots = [[first.masters], [first.gradients], [first.firsts], [first.seconds], [first.masters]]
+    script(*columns, factor, fused, tile_numel or TILE_NUMEL, slots)
 
 
 @torch.no_grad()
@@ -207,16 +248,17 @@ def _has_bits_of_torch(script: Callable[..., None]) -> bool:
     factor = torch.full((), 0.3, dtype=torch.float32, device="cpu")
     for fused, decoupled, maximize in itertools.product((False, True), repeat=3):
         settings = {"lr": 3e-3, "betas": (0.9, 0.999), "weight_decay": 0.1, "eps": 1e-8, "maximize": maximize}
-        count = torch.full((), 3.0, dtype=torch.float32, device="cpu")
         narrow = (wave * 0.7).to(torch.bfloat16)
         expected = [wave.clone(), wave.roll(5), wave.roll(9).square()]
         found = [*(tensor.clone() for tensor in expected), narrow.clone()]
-        master, first, second = ([tensor] for tensor in expected)
+        masters, firsts, seconds = ([tensor] for tensor in expected)
         gradients = [narrow.float() * factor]
-        torch_adam(master, gradients, first, second, 2, settings, fused=fused or None, decoupled=decoupled)
+        torch_adam(masters, gradients, firsts, seconds, 2, settings, fused=fused or None, decoupled=decoupled)
         rule = rule_of(settings, 2, decoupled)
-        lists = [[tensor] for tensor in (*found[:3], narrow, found[3], count)]
-        _call(script, *lists, [rule], [False], fused=fused, factor=factor, tile_numel=tile_numel)
+        assert rule is not None
+        master, first, second, value = found
+        ranges = [Range(master, first, second, narrow, value, 0, numel, rule, False)]
+        script(ranges, fused=fused, factor=factor, tile_numel=tile_numel)
         if not all(map(torch.equal, [*expected, expected[0].to(torch.bfloat16)], found)):
             return False
     return True

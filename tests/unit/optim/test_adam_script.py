@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_patrickstar.optim import adam_script as module
-from hf_patrickstar.optim.adam_script import adam_script, rule_of
+from hf_patrickstar.optim.adam_script import Range, adam_script, rule_of
 
 NUMELS = (1000, 64, 333)
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -20,6 +20,16 @@ def make_lists(value_dtype, state_dtype):
     masters, firsts, seconds, gradients = ([torch.randn(n).to(state_dtype) for n in NUMELS] for _ in range(4))
     seconds = [second.square() for second in seconds]
     return masters, firsts, seconds, [g.to(value_dtype) for g in gradients], [m.to(value_dtype) for m in masters]
+
+
+def ranges_of(lists, rule, stays):
+    """The whole of each list, in two ranges that meet at a multiple of 64."""
+    return [
+        Range(*buffers, start, min(stop, buffers[0].numel()) - start, rule, stays)
+        for buffers in zip(*lists, strict=True)
+        for start, stop in ((0, 64), (64, 2**20))
+        if start < buffers[0].numel()
+    ]
 
 
 # Each pair of values of two columns is in one row: an orthogonal array.
@@ -57,9 +67,8 @@ def test_every_bit_is_that_of_torch(
         twin.state[p] = {"step": torch.tensor(2.0), "exp_avg": first.clone(), "exp_avg_sq": second.clone()}
         p.grad = gradient.to(state_dtype) if factor is None else gradient.to(state_dtype) * factor
     twin.step()
-    steps, rules = [torch.tensor(3.0)] * 3, [rule_of(settings, 2, decoupled)] * 3
     lists = masters, firsts, seconds, gradients, values
-    adam_script()(*lists, steps, rules, [False] * len(rules), fused=kind == "fused", factor=factor)
+    adam_script()(ranges_of(lists, rule_of(settings, 2, decoupled), stays=False), fused=kind == "fused", factor=factor)
     for number, p in enumerate(parameters):
         assert torch.equal(masters[number], p)
         assert torch.equal(values[number], p.to(value_dtype))
@@ -71,8 +80,8 @@ def test_every_bit_is_that_of_torch(
 def test_a_gradient_of_its_type_is_multiplied_in_its_place_if_it_stays(keeps):
     lists = make_lists(FP32, FP32)
     before = [gradient.clone() for gradient in lists[3]]
-    rules = [rule_of({"lr": 1, "betas": (0.9, 0.9), "eps": 1, "weight_decay": 0, "maximize": False}, 0, True)] * 3
-    adam_script()(*lists, [torch.tensor(1.0)] * 3, rules, [keeps] * 3, fused=False, factor=torch.tensor(0.5))
+    rule = rule_of({"lr": 1, "betas": (0.9, 0.9), "eps": 1, "weight_decay": 0, "maximize": False}, 0, True)
+    adam_script()(ranges_of(lists, rule, stays=keeps), fused=False, factor=torch.tensor(0.5))
     for gradient, old in zip(lists[3], before, strict=True):
         assert torch.equal(gradient, old * 0.5 if keeps else old)
 
