@@ -283,7 +283,9 @@ class _Translation:
         if self._chunks[self._chunk_of[note.index]].world_size > 1:
             self._store(spec, note.nbytes)
         elif note.is_at_home:
-            pass
+            if self._rules.has_norms and not self._accumulates:
+                nbytes = note.nbytes // spec.types.itemsize * _SUM_ITEMSIZE
+                self._script.append(HostWork("norm", 0, nbytes, is_serial=True))
         elif self._is_needed(note):
             self._held[note.storage] += 1
             self._deferred.setdefault(note.index, []).append((note.storage, note.nbytes))
@@ -323,7 +325,7 @@ class _Translation:
         work = HostWork("add a gradient", 0, nbytes + numel * _SUM_ITEMSIZE * (1 if is_first else 2))
         works = [work]
         if self._kind is StepKind.LAST and self._rules.has_norms:
-            works.append(HostWork("norm", 0, numel * _SUM_ITEMSIZE))
+            works.append(HostWork("norm", 0, numel * _SUM_ITEMSIZE, is_serial=True))
         next(self._numbers)
         self._script.append(ThreadWork(tuple(works), frozenset(), (number,)))
 
