@@ -35,12 +35,13 @@ class Machine:
         pageable_bandwidth: Bytes per second between the device and host memory that is not pinned.
         copy_latency_s: Seconds that every copy between host and device takes beside its bytes.
         host_nbytes: Memory of the host, for this device.
-        host_bandwidth: Bytes per second that this device's share of the cores reads and writes in host memory.
+        host_bandwidth: Bytes per second that this device's share of the cores reads and writes in host memory while it
+            runs Adam there.
         host_flops: Floating-point operations per second of this share of the cores.
         num_cores: Cores of the host, for this device.
         core_bandwidth: Bytes per second that one core reads and writes while it runs Adam on the host; see
-            ``with_cores``. The default is half of what a core reaches in ``benchmarks/bench_adam.py`` (0.61 ns per
-            parameter of 30 bytes on two cores of an EPYC), since a server's cores are slower when all are busy.
+            ``with_cores``. The default is what each of 16 virtual cores beside an H200 reached while all of them were
+            busy (3.57 G parameters of 28 bytes per second). It is half of what a whole core reaches.
         operator_s: Seconds of the host for one operator: Python, dispatch and launch.
         kernel_s: Seconds that the shortest kernel takes.
         visit_s: Seconds of the host for the engine's own work where a module uses a chunk.
@@ -63,7 +64,7 @@ class Machine:
     host_bandwidth: float
     host_flops: float
     num_cores: int
-    core_bandwidth: float = 12e9
+    core_bandwidth: float = 6.25e9
     copy_latency_s: float = 10e-6
     operator_s: float = 6e-6
     kernel_s: float = 2e-6
@@ -244,9 +245,9 @@ def peak(
 ) -> Machine:
     """A machine from the figures of data sheets.
 
-    Programs reach less. Kernels reach 0.85 of the device's memory bandwidth, pinned copies 0.8 of the bus and pageable
-    ones a third of that, the cores 0.75 of the host's memory bandwidth, or 12 GB/s each where that is less
-    (``core_bandwidth``). A core does 30 GFLOP/s.
+    Programs reach less. Kernels reach 0.85 of the device's memory bandwidth (copies reached 0.83 on an H200), pinned
+    copies 0.8 of the bus (0.87 there) and pageable ones an eighth of that, the cores 0.75 of the host's memory
+    bandwidth, or 12 GB/s each where that is less. A core does 30 GFLOP/s.
 
     Args:
         name: What it is called.
@@ -267,7 +268,7 @@ def peak(
         device_bandwidth=0.85 * memory,
         to_device_bandwidth=0.8 * bus,
         to_host_bandwidth=0.8 * bus,
-        pageable_bandwidth=0.8 * bus / 3,
+        pageable_bandwidth=0.8 * bus / 8,
         host_nbytes=int(host_gib * GIB),
         host_bandwidth=min(0.75 * host_memory, cores * 12e9),
         host_flops=cores * 30e9,
@@ -331,9 +332,9 @@ _CARDS: Mapping[str, _Card] = {
     "rtx-pro-6000": _Card(503.8e12, 0.75, 126e12, 1792e9, _PCIE_5, _PCIE_5, 95.6, _SERVER_5),
     "a100-40": _Card(312e12, 0.8, 19.5e12, 1555e9, _PCIE_4, 300e9, 40, _SERVER),
     "a100-80": _Card(312e12, 0.8, 19.5e12, 2039e9, _PCIE_4, 300e9, 80, _SERVER),
-    "h100": _Card(989e12, 0.75, 66.9e12, 3350e9, _PCIE_5, 450e9, 80, _SERVER_5),
-    "gh200": _Card(989e12, 0.75, 66.9e12, 4000e9, _NVLINK_C2C, 450e9, 95.6, _GRACE),
-    "h200": _Card(989e12, 0.75, 66.9e12, 4800e9, _PCIE_5, 450e9, 140, _SERVER_5),
+    "h100": _Card(989e12, 0.8, 66.9e12, 3350e9, _PCIE_5, 450e9, 80, _SERVER_5),
+    "gh200": _Card(989e12, 0.8, 66.9e12, 4000e9, _NVLINK_C2C, 450e9, 95.6, _GRACE),
+    "h200": _Card(989e12, 0.8, 66.9e12, 4800e9, _PCIE_5, 450e9, 140, _SERVER_5),
     "b200": _Card(2250e12, 0.75, 75e12, 8000e9, _PCIE_5, 900e9, 179, _SERVER_5),
 }
 """Devices from the cheapest to the dearest: a rough order of what an hour of one costs."""

@@ -5,7 +5,10 @@ memory of the device: only then ``expandable_segments`` is set, as in a training
 """
 
 import argparse
+import collections
 import concurrent.futures
+import functools
+import itertools
 import json
 import logging
 import os
@@ -32,7 +35,7 @@ from hf_patrickstar.memory.pinning import TorchPinning, make_pinning
 from hf_patrickstar.memory.streams import make_streams
 from hf_patrickstar.optim.adam_kernel import SHARE_NUMEL, TILE_NUMEL
 from hf_patrickstar.optim.adam_script import Range, adam_script, rule_of, torch_adam
-from hf_patrickstar.optim.workers import HostWorkers
+from hf_patrickstar.optim.workers import SMALL_NUMEL, HostWorkers
 
 CHECKS = []
 HUGE_PAGES = pathlib.Path("/sys/kernel/mm/transparent_hugepage")
@@ -185,8 +188,8 @@ def adam_on_the_host(device, numel):
     if script is None:
         raise RuntimeError("the scripted update has other bits than torch's Adam")
 
-    def in_one_call(_, at):
-        script([Range(*lists, at, min(SHARE_NUMEL, numel - at), rule, False)], fused=True, factor=None)
+    def in_one_call(_, at, most=SHARE_NUMEL):
+        script([Range(*lists, at, min(most, numel - at), rule, False)], fused=True, factor=None)
 
     def from_python(_, at):
         masters, firsts, seconds, gradients, values = ([values[at : at + TILE_NUMEL]] for values in lists)
@@ -202,7 +205,24 @@ def adam_on_the_host(device, numel):
         ticket = workers.submit(update, range(0, numel, most))
         found[f"{update.__name__}_launch_us"] = launch_us(x, lambda _, ticket=ticket: not ticket.is_done)
         ticket.wait()
+    for batch_numel, num_ahead in itertools.product((numel // 16, numel // 4), (0, 1)):
+        found[f"batches_of_{batch_numel}_{num_ahead}_ahead_g_parameters_s"] = (
+            numel / 1e9 / seconds_in_batches(workers, in_one_call, numel, batch_numel, num_ahead)
+        )
     return found
+
+
+def seconds_in_batches(workers, update, numel, batch_numel, num_ahead):
+    """Seconds of updates that are waited for batch by batch, with so many batches begun ahead."""
+    tickets, begin = collections.deque(), time.perf_counter()
+    for start in range(0, numel, batch_numel):
+        share = max(batch_numel // workers.num // 64 * 64, SMALL_NUMEL)
+        tickets.append(workers.submit(functools.partial(update, most=share), range(start, start + batch_numel, share)))
+        if len(tickets) > num_ahead:
+            tickets.popleft().wait()
+    for ticket in tickets:
+        ticket.wait()
+    return time.perf_counter() - begin
 
 
 def launch_us(x, goes_on):

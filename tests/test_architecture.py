@@ -36,7 +36,7 @@ LEVELS = dict.fromkeys(_BASE, 0) | {
     "optim": 5,
     "checkpoint": 6,
     "resources": 5,
-    "report": 5,
+    "report": 6,
     "precision": 5,
     "homes": 6,
     "decisions": 7,

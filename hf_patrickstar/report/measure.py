@@ -33,6 +33,9 @@ from hf_patrickstar.memory.pinning import make_pinning
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import Copy, make_streams, seconds_of, synchronize
 from hf_patrickstar.memory.tiers import Tier, available_host_nbytes, total_host_nbytes
+from hf_patrickstar.optim.adam_script import Range, adam_script, rule_of
+from hf_patrickstar.optim.workers import HostWorkers
+from hf_patrickstar.schedule.bounds import ADAM_NBYTES
 from hf_patrickstar.units import ALIGNMENT_NUMEL, KIB, MIB, align
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -45,6 +48,7 @@ _CPU = torch.device("cpu")
 _LEAST_ROWS = 128
 _LEAST_S = 1e-9
 _BLOCKS = 16
+_ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "maximize": False}
 _Work = Callable[[torch.Tensor, torch.Tensor], object]
 
 
@@ -213,7 +217,7 @@ class _Measurement:
             "to_host_bandwidth": lambda: rate(1, (device, host), lambda one, other: _join(streams.to_host(one, other))),
             "pageable_bandwidth": lambda: rate(1, (host, device), lambda one, other: other.copy_(one), pinned=False),
             "copy_latency_s": self._copy_latency,
-            "host_bandwidth": lambda: rate(3, (host, host), lambda one, other: one.add_(other), pinned=False),
+            "host_bandwidth": self._adam,
             "operator_s": self._operator,
             "kernel_s": self._kernel,
         }
@@ -238,6 +242,24 @@ class _Measurement:
         seconds = self._median(self._device if Tier.DEVICE in tiers else _CPU, lambda: work(one, other))
         self.streams.release_in_flight()
         return times * 4 * self._numel / seconds
+
+    def _adam(self) -> float:
+        """Bytes per second of Adam on all cores; where it is called from Python, those of an addition."""
+        script = adam_script()
+        if script is None:
+            return self._rate(3, (Tier.HOST, Tier.HOST), lambda one, other: one.add_(other), pinned=False)
+        numel, workers, rule = max(self._numel // 4, 1), HostWorkers(), rule_of(_ADAMW, 0, decoupled=True)
+        assert rule is not None
+        master, first, second = (self._buffer(Tier.HOST, numel, pinned=False) for _ in range(3))
+        value, share = master.bfloat16(), align(-(-numel // workers.num))
+
+        def update(_: int, start: int) -> None:
+            part = Range(master, first, second, value, value, start, min(share, numel - start), rule, True)
+            script([part], fused=True, factor=None)
+
+        with contextlib.closing(workers):
+            starts = range(0, numel, share)
+            return ADAM_NBYTES * numel / self._median(_CPU, lambda: workers.submit(update, starts).wait())
 
     def _copy_latency(self) -> float:
         host, device = (self._buffer(tier, KIB) for tier in (Tier.HOST, Tier.DEVICE))

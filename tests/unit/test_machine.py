@@ -97,7 +97,7 @@ def test_the_figures_of_data_sheets_are_not_reached():
     assert machine.flops == {"float32": 75.0, "bfloat16": 300.0}
     assert machine.device_bandwidth == 850.0
     assert machine.to_device_bandwidth == machine.to_host_bandwidth == 24.0
-    assert machine.pageable_bandwidth == 8.0
+    assert machine.pageable_bandwidth == 3.0
     assert machine.host_bandwidth == 60.0
     assert machine.host_flops == 90e9
     assert (machine.device_nbytes, machine.host_nbytes, machine.num_cores) == (2 * GIB, 5 * GIB, 3)
