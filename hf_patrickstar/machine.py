@@ -332,9 +332,9 @@ _CARDS: Mapping[str, _Card] = {
     "rtx-pro-6000": _Card(503.8e12, 0.75, 126e12, 1792e9, _PCIE_5, _PCIE_5, 95.6, _SERVER_5),
     "a100-40": _Card(312e12, 0.8, 19.5e12, 1555e9, _PCIE_4, 300e9, 40, _SERVER),
     "a100-80": _Card(312e12, 0.8, 19.5e12, 2039e9, _PCIE_4, 300e9, 80, _SERVER),
-    "h100": _Card(989e12, 0.8, 66.9e12, 3350e9, _PCIE_5, 450e9, 80, _SERVER_5),
-    "gh200": _Card(989e12, 0.8, 66.9e12, 4000e9, _NVLINK_C2C, 450e9, 95.6, _GRACE),
-    "h200": _Card(989e12, 0.8, 66.9e12, 4800e9, _PCIE_5, 450e9, 140, _SERVER_5),
+    "h100": _Card(989e12, 0.75, 66.9e12, 3350e9, _PCIE_5, 450e9, 80, _SERVER_5),
+    "gh200": _Card(989e12, 0.75, 66.9e12, 4000e9, _NVLINK_C2C, 450e9, 95.6, _GRACE),
+    "h200": _Card(989e12, 0.75, 66.9e12, 4800e9, _PCIE_5, 450e9, 140, _SERVER_5),
     "b200": _Card(2250e12, 0.75, 75e12, 8000e9, _PCIE_5, 900e9, 179, _SERVER_5),
 }
 """Devices from the cheapest to the dearest: a rough order of what an hour of one costs."""
