@@ -113,16 +113,14 @@ class Machine:
         rate = self.flops.get(dtype) or max(others, default=self.flops["float32"])
         return round(max(flops / rate, nbytes / self.device_bandwidth, self.kernel_s) * _NS)
 
-    def host_ns(self, flops: int, nbytes: int, *, is_serial: bool = False) -> int:
+    def host_ns(self, flops: int, nbytes: int) -> int:
         """Nanoseconds of an operator on host memory, without the launch.
 
         Args:
             flops: Floating-point operations of matrix products.
             nbytes: Bytes read and written.
-            is_serial: Whether one core does it, as torch computes a norm.
         """
-        bandwidth = min(self.core_bandwidth, self.host_bandwidth) if is_serial else self.host_bandwidth
-        return round(max(flops / self.host_flops, nbytes / bandwidth) * _NS)
+        return round(max(flops / self.host_flops, nbytes / self.host_bandwidth) * _NS)
 
     def copy_ns(self, nbytes: int, *, to_device: bool, is_pinned: bool = True) -> int:
         """Nanoseconds of a copy between host and device.

@@ -31,8 +31,8 @@ from typing import TextIO
 BEGIN_S = time.monotonic()
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 MACHINE = ROOT / "benchmarks" / "machines" / "h200_16_cores.json"
-"""What plans are made for: the machine of the first record, at the rates that it measured. For a device with less memory
-pass another one, since a plan that needs more memory than the run has cannot be timed."""
+"""What plans are made for: the machine of the first record, at its measured rates. For a device with less memory pass
+another one, since a plan that needs more memory than the run has cannot be timed."""
 SECONDS = {"plan": 300.0, "one": 285.0, "two": 420.0}
 """Seconds for all parts of a stage; a start of the machine, stage one and stage two fit into fifteen minutes."""
 REHEARSAL_S = 240.0

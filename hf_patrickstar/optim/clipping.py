@@ -130,7 +130,7 @@ def _norm_of(manager: ChunkManager, tensor: ManagedParameter, norm_type: float) 
         gradient = manager.gradients.of(tensor)
         if gradient is None:
             return None
-        norm = gradient_norm(gradient, tensor.chunk.state_dtype, norm_type)
+        norm = manager.gradients.norm(gradient, tensor.chunk.state_dtype, norm_type)
     if norm_type == 2.0:
         tensor.gradient_norm = norm
     return norm

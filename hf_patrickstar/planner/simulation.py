@@ -326,7 +326,7 @@ class _Simulator:
         sizes = {index: decisions.chunk_nbytes[chunk_of[index]].param_nbytes for index in rows}
         lookups, reason = plan_lookups(
             {
-                index: Lookups(spec.numel, sizes[index], rows[index], spec.trainable)
+                index: Lookups(sizes[index], rows[index], spec.trainable)
                 for index, spec in enumerate(decisions.tensors)
                 if index in rows
             },

@@ -178,10 +178,7 @@ class Placement:
             return False
         room = self._estimate().room_beside(self._at_home_on_device())
         choice, reason = plan_lookups(
-            {
-                t.spec.index: Lookups(t.spec.numel, t.chunk.param_nbytes, measured[t.spec.index], t.spec.trainable)
-                for t in asked
-            },
+            {t.spec.index: Lookups(t.chunk.param_nbytes, measured[t.spec.index], t.spec.trainable) for t in asked},
             self._rules.machine,
             room,
         )

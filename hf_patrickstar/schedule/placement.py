@@ -12,7 +12,6 @@ from hf_patrickstar.units import format_nbytes, format_need
 Needs = Sequence[tuple[int, frozenset[int]]]
 """What the device must have room for at each moment: bytes, and the chunks whose copies are among them."""
 
-_NORM_ITEMSIZE = 4
 NEW_MEMORY = 3
 """A byte of large tensors that is written for the first time takes as long as so many others: the kernel of the system
 maps each page then. An embedding's gradient of 1 GB took 0.35 s in one thread and 0.21 s in two, of which zeros in
@@ -381,13 +380,11 @@ class Lookups:
     """What one micro-batch does with an embedding.
 
     Attributes:
-        numel: Elements of its weight.
         weight_nbytes: Bytes of its weight.
         rows_nbytes: Bytes of the rows that were looked up.
         is_trained: Whether it has a gradient.
     """
 
-    numel: int
     weight_nbytes: int
     rows_nbytes: int
     is_trained: bool
@@ -395,15 +392,14 @@ class Lookups:
     def at_home_ns(self, machine: Machine) -> int:
         """Nanoseconds if rows are looked up on the host: they cross, and so do their gradients.
 
-        torch makes the gradient of the whole weight, zeros and all, in new memory, and the engine takes it home.
-        Clipping needs its norm, which torch computes on one core: for 1 GB in bf16 in 0.48 s (16 cores beside an H200).
+        torch makes the gradient of the whole weight, zeros and all, in new memory; the engine reads it for its norm
+        and takes it home.
         """
         rows_ns = machine.copy_ns(self.rows_nbytes, to_device=True)
         if not self.is_trained:
             return rows_ns
-        gradient_ns = machine.host_ns(0, (NEW_MEMORY + 2) * self.weight_nbytes)
-        if machine.has_accelerator:  # else the norm costs the same on either tier
-            gradient_ns += machine.host_ns(0, _NORM_ITEMSIZE * self.numel, is_serial=True)
+        reads = 3 if machine.has_accelerator else 2  # else the norm costs the same on either tier
+        gradient_ns = machine.host_ns(0, (NEW_MEMORY + reads) * self.weight_nbytes)
         return rows_ns + machine.copy_ns(self.rows_nbytes, to_device=False) + gradient_ns
 
     def on_device_ns(self, machine: Machine) -> int:

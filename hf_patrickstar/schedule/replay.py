@@ -70,7 +70,7 @@ class Player:
     def host_work(self, work: HostWork) -> None:
         """The host runs an operator on its own memory."""
         machine = self.machine
-        self.clock.host(work.num_calls * machine.operator_ns + work.ns(machine), work.name)
+        self.clock.host(work.num_calls * machine.operator_ns + machine.host_ns(work.flops, work.nbytes), work.name)
 
     def thread_work(self, work: ThreadWork, after: Iterable[Mark]) -> Mark:
         """The host gives work to its thread, which has workers: one launches its operator while others compute.
@@ -97,7 +97,7 @@ class Player:
             return known[1]
         machine = self.machine
         launching = machine.operator_ns * sum(operator.num_calls for operator in operators)
-        computing = sum(operator.ns(machine) for operator in operators)
+        computing = sum(machine.host_ns(operator.flops, operator.nbytes) for operator in operators)
         cost = launching + computing if machine.num_cores == 1 else max(launching, computing)
         self._works[id(operators)] = operators, cost
         return cost

@@ -56,18 +56,12 @@ class HostWork:
         flops: Floating-point operations of matrix products.
         nbytes: Bytes read and written.
         num_calls: How many operators it stands for; each is called by itself.
-        is_serial: Whether one core does it.
     """
 
     name: str
     flops: int
     nbytes: int
     num_calls: int = 1
-    is_serial: bool = False
-
-    def ns(self, machine: Machine) -> int:
-        """Nanoseconds on a machine, without the calls."""
-        return machine.host_ns(self.flops, self.nbytes, is_serial=self.is_serial)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -284,8 +284,7 @@ class _Translation:
             self._store(spec, note.nbytes)
         elif note.is_at_home:
             if self._rules.has_norms and not self._accumulates:
-                nbytes = note.nbytes // spec.types.itemsize * _SUM_ITEMSIZE
-                self._script.append(HostWork("norm", 0, nbytes, is_serial=True))
+                self._script.append(HostWork("norm", 0, note.nbytes))
         elif self._is_needed(note):
             self._held[note.storage] += 1
             self._deferred.setdefault(note.index, []).append((note.storage, note.nbytes))
@@ -325,7 +324,7 @@ class _Translation:
         work = HostWork("add a gradient", 0, nbytes + numel * _SUM_ITEMSIZE * (1 if is_first else 2))
         works = [work]
         if self._kind is StepKind.LAST and self._rules.has_norms:
-            works.append(HostWork("norm", 0, numel * _SUM_ITEMSIZE, is_serial=True))
+            works.append(HostWork("norm", 0, numel * _SUM_ITEMSIZE))
         next(self._numbers)
         self._script.append(ThreadWork(tuple(works), frozenset(), (number,)))
 

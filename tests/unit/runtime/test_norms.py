@@ -1,0 +1,34 @@
+"""Norms of gradients on the host beside an accelerator, which are computed in blocks."""
+
+import types
+
+import pytest
+import torch
+
+from hf_patrickstar.runtime.gradients import Gradients, gradient_norm, norm_in_blocks
+
+NUMEL = 2**22 + 2**17 + 37  # more than one part; the last block is not full
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(NUMEL,), (2**17, 64), (7,)])
+def test_blocks_come_as_close_to_the_norm_as_the_type_allows(dtype, shape):
+    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for each in (gradient, gradient.flip(0), gradient.reshape(-1)[::3]):
+        found = norm_in_blocks(each, torch.float32)
+        torch.testing.assert_close(found, each.double().norm().float(), rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+def test_only_large_2_norms_beside_an_accelerator_are_computed_in_blocks(norm_type):
+    def norm_on(device, gradient):
+        gradients = Gradients.__new__(Gradients)
+        gradients._streams = types.SimpleNamespace(device=torch.device(device))
+        return gradients.norm(gradient, torch.float32, norm_type)
+
+    # Sums of ones in fp32 that have reached 2**24 grow no more; those of a block do not come so far.
+    large, small = torch.full((2**25,), 1.0), torch.rand(2**16)
+    assert torch.equal(norm_on("cpu", large), gradient_norm(large, torch.float32, norm_type))
+    assert torch.equal(norm_on("cuda", small), gradient_norm(small, torch.float32, norm_type))
+    exact = large.double().norm(norm_type).float()
+    assert torch.equal(norm_on("cuda", large), exact if norm_type == 2.0 else norm_on("cpu", large))
