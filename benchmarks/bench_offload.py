@@ -37,7 +37,7 @@ from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.cores import own_cores
 from hf_patrickstar.integrations.trainer_report import LaneWatch
 from hf_patrickstar.machine import find_machine, machine_of
-from hf_patrickstar.memory.accelerator import device_name
+from hf_patrickstar.memory.accelerator import device_name, memory_info
 from hf_patrickstar.memory.tiers import DEVICE_SHARE, available_host_nbytes
 from hf_patrickstar.planner.planning import make_adamw
 from hf_patrickstar.planner.simulation import Trained
@@ -365,6 +365,9 @@ def main():
     parser.add_argument("--machine", default="h100", help="for --record: a known machine, or a JSON file of rates")
     parser.add_argument("--plan", metavar="FILE", help="for --kind patrickstar: what --record has written")
     parser.add_argument("--rates", metavar="FILE", help="for --plan: rates; without it those of the known device")
+    parser.add_argument(
+        "--cap_gib", type=float, help="the most that torch may take of a CUDA device, as if it had no more"
+    )
     parser.add_argument("--profile", metavar="FILE.json.gz", help="write a trace of torch's profiler of one more step")
     parser.add_argument("--batch_size", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)
@@ -388,6 +391,8 @@ def run_kind(options, device):
         print(f"{name}: skipped: {peers.NO_DEEPSPEED}")
         common.finish(name, options, {"skipped": peers.NO_DEEPSPEED})
         return
+    if options.cap_gib and device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(options.cap_gib * 2**30 / memory_info(device)[1], device)
     group = peers.process_group(device) if options.kind in ("fsdp2", "zero3") else contextlib.nullcontext()
     with group:
         result = train(options, device)

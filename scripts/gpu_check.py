@@ -66,7 +66,8 @@ TINY_OVERHEAD = "--layers 2 --hidden 64 --batch_size 2 --length 16 --steps 2 --r
 TINY_OFFLOAD = "--size tiny --batch_size 2 --length 16 --warmup 3 --steps 2"
 OFFLOAD = (
     ("3b_plain", "plain", "--size 3b --warmup 2 --steps 3", {}, 70),
-    ("3b_24GiB", "patrickstar", "--size 3b --warmup 3 --steps 3", {"device_budget": "24GiB"}, 110),
+    # 0.95 of the device, as "auto" takes; torch's allocator may cache no more than a device of 24 GiB has.
+    ("3b_24GiB", "patrickstar", "--size 3b --warmup 3 --steps 3 --cap_gib 24", {"device_budget": "22.8GiB"}, 110),
     ("3b_fsdp2", "fsdp2", "--size 3b --warmup 1 --steps 3", {}, 110),
     ("3b_auto", "patrickstar", "--size 3b --warmup 3 --steps 3", {}, 90),
     ("8b_auto", "patrickstar", "--size 8b --warmup 3 --steps 2", {}, 200),  # last, since 128 GiB of host just suffice
