@@ -365,9 +365,7 @@ def main():
     parser.add_argument("--machine", default="h100", help="for --record: a known machine, or a JSON file of rates")
     parser.add_argument("--plan", metavar="FILE", help="for --kind patrickstar: what --record has written")
     parser.add_argument("--rates", metavar="FILE", help="for --plan: rates; without it those of the known device")
-    parser.add_argument(
-        "--cap_gib", type=float, help="the most that torch may take of a CUDA device, as if it had no more"
-    )
+    parser.add_argument("--cap_gib", type=float, help="let torch take no more of a CUDA device, as on a smaller one")
     parser.add_argument("--profile", metavar="FILE.json.gz", help="write a trace of torch's profiler of one more step")
     parser.add_argument("--batch_size", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)

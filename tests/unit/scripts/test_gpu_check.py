@@ -156,7 +156,7 @@ def run_script(*arguments, **environment):
     ("arguments", "status", "said"),
     [
         ((), 2, "gpu_check: torch finds no accelerator on this machine; run it on one with a GPU"),
-        (("--stage", "two", "--dry-run"), 0, '"device_budget": "24GiB"'),
+        (("--stage", "two", "--dry-run"), 0, '"device_budget": "22.8GiB"'),
     ],
 )
 def test_what_it_says_before_anything_runs(tmp_path, arguments, status, said):
