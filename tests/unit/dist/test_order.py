@@ -146,18 +146,6 @@ def test_whoever_has_ended_serves_the_others_and_a_plan_needs_no_messages():
     assert agree(follow, follow) == ([("gather", 1), ("gather", 2), ("reduce", 2)], [1, 1])
 
 
-@pytest.mark.parametrize("num_tensors", [1, 9, 10_000])
-def test_what_got_gradients_anywhere(num_tensors):
-    wanted = {0, 5, 6, 7, 8, 63, num_tensors - 1} & set(range(num_tensors))
-    left, right = sorted(wanted)[::2], [*sorted(wanted)[1::2], max(wanted)]
-    _, results = agree(
-        lambda rank: rank.end(Phase.BACKWARD, indices=left), lambda rank: rank.end(Phase.BACKWARD, indices=right)
-    )
-    assert results == [(False, frozenset(wanted))] * 2
-    _, results = agree(*[lambda rank: rank.end(indices=range(rank.rank, 200, 2))] * 2)
-    assert results == [(False, frozenset(range(200)))] * 2
-
-
 @pytest.mark.parametrize(
     ("endings", "is_diverged"),
     [
@@ -237,19 +225,6 @@ def test_plans_are_checked_at_once_only_for_debugging_and_by_their_checksums_at_
     assert first != second
 
 
-def test_one_process_agrees_with_itself():
-    order = Order(ThreadCollectives(), checks_all=True)
-    wanted, trace = Collective(Subject.GATHER, 3), Trace("training", (8, 8), (Visit(0, (), 3), Visit(1)))
-    assert order.is_alone
-    assert order.begin("training", SHAPES, 7, ROOM, 0) == Beginning(SHAPES, True, ROOM)
-    order.check(wanted, torch.float32, 8)
-    assert order.ask(wanted, "layer 3", is_in_step=True) == (wanted,)
-    ended = order.end(Ending(Phase.BACKWARD, is_diverged=True, indices=[2, 5]))
-    assert (ended.collectives, ended.is_diverged, ended.indices) == ((), True, frozenset({2, 5}))
-    assert order.agree(Subject.READ, [3], "reads") == [0]
-    assert (order.agree_on_trace(trace), list(order.agree_on_estimated([trace]))) == (trace, [trace])
-
-
 # Beginning
 
 
@@ -265,7 +240,6 @@ def room(free, chunks=None, floor=0, resident=(3, 1)):
             [{"shapes": ((4, 100), (3, 1, 7))}, {"shapes": ((2, 120), (3, 2, 5))}, {"shapes": ((3, 90), (4, 1, 1))}],
             Beginning(((4, 120), (4, 2, 7)), True, ROOM),
         ),
-        ([{"shapes": ((), (2,))}] * 2, Beginning(((), (2,)), True, ROOM)),
         *(([{}, {"shapes": other}], Beginning((), True, ROOM)) for other in (((4, 128),), ((4, 128), (4, 1)))),
         (
             [room(900, 300, 5), room(800, 400, 7), room(850, 350, 6)],
@@ -280,7 +254,6 @@ def room(free, chunks=None, floor=0, resident=(3, 1)):
             for other in ((1, 3), (3,))
         ),
         ([{}, {"traces": 8}], Beginning(SHAPES, False, ROOM)),
-        ([{"traces": 2**32 - 1}] * 2, Beginning(SHAPES, True, ROOM)),
     ],
 )
 def test_a_step_begins_with_the_largest_shapes_and_the_least_room(settings, begun):

@@ -163,16 +163,6 @@ def test_a_process_that_has_ended_is_named_at_once(store):
 
 
 @in_memory
-def test_all_whose_collective_failed_say_the_same(store):
-    dogs = [make(rank) for rank in range(3)]
-    begin = time.monotonic()
-    texts = in_threads(*[lambda dog=dog: str(dog.explain("gathers", RuntimeError("closed"))) for dog in dogs])
-    assert time.monotonic() - begin < 3
-    (text,) = set(texts)
-    assert re.match(r"gathers: a collective failed on rank \d of 3: all other ranks are there\. ", text)
-
-
-@in_memory
 @pytest.mark.parametrize("is_hanging", [False, True])
 def test_a_store_that_is_gone_keeps_nobody(store, monkeypatch, is_hanging):
     """That of a host without power does not even fail."""
