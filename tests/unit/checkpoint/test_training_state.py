@@ -62,8 +62,6 @@ NO_INDEX = "index.json' is not the index of a training state"
 NO_PART = "safetensors' is not a part of a training state"
 BROKEN = {
     "garbage": (lambda path: (path / INDEX_NAME).write_bytes(b"\xff{"), NO_INDEX),
-    "a list": (lambda path: (path / INDEX_NAME).write_text("[]"), NO_INDEX),
-    "no shape": (lambda path: change_index(path, lambda index: index["parameters"].update(w={})), NO_INDEX),
     "another format": (
         lambda path: change_index(path, lambda index: index.update(format="theirs")),
         "index.json' is version 1 of theirs; this package reads version 1 of hf_patrickstar.training_state",
@@ -76,17 +74,11 @@ BROKEN = {
         lambda path: (path / SHARD).write_bytes((path / SHARD).read_bytes()[:-1]),
         f"{SHARD}' is not a complete safetensors file",
     ),
-    "another file": (lambda path: write_safetensors(path / SHARD, {}), f"{NO_PART}: .*'values'"),
     "parts that are a list": (lambda path: change_metadata(path, parts="[]"), NO_PART),
-    "a part without an end": (lambda path: change_metadata(path, parts='{"exp_avg/w": [3]}'), NO_PART),
     "values that are a list": (lambda path: change_metadata(path, values="[1]"), NO_PART),
     "a part of another size": (
         lambda path: change_metadata(path, parts='{"exp_avg/w": [0, 13]}'),
         f"{SHARD}': 'exp_avg/w' should have elements 0 to 13, and has 12",
-    ),
-    "a part before the first element": (
-        lambda path: change_metadata(path, parts='{"exp_avg/w": [-1, 11]}'),
-        f"{SHARD}': 'exp_avg/w' should have elements -1 to 11",
     ),
 }
 
@@ -291,16 +283,3 @@ def test_a_tensor_of_another_shape_or_none(tmp_path):
         with pytest.raises(CheckpointError, match=f"{message}.*; make the optimizer with the same options"):
             engine.training_state.open(tmp_path)
         states["w"]["exp_avg_sq"] = W
-
-
-def test_groups_come_back(tmp_path):
-    engine, other = make_engine(), make_engine()
-    engine.optimizer.param_groups[1].update(lr=0.7, betas=(0.5, 0.6), note="text", rows=[torch.ones(2)])
-    train(engine)
-    save(engine, tmp_path)
-    load(other, tmp_path)
-    first, second = other.optimizer.param_groups
-    assert (first["lr"], second["lr"], second["betas"], second["note"]) == (0.1, 0.7, (0.5, 0.6), "text")
-    assert second["rows"][0].tolist() == [1.0, 1.0]
-    assert "rows" not in first
-    assert [len(group["params"]) for group in (first, second)] == [1, 1]
