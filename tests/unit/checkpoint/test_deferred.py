@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 
 import numpy
 import pytest
@@ -121,6 +122,16 @@ def test_what_changes_values_raises(function):
         function(make_deferred(VALUES)[0])
 
 
+def test_assigned_data():
+    parameter = torch.nn.Parameter(make_deferred(VALUES, is_loadable=True)[0])
+    parameter.data = parameter.data.bfloat16()
+    assert parameter.dtype is torch.bfloat16
+    parameter.data = parameter.data * 2
+    assert torch.equal(Reader().read(parameter), (VALUES.bfloat16() * 2).view(-1))
+    with pytest.raises(EngineError, match=r"values were assigned .*full_parameters"):
+        parameter.data = VALUES
+
+
 def test_tensors_that_are_to_be_loaded_can_be_compared():
     """transformers compares tied weights that a checkpoint has under both names."""
     (left, source), (right, _) = (make_deferred(VALUES, is_loadable=True) for _ in range(2))
@@ -143,6 +154,17 @@ def test_libraries_do_not_save_one_by_mistake(tmp_path):
         tensor.nonzero()  # a shape that depends on values
 
 
+def test_what_libraries_look_at():
+    loadable, (other, _) = make_deferred(VALUES, is_loadable=True)[0], make_deferred(VALUES)
+    for function in (lambda t: t, lambda t: t.t(), lambda t: t.bfloat16(), lambda t: t.data, lambda t: t.to("meta")):
+        assert (function(loadable).device.type, function(other).device.type) == ("cpu", "meta")
+    assert [t.untyped_storage().nbytes() for t in (other, other[:2])] == [96, 48], "as many bytes as a result has"
+    assert other.type().endswith("FloatTensor")
+    assert "4, 6" in repr(other)
+    with torch.device("meta"):
+        assert torch.equal(Reader().read(torch.zeros_like(other) + other).cpu(), VALUES.view(-1))
+
+
 def test_parameters_and_copies_of_modules():
     tensor, source = make_deferred(VALUES, is_loadable=True)
     module = torch.nn.Linear(6, 4, bias=False)
@@ -157,3 +179,23 @@ def test_parameters_and_copies_of_modules():
     assert source.reads == []
     for value in (copied.weight, module.state_dict()["weight"]):
         assert torch.equal(Reader().read(value), VALUES.view(-1))
+
+
+def test_threads_share_a_reader():
+    sources = [make_deferred(VALUES + 100 * number)[0] for number in range(4)]
+    reader, wrong, barrier = Reader(), [], threading.Barrier(4)
+
+    def read(number):
+        barrier.wait()
+        pair = number, (number + 1) % 4
+        for _ in range(50):
+            found = reader.read(torch.cat([sources[n] for n in pair]))
+            if not torch.equal(found, torch.cat([VALUES + 100 * n for n in pair]).view(-1)):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []

@@ -168,6 +168,17 @@ def test_the_error_is_that_of_the_first_parameter(tmp_path, monkeypatch, is_defe
     assert_same(values_of(model).values(), expected.values())
 
 
+def test_frozen_parameters_keep_their_memory_until_all_others_are_moved_in(monkeypatch):
+    model = make_model()
+    model[0].requires_grad_(False)
+    before, expected = model[0].weight.data_ptr(), values_of(model)
+    fail_at(monkeypatch, model, f"{DEPTH - 1}.weight")
+    with pytest.raises(CheckpointError, match="cannot read"):
+        make_engine(model)
+    assert model[0].weight.data_ptr() == before
+    assert_same(values_of(model).values(), expected.values())
+
+
 def test_memory_is_freed_when_a_parameter_is_moved_in(monkeypatch):
     """Nobody else holds it, however far ahead workers are."""
     order, counts = [], []
@@ -181,3 +192,26 @@ def test_memory_is_freed_when_a_parameter_is_moved_in(monkeypatch):
     make_engine(make_model())
     assert order == [f"{place}.weight" for place in range(DEPTH)]
     assert max(counts) == 1  # only the one here
+
+
+def test_an_interruption_leaves_nobody_writing(monkeypatch):
+    """The user interrupts while the caller waits for workers."""
+    model = make_model()
+    expected = values_of(model)
+    active, real = [], first_values.FirstValues._fill
+
+    def fill(self, *args):
+        active.append(1)
+        real(self, *args)
+        active.pop()
+
+    def interrupt(self):
+        self.cancel()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(first_values.FirstValues, "_fill", fill)
+    monkeypatch.setattr(first_values.WorkTicket, "wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        make_engine(model)
+    assert active == []
+    assert_same(values_of(model).values(), expected.values())

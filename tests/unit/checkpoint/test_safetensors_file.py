@@ -143,3 +143,11 @@ def test_replaced_inside_of_a_block_and_over_at_its_end():
         raise KeyError
     assert found() == before
     assert not hasattr(safetensors.torch, "absent")
+
+
+def test_ordinary_tensors_go_to_the_library(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(safetensors.torch, "save_file", lambda *args, **kwargs: calls.append((args, kwargs)))
+    with streamed_writing(10):
+        safetensors.torch.save_file({"w": TENSORS["a"]}, tmp_path / "f", metadata={"format": "pt"})
+    assert calls == [(({"w": TENSORS["a"]}, tmp_path / "f"), {"metadata": {"format": "pt"}})]

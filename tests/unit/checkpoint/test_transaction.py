@@ -120,6 +120,20 @@ def test_after_a_failure_nobody_waits(fails_at, error, tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_directory_that_another_process_has_given_up(tmp_path, monkeypatch):
+    chunks, gate = make_chunks(), Gate(monkeypatch)
+    (tmp_path / "sub").mkdir()
+    write = begin(tmp_path / "sub" / "f", chunks)
+    events = [chunk.reader for chunk in chunks[:2]]
+    gate.wait()
+    storage._remove_tree(tmp_path / "sub")
+    gate.go(len(TENSORS))
+    write.join()
+    assert isinstance(write.error, FileNotFoundError)
+    assert all(event.is_set() for event in events)
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_lists_on_a_device_are_written_after_what_the_compute_stream_was_told(tmp_path, monkeypatch, device):
     """The thread reads on a stream that does not wait for the optimizer's; ``meta`` stands for any device here."""
@@ -181,6 +195,18 @@ def test_a_full_disk_is_named_whoever_meets_it(error, transactions, tmp_path, mo
         monkeypatch.setattr(storage.os, "fsync", full)
         raise RuntimeError("unexpected pos 8448 vs 8342")  # what torch.save says of it
     assert "scheduler.pt' cannot be written: No space left on device; the file needs more, " in str(caught.value)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_full_disk_that_has_room_again_when_the_background_removed_its_part(transactions, tmp_path, monkeypatch):
+    """``torch.save`` does not say that the disk was full, and by now it is not; the background's error says it."""
+    with pytest.raises(CheckpointError) as caught, transactions.writing(tmp_path / "c") as checkpoint:  # noqa: PT012
+        with monkeypatch.context() as patch:
+            patch.setattr(storage.os, "fsync", full)
+            checkpoint.write = begin(checkpoint.path / "optimizer", make_chunks())
+            checkpoint.write.join()
+        raise RuntimeError("unexpected pos 8448 vs 8342")
+    assert "optimizer.writing' cannot be written: No space left on device; the file needs" in str(caught.value)
     assert os.listdir(tmp_path) == []
 
 

@@ -6,6 +6,7 @@ import os
 import pytest
 import safetensors.torch
 import torch
+import transformers.modeling_utils
 from models import MODELS, make_model
 
 from hf_patrickstar import deferred_weights
@@ -170,3 +171,20 @@ def test_tied_weights_that_the_checkpoint_has_twice(difference, tmp_path):
     safetensors.torch.save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
     model = assert_loads_as_without(type(model), tmp_path)
     assert (model.lm_head.weight is model.transformer.wte.weight) == (not difference)
+
+
+def patched():
+    return transformers.modeling_utils.load_state_dict, transformers.modeling_utils.safe_open
+
+
+def test_the_library_is_as_it_was_afterwards(tmp_path):
+    before = patched()
+    make_model("gpt2").save_pretrained(tmp_path)
+    with deferred_weights(enabled=False):
+        assert patched() == before
+        model = MODELS["gpt2"]().from_pretrained(tmp_path)
+    assert not any(isinstance(parameter, DeferredTensor) for parameter in model.parameters())
+    os.truncate(tmp_path / "model.safetensors", 2000)
+    with pytest.raises(CheckpointError, match=r"model.safetensors' is not a complete"), deferred_weights():
+        MODELS["gpt2"]().from_pretrained(tmp_path)
+    assert patched() == before

@@ -10,7 +10,7 @@ from unit.spec_builders import BF16
 
 from hf_patrickstar.dist.order import Order
 from hf_patrickstar.dist.sharing import Held, Sharing
-from hf_patrickstar.errors import CheckpointError, CollectiveError
+from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.layout.specs import TensorSpec
 
 WIDE = torch.float32
@@ -88,27 +88,6 @@ def test_pieces_of_a_tensor_that_is_spread_come_to_all_in_order(piece_numel):
     assert [list(itertools.chain(*part)) for _, part, _ in run_together(3, work)] == [[1.0, 2.0]] * 3
 
 
-WORKS = [
-    lambda sharing, held_of: sharing.tensor(held_of(0), "the value"),
-    lambda sharing, held_of: sharing.tensor(held_of(1), "the value"),
-    lambda sharing, held_of: sharing.tensor(held_of(0)._replace(dtype=torch.bfloat16), "the value"),
-    lambda sharing, held_of: list(sharing.parts(held_of(0), (0, 1), 2, "the value")),
-    lambda sharing, held_of: sharing.enter("saves the model"),
-    lambda sharing, held_of: sharing.enter("loads the model"),
-    lambda sharing, held_of: sharing.scalars({}, 2),
-    lambda sharing, held_of: sharing.meet("has saved"),
-]
-
-
-@pytest.mark.parametrize("works", itertools.pairwise(WORKS))
-def test_those_who_do_not_do_the_same_find_out(works):
-    def work(process):
-        with pytest.raises(CollectiveError, match=r"the processes do not do the same: rank 0 .*; rank 1 "):
-            works[process.rank](process.sharing, process.hold(2, 2, chunk_numel=2))
-
-    run_together(2, work)
-
-
 # Some read, the others follow
 
 
@@ -141,5 +120,3 @@ def test_a_reader_that_fails_says_so_to_the_others_and_one_that_follows_fails_al
 
     texts = {0: ["disk full", "the process that saves the model failed; its own error says why"], 1: ["", "disk full"]}
     assert run_together(2, work) == [(text, [0.0, 1.0]) for text in texts[failing]]
-
-

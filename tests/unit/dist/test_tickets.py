@@ -33,6 +33,17 @@ def wait_for(work, what):
     work.wait()
 
 
+@pytest.mark.parametrize("num", [0, 2])
+def test_all_works_are_waited_for_once(num):
+    ticket = GlooTicket("gathers", wait_for, torch.zeros(4))
+    ticket.works = works = [Work() for _ in range(num)]
+    assert ticket.is_done is (num == 0)
+    ticket.join()
+    ticket.wait()
+    assert ticket.is_done
+    assert [work.num_waits for work in works] == [1] * num
+
+
 def test_it_ends_when_gloo_has_let_go_of_the_buffer():
     """Else the engine would take the reference for an alias of the chunk."""
     buffer, held = torch.zeros(4), []

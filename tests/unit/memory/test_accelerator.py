@@ -1,6 +1,7 @@
 """What is asked of torch's allocators, with stand-ins for what only a machine with an accelerator has."""
 
 import contextlib
+import types
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from hf_patrickstar.memory import accelerator
 from hf_patrickstar.memory.accelerator import (
     allocator_settings,
+    device_name,
     grow_segments,
     is_fragmented,
     lock_pages,
@@ -94,7 +96,7 @@ def test_where_it_cannot_be_set_the_user_is_advised(allocator, monkeypatch):
 @pytest.mark.parametrize(
     ("asked", "pieces", "is_in_pieces"),
     [
-        ("20.00 MiB", "1.25 GiB", True),
+        ("20.00 MiB", "20.00 MiB", True),
         ("20.00 MiB", "19.99 MiB", False),
         ("2.00 GiB", "512.00 MiB", False),
         ("512 bytes", "1.00 KiB", True),
@@ -111,6 +113,14 @@ def test_where_the_message_does_not_say_the_allocator_is_asked(allocator, reserv
     allocator.reserved, allocator.allocated = reserved * MIB, 10 * MIB
     assert is_fragmented(torch.OutOfMemoryError("Tried to allocate 20.00 MiB."), CUDA) == is_in_pieces
     assert not is_fragmented(RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"), CUDA), "nobody knows how much was asked for"
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [({"get_device_name": lambda device: f"Fake {device.index}"}, "Fake 1"), ({}, "xpu")]
+)
+def test_an_accelerator_has_the_name_that_its_driver_knows(module, name, monkeypatch):
+    monkeypatch.setattr(torch, "get_device_module", lambda device: types.SimpleNamespace(**module))
+    assert device_name(torch.device("xpu", 1)) == name
 
 
 # Locked pages

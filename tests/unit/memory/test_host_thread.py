@@ -79,3 +79,18 @@ def test_a_copy_after_work_that_failed_is_made_and_raises_the_error(thread):
     copy.event.open()
     copy.wait()
     assert copy.is_done
+
+
+def test_it_prepares_itself_once_ends_after_its_work_and_can_begin_again():
+    before, prepared, done = set(threading.enumerate()), [], []
+    thread = HostThread(lambda: prepared.append(threading.current_thread()))
+    thread.on_host(lambda: (time.sleep(0.05), done.append(1)), [])
+    thread.on_host(lambda: done.append(2), [])
+    (started,) = set(threading.enumerate()) - before
+    thread.close()
+    thread.close()
+    assert (done, started.is_alive(), prepared) == ([1, 2], False, [started])
+    assert started.name.startswith("hf_patrickstar-host")
+    host_work(thread.on_host(lambda: done.append(3), [])).wait()
+    thread.close()
+    assert done == [1, 2, 3]

@@ -11,6 +11,29 @@ from hf_patrickstar.memory.tiers import Tier
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
 
 
+def rows_of(ledger):
+    return [tuple(re.split(r"\s{2,}", row.strip())) for row in ledger.table().splitlines()]
+
+
+def test_a_table_says_who_has_what():
+    ledger = Ledger({DEVICE: 1000, HOST: 5000}, device_fraction=0.8, chunk_budget=700)
+    ledger.book(DEVICE, "param", 600)
+    ledger.unbook(DEVICE, "param", 100)
+    ledger.book(HOST, "master", 2048)
+    assert rows_of(ledger) == [
+        ("tier", "owner", "now", "peak"),
+        ("device", "param", "500 B", "600 B"),
+        ("device", "total", "500 B", "600 B"),
+        ("device", "non-model data", "0 B"),
+        ("device", "chunk budget", "700 B"),
+        ("device", "budget", "1000 B"),
+        ("device", "usable now", "800 B"),
+        ("host", "master", "2.00 KiB", "2.00 KiB"),
+        ("host", "total", "2.00 KiB", "2.00 KiB"),
+        ("host", "budget", "4.88 KiB"),
+    ]
+
+
 def test_going_over_carries_what_is_needed_what_is_left_and_the_table():
     ledger = Ledger({DEVICE: 1000, HOST: 5000})
     ledger.book(HOST, "exp_avg", 4000)

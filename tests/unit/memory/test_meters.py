@@ -78,6 +78,23 @@ def test_a_storage_counts_once_and_whole_as_long_as_a_view_keeps_it(is_new):
         assert meter.live(0) == 0
 
 
+@pytest.mark.parametrize(
+    ("make", "nbytes"),
+    [
+        (lambda: kib(4).chunk(4), 4 * KIB),
+        (lambda: torch.unbind(kib(4)[:4]), 4 * KIB),
+        (lambda: kib(1).sort(), KIB + 2 * KIB),
+        (lambda: torch._foreach_add([torch.ones(4), torch.ones(8)], 1.0), 16 + 32),
+    ],
+)
+def test_every_one_of_several_results_counts(make, nbytes):
+    with measuring(make_meter()) as meter:
+        results = make()
+        assert meter.live(0) == nbytes
+        del results
+        assert meter.live(0) == 0
+
+
 SPARSE = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
@@ -234,18 +251,3 @@ def test_what_other_programs_took_counts_from_the_next_start_and_is_asked_once_a
     assert (meter.live(150), meter.peak(150)) == (50, 70), "what they gave back is no gain"
     meter.pause()
     meter.stop()
-
-
-@pytest.mark.gpu
-def test_a_real_device():
-    device = torch.device("cuda", torch.cuda.current_device())
-    meter = AllocatorMeter(device)
-    booked = torch.cuda.memory_allocated(device)
-    meter.start(())
-    growth = meter.live(booked)
-    meter.restart()
-    tensor = torch.zeros(2**20, device=device)
-    assert meter.live(booked) == growth + tensor.nbytes
-    del tensor
-    assert (meter.live(booked), meter.peak(booked)) == (growth, growth + 2**22)
-    assert 0 < used_nbytes(device)() <= torch.cuda.mem_get_info(device)[1]

@@ -1,8 +1,10 @@
 """Page-locked memory: how much of it is taken, with stand-ins for torch's allocator and the driver."""
 
+import array
 import gc
 import os
 import sys
+import threading
 
 import pytest
 import torch
@@ -14,6 +16,13 @@ CUDA = torch.device("cuda", 0)
 KIB, MIB = 2**10, 2**20
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux about pages")
+
+
+def are_there(address, nbytes):
+    """For each page whether the system has given it to this process."""
+    with open("/proc/self/pagemap", "rb") as file:
+        file.seek(address // (4 * KIB) * 8)
+        return [bool(entry >> 63) for entry in array.array("Q", file.read(nbytes // (4 * KIB) * 8))]
 
 
 class Host:
@@ -110,6 +119,24 @@ def test_pages_are_locked_as_long_as_a_tensor_looks_into_them(host, dtype):
     assert view.sum() == 30
     del view
     assert not host.locked
+
+
+@on_linux
+def test_threads_touch_all_pages_before_the_driver_locks_them(host, monkeypatch):
+    """Two are at it at the same time."""
+    both, zero = threading.Barrier(2), torch.Tensor.zero_
+
+    def zero_together(part):
+        both.wait(timeout=60)
+        return zero(part)
+
+    monkeypatch.setattr(pinning, "own_cores", lambda num_sharers: 2)
+    monkeypatch.setattr(torch.Tensor, "zero_", zero_together)
+    found = []
+    monkeypatch.setattr(pinning, "lock_pages", lambda device, *pages: found.append(are_there(*pages)))
+    monkeypatch.setattr(pinning, "unlock_pages", lambda *_: None)
+    PagePinning(CUDA).empty(60 * MIB + 1, dtype=torch.uint8)
+    assert found == [[True] * (60 * 256 + 1)]
 
 
 @on_linux

@@ -18,7 +18,6 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     MixtralConfig,
-    Qwen2Config,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -26,20 +25,7 @@ from transformers import (
 from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.planner.adapters import with_adapters
 from hf_patrickstar.planner.planning import make_adamw
-from hf_patrickstar.schedule.op_trace import (
-    Acquire,
-    Allocate,
-    EnterForward,
-    Free,
-    Gradient,
-    LeaveBackward,
-    LeaveForward,
-    LetGo,
-    Need,
-    Release,
-)
-from hf_patrickstar.schedule.repeats import IrregularError, Stack, extend
-from hf_patrickstar.schedule.script import Begin, Part
+from hf_patrickstar.schedule.repeats import Stack
 from hf_patrickstar.tracing import micro_batch, stacks
 from hf_patrickstar.tracing.fake import as_fake
 from hf_patrickstar.tracing.stacks import cut, find_stacks
@@ -61,10 +47,6 @@ def gpt2(depth):
 
 def llama(depth, **changes):
     return AutoModelForCausalLM.from_config(LlamaConfig(**LLAMA, num_hidden_layers=depth, **changes))
-
-
-def tied_qwen2(depth):
-    return AutoModelForCausalLM.from_config(Qwen2Config(**LLAMA, num_hidden_layers=depth, tie_word_embeddings=True))
 
 
 def bert(depth):
@@ -146,12 +128,6 @@ def shallow(monkeypatch):
     monkeypatch.setattr(stacks, "LEAST_BLOCKS", SHALLOW - 1)
 
 
-def freeze_first(model):
-    model.transformer.h[:3].requires_grad_(False)
-    model.enable_input_require_grads()
-    return model
-
-
 def evaluate_and_train(model, inputs):
     with torch.no_grad():
         model(**inputs)
@@ -164,11 +140,9 @@ KINDS = {
 }
 LONG_KINDS = {
     "kinds that alternate, recomputed": lambda: training_of(lambda: gemma2(2 * SHALLOW + 1, use_cache=False), True),
-    "tied qwen2, recomputed": lambda: training_of(lambda: tied_qwen2(SHALLOW), True),
     "mixtral, recomputed": lambda: training_of(lambda: mixtral(SHALLOW), True),
     "t5, recomputed": lambda: training_of(lambda: t5(SHALLOW), True),
     "micro-batches in fp32": lambda: training_of(lambda: llama(SHALLOW), num_micro_batches=2, dtype="fp32"),
-    "blocks after frozen ones": lambda: training_of(lambda: freeze_first(gpt2(SHALLOW + 3))),
     "an evaluation inside of a loss": lambda: training_of(lambda: gpt2(SHALLOW), loss=evaluate_and_train),
 }
 
@@ -238,7 +212,6 @@ def read_last(model, inputs):
 IRREGULAR = {
     "a loss that reads all": (lambda: training_of(lambda: mixtral(DEPTH, output_router_logits=True)), "blocks differ"),
     "a loss that counts": (lambda: training_of(lambda: gpt2(DEPTH), loss=count_blocks), "something else than 4"),
-    "a cache for all layers": (lambda: training_of(lambda: gemma2(2 * SHALLOW)), "blocks differ"),
     # Neither its parameters nor four blocks and five show it; a forward of all blocks does.
     "a number": (lambda: training_of(lambda: make_odd(gpt2(DEPTH))), "the forward of all blocks does something else"),
     "an index": (lambda: training_of(lambda: gpt2(DEPTH), loss=read_last), "IndexError"),
@@ -252,9 +225,7 @@ IRREGULAR = {
         for name, case in IRREGULAR.items()
     ],
 )
-def test_a_model_whose_blocks_differ_is_run_in_full(make, why, caplog, request):
-    if "cache" in request.node.name:
-        request.getfixturevalue("shallow")
+def test_a_model_whose_blocks_differ_is_run_in_full(make, why, caplog):
     training = make()
     expected = trace_in_full(training)
     with runs() as made, caplog.at_level(logging.INFO, "hf_patrickstar"):
@@ -263,18 +234,6 @@ def test_a_model_whose_blocks_differ_is_run_in_full(make, why, caplog, request):
     assert made[-1] == made[-2], "all blocks, twice"
     assert why in caplog.text
     assert "blocks repeat, but the model is run with all of them" in caplog.text
-
-
-@pytest.mark.long
-def test_a_script_whose_trainer_keeps_its_model_sees_all_blocks_last():
-    made = []
-
-    def make():
-        made.append(llama(DEPTH))
-        return made[-1]
-
-    training_of(make).trace(H100)
-    assert [len(model.model.layers) for model in made] == [DEPTH, 4, 5, DEPTH]
 
 
 # Stacks
@@ -311,72 +270,3 @@ def test_a_model_is_cut_in_place_and_names_of_blocks_are_taken_apart():
     parts, block = stack.split("model.layers.4.norm.weight")
     assert (parts, block) == ((1, "norm.weight"), 1)
     assert stack.join(parts, 12) == "model.layers.26.norm.weight"
-
-
-# Notes
-
-
-def use(index):
-    return [Acquire(index), Release(index, False)]
-
-
-def notes_of(num_blocks):
-    """A model of a parameter, so many blocks of two each, and another parameter."""
-    storages = iter(range(100))
-    notes = [Begin(Part.FORWARD), EnterForward((), ()), *use(0)]
-    kept, made = [], []
-    for block in range(num_blocks):
-        made += [next(storages), next(storages)]
-        notes += [*use(1 + 2 * block), Allocate(((made[-2], 8), (made[-1], 4)))]
-        notes += [*use(2 + 2 * block), Free(made[-2])]
-        kept.append(made[-1])
-    last = 1 + 2 * num_blocks
-    notes += [*use(last), LeaveForward(), Begin(Part.BACKWARD)]
-    for block in reversed(range(num_blocks)):
-        for place in (2, 1):
-            index, gradient = place + 2 * block, next(storages)
-            notes += [Need(index), Allocate(((gradient, 4),))]
-            notes += [LetGo(index), Gradient(index, gradient, 4), Free(gradient)]
-        notes += [Free(kept[block + 1])] if block + 1 < num_blocks else []
-    notes += [Free(kept[0]), LeaveBackward()]
-    names = {0: "first.weight", last: "last.weight"}
-    for block in range(num_blocks):
-        names |= {1 + 2 * block: f"h.{block}.a.weight", 2 + 2 * block: f"h.{block}.b.weight"}
-    return tuple(notes), names
-
-
-@pytest.mark.parametrize("num_blocks", [4, 5, 9])
-def test_notes_are_extended_to_any_depth(num_blocks):
-    stack = Stack("h", 0, 1, 4)
-    assert extend(*notes_of(4), [stack], [num_blocks]) == notes_of(num_blocks)
-    assert extend(*notes_of(6), [dataclasses.replace(stack, num_blocks=6)], [9]) == notes_of(9)
-
-
-def changed(change):
-    notes, names = notes_of(4)
-    notes = list(notes)
-    change(notes)
-    return notes, names
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda notes: notes.insert(notes.index(Acquire(5)) + 1, LetGo(0)),
-        lambda notes: notes.remove(LetGo(5)),
-        lambda notes: notes.insert(0, Free(90)),
-        lambda notes: notes.insert(notes.index(LeaveForward()), LetGo(3)),
-        lambda notes: notes.remove(Free(5)),
-    ],
-    ids=["one block does more", "one does less", "unknown memory", "one is used elsewhere", "memory of one stays"],
-)
-def test_irregular_notes_are_refused(change):
-    with pytest.raises(IrregularError):
-        extend(*changed(change), [Stack("h", 0, 1, 4)], [9])
-
-
-def test_parameters_that_are_no_blocks_one_after_the_other_are_refused():
-    notes, names = notes_of(4)
-    names[4], names[5] = names[5], names[4]
-    with pytest.raises(IrregularError, match="block 1 of h"):
-        extend(notes, names, [Stack("h", 0, 1, 4)], [9])

@@ -31,7 +31,6 @@ def test_sizes_are_rounded_up_to_buckets_by_less_than_half_as_much_again():
     [
         ((), "evaluation"),
         (((5, 9), (5, 9), (6, 12)), "evaluation/6x12"),
-        (((0,),), "evaluation/1"),
     ],
 )
 def test_a_key_names_the_kind_and_every_bucket_once(shapes, key):
@@ -50,14 +49,6 @@ NOT_COVERED = [
 def test_a_trace_covers_inputs_that_are_no_larger_in_any_size(own, shapes):
     """Inputs of one number make no difference: the Trainer gives a model the number of its labels, a plan does not."""
     assert make_trace(own).covers(shapes) == (shapes in COVERED)
-
-
-def test_a_trace_may_be_for_steps_without_one_of_its_inputs():
-    trace = make_trace(((4, 10), (), (4, 10), (4,))).without_input(1)
-    assert [trace.covers(shapes) for shapes in (((4, 10), (4, 10), (4,)), ((3, 10), (2,)))] == [True, True]
-    assert [trace.covers(shapes) for shapes in (((4, 10), (4, 10)), ((4,),))] == [False, False]
-    assert make_trace().covers(())
-    assert not make_trace().covers(((1,),))
 
 
 # What several processes recorded
