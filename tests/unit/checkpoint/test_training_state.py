@@ -9,7 +9,7 @@ from sources import write_training_state
 from torch import nn
 
 from hf_patrickstar import PatrickStarEngine
-from hf_patrickstar.checkpoint.deferred import DeferredTensor, Reader
+from hf_patrickstar.checkpoint.deferred import Reader
 from hf_patrickstar.checkpoint.safetensors_file import write_safetensors
 from hf_patrickstar.checkpoint.training_state import INDEX_NAME, SavedState, shard_name
 from hf_patrickstar.checkpoint.transaction import BackgroundWrite
@@ -25,27 +25,6 @@ SHARD = shard_name(0, 1)
 
 
 # SavedState
-
-
-@pytest.mark.parametrize(
-    ("world_size", "boundaries"), [(1, {}), (2, {}), (3, {"w": [0, 5, 5, 12]}), (3, {"w": [0, 0, 12, 12]})]
-)
-def test_what_was_saved(world_size, boundaries, tmp_path):
-    saved = SavedState(write_training_state(tmp_path, STATES, world_size, boundaries, {"w": {"decay": 0.5}}))
-    assert saved.optimizer == "AdamW"
-    assert saved.shapes == {"w": (3, 4), "b/c": (2,), "frozen once": ()}
-    assert saved.groups == [{"lr": 0.1, "betas": (0.9, 0.99), "params": list(STATES)}]
-    for name, state in STATES.items():
-        saved.check_complete(name, 0, torch.Size(saved.shapes[name]).numel())
-        found = saved.state_of(name)
-        assert found.keys() == (state.keys() | ({"decay"} if name == "w" else set())) - {"master"}
-        for key, value in state.items():
-            tensor = DeferredTensor.make(saved.states[name][key])
-            assert tensor.shape == value.shape
-            assert torch.equal(Reader().read_whole(tensor), value)
-    Reader().fill(into := torch.empty(4, dtype=torch.bfloat16), found := saved.state_of("w")["exp_avg"], 3)
-    assert torch.equal(into, W.bfloat16().view(-1)[3:7])
-    assert torch.equal(Reader().read(found, 4, 7), W.view(-1)[4:7])
 
 
 def change_index(path, change):

@@ -225,6 +225,19 @@ def test_plans_are_checked_at_once_only_for_debugging_and_by_their_checksums_at_
     assert first != second
 
 
+def test_one_process_agrees_with_itself():
+    order = Order(ThreadCollectives(), checks_all=True)
+    wanted, trace = Collective(Subject.GATHER, 3), Trace("training", (8, 8), (Visit(0, (), 3), Visit(1)))
+    assert order.is_alone
+    assert order.begin("training", SHAPES, 7, ROOM, 0) == Beginning(SHAPES, True, ROOM)
+    order.check(wanted, torch.float32, 8)
+    assert order.ask(wanted, "layer 3", is_in_step=True) == (wanted,)
+    ended = order.end(Ending(Phase.BACKWARD, is_diverged=True, indices=[2, 5]))
+    assert (ended.collectives, ended.is_diverged, ended.indices) == ((), True, frozenset({2, 5}))
+    assert order.agree(Subject.READ, [3], "reads") == [0]
+    assert (order.agree_on_trace(trace), list(order.agree_on_estimated([trace]))) == (trace, [trace])
+
+
 # Beginning
 
 

@@ -88,6 +88,20 @@ def test_pieces_of_a_tensor_that_is_spread_come_to_all_in_order(piece_numel):
     assert [list(itertools.chain(*part)) for _, part, _ in run_together(3, work)] == [[1.0, 2.0]] * 3
 
 
+def test_who_does_not_want_the_rest_lets_the_others_have_it():
+    def work(process):
+        held = process.hold(6, chunk_numel=3)(0)
+        pieces = process.sharing.parts(held, (0, 6), 1, "the value")
+        found = [next(pieces).tolist()]
+        if process.rank == 0:
+            pieces.close()
+        found += numbers(pieces)
+        return found, process.sharing.tensor(held, "the value").tolist()
+
+    whole = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert run_together(2, work) == [([[0.0]], whole), ([[number] for number in whole], whole)]
+
+
 # Some read, the others follow
 
 

@@ -10,7 +10,11 @@ from hf_patrickstar.cli.main import main
 from hf_patrickstar.units import MIB, format_nbytes
 
 MODEL = "gpt2:n_layer=3,n_embd=128,n_head=4,vocab_size=512,n_positions=64"
+
+
 SHARE = "share of the step"
+
+
 TIGHT = ["--batch-size", "2", "--device-memory", str(6 * MIB), "--host-memory", str(64 * MIB), "--no-advice"]
 
 

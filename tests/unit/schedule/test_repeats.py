@@ -25,7 +25,20 @@ from transformers import (
 from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.planner.adapters import with_adapters
 from hf_patrickstar.planner.planning import make_adamw
-from hf_patrickstar.schedule.repeats import Stack
+from hf_patrickstar.schedule.op_trace import (
+    Acquire,
+    Allocate,
+    EnterForward,
+    Free,
+    Gradient,
+    LeaveBackward,
+    LeaveForward,
+    LetGo,
+    Need,
+    Release,
+)
+from hf_patrickstar.schedule.repeats import IrregularError, Stack, extend
+from hf_patrickstar.schedule.script import Begin, Part
 from hf_patrickstar.tracing import micro_batch, stacks
 from hf_patrickstar.tracing.fake import as_fake
 from hf_patrickstar.tracing.stacks import cut, find_stacks
@@ -270,3 +283,62 @@ def test_a_model_is_cut_in_place_and_names_of_blocks_are_taken_apart():
     parts, block = stack.split("model.layers.4.norm.weight")
     assert (parts, block) == ((1, "norm.weight"), 1)
     assert stack.join(parts, 12) == "model.layers.26.norm.weight"
+
+
+def use(index):
+    return [Acquire(index), Release(index, False)]
+
+
+def notes_of(num_blocks):
+    """A model of a parameter, so many blocks of two each, and another parameter."""
+    storages = iter(range(100))
+    notes = [Begin(Part.FORWARD), EnterForward((), ()), *use(0)]
+    kept, made = [], []
+    for block in range(num_blocks):
+        made += [next(storages), next(storages)]
+        notes += [*use(1 + 2 * block), Allocate(((made[-2], 8), (made[-1], 4)))]
+        notes += [*use(2 + 2 * block), Free(made[-2])]
+        kept.append(made[-1])
+    last = 1 + 2 * num_blocks
+    notes += [*use(last), LeaveForward(), Begin(Part.BACKWARD)]
+    for block in reversed(range(num_blocks)):
+        for place in (2, 1):
+            index, gradient = place + 2 * block, next(storages)
+            notes += [Need(index), Allocate(((gradient, 4),))]
+            notes += [LetGo(index), Gradient(index, gradient, 4), Free(gradient)]
+        notes += [Free(kept[block + 1])] if block + 1 < num_blocks else []
+    notes += [Free(kept[0]), LeaveBackward()]
+    names = {0: "first.weight", last: "last.weight"}
+    for block in range(num_blocks):
+        names |= {1 + 2 * block: f"h.{block}.a.weight", 2 + 2 * block: f"h.{block}.b.weight"}
+    return tuple(notes), names
+
+
+def changed(change):
+    notes, names = notes_of(4)
+    notes = list(notes)
+    change(notes)
+    return notes, names
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda notes: notes.insert(notes.index(Acquire(5)) + 1, LetGo(0)),
+        lambda notes: notes.remove(LetGo(5)),
+        lambda notes: notes.insert(0, Free(90)),
+        lambda notes: notes.insert(notes.index(LeaveForward()), LetGo(3)),
+        lambda notes: notes.remove(Free(5)),
+    ],
+    ids=["one block does more", "one does less", "unknown memory", "one is used elsewhere", "memory of one stays"],
+)
+def test_irregular_notes_are_refused(change):
+    with pytest.raises(IrregularError):
+        extend(*changed(change), [Stack("h", 0, 1, 4)], [9])
+
+
+def test_parameters_that_are_no_blocks_one_after_the_other_are_refused():
+    notes, names = notes_of(4)
+    names[4], names[5] = names[5], names[4]
+    with pytest.raises(IrregularError, match="block 1 of h"):
+        extend(notes, names, [Stack("h", 0, 1, 4)], [9])
