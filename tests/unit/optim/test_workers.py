@@ -1,5 +1,7 @@
 """The threads of updates on the host: who does what, with how many cores, and how they end."""
 
+import concurrent.futures
+import contextlib
 import os
 import signal
 import threading
@@ -171,6 +173,31 @@ def test_workers_that_cannot_start_leave_none_behind(monkeypatch, two_threads):
     with pytest.raises(RuntimeError, match="can't start new thread"):
         workers.submit(lambda number, item: None, [0])
     assert (alive(), torch.get_num_threads()) == ([], 2)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("cannot schedule new futures after shutdown"), KeyboardInterrupt()])
+def test_work_that_only_some_workers_were_given_is_waited_for(error, workers, monkeypatch):
+    """The program begins to exit, or the user interrupts, between the first worker and the second."""
+    workers.submit(lambda number, item: None, [0]).wait()
+    give, given, begun, done = concurrent.futures.ThreadPoolExecutor.submit, [], threading.Event(), []
+
+    def give_one(pool, work):
+        if given:
+            assert begun.wait(20)
+            raise error
+        given.append(work)
+        return give(pool, work)
+
+    def work(number, item):
+        begun.set()
+        time.sleep(0.1)
+        done.append((item, threading.current_thread().name))
+
+    monkeypatch.setattr(concurrent.futures.ThreadPoolExecutor, "submit", give_one)
+    with contextlib.nullcontext() if isinstance(error, RuntimeError) else pytest.raises(KeyboardInterrupt):
+        workers.submit(work, range(3)).wait()
+    assert [item for item, _ in done] == (list(range(3)) if isinstance(error, RuntimeError) else [0])
+    assert len({thread for _, thread in done}) == 1, "the caller would use the memory of a worker"
 
 
 # What is given to them

@@ -28,6 +28,16 @@ def margin_of(device_nbytes, trace=SWEEP, count=3, prefetched=NONE, **settings):
     return set(fill_margin(make_chunks(count), [trace], device_nbytes, prefetched, **settings))
 
 
+def test_the_order_is_that_of_the_first_visit_in_any_trace():
+    trace = make_trace((2, (), 0), (0, (), 0), (1, (), 0), (2, (), 0))
+    assert margin_of(800, trace) == {2}
+    assert margin_of(1500, trace) == {2, 0}
+    other = make_trace((1, (), 0), (2, (), 0), (0, (), 0))
+    chunks = make_chunks(3)
+    assert set(fill_margin(chunks, [trace, other], 800, NONE)) == {1}, "as early as chunk 2, and before it"
+    assert set(fill_margin(chunks[::-1], [trace, other], 1500, NONE)) == {1, 2}
+
+
 def test_large_chunks_come_first_and_those_that_do_not_fit_are_passed_over():
     """One of 1,000 bytes has a stall of its own length wherever it is waited for."""
     chunks = [*make_chunks(2), ChunkBytes(2, 1000, 1000, 6000), ChunkBytes(3, 100, 100, 600)]

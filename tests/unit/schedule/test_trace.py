@@ -51,6 +51,14 @@ def test_a_trace_covers_inputs_that_are_no_larger_in_any_size(own, shapes):
     assert make_trace(own).covers(shapes) == (shapes in COVERED)
 
 
+def test_a_trace_may_be_for_steps_without_one_of_its_inputs():
+    trace = make_trace(((4, 10), (), (4, 10), (4,))).without_input(1)
+    assert [trace.covers(shapes) for shapes in (((4, 10), (4, 10), (4,)), ((3, 10), (2,)))] == [True, True]
+    assert [trace.covers(shapes) for shapes in (((4, 10), (4, 10)), ((4,),))] == [False, False]
+    assert make_trace().covers(())
+    assert not make_trace().covers(((1,),))
+
+
 # What several processes recorded
 
 

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from hf_patrickstar import PatrickStarEngine
-from hf_patrickstar.plan_cache import keep_traces
 from hf_patrickstar.tracing.estimator import StepEstimator, as_on
 from hf_patrickstar.tracing.fake import fused_attention
 
@@ -147,16 +146,3 @@ def test_attention_of_an_accelerator_writes_no_scores(call):
     with fused_attention():
         assert torch.equal(nn.functional.scaled_dot_product_attention(*args, **kwargs), torch.ones(1, 1, 4, 4))
     assert nn.functional.scaled_dot_product_attention is attend
-
-
-# Traces that are kept for the next run
-
-
-@pytest.fixture
-def kept(monkeypatch):
-    """What engines of the test keep."""
-    found = []
-    monkeypatch.setattr(
-        "hf_patrickstar.tracing.estimator.keep_traces", lambda known: (found.append(known), keep_traces(known))
-    )
-    return found

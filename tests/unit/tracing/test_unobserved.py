@@ -482,6 +482,33 @@ def test_modes_and_saved_tensors_hooks_of_the_user_see_nothing():
             pass
 
 
+def test_a_compiled_model_is_not_compiled():
+    calls = []
+
+    def backend(graph, inputs):
+        calls.append(graph)
+        return graph.forward
+
+    class Model(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x)
+
+    model, other = (Model(nn.Linear(4, 4)) for _ in range(2))
+    model = torch.compile(model, backend=backend)
+    other.compile(backend=backend)
+    for compiled in (model, other):
+        trace(compiled, X)
+        assert calls == []
+        compiled(X)
+        trace(compiled, X)
+        assert len(calls) == 1
+        calls.clear()
+        torch._dynamo.reset()
+    with unobserved():
+        torch.compile(lambda x: x + 1, backend=backend)(X)
+    assert calls == []
+
+
 # What cannot be copied
 
 
@@ -549,6 +576,13 @@ def replaced():
     """What is replaced inside."""
     functions = builtins.open, io.open, os.open, torch.Tensor.register_hook, logging.Logger._log, sys.stdout
     return *functions, list(warnings.filters), torch.is_warn_always_enabled()
+
+
+def test_everything_is_as_it_was_after_an_error():
+    before = replaced()
+    with pytest.raises(KeyError), unobserved():
+        raise KeyError
+    assert replaced() == before
 
 
 # With an engine
