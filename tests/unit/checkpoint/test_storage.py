@@ -103,19 +103,6 @@ def test_the_current_directory_is_refused(tmp_path, monkeypatch):
     assert contents(tmp_path) == tree("last", "mine")
 
 
-def test_abandoned_and_begun_again(tmp_path):
-    commit(tmp_path / "last", "old")
-    staged = stage(tmp_path / "last")
-    staged.abandon()
-    staged.abandon()
-    assert contents(tmp_path) == tree("last", "old")
-    left = stage(tmp_path / "last")
-    (left.path / "rest").touch()
-    del left
-    commit(tmp_path / "last")
-    assert contents(tmp_path) == tree("last", "new"), "nothing of an earlier attempt"
-
-
 KILLS = {
     "before the older one is renamed": (lambda source, target: "_replaced" in target, "old"),
     "between the two renames": (lambda source, target: target.endswith("/last") and "_partial" in source, "old"),

@@ -78,23 +78,6 @@ def test_a_storage_counts_once_and_whole_as_long_as_a_view_keeps_it(is_new):
         assert meter.live(0) == 0
 
 
-@pytest.mark.parametrize(
-    ("make", "nbytes"),
-    [
-        (lambda: kib(4).chunk(4), 4 * KIB),
-        (lambda: torch.unbind(kib(4)[:4]), 4 * KIB),
-        (lambda: kib(1).sort(), KIB + 2 * KIB),
-        (lambda: torch._foreach_add([torch.ones(4), torch.ones(8)], 1.0), 16 + 32),
-    ],
-)
-def test_every_one_of_several_results_counts(make, nbytes):
-    with measuring(make_meter()) as meter:
-        results = make()
-        assert meter.live(0) == nbytes
-        del results
-        assert meter.live(0) == 0
-
-
 SPARSE = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
