@@ -66,26 +66,6 @@ def test_every_tensor_lies_aligned_as_a_whole_in_the_part_of_one_rank_of_one_chu
 
 
 @fast
-@given(packings())
-def test_no_chunk_is_closed_while_the_next_tensor_of_its_kind_would_fit(packing):
-    """The last two of a kind may be cut, or filled backwards; those that grew have other sizes."""
-    tensors, _, layout = packing
-    for kind in (True, False):
-        own = [chunk for chunk in layout.chunks if chunk.trainable == kind and not chunk.on_host]
-        for left, right in itertools.pairwise(own if own and own[0].world_size == 1 else own[:-1]):
-            following = tensors[min(right.tensor_indices)]
-            is_full_size = (
-                left.chunk_numel == layout.chunk_numel if left.world_size > 1 else len(left.tensor_indices) > 1
-            )
-            if is_full_size and room(following) <= layout.chunk_numel:
-                ends = [0] * left.world_size
-                for index in left.tensor_indices:
-                    rank = min(layout.placements[index].offset_numel // left.chunk_numel, left.world_size - 1)
-                    ends[rank] += room(tensors[index], left.world_size)
-                assert all(end + room(following, left.world_size) > layout.chunk_numel for end in ends)
-
-
-@fast
 @given(st.lists(st.integers(0, 2000), min_size=1, max_size=40), st.integers(2, 9))
 def test_a_cut_group_is_as_small_as_its_tensors_allow_or_nearly(sizes, world_size):
     """Largest first is never worse than 4/3 of the best; and no larger than what was asked for."""

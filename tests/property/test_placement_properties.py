@@ -81,19 +81,6 @@ def test_both_budgets_hold_or_it_is_refused_with_values_that_are_enough(case):
     assert plan.reason
 
 
-@fast
-@given(plans(), st.integers(0, 500))
-def test_more_host_memory_never_takes_more_of_the_device(case, more):
-    chunks, device, host, working_set, workspace = case
-    try:
-        homed = place(*case).device_homed
-    except BudgetError:
-        return
-    richer = place(chunks, device, host + more, working_set, workspace).device_homed
-    movable = {chunk.chunk_index for chunk in chunks if not chunk.on_host}
-    assert richer == movable or needs(chunks, richer, 0, workspace)[0] <= needs(chunks, homed, 0, workspace)[0]
-
-
 def all_homes(chunks):
     """Every set of chunks that could be at home on the device."""
     movable = [chunk.chunk_index for chunk in chunks if not chunk.on_host]

@@ -135,15 +135,6 @@ def test_prefetch_moves_not_a_byte_more(case):
 
 
 @fast
-@given(cases(slack=st.just(150)), st.integers(1, 4))
-def test_with_room_for_all_every_load_comes_as_early_as_the_depth_allows(case, depth):
-    case.capacities = [1000] * len(case.capacities)
-    loads = replay(case, case.plan(depth))
-    demands = [moment for _, moment in replay(case, case.plan(0))]
-    assert [moment for _, moment in loads] == [0] * min(depth, len(loads)) + demands[: max(len(loads) - depth, 0)]
-
-
-@fast
 @given(cases(slack=st.integers(-3, 60)), st.sampled_from(DEPTHS))
 def test_a_plan_is_refused_where_what_is_in_use_does_not_fit_and_nowhere_else(case, depth):
     too_small = [moment for moment, need in enumerate(case.needs()) if need > case.capacities[moment]]
@@ -152,20 +143,6 @@ def test_a_plan_is_refused_where_what_is_in_use_does_not_fit_and_nowhere_else(ca
         return
     with pytest.raises(BudgetError, match=f"^moment {too_small[0]} of trace 't': "):
         case.plan(depth)
-
-
-@fast
-@given(cases(), st.frozensets(st.integers(1, 16), max_size=3), st.integers(1, NUM_CHUNKS))
-def test_what_stays_after_forward_never_costs_a_load(case, turns, num):
-    """So nothing is to be decided by time: with chunks of one size a step that reshards loads as many or more."""
-    visits = tuple(dataclasses.replace(visit, pinned=()) for visit in case.trace.visits)
-    ends = tuple(sorted(turn for turn in turns if turn <= len(visits)))
-    trace = dataclasses.replace(case.trace, visits=visits, chunk_nbytes=(1,) * NUM_CHUNKS, forward_ends=ends)
-    kept, resharded = (
-        make_plan(trace, [num] * len(visits), Chooser("belady"), {}, reshard_after_forward=setting).num_loads
-        for setting in (False, True)
-    )
-    assert kept <= resharded
 
 
 @fast

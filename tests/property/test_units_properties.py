@@ -40,15 +40,3 @@ def test_what_is_printed_can_be_read_back(nbytes):
     """Two decimals of a number of at least one: half a percent."""
     assert abs(parse_nbytes(format_nbytes(nbytes)) - nbytes) <= nbytes / 200 + 1
     assert parse_nbytes(format_need(nbytes).partition("(")[2].removesuffix("ytes)").strip()) == nbytes
-
-
-@fast
-@given(st.text(max_size=12) | st.from_regex(r"\s?[0-9]{1,30}(\.[0-9]{1,5})?\s?[A-Za-z]{0,4}", fullmatch=True))
-def test_any_text_is_a_size_or_a_config_error(text):
-    nbytes, message = 1, "host_budget: "
-    try:
-        nbytes = parse_nbytes(text, "host_budget")
-    except ConfigError as error:
-        message = str(error)
-    assert nbytes >= 1
-    assert message.startswith("host_budget: ")

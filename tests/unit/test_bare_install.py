@@ -146,9 +146,3 @@ def test_every_import_of_the_package_is_declared():
     outside, inside = ({normal(owners[name][0]) for name in names - own} for names in imported(ROOT / "hf_patrickstar"))
     assert {"torch", "transformers", "accelerate"} <= outside <= always
     assert {"peft"} <= inside <= always | sometimes
-
-
-def test_imports_are_told_apart(tmp_path):
-    (tmp_path / "core.py").write_text("import a.b\nif TYPE_CHECKING:\n    import c\ndef f():\n    from d.e import a")
-    (tmp_path / "host.py").write_text("from host import x\nimport other")
-    assert imported(tmp_path) == ({"a"}, {"c", "d"})

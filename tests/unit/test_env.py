@@ -9,9 +9,7 @@ from hf_patrickstar import __version__
 from hf_patrickstar.cli import env, files
 from hf_patrickstar.cli.main import main
 from hf_patrickstar.machine import MACHINES, find_machine
-from hf_patrickstar.report.measure import Effort
 
-TINY = Effort(nbytes=2**16, most_rows=128, calls=5, repetitions=2, seconds=0.05)
 RATES = {
     "products in float32": "5.018e+04 GFLOP/s",
     "device memory": "2848 GB/s",
@@ -45,20 +43,6 @@ def test_the_machine_and_its_software(capsys, monkeypatch):
     assert "iB" in rows["memory"]
     assert all(rows.values())
     assert err == ""
-
-
-@pytest.mark.parametrize(
-    ("device", "said"),
-    [
-        ("cuda:0", "Fake 1000 (cuda:0), 2.00 GiB, 1.00 GiB free"),
-        ("cpu", "none; the compute tier is a budgeted part of CPU"),
-    ],
-)
-def test_an_accelerator_is_named(monkeypatch, device, said):
-    monkeypatch.setattr(env, "find_device", lambda _: torch.device(device))
-    monkeypatch.setattr(env, "device_name", lambda device: "Fake 1000")
-    monkeypatch.setattr(env, "memory_info", lambda device: (2**30, 2**31))
-    assert said in env.describe()["accelerator"]
 
 
 def test_rates_are_printed_and_the_file_is_read_back(h100, tmp_path, capsys):

@@ -8,7 +8,6 @@ import torch
 
 from hf_patrickstar import BudgetError, PatrickStarEngine, payloads
 from hf_patrickstar.memory.pool import PayloadPool
-from hf_patrickstar.optim.workers import SMALL_NUMEL
 
 CONFIG = {"host_threads": 2, "chunk_numel": 2**18}
 
@@ -31,21 +30,6 @@ def zeroed(monkeypatch):
 
     monkeypatch.setattr(payloads, "_fill_with_zeros", fill)
     return found
-
-
-@pytest.mark.parametrize("num_workers", [2, 1])
-def test_workers_fill_all_parts_before_the_values_come(zeroed, num_workers):
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        engine = make_engine({**CONFIG, "host_threads": num_workers})
-    finally:
-        torch.set_num_threads(before)
-    large = [chunk for chunk in engine.manager.chunks if chunk.spec.chunk_numel > SMALL_NUMEL]
-    assert len(zeroed) == (sum(len(chunk.payloads) for chunk in large) if num_workers > 1 else 0)
-    assert large
-    assert threading.current_thread() not in zeroed
-    assert not any(chunk.lists["exp_avg"].any() for chunk in engine.manager.chunks)
 
 
 def test_nobody_writes_after_a_payload_that_does_not_fit(zeroed, monkeypatch):

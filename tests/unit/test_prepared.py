@@ -1,8 +1,7 @@
 """The engine of a model, by a function that type checkers know."""
 
 import pytest
-from models import make_batch, make_model
-from peft import LoraConfig, get_peft_model
+from models import make_model
 
 from hf_patrickstar import EngineError, get_engine, initialize_engine
 
@@ -15,13 +14,3 @@ def test_a_model_that_was_prepared():
     engine.detach()
     with pytest.raises(EngineError, match=r"GPT2LMHeadModel has no engine: .* Prepare it by initialize_engine"):
         get_engine(model)
-
-
-def test_an_adapter_around_one():
-    def make():
-        return get_peft_model(make_model("gpt2"), LoraConfig(target_modules=["c_attn"]))
-
-    model, optimizer = initialize_engine(make, {"device_budget": "1GiB"}, device="cpu")
-    get_engine(model).attempt(lambda: model(**make_batch("gpt2")).loss.backward())
-    optimizer.step()
-    assert get_engine(model).stats()["steps"] == 1

@@ -1,13 +1,10 @@
 """Chunks that workers fill: the same bits and errors as in one thread, and the same model after a failure."""
 
-import gc
 import threading
 
 import pytest
 import torch
 from sources import same_bits
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_patrickstar import CheckpointError, PatrickStarEngine
 from hf_patrickstar.checkpoint import first_values
@@ -195,61 +192,3 @@ def test_memory_is_freed_when_a_parameter_is_moved_in(monkeypatch):
     make_engine(make_model())
     assert order == [f"{place}.weight" for place in range(DEPTH)]
     assert max(counts) == 1  # only the one here
-
-
-def test_no_thread_is_left_after_construction(monkeypatch):
-    def names():
-        gc.collect()
-        return {thread for thread in threading.enumerate() if thread.name.startswith("hf_patrickstar-update")}
-
-    before = names()
-    engine = make_engine(make_model())
-    assert names() <= before
-    engine.detach()
-    model = make_model()
-    fail_at(monkeypatch, model, "2.weight")
-    with pytest.raises(CheckpointError):
-        make_engine(model)
-    assert names() <= before
-
-
-def test_an_interruption_leaves_nobody_writing(monkeypatch):
-    """The user interrupts while the caller waits for workers."""
-    model = make_model()
-    expected = values_of(model)
-    active, real = [], first_values.FirstValues._fill
-
-    def fill(self, *args):
-        active.append(1)
-        real(self, *args)
-        active.pop()
-
-    def interrupt(self):
-        self.cancel()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(first_values.FirstValues, "_fill", fill)
-    monkeypatch.setattr(first_values.WorkTicket, "wait", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        make_engine(model)
-    assert active == []
-    assert_same(values_of(model).values(), expected.values())
-
-
-def test_tensors_without_values_are_not_filled():
-    """A plan makes engines of thousands of fake tensors; each operator on one takes a tenth of a millisecond."""
-
-    class Copies(TorchDispatchMode):
-        num = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.num += func.overloadpacket is torch.ops.aten.copy_
-            return func(*args, **(kwargs or {}))
-
-    with FakeTensorMode(), Copies() as copies:
-        model = torch.nn.Linear(16, 16)
-        before = copies.num
-        engine = make_engine(model)
-        assert copies.num == before
-        assert all(tensor.is_filled for tensor in engine.manager.tensors)
-        assert model.weight.shape == (16, 16)

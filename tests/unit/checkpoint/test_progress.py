@@ -6,10 +6,8 @@ import pytest
 import torch
 from transformers.utils import logging
 
-from hf_patrickstar import PatrickStarEngine, resources
+from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.checkpoint import progress
-from hf_patrickstar.memory import pinning
-from hf_patrickstar.units import format_nbytes
 
 
 @pytest.fixture
@@ -36,25 +34,6 @@ def test_what_takes_long_is_shown(tmp_path, capsys):
     for what in ("Allocating chunks", "Moving weights into chunks", "Writing", "Reading weights"):
         assert f"{what}" in text, what
     assert "Moving weights into chunks: 100%" in text
-
-
-@pytest.mark.usefixtures("at_once")
-def test_how_much_is_page_locked_is_shown(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")  # a bar ends where the terminal does
-    monkeypatch.setattr(resources, "can_pin_memory", lambda: True)
-    for name in ("lock_pages", "unlock_pages"):
-        monkeypatch.setattr(pinning, name, lambda *_: None)
-    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(3)])
-    config = {"chunk_numel": 2**13, "pin_memory": True, "chunk_budget": "80 KiB"}
-    engine = PatrickStarEngine(model, config, torch.optim.SGD(model.parameters()), device="cpu")
-    nbytes = engine.resources.pool.pinned_nbytes
-    assert nbytes == sum(-(-chunk.param.nbytes // 4096) * 4096 for chunk in engine.manager.chunks) > 0
-    assert f"{format_nbytes(nbytes)} locked" in capsys.readouterr().err
-
-
-def test_what_is_done_in_two_seconds_is_not(tmp_path, capsys):
-    work(tmp_path)
-    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.usefixtures("at_once")

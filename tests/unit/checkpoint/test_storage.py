@@ -103,19 +103,6 @@ def test_the_current_directory_is_refused(tmp_path, monkeypatch):
     assert contents(tmp_path) == tree("last", "mine")
 
 
-def test_abandoned_and_begun_again(tmp_path):
-    commit(tmp_path / "last", "old")
-    staged = stage(tmp_path / "last")
-    staged.abandon()
-    staged.abandon()
-    assert contents(tmp_path) == tree("last", "old")
-    left = stage(tmp_path / "last")
-    (left.path / "rest").touch()
-    del left
-    commit(tmp_path / "last")
-    assert contents(tmp_path) == tree("last", "new"), "nothing of an earlier attempt"
-
-
 KILLS = {
     "before the older one is renamed": (lambda source, target: "_replaced" in target, "old"),
     "between the two renames": (lambda source, target: target.endswith("/last") and "_partial" in source, "old"),
@@ -179,17 +166,6 @@ def test_all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     assert synced[-1] == str(tmp_path)
 
 
-def test_a_disk_that_does_not_take_it(tmp_path, monkeypatch):
-    commit(tmp_path / "last", "old")
-    staged = stage(tmp_path / "last")
-    with monkeypatch.context() as context:
-        failing(context, "fsync", lambda _: True, NO_ROOM)
-        with pytest.raises(CheckpointError, match="last' cannot be written: No space left on device"):
-            staged.commit()
-    staged.abandon()
-    assert contents(tmp_path) == tree("last", "old")
-
-
 def test_leftovers_go_and_what_is_being_written_stays(tmp_path):
     """Whoever writes it, in this process or another; of a process that is gone only its directory is there."""
     begun = [stage(tmp_path / name) for name in ("mine", "killed", "theirs")]
@@ -215,19 +191,6 @@ def test_leftovers_go_and_what_is_being_written_stays(tmp_path):
     remove_leftovers(tmp_path / "nowhere")
 
 
-def test_files_and_links_in_the_way(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="_partial/last' cannot be written: Not a directory"):
-        StagedDirectory(tmp_path / "file" / "last").begin()
-    (tmp_path / "_partial").mkdir()
-    (tmp_path / "_partial" / "last").touch()
-    write(tmp_path / "target", "theirs")
-    (tmp_path / "last").symlink_to("target")
-    for text in ("new", "newer"):
-        commit(tmp_path / "last", text)
-        assert contents(tmp_path) == {"file": "", **tree("last", text), **tree("target", "theirs")}
-
-
 def test_only_the_first_process_completes_a_directory(tmp_path):
     staged = stage(tmp_path / "last")
     assert [staged.commit(), staged.commit()] == [True, False]
@@ -235,21 +198,6 @@ def test_only_the_first_process_completes_a_directory(tmp_path):
 
 
 # Files
-
-
-def test_replace_file(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    path = Path("file")
-    replace_file(path, lambda temporary: temporary.write_text("old"))
-    seen = []
-
-    def write_new(temporary):
-        temporary.write_text("new")
-        seen.append(path.read_text())
-
-    replace_file(path, write_new)
-    assert seen == ["old"]
-    assert contents(tmp_path) == {"file": "new"}
 
 
 @pytest.mark.parametrize("error", [NO_ROOM, RuntimeError("no room")])

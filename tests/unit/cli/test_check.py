@@ -128,13 +128,6 @@ def test_a_script_that_cannot_be_checked_gets_a_sentence(more, problem, num_runs
     assert len(here) == num_runs
 
 
-def test_a_script_that_stops_earlier_gets_a_sentence(here, tmp_path, capsys):
-    stopping = "class Stopping(TrainerCallback):\n    def on_step_end(self, args, state, control, **kwargs):\n"
-    stopping += "        control.should_training_stop = True\ncallbacks.append(Stopping())"
-    assert check(write_script(tmp_path, stopping)) == 2
-    assert "ended its training after 1 of 2 steps" in capsys.readouterr().err
-
-
 def test_wrong_arguments(tmp_path, capsys, monkeypatch):
     script = write_script(tmp_path)
     assert check(script, steps=0) == 2

@@ -22,7 +22,7 @@ class Exchange:
 
 
 class ThreadCollectives:
-    """What orders, sharing and buckets need of ``Collectives``; of one process alone if no exchange is given."""
+    """What orders and sharing need of ``Collectives``; of one process alone if no exchange is given."""
 
     is_asynchronous = False
 
@@ -41,9 +41,6 @@ class ThreadCollectives:
         self.sent_numels.append(tensor.numel())
         found = self.place.swap(self.rank, tensor.clone())[source]
         return lambda: tensor.copy_(found)
-
-    def all_reduce(self, tensor, what):
-        tensor.copy_(sum(self.place.swap(self.rank, tensor.clone())))
 
 
 def in_threads(*functions, expected=()):

@@ -4,14 +4,13 @@ import itertools
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from unit.dist import ranks
 from unit.dist.ranks import ThreadCollectives
 from unit.spec_builders import BF16
 
 from hf_patrickstar.dist.order import Order
 from hf_patrickstar.dist.sharing import Held, Sharing
-from hf_patrickstar.errors import CheckpointError, CollectiveError
+from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.layout.specs import TensorSpec
 
 WIDE = torch.float32
@@ -72,18 +71,6 @@ def test_one_process_gets_a_copy_and_reads_pieces_in_place():
     assert sharing.tensor(empty, "the value").shape == (0, 2)
 
 
-def test_a_source_that_reads_is_asked_for_each_piece():
-    asked = []
-
-    def source(start, stop):
-        asked.append((start, stop))
-        return torch.arange(start, stop, dtype=torch.float64)
-
-    pieces = Rank().sharing.parts(hold(5, source=source), (0, 5), 2, "the value")
-    assert numbers(pieces) == [[0.0, 1.0], [2.0, 3.0], [4.0]]
-    assert asked == [(0, 2), (2, 4), (4, 5)]
-
-
 # Reading together
 
 
@@ -113,27 +100,6 @@ def test_who_does_not_want_the_rest_lets_the_others_have_it():
 
     whole = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert run_together(2, work) == [([[0.0]], whole), ([[number] for number in whole], whole)]
-
-
-WORKS = [
-    lambda sharing, held_of: sharing.tensor(held_of(0), "the value"),
-    lambda sharing, held_of: sharing.tensor(held_of(1), "the value"),
-    lambda sharing, held_of: sharing.tensor(held_of(0)._replace(dtype=torch.bfloat16), "the value"),
-    lambda sharing, held_of: list(sharing.parts(held_of(0), (0, 1), 2, "the value")),
-    lambda sharing, held_of: sharing.enter("saves the model"),
-    lambda sharing, held_of: sharing.enter("loads the model"),
-    lambda sharing, held_of: sharing.scalars({}, 2),
-    lambda sharing, held_of: sharing.meet("has saved"),
-]
-
-
-@pytest.mark.parametrize("works", itertools.pairwise(WORKS))
-def test_those_who_do_not_do_the_same_find_out(works):
-    def work(process):
-        with pytest.raises(CollectiveError, match=r"the processes do not do the same: rank 0 .*; rank 1 "):
-            works[process.rank](process.sharing, process.hold(2, 2, chunk_numel=2))
-
-    run_together(2, work)
 
 
 # Some read, the others follow
@@ -168,61 +134,3 @@ def test_a_reader_that_fails_says_so_to_the_others_and_one_that_follows_fails_al
 
     texts = {0: ["disk full", "the process that saves the model failed; its own error says why"], 1: ["", "disk full"]}
     assert run_together(2, work) == [(text, [0.0, 1.0]) for text in texts[failing]]
-
-
-# Scalars and states
-
-
-class Copies(TorchDispatchMode):
-    """Counts the operators that copy to another place."""
-
-    num = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.num += func.overloadpacket in (torch.ops.aten.copy_, torch.ops.aten._local_scalar_dense)
-        return func(*args, **(kwargs or {}))
-
-
-def test_scalars_that_are_spread_come_together_before_they_are_copied():
-    """On a device each copy of its own would wait for all kernels before it."""
-
-    def work(process):
-        found = {place: torch.tensor(float(place)) for place in range(process.rank, 100, 2)}
-        found[process.rank] = torch.tensor(0.5, dtype=torch.float64)
-        with Copies() as copies:
-            vector = process.sharing.scalars(found, 101)
-        return vector.tolist(), vector.dtype, copies.num < 5
-
-    assert run_together(2, work) == [([0.5, 0.5, *map(float, range(2, 100)), 0.0], WIDE, True)] * 2
-
-
-def own_states(rank):
-    """Tensor 0 is spread over both; tensor 1 is at home on the second rank."""
-    if rank == 0:
-        return {0: {"step": torch.tensor(3.0), "exp_avg": torch.tensor([0.0, 1.0]), "factor": torch.tensor([[5.0]])}}
-    return {
-        0: {"step": torch.tensor(3.0), "exp_avg": torch.tensor([2.0, 3.0])},
-        1: {"name": "sgd", "momentum": torch.tensor([[6.0, 7.0]], dtype=torch.bfloat16)},
-    }
-
-
-def place_of(index):
-    return (spec_of(0, 4), ((0, 2), (2, 4))) if index == 0 else (spec_of(1, 1, 2), ((0, 0), (0, 2)))
-
-
-@pytest.mark.parametrize("keepers", [{0, 1}, {1}])
-def test_states_of_all_ranks_come_together_where_they_are_wanted(keepers):
-    def work(process):
-        states = process.sharing.states(own_states(process.rank), place_of, keep=process.rank in keepers)
-        return {
-            index: {
-                key: (value.tolist(), value.dtype) if torch.is_tensor(value) else value for key, value in state.items()
-            }
-            for index, state in states.items()
-        }, process.collectives.sent_numels
-
-    expected = {
-        0: {"step": (3.0, WIDE), "exp_avg": ([0.0, 1.0, 2.0, 3.0], WIDE), "factor": ([[5.0]], WIDE)},
-        1: {"name": "sgd", "momentum": ([[6.0, 7.0]], torch.bfloat16)},
-    }
-    assert run_together(2, work) == [(expected if rank in keepers else {}, [2, 2, 1, 2]) for rank in range(2)]

@@ -50,22 +50,14 @@ def in_a_while(seconds, error=None):
     return work
 
 
-@pytest.fixture(params=["hash", "file", "tcp"])
-def store(request, tmp_path, monkeypatch):
+@pytest.fixture
+def store(monkeypatch):
     """Where the ranks of a test meet."""
-    if request.param == "hash":
-        made = dist.HashStore()
-    elif request.param == "file":
-        made = dist.FileStore(str(tmp_path / "store"), 4)
-    else:
-        made = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    made = dist.HashStore()
     monkeypatch.setattr(module, "_find_store", lambda: dist.PrefixStore("test", made))
     monkeypatch.setattr(module, "announce", lambda: None)
     monkeypatch.setattr(module, "find_caller", lambda: CALLER)
     return made
-
-
-in_memory = pytest.mark.parametrize("store", ["hash"], indirect=True)
 
 
 @pytest.fixture
@@ -90,7 +82,6 @@ def fails(function, *args, **settings):
 # Waits
 
 
-@in_memory
 def test_one_that_waits_alone_warns_once_and_ends_and_the_others_are_told(store, heard):
     first, second, third = map(make, range(3))
     first.wait(Work(is_over=True), "reads", is_message=True, is_prompt=True)
@@ -111,7 +102,6 @@ def test_one_that_waits_alone_warns_once_and_ends_and_the_others_are_told(store,
     assert str(third.explain("gathers", RuntimeError("closed"))) == f"gathers: {text}"
 
 
-@in_memory
 @pytest.mark.parametrize(("wait_s", "is_prompt"), [(WAIT_S, False), (0, True)])
 def test_data_and_ranks_that_have_said_that_they_come_are_waited_for(store, monkeypatch, heard, wait_s, is_prompt):
     """So are all where there is no limit."""
@@ -139,7 +129,6 @@ def sleeper():
     return process, Process.own()._replace(pid=process.pid, started=seen.create_time())
 
 
-@in_memory
 def test_a_process_that_has_ended_is_named_at_once(store):
     process, member = sleeper()
     assert member.is_running
@@ -162,17 +151,6 @@ def test_a_process_that_has_ended_is_named_at_once(store):
     assert text.endswith("torch.distributed says: Connection closed by peer")
 
 
-@in_memory
-def test_all_whose_collective_failed_say_the_same(store):
-    dogs = [make(rank) for rank in range(3)]
-    begin = time.monotonic()
-    texts = in_threads(*[lambda dog=dog: str(dog.explain("gathers", RuntimeError("closed"))) for dog in dogs])
-    assert time.monotonic() - begin < 3
-    (text,) = set(texts)
-    assert re.match(r"gathers: a collective failed on rank \d of 3: all other ranks are there\. ", text)
-
-
-@in_memory
 @pytest.mark.parametrize("is_hanging", [False, True])
 def test_a_store_that_is_gone_keeps_nobody(store, monkeypatch, is_hanging):
     """That of a host without power does not even fail."""
@@ -209,7 +187,6 @@ def test_all_come_and_know_each_other(store):
         assert [dog.processes[2].pid for dog in dogs] == [2] * 3
 
 
-@in_memory
 def test_one_that_does_not_come_is_named_and_one_that_is_late_is_told(store, heard):
     write_processes(store, ELSEWHERE)
     text = fails(make(0, 2, processes={}).meet)

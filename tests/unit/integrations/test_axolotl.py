@@ -108,11 +108,6 @@ def test_the_trainers_of_rl_get_their_model(plugin, rl, base):
     assert positional == ["the model"]
 
 
-def test_a_trainer_without_chunks_is_refused(plugin):
-    with pytest.raises(ConfigError, match=r"AxolotlTrainer.*derive 'trainer_cls' from PatrickStarTrainerMixin"):
-        plugin.post_trainer_create(make_cfg(), AxolotlTrainer.__new__(AxolotlTrainer))
-
-
 @pytest.mark.parametrize("rl", [None, "dpo"])
 def test_a_trainer_of_another_plugin_is_refused_before_a_model_is_read(plugin, rl):
     class Distilling(BasePlugin):

@@ -71,21 +71,6 @@ def test_a_handler_of_errors_does_not_see_the_end_and_finally_does(write, tmp_pa
     assert (tmp_path / "closed").exists()
 
 
-def test_the_script_goes_on_and_train_has_its_arguments_or_other_ones(write, monkeypatch):
-    calls = []
-    monkeypatch.setattr(Trainer, "train", lambda self, *args, **kwargs: calls.append((args, kwargs)))
-    path = write(f"{TRAINING}\nassert trainer.train('here') == 'trained'\n")
-    found = run_script(path, [], lambda trainer, train: (train(), train(resume_from_checkpoint=False), "trained")[-1])
-    assert found is None
-    assert calls == [(("here",), {}), ((), {"resume_from_checkpoint": False})]
-
-
-def test_a_train_of_a_subclass_is_caught_in_the_base(write):
-    own = "class Own(Trainer):\n    def train(self):\n        self.prepared = True\n        return super().train()\n"
-    path = write(TRAINING.replace("args = ", f"{own}\nargs = ").replace("= Trainer(", "= Own(") + "trainer.train()")
-    assert run_script(path, [], stop).prepared
-
-
 @pytest.mark.parametrize(
     ("text", "problem"),
     [

@@ -9,19 +9,16 @@ import pytest
 import torch
 import trl
 from models import make_model
-from texts import count_sevens, make_tokenizer, preferences, prompts
+from texts import count_sevens, make_tokenizer, prompts
 from trainers import arguments, assert_same_weights, logged, smallest_budget
 from trl.generation import vllm_generation
 
 import hf_patrickstar
 from hf_patrickstar.integrations.trl import (
-    PatrickStarDPOConfig,
-    PatrickStarDPOTrainer,
     PatrickStarGRPOConfig,
     PatrickStarGRPOTrainer,
 )
 
-DPO = (trl.DPOTrainer, trl.DPOConfig), (PatrickStarDPOTrainer, PatrickStarDPOConfig)
 GRPO = (trl.GRPOTrainer, trl.GRPOConfig), (PatrickStarGRPOTrainer, PatrickStarGRPOConfig)
 
 
@@ -104,17 +101,6 @@ def assert_trained_the_same(stock, ours):
         assert logged(ours, key) == logged(stock, key)
     assert_same_weights(stock.model, ours.model)
     assert ours.patrickstar_stats()["chunk_evictions"] > 0
-
-
-def test_a_reference_model_has_an_engine_of_its_own(tmp_path):
-    stock, ours = (
-        train(classes, tmp_path, preferences(), make_model("llama"), {"ref_model": make_model("llama", seed=4)})
-        for classes in DPO
-    )
-    assert_trained_the_same(stock, ours)
-    engine = ours.ref_model.patrickstar_engine
-    assert engine is not ours.model.patrickstar_engine
-    assert engine.stats()["chunk_evictions"] > 0
 
 
 def make_adapted():

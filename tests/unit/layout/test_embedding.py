@@ -19,7 +19,6 @@ UNTIED = [spec(0, "words.weight"), POSITIONS, HEAD]
 TIED = [spec(0, "words.weight", aliases=("head.weight",), owners=(1, 3)), POSITIONS]
 HEAD_FIRST = [spec(0, "head.weight", aliases=("words.weight",), owners=(0, 1))]
 TO_EACH_OTHER = [spec(0, "words.weight", aliases=("positions.weight",), owners=(1, 2))]
-WITH_A_SCALE = [*UNTIED, TensorSpec(3, "words.scale", (MIN_ROWS,), True, (), (1,))]
 ON, TOO_FEW = "on for words.weight, until the first step", f"no untied embedding has {MIN_ROWS} rows or more"
 
 
@@ -30,12 +29,8 @@ ON, TOO_FEW = "on for words.weight, until the first step", f"no untied embedding
         (TO_EACH_OTHER, "auto", False, {0}, {0}, False, ON),
         (UNTIED, "auto", True, set(), set(), True, "auto: off, all model data fits on the device"),
         (TIED, "auto", False, set(), set(), True, TOO_FEW),
-        (HEAD_FIRST, "auto", False, set(), set(), True, TOO_FEW),
-        ([HEAD], "auto", False, set(), set(), True, TOO_FEW),
         (UNTIED, False, False, set(), set(), True, "false: embeddings move in chunks"),
         (UNTIED, True, False, {0, 1}, {0, 1}, True, "true: lookups on the CPU"),
-        (UNTIED, True, True, {0, 1}, {0, 1}, True, "true: lookups on the CPU"),
-        (WITH_A_SCALE, True, False, {0, 1}, {0, 1}, True, "true: lookups on the CPU"),
         (TO_EACH_OTHER, True, False, {0}, {0}, True, "true: lookups on the CPU"),
         (TIED, True, False, {0, 1}, {1}, True, "words.weight also moves, for the modules that it is tied to"),
         (HEAD_FIRST, True, False, {0}, set(), True, "head.weight also moves, for the modules that it is tied to"),

@@ -46,23 +46,6 @@ def test_places_of_tensors(numels, chunk_numel, settings, places, capacities):
     assert layout.utilisation == (sum(numels) / sum(capacities) if capacities else 1.0)
 
 
-def test_a_large_tensor_at_the_end_of_a_group_is_filled_from_before():
-    layout = pack(make_tensors(*[64] * 10, 256), 64, world_size=2)
-    assert [chunk.tensor_indices for chunk in layout.chunks] == [(0, 1), (2, 3), (4, 5), (6, 7, 8, 9, 10)]
-    layout = pack(make_tensors(*[64] * 10, 512), 192, world_size=2)
-    assert [(len(chunk.tensor_indices), chunk.chunk_numel) for chunk in layout.chunks] == [(2, 64), (9, 512)]
-
-
-def test_a_chunk_knows_its_place_and_its_kind():
-    layout = pack(make_tensors(64, 999, 64, 64, frozen={2}), 128, frozenset({3}))
-    assert [(chunk.index, chunk.tensor_indices, chunk.trainable, chunk.on_host) for chunk in layout.chunks] == [
-        (0, (0,), True, False),
-        (1, (1,), True, False),
-        (2, (2,), False, False),
-        (3, (3,), True, True),
-    ]
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -93,21 +93,6 @@ def test_chunks_are_a_share_of_the_budget_and_of_the_model(budget, count, world_
     assert search_layout(*alone(count), budget, world_size=world_size).layout.chunk_numel == chunk_numel
 
 
-def test_where_no_chunk_is_that_small_the_smallest_working_set_wins():
-    choice = search_layout(make_tensors(640, 640, 64), make_modules((0,), (1,), (2,)), 1280)
-    assert choice.working_set_nbytes == 1280
-    tensors = make_tensors(*[640, 384] * 16)
-    choice = search_layout(tensors, make_modules(*[(index,) for index in range(32)]), 10**6, world_size=2)
-    assert (choice.layout.utilisation, choice.layout.chunk_numel) == (1.0, 1024), "smaller groups would waste room"
-
-
-def test_tensors_on_the_host_take_no_part_in_the_budget():
-    tensors, modules = make_tensors(64000, 64), make_modules((0,), (1,))
-    with pytest.raises(BudgetError, match="module 'm0'"):
-        search_layout(tensors, modules, 128)
-    assert search_layout(tensors, modules, 128, on_host=frozenset({0})).working_set_nbytes == 128
-
-
 def test_spreading_needs_room_for_the_tensor_not_for_p_of_it():
     tensors, modules = make_tensors(64 * 1024, *[64] * 64), make_modules(*[(index,) for index in range(65)])
     spread = search_layout(tensors, modules, 64 * 1024 * ITEMSIZE * 3, world_size=8, splits=True)
@@ -151,11 +136,6 @@ def test_a_fixed_size_is_kept_or_refused_with_what_is_enough():
         fixed_layout(tensors, modules, 128, 383)
     with pytest.raises(ConfigError, match="chunk_numel=63 is smaller than the alignment of 64 elements"):
         fixed_layout(tensors, modules, 63, None)
-
-
-def test_a_model_without_parameters():
-    assert search_layout([], [], 1000).layout.chunks == ()
-    assert search_layout(make_tensors(64, 0, 64), make_modules((0, 1), (2,)), None).working_set_nbytes <= 256
 
 
 DESCRIBED = {

@@ -6,7 +6,6 @@ import types
 import pytest
 import torch
 from race_detector import SimulatedDriver
-from simulated import HandingStreams
 
 from hf_patrickstar.memory.lanes import WorkLane
 from hf_patrickstar.memory.streams import DeviceStreams, Streams
@@ -75,32 +74,6 @@ def test_the_host_and_the_compute_stream_stand_still(sim):
     assert [stop.lane for stop in of_device] == [WorkLane.TO_DEVICE]
     assert of_device[0].begin_ns >= begun - 1e6
     assert all(stop.end_ns - stop.begin_ns >= LONG_S * 0.9e9 for stop in stops)
-
-
-def test_nothing_is_measured_before_and_after(sim):
-    sim.streams.fetch(sim.home, sim.copy).join()
-    times = sim.streams.begin_timing()
-    timed = sim.streams.fetch(sim.home, sim.copy)
-    sim.streams.end_timing()
-    sim.streams.on_host(slow).wait()
-    sim.streams.fetch(sim.home, sim.copy).join()
-    timed.join()
-    assert [work.lane for work in times.works()] == [WorkLane.TO_DEVICE], "a copy from before the end counts"
-    assert all(stop.lane is WorkLane.TO_DEVICE for stop in times.stops())
-
-
-def test_copies_of_the_cpu_tier_have_times():
-    streams = HandingStreams(CPU, at_once_nbytes=16)
-    times = streams.begin_timing()
-    streams.to_host(torch.ones(2), torch.ones(2))
-    streams.fetch(torch.ones(4), torch.ones(4))
-    streams.fetch(torch.ones(5), torch.ones(5)).wait()
-    assert [(copy.lane, copy.nbytes, copy.is_ahead) for copy in times.works()] == [
-        (WorkLane.TO_HOST, 8, False),
-        (WorkLane.TO_DEVICE, 16, False),
-        (WorkLane.TO_DEVICE, 20, True),
-    ]
-    streams.close()
 
 
 def test_another_thread_may_end_the_measuring_during_a_copy():

@@ -90,16 +90,6 @@ def test_bytes_that_are_there_already_are_not_counted_twice_nor_use_up_what_is_r
     assert ledger.available(DEVICE) == 0
 
 
-def test_bytes_change_their_owner_even_on_a_full_tier():
-    ledger = Ledger({DEVICE: 1000, HOST: 5000})
-    ledger.book(DEVICE, "param", 1000)
-    ledger.hand_over(DEVICE, "param", "pool", 400)
-    assert ledger.owners(DEVICE) == {"param": 600, "pool": 400}
-    assert (ledger.used(DEVICE), ledger.peak(DEVICE), ledger.owner_peaks(DEVICE)["pool"]) == (1000, 1000, 400)
-    with pytest.raises(ValueError, match="cannot hand over 401 bytes of 'pool' on device: 400 are booked"):
-        ledger.hand_over(DEVICE, "pool", "param", 401)
-
-
 class Counted:
     """What is not booked takes, and how often it was measured."""
 

@@ -78,36 +78,6 @@ def test_a_storage_counts_once_and_whole_as_long_as_a_view_keeps_it(is_new):
         assert meter.live(0) == 0
 
 
-@pytest.mark.parametrize(
-    ("make", "nbytes"),
-    [
-        (lambda: kib(4).chunk(4), 4 * KIB),
-        (lambda: torch.unbind(kib(4)[:4]), 4 * KIB),
-        (lambda: kib(1).sort(), KIB + 2 * KIB),
-        (lambda: torch._foreach_add([torch.ones(4), torch.ones(8)], 1.0), 16 + 32),
-    ],
-)
-def test_every_one_of_several_results_counts(make, nbytes):
-    with measuring(make_meter()) as meter:
-        results = make()
-        assert meter.live(0) == nbytes
-        del results
-        assert meter.live(0) == 0
-
-
-def test_what_is_given_at_the_start_counts_and_storages_of_the_pool_never_do():
-    batch, other, pool = kib(2), kib(1), kib(4)
-    owned = {pool.untyped_storage()._cdata}
-    with measuring(make_meter(owned)) as meter:
-        meter.start([batch, batch[1:], other, pool])
-        view = pool[:16].view(4, 4)
-        pool.add_(1)
-        assert meter.live(0) == 3 * KIB
-        del batch
-        result = view * 2
-        assert meter.live(0) == KIB + result.nbytes
-
-
 SPARSE = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
@@ -160,28 +130,6 @@ def test_activations_count_until_backward_is_through_and_gradients_until_they_ar
 
 
 # On and off
-
-
-def test_a_pause_follows_nothing_new_and_stopping_takes_the_mode_off():
-    meter = make_meter()
-    for _ in range(2):
-        meter.start(())
-    assert len(modes()) == 1
-    kept = kib(1)
-    meter.pause()
-    kept_later = kib(2)
-    assert (len(modes()), meter.live(0), meter.peak(0)) == (1, KIB, KIB)
-    del kept
-    assert meter.live(0) == 0, "what is known stays known until it is freed"
-    meter.start(())
-    seen = kib(3)
-    assert (len(modes()), meter.live(0)) == (1, 3 * KIB)
-    for stop in (meter.stop, meter.stop, meter.pause):
-        stop()
-        kept_later = kib(1)
-        assert (modes(), meter.live(0)) == ([], 3 * KIB)
-    del seen, kept_later
-    assert meter.live(0) == 0
 
 
 def test_growth_is_told_after_every_operator_that_adds_to_the_total_and_what_is_done_then_is_not_measured():
@@ -286,18 +234,3 @@ def test_what_other_programs_took_counts_from_the_next_start_and_is_asked_once_a
     assert (meter.live(150), meter.peak(150)) == (50, 70), "what they gave back is no gain"
     meter.pause()
     meter.stop()
-
-
-@pytest.mark.gpu
-def test_a_real_device():
-    device = torch.device("cuda", torch.cuda.current_device())
-    meter = AllocatorMeter(device)
-    booked = torch.cuda.memory_allocated(device)
-    meter.start(())
-    growth = meter.live(booked)
-    meter.restart()
-    tensor = torch.zeros(2**20, device=device)
-    assert meter.live(booked) == growth + tensor.nbytes
-    del tensor
-    assert (meter.live(booked), meter.peak(booked)) == (growth, growth + 2**22)
-    assert 0 < used_nbytes(device)() <= torch.cuda.mem_get_info(device)[1]

@@ -8,7 +8,6 @@ import torch
 from hf_patrickstar.errors import BudgetError, DeviceMemoryError
 from hf_patrickstar.memory import pool as pool_module
 from hf_patrickstar.memory.ledger import Ledger
-from hf_patrickstar.memory.meters import StorageMeter
 from hf_patrickstar.memory.pinning import TorchPinning
 from hf_patrickstar.memory.pool import CACHE_OWNER, PayloadPool
 from hf_patrickstar.memory.tiers import Tier
@@ -154,25 +153,6 @@ def test_a_device_that_is_broken_is_not_a_full_one(monkeypatch, text, pinned):
     assert type(caught.value) is RuntimeError
     assert pool.ledger.used(HOST) == pool.ledger.used(DEVICE) == 0
     assert pool.pins_memory
-
-
-# Whose storages they are
-
-
-@pytest.mark.parametrize(("tier", "zero"), [(DEVICE, True), (HOST, False)])
-def test_a_meter_never_sees_a_buffer_of_the_pool_not_even_while_it_is_made(tier, zero):
-    pool = make_pool()
-    meter = StorageMeter(pool.owns, lambda: None)
-    meter.start(())
-    try:
-        buffer = pool.allocate(tier, 50, FP32, "param", zero=zero)
-        views = [buffer[3:], buffer.view(5, 10)]
-        assert meter.live(0) == meter.peak(0) == 0
-        result = buffer + 1
-        assert meter.live(0) == result.nbytes
-    finally:
-        meter.stop()
-    del views
 
 
 # Pinned memory

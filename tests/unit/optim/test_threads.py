@@ -24,7 +24,6 @@ PROGRAM = "host_threads=auto: 1, as OMP_NUM_THREADS or the program says"
         # One thread by the launcher becomes the cores of the process.
         *((TORCHRUN, "auto", sharers, None, 1, math.inf, num, LAUNCHER) for sharers, num in ((1, 16), (3, 5), (32, 1))),
         (ACCELERATE, "auto", 2, {}, 1, math.inf, 8, LAUNCHER),
-        (TORCHRUN, "auto", 2, {"PATH": "/bin"}, 1, 6.5, 3, LAUNCHER),
         # What somebody has set holds.
         (
             TORCHRUN,
@@ -37,7 +36,6 @@ PROGRAM = "host_threads=auto: 1, as OMP_NUM_THREADS or the program says"
             "1, as OMP_NUM_THREADS said before the launcher",
         ),
         (FOUR, "auto", 2, {}, 1, math.inf, None, PROGRAM),
-        ({"OMP_NUM_THREADS": "1"}, "auto", 2, {}, 1, math.inf, None, PROGRAM),
         (TORCHRUN, "auto", 2, None, 2, math.inf, None, ""),
         (TORCHRUN, 5, 2, None, 1, math.inf, 5, "host_threads=5: as asked"),
         # Processes for which nobody has set a number share the cores.

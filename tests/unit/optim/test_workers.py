@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import gc
 import os
 import signal
 import threading
@@ -199,20 +198,6 @@ def test_work_that_only_some_workers_were_given_is_waited_for(error, workers, mo
         workers.submit(work, range(3)).wait()
     assert [item for item, _ in done] == (list(range(3)) if isinstance(error, RuntimeError) else [0])
     assert len({thread for _, thread in done}) == 1, "the caller would use the memory of a worker"
-
-
-# Beginning and end
-
-
-def test_threads_end_when_nobody_has_the_pool():
-    workers = HostWorkers(2)
-    workers.submit(lambda number, item: None, [0]).wait()
-    threads = [thread for thread in set(threading.enumerate()) - OTHERS if thread.name in alive()]
-    del workers
-    gc.collect()
-    for thread in threads:
-        thread.join(20)
-    assert alive() == []
 
 
 # What is given to them

@@ -41,15 +41,6 @@ def test_only_adapters_have_optimizer_states():
     assert owners["param"] >= 2 * whole.num_parameters
 
 
-def test_the_least_memory_is_that_of_a_model_at_home_on_the_host():
-    """All of it takes less than the activations, and need not be on the device for that."""
-    model = "gpt2:n_layer=6,n_embd=128,n_head=4,vocab_size=512,n_positions=64"
-    given = {"batch_size": 2, "adapters": {**LORA, "target_modules": "all-linear"}, "host_memory": "64MiB"}
-    need = plan(model, "rtx4090", **given, device_memory="512KiB").tier(Tier.DEVICE).need_nbytes
-    assert plan(model, "rtx4090", **given, device_memory=need).fits
-    assert not plan(model, "rtx4090", **given, device_memory=int(0.9 * need)).fits
-
-
 @pytest.mark.parametrize("kib", [4360, 4440])
 def test_a_device_that_is_a_little_too_small_is_what_a_plan_blames(kib):
     """A recorded step takes a little more than it may; those that follow it would run out of memory each time."""

@@ -4,8 +4,6 @@ import dataclasses
 
 import pytest
 
-from hf_patrickstar import plan_cache
-from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.planner import advice as module
 from hf_patrickstar.planner.advice import MOST, advise, changes
 from hf_patrickstar.planner.planning import arrange, plan_and_simulate, plan_if_fits
@@ -93,14 +91,3 @@ def test_where_nothing_fits_everything_that_was_tried_is_named(monkeypatch):
     assert found.changes == ()
     screen = describe_changes(dataclasses.replace(refused, changes=found.changes, failed=found.failed))
     assert screen.startswith("No change was found that fits.\nThese do not fit: --gradient-checkpointing; ")
-
-
-def test_changes_that_the_model_does_not_support_are_left_out(fitting, monkeypatch):
-    def refuse(self, *args):
-        raise ConfigError("this model does not support activation checkpointing")
-
-    monkeypatch.setattr(type(fitting[0].make_model()), "gradient_checkpointing_enable", refuse)
-    monkeypatch.setattr(plan_cache, "read", lambda *args: None)  # other tests have planned the same
-    found = advise(*fitting)
-    assert found.changes
-    assert not any("--gradient-checkpointing" in change.text for change in found.changes)

@@ -78,14 +78,6 @@ def test_a_plan_has_the_bytes_of_a_run_of_several_micro_batches():
     assert plan.tier(Tier.DEVICE).need_nbytes == pytest.approx(stats["device_total_step_peak_nbytes"], rel=0.01)
 
 
-def test_a_model_whose_modules_read_each_others_parameters_is_planned_for_an_accelerator():
-    subject, given = arrange(MODELS["deberta"], "h100", length=32)
-    plan, recording = plan_and_simulate(subject, given)
-    assert plan.fits
-    visited = {visit.chunk_index for trace in recording.traces for visit in trace.visits}
-    assert visited == set(range(recording.layout["num_chunks"]))
-
-
 def test_what_a_step_repeats_fits_as_it_does_in_a_run():
     """All model data fits half of the device, where it lives until activations of the first step find no room."""
     subject, given, plan, recording = plan_within("gpt2", 8_000_000, batch_size=8)

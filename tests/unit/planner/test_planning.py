@@ -10,11 +10,9 @@ import math
 import re
 
 import pytest
-import transformers
 from pages import PageReader
 from transformers import BertConfig, BertForSequenceClassification
 
-import hf_patrickstar
 from hf_patrickstar import plan, plan_cache
 from hf_patrickstar.cli.main import main
 from hf_patrickstar.errors import ConfigError
@@ -114,14 +112,6 @@ def test_a_model_is_planned_by_its_configuration_and_class():
         plan(model, "h100", length=8)
 
 
-def test_this_machine_is_measured(monkeypatch):
-    measured = dataclasses.replace(MACHINES["rtx4090"], name="measured")
-    monkeypatch.setattr("hf_patrickstar.planner.planning.measure_machine", lambda visit: measured)
-    _, training = arrange(MODEL, "this")
-    assert training.machine.name == "this machine"
-    assert training.machine.flops == measured.flops
-
-
 @pytest.mark.parametrize(
     ("budgets", "short"),
     [
@@ -168,18 +158,6 @@ def test_the_least_memory_is_enough_and_2_percent_less_is_not(model, changes):
     assert plan_if_fits(subject, given) is not None
     less = dataclasses.replace(given.machine, device_nbytes=int(0.98 * need))
     assert plan_if_fits(subject, dataclasses.replace(given, machine=less)) is None
-
-
-def test_the_least_of_the_host_is_what_the_device_cannot_hold():
-    """The plan with it fits, and one with 2 % less does not."""
-    small = {"batch_size": 2, "num_micro_batches": 2, "device_memory": 6 * MIB}
-    refused = plan(MODEL, "rtx4090", **small, host_memory=4 * MIB)
-    need = refused.tier(Tier.HOST).need_nbytes
-    assert 0 < need < 0.9 * 18 * NUM_PARAMETERS, "all of it, which the device has room for in part"
-    assert plan(MODEL, "rtx4090", **small, host_memory=need).fits
-    assert not plan(MODEL, "rtx4090", **small, host_memory=int(0.98 * need)).fits
-    verdict = describe(refused).splitlines()[1]
-    assert verdict == f"does not fit: {format_nbytes(need - 4 * MIB)} too little on the host"
 
 
 @pytest.mark.parametrize("nbytes", ["1KiB", "100KiB"])
@@ -319,19 +297,6 @@ def test_json_and_page_have_what_was_tried(crowded):
     assert [change["gain"] for change in found["changes"]] == [None] * len(found["changes"])
 
 
-@pytest.mark.long
-def test_python_tries_changes_on_request(crowded):
-    asked = {"batch_size": 16, "device_memory": "8MiB", "host_memory": "64MiB"}
-    found = json.loads((crowded[0] / "p.json").read_text())
-    tried = plan(MODEL, "rtx4090", **asked, advice=True)
-    assert json.loads(tried.to_json()) == found
-    assert isinstance(tried, hf_patrickstar.Plan)
-    assert isinstance(tried.changes[0], hf_patrickstar.TriedChange)
-    alone = plan(MODEL, "rtx4090", **asked)
-    assert (alone.changes, alone.failed, alone.largest) == (None, (), None)
-    assert dataclasses.replace(tried, changes=None, failed=(), largest=None) == alone
-
-
 @pytest.mark.parametrize("kind", [Plan, TierUse, Chunks, Speed, TriedChange, Found])
 def test_every_field_of_json_is_documented(kind):
     documented = re.findall(r"^        (\w+): ", kind.__doc__, re.MULTILINE)
@@ -407,33 +372,6 @@ def test_wrong_arguments_get_a_sentence(words, message, capsys):
     assert error.startswith("hf-patrickstar plan: ")
     assert error.count("\n") == 1
     assert message in error
-
-
-def test_attention_that_drops_scores_writes_them_on_a_cpu():
-    """Fused attention of an accelerator drops them inside of its kernel."""
-    with_scores = {}
-    for rate in (0.0, 0.1):
-        for has_accelerator in (True, False):
-            machine = dataclasses.replace(MACHINES["rtx4090"], has_accelerator=has_accelerator)
-            found = plan(f"{MODEL},attn_pdrop={rate},resid_pdrop=0.0,embd_pdrop=0.0", machine, batch_size=4)
-            with_scores[rate, has_accelerator] = found.tier(Tier.DEVICE).owners["non-model data"]
-    assert with_scores[0.1, True] == with_scores[0.0, True]
-    assert with_scores[0.1, False] >= with_scores[0.0, False] + 3 * 4 * 4 * 64 * 64 * 2, "scores of three layers"
-
-
-@pytest.mark.parametrize("has_bars", [True, False])
-def test_no_bar_tells_of_chunks_that_nobody_allocates(has_bars, monkeypatch, capsys):
-    """Bars of the planner itself are others; those of libraries are afterwards as they were."""
-    monkeypatch.setattr("hf_patrickstar.checkpoint.progress.PROGRESS_AFTER_S", 0)
-    bars = transformers.logging
-    was_enabled = bars.is_progress_bar_enabled()
-    (bars.enable_progress_bar if has_bars else bars.disable_progress_bar)()
-    try:
-        plan(MODEL, "rtx4090", length=17 + has_bars)  # none that was kept
-        assert "chunks" not in capsys.readouterr().err
-        assert bars.is_progress_bar_enabled() == has_bars
-    finally:
-        (bars.enable_progress_bar if was_enabled else bars.disable_progress_bar)()
 
 
 def test_torch_does_not_log_what_is_told_in_a_sentence(monkeypatch, caplog):

@@ -1,10 +1,8 @@
 """Searches: the answer fits, the next larger one does not, and few plans were made."""
 
 import dataclasses
-import json
 
 import pytest
-from pages import PageReader, check_alone
 
 from hf_patrickstar.cli.main import main
 from hf_patrickstar.machine import BY_PRICE, MACHINES
@@ -90,30 +88,6 @@ def test_the_largest_model_has_more_layers_and_the_same_heads():
     assert found.num_plans <= 10
 
 
-@pytest.mark.long
-def test_layers_whose_activations_fill_the_device_are_found_in_few_plans():
-    """Model data alone would leave room for a hundred times as many layers, and plans of deep models take minutes."""
-    subject, given = small(host_memory="1GiB", device_memory=40 * MIB, length=256, batch_size=4)
-    sizes = []
-    found = search(Goal.MAX_MODEL, subject, given, sizes.append)
-    assert found.answer > 6
-    assert found.refused == found.answer + 1
-    assert max(int(size.split()[1]) for size in sizes) < 2 * found.answer
-    assert found.num_plans <= 8
-
-
-@pytest.mark.parametrize("limit", [1, 63, 640, 70_000])
-def test_the_largest_of_many_layers_is_found_exactly(limit, monkeypatch):
-    subject, given = small(batch_size=1)
-    plan = plan_if_fits(subject, given)
-    tried = fit_up_to(limit, lambda subject: subject.num_layers, plan, monkeypatch)
-    found = search(Goal.MAX_MODEL, subject, given)
-    assert found.answer == min(limit, 2**12)
-    assert found.refused == (limit + 1 if limit < 2**12 else None)
-    assert found.answer in tried
-    assert len(tried) == len(set(tried)) == found.num_plans < 30
-
-
 def test_nothing_fits_where_one_sequence_is_too_much():
     subject, given = small(device_memory=MIB // 2)
     found = search(Goal.MAX_BATCH, subject, given)
@@ -190,19 +164,6 @@ def test_a_search_for_a_machine_says_what_it_left_out(monkeypatch):
 COMMAND = ["plan", MODEL, "--seq-len", "64", "--device-memory", "8MiB", "--host-memory", "64MiB"]
 
 
-def test_the_page_of_a_search_is_that_of_the_plan_that_it_found(tmp_path, capsys):
-    page, path = tmp_path / "page.html", tmp_path / "found.json"
-    assert main([*COMMAND, "--search", "max-batch", "--html", str(page), "--json", str(path)]) == 0
-    found = json.loads(path.read_text())
-    html = page.read_text(encoding="utf-8")
-    assert "What was found" in html
-    assert capsys.readouterr().out.splitlines()[0] in html
-    reader = PageReader(html)
-    check_alone(reader, allowed=("page.trace.json",))
-    assert f"{found['answer']} x 64 tokens" in html
-    assert (tmp_path / "page.trace.json").exists()
-
-
 def test_the_command_says_that_nothing_fits(tmp_path, capsys):
     words = ["plan", MODEL, "--seq-len", "64", "--device-memory", "512KiB", "--host-memory", "64MiB"]
     assert main([*words, "--search", "max-batch", "--html", str(tmp_path / "page.html")]) == 1
@@ -222,16 +183,3 @@ def test_the_command_says_that_nothing_fits(tmp_path, capsys):
 def test_what_a_search_cannot_do_gets_a_sentence(words, message, capsys):
     assert main([*COMMAND, *words]) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.long
-def test_a_plan_that_does_not_fit_says_which_batch_and_sequence_do(capsys, monkeypatch):
-    monkeypatch.setattr("hf_patrickstar.planner.advice.changes", lambda *given: [])  # another test has them
-    assert main([*COMMAND, "--batch-size", "12"]) == 1
-    out = capsys.readouterr().out
-    subject, given = small()
-    batch = search(Goal.MAX_BATCH, subject, given).answer
-    assert f"The largest batch that fits with 64 tokens: {batch} (--batch-size {batch})" in out
-    length = search_below(Goal.MAX_LENGTH, *small(batch_size=12)).answer
-    assert length < 64
-    assert f"The largest sequence that fits with a batch of 12: {length} (--seq-len {length})" in out

@@ -68,11 +68,6 @@ def test_stock_arguments_say_their_precision(tmp_path, flags, dtype):
     assert (found["device_memory"], found["host_memory"], found["settings"]) == (None, None, {})
 
 
-def test_other_objects_get_a_sentence():
-    with pytest.raises(ConfigError, match="arguments of type dict are not TrainingArguments of transformers"):
-        hf_patrickstar.plan(MODEL, "h100", arguments={"batch_size": 1})
-
-
 @pytest.mark.parametrize("optim", ["adafactor", "adamw_bnb_8bit"])
 def test_an_optimizer_that_is_not_of_torch_gets_a_sentence_unless_another_is_named(tmp_path, optim):
     """torch has an Adafactor, too, which is not that of transformers; bitsandbytes may not be installed."""

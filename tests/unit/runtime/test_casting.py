@@ -25,16 +25,6 @@ def test_autocast_computes_in_its_type_and_remembers_no_casts():
 
 
 @pytest.mark.parametrize(
-    ("is_recomputed", "is_ours", "is_wanted"),
-    [(False, True, True), (False, False, True), (True, True, False), (True, False, True), (True, None, True)],
-)
-def test_recomputation_inside_of_our_own_autocast_needs_no_other(is_recomputed, is_ours, is_wanted):
-    """Checkpointing has restored what there was: ours, somebody's (which keeps its casts), or none."""
-    with torch.autocast("cpu", dtype=BF16, enabled=is_ours is not None, cache_enabled=not is_ours):
-        assert (casting(BF16).autocast(is_recomputed=is_recomputed) is not None) == is_wanted
-
-
-@pytest.mark.parametrize(
     ("make", "look"),
     [
         (lambda value: value, lambda found: found),

@@ -31,16 +31,3 @@ def test_a_tensor_that_is_spread(rank):
     home = chunk.own_slice(buffer).clone()
     assert torch.equal(tensor.view_copy(buffer), torch.arange(130).view(10, 13))
     assert torch.equal(tensor.view(home), tensor.own(tensor.view_copy(buffer)))
-
-
-@pytest.mark.parametrize("rank", range(2))
-def test_tensors_that_are_whole(rank):
-    chunk = make_chunk([(64,), (8, 4), (3, 3)], 128, 2, rank, splits=False)
-    assert [tensor.spec.index for tensor in chunk.owned] == [[0, 1], [2]][rank]
-    buffer = torch.arange(chunk.spec.capacity_numel)
-    for tensor in chunk.tensors:
-        assert not tensor.is_split
-        assert tensor.is_owned == (tensor.own_numel == tensor.spec.numel)
-        if tensor.is_owned:
-            assert torch.equal(tensor.view(chunk.own_slice(buffer).clone()), tensor.view_copy(buffer))
-    assert sum(stop - start for tensor in chunk.tensors for start, stop in tensor.parts) == 64 + 32 + 9

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from race_detector import RaceError, SimulatedDriver
+from race_detector import SimulatedDriver
 
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.pool import PayloadPool
@@ -66,17 +66,6 @@ def test_the_host_goes_on_until_the_ring_is_full():
     parts.ring.close()
     assert all(ticket.is_done for ticket in tickets)
     assert place[:64].tolist() == [5] * 64
-
-
-def test_a_list_that_is_read_too_early_is_a_race():
-    parts = Parts()
-    with parts.driver.watching():
-        place = parts.make_list(64)
-        parts.ring.open()
-        (ticket,) = parts.ring.add(torch.ones(64), place, is_first=True)
-        place.sum()
-        with pytest.raises(RaceError, match="host thread"):
-            ticket.wait()
 
 
 @pytest.mark.parametrize(("free", "taken"), [(4 * LEAST_NBYTES, LEAST_NBYTES), (4 * LEAST_NBYTES - 256, 0)])

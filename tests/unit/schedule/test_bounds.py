@@ -11,7 +11,6 @@ from hf_patrickstar.schedule.plan import Actions, Plan
 from hf_patrickstar.schedule.replay import device_ns, replay
 from hf_patrickstar.schedule.script import (
     Begin,
-    BlockingCopy,
     HostWork,
     Join,
     Kernel,
@@ -70,7 +69,6 @@ BOTH = Plan((FIRST, Actions(load=(1,))), {}, (40, 80))
 AHEAD = Plan((Actions(load=(0, 1)), Actions()), {}, (80, 80))
 GROUPS = (Load(40, sent_nbytes=80 + 10), Load(40, sent_nbytes=90))
 SEND = Send(0, 40, to_device=False)
-COPY = BlockingCopy(10, to_device=True, is_pinned=False, place="here")
 
 
 def work(*nbytes, chunks=(), after=()):
@@ -82,7 +80,6 @@ SCRIPTS = {
     # Entries, a plan, loads -> seconds.
     "a chunk is loaded when it is reached": ((Reach(0), WORK, Reach(1), WORK), BOTH, LOADS, 4 + 2 + 4 + 2),
     "a load ahead runs beside work": ((Reach(0), WORK, Reach(1), WORK), AHEAD, LOADS, 4 + 4 + 2),
-    "a gradient goes home after its chunk was read": ((Reach(1), Send(0, 20, False)), ONE, LOADS, 4 + 1),
     "computation waits for a copy": ((SEND, Join(0), WORK), NOWHERE, LOADS, 2 + 2),
     # Several processes: the second part is loaded while the first group is gathered.
     "groups are gathered": ((Reach(0), WORK, Reach(1), WORK), AHEAD, GROUPS, 4 + 4 + 3 + 2),
@@ -92,13 +89,11 @@ SCRIPTS = {
         (Load(100, sent_nbytes=90, is_here=True),),
         2 + 3 + 2,
     ),
-    "copies and reductions are numbered together": ((SEND, Reduce(120), Join(1), WORK), NOWHERE, LOADS, 4 + 2),
     "a reduction does not wait for gathers": (
         (Reach(0), Reduce(30), Join(0), WORK),
         *(Plan((Actions(load=(1,)), Actions()), {}, (120, 120)), (Load(0), Load(400, sent_nbytes=30)), 40 + 1),
     ),
     "a message takes the host": ((WORK, Message(), HostWork("adam", 0, 28)), NOWHERE, LOADS, 5 + 1),
-    "and for longer": ((work(28, 28, 28), WORK), NOWHERE, LOADS, 3),
     "the thread comes after copies": ((SEND, work(28, after=(0,))), NOWHERE, LOADS, 3),
 }
 

@@ -5,43 +5,13 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_patrickstar.schedule.clock import Clock, Lane, Mark, Span, Wait
+from hf_patrickstar.schedule.clock import Clock, Lane, Mark
 
 fast = settings(deadline=None, max_examples=200, database=None, derandomize=True)
 BESIDE = [lane for lane in Lane if lane is not Lane.HOST]
 
 
 # By hand
-
-
-def test_the_host_runs_ahead_of_a_lane_and_a_lane_that_is_idle_waits_for_the_host():
-    clock = Clock()
-    clock.host(2, "launch a")
-    first = clock.put(Lane.COMPUTE, 10, "a")
-    clock.host(2, "launch b")
-    second = clock.put(Lane.COMPUTE, 5, "b")
-    assert (clock.now_ns, first, second, clock.end_of(Lane.COMPUTE)) == (4, Mark(12, 1), Mark(17, 3), second)
-    assert clock.spans[1::2] == [Span(Lane.COMPUTE, 2, 12, "a", 0), Span(Lane.COMPUTE, 12, 17, "b", 1)]
-    clock.host(16, "think")
-    clock.put(Lane.COMPUTE, 1, "c")
-    assert clock.spans[-1] == Span(Lane.COMPUTE, 20, 21, "c", 4), "c is held up by its launch"
-    assert clock.waits == []
-
-
-def test_a_wait_stops_the_host_until_the_mark():
-    clock = Clock()
-    clock.host(1, "launch")
-    done = clock.put(Lane.COMPUTE, 9, "kernel")
-    clock.wait(done, "loss.item()")
-    clock.wait(done, "again")
-    assert (clock.now_ns, clock.waits) == (10, [Wait(1, 9, "loss.item()")]), "there is nothing to wait for again"
-    clock.host(1, "next")
-    assert clock.spans[-1] == Span(Lane.HOST, 10, 11, "next", 1), "what the host does next is held up by the kernel"
-    clock.put(Lane.TO_HOST, 9, "copy")
-    clock.put(Lane.TO_DEVICE, 2, "copy")
-    clock.wait_for_all("end of step")
-    assert clock.now_ns == 20
-    assert list(clock.timeline().waits_by_place().items()) == [("loss.item()", 9), ("end of step", 9)]
 
 
 def test_places_begin_with_the_longest_and_a_later_timeline_has_what_came_since():

@@ -58,13 +58,6 @@ def test_chunks_that_the_host_has_no_room_for_stay(spilled):
     assert len(reasons) == 1
 
 
-def test_only_what_the_host_has_room_for_leaves():
-    estimate = estimate_of(2 * WHOLE + OTHERS + PARAM, host_nbytes=3 * WHOLE)
-    homed, reasons = estimate.settled(indices(0, 1, 2), indices(2))
-    assert 2 in homed, "no tier has room to exchange it for the first one"
-    assert reasons[0].startswith("2 chunks left the device")
-
-
 def test_more_of_the_host_changes_nothing_where_it_has_room_for_all_that_is_worth_being_there():
     device = 2 * WHOLE + OTHERS + 2 * PARAM
     for host, spilled in ((2 * WHOLE, indices(0, 1)), (3 * WHOLE, indices(0)), (4 * WHOLE, indices())):

@@ -35,17 +35,3 @@ def test_chunks_leave_in_the_order_of_the_policy(policy, chunks, cursor, is_dive
     """Belady needs a trace: while one is recorded it is list order, after the step has differed from it lru."""
     for given in (chunks, chunks[::-1]):
         assert list(Chooser(policy).in_order(given, cursor, is_diverged=is_diverged)) == order
-
-
-@pytest.mark.parametrize(("policy", "misses"), [("lru", 12), ("list_order", 8)])
-def test_misses_over_a_cyclic_sweep(policy, misses):
-    """Four chunks, room for three: lru drops what comes next, every time; list order keeps the last two."""
-    resident, count = {}, 0
-    for tick in range(12):
-        chunk = tick % 4
-        if chunk not in resident:
-            count += 1
-            if len(resident) == 3:
-                del resident[next(Chooser(policy).in_order(list(resident.items()), None))]
-        resident[chunk] = tick
-    assert count == misses

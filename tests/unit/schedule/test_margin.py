@@ -1,10 +1,8 @@
-import dataclasses
-
 import pytest
 
-from hf_patrickstar.schedule.margin import StepCost, fill_margin, needed_nbytes, plan_margin
+from hf_patrickstar.schedule.margin import StepCost, fill_margin, plan_margin
 from hf_patrickstar.schedule.placement import ChunkBytes
-from hf_patrickstar.schedule.trace import StepKind, Trace, Visit
+from hf_patrickstar.schedule.trace import Trace, Visit
 
 
 def make_chunks(count, param=100, host_param=128, state=600, on_host=()):
@@ -40,12 +38,6 @@ def test_the_order_is_that_of_the_first_visit_in_any_trace():
     assert set(fill_margin(chunks[::-1], [trace, other], 1500, NONE)) == {1, 2}
 
 
-def test_the_first_that_does_not_fit_ends_it():
-    """A smaller one behind it would fit, but its copies are easier to hide."""
-    chunks = [ChunkBytes(0, 100, 128, 600), ChunkBytes(1, 100, 128, 2000), ChunkBytes(2, 100, 128, 0)]
-    assert set(fill_margin(chunks, [SWEEP], 1500, NONE)) == {0}
-
-
 def test_large_chunks_come_first_and_those_that_do_not_fit_are_passed_over():
     """One of 1,000 bytes has a stall of its own length wherever it is waited for."""
     chunks = [*make_chunks(2), ChunkBytes(2, 1000, 1000, 6000), ChunkBytes(3, 100, 100, 600)]
@@ -60,23 +52,6 @@ def test_bytes_that_chunks_may_not_take():
     assert margin_of(850, unusable_nbytes=50) == {0}
     assert margin_of(850, unusable_nbytes=51) == set()
     assert margin_of(1000, unusable_nbytes=200) == {0}
-
-
-UPDATE = dataclasses.replace(make_trace((0, (), 150), (1, (), 150), (2, (), 150)), key=StepKind.UPDATE)
-
-
-def test_what_is_needed_at_each_moment():
-    trace = make_trace((0, (), 50), (1, (0, 2), 30), (2, (), 10))
-    assert needed_nbytes([trace], frozenset(), 0) == [
-        (150, frozenset({0})),
-        (330, frozenset({0, 1, 2})),
-        (110, frozenset({2})),
-    ]
-    assert needed_nbytes([trace], frozenset({2}), 40) == [
-        (150, frozenset({0})),
-        (240, frozenset({0, 1})),
-        (40, frozenset()),
-    ]
 
 
 # How much of it is worth filling
@@ -105,14 +80,6 @@ def test_of_equally_fast_steps_the_one_that_moves_least_is_chosen():
     assert plan.chunk_indices == (0,)
     plan = plan_of(4, (0, 1, 2, 3), lambda inside: StepCost(10_000, 500))
     assert plan.chunk_indices == (), "no more than is of use"
-
-
-@pytest.mark.parametrize("count", [1, 3, 8, 50])
-def test_all_and_none_are_among_the_numbers_that_are_compared(count):
-    seen = set()
-    plan_of(count, tuple(range(count)), lambda inside: seen.add(len(inside)) or StepCost(1, 0))
-    assert {0, count} <= seen
-    assert len(seen) <= 7
 
 
 @pytest.mark.parametrize("best", range(9))

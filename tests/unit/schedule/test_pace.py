@@ -20,13 +20,6 @@ def test_the_ends_of_a_step_and_the_latencies_of_its_copies_are_exposed():
     assert exposed_ns(3, 16, 2, machine) == (16 + 9 + 5 + 6 + 3) * 10**9
 
 
-def test_neither_the_largest_chunks_nor_the_smallest_expose_least():
-    numel = 8 * 2**30
-    times = {parts: exposed_ns(parts, numel // parts, 2, H100) for parts in (16, 64, 256, 1024, 4096, 2**15)}
-    best = min(times, key=times.__getitem__)
-    assert 64 < best < 1024
-
-
 @pytest.mark.parametrize(("nbytes", "depth"), [(1, 8), (128 * MIB, 8), (200 * MIB, 5), (512 * MIB, 2), (2048 * MIB, 2)])
 def test_as_many_chunks_are_loaded_ahead_as_the_bus_brings_in_20_ms(nbytes, depth):
     found, reason = choose_depth(nbytes, H100)

@@ -3,7 +3,6 @@
 import dataclasses
 
 import pytest
-from movement import Movement, simulate
 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.schedule.eviction import Chooser
@@ -57,7 +56,6 @@ RESHARD = {"reshard_after_forward": True}
 PLANS = {
     # A trace, bytes of chunks, settings -> what is done, and bytes of chunks that are there afterwards.
     "a forward and a backward": (SWEEP, 20, {}, "+0 +1 -0+2 . . -2+0", (10, 20, 20, 20, 20, 20)),
-    "what is void leaves first": (make_trace([0, 1, 2]), 20, {"dropped_after": frozenset({0})}, "+0 +1 -0+2", None),
     "static chunks take no room": (
         make_trace([0, 1, 0, 2], pinned={2: (1,)}),
         *(10, {"static": frozenset({1}), "prefetch_depth": 2}, "+0 . . -0+2", None),
@@ -70,16 +68,6 @@ PLANS = {
     ),
     "prefetch waits for the tide": (
         *(make_trace([0, 1, 1, 2]), [30, 20, 30, 30], {"prefetch_depth": 2}, "+0+1 . +2 .", (20, 20, 30, 30)),
-    ),
-    "none comes before it left": (
-        make_trace([0, 1, 1, 0]),
-        [10, 10, 20, 20],
-        {"prefetch_depth": 4},
-        "+0 -0+1 +0 .",
-        None,
-    ),
-    "loads keep their order": (
-        *(make_trace([0, 1, 2, 3], (10, 10, 20, 1)), [25, 25, 45, 45], {"prefetch_depth": 4}, "+0+1 . +2+3 .", None),
     ),
     # Leaving after forward though there is room; what backward has loaded stays.
     "chunks leave after forward": (TURNING, 100, RESHARD, "+0 -0+1 -1+2 -2+2 +1 +0", (10, 10, 10, 10, 20, 30)),
@@ -96,9 +84,6 @@ PLANS = {
     ),
     "a chunk in use until backward stays": (
         *(make_trace([0, 1, 1, 0, 2], pinned={1: (0,), 2: (0,)}, turns=(2,)), 100, RESHARD, "+0 +1 -1+1 . +2", None),
-    ),
-    "several forwards of one step": (
-        *(make_trace([0, 1, 0, 1, 1, 0], turns=(2, 4)), 100, RESHARD, "+0 -0+1 -1+0 -0+1 -1+1 +0", None),
     ),
     "loads come ahead around what leaves": (
         *(TURNING, 100, {**RESHARD, "prefetch_depth": 2}, "+0+1+2 -0 -1 -2+2+1+0 . .", (30, 20, 10, 30, 30, 30)),
@@ -136,33 +121,3 @@ def test_too_little_room_names_the_moment_and_the_bytes(depth):
     assert plan_of(trace, 20, prefetch_depth=depth).num_loads == 2
     with pytest.raises(BudgetError, match=r"0 B \(0 bytes\) are there"):
         plan_of(make_trace([0]), -5, prefetch_depth=depth)
-
-
-# What moves (benchmarks/movement.py)
-
-
-def test_movement_is_what_a_plan_does():
-    trace = make_trace([0, 1, 2, 2, 1, 0], others={2: 12, 3: 20})
-    settings = {"dropped_after": EVERYTHING, "gradient_nbytes": (3, 4, 5, 0), "home_nbytes": (30, 40, 50, 60)}
-    moved = simulate(trace, 20, "belady", **settings, static=frozenset({2}))
-    assert moved == Movement(
-        *(2, 0, 0),
-        host_to_device_nbytes=20,
-        device_to_host_nbytes=7,
-        device_peak_nbytes=20,
-        device_total_peak_nbytes=40,
-        host_peak_nbytes=130,
-    )
-    for depth, prefetches in ((0, 0), (1, 3), (4, 3)):
-        trace = make_trace([0, 1, 2, 3])
-        movement = simulate(trace, 40, "belady", dropped_after=EVERYTHING, prefetch_depth=depth)
-        assert (movement.loads, movement.prefetches) == (4, prefetches)
-
-
-def test_a_step_is_repeated_until_it_starts_with_what_it_leaves():
-    trace = make_trace([0, 1, 2])
-    assert simulate(trace, 30, "belady", repetitions=1).loads == 3
-    assert simulate(trace, 30, "belady").loads == 0
-    assert simulate(trace, [20, 20, 20], "belady", repetitions=2).loads == 1
-    with pytest.raises(BudgetError, match=r"moment 1 of trace 't': chunk 1 and the chunks in use \(\[0\]\)"):
-        simulate(make_trace([0, 1], pinned={1: (0,)}), 15, "belady")

@@ -15,7 +15,6 @@ from hf_patrickstar.schedule.trace import Trace, Visit
 
 SIZES = (20, 20)
 HOST = ChunkWork(6, 8, 20, 0, "bfloat16", False)
-DEVICE = ChunkWork(6, 8, 20, 0, "bfloat16", True)
 
 
 def make_trace(key="training", *, reduced=()):

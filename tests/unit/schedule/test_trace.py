@@ -31,7 +31,6 @@ def test_sizes_are_rounded_up_to_buckets_by_less_than_half_as_much_again():
     [
         ((), "evaluation"),
         (((5, 9), (5, 9), (6, 12)), "evaluation/6x12"),
-        (((0,),), "evaluation/1"),
     ],
 )
 def test_a_key_names_the_kind_and_every_bucket_once(shapes, key):

@@ -99,15 +99,11 @@ def test_every_error_that_is_raised_is_found(package):
     ("source", "texts"),
     [
         ("raise ConfigError(f'{tensor.spec.name} has {len(rows)} rows')", ["<tensor> has <number of rows> rows"]),
-        ("raise ConfigError(f'{type(model).__name__}: {wanted!r}')", ["<type of model>: <wanted>"]),
-        ("_NAMES = ('a', 'b')\nraise ConfigError(f\"use {', '.join(_NAMES)}\")", ["use a, b"]),
         (
             "def f():\n    text = 'one'\n    if x:\n        text += ' more'\n    raise ConfigError(text)",
             ["one", "one more"],
         ),
         ("def f(why):\n    raise ConfigError(g(why))\ndef g(what) -> str:\n    return f'no {what}'", ["no <why>"]),
-        ("def f(hint):\n    raise ConfigError(f'bad; {hint}')\ndef g():\n    f('use this one')", ["bad; use this one"]),
-        ("def f():\n    kind = ConfigError if x else ValueError\n    raise kind('text')", ["text"]),
     ],
 )
 def test_messages_are_read_from_the_source(page, tmp_path, source, texts):
@@ -115,16 +111,3 @@ def test_messages_are_read_from_the_source(page, tmp_path, source, texts):
     (tmp_path / "errors.py").write_text(f'{base}class ConfigError(PatrickStarError):\n    """Bad."""\n')
     (tmp_path / "module.py").write_text(source)
     assert [raised.text for raised in page.Package(tmp_path).find_raised()] == texts
-
-
-@pytest.mark.parametrize(
-    ("text", "remedy"),
-    [
-        ("the model is compiled; pass the model itself", "pass the model itself"),
-        ("it does not fit. Raise <setting> to 3 bytes, or use less", "Raise <setting> to 3 bytes, or use less"),
-        ("<name>: expected one of <choices>, got <value>", "give one of <choices>"),
-        ("'<path>' has no weights", ""),
-    ],
-)
-def test_the_remedy_is_where_a_clause_begins_with_an_imperative(page, text, remedy):
-    assert page.take_apart(page.Raised("ConfigError", "module.py", text)).remedy == remedy

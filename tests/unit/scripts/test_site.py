@@ -87,16 +87,3 @@ def test_a_broken_link_fails(tmp_path, caplog):
     with pytest.raises(Abort), caplog.at_level(logging.WARNING, "mkdocs"):
         build_site(tmp_path / "site", docs)
     assert [f"nowhere_{number}" in caplog.text for number in (1, 2, 3)] == [True] * 3
-
-
-@pytest.mark.long
-def test_a_page_outside_of_the_navigation_is_under_more(tmp_path):
-    docs = tmp_path / "docs"
-    shutil.copytree(ROOT / "docs", docs)
-    (docs / "not_sorted.md").write_text(
-        "# A page that nobody sorted\n\n[picture](../benchmarks/results/bench_tide_cpu.png)\n"
-    )
-    site = build_site(tmp_path / "site", docs)
-    assert (site / "benchmarks" / "results" / "bench_tide_cpu.png").is_file()
-    text = (site / "index.html").read_text()
-    assert text.index("More") < text.index("A page that nobody sorted")

@@ -37,10 +37,6 @@ def test_both_stages_of_a_device_and_commit_are_one_row(table):
     assert [row.split(" | ")[2] for row in rows[2:]] == ["0123456", "0123456-dirty"]
 
 
-def test_without_a_record_the_page_says_so(table):
-    assert table.table([]) == table.NONE
-
-
 def test_what_ran_on_no_device_is_no_row(table, tmp_path):
     others = [record("plan", {}), record("one", {}, is_rehearsal=True), record("one", {}, is_whole=False)]
     for number, found in enumerate([*others, record("two", {})]):

@@ -24,13 +24,10 @@ BYTES = {
     "in place: read and written": (aten.add_.Tensor, (zeros(10), zeros(10)), 40 + 2 * 40),
     "in place: written": (aten.copy_.default, (zeros(10), zeros(10)), 40 + 40),
     "zeroed": (aten.zero_.default, (zeros(10),), 40),
-    "types of results": (aten.ne.Scalar, (zeros(4, dtype=torch.long), 0), 4 * 8 + 4),
     "an embedding reads its rows alone": (
         *(aten.embedding.default, (zeros(1000, 4), zeros(3, dtype=torch.long)), 2 * 3 * 4 * 4 + 3 * 8),
     ),
     "asked for its shape": (aten.zeros_like.default, (zeros(10),), 40),
-    "asked for its shape, filled": (aten.full_like.default, (zeros(10), 1.0), 40),
-    "asked for its type": (aten.new_zeros.default, (zeros(10), [10]), 40),
     "what is expanded is read once": (aten.neg.default, (zeros(1, 4).expand(100, 4),), 4 * 4 + 100 * 4 * 4),
 }
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 
 import pytest
 import torch
@@ -14,17 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from hf_patrickstar.decisions import collect
 from hf_patrickstar.errors import EngineError, TraceError
 from hf_patrickstar.runtime.casting import Casting
-from hf_patrickstar.schedule.op_trace import (
-    Acquire,
-    EnterForward,
-    Gradient,
-    LeaveBackward,
-    LeaveForward,
-    LetGo,
-    Need,
-    Release,
-)
-from hf_patrickstar.schedule.script import Begin
 from hf_patrickstar.tracing.fake import FakeTensors, as_fake
 from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
 from hf_patrickstar.tracing.recorder import Setting, record
@@ -32,7 +20,6 @@ from hf_patrickstar.tracing.recorder import Setting, record
 SIZE = 8
 CPU = torch.device("cpu")
 PLAIN = Setting(Casting(CPU, None, None))
-USES = Acquire, Release, Need, LetGo, Gradient, EnterForward, LeaveForward, LeaveBackward
 
 
 def total(model, x):
@@ -53,17 +40,6 @@ def fake():
         yield
 
 
-def kinds(notes, *wanted):
-    """The notes of some kinds, with the parameter if there is one."""
-    return [
-        (type(n).__name__, n.index) if hasattr(n, "index") else type(n).__name__ for n in notes if type(n) in wanted
-    ]
-
-
-def of_kind(found, kind):
-    return [note for note in found.notes if isinstance(note, kind)]
-
-
 class TwoLayers(torch.nn.Module):
     def __init__(self, dtype=None):
         super().__init__()
@@ -71,25 +47,6 @@ class TwoLayers(torch.nn.Module):
 
     def forward(self, x):
         return self.second(self.first(x))
-
-
-FORWARD = ["EnterForward", ("Acquire", 0), ("Release", 0), ("Acquire", 1), ("Release", 1), "LeaveForward"]
-
-
-def test_parameters_are_acquired_by_their_modules_and_needed_by_backward(fake):
-    found = record_one(TwoLayers())
-    backward = [("Need", 1), ("LetGo", 1), ("Gradient", 1), ("Gradient", 0), "LeaveBackward"]
-    assert kinds(found.notes, *USES, Begin) == ["Begin", *FORWARD, "Begin", *backward]
-    assert kinds(record_one(TwoLayers(), backward=None).notes, *USES) == FORWARD
-    frozen = TwoLayers()
-    frozen.first.requires_grad_(False)
-    assert kinds(record_one(frozen).notes, Gradient, Need) == [("Gradient", 1)]
-
-
-@pytest.mark.parametrize(("keeps", "kept"), [(False, [(1, False), (0, False)]), (True, [(1, True), (0, False)])])
-def test_gradients_say_whether_autograd_still_keeps_their_parameter(fake, keeps, kept):
-    found = record_one(TwoLayers(), backward=functools.partial(torch.Tensor.backward, retain_graph=keeps))
-    assert [(note.index, note.is_kept) for note in of_kind(found, Gradient)] == kept
 
 
 class Reader(TwoLayers):
@@ -150,15 +107,6 @@ def stop(model, x):
     raise KeyboardInterrupt
 
 
-def stop_inside(model, x):
-    model.first(x)
-    model.forward = give_up
-    try:
-        model(x)
-    finally:
-        del model.forward
-
-
 def ask_for_values(model, x):
     return model(x)[x.nonzero()[:, 0]].sum()
 
@@ -187,7 +135,6 @@ def state_of(model):
 AUTOCAST = Setting(Casting(CPU, torch.bfloat16, None))
 ENDS = {
     "whole": (Reader, total, PLAIN, None, ""),
-    "whole, recomputed": (Segmented, total, AUTOCAST, None, ""),
     "values": (
         Reader,
         ask_for_values,
@@ -196,7 +143,6 @@ ENDS = {
         r"operator 'aten.nonzero.default', whose result depends on values",
     ),
     "interrupted": (Segmented, stop, AUTOCAST, KeyboardInterrupt, ""),
-    "interrupted inside": (TwoLayers, stop_inside, AUTOCAST, TypeError, ""),
     "too long": (TwoLayers, total, dataclasses.replace(PLAIN, check_time=give_up), TooLongError, ""),
     "reentrant": (Reentrant, total, PLAIN, EngineError, "use_reentrant=False"),
 }
