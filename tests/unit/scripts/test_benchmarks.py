@@ -1,10 +1,72 @@
-"""What benchmarks say of their own figures, and where they compute."""
+"""Benchmarks with tiny sizes, and what they say of their own figures: aims, versions, trees that are not committed."""
 
 import json
 import subprocess
+import sys
 import types
 
 import pytest
+
+SIZES = {"hidden_size": 256, "num_hidden_layers": 3, "intermediate_size": 512, "num_attention_heads": 2}
+OVERHEAD = "--device cpu --layers 1 --hidden 64 --length 16 --batch_size 1 --warmup 1 --steps 2 --repeats 1"
+
+
+@pytest.fixture
+def run(load, monkeypatch, tmp_path):
+    """Runs a benchmark in this process; returns its exit status and what it has written."""
+
+    def run(name, words):
+        target = tmp_path / "found.json"
+        monkeypatch.setattr(sys, "argv", [f"benchmarks/{name}.py", *words.split(), "--output", str(target)])
+        code = 0
+        try:
+            load(name).main()
+        except SystemExit as error:
+            code = error.code
+        return code, json.loads(target.read_text())
+
+    return run
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("aim", "limit", "fails"), [(1e9, 0.0, True), (0.0, 1e9, False)])
+def test_the_overhead_is_said_beside_its_aim_and_fails_above_its_limit(
+    load, monkeypatch, run, capsys, aim, limit, fails
+):
+    bench = load("bench_overhead")
+    assert (bench.AIM, bench.DEEP_AIM_US) == (1.02, 25)
+    monkeypatch.setattr(bench, "AIM", aim)
+    monkeypatch.setattr(bench, "DEEP_AIM_US", aim)
+    code, found = run("bench_overhead", f"{OVERHEAD} --limit {limit}")
+    assert (bool(code), found["aim_met"], found["limit"]) == (fails, aim > 0, limit)
+    code, found = run("bench_overhead", f"{OVERHEAD} --deep 20")
+    assert (code, [row.get("aim_met") for row in found["rows"]]) == (0, [aim > 0, None, None])
+    said = capsys.readouterr().out
+    for what in (f"aim of {aim}", "per module and pass"):
+        assert f"{what}: {'met' if aim > 0 else 'not met'}\n" in said
+
+
+@pytest.mark.long
+def test_a_timeline_has_its_bounds(load, monkeypatch, run, capsys):
+    monkeypatch.setitem(load("bench_timeline").MODELS, "tiny", SIZES)
+    _, found = run("bench_timeline", "--models tiny --tokens 4096 --machines rtx4090")
+    (row,) = found["rows"]
+    assert row["over_lower_bound"] >= row["over_clipped_bound"] > 0.99
+    assert row["clipped_bound_s"] <= row["serial_s"]
+    assert f"{row['over_clipped_bound']:.2f}x" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_each_size_of_chunks_has_a_row(load, monkeypatch, run):
+    bench = load("bench_chunk_size")
+    monkeypatch.setitem(bench.MODELS, "tiny", (bench.llama(6, 128, 256), (4 * 128 + 3 * 256) * 128))
+    monkeypatch.setattr(bench, "LEAST", 2**18)
+    _, found = run("bench_chunk_size", "--models tiny --tokens 64 --machines rtx4090")
+    rows = [row for row in found["rows"] if row["budget"] == "all"]
+    numels = {row["size"]: row["chunk_numel"] for row in rows}
+    assert list(numels) == ["auto", "0.5 block", "1 block", "2 block"]
+    assert numels["2 block"] == 2 * numels["1 block"] == 2 * (4 * 128 + 3 * 256) * 128
+    assert all(row["seconds"] > 0 for row in rows if row["size"] == "auto")
 
 
 @pytest.mark.parametrize(
