@@ -4,7 +4,11 @@ The tests of this folder know of the package what its users know: the engine, it
 errors and statistics. They say what must be true, never who calls whom.
 """
 
+import contextlib
 import copy
+import functools
+import inspect
+import threading
 
 import torch
 from torch import nn
@@ -78,6 +82,33 @@ def loss_of(model, seed=0, size=4):
         return nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1).float(), ids[:, 1:].flatten())
     dtype = next(model.parameters()).dtype
     return model(batch(seed, size).to(dtype)).float().square().sum()
+
+
+def step_of(model, optimizer, seed=0, size=4):
+    """A step of an ordinary loop; returns the loss."""
+    loss = loss_of(model, seed, size)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def steps(model, optimizer, num):
+    """Steps of an ordinary loop; what the caller does in its loop happens between backward and step."""
+    for step in range(num):
+        loss_of(model, step).backward()
+        yield step
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def clip(model, optimizer, max_norm=0.5, norm_type=2.0, part=None):
+    """The engine's clipping for ours, that of torch for the twin."""
+    parameters = list((part or model).parameters())
+    if hasattr(model, "patrickstar_engine"):
+        return optimizer.clip_grad_norm_(parameters, max_norm, norm_type)
+    parameters = optimizer.masters if isinstance(optimizer, Masters) else parameters
+    return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
 
 def adamw(parameters, **settings):
@@ -204,29 +235,40 @@ class Pair:
         assert_same(*results)
         return results[1]
 
-    def train(self, steps=3, first=0, micro=1, loss=loss_of):
-        """Steps of an ordinary loop on both; the losses are the same, and so is what they leave."""
+    def train(self, steps=3, first=0, micro=1, loss=loss_of, max_norms=None, norm_type=2.0):
+        """Steps of an ordinary loop on both; losses and norms are the same, and so is what they leave. Returns them."""
 
         def run(model, optimizer):
-            losses = []
+            found = []
             for step in range(first, first + steps):
                 for part in range(micro):
                     value = loss(model, 10 * step + part)
                     value.backward()
-                    losses.append(value.detach().clone())
+                    found.append(value.detach().clone())
+                if max_norms is not None:
+                    found.append(clip(model, optimizer, max_norms[step % len(max_norms)], norm_type).clone())
                 optimizer.step()
                 optimizer.zero_grad()
-            return losses
+            return found
 
-        self.both(run)
-        self.check()
+        return self.check(run)
+
+    def step(self):
+        """A step of both optimizers, which leaves the same."""
+        self.check(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
 
     def backward(self, seed=0, loss=loss_of):
         """A backward on both."""
         self.both(lambda model, _: (lambda value: (value.backward(), value.detach().clone())[1])(loss(model, seed)))
 
-    def check(self):
-        """Values of parameters and buffers, and the optimizer's states, are the same to the last bit."""
+    def check(self, function=None, *args):
+        """Values of parameters and buffers, and the optimizer's states, are the same to the last bit.
+
+        Args:
+            function: Called on both before that, as by ``both``; what it returns for ours is returned.
+            *args: For the function.
+        """
+        found = None if function is None else self.both(function, *args)
         if isinstance(self.plain_optimizer, Masters):
             ours = self.ours.state_dict()
             for parameter, master in zip(trainable(self.plain), self.plain_optimizer.masters, strict=True):
@@ -237,10 +279,41 @@ class Pair:
             assert_same_values(self.plain, self.ours)
         if self.optimizer is not None:
             assert_same_states(self.plain_optimizer, self.optimizer)
+        return found
 
     def check_gradients(self):
         """Gradients are the same, ``None`` where torch has none."""
-        self.both(lambda model, _: [copied(parameter.grad) for parameter in model.parameters()])
+        self.both(lambda model, _: gradients_of(model))
+
+
+def alike(factory=Stack, make_optimizer=adamw, *, then=None, **settings):
+    """Makes a test, at every budget, of code that does the same to a plain model and to one in chunks.
+
+    Args:
+        factory: As for ``Pair``; or the function ``(model, optimizer)`` itself, with parameters of pytest after that.
+        make_optimizer: As for ``Pair``.
+        then: How many steps follow in place of a comparison of what it leaves.
+        **settings: As for ``Pair``.
+    """
+    if inspect.isfunction(factory) and next(iter(inspect.signature(factory).parameters), "") == "model":
+        return alike()(factory)
+
+    def decorate(run):
+        @functools.wraps(run)
+        def test(budget, **kwargs):
+            pair = Pair(factory, budget, make_optimizer, **settings)
+            pair.both(functools.partial(run, **kwargs))
+            if then is None:
+                pair.check()
+            elif then:
+                pair.train(then)
+
+        names = ["budget", *list(inspect.signature(run).parameters)[2:]]
+        kind = inspect.Parameter.KEYWORD_ONLY
+        test.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
+        return test
+
+    return decorate
 
 
 def evict(model):
@@ -251,6 +324,70 @@ def evict(model):
 
 def copied(tensor):
     return None if tensor is None else tensor.detach().clone()
+
+
+def gradients_of(model):
+    return [copied(parameter.grad) for parameter in model.parameters()]
+
+
+def in_threads(*functions):
+    """Calls each function in a thread of its own, waits for all, and raises what the first of them raised."""
+    errors = []
+
+    def work(function):
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(function,)) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+
+
+@contextlib.contextmanager
+def beside(function, *args):
+    """Calls a function in a thread again and again while the block runs; raises what it raised."""
+    has_ended, has_begun, errors = threading.Event(), threading.Event(), []
+
+    def work():
+        try:
+            while not has_ended.is_set():
+                function(*args)
+                has_begun.set()
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            has_begun.set()
+
+    thread = threading.Thread(target=work, name="reader", daemon=True)
+    thread.start()
+    assert has_begun.wait(30)
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join(30)
+    assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+
+
+@torch.no_grad()
+def read_parameters(model):
+    for parameter in model.parameters():
+        assert not parameter.norm().isnan()
+        assert not parameter.data.isnan().any()
+
+
+@torch.no_grad()
+def read_state(model):
+    assert not any(value.isnan().any() for value in model.state_dict().values())
 
 
 def same_bits(left, right):
@@ -275,7 +412,9 @@ def assert_same(left, right, where="result"):
         for number, (one, other) in enumerate(zip(left, right, strict=True)):
             assert_same(one, other, f"{where}[{number}]")
     else:
-        assert left == right or left is right, f"{where}: {left!r} became {right!r}"
+        assert left == right or left is right or (left != left and right != right), (
+            f"{where}: {left!r} became {right!r}"
+        )
 
 
 def assert_same_values(plain, ours):

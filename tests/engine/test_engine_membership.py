@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from engine.small import (
-    DTYPES,
     WIDTH,
     Pair,
     Stack,
@@ -20,6 +19,7 @@ from engine.small import (
     loss_of,
     make,
     sgd,
+    step_of,
     trainable,
     values_of,
 )
@@ -47,16 +47,6 @@ class All(Pair):
             optimizer.add_param_group({"params": rest})
 
 
-def test_a_layer_that_joins_is_trained(budget):
-    pair = Pair(Stack, budget)
-    pair.train(2)
-    pair.both(grow)
-    pair.train(2, first=2)
-    pair.both(grow)
-    pair.train(2, first=4)
-    assert pair.engine.stats()["num_chunks"] >= 1
-
-
 def test_a_layer_that_joins_between_backward_and_step(budget):
     pair = Pair(Stack, budget)
     pair.train(1)
@@ -64,23 +54,6 @@ def test_a_layer_that_joins_between_backward_and_step(budget):
     pair.both(grow)
     pair.both(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
     pair.train(2, first=2)
-
-
-def test_a_layer_that_leaves_is_an_ordinary_one_with_its_value_and_state(budget):
-    pair = Pair(Stack, budget)
-    pair.train(2)
-    left = [model.layers[2] for model, _ in pair]
-    for model, _ in pair:
-        del model.layers[2]
-    pair.train(2, first=2)
-    pair.engine.follow_model()
-    assert type(left[1].weight) is nn.Parameter
-    assert torch.equal(left[0].weight, left[1].weight)
-    with torch.no_grad():
-        assert torch.equal(left[0](batch()), left[1](batch()))
-    for model, layer in zip((pair.plain, pair.ours), left, strict=True):
-        model.layers.append(layer)
-    pair.train(2, first=4)
 
 
 def test_unfreezing_costs_lists_once_and_only_when_training_goes_on(budget):
@@ -104,62 +77,18 @@ def test_unfreezing_costs_lists_once_and_only_when_training_goes_on(budget):
     assert pair.engine.stats()["model_data_nbytes"] == after
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_parameter_that_gets_another_shape(dtype, budget):
+def test_in_16_bits_a_parameter_that_gets_another_shape(budget):
     """Rows are added to an embedding: the parameter begins anew with its optimizer state."""
-
-    class Words(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding = nn.Embedding(10, WIDTH)
-            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-        def forward(self, x):
-            x = self.embedding(x.abs().long() % 10).sum(1)
-            for layer in self.layers:
-                x = torch.tanh(layer(x))
-            return x
-
-    def loss(model, seed):
-        return model(5 * batch(seed)).float().square().sum()
-
-    if dtype == "bf16":
-        model = make(Words)
-        engine = engine_of(model, budget, dtype=dtype)
-        for step in range(2):
-            loss(model, step).backward()
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
-        rows = copied(model.embedding.weight)
-        model.embedding.weight.data = torch.cat([rows, torch.ones(2, WIDTH, dtype=rows.dtype)])
-        assert torch.equal(model.embedding.weight[:10].detach(), rows)
-        loss(model, 2).backward()
-        engine.optimizer.step()
-        assert model.embedding.weight.shape == (12, WIDTH)
-        return
-    pair = Pair(Words, budget)
-    pair.train(2, loss=loss)
-
-    def widen(model, optimizer):
-        weight = model.embedding.weight
-        weight.data = torch.cat([weight.detach(), torch.full((2, WIDTH), 0.1)])
-        optimizer.state.pop(weight, None)
-
-    pair.both(widen)
-    pair.train(2, first=2, loss=loss)
-    assert pair.ours.embedding.weight.shape == (12, WIDTH)
-
-
-def test_tensors_are_swapped(budget):
-    pair = Pair(Stack, budget, sgd)
-    pair.train(1)
-
-    def swap(model, _):
-        other = nn.Parameter(torch.full((WIDTH, WIDTH), 0.05))
-        torch.utils.swap_tensors(model.layers[1].weight, other)
-
-    pair.both(swap)
-    pair.both(lambda model, _: model(batch()).detach().clone())
+    model = make(Tied)
+    engine = engine_of(model, budget, dtype="bf16")
+    for step in range(2):
+        step_of(model, engine.optimizer, step)
+    weight = model.embedding.weight
+    rows = copied(weight)
+    weight.data = torch.cat([rows, torch.ones(2, WIDTH, dtype=rows.dtype)])
+    assert torch.equal(weight[: len(rows)].detach(), rows)
+    step_of(model, engine.optimizer, 2)
+    assert weight.shape == (len(rows) + 2, WIDTH)
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing():
@@ -212,9 +141,7 @@ def test_an_optimizer_that_comes_later(budget):
     assert engine.optimizer is chunked
     for step in range(3):
         for each, its_optimizer in ((plain, optimizer), (model, chunked)):
-            loss_of(each, step).backward()
-            its_optimizer.step()
-            its_optimizer.zero_grad()
+            step_of(each, its_optimizer, step)
     assert_same_values(plain, model)
 
 
@@ -292,9 +219,7 @@ def test_training_goes_on_without_the_engine_and_with_another_one(budget):
         engine = PatrickStarEngine(model, config_of(budget), inner, device="cpu") if phase % 2 == 0 else None
         for step in range(2):
             for each, optimizer in ((plain, theirs), (model, engine.optimizer if engine else inner)):
-                loss_of(each, 2 * phase + step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                step_of(each, optimizer, 2 * phase + step)
         if engine:
             engine.detach()
         assert_same_values(plain, model)
