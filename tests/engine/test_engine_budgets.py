@@ -5,25 +5,23 @@ import weakref
 
 import pytest
 import torch
+from engine.pairs import Pair, config_of, engine_of
+from engine.same import assert_same, assert_same_values, values_of
 from engine.small import (
     CHUNK_NUMEL,
     DTYPES,
     LAYER_NUMEL,
     WIDTH,
-    Pair,
     Stack,
     Tied,
     adamw,
     batch,
-    config_of,
-    engine_of,
     loss_of,
     make,
     sgd,
     step_of,
     tokens,
     trainable,
-    values_of,
 )
 from simulated import streams_of
 from torch import nn
@@ -424,8 +422,7 @@ def test_activations_that_do_not_fit_are_an_error_with_the_table_and_lose_nothin
     ) as caught:
         loss_of(pair.ours, 0, 500)
     assert "at least" in str(caught.value)
-    after = values_of(pair.ours)
-    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert_same(before, values_of(pair.ours))
     del caught
     gc.collect()
     pair.optimizer.zero_grad()
@@ -464,8 +461,7 @@ def test_states_of_another_optimizer_over_the_host_budget_are_told_and_the_step_
     loss_of(pair.ours).backward()
     with pytest.raises(BudgetError, match="host_budget"):
         pair.optimizer.step()
-    for plain, ours in zip(pair.plain.parameters(), pair.ours.parameters(), strict=True):
-        assert torch.equal(plain, ours.detach())
+    assert_same_values(pair.plain, pair.ours)
 
 
 # Events
@@ -552,9 +548,7 @@ def test_rows_of_an_embedding_are_looked_up_at_home(dtype, accumulation):
     # No step visits its chunk, and the next forward reads its rows first of all.
     assert [tensor.spec.name for tensor in pair.engine.manager.in_order_of_use[0].tensors] == ["embedding.weight"]
     with torch.no_grad():
-        pair.both(lambda model, _: model(tokens(9, vocab=40)).clone())
-    for plain, ours in zip(pair.plain.parameters(), pair.ours.parameters(), strict=True):
-        assert torch.equal(plain.detach(), ours.detach())
+        pair.check(lambda model, _: model(tokens(9, vocab=40)).clone())
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

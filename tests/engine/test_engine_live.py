@@ -11,23 +11,9 @@ import weakref
 
 import pytest
 import torch
-from engine.small import (
-    DTYPES,
-    WIDTH,
-    Pair,
-    Stack,
-    Tied,
-    alike,
-    batch,
-    copied,
-    evict,
-    gradients_of,
-    loss_of,
-    sgd,
-    step_of,
-    tokens,
-    values_of,
-)
+from engine.pairs import Pair, alike, evict
+from engine.same import copied, gradients_of, values_of
+from engine.small import DTYPES, WIDTH, Stack, Tied, batch, loss_of, sgd, step_of, tokens
 from torch import nn
 
 from hf_patrickstar import EngineError

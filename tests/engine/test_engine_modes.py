@@ -1,24 +1,14 @@
 """Modes, compilers, captures, autocast and profilers of users around a model in chunks."""
 
 import collections
+import contextlib
 import dataclasses
 
 import pytest
 import torch
-from engine.small import (
-    DTYPES,
-    WIDTH,
-    Block,
-    Pair,
-    Stack,
-    adamw,
-    assert_same_values,
-    batch,
-    engine_of,
-    loss_of,
-    make,
-    step_of,
-)
+from engine.pairs import Pair, engine_of
+from engine.same import assert_same_values
+from engine.small import DTYPES, WIDTH, Block, Stack, adamw, batch, loss_of, make, step_of
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
@@ -85,17 +75,11 @@ def test_a_mode_sees_what_the_model_does_and_nothing_of_the_engine(mode, budget)
 @pytest.mark.parametrize("mode", [Operators, Functions, Doubling, lambda: torch.device("meta")])
 def test_a_mode_around_backward_and_step_changes_nothing(mode, budget):
     pair = Pair(Stack, budget)
-    plain, ours = pair
     for step in range(3):
         losses = []
-        for model, optimizer in (plain, ours):
+        for model, optimizer in pair:
             loss = loss_of(model, step)
-            if model is pair.ours:
-                with mode():
-                    loss.backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-            else:
+            with mode() if model is pair.ours else contextlib.nullcontext():
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()

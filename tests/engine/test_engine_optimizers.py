@@ -6,27 +6,9 @@ import pickle
 
 import pytest
 import torch
-from engine.small import (
-    DTYPES,
-    WIDTH,
-    Pair,
-    Stack,
-    Tied,
-    adamw,
-    alike,
-    assert_same,
-    assert_same_states,
-    assert_same_values,
-    batch,
-    config_of,
-    copied,
-    loss_of,
-    make,
-    sgd,
-    step_of,
-    tokens,
-    values_of,
-)
+from engine.pairs import Pair, alike, config_of
+from engine.same import assert_same, assert_same_states, assert_same_values, copied, values_of
+from engine.small import DTYPES, WIDTH, Stack, Tied, adamw, batch, loss_of, make, sgd, step_of, tokens
 from torch import nn
 
 from hf_patrickstar import PatrickStarEngine
@@ -460,8 +442,7 @@ def test_an_error_in_an_update_names_parameters_and_leaves_them(budget):
         pair.optimizer.step()
     assert "layers.0.weight" in " ".join(caught.value.__notes__)
     pair.optimizer.param_groups[0]["lr"] = rate
-    after = values_of(pair.ours)
-    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert_same(before, values_of(pair.ours))
     pair.optimizer.zero_grad()
     pair.train(2, first=1)
 

@@ -6,21 +6,10 @@ import time
 
 import pytest
 import torch
-from engine.small import (
-    Pair,
-    Stack,
-    Tied,
-    alike,
-    batch,
-    beside,
-    gradients_of,
-    in_threads,
-    loss_of,
-    read_parameters,
-    read_state,
-    step_of,
-    values_of,
-)
+from engine.pairs import Pair, alike
+from engine.same import gradients_of, values_of
+from engine.small import Stack, Tied, batch, loss_of, step_of
+from engine.threads import beside, in_threads, read_parameters, read_state
 
 from hf_patrickstar import EngineError
 

@@ -2,23 +2,8 @@
 
 import pytest
 import torch
-from engine.small import (
-    WIDTH,
-    Block,
-    Pair,
-    Stack,
-    Tied,
-    adamw,
-    alike,
-    batch,
-    config_of,
-    engine_of,
-    loss_of,
-    make,
-    step_of,
-    tokens,
-    trainable,
-)
+from engine.pairs import Pair, alike, config_of, engine_of
+from engine.small import WIDTH, Block, Stack, Tied, adamw, batch, loss_of, make, step_of, tokens, trainable
 from simulated import delayed_streams, simulated_streams
 from torch import nn
 
