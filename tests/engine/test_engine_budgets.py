@@ -241,13 +241,6 @@ def test_a_step_that_differs_from_its_trace_is_counted_and_right(budget):
     assert (pair.engine.stats()["diverged_steps"] > 0) is pair.moves
 
 
-@pytest.mark.parametrize("factory", [Stack, Asking])
-def test_steps_of_one_kind_do_the_same_again_and_again(factory):
-    pair = Pair(lambda: factory(7), "moving", settings={"chunks": 4})
-    rows = counted(pair, 5, 0)
-    assert rows[2] == rows[3] == rows[4]
-
-
 def test_zero_grad_before_or_after_backward_is_the_same():
     loads = []
     for between in (False, True):
@@ -485,24 +478,6 @@ def test_events_are_what_the_statistics_count():
     assert sum(event.is_hit for event in of(ChunkVisited)) == stats["chunk_hits"]
     assert [event.step for event in of(StepFinished)] == [1, 2, 3]
     assert len(of(StepRecorded)) == stats["recorded_steps"] == 1
-
-
-def test_a_chunk_is_loaded_before_it_is_visited_and_visited_in_the_order_of_the_model():
-    seen = []
-    pair = Pair(lambda: Stack(6), "moving", listener=seen.append, settings={"prefetch_depth": 0})
-    pair.train(1)
-    visits = [event.chunk_index for event in seen if type(event) is ChunkVisited]
-    assert [*dict.fromkeys(visits[: visits.index(5) + 1])] == [0, 1, 2, 3, 4, 5]
-    there = set()
-    for event in seen:
-        if type(event) is ChunkLoaded:
-            assert event.chunk_index not in there
-            there.add(event.chunk_index)
-        elif type(event) is ChunkEvicted:
-            there.remove(event.chunk_index)
-        elif type(event) is ChunkVisited:
-            assert event.chunk_index in there
-        assert len(there) <= 3
 
 
 def test_a_survey_says_where_everything_is():
