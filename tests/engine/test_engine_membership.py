@@ -121,6 +121,8 @@ def test_an_optimizer_that_comes_later(budget):
     engine = engine_of(model, budget, None)
     with torch.no_grad():
         assert torch.equal(plain(batch()), model(batch()))
+    assert engine.optimizer is None
+    assert engine.training_state is None
     optimizer, chunked = adamw(plain.parameters()), engine.add_optimizer(adamw(model.parameters()))
     assert engine.optimizer is chunked
     for step in range(3):

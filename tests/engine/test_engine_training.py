@@ -3,7 +3,7 @@
 import pytest
 import torch
 from engine.pairs import Pair, alike, config_of, engine_of
-from engine.small import WIDTH, Block, Stack, Tied, adamw, batch, loss_of, make, step_of, tokens, trainable
+from engine.small import WIDTH, Stack, Tied, adamw, batch, loss_of, make, step_of, tokens, trainable
 from simulated import delayed_streams, simulated_streams
 from torch import nn
 
@@ -145,16 +145,6 @@ def test_buffers_are_updated_once_in_each_forward(budget):
     Pair(factory, budget).train(3)
 
 
-def test_an_engine_without_an_optimizer_evaluates(budget):
-    plain, model = make(Tied), make(Tied)
-    engine = engine_of(model, budget, None)
-    with torch.no_grad():
-        assert torch.equal(plain(tokens()), model(tokens()))
-    assert engine.optimizer is None
-    assert engine.training_state is None
-    engine.detach()
-
-
 def test_mixed_types_keep_their_own(budget):
     """Where nothing was asked for, parameters and states keep the types that they were loaded in."""
 
@@ -190,20 +180,6 @@ def test_an_engine_on_a_model_that_has_one_is_refused():
     engine_of(model)
     with pytest.raises(EngineError, match="detach"):
         PatrickStarEngine(model, config_of("moving"), adamw(trainable(model)), device="cpu")
-
-
-def test_blocks_in_blocks_with_checkpointing_of_some(budget):
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(Block() for _ in range(4))
-
-        def forward(self, x):
-            for number, block in enumerate(self.blocks):
-                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) if number % 2 else block(x)
-            return x
-
-    Pair(Checkpointed, budget).train(4)
 
 
 def test_copies_that_are_too_large_to_be_made_at_once():
