@@ -279,60 +279,6 @@ def test_grad_scaler(both, act, own):
     both(pattern)
 
 
-# Updates by hand: each function of parameters makes a step of what they have in ``grad``.
-
-
-def data_in_place(parameters):
-    for parameter in parameters:
-        parameter.data.add_(parameter.grad.data, alpha=-0.1)
-
-
-def data_assigned(parameters):
-    for parameter in parameters:
-        parameter.data = parameter.data - 0.1 * parameter.grad
-
-
-def data_augmented(parameters):
-    for parameter in parameters:
-        parameter.data -= 0.1 * parameter.grad
-
-
-@torch.no_grad()
-def without_a_graph(parameters):
-    for place, parameter in enumerate(parameters):
-        if place % 2:
-            parameter -= 0.1 * parameter.grad
-        else:
-            parameter.copy_(parameter - 0.1 * parameter.grad)
-
-
-@torch.no_grad()
-def in_lists(parameters):
-    parameters = list(parameters)
-    torch._foreach_add_(parameters, [parameter.grad for parameter in parameters], alpha=-0.1)
-
-
-UPDATES = [data_in_place, data_assigned, data_augmented, without_a_graph, in_lists]
-
-
-@live
-def test_updates_by_hand(model, optimizer, note):
-    for step, update in enumerate(UPDATES):
-        model.zero_grad()
-        note(update.__name__, backward(model, step))
-        update(model.parameters())
-        note(update.__name__, list(model.parameters()))
-    velocity = {parameter: torch.zeros_like(parameter) for parameter in model.parameters()}
-    for step in range(2):
-        model.zero_grad(set_to_none=False)
-        backward(model, step)
-        for parameter in model.parameters():
-            velocity[parameter].mul_(0.9).add_(parameter.grad)
-            parameter.data.addcdiv_(velocity[parameter], velocity[parameter].abs() + 1, value=-0.05)
-    note("velocity", list(velocity.values()))
-    model.zero_grad()
-
-
 # Optimizers of one's own instead of the one that was given, or with it
 
 
