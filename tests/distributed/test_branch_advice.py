@@ -4,9 +4,9 @@ import re
 
 import pytest
 import torch
+from as_one import make_optimizer, train_together
 from processes import Workers
 from test_branches import ROUTES, SMALL, WIDTH, Chain, chain_loss
-from together import make_optimizer, train_together
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.errors import BudgetError, DeviceMemoryError
@@ -14,10 +14,7 @@ from hf_patrickstar.errors import BudgetError, DeviceMemoryError
 pytestmark = pytest.mark.xdist_group("distributed")
 
 ADVICE = re.compile(r"chunk_budget to at least (\d+) bytes")
-CONFIGS = {
-    "staying": SMALL,
-    "large_groups": {"chunk_numel": 3 * WIDTH * WIDTH, "reshard_after_forward": True},
-}
+LARGE_GROUPS = {"chunk_numel": 3 * WIDTH * WIDTH, "reshard_after_forward": True}
 
 
 def train(rank, config, route, num_weights):
@@ -43,15 +40,9 @@ def try_to_train(config, route, num_weights):
     return None
 
 
-@pytest.mark.parametrize(
-    ("route", "config", "num_weights"),
-    [
-        ("one_twice", "staying", 2),
-        ("by_parity", "large_groups", 5),
-    ],
-)
+@pytest.mark.parametrize(("route", "config", "num_weights"), [("one_twice", {}, 2), ("by_parity", LARGE_GROUPS, 5)])
 def test_one_correction_is_enough(route, config, num_weights):
-    settings = {**CONFIGS[config], "chunk_budget": 64}
+    settings = {**SMALL, **config, "chunk_budget": 64}
     advised, text = try_to_train(settings, route, num_weights)
     assert "Where data leads the processes down different branches" in text
     settings["chunk_budget"] = advised  # the least, which may not be enough for branches

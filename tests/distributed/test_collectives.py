@@ -66,26 +66,6 @@ def check_guards(whole):
 # One process
 
 
-def test_one_process_needs_nobody():
-    statistics = Statistics()
-    one = Collectives.connect(None, CPU, emit=statistics.record)
-    assert (one.rank, one.world_size, one.local_world_size) == (0, 1, 1)
-    buffer = torch.arange(64.0)
-    assert one.staging_numel(64, torch.bfloat16) == (0, 0)
-    for ticket in (one.all_gather(buffer, "parameters"), one.reduce_scatter(buffer, (None, None), "gradients")):
-        assert ticket.is_done
-        ticket.wait()
-        ticket.join()
-    one.begin_broadcast(buffer, 0, "weights")()
-    one.all_reduce(buffer, "norm")
-    assert torch.equal(buffer, torch.arange(64.0))
-    assert one.exchange([3, 4], "sizes") == [[3, 4]]
-    assert one.exchange({"a": 1}, "config") == [{"a": 1}]
-    assert not any(statistics.summary().values())
-    one.close()
-    one.close()
-
-
 # All gather
 
 
@@ -209,10 +189,6 @@ def test_slices_of_four_are_added_by_rank(four, dtype):
         assert is_order_visible or dtype != torch.float32
 
 
-def test_wrong_buffers_are_refused(pair):
-    pair.run(reduce_short)
-
-
 # Messages and tensors
 
 
@@ -296,13 +272,9 @@ def test_two_talk(pair):
     assert pair.run(talk) == [((rank, 2, 2), (3, 0, 0)) for rank in range(2)]
 
 
-def test_a_group_is_left_and_joined_again(pair):
-    pair.run(connect_again)
-
-
-def test_who_is_outside_is_told(pair):
-    pair.run(connect_outside)
-    pair.run(connect_wrong_device)
+@pytest.mark.parametrize("connect", [connect_again, connect_outside, connect_wrong_device, reduce_short])
+def test_groups_are_left_and_joined_again_and_what_is_wrong_is_refused(pair, connect):
+    pair.run(connect)
 
 
 # Somebody is missing

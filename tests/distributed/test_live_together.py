@@ -4,15 +4,16 @@ A pattern is written as for plain torch, as in ``tests/live``; only ``world.lear
 batch, since one process has one and the plain one has all of them.
 """
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
-from live.both import VOCAB, Block, Notes, _assert_same, assert_same_model, make_adamw, make_tower
+from live.both import VOCAB, Block, Notes, assert_same_model, assert_same_notes, make_adamw, make_tower
 from models import make_batch, make_model
 from together import engaged
 from torch import nn
 
-from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.errors import CollectiveError
 
 pytestmark = pytest.mark.xdist_group("distributed")  # one worker of pytest-xdist, or each starts processes
@@ -197,13 +198,25 @@ def resize(world, model, optimizer, note):
     note("losses afterwards", train(world, model, optimizer, 1, steps=2))
 
 
+def load(world, model, optimizer, note):
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    note("losses", train(world, model, optimizer, steps=2))
+    for part, state in zip((model, optimizer), saved, strict=True):
+        part.load_state_dict(state)
+    note("losses afterwards", train(world, model, optimizer, 2))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    note("losses", train(world, model, optimizer, 3))
+    for part, state in zip((model, optimizer), saved, strict=True):
+        part.load_state_dict(state)
+
+
 def make_gpt2():
     return make_model("gpt2").eval()  # no dropout
 
 
 PATTERNS = {
     function.__name__: (function, make_tower, make_adamw)
-    for function in (*(read, write_data, clip, change_gradients, add_module),)
+    for function in (read, write_data, clip, change_gradients, add_module, load)
 } | {
     "unfreeze": (unfreeze, make_frozen, make_adamw_of_trained),
     "resize": (resize, make_gpt2, make_adamw),
@@ -224,9 +237,7 @@ def compare(rank, name, config):
             pattern(world, model, its, note)
             note("losses of two more steps", train(world, model, its, 50, steps=2))
             rows.append(note.rows)
-        for (what, left), (other, right) in zip(*rows, strict=True):
-            assert what == other
-            _assert_same(what, left, right)
+        assert_same_notes(*rows)
         assert_same_model(plain, ours)
     assert_same_model(plain, ours)  # detached
 
@@ -234,33 +245,6 @@ def compare(rank, name, config):
 @pytest.mark.parametrize(("name", "config"), [(name, list(CONFIGS)[n % 3]) for n, name in enumerate(PATTERNS)])
 def test_patterns(pair, name, config):
     pair.run(compare, name, CONFIGS[config])
-
-
-# Item 7: an optimizer that the engine does not know
-
-FOREIGN = {
-    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-    "adamw": make_adamw,
-    "adamw_foreach": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True),
-}
-
-
-def train_with_a_foreign_optimizer(rank, name, config):
-    plain, ours = make_tower(), make_tower()
-    engine = PatrickStarEngine(ours, config, device="cpu")
-    assert engine.collectives.world_size == dist.get_world_size() == 2
-    optimizer, foreign = FOREIGN[name](plain), FOREIGN[name](ours)
-    for step in range(3):
-        expected = train(Alone(rank), plain, optimizer, step)
-        assert torch.equal(torch.stack(train(Together(rank), ours, foreign, step)), torch.stack(expected))
-    assert_same_model(plain, ours)
-    engine.detach()
-    assert_same_model(plain, ours)
-
-
-@pytest.mark.parametrize(("name", "config"), zip(FOREIGN, CONFIGS, strict=True))
-def test_a_foreign_optimizer_gets_averages(pair, name, config):
-    pair.run(train_with_a_foreign_optimizer, name, CONFIGS[config])
 
 
 # What only one of them does

@@ -3,17 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
+from as_one import alone, copy_state, differences, on_one_rank, train_alone, train_as_alone, train_together
 from integration.test_states_of_any_shape import Frugal
-from together import (
-    copy_state,
-    differences,
-    engaged,
-    hf_loss,
-    on_one_rank,
-    prepared,
-    train_alone,
-    train_together,
-)
+from together import engaged, hf_loss, prepared
 from transformers.optimization import Adafactor
 
 from hf_patrickstar import PatrickStarEngine
@@ -27,35 +19,19 @@ OPTIMIZERS = {
 }
 
 
-def reference(name, steps):
-    model = prepared("gpt2")
-    optimizer, losses, _ = train_alone(model, hf_loss("gpt2"), 2, steps, optimizer=OPTIMIZERS[name](model))
-    return copy_state(model), optimizer.state_dict()["state"], losses
-
-
-def as_tensors(state):
-    """Adafactor counts in ordinary numbers."""
-    return {key: torch.as_tensor(value) for key, value in state.items()}
-
-
-def train_with(rank, name, settings, steps=4):
+def train_with(rank, name):
     assert dist.get_world_size() == 2
-    values, states, losses = on_one_rank(reference, name, steps)
+    expected = on_one_rank(lambda: alone(lambda: prepared("gpt2"), hf_loss("gpt2"), 2, OPTIMIZERS[name], steps=4))
     model = prepared("gpt2")
-    config = {"placement": "host", "chunk_budget": 130_000, **settings}
+    config = {"placement": "host", "chunk_budget": 130_000}
     with engaged(model, config, optimizer=OPTIMIZERS[name](model)) as engine:
-        found, _ = train_together(engine, hf_loss("gpt2"), steps)
-        assert found == losses[rank::2]
-        assert differences(values, model.state_dict()) == {}
-        kept = engine.optimizer.state_dict()["state"]
-        for number, state in states.items():
-            assert differences(*(as_tensors(which) for which in (state, kept[number]))) == {}, number
+        train_as_alone(engine, expected, hf_loss("gpt2"), steps=4)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_bits_are_those_of_one_process(pair, name):
     with pair.over("simulated:1"):
-        pair.run(train_with, name, {})
+        pair.run(train_with, name)
 
 
 def frugal_reference(projects):

@@ -28,13 +28,6 @@ def die_on(rank, culprit):
     return rank
 
 
-def raise_what_cannot_be_sent(rank):
-    class Local(Exception):
-        pass
-
-    raise Local("secret")
-
-
 def sleep(rank, seconds):
     time.sleep(seconds)
     return os.getpid()
@@ -60,11 +53,3 @@ def test_failures_are_told_and_processes_replaced():
         for pid in before:
             with pytest.raises(ProcessLookupError):
                 os.kill(pid, 0)
-
-
-def test_who_does_not_answer_is_named():
-    with Workers(1) as workers:
-        with pytest.raises(WorkerError, match="Local: secret"):
-            workers.run(raise_what_cannot_be_sent)
-        with pytest.raises(WorkerError, match="No answer in time from rank 0 of 1: 1 s"):
-            workers.run(sleep, 60, timeout=1)

@@ -6,7 +6,8 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from together import copy_state, differences, launched, seed_of
+from as_one import copy_state, differences, seed_of
+from together import launched
 from torch import nn
 
 from hf_patrickstar import PatrickStarAccelerator
@@ -79,6 +80,11 @@ def three_optimizers(models):
     ]
 
 
+def detach(models):
+    for engine in dict.fromkeys(map(get_engine, models)):
+        engine.detach()
+
+
 def prepare_in_any_order(rank, config, max_norm):
     expected = make_models()
     train_plain(expected, three_optimizers, 3, max_norm)
@@ -93,9 +99,7 @@ def prepare_in_any_order(rank, config, max_norm):
         assert {get_engine(model).collectives.world_size for model in models} == {2}
         train(accelerator, models, [first, second, third], rank, 3, max_norm=max_norm)
         assert_same(expected, models)
-        for model in models:
-            if get_engine(model) is not None:
-                get_engine(model).detach()
+        detach(models)
     assert_same(expected, models)
 
 
@@ -129,9 +133,7 @@ def train_without_prepared_optimizers(rank, config, way):
             again = make_models()
             train_plain(again, plain_optimizers, 4)
             assert_same(again, models)
-        for model in models:
-            if get_engine(model) is not None:
-                get_engine(model).detach()
+        detach(models)
 
 
 @pytest.mark.parametrize(("config", "way"), [(CONFIGS[1], "clipped"), (CONFIGS[2], "prepared_later")])
@@ -159,9 +161,7 @@ def save_and_load(rank, directory):
         train(accelerator, models, [first, second, third], rank, 2, first=2)
         for state, model in zip(after, models, strict=True):
             assert differences(state, model.state_dict()) == {}
-        for model in models:
-            if get_engine(model) is not None:
-                get_engine(model).detach()
+        detach(models)
 
 
 def test_states_of_several_engines(pair, tmp_path):

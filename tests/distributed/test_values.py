@@ -1,8 +1,6 @@
 """What users read, write, save and evaluate while several processes train; and what is said when they differ."""
 
-import contextlib
 import copy
-import logging
 import os
 import re
 import signal
@@ -12,20 +10,11 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
+from as_one import alone, copy_state, differences, make_optimizer, on_one_rank, train_as_alone, train_together
 from models import make_batch, make_model
 from processes import WorkerError, Workers
 from test_branches import SMALL, chain_loss, make_chain
-from together import (
-    copy_state,
-    differences,
-    engaged,
-    hf_loss,
-    launched,
-    make_optimizer,
-    on_one_rank,
-    train_alone,
-    train_together,
-)
+from together import engaged, heard, hf_loss, launched
 from trainers import train
 from transformers import GPT2LMHeadModel
 
@@ -39,16 +28,6 @@ pytestmark = pytest.mark.xdist_group("distributed")  # one worker of pytest-xdis
 DROPPED = {"reshard_after_forward": True}
 
 
-def alone(name, loss_of, world_size, steps, first=0, state=None, optimizer_state=None):
-    model = make_model(name)
-    optimizer = make_optimizer(model)
-    if state is not None:
-        model.load_state_dict(state)
-        optimizer.load_state_dict(copy.deepcopy(optimizer_state))
-    train_alone(model, loss_of, world_size, steps, optimizer=optimizer, first=first)
-    return copy_state(model), optimizer.state_dict()
-
-
 # Uneven data
 
 
@@ -59,11 +38,9 @@ def uneven_loss(model, step, micro, rank):
 
 
 def train_unevenly(rank, config):
-    state, _ = on_one_rank(lambda: alone("gpt2", uneven_loss, 2, 4))
-    model = make_model("gpt2")
-    with engaged(model, config) as engine:
-        train_together(engine, uneven_loss, 4)
-        assert differences(state, model.state_dict()) == {}
+    expected = on_one_rank(lambda: alone(lambda: make_model("gpt2"), uneven_loss, steps=4))
+    with engaged(make_model("gpt2"), config) as engine:
+        train_as_alone(engine, expected, uneven_loss, steps=4)
 
 
 @pytest.mark.parametrize("config", [{}, DROPPED], ids=str)
@@ -195,24 +172,11 @@ def test_different_constructions_are_refused(pair, what, word):
         assert f"the processes have different {word}: rank 1 and rank 0" in text
 
 
-class Warnings(logging.Handler):
-    def __init__(self):
-        super().__init__(logging.WARNING)
-        self.texts = []
-
-    def emit(self, record):
-        self.texts.append(record.getMessage())
-
-
 def start_differently(rank):
-    torch.manual_seed(rank)
     model, expected = make_model("gpt2", seed=rank), make_model("gpt2", seed=0)
-    warnings = Warnings()
-    logging.getLogger("hf_patrickstar").addHandler(warnings)
-    with contextlib.closing(warnings), engaged(model):
-        logging.getLogger("hf_patrickstar").removeHandler(warnings)
+    with heard() as texts, engaged(model):
         assert differences(copy_state(expected), model.state_dict()) == {}
-    return warnings.texts
+    return texts
 
 
 def test_values_of_rank_0_win(pair):
@@ -354,39 +318,6 @@ def train_without_being_told(rank):
 
 def test_processes_that_would_train_alone_are_refused(pair):
     pair.run(train_without_being_told)
-
-
-def world_size(rank):
-    return dist.get_world_size()
-
-
-def save_and_resume(rank, folder):
-    first, optimizer_state = on_one_rank(lambda: alone("gpt2", hf_loss("gpt2"), 2, 2))
-    last, _ = on_one_rank(lambda: alone("gpt2", hf_loss("gpt2"), 2, 2, 2, first, optimizer_state))
-    model = make_model("gpt2")
-    with engaged(model, DROPPED) as engine:
-        train_together(engine, hf_loss("gpt2"), 2)
-        model.save_pretrained(folder)
-        saved, saved_optimizer = copy_state(model), engine.optimizer.state_dict()
-    assert differences(first, model.state_dict()) == {}  # detached
-    assert differences(first, GPT2LMHeadModel.from_pretrained(folder).state_dict()) == {}
-    for number, state in optimizer_state["state"].items():
-        assert differences(state, saved_optimizer["state"][number]) == {}
-    model = make_model("gpt2", seed=3)
-    with engaged(model, DROPPED) as engine:
-        model.load_state_dict(saved)
-        engine.optimizer.load_state_dict(saved_optimizer)
-        train_together(engine, hf_loss("gpt2"), 2, first=2)
-        assert differences(last, model.state_dict()) == {}
-        with engine.full_parameters(), torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(2)
-        assert differences({key: 2 * value for key, value in last.items()}, model.state_dict()) == {}
-    torch.optim.AdamW(model.parameters()).load_state_dict(torch.optim.AdamW(model.parameters()).state_dict())
-
-
-def test_saving_and_resuming(pair, tmp_path):
-    pair.run(save_and_resume, str(tmp_path))
 
 
 def train_in_own_types(rank):

@@ -5,28 +5,28 @@ import weakref
 
 import pytest
 import torch
+from engine.pairs import Pair, config_of, engine_of
+from engine.same import assert_same, assert_same_values, values_of
 from engine.small import (
     CHUNK_NUMEL,
     DTYPES,
     LAYER_NUMEL,
     WIDTH,
-    Pair,
     Stack,
     Tied,
     adamw,
     batch,
-    config_of,
-    engine_of,
     loss_of,
     make,
     sgd,
+    step_of,
     tokens,
     trainable,
-    values_of,
 )
+from simulated import streams_of
 from torch import nn
 
-from hf_patrickstar import BudgetError, DeviceMemoryError, EngineError, PatrickStarEngine
+from hf_patrickstar import BudgetError, DeviceMemoryError, PatrickStarEngine
 from hf_patrickstar.events import ChunkEvicted, ChunkLoaded, ChunkVisited, GradientStored, StepFinished, StepRecorded
 
 COUNTED = ("chunk_loads", "chunk_evictions", "host_to_device_nbytes", "device_to_host_nbytes", "chunk_moves")
@@ -37,14 +37,6 @@ class Asking(Stack):
 
     def forward(self, x):
         return super().forward(x if x.sum().item() < 1e9 else x * 2)
-
-
-def step_of(model, optimizer, seed, size):
-    loss = loss_of(model, seed, size)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
 
 
 def counted(pair, steps, first, **kwargs):
@@ -109,15 +101,6 @@ def test_frozen_parameters_take_their_values_alone():
     pair.train(2)
     assert pair.engine.stats()["model_data_nbytes"] == (16 + 4 * 4) * LAYER_NUMEL
     assert pair.engine.stats()["device_to_host_nbytes"] == 2 * 4 * LAYER_NUMEL
-
-
-def test_prefetches_bring_not_a_byte_more():
-    rows = []
-    for depth in (0, 1, 4):
-        pair = Pair(lambda: Stack(8), "moving", settings={"chunks": 4, "prefetch_depth": depth})
-        rows.append(counted(pair, 3, 0)[-1])
-        assert (pair.engine.stats()["prefetches"] > 0) is (depth > 0)
-    assert rows[0] == rows[1] == rows[2]
 
 
 def test_a_plan_evicts_less_than_what_was_used_longest_ago():
@@ -185,8 +168,7 @@ def test_the_margin_is_given_up_for_larger_inputs_and_filled_again(factory):
     pair = Pair(lambda: factory(8), "resident", settings={"device_budget": 30000})
     homes = []
     for step, size in enumerate((2, 2, 24, 24, 2, 2)):
-        pair.both(step_of, step, size)
-        pair.check()
+        pair.check(step_of, step, size)
         homes.append(pair.engine.stats()["chunks_in_margin"])
     assert homes[1] > homes[3]
     assert pair.engine.stats()["device_total_peak_nbytes"] <= 30000
@@ -259,13 +241,6 @@ def test_a_step_that_differs_from_its_trace_is_counted_and_right(budget):
     assert (pair.engine.stats()["diverged_steps"] > 0) is pair.moves
 
 
-@pytest.mark.parametrize("factory", [Stack, Asking])
-def test_steps_of_one_kind_do_the_same_again_and_again(factory):
-    pair = Pair(lambda: factory(7), "moving", settings={"chunks": 4})
-    rows = counted(pair, 5, 0)
-    assert rows[2] == rows[3] == rows[4]
-
-
 def test_zero_grad_before_or_after_backward_is_the_same():
     loads = []
     for between in (False, True):
@@ -281,8 +256,7 @@ def test_zero_grad_before_or_after_backward_is_the_same():
                 if not between:
                     optimizer.zero_grad()
 
-        pair.both(run)
-        pair.check()
+        pair.check(run)
         assert pair.engine.stats()["diverged_steps"] == 0
         loads.append(pair.engine.stats()["chunk_loads"])
     assert loads[0] == loads[1]
@@ -291,10 +265,24 @@ def test_zero_grad_before_or_after_backward_is_the_same():
 # Forwards and backwards that do not end
 
 
+class Layer(nn.Linear):
+    error = None
+
+    def forward(self, x):
+        x = super().forward(x)
+        if self.error is not None:
+            raise self.error("while it has its parameters")
+        return x
+
+
 class Failing(Stack):
     """Raises before a layer computes."""
 
     fails_at, error = None, LookupError
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(WIDTH, WIDTH) for _ in range(5))
 
     def forward(self, x):
         for number, layer in enumerate(self.layers):
@@ -304,85 +292,62 @@ class Failing(Stack):
         return x
 
 
+@pytest.mark.parametrize("is_inside", [False, True])
 @pytest.mark.parametrize(("error", "is_evaluation"), [(LookupError, False), (KeyboardInterrupt, True)])
-def test_a_forward_that_raises_leaves_nothing_behind(is_evaluation, error, budget):
+def test_a_forward_that_raises_leaves_nothing_behind(is_evaluation, error, is_inside, budget):
     pair = Pair(Failing, budget)
     pair.train(1)
     for step, number in enumerate((0, 2, 4)):
         for model, _ in pair:
-            model.fails_at, model.error = number, error
+            if is_inside:
+                model.layers[number].error = error
+            else:
+                model.fails_at, model.error = number, error
             with pytest.raises(error), torch.set_grad_enabled(not is_evaluation):
                 model(batch())
-            model.fails_at = None
+            model.fails_at = model.layers[number].error = None
+        pair.both(lambda model, _, number=number: model.layers[number].weight.detach().clone())
         pair.train(1, first=1 + step)
     assert pair.engine.stats()["diverged_steps"] == 0
 
 
-class InsideALayer(nn.Module):
-    """A layer that raises itself, while it has its parameters."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
-        self.error = None
-
-    def forward(self, x):
-        x = x @ self.weight
-        if self.error is not None:
-            raise self.error
-        return torch.tanh(x)
+AFTERWARDS = {
+    "optimizer.zero_grad": lambda model, optimizer: optimizer.zero_grad(),
+    "model.zero_grad": lambda model, optimizer: model.zero_grad(),
+    "zeros": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "each gradient": lambda model, optimizer: [setattr(p, "grad", None) for p in model.parameters()] and None,
+    "nothing": lambda model, optimizer: None,
+    "step": lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()),
+}
 
 
-@pytest.mark.parametrize("error", [LookupError, KeyboardInterrupt])
-def test_a_module_that_raises_gives_its_parameters_back(error, budget):
-    def factory():
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(InsideALayer(), nn.Linear(WIDTH, WIDTH)))
-
-    pair = Pair(factory, budget)
-    for step in range(3):
-        for model, _ in pair:
-            model[1][0].error = error
-            with pytest.raises(error):
-                model(batch())
-            model[1][0].error = None
-        pair.both(lambda model, _: copied_weight(model))
-        pair.train(1, first=step)
-
-
-def copied_weight(model):
-    return model[1][0].weight.detach().clone()
-
-
-@pytest.mark.parametrize("error", [LookupError, KeyboardInterrupt])
-def test_a_backward_that_raises_leaves_the_gradients_that_torch_has(error, budget):
-    class Raising:
-        is_on = False
-
-        def __call__(self, gradient):
-            if self.is_on:
-                raise error("in backward")
-
-    hooks = []
+@pytest.mark.parametrize(("error", "streams"), [(LookupError, "threads"), (KeyboardInterrupt, "delayed")])
+@pytest.mark.own_streams
+def test_a_backward_that_raises_leaves_the_gradients_that_torch_has(error, streams, budget):
+    fails = []
 
     def prepare(model):
-        hooks.append(Raising())
-        model.layers[2].weight.register_hook(hooks[-1])
+        def hook(_):
+            if fails:
+                raise error("in backward")
 
-    pair = Pair(Stack, budget, prepare=prepare)
-    pair.train(1)
-    for step in range(3):
-        for (model, _), hook in zip(pair, hooks, strict=True):
-            hook.is_on = True
-            with pytest.raises(error):
-                loss_of(model, 7).backward()
-            hook.is_on = False
-        if step == 0:
-            pair.both(lambda model, optimizer: optimizer.zero_grad())
-        elif step == 1:
-            pair.check_gradients()
-            pair.both(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
-            pair.check()
-        pair.train(1, first=2 + step)
+        weight = model.layers[2].weight
+        (weight.register_hook if error is LookupError else weight.register_post_accumulate_grad_hook)(hook)
+
+    with streams_of(streams):
+        pair = Pair(Stack, budget, prepare=prepare)
+        pair.train(1)
+        for step, (name, afterwards) in enumerate(AFTERWARDS.items()):
+            fails.append(True)
+            for model, _ in pair:
+                with pytest.raises(error):
+                    loss_of(model, 7).backward()
+            fails.clear()
+            if name == "step":
+                pair.check_gradients()
+            pair.both(afterwards)
+            pair.train(1, first=2 + step)
+        pair.engine.detach()
 
 
 def test_graphs_that_are_dropped_free_everything(budget):
@@ -450,8 +415,7 @@ def test_activations_that_do_not_fit_are_an_error_with_the_table_and_lose_nothin
     ) as caught:
         loss_of(pair.ours, 0, 500)
     assert "at least" in str(caught.value)
-    after = values_of(pair.ours)
-    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert_same(before, values_of(pair.ours))
     del caught
     gc.collect()
     pair.optimizer.zero_grad()
@@ -490,8 +454,7 @@ def test_states_of_another_optimizer_over_the_host_budget_are_told_and_the_step_
     loss_of(pair.ours).backward()
     with pytest.raises(BudgetError, match="host_budget"):
         pair.optimizer.step()
-    for plain, ours in zip(pair.plain.parameters(), pair.ours.parameters(), strict=True):
-        assert torch.equal(plain, ours.detach())
+    assert_same_values(pair.plain, pair.ours)
 
 
 # Events
@@ -517,24 +480,6 @@ def test_events_are_what_the_statistics_count():
     assert len(of(StepRecorded)) == stats["recorded_steps"] == 1
 
 
-def test_a_chunk_is_loaded_before_it_is_visited_and_visited_in_the_order_of_the_model():
-    seen = []
-    pair = Pair(lambda: Stack(6), "moving", listener=seen.append, settings={"prefetch_depth": 0})
-    pair.train(1)
-    visits = [event.chunk_index for event in seen if type(event) is ChunkVisited]
-    assert [*dict.fromkeys(visits[: visits.index(5) + 1])] == [0, 1, 2, 3, 4, 5]
-    there = set()
-    for event in seen:
-        if type(event) is ChunkLoaded:
-            assert event.chunk_index not in there
-            there.add(event.chunk_index)
-        elif type(event) is ChunkEvicted:
-            there.remove(event.chunk_index)
-        elif type(event) is ChunkVisited:
-            assert event.chunk_index in there
-        assert len(there) <= 3
-
-
 def test_a_survey_says_where_everything_is():
     pair = Pair(Tied, "moving")
     pair.train(2)
@@ -548,33 +493,37 @@ def test_a_survey_says_where_everything_is():
 # Embeddings on the CPU
 
 
+class Lookup(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.embedding = nn.Embedding(40, WIDTH)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def lookup_loss(model, seed):
+    return model(tokens(seed, vocab=40)).float().square().sum()
+
+
+LOOKUP = {"cpu_embedding": True, "chunks": 2}
+
+
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_of_an_embedding_are_looked_up_at_home(dtype, accumulation):
-    class Lookup(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding = nn.Embedding(40, WIDTH)
-            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-        def forward(self, ids):
-            x = self.embedding(ids)
-            for layer in self.layers:
-                x = torch.tanh(layer(x))
-            return x
-
-    def loss(model, seed):
-        return model(tokens(seed, vocab=40)).float().square().sum()
-
-    settings = {"cpu_embedding": True, "chunks": 2}
-    pair = Pair(Lookup, "moving", dtype=dtype, settings=settings, gradient_accumulation_steps=accumulation)
-    pair.train(3, micro=accumulation, loss=loss)
+    pair = Pair(Lookup, "moving", dtype=dtype, settings=LOOKUP, gradient_accumulation_steps=accumulation)
+    pair.train(3, micro=accumulation, loss=lookup_loss)
     crossed = 3 * accumulation * 3 * LAYER_NUMEL * DTYPES[dtype].itemsize
     assert pair.engine.stats()["device_to_host_nbytes"] == crossed, "the embedding's gradient never crosses"
+    # No step visits its chunk, and the next forward reads its rows first of all.
+    assert [tensor.spec.name for tensor in pair.engine.manager.in_order_of_use[0].tensors] == ["embedding.weight"]
     with torch.no_grad():
-        pair.both(lambda model, _: model(tokens(9, vocab=40)).clone())
-    for plain, ours in zip(pair.plain.parameters(), pair.ours.parameters(), strict=True):
-        assert torch.equal(plain.detach(), ours.detach())
+        pair.check(lambda model, _: model(tokens(9, vocab=40)).clone())
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -583,53 +532,13 @@ def test_a_tied_embedding_is_looked_up_at_home_and_multiplied_on_the_device(accu
     pair.train(3, micro=accumulation)
     pair.backward(5)
     pair.check_gradients()
-    pair.both(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
-    pair.check()
+    pair.step()
+    if accumulation == 1:
+        numel = sum(parameter.numel() for parameter in pair.plain.parameters())
+        assert pair.engine.stats()["model_data_nbytes"] == 16 * numel, "what is tied is there once"
 
 
-def test_embeddings_with_hooks_of_users_or_rows_that_are_normalised():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.hooked, self.rows = nn.Embedding(20, WIDTH), nn.Embedding(20, WIDTH, max_norm=1.0)
-            self.layer = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, ids):
-            return self.layer(self.hooked(ids) + self.rows(ids))
-
-    def loss(model, seed):
-        return model(tokens(seed)).square().sum()
-
-    pair = Pair(Two, "moving", settings={"cpu_embedding": True, "chunks": 3})
-    pair.both(lambda model, _: model.hooked.weight.register_hook(lambda gradient: gradient * 2) and None)
-    pair.train(3, loss=loss)
-
-
-def test_an_open_parameter_and_what_computes_with_it():
-    pair = Pair(Stack, "moving")
-    opened = pair.engine.full_parameters([pair.ours.layers[2].weight])
-    with opened, pytest.raises(EngineError, match=r"'layers\.2\.weight' is open"):
-        pair.ours(batch())
-    pair.train(2)
-
-
-def test_embeddings_that_are_looked_up_at_home_are_updated_first():
-    """No step visits their chunks, and the next forward reads their rows first of all."""
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-            self.embed = nn.Embedding(20, WIDTH)
-
-        def forward(self, x):
-            x = self.embed(x)
-            for block in self.blocks:
-                x = block(x).tanh()
-            return x
-
-    pair = Pair(Model, "moving", settings={"cpu_embedding": True, "chunks": 3})
-    pair.train(2, loss=lambda model, seed: model(tokens(seed)).square().mean())
-    chunks = pair.engine.manager.in_order_of_use
-    assert [tensor.spec.name for tensor in chunks[0].tensors] == ["embed.weight"]
-    assert [chunk.spec.index for chunk in chunks[1:]] == sorted(chunk.spec.index for chunk in chunks[1:])
+def test_an_embedding_with_hooks_of_users_is_looked_up_at_home():
+    pair = Pair(Lookup, "moving", settings=LOOKUP)
+    pair.both(lambda model, _: model.embedding.weight.register_hook(lambda gradient: gradient * 2) and None)
+    pair.train(3, loss=lookup_loss)

@@ -1,47 +1,18 @@
-"""The way of a gradient: over its value, beside it, later, dropped, kept, put there by a user; always that of torch."""
+"""The way of a gradient: over its value, beside it, later, dropped, kept, clipped, scaled; always that of torch."""
 
 import gc
 import weakref
 
 import pytest
 import torch
-from engine.small import (
-    DTYPES,
-    WIDTH,
-    Pair,
-    Stack,
-    Tied,
-    adamw,
-    batch,
-    copied,
-    loss_of,
-    sgd,
-    values_of,
-)
+from engine.pairs import Pair, alike, clip, config_of
+from engine.same import assert_same, assert_same_values, copied, gradients_of, values_of
+from engine.small import DTYPES, WIDTH, Stack, Tied, adamw, batch, loss_of, make, sgd, step_of, steps
 from torch import nn
 
-from hf_patrickstar import BudgetError, EngineError
+from hf_patrickstar import BudgetError, EngineError, PatrickStarEngine
 
 SITUATIONS = ("resident", "moving")
-
-
-def step_of(model, optimizer, seed=0):
-    loss_of(model, seed).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("factory", [Stack, Tied])
-def test_gradients_are_read_between_backward_and_step(factory, budget):
-    pair = Pair(factory, budget)
-    for step in range(3):
-        pair.backward(step)
-        pair.check_gradients()
-        pair.check_gradients()
-        pair.check()
-        pair.both(lambda model, optimizer: optimizer.step())
-        pair.both(lambda model, optimizer: optimizer.zero_grad())
-        pair.check()
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -51,8 +22,9 @@ def test_sums_of_several_backwards_are_read_and_stepped_with(accumulation, budge
         for part in range(3):
             pair.backward(3 * step + part)
             pair.check_gradients()
-        pair.both(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
         pair.check()
+        pair.check_gradients()
+        pair.step()
 
 
 @pytest.mark.parametrize("micro", [1, 2])
@@ -64,8 +36,7 @@ def test_gradients_in_16_bits_and_their_sums_in_32(micro, budget):
         assert parameter.grad.dtype == (torch.bfloat16 if micro == 1 else torch.float32)
         assert torch.equal(parameter.grad.float(), master.grad)
         assert not parameter.isnan().any()
-    pair.both(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
-    pair.check()
+    pair.step()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -79,10 +50,8 @@ def test_the_value_is_there_while_a_gradient_has_its_place(dtype, budget):
         pair.both(lambda model, _: model(batch(7).to(model.layers[0].weight.dtype)))
     for parameter, value in zip(pair.ours.parameters(), rounded, strict=True):
         assert torch.equal(parameter.detach(), value)
-    after = values_of(pair.ours)
-    assert all(torch.equal(after[name], value) for name, value in before.items())
-    pair.both(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
-    pair.check()
+    assert_same(before, values_of(pair.ours))
+    pair.step()
 
 
 @pytest.mark.parametrize(("dtype", "how"), [("fp32", "optimizer"), ("bf16", "model"), ("fp32", "none")])
@@ -107,10 +76,8 @@ def test_dropped_gradients_leave_no_trace(dtype, how, budget):
         for parameter in pair.ours.parameters():
             assert parameter.grad is not None
         pair.both(drop)
-    after = values_of(pair.ours)
-    assert all(torch.equal(after[name], value) for name, value in before.items())
-    pair.both(lambda model, optimizer: optimizer.step())
-    pair.check()
+    assert_same(before, values_of(pair.ours))
+    pair.check(lambda model, optimizer: optimizer.step())
     pair.train(2, first=1)
 
 
@@ -122,12 +89,11 @@ def test_zeroing_in_place_leaves_zeros(budget):
             loss_of(model, step).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
-        found = [copied(parameter.grad) for parameter in model.parameters()]
+        found = gradients_of(model)
         optimizer.step()  # momentum goes on; what has no gradient stays
         return found
 
-    pair.both(run)
-    pair.check()
+    pair.check(run)
     pair.both(lambda model, _: model.zero_grad(set_to_none=False))
     pair.train(2, first=3)
 
@@ -170,8 +136,7 @@ def test_a_value_that_backward_still_needs_when_its_gradient_is_complete(budget)
     for step in range(4):
         pair.backward(step)
         pair.check_gradients()
-        pair.both(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
-        pair.check()
+        pair.step()
     assert pair.engine.stats()["model_data_nbytes"] == 3 * (WIDTH * WIDTH + WIDTH) * 16, "no list of gradients"
     Pair(Late, budget).train(4)
     Pair(Late, budget, dtype="bf16").train(3)
@@ -193,20 +158,15 @@ def test_sparse_gradients_of_an_embedding(budget):
 # After a step
 
 
-def test_without_zero_grad_a_loop_accumulates_as_in_torch(budget):
+@alike
+def test_without_zero_grad_a_loop_accumulates_as_in_torch(model, optimizer):
     """Gradients stay until they are zeroed for the first time."""
-    pair = Pair(Stack, budget)
-
-    def run(model, optimizer):
-        found = []
-        for step in range(3):
-            loss_of(model, step).backward()
-            optimizer.step()
-            found += [copied(parameter.grad) for parameter in model.parameters()]
-        return found
-
-    pair.both(run)
-    pair.check()
+    found = []
+    for step in range(3):
+        loss_of(model, step).backward()
+        optimizer.step()
+        found += gradients_of(model)
+    return found
 
 
 def test_a_consumed_gradient_is_an_error_and_never_a_wrong_number(budget):
@@ -223,8 +183,7 @@ def test_a_consumed_gradient_is_an_error_and_never_a_wrong_number(budget):
         pair.optimizer.step()
     with pytest.raises(EngineError, match="consumed"):
         pair.optimizer.clip_grad_norm_(None, 1.0)
-    after = values_of(pair.ours)
-    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert_same(before, values_of(pair.ours))
     pair.optimizer.zero_grad()
     assert pair.ours.layers[0].weight.grad is None
     step_of(pair.plain, pair.plain_optimizer, 2)
@@ -243,13 +202,8 @@ def test_kept_gradients_stay_for_readers_and_for_the_next_backward(dtype, accumu
             loss_of(model, step).backward()
             optimizer.step()
 
-    pair.both(run)
-    pair.check()
-    if dtype == "fp32":
-        pair.check_gradients()
-    else:
-        for parameter, master in zip(pair.ours.parameters(), pair.plain_optimizer.masters, strict=True):
-            assert torch.equal(parameter.grad.float(), master.grad)
+    pair.check(run)
+    pair.check_gradients()
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -264,39 +218,16 @@ def test_without_keeping_every_step_begins_with_new_gradients(accumulation, budg
         pair.check()
 
 
-def test_whoever_reads_gradients_after_a_step_finds_them_from_then_on(budget):
+@alike
+def test_whoever_reads_gradients_after_a_step_finds_them_from_then_on(model, optimizer):
     """What somebody has read after the first step is kept, though ``zero_grad`` is called."""
-    pair = Pair(Stack, budget)
-
-    def run(model, optimizer):
-        found = []
-        for step in range(3):
-            loss_of(model, step).backward()
-            optimizer.step()
-            found += [copied(parameter.grad) for parameter in model.parameters()]
-            optimizer.zero_grad()
-        return found
-
-    pair.both(run)
-    pair.check()
-
-
-def test_a_gradient_that_somebody_holds_over_the_step_stays(budget):
-    pair = Pair(Stack, budget)
-    pair.train(2)
-
-    def run(model, optimizer):
-        loss_of(model, 5).backward()
-        held = model.layers[1].weight.grad
+    found = []
+    for step in range(3):
+        loss_of(model, step).backward()
         optimizer.step()
-        found = [copied(held)]
-        held.mul_(2)
-        found.append(copied(model.layers[1].weight.grad))
-        return found
-
-    pair.both(run)
-    pair.both(lambda model, optimizer: optimizer.zero_grad())
-    pair.train(1, first=6)
+        found += gradients_of(model)
+        optimizer.zero_grad()
+    return found
 
 
 @pytest.mark.parametrize("what", ["read", "value", "drop", "more", "evaluation"])
@@ -307,91 +238,22 @@ def test_the_last_of_several_gradients_waits_for_the_step_or_for_whoever_comes_f
     for part in range(2):
         pair.backward(20 + part)
     if what == "read":
-        for parameter, master in zip(pair.ours.parameters(), pair.plain_optimizer.masters, strict=True):
-            assert torch.equal(parameter.grad, master.grad)
+        pair.check_gradients()
+        assert pair.ours.layers[0].weight.grad.dtype is torch.float32
     elif what == "value":
         pair.check()
     elif what == "drop":
-        pair.both(lambda model, optimizer: optimizer.zero_grad())
-        pair.check()
+        pair.check(lambda model, optimizer: optimizer.zero_grad())
     elif what == "more":
         pair.backward(22)
     else:
         with torch.no_grad():
             pair.both(lambda model, _: model(batch().bfloat16()).clone())
-    pair.both(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
-    pair.check()
+    pair.step()
     pair.train(1, first=3, micro=2)
 
 
 # What users do with them
-
-
-def test_gradients_put_by_users_are_stepped_with(budget):
-    pair = Pair(Stack, budget)
-
-    def run(model, optimizer):
-        for step in range(2):
-            parameters = list(model.parameters())
-            gradients = torch.autograd.grad(loss_of(model, step), parameters)
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
-            found = [copied(parameter.grad) for parameter in parameters]
-            optimizer.step()
-            optimizer.zero_grad()
-        model.layers[0].weight.grad = torch.ones(WIDTH, WIDTH)
-        loss_of(model, 3).backward()
-        model.layers[1].bias.grad = torch.full((WIDTH,), 0.25)
-        optimizer.step()
-        optimizer.zero_grad()
-        return found
-
-    pair.both(run)
-    pair.check()
-
-
-@pytest.mark.parametrize("write", ["mul", "copy", "zero", "data", "add"])
-def test_writes_to_gradients_count(write, budget):
-    pair = Pair(Stack, budget)
-
-    def run(model, optimizer):
-        for step in range(2):
-            loss_of(model, step).backward()
-            for parameter in model.parameters():
-                gradient = parameter.grad
-                if write == "mul":
-                    gradient.mul_(0.5)
-                elif write == "copy":
-                    gradient.copy_(torch.ones_like(gradient))
-                elif write == "zero":
-                    gradient.zero_()
-                elif write == "data":
-                    gradient.data[..., 0] = 3.0
-                else:
-                    gradient += 1
-            optimizer.step()
-            optimizer.zero_grad()
-
-    pair.both(run)
-    pair.check()
-
-
-def test_a_gradient_that_is_held_follows_the_next_backward(budget):
-    pair = Pair(Stack, budget)
-
-    def run(model, optimizer):
-        loss_of(model, 0).backward()
-        held = [parameter.grad for parameter in model.parameters()]
-        loss_of(model, 1).backward()
-        found = [copied(gradient) for gradient in held]
-        held[0].mul_(3)
-        loss_of(model, 2).backward()
-        return found + [copied(gradient) for gradient in held]
-
-    pair.both(run)
-    pair.check_gradients()
-    pair.both(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
-    pair.check()
 
 
 def test_gradients_given_up_by_everybody_are_freed(budget):
@@ -407,88 +269,53 @@ def test_gradients_given_up_by_everybody_are_freed(budget):
     assert reference() is None
 
 
-def test_penalties_on_gradients_and_double_backward(budget):
-    pair = Pair(Stack, budget)
-
-    def run(model, optimizer):
-        for step in range(2):
-            x = batch(step).requires_grad_()
-            out = model(x).square().sum()
-            (slope,) = torch.autograd.grad(out, x, create_graph=True)
-            (out + slope.square().sum()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            out = model(batch(step)).square().sum()
-            gradients = torch.autograd.grad(out, list(model.parameters()), create_graph=True)
-            sum(gradient.square().sum() for gradient in gradients).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    pair.both(run)
-    pair.check()
-
-
-def test_backward_with_create_graph_leaves_recorded_gradients(budget):
-    pair = Pair(Stack, budget)
-
-    def run(model, optimizer):
-        loss_of(model, 0).backward(create_graph=True)
-        penalty = sum(parameter.grad.square().sum() for parameter in model.parameters())
-        penalty.backward()
-        found = [copied(parameter.grad) for parameter in model.parameters()]
-        for parameter in model.parameters():
-            parameter.grad = None
-        return found
-
-    pair.both(run)
-    pair.train(2)
-
-
-def test_retained_graphs_go_backward_again(budget):
-    pair = Pair(Stack, budget)
-
-    def run(model, optimizer):
-        loss = loss_of(model, 0)
-        loss.backward(retain_graph=True)
-        loss.backward(retain_graph=True)
-        found = [copied(parameter.grad) for parameter in model.parameters()]
-        loss.backward()
+@alike
+def test_penalties_on_gradients_and_double_backward(model, optimizer):
+    for step in range(2):
+        x = batch(step).requires_grad_()
+        out = model(x).square().sum()
+        (slope,) = torch.autograd.grad(out, x, create_graph=True)
+        (out + slope.square().sum()).backward()
         optimizer.step()
         optimizer.zero_grad()
-        return found
-
-    pair.both(run)
-    pair.check()
-
-
-def test_backward_into_some_inputs_alone(budget):
-    pair = Pair(Stack, budget)
-
-    def run(model, optimizer):
-        chosen = [model.layers[1].weight, model.layers[3].bias]
-        loss_of(model, 0).backward(inputs=chosen)
-        found = [copied(parameter.grad) for parameter in model.parameters()]
+        out = model(batch(step)).square().sum()
+        gradients = torch.autograd.grad(out, list(model.parameters()), create_graph=True)
+        sum(gradient.square().sum() for gradient in gradients).backward()
         optimizer.step()
         optimizer.zero_grad()
-        return found
-
-    pair.both(run)
-    pair.check()
 
 
-def test_a_frozen_parameter_that_is_unfrozen_has_its_first_gradient(budget):
-    pair = Pair(Stack, budget, sgd, prepare=lambda model: model.layers[2].requires_grad_(False))
-    pair.train(2)
-    for _, optimizer in pair:
-        optimizer.add_param_group({"params": trainable_of(optimizer, pair)})
-    for model, _ in pair:
-        model.layers[2].requires_grad_(True)
-    pair.train(2, first=2)
+@alike(then=2)
+def test_backward_with_create_graph_leaves_recorded_gradients(model, optimizer):
+    loss_of(model, 0).backward(create_graph=True)
+    penalty = sum(parameter.grad.square().sum() for parameter in model.parameters())
+    penalty.backward()
+    found = gradients_of(model)
+    for parameter in model.parameters():
+        parameter.grad = None
+    return found
 
 
-def trainable_of(optimizer, pair):
-    model = pair.ours if optimizer is pair.optimizer else pair.plain
-    return list(model.layers[2].parameters())
+@alike
+def test_retained_graphs_go_backward_again(model, optimizer):
+    loss = loss_of(model, 0)
+    loss.backward(retain_graph=True)
+    loss.backward(retain_graph=True)
+    found = gradients_of(model)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return found
+
+
+@alike
+def test_backward_into_some_inputs_alone(model, optimizer):
+    chosen = [model.layers[1].weight, model.layers[3].bias]
+    loss_of(model, 0).backward(inputs=chosen)
+    found = gradients_of(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    return found
 
 
 # Bytes
@@ -500,39 +327,303 @@ def test_without_room_for_sums_a_gradient_is_not_lost():
     loss_of(pair.ours, 0).backward()
     with pytest.raises(BudgetError, match="'grad'"):
         loss_of(pair.ours, 1)
-    pair.both(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
-    pair.check()
+    pair.step()
     pair.train(2, first=1)
 
 
-def test_zeros_that_are_read_between_forward_and_backward(budget):
+@alike
+def test_zeros_that_are_read_between_forward_and_backward(model, optimizer):
     """They get a place in the chunk then, where the value is that backward needs."""
+    for step in range(3):
+        loss = loss_of(model, step)
+        found = gradients_of(model)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    return found
+
+
+def test_gradients_that_are_zeroed_in_a_loop_by_hand(budget):
+    """As old code does it: consumed gradients may be zeroed, detached and assigned, but not read."""
     pair = Pair(Stack, budget)
+    pair.train(1)
 
     def run(model, optimizer):
         for step in range(3):
-            loss = loss_of(model, step)
-            found = [copied(parameter.grad) for parameter in model.parameters()]
-            loss.backward()
+            loss_of(model, step).backward()
             optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-        return found
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+        return gradients_of(model)
 
     pair.both(run)
-    pair.check()
+    pair.both(lambda model, optimizer: optimizer.zero_grad())
+    pair.train(1, first=4)
 
 
-def test_a_gradient_that_is_held_is_zeroed_in_place(budget):
+def test_a_consumed_gradient_that_is_written_back_changes_nothing(budget):
+    pair = Pair(Stack, budget)
+    pair.train(2)
+    pair.backward(2)
+    pair.both(lambda model, optimizer: optimizer.step())
+    for parameter in pair.ours.parameters():
+        parameter.grad = parameter.grad
+    with pytest.raises(EngineError, match="consumed"):
+        pair.ours.layers[1].bias.grad.sum()
+    pair.both(lambda model, optimizer: optimizer.zero_grad())
+    pair.train(1, first=3)
+
+
+@pytest.mark.parametrize(("wide", "has_one"), [(False, False), (True, False), (True, True)])
+def test_gradients_put_in_16_bits_or_in_32(wide, has_one, budget):
+    pair = Pair(Stack, budget, dtype="bf16")
+    if has_one:
+        pair.backward()
+    gradients = [torch.randn_like(parameter).bfloat16() * 1.01 for parameter in pair.plain.parameters()]
+    gradients = [gradient.float() * (1 + 2**-10) if wide else gradient for gradient in gradients]
+    for parameter, master, gradient in zip(
+        pair.ours.parameters(), pair.plain_optimizer.masters, gradients, strict=True
+    ):
+        master.grad = gradient.float()
+        parameter.grad = gradient.clone()
+        assert torch.equal(parameter.grad.float(), gradient.float())
+    pair.step()
+
+
+@alike(prepare=lambda model: model.layers[0].requires_grad_(False))
+def test_a_gradient_of_a_frozen_parameter_is_the_users_own(model, optimizer):
+    model.layers[0].bias.grad = torch.ones(WIDTH)
+    loss_of(model).backward()
+    optimizer.step()
+    found = copied(model.layers[0].bias.grad)
+    model.layers[0].bias.grad = None
+    return found
+
+
+# Norms and clipping
+
+
+@pytest.mark.parametrize(("dtype", "accumulation"), [("fp32", 1), ("bf16", 2)])
+def test_clipping_by_the_norm_of_all(dtype, accumulation, budget):
+    pair = Pair(Stack, budget, dtype=dtype, gradient_accumulation_steps=accumulation)
+    found = pair.train(4, micro=accumulation, max_norms=(0.5, 1e-3, 1e6, 0.1))
+    assert all(norm > 0.5 for norm in found[accumulation :: accumulation + 1])
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
+def test_norms_of_any_order(norm_type, budget):
+    Pair(Tied, budget).train(2, max_norms=(1e-2,), norm_type=norm_type)
+
+
+@alike(Tied)
+def test_torchs_own_functions(model, optimizer):
+    norms = []
+    for _ in steps(model, optimizer, 2):
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        nn.utils.clip_grad_value_(model.parameters(), 1e-2)
+        norms.append(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+    return norms
+
+
+def test_clipped_gradients_are_what_is_read_and_added_to(budget):
+    pair = Pair(Stack, budget)
+
+    def read(model, optimizer):
+        loss_of(model, 0).backward()
+        return clip(model, optimizer, 0.1), gradients_of(model), clip(model, optimizer, 0.05)
+
+    def add(model, optimizer):
+        for part in range(3):
+            loss_of(model, part).backward()
+            clip(model, optimizer, 0.1)
+        return gradients_of(model)
+
+    def clip_a_part(model, optimizer):
+        loss_of(model, 0).backward()
+        return clip(model, optimizer, 0.01, part=model.layers[1]), gradients_of(model)
+
+    for run in (read, add, clip_a_part):
+        pair.both(run)
+        pair.step()
+
+
+def test_clipping_twice_and_by_different_limits(budget):
+    pair = Pair(Stack, budget, sgd)
+
+    def run(model, optimizer):
+        norms = []
+        for _ in steps(model, optimizer, 2):
+            norms += [clip(model, optimizer, limit) for limit in (1.0, 0.25, 5.0)]
+        return norms
+
+    norms = [run(*each) for each in pair]
+    assert torch.allclose(torch.stack(norms[0]), torch.stack(norms[1]), rtol=1e-6)
+    for plain, ours in zip(pair.plain.parameters(), pair.ours.parameters(), strict=True):
+        assert torch.allclose(plain, ours.detach(), rtol=1e-5, atol=1e-7)
+
+
+def clip_values(model, optimizer, limit):
+    if hasattr(model, "patrickstar_engine"):
+        optimizer.clip_grad_value_(limit)
+    else:
+        nn.utils.clip_grad_value_(model.parameters(), limit)
+
+
+def test_clipping_by_value(budget):
     pair = Pair(Stack, budget)
 
     def run(model, optimizer):
-        loss_of(model, 0).backward()
-        held = [parameter.grad for parameter in model.parameters()]
-        optimizer.zero_grad(set_to_none=False)
-        zeros = [copied(gradient) for gradient in held]
-        loss_of(model, 1).backward()
+        loss_of(model).backward()
+        clip_values(model, optimizer, 0.05)
+        return clip(model, optimizer, 0.2), gradients_of(model)
+
+    for _ in range(2):
+        pair.both(run)
+        pair.step()
+
+
+def norm_of(model, optimizer):
+    if hasattr(model, "patrickstar_engine"):
+        return optimizer.grad_norm().clone()
+    return nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+
+
+def test_a_norm_is_of_what_gradients_are_now(budget):
+    pair = Pair(Stack, budget)
+    changes = (
+        lambda model, optimizer: loss_of(model, 0).backward(),
+        lambda model, optimizer: loss_of(model, 1).backward(),
+        lambda model, optimizer: model.layers[0].weight.grad.mul_(7),
+        lambda model, optimizer: setattr(model.layers[1].weight, "grad", torch.ones(WIDTH, WIDTH)),
+        lambda model, optimizer: (optimizer.step(), optimizer.zero_grad(), loss_of(model, 2).backward()),
+        lambda model, optimizer: (loss_of(model, 0) * float("inf")).backward(),
+    )
+    norms = [pair.both(lambda *each, change=change: (change(*each), norm_of(*each))[1]) for change in changes]
+    assert len({norm.item() for norm in norms}) == len(norms)
+    assert not torch.isfinite(pair.both(lambda model, optimizer: clip(model, optimizer, 1.0)))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_norm_after_a_step_is_that_of_what_the_step_has_left(accumulation, budget):
+    settings = {"keep_gradients": True}
+    pair = Pair(Stack, budget, settings=settings, gradient_accumulation_steps=accumulation)
+
+    def run(model, optimizer):
+        norms = []
+        for step in range(2):
+            for part in range(accumulation):
+                loss_of(model, 10 * step + part).backward()
+            norms.append(clip(model, optimizer, 0.1))
+            optimizer.step()
+            norms.append(clip(model, optimizer, 1e6))
+            optimizer.zero_grad()
+        return norms
+
+    pair.check(run)
+
+
+def test_without_gradients_the_norm_is_zero(budget):
+    pair = Pair(Stack, budget)
+    assert pair.optimizer.grad_norm() == 0
+    assert pair.optimizer.clip_grad_norm_(None, 1.0) == 0
+    pair.step()
+    pair.train(2)
+
+
+# Loss scales
+
+SCALE = 1024.0
+
+
+def backward_scaled(pair, seed=0):
+    """A power of two: without the scale the bits are the same."""
+    loss_of(pair.plain, seed).backward()
+    (loss_of(pair.ours, seed) * SCALE).backward()
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_gradient_that_no_group_has_is_clipped_and_unscaled_too(scaled, budget):
+    """The step that multiplies gradients leaves this one, which the next reader finds multiplied all the same."""
+    pair = Pair(Stack, budget)
+
+    def run(model, optimizer):
+        left = optimizer.param_groups[0]["params"].pop(2)
+        is_ours = hasattr(model, "patrickstar_engine")
+        (loss_of(model) * (SCALE if scaled and is_ours else 1.0)).backward()
+        if scaled and is_ours:
+            optimizer.unscale(torch.tensor(1 / SCALE))
+        norm = clip(model, optimizer, 0.1)
         optimizer.step()
-        return zeros, [copied(parameter.grad) for parameter in model.parameters()]
+        optimizer.zero_grad()
+        found = copied(left.grad), copied(left)
+        optimizer.param_groups[0]["params"].insert(2, left)
+        return norm, found
 
     pair.both(run)
-    pair.check()
+    assert_same_values(pair.plain, pair.ours)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_scale_is_removed_by_the_step(accumulation, clips, budget):
+    pair = Pair(Stack, budget, gradient_accumulation_steps=accumulation)
+    for step in range(3):
+        for part in range(accumulation):
+            backward_scaled(pair, 10 * step + part)
+        assert torch.isfinite(pair.optimizer.unscale(torch.tensor(1 / SCALE))).all()
+        pair.both(lambda *each: clip(*each, 0.1) if clips else norm_of(*each))
+        pair.both(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    for plain, ours in zip(pair.plain.parameters(), pair.ours.parameters(), strict=True):
+        assert torch.allclose(plain, ours.detach(), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("limit", [None, 0.0625])
+def test_unscaled_gradients_are_what_is_read_and_limited(limit, budget):
+    pair = Pair(Stack, budget)
+    backward_scaled(pair)
+    pair.optimizer.unscale(torch.tensor(1 / SCALE))
+    if limit is not None:
+        pair.both(clip_values, limit)
+    pair.check_gradients()
+    pair.backward(1)
+    pair.check_gradients()
+    pair.step()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_skipped_step_drops_gradients_and_keeps_values_and_states(dtype, budget):
+    pair = Pair(Stack, budget, dtype=dtype)
+    pair.train(2)
+    before = values_of(pair.ours)
+    (loss_of(pair.ours, 5) * float("inf")).backward()
+    assert not torch.isfinite(pair.optimizer.unscale(torch.tensor(1 / SCALE))).all()
+    pair.optimizer.skip_step()
+    assert_same(before, values_of(pair.ours))
+    assert pair.ours.layers[0].weight.grad is None
+    stats = pair.engine.stats()
+    assert (stats["steps"], stats["skipped_steps"]) == (2, 1)
+    pair.train(2, first=2)
+
+
+def test_clipping_for_one_optimizer_leaves_the_gradients_of_the_other():
+    model, plain = make(Stack), make(Stack)
+
+    def optimizers(model):
+        return [adamw(model.layers[:2].parameters()), sgd(model.layers[2:].parameters())]
+
+    engine = PatrickStarEngine(model, config_of("moving"), optimizers(model), device="cpu")
+    theirs = optimizers(plain)
+    for step in range(3):
+        loss_of(plain, step).backward()
+        loss_of(model, step).backward()
+        parts = [list((m.layers[:2] if step else m).parameters()) for m in (plain, model)]
+        expected = nn.utils.clip_grad_norm_(parts[0], 0.01)
+        assert torch.equal(engine.optimizers[0].clip_grad_norm_(parts[1], 0.01), expected)
+        if step:
+            assert_same(gradients_of(plain), gradients_of(model))
+        for optimizer in (*theirs, *engine.optimizers):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_values(plain, model)
+    assert torch.equal(plain(batch()), model(batch()))

@@ -11,20 +11,9 @@ import weakref
 
 import pytest
 import torch
-from engine.small import (
-    DTYPES,
-    WIDTH,
-    Pair,
-    Stack,
-    Tied,
-    batch,
-    copied,
-    evict,
-    loss_of,
-    sgd,
-    tokens,
-    values_of,
-)
+from engine.pairs import Pair, alike, evict
+from engine.same import copied, gradients_of, values_of
+from engine.small import DTYPES, WIDTH, Stack, Tied, batch, loss_of, sgd, step_of, tokens
 from torch import nn
 
 from hf_patrickstar import EngineError
@@ -48,31 +37,26 @@ READS = {
 }
 
 
-def test_reads_at_every_moment_of_a_step(budget):
-    pair = Pair(Stack, budget)
+@alike
+def test_reads_at_every_moment_of_a_step(model, optimizer):
+    found = []
 
-    def run(model, optimizer):
-        found = []
+    def look():
+        with torch.no_grad():
+            for name, read in READS.items():
+                found.append((name, [read(model.layers[number].weight) for number in (0, 3)]))
 
-        def look():
-            with torch.no_grad():
-                for name, read in READS.items():
-                    found.append((name, [read(model.layers[number].weight) for number in (0, 3)]))
-
+    look()
+    for step in range(2):
+        loss = loss_of(model, step)
         look()
-        for step in range(2):
-            loss = loss_of(model, step)
-            look()
-            loss.backward()
-            look()
-            optimizer.step()
-            look()
-            optimizer.zero_grad()
-            look()
-        return found
-
-    pair.both(run)
-    pair.check()
+        loss.backward()
+        look()
+        optimizer.step()
+        look()
+        optimizer.zero_grad()
+        look()
+    return found
 
 
 WRITES = {
@@ -105,8 +89,7 @@ def test_writes_between_steps_and_between_backward_and_step(budget):
             optimizer.zero_grad()
 
     for write in WRITES.values():
-        pair.both(run, write)
-        pair.check()
+        pair.check(run, write)
     pair.train(1)
 
 
@@ -138,58 +121,33 @@ def test_views_that_outlive_their_use_follow_and_are_followed(dtype, budget):
         held = [model.layers[1].weight.data, model.layers[2].weight.detach()[2:5], model.layers[3].bias.data]
         found = []
         for step in range(2):
-            loss_of(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_of(model, optimizer, step)
             found += [copied(view) for view in held]
         return found
 
-    pair.both(run)
-    pair.check()
+    pair.check(run)
 
 
-def test_writes_to_views_that_outlive_their_use(budget):
-    pair = Pair(Stack, budget, sgd)
-
-    def run(model, optimizer):
-        with torch.no_grad():
-            row, flat = model.layers[1].weight[3], model.layers[2].weight.view(-1)
-            array = model.layers[4].bias.detach().numpy()
-        found = []
-        for step in range(3):
-            with torch.no_grad():
-                row.mul_(2)
-                flat[step] = 9.0
-                array[step] = -3.0
-            found.append(model(batch(step)).detach().clone())
-            loss = loss_of(model, step)
-            loss.backward()
-            with torch.no_grad():
-                flat[step + 1] = 5.0
-                optimizer.step()
-                row.sub_(1)
-            optimizer.zero_grad()
-        return found
-
-    pair.both(run)
-    pair.check()
-
-
-def test_writes_while_a_module_computes(budget):
-    class Clipping(Stack):
-        def forward(self, x):
-            for layer in self.layers:
-                with torch.no_grad():
-                    layer.weight.clamp_(-0.1, 0.1)
-                    layer.bias.data *= 0.9
-                x = torch.tanh(layer(x))
-            return x
-
-    pair = Pair(Clipping, budget)
-    pair.train(3)
+@alike(Stack, sgd)
+def test_writes_to_views_that_outlive_their_use(model, optimizer):
     with torch.no_grad():
-        pair.both(lambda model, _: model(batch(5)).clone())
-    pair.check()
+        row, flat = model.layers[1].weight[3], model.layers[2].weight.view(-1)
+        array = model.layers[4].bias.detach().numpy()
+    found = []
+    for step in range(3):
+        with torch.no_grad():
+            row.mul_(2)
+            flat[step] = 9.0
+            array[step] = -3.0
+        found.append(model(batch(step)).detach().clone())
+        loss = loss_of(model, step)
+        loss.backward()
+        with torch.no_grad():
+            flat[step + 1] = 5.0
+            optimizer.step()
+            row.sub_(1)
+        optimizer.zero_grad()
+    return found
 
 
 @pytest.mark.parametrize("takes", ["data", "detach", "row"])
@@ -223,8 +181,7 @@ def test_writes_to_what_was_taken_while_a_module_computed(takes, budget):
             optimizer.zero_grad()
         return found
 
-    pair.both(run)
-    pair.check()
+    pair.check(run)
 
 
 def test_writes_in_hooks_of_a_module(budget):
@@ -245,12 +202,11 @@ def test_writes_in_hooks_of_a_module(budget):
     pair.train(3)
 
 
-@pytest.mark.parametrize(("after_backward", "dtype"), [(False, "fp32"), (True, "bf16")])
-def test_copies_are_ordinary_models_with_all_bits(after_backward, dtype, budget):
-    pair = Pair(Tied, budget, dtype=dtype)
+def test_in_16_bits_copies_are_ordinary_models_with_all_bits(budget):
+    """Also those of one parameter, or of a part, and also between backward and step."""
+    pair = Pair(Tied, budget, dtype="bf16")
     pair.train(2)
-    if after_backward:
-        pair.backward(2)
+    pair.backward(2)
     expected = values_of(pair.ours)
     buffer = io.BytesIO()
     torch.save(pair.ours, buffer)
@@ -270,24 +226,13 @@ def test_copies_are_ordinary_models_with_all_bits(after_backward, dtype, budget)
         made(tokens()).sum().backward()
         with torch.no_grad():
             made.scale.mul_(2)
-    assert torch.equal(pair.ours.state_dict()["scale"], expected["scale"])
-    if after_backward:
-        pair.both(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
-    pair.check()
-
-
-def test_a_copy_of_one_parameter_or_of_a_part(budget):
-    pair = Pair(Stack, budget)
-    pair.train(1)
-    layer = copy.deepcopy(pair.ours.layers[1])
-    parameter = copy.deepcopy(pair.ours.layers[2].weight)
-    assert type(layer.weight) is type(parameter) is nn.Parameter
-    assert torch.equal(layer.weight, pair.plain.layers[1].weight)
-    assert torch.equal(parameter, pair.plain.layers[2].weight)
+    block, parameter = copy.deepcopy(pair.ours.blocks[1]), copy.deepcopy(pair.ours.scale)
+    assert type(block.linear.weight) is type(parameter) is nn.Parameter
+    assert torch.equal(block.linear.weight, expected["blocks.1.linear.weight"])
     with torch.no_grad():
-        layer.weight.zero_()
         parameter.zero_()
-    pair.train(1, first=1)
+    assert torch.equal(pair.ours.state_dict()["scale"], expected["scale"])
+    pair.step()
 
 
 @pytest.mark.parametrize(("after_backward", "dtype"), [(True, "fp32"), (False, "bf16")])
@@ -303,8 +248,7 @@ def test_loading_a_state_dict(after_backward, dtype, budget):
     assert all(torch.equal(found[name], value) for name, value in values.items())
     if dtype == "fp32":
         pair.plain.load_state_dict(values)
-        pair.both(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
-        pair.check()
+        pair.step()
         pair.train(1, first=2)
 
 
@@ -329,8 +273,7 @@ def test_full_parameters_are_ordinary_tensors_inside_of_the_block(budget):
     with pair.engine.full_parameters([pair.ours.scale], writeback=False), torch.no_grad():
         pair.ours.scale.zero_()
     pair.check()
-    pair.both(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
-    pair.check()
+    pair.step()
     with pair.engine.full_parameters():
         with pytest.raises(EngineError, match=r"'scale' is open in full_parameters\(\)"):
             loss_of(pair.ours)
@@ -344,7 +287,7 @@ def test_gradients_in_full_parameters_are_written_back(budget):
     pair.backward(0)
 
     def run(model, _):
-        found = [copied(parameter.grad) for parameter in model.parameters()]
+        found = gradients_of(model)
         model.layers[0].weight.grad.mul_(2)
         model.layers[1].weight.grad = None
         model.layers[2].bias.grad = torch.ones(WIDTH)
@@ -353,8 +296,7 @@ def test_gradients_in_full_parameters_are_written_back(budget):
     with pair.engine.full_parameters(with_grads=True):
         pair.both(run)
     pair.check_gradients()
-    pair.both(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
-    pair.check()
+    pair.step()
 
 
 def test_a_block_that_raises_writes_nothing_wrong_back(budget):
@@ -407,18 +349,6 @@ def test_types_and_devices_that_chunks_cannot_have_are_refused():
     pair.train(1)
 
 
-def test_a_parameter_is_not_its_own_gradient():
-    pair = Pair(Stack, "moving")
-    weight = pair.ours.layers[0].weight
-    with pytest.raises((EngineError, RuntimeError), match="gradient"):
-        weight.grad = weight
-    with pytest.raises(TypeError, match="gradient"):
-        weight.grad = 3.0
-    with pytest.raises(TypeError, match="tensor"):
-        weight.data = 3.0
-    pair.train(1)
-
-
 def test_data_is_assigned_by_code_that_does_not_ask_the_parameter(budget):
     """As C++ does it: nothing answers, and the next use has to find it, that of a module or that of the optimizer."""
     pair = Pair(Stack, budget, sgd)
@@ -435,8 +365,7 @@ def test_data_is_assigned_by_code_that_does_not_ask_the_parameter(budget):
             optimizer.step()
             optimizer.zero_grad()
 
-    pair.both(run)
-    pair.check()
+    pair.check(run)
     pair.train(1, first=2)
 
 
@@ -459,3 +388,59 @@ def test_rows_are_cut_off_while_a_module_computes(view, budget):
         return tuple(model[1].weight.shape), model.state_dict()["1.weight"].clone(), copied(model[1].weight)
 
     pair.both(run)
+
+
+def test_bits_that_compare_equal_or_to_nothing_are_taken_over(budget):
+    pair = Pair(Stack, budget)
+
+    def run(model, _):
+        view = model.layers[0].bias.data
+        view.zero_()
+        model.layers[0].bias.sum().item()
+        view[3] = -0.0
+        other = model.layers[1].bias.data
+        other[2] = float("nan")
+        model.layers[2].bias.data[1] = float("inf")
+
+    pair.both(run)
+    found, expected = pair.ours.state_dict(), pair.plain.state_dict()
+    assert torch.equal(found["layers.0.bias"].signbit(), expected["layers.0.bias"].signbit())
+    assert torch.equal(found["layers.1.bias"].isnan(), expected["layers.1.bias"].isnan())
+    with torch.no_grad():
+        pair.both(lambda model, _: model(batch()).clone())
+
+
+def test_functions_applied_to_modules(budget):
+    pair = Pair(Stack, budget)
+    pair.train(1)
+    pair.backward(1)
+
+    def halve(module):
+        if isinstance(module, nn.Linear):
+            with torch.no_grad():
+                module.weight.mul_(0.5)
+            nn.init.constant_(module.bias, 0.25)
+
+    def run(model, _):
+        model.apply(halve)
+        model._apply(lambda tensor: tensor * 2)
+
+    pair.both(run)
+    pair.check_gradients()
+    pair.check()
+    pair.step()
+
+
+def test_a_write_to_one_parameter_of_a_chunk_is_none_to_its_neighbours(budget):
+    """They share one memory, and so torch's count of writes to it."""
+    pair = Pair(Stack, budget)
+
+    def run(model, _):
+        loss = loss_of(model)
+        with torch.no_grad():
+            model.layers[2].bias.add_(1)  # nothing needs it in backward
+        loss.backward()
+        return gradients_of(model)
+
+    pair.both(run)
+    pair.step()

@@ -4,25 +4,9 @@ import copy
 
 import pytest
 import torch
-from engine.small import (
-    DTYPES,
-    WIDTH,
-    Pair,
-    Stack,
-    Tied,
-    adamw,
-    assert_same,
-    assert_same_values,
-    batch,
-    config_of,
-    copied,
-    engine_of,
-    loss_of,
-    make,
-    sgd,
-    trainable,
-    values_of,
-)
+from engine.pairs import Pair, config_of, engine_of
+from engine.same import assert_same, assert_same_values, copied, gradients_of, values_of
+from engine.small import WIDTH, Stack, Tied, adamw, batch, loss_of, make, sgd, step_of, trainable
 from torch import nn
 
 from hf_patrickstar import BudgetError, ConfigError, EngineError, PatrickStarEngine, get_engine, initialize_engine
@@ -47,16 +31,6 @@ class All(Pair):
             optimizer.add_param_group({"params": rest})
 
 
-def test_a_layer_that_joins_is_trained(budget):
-    pair = Pair(Stack, budget)
-    pair.train(2)
-    pair.both(grow)
-    pair.train(2, first=2)
-    pair.both(grow)
-    pair.train(2, first=4)
-    assert pair.engine.stats()["num_chunks"] >= 1
-
-
 def test_a_layer_that_joins_between_backward_and_step(budget):
     pair = Pair(Stack, budget)
     pair.train(1)
@@ -64,23 +38,6 @@ def test_a_layer_that_joins_between_backward_and_step(budget):
     pair.both(grow)
     pair.both(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
     pair.train(2, first=2)
-
-
-def test_a_layer_that_leaves_is_an_ordinary_one_with_its_value_and_state(budget):
-    pair = Pair(Stack, budget)
-    pair.train(2)
-    left = [model.layers[2] for model, _ in pair]
-    for model, _ in pair:
-        del model.layers[2]
-    pair.train(2, first=2)
-    pair.engine.follow_model()
-    assert type(left[1].weight) is nn.Parameter
-    assert torch.equal(left[0].weight, left[1].weight)
-    with torch.no_grad():
-        assert torch.equal(left[0](batch()), left[1](batch()))
-    for model, layer in zip((pair.plain, pair.ours), left, strict=True):
-        model.layers.append(layer)
-    pair.train(2, first=4)
 
 
 def test_unfreezing_costs_lists_once_and_only_when_training_goes_on(budget):
@@ -104,62 +61,18 @@ def test_unfreezing_costs_lists_once_and_only_when_training_goes_on(budget):
     assert pair.engine.stats()["model_data_nbytes"] == after
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_parameter_that_gets_another_shape(dtype, budget):
+def test_in_16_bits_a_parameter_that_gets_another_shape(budget):
     """Rows are added to an embedding: the parameter begins anew with its optimizer state."""
-
-    class Words(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding = nn.Embedding(10, WIDTH)
-            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-        def forward(self, x):
-            x = self.embedding(x.abs().long() % 10).sum(1)
-            for layer in self.layers:
-                x = torch.tanh(layer(x))
-            return x
-
-    def loss(model, seed):
-        return model(5 * batch(seed)).float().square().sum()
-
-    if dtype == "bf16":
-        model = make(Words)
-        engine = engine_of(model, budget, dtype=dtype)
-        for step in range(2):
-            loss(model, step).backward()
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
-        rows = copied(model.embedding.weight)
-        model.embedding.weight.data = torch.cat([rows, torch.ones(2, WIDTH, dtype=rows.dtype)])
-        assert torch.equal(model.embedding.weight[:10].detach(), rows)
-        loss(model, 2).backward()
-        engine.optimizer.step()
-        assert model.embedding.weight.shape == (12, WIDTH)
-        return
-    pair = Pair(Words, budget)
-    pair.train(2, loss=loss)
-
-    def widen(model, optimizer):
-        weight = model.embedding.weight
-        weight.data = torch.cat([weight.detach(), torch.full((2, WIDTH), 0.1)])
-        optimizer.state.pop(weight, None)
-
-    pair.both(widen)
-    pair.train(2, first=2, loss=loss)
-    assert pair.ours.embedding.weight.shape == (12, WIDTH)
-
-
-def test_tensors_are_swapped(budget):
-    pair = Pair(Stack, budget, sgd)
-    pair.train(1)
-
-    def swap(model, _):
-        other = nn.Parameter(torch.full((WIDTH, WIDTH), 0.05))
-        torch.utils.swap_tensors(model.layers[1].weight, other)
-
-    pair.both(swap)
-    pair.both(lambda model, _: model(batch()).detach().clone())
+    model = make(Tied)
+    engine = engine_of(model, budget, dtype="bf16")
+    for step in range(2):
+        step_of(model, engine.optimizer, step)
+    weight = model.embedding.weight
+    rows = copied(weight)
+    weight.data = torch.cat([rows, torch.ones(2, WIDTH, dtype=rows.dtype)])
+    assert torch.equal(weight[: len(rows)].detach(), rows)
+    step_of(model, engine.optimizer, 2)
+    assert weight.shape == (len(rows) + 2, WIDTH)
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing():
@@ -208,13 +121,13 @@ def test_an_optimizer_that_comes_later(budget):
     engine = engine_of(model, budget, None)
     with torch.no_grad():
         assert torch.equal(plain(batch()), model(batch()))
+    assert engine.optimizer is None
+    assert engine.training_state is None
     optimizer, chunked = adamw(plain.parameters()), engine.add_optimizer(adamw(model.parameters()))
     assert engine.optimizer is chunked
     for step in range(3):
         for each, its_optimizer in ((plain, optimizer), (model, chunked)):
-            loss_of(each, step).backward()
-            its_optimizer.step()
-            its_optimizer.zero_grad()
+            step_of(each, its_optimizer, step)
     assert_same_values(plain, model)
 
 
@@ -292,9 +205,7 @@ def test_training_goes_on_without_the_engine_and_with_another_one(budget):
         engine = PatrickStarEngine(model, config_of(budget), inner, device="cpu") if phase % 2 == 0 else None
         for step in range(2):
             for each, optimizer in ((plain, theirs), (model, engine.optimizer if engine else inner)):
-                loss_of(each, 2 * phase + step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                step_of(each, optimizer, 2 * phase + step)
         if engine:
             engine.detach()
         assert_same_values(plain, model)
@@ -308,8 +219,7 @@ def test_detaching_between_forward_and_backward(budget):
     engine.detach()
     for loss in losses:
         loss.backward()
-    for left, right in zip(plain.parameters(), model.parameters(), strict=True):
-        assert torch.equal(left.grad, right.grad)
+    assert_same(gradients_of(plain), gradients_of(model))
 
 
 def test_detaching_frees_all_memory_of_chunks(budget):

@@ -1,31 +1,20 @@
 """Modes, compilers, captures, autocast and profilers of users around a model in chunks."""
 
 import collections
+import contextlib
+import dataclasses
 
 import pytest
 import torch
-from engine.small import (
-    DTYPES,
-    WIDTH,
-    Block,
-    Pair,
-    Stack,
-    Tied,
-    adamw,
-    assert_same_values,
-    batch,
-    config_of,
-    engine_of,
-    loss_of,
-    make,
-    tokens,
-)
+from engine.pairs import Pair, engine_of
+from engine.same import assert_same_values
+from engine.small import DTYPES, WIDTH, Block, Stack, adamw, batch, loss_of, make, step_of
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from hf_patrickstar import ConfigError, EngineError, PatrickStarEngine
+from hf_patrickstar import ConfigError, EngineError
 
 SITUATIONS = ("resident", "evicting")
 
@@ -86,17 +75,11 @@ def test_a_mode_sees_what_the_model_does_and_nothing_of_the_engine(mode, budget)
 @pytest.mark.parametrize("mode", [Operators, Functions, Doubling, lambda: torch.device("meta")])
 def test_a_mode_around_backward_and_step_changes_nothing(mode, budget):
     pair = Pair(Stack, budget)
-    plain, ours = pair
     for step in range(3):
         losses = []
-        for model, optimizer in (plain, ours):
+        for model, optimizer in pair:
             loss = loss_of(model, step)
-            if model is pair.ours:
-                with mode():
-                    loss.backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-            else:
+            with mode() if model is pair.ours else contextlib.nullcontext():
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -112,9 +95,7 @@ def test_an_engine_that_is_made_and_detached_inside_of_a_mode(budget):
         engine = engine_of(model, budget)
     assert_same_values(plain, model)
     for each, optimizer in ((plain, theirs), (model, engine.optimizer)):
-        loss_of(each).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_of(each, optimizer)
     with Doubling():
         engine.detach()
     assert_same_values(plain, model)
@@ -137,44 +118,6 @@ def test_the_default_type_and_device_change_nothing(budget):
 
     pair.both(run)
     assert_same_values(pair.plain, pair.ours)
-
-
-def test_no_grad_and_enable_grad_around_everything(budget):
-    pair = Pair(Stack, budget)
-
-    def run(model, optimizer):
-        with torch.no_grad():
-            for step in range(2):
-                with torch.enable_grad():
-                    loss = loss_of(model, step)
-                    loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            return model(batch()).clone()
-
-    pair.both(run)
-    pair.check()
-
-
-def test_inference_mode_first_and_training_later(budget):
-    pair = Pair(Tied, budget)
-
-    def run(model, _):
-        with torch.inference_mode():
-            return model(tokens()).clone()
-
-    for step in range(3):
-        pair.both(run)
-        pair.train(1, first=step)
-
-
-def test_values_read_in_inference_mode_are_ordinary_values(budget):
-    pair = Pair(Stack, budget)
-    pair.train(1)
-    with torch.inference_mode():
-        pair.both(lambda model, _: [parameter.norm().clone() for parameter in model.parameters()])
-        pair.both(lambda model, _: {name: value.clone() for name, value in model.state_dict().items()})
-    pair.train(2, first=1)
 
 
 def test_saved_tensors_hooks_that_are_disabled_are_refused_where_a_graph_is_made(budget):
@@ -206,45 +149,6 @@ def test_autocast_of_the_user(cache, budget):
         return out.float().square().sum()
 
     pair.train(3, loss=loss)
-
-
-@pytest.mark.parametrize("micro", [1, 2])
-def test_autocast_of_the_engine_computes_as_that_of_torch(micro, budget):
-    """Weights of products are rounded once, where torch rounds them at every use; the rest is fp32."""
-
-    class Normed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-        def forward(self, x):
-            for block in self.blocks:
-                x = block(x)
-            return x
-
-    plain, model = make(Normed), make(Normed)
-    optimizers = [adamw(each.parameters()) for each in (plain, model)]
-    config = config_of(budget, "bf16", autocast=True, keep_fp32="auto", chunks=8)
-    engine = PatrickStarEngine(model, config, optimizers[1], device="cpu", gradient_accumulation_steps=micro)
-    for step in range(3):
-        for part in range(micro):
-            with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-                expected = plain(batch(10 * step + part))
-            found = model(batch(10 * step + part))
-            assert torch.equal(expected.float(), found)
-            expected.float().square().sum().backward()
-            found.square().sum().backward()
-        if micro == 1:
-            for left, right in zip(plain.parameters(), model.parameters(), strict=True):
-                assert torch.equal(left.grad, right.grad.float())
-        for optimizer in (optimizers[0], engine.optimizer):
-            optimizer.step()
-            optimizer.zero_grad()
-    if micro == 1:
-        assert_same_values(plain, model)
-    names = dict(model.named_parameters())
-    assert names["blocks.0.norm.weight"].dtype is torch.float32
-    assert names["blocks.0.linear.weight"].dtype is torch.bfloat16
 
 
 def test_inputs_follow_the_type_of_the_model_and_outputs_are_wide(budget):
@@ -345,51 +249,79 @@ def test_code_that_goes_around_torchs_functions_finds_nan_and_its_gradient_is_re
     pair.train(1, first=2)
 
 
-def test_parameters_of_a_module_as_inputs_of_vmap_are_given_as_copies(budget):
-    pair = Pair(Stack, budget)
-
-    def run(model, _):
-        stacked, x = torch.stack([layer.weight.detach().clone() for layer in model.layers]), batch().T
-        return torch.func.vmap(lambda weight: (weight @ x).sum(1))(stacked)
-
-    pair.both(run)
-    pair.train(1)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_batch_without_rows(dtype, budget):
     pair = Pair(Stack, budget, dtype=dtype)
     pair.train(1)
     pair.both(lambda model, _: loss_of(model, 0, 0).backward())
-    pair.both(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.step()
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.encoder = nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.0, batch_first=True)
+
+    def forward(self, x):
+        x = x[None]
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return self.encoder(x)[0]
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.layer = nn.GRU(WIDTH, WIDTH, batch_first=True), nn.LSTMCell(WIDTH, WIDTH)
+
+    def forward(self, x):
+        found, _ = self.cell(x[None])
+        return self.layer(found[0])[0]
+
+
+@pytest.mark.parametrize("factory", [Attending, Recurrent])
+def test_modules_that_read_the_parameters_of_their_parts(factory, budget):
+    Pair(factory, budget, settings={"chunks": 12}).train(3)
+
+
+class Recursive(Stack):
+    """Calls itself, reads its inputs from a dictionary or a dataclass, and is called while an error is handled."""
+
+    def forward(self, x, depth=1):
+        if isinstance(x, dict):
+            x = x["x"]
+        elif dataclasses.is_dataclass(x):
+            x = x.x
+        x = super().forward(x)
+        return self(x, depth=depth - 1) if depth else x
+
+
+@dataclasses.dataclass
+class Inputs:
+    x: torch.Tensor
+
+
+def test_odd_calls_of_the_model(budget):
+    def loss(model, seed):
+        x = batch(seed)
+        try:
+            raise LookupError
+        except LookupError:
+            out = model(({"x": x}, Inputs(x), x)[seed % 3])
+        return out.square().sum()
+
+    pair = Pair(Recursive, budget)
+    pair.train(6, loss=loss)
+
+
+@pytest.mark.own_streams
+def test_nothing_watches_the_operators_of_the_user_between_steps():
+    pair = Pair(Stack, "resident", settings={"device_budget": 14000})
+    for step in range(3):
+        pair.backward(step)
+        pair.both(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
+        assert not _get_current_dispatch_mode_stack()
+        with torch.no_grad():
+            pair.both(lambda model, _: model(batch()).clone())
+        assert not _get_current_dispatch_mode_stack()
     pair.check()
-
-
-def test_attention_that_reads_the_parameters_of_its_parts(budget):
-    class Attending(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-            self.encoder = nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.0, batch_first=True)
-
-        def forward(self, x):
-            x = x[None]
-            x = x + self.attention(x, x, x, need_weights=False)[0]
-            return self.encoder(x)[0]
-
-    pair = Pair(Attending, budget, settings={"chunks": 8})
-    pair.train(3)
-
-
-def test_recurrent_layers(budget):
-    class Recurrent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.cell, self.layer = nn.GRU(WIDTH, WIDTH, batch_first=True), nn.LSTMCell(WIDTH, WIDTH)
-
-        def forward(self, x):
-            found, _ = self.cell(x[None])
-            return self.layer(found[0])[0]
-
-    pair = Pair(Recurrent, budget, settings={"chunks": 12})
-    pair.train(2)

@@ -1,10 +1,10 @@
 """What autograd keeps of parameters until backward: changed meanwhile, kept for long, recomputed, transformed."""
 
-import copy
-
 import pytest
 import torch
-from engine.small import WIDTH, Block, Pair, Stack, Tied, batch, copied, engine_of, loss_of, make, sgd
+from engine.pairs import Pair, alike, engine_of
+from engine.same import copied, gradients_of
+from engine.small import WIDTH, Block, Stack, Tied, batch, loss_of, make, sgd, step_of
 from torch import nn
 from torch._dynamo import convert_frame
 from torch.autograd.graph import saved_tensors_hooks
@@ -50,72 +50,61 @@ def test_changes_through_data_are_not_noticed_and_used_as_in_torch(how, budget):
         else:
             weight.data = torch.full((WIDTH, WIDTH), 0.125)
         loss.backward()
-        found = [copied(parameter.grad) for parameter in model.parameters()]
+        found = gradients_of(model)
         optimizer.step()
         optimizer.zero_grad()
         return found
 
-    pair.both(run)
-    pair.check()
+    pair.check(run)
     pair.train(1)
 
 
-def test_a_parameter_that_autograd_keeps_itself_has_the_data_that_was_assigned_since(budget):
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.scale, self.shift = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.randn(2, WIDTH))
+
+    def forward(self, x):
+        return self.layer(x) * self.scale * self.shift[1]
+
+
+@alike(Scaled)
+def test_a_parameter_that_autograd_keeps_itself_has_the_data_that_was_assigned_since(model, optimizer):
     """A view of before keeps the memory of before, the parameter itself gets the new one, as in torch."""
-
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(WIDTH, WIDTH)
-            self.scale, self.shift = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.randn(2, WIDTH))
-
-        def forward(self, x):
-            return self.layer(x) * self.scale * self.shift[1]
-
-    pair = Pair(Scaled, budget)
-
-    def run(model, optimizer):
-        for step in range(2):
-            loss = model(batch(step)).square().sum()
-            model.scale.data = torch.full((WIDTH,), 3.0 + step)
-            model.shift.data = torch.full((2, WIDTH), 2.0)
-            loss.backward()
-            found = [copied(parameter.grad) for parameter in model.parameters()]
-            optimizer.step()
-            optimizer.zero_grad()
-        return found
-
-    pair.both(run)
-    pair.check()
+    for step in range(2):
+        loss = model(batch(step)).square().sum()
+        model.scale.data = torch.full((WIDTH,), 3.0 + step)
+        model.shift.data = torch.full((2, WIDTH), 2.0)
+        loss.backward()
+        found = gradients_of(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
 
 
-def test_data_that_is_assigned_while_a_module_computes(budget):
+class Assigning(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4), nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x):
+        x = torch.tanh(nn.functional.linear(x, self.weight, self.bias))
+        self.weight.data = self.weight.detach() * 0.5 + 0.125
+        return nn.functional.linear(x, self.weight) + self.bias
+
+
+@alike(lambda: nn.Sequential(*(Assigning() for _ in range(4))))
+def test_data_that_is_assigned_while_a_module_computes(model, optimizer):
     """What was computed with it before needs the memory of before in backward, what comes later the new one."""
-
-    class Assigning(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight, self.bias = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4), nn.Parameter(torch.randn(WIDTH))
-
-        def forward(self, x):
-            x = torch.tanh(nn.functional.linear(x, self.weight, self.bias))
-            self.weight.data = self.weight.detach() * 0.5 + 0.125
-            return nn.functional.linear(x, self.weight) + self.bias
-
-    pair = Pair(lambda: nn.Sequential(*(Assigning() for _ in range(4))), budget)
-
-    def run(model, optimizer):
-        found = []
-        for step in range(3):
-            loss = model(batch(step)).square().sum()
-            loss.backward()
-            found += [loss.detach().clone(), *(copied(parameter.grad) for parameter in model.parameters())]
-            optimizer.step()
-            optimizer.zero_grad()
-        return found
-
-    pair.both(run)
-    pair.check()
+    found = []
+    for step in range(3):
+        loss = model(batch(step)).square().sum()
+        loss.backward()
+        found += [loss.detach().clone(), *(copied(parameter.grad) for parameter in model.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
 
 
 def test_a_graph_of_before_a_step_is_refused(budget):
@@ -134,29 +123,17 @@ def test_views_are_kept_as_their_places(budget):
     class Views(nn.Module):
         def __init__(self):
             super().__init__()
-            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+            self.weight, self.log_scale = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Parameter(torch.zeros(WIDTH))
             self.layer = nn.Linear(WIDTH, WIDTH)
 
         def forward(self, x):
             x = x @ self.weight.t()
             x = torch.tanh(x[:, :8] @ self.weight[:8, :].contiguous() + self.weight[3])
             x = x * self.weight.flatten()[5 : 5 + WIDTH] + self.weight.diagonal()
-            return self.layer(x) * self.weight.view(4, 4, WIDTH)[1, 2]
+            x = self.layer(x) * self.weight.view(4, 4, WIDTH)[1, 2]
+            return x * torch.exp(self.log_scale) * torch.sigmoid(self.log_scale)  # which save their own output
 
     Pair(Views, budget, settings={"chunks": 4}).train(3)
-
-
-def test_operators_that_save_their_own_output(budget):
-    class Exp(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.log_scale = nn.Parameter(torch.zeros(WIDTH))
-            self.layer = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x):
-            return self.layer(x) * torch.exp(self.log_scale) * torch.sigmoid(self.log_scale)
-
-    Pair(Exp, budget).train(3)
 
 
 @pytest.mark.parametrize("factory", [Stack, Tied])
@@ -309,8 +286,7 @@ def test_hooks_on_saved_tensors_of_users_see_values(budget):
             optimizer.zero_grad()
         seen.append(sorted(packed))
 
-    pair.both(run)
-    pair.check()
+    pair.check(run)
     assert seen[0] == seen[1]
     assert not any(value != value for value in seen[1])
 
@@ -340,27 +316,11 @@ def test_graphs_that_live_for_many_steps(budget):
         for layer in model.layers[:4]:
             kept = torch.tanh(layer(kept))
         for step in range(2):
-            loss_of(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_of(model, optimizer, step)
         kept.sum().backward()
         return x.grad
 
-    pair.both(run)
-    pair.check()
-
-
-def test_the_gradient_of_an_input_alone(budget):
-    pair = Pair(Stack, budget)
-
-    def run(model, _):
-        x = batch().requires_grad_()
-        (found,) = torch.autograd.grad(model(x).square().sum(), x)
-        return found
-
-    pair.both(run)
-    pair.train(2)
-    pair.both(run)
+    pair.check(run)
 
 
 def test_forward_mode(budget):
@@ -389,18 +349,3 @@ def test_a_module_that_is_called_inside_of_a_backward(budget):
         return x.square().sum()
 
     Pair(Stack, budget, sgd).train(3, loss=loss)
-
-
-def test_copies_of_graph_operands_are_no_alias_of_a_chunk(budget):
-    """What a user keeps of a value inside of a forward is what it was when it was read."""
-
-    class Keeping(Stack):
-        kept = None
-
-        def forward(self, x):
-            self.kept = copy.copy(self.layers[1].weight.detach().clone())
-            return super().forward(x)
-
-    pair = Pair(Keeping, budget)
-    pair.train(2)
-    assert torch.equal(pair.plain.kept, pair.ours.kept)

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from engine.small import WIDTH, Pair, Stack, adamw, assert_same, batch, copied, loss_of, sgd, values_of
+from engine.pairs import Pair
+from engine.same import assert_same, copied, values_of
+from engine.small import WIDTH, Stack, adamw, batch, loss_of, sgd
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -134,8 +136,7 @@ def test_who_fails_every_time_is_given_up_and_told_what_became_of_gradients(accu
     assert "Parameters are as they were before it" in text
     is_dropped = accumulation == 2 and where != "forward"
     assert ("all gradients of this step are dropped" in text) is is_dropped
-    after = values_of(pair.ours)
-    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert_same(before, values_of(pair.ours))
     for parameter, gradient in zip(pair.ours.parameters(), gradients, strict=True):
         expected = None if is_dropped else gradient
         assert (parameter.grad is None) is (expected is None)
@@ -249,7 +250,6 @@ def test_a_budget_of_the_engine_that_was_too_tight_once_is_made_do_with():
 
     assert torch.equal(pair.engine.attempt(once), plain.detach())
     del plain
-    pair.both(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
-    pair.check()
+    pair.step()
     assert pair.engine.stats()["device_total_peak_nbytes"] <= 30000
     assert torch.isfinite(pair.ours(batch())).all()

@@ -157,17 +157,19 @@ def run_backward(model, name, seed):
 @case("llama")
 @case("t5")
 @case("mixtral")
-def fp32(name):
-    compare(name)
+@case("gpt2", 2)
+@case("gpt2", 1, "looked up")
+def fp32(name, accumulation=1, embedding=""):
+    compare(name, {"cpu_embedding": True} if embedding else {}, gradient_accumulation_steps=accumulation)
 
 
-@case("gpt2", "bf16")
+@case("gpt2", "bf16", 1, "looked up")
 @case("bert", "fp16")
-@case("llama", "bf16")
-@case("t5", "fp16")
+@case("llama", "bf16", 2)
+@case("t5", "fp16", 2)
 @case("mixtral", "bf16")
 @case("mixtral", "fp16")
-def sixteen_bit(name, precision, accumulation=1, **config):
+def sixteen_bit(name, precision, accumulation=1, embedding=""):
     """Against 16-bit weights with fp32 masters in plain torch, all of them on the device; fp16 with a scaler."""
     scalers = [None, None]
     if precision == "fp16":
@@ -175,6 +177,7 @@ def sixteen_bit(name, precision, accumulation=1, **config):
     reference = Reference(
         plain_model(name), DTYPES[precision], lambda named: adamw(named.values()), MAX_NORM, scalers[0], device=SIM
     )
+    config = {"cpu_embedding": True} if embedding else {}
     model, engine = make_engine(name, config, precision=precision, gradient_accumulation_steps=accumulation)
     optimizer, scaler = engine.optimizer, scalers[1]
     for step in range(2):
@@ -206,16 +209,6 @@ def sixteen_bit(name, precision, accumulation=1, **config):
 # Settings
 
 
-@case("fp32")
-@case("bf16")
-@case("fp16")
-def accumulation(precision):
-    if precision == "fp32":
-        compare("gpt2", gradient_accumulation_steps=2)
-    else:
-        sixteen_bit("gpt2", precision, accumulation=2)
-
-
 @case()
 def margin():
     """Some chunks have their home on the device, and the optimizer works on both tiers."""
@@ -236,15 +229,6 @@ def everything_on_the_device():
     engine = compare("gpt2", tight=False)
     assert engine.stats()["chunk_loads"] == 0
     assert engine.stats()["device_peak_nbytes"] > 0
-
-
-@case("fp32")
-@case("bf16")
-def cpu_embedding(precision):
-    if precision == "fp32":
-        compare("gpt2", {"cpu_embedding": True})
-    else:
-        sixteen_bit("gpt2", precision, cpu_embedding=True)
 
 
 @case()
@@ -280,20 +264,13 @@ def a_default_device():
 # Optimizers, clipping, scaling
 
 
-@case("adamw, one by one", lambda parameters: torch.optim.AdamW(parameters, lr=LR, foreach=False))
-@case("adam, without decay", lambda parameters: torch.optim.Adam(parameters, lr=LR, fused=True))
-@case("adam, a tensor for rate", lambda parameters: torch.optim.Adam(parameters, torch.tensor(LR), fused=True))
-@case("sgd", lambda parameters: torch.optim.SGD(parameters, lr=LR, momentum=0.9))
-@case("rmsprop", lambda parameters: torch.optim.RMSprop(parameters, lr=LR))
-def optimizer(_, make_optimizer):
-    """Optimizer states on the host."""
-    compare("bert", make_optimizer=make_optimizer)
-
-
-@case("sgd", lambda parameters: torch.optim.SGD(parameters, lr=LR, momentum=0.9))
-@case("adafactor", lambda parameters: Adafactor(parameters, lr=LR, relative_step=False, scale_parameter=False))
-def optimizer_on_the_device(_, make_optimizer):
-    compare("bert", make_optimizer=make_optimizer, tight=False)
+@case("adamw, one by one", True, lambda parameters: torch.optim.AdamW(parameters, lr=LR, foreach=False))
+@case("adam, a tensor for rate", True, lambda parameters: torch.optim.Adam(parameters, torch.tensor(LR), fused=True))
+@case("sgd", True, lambda parameters: torch.optim.SGD(parameters, lr=LR, momentum=0.9))
+@case("adafactor", False, lambda parameters: Adafactor(parameters, lr=LR, relative_step=False, scale_parameter=False))
+def optimizer(_, tight, make_optimizer):
+    """States on the host, or on the device."""
+    compare("bert", make_optimizer=make_optimizer, tight=tight)
 
 
 class FlatSGD(torch.optim.Optimizer):
@@ -420,11 +397,10 @@ def _penalty(model, batch):
     return model(**batch).loss + 1e-3 * sum(parameter.pow(2).sum() for parameter in model.parameters())
 
 
-@case(True)
-@case(False)
-def penalty(tight):
+@case()
+def penalty():
     """A part of the loss is computed with parameters outside of the forward."""
-    compare("bert", loss_of=_penalty, tight=tight)
+    compare("bert", loss_of=_penalty)
 
 
 def _touch(model):

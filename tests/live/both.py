@@ -6,13 +6,13 @@ and optimizer states.
 """
 
 import contextlib
-import copy
 import functools
 import inspect
 
 import numpy
 import pytest
 import torch
+from engine.same import assert_same, assert_same_states, assert_same_values
 from torch import nn
 
 from hf_patrickstar import PatrickStarEngine
@@ -116,53 +116,14 @@ def _as_noted(value):
     return value
 
 
-def _assert_same(name, plain, ours):
-    if isinstance(plain, dict):
-        assert list(plain) == list(ours), name
-        for key in plain:
-            _assert_same(f"{name}[{key!r}]", plain[key], ours[key])
-    elif isinstance(plain, list):
-        assert len(plain) == len(ours), name
-        for place, (left, right) in enumerate(zip(plain, ours, strict=True)):
-            _assert_same(f"{name}[{place}]", left, right)
-    elif isinstance(plain, tuple) and len(plain) == 4 and isinstance(plain[3], torch.Tensor):
-        assert plain[:3] == ours[:3], f"{name}: {plain[:3]} became {ours[:3]}"
-        assert plain[3].shape == ours[3].shape, f"{name}: shape {tuple(plain[3].shape)} became {tuple(ours[3].shape)}"
-        assert same_bits(plain[3], ours[3]), f"{name}: differs by {_difference(plain[3], ours[3])}"
-    else:
-        assert plain == ours or (plain != plain and ours != ours), f"{name}: {plain!r} became {ours!r}"
+assert_same_model = assert_same_values
 
 
-def same_bits(left, right):
-    """Whether two tensors are the same, NaN where NaN is."""
-    if left.dtype != right.dtype or left.shape != right.shape:
-        return False
-    return bool(((left == right) | ((left != left) & (right != right))).all())
-
-
-def _difference(left, right):
-    return float((left.double() - right.double()).abs().max()) if left.numel() else 0.0
-
-
-def assert_same_model(plain, ours):
-    """Parameters, buffers, and which of them there are."""
-    left, right = plain.state_dict(), ours.state_dict()
-    assert list(left) == list(right)
-    for key, value in left.items():
-        assert same_bits(value, right[key].to(value.device)), f"{key}: differs by {_difference(value, right[key])}"
-
-
-def assert_same_optimizer(plain, ours):
-    left, right = plain.state_dict(), ours.state_dict()
-    _assert_same("param_groups", _as_noted(left["param_groups"]), _as_noted(right["param_groups"]))
-    assert sorted(left["state"]) == sorted(right["state"])
-    for key, state in left["state"].items():
-        for name, value in state.items():
-            theirs = right["state"][key][name]
-            if isinstance(value, torch.Tensor):
-                assert same_bits(value.float(), torch.as_tensor(theirs).float()), f"state {key} {name}"
-            else:
-                assert value == theirs, f"state {key} {name}"
+def assert_same_notes(plain, ours):
+    """Two lists of notes are the same."""
+    for (name, left), (other, right) in zip(plain, ours, strict=True):
+        assert name == other
+        assert_same(left, right, name)
 
 
 TIGHT = {"chunk_numel": 320, "chunk_budget": 4096}
@@ -214,11 +175,9 @@ class Both:
                 note("losses afterwards", train(model, its_optimizer, more, first=50, loss=loss))
             notes.append(note.rows)
             del kept
-        for (name, left), (other, right) in zip(*notes, strict=True):
-            assert name == other
-            _assert_same(name, left, right)
+        assert_same_notes(*notes)
         assert_same_model(plain, ours)
-        assert_same_optimizer(optimizer, our_optimizer)
+        assert_same_states(optimizer, our_optimizer)
         return plain, ours
 
 
@@ -249,8 +208,3 @@ def raises_in_both(*exceptions, match=None):
     """For what plain torch refuses too: the same kind of error is expected of both."""
     with pytest.raises(exceptions, match=match):
         yield
-
-
-def copy_of(model):
-    """A plain copy of a plain model, or of one in chunks."""
-    return copy.deepcopy(model)

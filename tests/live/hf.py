@@ -9,8 +9,9 @@ import numpy
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from live.both import ROOMY, TIGHT, Notes, _assert_same
+from live.both import ROOMY, TIGHT, Notes, assert_same_notes
 from models import make_rows
+from trainers import arguments as make_arguments
 from trainers import smallest_budget
 from transformers import Trainer, TrainingArguments
 
@@ -23,13 +24,6 @@ CONFIGS = {"tight": TIGHT, "roomy": ROOMY}
 def states(optimizer):
     """The states of an optimizer's parameters by number, whatever the order in which they came to be."""
     return {number: dict(sorted(state.items())) for number, state in sorted(optimizer.state_dict()["state"].items())}
-
-
-def compare(plain, ours):
-    """Asserts that two lists of notes are the same."""
-    for (name, left), (other, right) in zip(plain.rows, ours.rows, strict=True):
-        assert name == other
-        _assert_same(name, left, right)
 
 
 def _seed():
@@ -56,7 +50,7 @@ class Accelerated:
             _seed()
             notes.append(Notes())
             script(functools.partial(self._make, is_ours, settings), notes[-1])
-        compare(*notes)
+        assert_same_notes(*(note.rows for note in notes))
 
     def _make(self, is_ours, settings, **kwargs):
         if not is_ours:
@@ -94,7 +88,7 @@ class Trainers:
             _seed()
             notes.append(Notes())
             script(functools.partial(self._make, is_ours, self.directory / str(len(notes))), notes[-1])
-        compare(*notes)
+        assert_same_notes(*(note.rows for note in notes))
 
     def _make(
         self,
@@ -123,21 +117,7 @@ class Trainers:
             trainer_kwargs: Passed to the Trainer.
             kwargs: Passed to the arguments.
         """
-        kwargs = {
-            "output_dir": str(directory),
-            "per_device_train_batch_size": 4,
-            "per_device_eval_batch_size": 4,
-            "max_steps": 3,
-            "learning_rate": 5e-3,
-            "weight_decay": 0.1,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": [],
-            "use_cpu": True,
-            "disable_tqdm": True,
-            "seed": 7,
-            **kwargs,
-        }
+        kwargs = {"max_steps": 3, "per_device_eval_batch_size": 4, **kwargs}
         if is_ours:
             is_recomputed = kwargs.get("gradient_checkpointing", False)
             budget = int(smallest_budget(copy.deepcopy(model), checkpointing=is_recomputed) * factor)
@@ -150,7 +130,7 @@ class Trainers:
         if "train_dataset" not in trainer_kwargs:
             rows = make_rows(name, 32)
             trainer_kwargs.update(train_dataset=rows, eval_dataset=rows[:8])
-        return cls(model=model, args=arguments(**kwargs), **trainer_kwargs)
+        return cls(model=model, args=make_arguments(arguments, directory, **kwargs), **trainer_kwargs)
 
 
 def logged(trainer, *keys):

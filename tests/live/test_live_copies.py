@@ -263,21 +263,15 @@ def test_state_dicts_copied_kept_and_loaded(model, optimizer, note, tmp_path):
     note("losses", train(model, optimizer, 2, first=4))
 
 
-@pytest.mark.parametrize("strategy", ["file_descriptor"])
-def test_a_state_dict_sent_to_another_process(both, strategy):
-    def pattern(model, optimizer, note):
-        train(model, optimizer)
-        before = torch.multiprocessing.get_sharing_strategy()
-        torch.multiprocessing.set_sharing_strategy(strategy)
-        try:
-            sent = ForkingPickler.dumps({name: value.clone() for name, value in model.blocks[0].state_dict().items()})
-            note("received", pickle.loads(sent))
-            note("whole", pickle.loads(ForkingPickler.dumps(copy.deepcopy(model.norm))).state_dict())
-        finally:
-            torch.multiprocessing.set_sharing_strategy(before)
-            resource_sharer.stop()
-
-    both(pattern)
+@live
+def test_a_state_dict_sent_to_another_process(model, optimizer, note):
+    train(model, optimizer)
+    try:
+        sent = ForkingPickler.dumps({name: value.clone() for name, value in model.blocks[0].state_dict().items()})
+        note("received", pickle.loads(sent))
+        note("whole", pickle.loads(ForkingPickler.dumps(copy.deepcopy(model.norm))).state_dict())
+    finally:
+        resource_sharer.stop()
 
 
 # Traced and exported
@@ -313,11 +307,10 @@ def test_captures_in_the_middle_of_training(model, optimizer, note):
 HF = {"chunk_numel": "auto", **tight("gpt2")}
 
 
-def test_a_trainer_copied_and_pickled(both, tmp_path):
+def test_a_trainer_copied(both, tmp_path):
     """A copy of the stock Trainer trains nothing: its scheduler has put a ``step`` of the original on its optimizer.
 
-    So the copy of ours is compared with the stock Trainer itself. Accelerate keeps weak references, which cannot be
-    pickled: they, and the optimizer that it wrapped, go before the Trainer is pickled.
+    So the copy of ours is compared with the stock Trainer itself.
     """
     from trainers import assert_same_weights, logged, make_trainer, run
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -342,28 +335,12 @@ def test_a_trainer_copied_and_pickled(both, tmp_path):
     for left, right in zip(*made, strict=True):
         assert_ordinary(right)
         assert_same_weights(left, right)
-    copied, (pickled, our_pickled) = copy.deepcopy(ours), map(_pickled, (stock, ours))
+    copied = copy.deepcopy(ours)
     assert copied.model_wrapped is copied.model
-    for plain, each in ((stock, ours), (stock, copied), (pickled, our_pickled)):
-        if each is not ours:
-            assert_ordinary(each.model)
-        assert each.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
-    for trainer in (stock, ours, copied, pickled, our_pickled):
+    assert_ordinary(copied.model)
+    losses = [trainer.evaluate()["eval_loss"] for trainer in (stock, ours, copied)]
+    assert losses == losses[:1] * 3
+    for trainer in (stock, ours, copied):
         run(trainer)
-    for plain, each in ((stock, ours), (stock, copied), (pickled, our_pickled)):
-        assert logged(each, "loss") == logged(plain, "loss")
-        assert_same_weights(plain.model, each.model)
-
-
-def _pickled(trainer):
-    accelerator, handler = trainer.accelerator, trainer.callback_handler
-    accelerator.gradient_state.dataloader_references = [None]
-    kept = trainer.optimizer, trainer.lr_scheduler
-    lists = accelerator._optimizers, accelerator._schedulers, accelerator._dataloaders
-    trainer.optimizer = trainer.lr_scheduler = None
-    handler.optimizer = handler.lr_scheduler = handler.train_dataloader = None
-    accelerator._optimizers, accelerator._schedulers, accelerator._dataloaders = [], [], []
-    made = pickle.loads(pickle.dumps(trainer))
-    accelerator._optimizers, accelerator._schedulers, accelerator._dataloaders = lists
-    trainer.optimizer, trainer.lr_scheduler = kept
-    return made
+        assert logged(trainer, "loss") == logged(stock, "loss")
+        assert_same_weights(stock.model, trainer.model)

@@ -3,12 +3,15 @@
 import collections
 import math
 
-import numpy
 import pytest
 import torch
 from live.both import WIDTH, Block, Tower, live, loss_of, make_ids, make_tower, make_with_list, raises_in_both, train
+from models import make_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from trainers import assert_same_weights, make_trainer, run, tight
+from trainers import logged as logged_by
+from transformers import Trainer, TrainingArguments
 
 from hf_patrickstar import PatrickStarEngine
 
@@ -69,22 +72,9 @@ def by_attribute(model):
     found = [model.blocks[3].linear.weight.grad, model.scale.grad, model.embedding.weight.grad, model.head.weight.grad]
     found += [model.get_parameter("blocks.7.norm.weight").grad, getattr(model.blocks[0].norm, "bias").grad]  # noqa: B009
     found += [model.norm._parameters["weight"].grad, model.norm.bias._grad, [p.grad for p in model.kept]]
-    return [*found, repr(model.scale.grad), f"{model.blocks[2].norm.bias.grad}", model.norm.weight.grad.tolist()]
-
-
-def logged(model):
-    found = [{name: parameter.grad.norm().item() for name, parameter in model.named_parameters()}]
     gradients = [parameter.grad for parameter in model.parameters()]
-    found += [
-        torch._foreach_norm(gradients),
-        max(g.abs().max().item() for g in gradients),
-        torch.histc(gradients[2], 8),
-    ]
-    found += [nn.utils.parameters_to_vector(gradients), torch.cat([g.flatten() for g in gradients])]
-    found += numpy.histogram(gradients[0].detach().cpu().numpy(), bins=8)
-    with torch.no_grad():
-        found += [(p.grad.norm() / (p.norm() + 1e-12)).log10() for p in model.parameters()]
-    return found
+    found += [torch._foreach_norm(gradients), nn.utils.parameters_to_vector(gradients), gradients[0].numpy().copy()]
+    return [*found, repr(model.scale.grad), f"{model.blocks[2].norm.bias.grad}", model.norm.weight.grad.tolist()]
 
 
 def changed_in_place(model):
@@ -192,7 +182,7 @@ def refused(model):
 
 
 BETWEEN = [
-    *(facts, by_attribute, logged, changed_in_place, augmented, assigned, made_of_it, dropped, turned_and_shared),
+    *(facts, by_attribute, changed_in_place, augmented, assigned, made_of_it, dropped, turned_and_shared),
     *(clipped_by_torch, not_finite, refused),
 ]
 
@@ -209,7 +199,7 @@ def test_between_backward_and_step(model, optimizer, note):
     note("none", [parameter.grad is None for parameter in model.parameters()])
 
 
-@live
+@live(everywhere=True)
 def test_gradients_that_are_held(model, optimizer, note):
     """They are no copies: backward adds to them, writes to them count, ``zero_grad`` lets them go."""
     history = []
@@ -289,88 +279,14 @@ def test_grad_scaler(both, act, own):
     both(pattern)
 
 
-# Updates by hand: each function of parameters makes a step of what they have in ``grad``.
-
-
-def data_in_place(parameters):
-    for parameter in parameters:
-        parameter.data.add_(parameter.grad.data, alpha=-0.1)
-
-
-def data_assigned(parameters):
-    for parameter in parameters:
-        parameter.data = parameter.data - 0.1 * parameter.grad
-
-
-def data_augmented(parameters):
-    for parameter in parameters:
-        parameter.data -= 0.1 * parameter.grad
-
-
-@torch.no_grad()
-def without_a_graph(parameters):
-    for place, parameter in enumerate(parameters):
-        if place % 2:
-            parameter -= 0.1 * parameter.grad
-        else:
-            parameter.copy_(parameter - 0.1 * parameter.grad)
-
-
-@torch.no_grad()
-def in_lists(parameters):
-    parameters = list(parameters)
-    torch._foreach_add_(parameters, [parameter.grad for parameter in parameters], alpha=-0.1)
-
-
-UPDATES = [data_in_place, data_assigned, data_augmented, without_a_graph, in_lists]
-
-
-@live
-def test_updates_by_hand(model, optimizer, note):
-    for step, update in enumerate(UPDATES):
-        model.zero_grad()
-        note(update.__name__, backward(model, step))
-        update(model.parameters())
-        note(update.__name__, list(model.parameters()))
-    velocity = {parameter: torch.zeros_like(parameter) for parameter in model.parameters()}
-    for step in range(2):
-        model.zero_grad(set_to_none=False)
-        backward(model, step)
-        for parameter in model.parameters():
-            velocity[parameter].mul_(0.9).add_(parameter.grad)
-            parameter.data.addcdiv_(velocity[parameter], velocity[parameter].abs() + 1, value=-0.05)
-    note("velocity", list(velocity.values()))
-    model.zero_grad()
-
-
 # Optimizers of one's own instead of the one that was given, or with it
-
-
-class Lion(torch.optim.Optimizer):
-    """An optimizer as people write them: states by parameter, one parameter at a time."""
-
-    def __init__(self, params, lr=1e-3):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if len(state) == 0:
-                    state["average"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-                update = state["average"].clone().mul_(0.9).add_(p.grad, alpha=0.1).sign_()
-                p.add_(update, alpha=-group["lr"])
-                state["average"].mul_(0.99).add_(p.grad, alpha=0.01)
 
 
 OWN_OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
     "adamw_foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
-    "lion": Lion,
+    "adam_loop": lambda p: torch.optim.Adam(p, lr=1e-2, foreach=False),
 }
 
 
@@ -397,12 +313,23 @@ def test_another_optimizer_instead(both, name):
 
 
 def watch(model):
-    """Hooks that log, change, replace and drop gradients."""
+    """Hooks of every kind: they read weights, and log, change, replace and drop gradients. Returns their handles."""
     seen, counts = model.seen, model.counts = [], collections.Counter()
+    first, leaf = model.blocks[0].linear, model.blocks[5].linear
+
+    def look(module, *_):
+        seen.append([module.linear.weight.norm().item(), first.weight.detach().sum(), model.scale.mean()])
+
+    def look_back(module, *_):
+        seen.append([module.weight.norm().item(), module.bias.data.sum(), model.head.weight.detach()[0]])
+
+    def look_at_an_output(module, args, output):
+        if output.requires_grad:
+            output.register_hook(lambda gradient: seen.append((gradient @ module.linear.weight.detach()).norm()))
 
     def log(name):
         def hook(parameter):
-            seen.append(parameter.grad.norm())
+            seen.append([parameter.grad.norm(), parameter.detach().norm(), (parameter * 2).sum().item()])
             counts[name] += 1
 
         return hook
@@ -416,23 +343,31 @@ def watch(model):
     def drop(parameter):
         parameter.grad = None
 
+    handles = []
+    for block in model.blocks[:4]:
+        handles += [block.register_forward_pre_hook(look), block.register_forward_pre_hook(look, prepend=True)]
+        handles += [block.register_forward_hook(look), block.register_forward_hook(look_at_an_output)]
+        handles += [block.linear.register_full_backward_hook(look_back)]
+        handles += [block.norm.register_full_backward_pre_hook(look_back)]
+    handles += [p.register_post_accumulate_grad_hook(log(name)) for name, p in model.named_parameters()]
     mask = torch.zeros(24, 1)
     mask[20:] = 1
-    watched = [model.norm.weight, model.blocks[5].linear.weight]
-    handles = [p.register_post_accumulate_grad_hook(log(name)) for name, p in model.named_parameters()]
-    handles += [
+    watched = [model.norm.weight, leaf.weight]
+    return [
+        *handles,
+        leaf.register_forward_pre_hook(lambda module, args: seen.append(module.weight.data.norm())),
+        leaf.register_forward_hook(lambda module, args, output: seen.append(module.weight.detach().clone())),
+        leaf.register_forward_hook(lambda module, args, output: output + module.weight.mean()),
+        model.norm.register_forward_hook(lambda module, args, output: output * (1 + first.weight.pow(2).mean())),
         model.blocks[2].linear.weight.register_hook(lambda gradient: gradient * 2),
         model.norm.bias.register_hook(torch.zeros_like),
         model.embedding.weight.register_hook(lambda gradient: gradient * mask),
-        model.blocks[0].linear.weight.register_post_accumulate_grad_hook(triple),
+        first.weight.register_post_accumulate_grad_hook(triple),
         model.blocks[1].linear.weight.register_post_accumulate_grad_hook(replace),
         model.scale.register_post_accumulate_grad_hook(drop),
-        torch.autograd.graph.register_multi_grad_hook(
-            watched, lambda gradients: seen.extend(g.clone() for g in gradients)
-        ),
+        torch.autograd.graph.register_multi_grad_hook(watched, lambda found: seen.extend(g.clone() for g in found)),
         model.blocks[1].register_full_backward_hook(lambda module, _, outputs: seen.append(outputs[0].norm())),
     ]
-    return handles
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -447,12 +382,20 @@ def test_hooks(both, before):
         handles = model.handles if before else watch(model)
         for step in range(2):
             optimizer.zero_grad()
-            backward(model, step)
+            note("losses", backward(model, step))
             note("gradients", gradients_of(model))
             optimizer.step()
         for handle in handles:
             handle.remove()
-        train(model, optimizer)
+        every = nn.modules.module.register_module_forward_hook(
+            lambda module, *_: model.seen.extend(p.abs().max().item() for p in module.parameters(recurse=False))
+        )
+        try:
+            train(model, optimizer)
+            with torch.no_grad():
+                note("inference", model(make_ids()))
+        finally:
+            every.remove()
         note("seen", [model.seen, dict(sorted(model.counts.items()))])
 
     both(pattern, make=make)
@@ -483,39 +426,23 @@ def test_updates_in_backward(model, optimizer, note):
 
 # The stock Trainer
 
-STOCK = [
-    {"gradient_accumulation_steps": 2, "max_grad_norm": 0.05},
-    {"pass_optimizer": True},
-]
 
-
-@pytest.mark.parametrize("kwargs", STOCK, ids=["accumulation", "given"])
-def test_the_stock_trainer_over_an_engine_that_was_attached_by_hand(both, tmp_path, kwargs):
-    from trainers import LossRecorder, arguments, assert_same_weights, make_model, make_rows, tight
-    from transformers import Trainer, TrainingArguments
-
-    runs, kwargs = [], dict(kwargs)
-    pass_optimizer = kwargs.pop("pass_optimizer", False)
-    for attached in (False, True):
+@pytest.mark.parametrize(("is_given", "accumulation"), [(False, 2), (True, 1)])
+def test_the_stock_trainer_over_an_engine_that_was_attached_by_hand(both, tmp_path, is_given, accumulation):
+    runs, more = [], {"max_steps": 3, "gradient_accumulation_steps": accumulation, "max_grad_norm": 0.05}
+    for config in (None, both.config):
         model = make_model("gpt2")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        if attached and both.config is not None:
-            config = {**both.config, "chunk_numel": "auto", **tight("gpt2")}
-            optimizer = PatrickStarEngine(model, config, optimizer).optimizer
-        recorder = LossRecorder()
-        trainer = Trainer(
-            model=model,
-            args=arguments(TrainingArguments, tmp_path / str(attached), max_steps=3, **kwargs),
-            train_dataset=make_rows("gpt2", 32),
-            callbacks=[recorder],
-            **({"optimizers": (optimizer, None)} if pass_optimizer else {}),
-        )
-        torch.manual_seed(11)
-        trainer.train()
-        runs.append((model, recorder))
-    (plain, expected), (ours, actual) = runs
-    assert len(expected.losses) == 3
-    assert expected.losses == actual.losses
-    assert expected.norms == actual.norms
-    assert_same_weights(plain, ours)
-    assert not torch.equal(plain.lm_head.weight, make_model("gpt2").lm_head.weight)
+        if config is not None:
+            optimizer = PatrickStarEngine(
+                model, {**config, "chunk_numel": "auto", **tight("gpt2")}, optimizer
+            ).optimizer
+        given = {"trainer_kwargs": {"optimizers": (optimizer, None)}} if is_given else {}
+        runs.append(make_trainer(Trainer, TrainingArguments, tmp_path, model, **given, **more))
+        run(runs[-1])
+    plain, ours = runs
+    assert len(logged_by(plain, "loss")) == 3
+    for key in ("loss", "grad_norm"):
+        assert logged_by(plain, key) == logged_by(ours, key)
+    assert_same_weights(plain.model, ours.model)
+    assert not torch.equal(plain.model.lm_head.weight, make_model("gpt2").lm_head.weight)

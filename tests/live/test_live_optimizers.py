@@ -283,8 +283,7 @@ def lm_steps(accelerator, model, optimizers, note, steps=2):
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("kind", ["at once", "one by one"])
-def test_a_gan(accelerated, kind, tmp_path):
+def test_a_gan(accelerated, tmp_path):
     """The loop of every tutorial; schedules, and a state that is saved and loaded in the middle."""
 
     def script(make, note):
@@ -293,11 +292,8 @@ def test_a_gan(accelerated, kind, tmp_path):
         first = adam(generator)
         second = torch.optim.SGD(critic.parameters(), lr=0.05, momentum=0.5)
         scheduler = lr_scheduler.ExponentialLR(first, 0.9)
-        if kind == "at once":
-            generator, critic, first, second = accelerator.prepare(generator, critic, first, second)
-        else:
-            generator, first = accelerator.prepare(generator, first)
-            second, critic = accelerator.prepare(second, critic)
+        generator, first = accelerator.prepare(generator, first)
+        second, critic = accelerator.prepare(second, critic)
         loader, scheduler = accelerator.prepare(make_loader(), scheduler)
         noise = torch.Generator().manual_seed(9)
         for round_ in range(3):
@@ -409,26 +405,6 @@ def test_stages_over_one_prepared_model(accelerated, tmp_path):
         last.add_param_group({"params": list(model.head.parameters()), "lr": 3e-3})
         lm_steps(accelerator, model, [last], note)
         note_all(note, model, last)
-
-    accelerated(script)
-
-
-@pytest.mark.parametrize("order", ["earlier_call", "same_call", "model_first"])
-def test_an_optimizer_before_its_model(accelerated, order):
-    def script(make, note):
-        accelerator = make()
-        model = make_tower()
-        optimizer = make_adamw(model)
-        if order == "earlier_call":
-            optimizer = accelerator.prepare(optimizer)
-            model = accelerator.prepare(model)
-        elif order == "same_call":
-            optimizer, model = accelerator.prepare(optimizer, model)
-        else:
-            model = accelerator.prepare(model)
-            optimizer = accelerator.prepare(optimizer)
-        lm_steps(accelerator, model, [optimizer], note)
-        note_all(note, model, optimizer)
 
     accelerated(script)
 

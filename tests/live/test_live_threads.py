@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from engine.threads import beside, read_parameters, read_state
 from live.both import Tower, make_ids, train
 from torch import nn
 
@@ -30,43 +31,6 @@ def adamw(model):
 @torch.no_grad()
 def compute(model):
     assert not model(make_ids()).isnan().any(), "a forward gave NaN"
-
-
-@torch.no_grad()
-def read_state(model):
-    assert not any(value.isnan().any() for value in model.state_dict().values()), "a state_dict had NaN"
-
-
-@torch.no_grad()
-def read_parameters(model):
-    assert not any(value.norm().isnan() for value in model.parameters()), "a parameter was NaN"
-
-
-@contextlib.contextmanager
-def beside(function, model):
-    """Calls a function in a thread, all the time, while the block runs; raises what it raised."""
-    has_ended, begun, errors = threading.Event(), threading.Event(), []
-
-    def run():
-        try:
-            while not has_ended.is_set():
-                function(model)
-                begun.set()
-        except BaseException as error:
-            errors.append(error)
-            begun.set()
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    assert begun.wait(30)
-    try:
-        yield
-    finally:
-        has_ended.set()
-        thread.join(30)
-        if errors:
-            raise errors[0]
-    assert not thread.is_alive()
 
 
 class Plain:
@@ -271,31 +235,6 @@ def test_an_engine_is_detached_when_a_call_has_begun(monkeypatch):
     monkeypatch.setattr(live_parameter, "_written", detach_first)
     assert torch.equal(weight * 1, before)
     assert type(weight) is nn.Parameter
-
-
-@pytest.mark.parametrize("call", ["sync_one", "refresh", "zero", "drop", "kept"])
-def test_a_gradient_that_was_handed_out_is_dropped_by_another_thread_first(call):
-    model = make()
-    engine = PatrickStarEngine(model, CONFIG, adamw(model))
-    loss_of(model, 0, 4).backward()
-    weight = model.blocks[1].linear.weight
-    tensor, mirrors = engine.manager.find(weight), engine.manager.gradient_mirrors
-    gradient = weight.grad
-    lock = mirrors._lock
-
-    class DropsFirst:
-        def __enter__(self):
-            lock.acquire()
-            mirrors._lock = lock
-            mirrors.drop(tensor)
-
-        def __exit__(self, *_):
-            lock.release()
-
-    mirrors._lock = DropsFirst()
-    getattr(mirrors, call)(tensor)
-    assert len(mirrors) == 0
-    assert torch.equal(weight.grad, gradient)
 
 
 def test_detach_inside_of_full_parameters_does_not_wait_for_those_that_wait_for_it(monkeypatch):

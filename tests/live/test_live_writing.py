@@ -1,7 +1,6 @@
 """Writing parameters of a live model, in every form in which plain torch allows it."""
 
 import copy
-import functools
 
 import numpy
 import pytest
@@ -10,6 +9,7 @@ from live.both import (
     VOCAB,
     WIDTH,
     Tower,
+    assert_same_model,
     live,
     loss_of,
     make_adamw,
@@ -17,12 +17,11 @@ from live.both import (
     make_tower,
     make_with_list,
     raises_in_both,
-    same_bits,
     train,
 )
 from torch import nn
 from torch.nn import functional
-from torch.nn.utils import parameters_to_vector, parametrizations, parametrize, prune, vector_to_parameters
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from hf_patrickstar import PatrickStarEngine
 
@@ -219,45 +218,11 @@ def by_numpy(model):
         parameter.data.numpy()[...] *= 0.9
         numpy.clip(parameter.data.numpy(), -0.5, 0.5, out=parameter.data.numpy())
         parameter.detach().numpy().flat[0] = 0.125
+    vector_to_parameters(parameters_to_vector(model.parameters()).detach() * 0.9, model.parameters())
+    nn.init.orthogonal_(model.blocks[2].linear.weight)
+    nn.init.sparse_(model.blocks[3].linear.weight, sparsity=0.5)
     model.scale.data.numpy().fill(1.5)
     numpy.copyto(model.blocks[1].linear.bias.detach().numpy(), numpy.arange(WIDTH, dtype=numpy.float32) / WIDTH)
-
-
-def from_a_vector(model):
-    vector = parameters_to_vector(model.parameters()).detach().clone()
-    vector_to_parameters(vector * 0.9, model.parameters())
-    with torch.no_grad():
-        block = parameters_to_vector(model.blocks[3].parameters())
-        vector_to_parameters(block + noise(block) * 0.01, model.blocks[3].parameters())
-
-
-def by_init(model):
-    inits = [
-        nn.init.xavier_uniform_,
-        functools.partial(nn.init.kaiming_normal_, nonlinearity="relu"),
-        nn.init.orthogonal_,
-        nn.init.eye_,
-        functools.partial(nn.init.trunc_normal_, std=0.02),
-        functools.partial(nn.init.sparse_, sparsity=0.5),
-        functools.partial(nn.init.normal_, mean=0.0, std=0.1),
-    ]
-    for place, block in enumerate(model.blocks):
-        inits[place % len(inits)](block.linear.weight)
-        nn.init.zeros_(block.linear.bias)
-        nn.init.constant_(block.norm.bias, 0.01)
-    nn.init.normal_(model.embedding.weight.data, std=0.1)
-
-
-def one_layer_into_another(model):
-    with torch.no_grad():
-        for mine, theirs in zip(model.blocks[0].parameters(), model.blocks[1].parameters(), strict=True):
-            mine.copy_(theirs)
-    model.blocks[2].load_state_dict(model.blocks[3].state_dict())
-    model.blocks[4].linear.weight.data.copy_(model.blocks[5].linear.weight.data)
-    model.blocks[6].linear.weight.data = 0.5 * (model.blocks[7].linear.weight + model.blocks[5].linear.weight).data
-    mean = torch.stack([block.linear.bias.data for block in model.blocks]).mean(0)
-    for block in model.blocks[5:]:
-        block.linear.bias.data.lerp_(mean, 0.5)
 
 
 def tied_once_more(model):
@@ -307,8 +272,7 @@ def values_of_a_state(model):
 WRITES = [
     *(by_operators, in_parts, through_views, as_out, as_arguments, in_lists, in_inference_mode, the_buffer),
     *(a_kept_list, data_in_place, data_replaced, data_exchanged, data_turned, moved_to_where_it_is, by_numpy),
-    *(from_a_vector, by_init, one_layer_into_another, tied_once_more, a_state_of_another_model, a_part_of_a_state),
-    values_of_a_state,
+    *(tied_once_more, a_state_of_another_model, a_part_of_a_state, values_of_a_state),
 ]
 
 
@@ -467,7 +431,7 @@ class Constrained(nn.Module):
 
 
 class MaxNorm(Tower):
-    """Embeddings that normalise the rows that they look up, and layers that write their weights."""
+    """Embeddings that normalise what they look up, layers that write their weights, a parameter that is replaced."""
 
     def __init__(self):
         super().__init__()
@@ -475,11 +439,17 @@ class MaxNorm(Tower):
         self.bag = nn.EmbeddingBag(VOCAB, WIDTH, max_norm=0.25, mode="sum")
         for block, form in zip(self.blocks, ["data", "replaced", "after", "no_grad", "part"], strict=False):
             block.linear = Constrained(form)
+        self.codebook = nn.Parameter(torch.randn(4, WIDTH), requires_grad=False)
 
     def forward(self, ids):
         x = self.embedding(ids) + self.offset + self.bag(ids).unsqueeze(1)
         for block in self.blocks:
             x = block(x)
+        codes = torch.cdist(x.detach().flatten(0, 1), self.codebook.detach()).argmin(1)
+        x = x + 0.1 * self.codebook[codes].view_as(x)
+        if self.training:  # it moves towards what it meets
+            means = x.detach().mean((0, 1))
+            self.codebook = nn.Parameter(0.9 * self.codebook + 0.1 * means, requires_grad=False)
         return self.head(self.norm(x) * self.scale)
 
 
@@ -495,53 +465,6 @@ def test_forward_writes_weights(model, optimizer, note):
         note("values", values(model))
     model.eval()
     note("inference", [inference(model), values(model)])
-
-
-class Quantised(Tower):
-    """A codebook between its blocks, which forward moves towards what it meets."""
-
-    def __init__(self, form):
-        super().__init__(depth=14)
-        self.form = form
-        self.codebook = nn.Embedding(12, WIDTH)
-        self.codebook.weight.requires_grad_(form == "trained")
-        self.register_buffer("counts", torch.ones(12))
-
-    def forward(self, ids):
-        x = self.embedding(ids) + self.offset
-        for block in self.blocks[:7]:
-            x = block(x)
-        flat = x.detach().flatten(0, 1)
-        codes = torch.cdist(flat, self.codebook.weight.detach()).argmin(1)
-        quantised = self.codebook(codes).view_as(x)
-        if self.training:
-            hits = functional.one_hot(codes, 12).float()
-            self.counts.data.mul_(0.9).add_(hits.sum(0), alpha=0.1)
-            means = (hits.t() @ flat) / hits.sum(0).clamp(min=1).unsqueeze(1)
-            if self.form == "parameter":
-                self.codebook.weight = nn.Parameter(0.9 * self.codebook.weight + 0.1 * means, requires_grad=False)
-            else:
-                self.codebook.weight.data.mul_(0.9).add_(means, alpha=0.1)
-                dead = self.counts < 0.5
-                self.codebook.weight.data[dead] = flat[: int(dead.sum())]
-        x = x + (quantised - x).detach() + 0.1 * (quantised - quantised.detach())
-        for block in self.blocks[7:]:
-            x = block(x)
-        return self.head(self.norm(x) * self.scale)
-
-
-@pytest.mark.parametrize("form", ["trained", "parameter"])
-def test_a_codebook_that_forward_moves(both, form):
-    def make():
-        torch.manual_seed(0)
-        return Quantised(form)
-
-    def pattern(model, optimizer, note):
-        for step in range(3):
-            note("losses", train(model, optimizer, first=step))
-            note("codebook", [model.codebook.weight, model.counts])
-
-    both(pattern, make=make)
 
 
 # Two models
@@ -619,63 +542,4 @@ def test_two_models_that_follow_each_other(both):
             note(move.__name__, values(model))
 
     both(pattern)
-    for name, value in others[0].state_dict().items():
-        assert same_bits(value, others[1].state_dict()[name]), name
-
-
-# Pruning and parametrisations of torch
-
-
-class Symmetric(nn.Module):
-    def forward(self, x):
-        return x.triu() + x.triu(1).transpose(-1, -2)
-
-    def right_inverse(self, x):
-        return x.triu()
-
-
-class Standardised(nn.Linear):
-    def forward(self, x):
-        weight = self.weight - self.weight.mean(dim=1, keepdim=True)
-        return functional.linear(x, weight / (weight.std(dim=1, keepdim=True) + 1e-5), self.bias)
-
-
-NORMS = [
-    parametrizations.weight_norm,
-    parametrizations.spectral_norm,
-    parametrizations.orthogonal,
-    nn.utils.weight_norm,
-    nn.utils.spectral_norm,
-    lambda layer: prune.l1_unstructured(layer, "weight", amount=0.4),
-    lambda layer: parametrize.register_parametrization(layer, "weight", Symmetric()),
-    lambda layer: setattr(layer, "__class__", Standardised),
-]
-
-
-def make_normed():
-    model = make_tower()
-    for block, norm in zip(model.blocks, NORMS, strict=True):
-        norm(block.linear)
-    return model
-
-
-@live(make=make_normed)
-def test_parametrisations_from_before_the_engine(model, optimizer, note):
-    note("losses", train(model, optimizer, 2))
-    note("values", [dict(model.state_dict()), dict(model.named_buffers())])
-    model.eval()
-    note("inference", inference(model))
-    model.train()
-    note("weights", [block.linear.weight.detach() for block in model.blocks])
-    with parametrize.cached():
-        note("cached", inference(model))
-    with torch.no_grad():
-        model.blocks[0].linear.weight = noise(model.blocks[0].linear.weight)
-        model.blocks[6].linear.parametrizations.weight.original.mul_(0.5)
-    model.blocks[2].linear.weight = torch.linalg.qr(noise(model.blocks[0].linear.weight))[0]
-    prune.l1_unstructured(model.blocks[5].linear, "weight", amount=0.5)
-    model.blocks[5].linear.weight_orig.data.mul_(0.5)
-    note("losses", train(model, optimizer, first=2))
-    prune.remove(model.blocks[5].linear, "weight")
-    prune.random_structured(model.blocks[7].linear, "weight", amount=0.25, dim=0)
-    note("zeros", [int((block.linear.weight == 0).sum()) for block in model.blocks])
+    assert_same_model(*others)

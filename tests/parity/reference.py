@@ -5,6 +5,7 @@ the weights that it would not round are fp32.
 """
 
 import contextlib
+import itertools
 
 import torch
 
@@ -37,10 +38,12 @@ class Reference:
         self.scaler = scaler
         self.norms = []
 
-    def step(self, batches):
-        """One optimizer step over micro-batches; returns their losses and whether the step was done."""
+    def step(self, batches, seeds=()):
+        """One optimizer step over micro-batches, each with its seed; returns their losses and whether it was done."""
         sums, losses = {}, []
-        for batch in batches:
+        for batch, seed in itertools.zip_longest(batches, seeds):
+            if seed is not None:
+                torch.manual_seed(seed)
             with (
                 torch.autocast(self.device, self.dtype, cache_enabled=False)
                 if self.autocast

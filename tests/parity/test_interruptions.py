@@ -1,4 +1,4 @@
-"""Exceptions and Ctrl-C in the middle of backward and of the optimizer's step: what follows has the bits of torch."""
+"""Ctrl-C in the middle of the optimizer's step: what follows has the bits of torch."""
 
 import signal
 import threading
@@ -6,7 +6,6 @@ import threading
 import pytest
 import torch
 from delayed import DelayedDriver
-from engine.small import Stack, assert_same, loss_of, make
 from simulated import streams_of
 from test_overlapped_updates import Run, threads_of_engines
 
@@ -16,77 +15,6 @@ from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.update import Update
 
 pytestmark = pytest.mark.own_streams
-
-
-class Hooked(Stack):
-    """Has a hook of the user, older than the engine, that raises while it is asked to."""
-
-    is_on = False
-
-    def __init__(self):
-        super().__init__()
-        self.layers[2].weight.register_post_accumulate_grad_hook(self.run)
-
-    def run(self, parameter):
-        if self.is_on:
-            raise LookupError("a hook of a user")
-
-
-class PlainRun:
-    """The same training with torch alone."""
-
-    def __init__(self):
-        self.model = make(Hooked)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
-        self.found = []
-
-    def backward(self, seed):
-        loss = loss_of(self.model, seed)
-        loss.backward()
-        self.found.append(loss.detach())
-
-    def end(self):
-        return [*self.found, *self.model.state_dict().values()]
-
-
-# An exception in backward
-
-
-AFTERWARDS = {
-    "optimizer.zero_grad": lambda run: run.optimizer.zero_grad(),
-    "model.zero_grad": lambda run: run.model.zero_grad(),
-    "zeros": lambda run: run.optimizer.zero_grad(set_to_none=False),
-    "each gradient": lambda run: [setattr(parameter, "grad", None) for parameter in run.model.parameters()],
-    "nothing": lambda run: None,
-    "step": lambda run: (run.optimizer.step(), run.optimizer.zero_grad()),
-}
-
-
-def train_with_a_raising_hook(run, afterwards):
-    for seed in range(6):
-        run.model.is_on = seed == 3
-        if run.model.is_on:
-            with pytest.raises(LookupError, match="a hook of a user"):
-                run.backward(seed)
-            run.model.is_on = False
-            afterwards(run)
-            continue
-        run.backward(seed)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-    return run.end()
-
-
-@pytest.mark.parametrize("afterwards", AFTERWARDS.values(), ids=AFTERWARDS)
-def test_a_backward_that_a_hook_ends_leaves_the_gradients_that_torch_has(afterwards):
-    expected = train_with_a_raising_hook(PlainRun(), afterwards)
-    for streams, overlap in (("threads", False), ("delayed", True)):
-        with streams_of(streams):
-            found = train_with_a_raising_hook(Run(factory=Hooked, overlap_optimizer=overlap), afterwards)
-        assert_same(expected, found)
-
-
-# Ctrl-C
 
 
 def interrupt():

@@ -129,11 +129,11 @@ class Run:
 
 
 @contextlib.contextmanager
-def failing(register):
+def failing(register, error=ZeroDivisionError):
     """Inside the block a hook raises."""
 
     def fail(*_):
-        raise ZeroDivisionError
+        raise error("in a hook")
 
     handle = register(fail)
     try:
@@ -195,20 +195,32 @@ class LateWriter:
 # Runs: the quick ones first
 
 
-def on_demand(folder):
-    run = Run(prefetch_depth=0)
-    run.train()
-    return run.end()
+def trained(model=Layers, steps=2, **config):
+    """A run of ordinary steps."""
+
+    def train(folder):
+        run = Run(model(), **config)
+        run.train(steps)
+        return run.end()
+
+    return train
 
 
-def ahead(folder):
-    run = Run(prefetch_depth=2)
-    for number in range(3):
-        run.backward(number)
-        run.evaluate()
-        run.keep(run.optimizer.clip_grad_norm_(None, 0.1))
-        run.step()
-    return run.end()
+def clipped(steps, accumulation=1, *, evaluates=True, **config):
+    """A norm that was asked for once is computed beside backward from then on, if gradients are summed."""
+
+    def train(folder):
+        run = Run(accumulation=accumulation, **config)
+        for number in range(steps):
+            for micro in range(accumulation):
+                run.backward(accumulation * number + micro)
+            if evaluates:
+                run.evaluate()
+            run.keep(run.optimizer.clip_grad_norm_(None, 0.1))
+            run.step()
+        return run.end()
+
+    return train
 
 
 def overlapped_one_by_one(folder):
@@ -252,17 +264,6 @@ def accumulation(folder):
     return run.end()
 
 
-def accumulation_and_norms(folder):
-    """A norm that was asked for once is computed beside backward from then on."""
-    run = Run(accumulation=2)
-    for number in range(3):
-        run.backward(2 * number)
-        run.backward(2 * number + 1)
-        run.keep(run.optimizer.clip_grad_norm_(None, 0.1))
-        run.step()
-    return run.end()
-
-
 def several_backwards(folder):
     run = Run()
     for number in range(2):
@@ -270,22 +271,6 @@ def several_backwards(folder):
         run.backward(2 * number + 1)
         run.keep_in_flight()
         run.step()
-    return run.end()
-
-
-def sixteen_bit(folder):
-    run = Run(dtype="bf16")
-    for number in range(2):
-        run.backward(number)
-        run.evaluate()
-        run.keep(run.optimizer.clip_grad_norm_(None, 0.1))
-        run.step()
-    return run.end()
-
-
-def woven(folder):
-    run = Run(Woven(), chunk_numel=640, chunk_budget=1280 * 4, cpu_embedding=False)
-    run.train(3)
     return run.end()
 
 
@@ -441,7 +426,7 @@ def out_of_memory(folder):
         run.keep_in_flight()
         attempts.append(len(attempts))
         if len(attempts) % 2:
-            with failing_for_memory(run.model.layers[0]):
+            with failing(run.model.layers[0].register_full_backward_pre_hook, DeviceMemoryError):
                 run.backward()
         run.backward()
 
@@ -449,18 +434,6 @@ def out_of_memory(folder):
         run.engine.attempt(attempt)
         run.step()
     return run.end()
-
-
-@contextlib.contextmanager
-def failing_for_memory(layer):
-    def fail(*_):
-        raise DeviceMemoryError("full")
-
-    handle = layer.register_full_backward_pre_hook(fail)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def detaching(folder):
@@ -530,17 +503,17 @@ def load_other_state(run, directory):
 
 
 RUNS = {
-    "on demand": on_demand,
-    "ahead": ahead,
+    "on demand": trained(prefetch_depth=0),
+    "ahead": clipped(3, prefetch_depth=2),
     "overlapped one by one": overlapped_one_by_one,
     "looking at states": looking_at_states,
     "updated by the caller": updated_by_the_caller,
     "saved while it steps": saved_while(Run.step),
     "accumulation": accumulation,
-    "accumulation and norms": accumulation_and_norms,
+    "accumulation and norms": clipped(3, 2, evaluates=False),
     "several backwards": several_backwards,
-    "16-bit": sixteen_bit,
-    "woven": woven,
+    "16-bit": clipped(2, dtype="bf16"),
+    "woven": trained(Woven, 3, chunk_numel=640, chunk_budget=1280 * 4, cpu_embedding=False),
     "lookups": lookups,
     "lookups that write": lookups_that_write,
     "dropped gradients": dropped_gradients,
@@ -575,35 +548,24 @@ WATCHED = (
 """Modules that order copies and kernels of one process, some with the classes that do."""
 
 ELSEWHERE = {
-    "checkpoint/checkpoints.py": "waits for threads and for files",
-    "checkpoint/first_values.py": "waits for workers: tests/unit/checkpoint/test_first_values.py",
-    "checkpoint/transaction.py": "joins its threads, and waits for a compute stream that simulated tensors do not have",
-    "integrations/accelerator_checkpoints.py": "waits for checkpoints that are complete",
-    "cli/run.py": "joins words",
-    "integrations/trainer_checkpoints.py": "waits for checkpoints that are complete",
-    "engine.py": "asks for errors before it detaches: tests/parity/test_overlapped_updates.py",
-    "membership.py": "waits for threads",
-    "memory/accelerator.py": "asks a device of torch",
-    "memory/lanes.py": "measures what others wait for",
-    "memory/driver.py": "waits for its own threads",
-    "optim/adam_kernel.py": "waits for its workers",
-    "optim/workers.py": "waits for its own threads",
-    "payloads.py": "waits for workspace that is about to go (tests/parity/test_overlapped_updates.py) and for zeros",
-    "planner/imagined.py": "limits what may be in flight on a machine that is not here",
-    "resources.py": "limits what may be in flight: tests/unit/memory/test_streams.py",
-    "report/measure.py": "measures, with nobody beside it",
-    "runtime/groups.py": "several processes: tests/distributed/test_races_together.py",
-    "dist/collectives.py": "several processes: tests/distributed/test_races_together.py",
-    "runtime/gate.py": "waits for threads",
-    "runtime/gradient_ring.py": "waits where the ring is full: tests/unit/runtime/test_gradient_ring.py",
-    "dist/tickets.py": "several processes: tests/distributed/test_races_together.py",
-    "runtime/model_lock.py": "waits for threads",
-    "dist/watchdog.py": "waits for processes",
-    "schedule/clock.py": "virtual time",
-    "schedule/replay.py": "virtual time",
-    "schedule/repeats.py": "joins words",
+    "for threads": ["checkpoint/checkpoints.py", "memory/driver.py", "membership.py", "optim/workers.py"],
+    "for threads, and a compute stream that simulated tensors do not have": ["checkpoint/transaction.py"],
+    "for threads that use the model": ["runtime/gate.py", "runtime/model_lock.py"],
+    "for workers: tests/unit/checkpoint/test_first_values.py": ["checkpoint/first_values.py"],
+    "for its workers": ["optim/adam_kernel.py"],
+    "for complete checkpoints": ["integrations/accelerator_checkpoints.py", "integrations/trainer_checkpoints.py"],
+    "for errors of work that has ended: tests/parity/test_overlapped_updates.py": ["engine.py"],
+    "for workspace that is about to go (tests/parity/test_overlapped_updates.py), and for zeros": ["payloads.py"],
+    "for room in the ring: tests/unit/runtime/test_gradient_ring.py": ["runtime/gradient_ring.py"],
+    "for less in flight: tests/unit/memory/test_streams.py": ["resources.py", "planner/imagined.py"],
+    "for processes: tests/distributed/test_races_together.py": [
+        *("runtime/groups.py", "dist/collectives.py", "dist/tickets.py", "dist/watchdog.py"),
+    ],
+    "to measure, with nobody beside it": ["memory/lanes.py", "report/measure.py", "memory/accelerator.py"],
+    "in virtual time": ["schedule/clock.py", "schedule/replay.py"],
+    "not: it joins words": ["cli/run.py", "schedule/repeats.py"],
 }
-"""Modules that wait for something else."""
+"""Modules that wait for something else, by what they wait for."""
 
 _GROUP = "only a group of several processes comes here"
 _HELD = "the thread holds the tensors that it writes, so its file is right; the memory would be free in the books alone"
@@ -680,4 +642,4 @@ def test_every_module_that_waits_is_known():
     root = pathlib.Path(hf_patrickstar.__file__).parent
     paths = sorted(str(path.relative_to(root)) for path in root.rglob("*.py"))
     waiting = {path for path in paths if mutations.find_sites(path)}
-    assert waiting == {module for module, *_ in WATCHED} | ELSEWHERE.keys()
+    assert waiting == {module for module, *_ in WATCHED}.union(*ELSEWHERE.values())

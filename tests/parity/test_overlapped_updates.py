@@ -19,7 +19,8 @@ from unittest import mock
 
 import pytest
 import torch
-from engine.small import CHUNK_NUMEL, WIDTH, Stack, Tied, assert_same, loss_of, make
+from engine.same import assert_same
+from engine.small import CHUNK_NUMEL, WIDTH, Stack, Tied, loss_of, make
 from simulated import streams_of
 from transformers.optimization import Adafactor
 
@@ -259,6 +260,55 @@ def dropped_states(run):
         run.keep(len(run.optimizer.inner.state))
 
 
+def one_at_a_time(run):
+    """Somebody looks into the state of the last chunk alone, and the thread is still at those before it."""
+    run.optimizer.kernel.batch_numel = 0  # as with chunks of the usual size
+    for seed in range(2):
+        run.step(seed)
+    held = run.optimizer.state[run.engine.manager.chunks[-1].owned[-1].parameter]["exp_avg"]
+    for seed in range(2, 5):
+        run.step(seed, lambda run: run.keep(held))
+
+
+def changing_factor(run):
+    """The factor of a step is that of the step."""
+    factor = torch.tensor(0.5)
+    for seed in range(3):
+        run.backward(seed)
+        run.optimizer.unscale(factor)
+        run.optimizer.step()
+        factor.mul_(0.9)
+        run.optimizer.zero_grad()
+
+
+def a_step_that_raises_in_the_middle(run):
+    """An error of the caller's thread, when some chunks are being updated and others will not be."""
+    prepare = AdamKernel.prepare
+    run.step(0)
+    run.backward(1)
+    run.keep(run.optimizer.clip_grad_norm_(None, 0.5))
+    told = []
+
+    def fail_once(kernel, batch, *args, **kwargs):
+        told.append(batch)
+        if len(told) == 3:
+            raise MemoryError("in the middle")
+        return prepare(kernel, batch, *args, **kwargs)
+
+    one_by_one = mock.patch.object(run.optimizer.kernel, "batch_numel", 0)
+    with one_by_one, mock.patch.object(AdamKernel, "prepare", fail_once), pytest.raises(MemoryError):
+        run.optimizer.step()
+    assert len(told) == 3
+    run.keep(*run.model.state_dict().values())
+    run.keep_state(run.optimizer.state_dict())
+    run.keep(*(int(run.optimizer.state[parameter]["step"]) for parameter in run.model.parameters()))
+    assert set(run.found[-len(list(run.model.parameters())) :]) == {1, 2}
+    with pytest.raises(EngineError, match="was consumed by"):  # torch would update those once more that were updated
+        run.optimizer.step()
+    run.optimizer.zero_grad()
+    run.step(2)
+
+
 OTHER_CASES = {
     **{name: (plain, {"make_optimizer": make_optimizer}) for name, make_optimizer in OTHERS.items()},
     **{f"{name} in 16-bit": (plain, {"make_optimizer": OTHERS[name], "dtype": "bf16"}) for name in list(OTHERS)[:2]},
@@ -287,8 +337,18 @@ OTHER_CASES = {
         settings_changed_in_place,
         {"make_optimizer": lambda p: torch.optim.NAdam(p, lr=1e-2, betas=[0.9, 0.99])},
     ),
+    # What the thread uses is not what the caller changes.
+    **{
+        case.__name__: (case, {"dtype": "bf16", "host_threads": 1, "autocast": False})
+        for case in (one_at_a_time, changing_factor)
+    },
+    # A step that raises leaves what it leaves at once.
+    **{
+        f"a step that raises, {settings}": (a_step_that_raises_in_the_middle, settings)
+        for settings in ({}, {"dtype": "bf16", "autocast": False}, {"accumulation": 2})
+    },
 }
-"""Cases with these optimizers."""
+"""Cases with other optimizers, and those in which the caller's thread is in the middle of something."""
 
 CASES = {
     "plain": (plain, {}),
@@ -598,41 +658,6 @@ def test_a_step_that_failed_counts_for_no_chunk_that_it_left_out(overlap, monkey
     assert_same(train(False), train(True, overlap_optimizer=overlap))
 
 
-def a_step_that_raises_in_the_middle(run):
-    """An error of the caller's thread, when some chunks are being updated and others will not be."""
-    prepare = AdamKernel.prepare
-    run.step(0)
-    run.backward(1)
-    run.keep(run.optimizer.clip_grad_norm_(None, 0.5))
-    told = []
-
-    def fail_once(kernel, batch, *args, **kwargs):
-        told.append(batch)
-        if len(told) == 3:
-            raise MemoryError("in the middle")
-        return prepare(kernel, batch, *args, **kwargs)
-
-    one_by_one = mock.patch.object(run.optimizer.kernel, "batch_numel", 0)
-    with one_by_one, mock.patch.object(AdamKernel, "prepare", fail_once), pytest.raises(MemoryError):
-        run.optimizer.step()
-    assert len(told) == 3
-    run.keep(*run.model.state_dict().values())
-    run.keep_state(run.optimizer.state_dict())
-    run.keep(*(int(run.optimizer.state[parameter]["step"]) for parameter in run.model.parameters()))
-    assert set(run.found[-len(list(run.model.parameters())) :]) == {1, 2}
-    with pytest.raises(EngineError, match="was consumed by"):  # torch would update those once more that were updated
-        run.optimizer.step()
-    run.optimizer.zero_grad()
-    run.step(2)
-
-
-@pytest.mark.parametrize("settings", [{}, {"dtype": "bf16", "autocast": False}, {"accumulation": 2}], ids=str)
-def test_a_step_that_raises_in_the_middle_leaves_what_it_leaves_at_once(settings):
-    expected = outcome("threads", a_step_that_raises_in_the_middle, settings, overlap_optimizer=False)
-    for streams in ("threads", *STREAMS):
-        assert_same(expected, outcome(streams, a_step_that_raises_in_the_middle, settings))
-
-
 def threads_of_engines():
     return {thread for thread in threading.enumerate() if thread.name.startswith("hf_patrickstar")}
 
@@ -765,62 +790,6 @@ def test_a_process_that_is_forked_sees_updates_that_were_under_way(late, gate):
 
 
 # What updates share
-
-
-def one_at_a_time(run):
-    """Somebody looks into the state of the last chunk alone, and the thread is still at those before it."""
-    run.optimizer.kernel.batch_numel = 0  # as with chunks of the usual size
-    for seed in range(2):
-        run.step(seed)
-    held = run.optimizer.state[run.engine.manager.chunks[-1].owned[-1].parameter]["exp_avg"]
-    for seed in range(2, 5):
-        run.step(seed, lambda run: run.keep(held))
-
-
-def changing_factor(run):
-    """The factor of a step is that of the step."""
-    factor = torch.tensor(0.5)
-    for seed in range(3):
-        run.backward(seed)
-        run.optimizer.unscale(factor)
-        run.optimizer.step()
-        factor.mul_(0.9)
-        run.optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("case", [one_at_a_time, changing_factor])
-def test_what_the_thread_uses_is_not_what_the_caller_changes(case):
-    settings = {"dtype": "bf16", "host_threads": 1, "autocast": False}
-    expected = outcome("threads", case, settings, overlap_optimizer=False)
-    for streams in ("threads", *STREAMS[:3]):
-        assert_same(expected, outcome(streams, case, settings))
-
-
-def test_updates_that_nobody_looks_into_do_not_wait_for_each_other(late, gate):
-    """The thread's own views of a list are not somebody who looks into it."""
-    run = Run()
-    run.step(0)
-    started, go_on = threading.Event(), threading.Event()
-    update_share = AdamKernel._update_share
-
-    def pausing(kernel, job, number, share):
-        views = [segment.payloads[name][segment.start :] for segment in share for name in ("master", "exp_avg")]
-        narrow = [view[1:] for view in views]
-        started.set()
-        assert go_on.wait(30)
-        del views, narrow
-        update_share(kernel, job, number, share)
-
-    with mock.patch.object(AdamKernel, "_update_share", pausing):
-        run.backward(1)
-        run.optimizer.step()
-        assert started.wait(30)
-        first = run.engine.manager.chunks[0]
-        assert not first.update.is_done
-        assert not first.is_lent(AdamKernel.list_names)
-        go_on.set()
-        run.optimizer.zero_grad()
-        run.engine.detach()
 
 
 def test_a_reader_that_has_waited_forgets_no_later_update(late, gate, monkeypatch):

@@ -77,20 +77,8 @@ def run_reference(
     losses, done = [], []
     model.train()
     for step in range(steps):
-
-        def batches(step=step):
-            for micro in range(accumulation):
-                torch.manual_seed(step * 10 + micro)
-                yield make_batch(name, seed=step * 10 + micro)
-
-        class Lazy:
-            def __len__(self):
-                return accumulation
-
-            def __iter__(self):
-                return batches()
-
-        step_losses, finished = reference.step(Lazy())
+        seeds = [step * 10 + micro for micro in range(accumulation)]
+        step_losses, finished = reference.step([make_batch(name, seed=seed) for seed in seeds], seeds)
         losses += step_losses
         done.append(finished)
     return reference, losses, done

@@ -10,8 +10,6 @@ from test_budget import budget_of
 from torch import nn
 from trainers import assert_same_run, smallest_budget, train
 
-from hf_patrickstar.optim import adam_kernel, adam_script
-
 
 def tight(name, precision="no", checkpointing=False):
     return {"chunk_budget": smallest_budget(make_model(name), precision, checkpointing)}
@@ -94,10 +92,3 @@ def test_what_is_less_usual(config, kwargs, tmp_path):
     ours = train("gpt2", tmp_path / "ours", config, **kwargs)
     assert_same_run(train("gpt2", tmp_path / "plain", **kwargs), ours)
     assert (ours[0].patrickstar_stats()["chunk_loads"] == 0) is (config.get("chunk_budget") == "1MiB")
-
-
-@pytest.mark.parametrize("tile_numel", [64, 1024])
-def test_tiles(tile_numel, tmp_path, monkeypatch):
-    monkeypatch.setattr(adam_kernel, "SHARE_NUMEL", 2 * tile_numel)
-    monkeypatch.setattr(adam_script, "TILE_NUMEL", tile_numel)
-    assert_same_run(train("bert", tmp_path), train("bert", tmp_path, {}))

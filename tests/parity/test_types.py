@@ -131,55 +131,51 @@ def types_of(engine):
 MIXED, FP32, FP64 = ("bfloat16", "float32"), ("float32", "float32"), ("float64", "float64")
 
 
+def engine_of(model, **config):
+    return PatrickStarEngine(model, config, adamw(model))
+
+
 def test_what_keeps_its_type_when_16_bit_was_asked_for():
     model = make_stack(torch.bfloat16, torch.bfloat16, torch.float32, torch.float64)
-    engine = PatrickStarEngine(model, {"dtype": "bf16"}, adamw(model))
+    engine = engine_of(model, dtype="bf16")
     names = [f"layers.{index}.weight" for index in range(4)]
     assert types_of(engine) == dict(zip([*names, "norm.weight"], [MIXED, MIXED, FP32, FP64, FP64], strict=True))
     engine.detach()
     assert [layer.weight.dtype for layer in model.layers] == [torch.bfloat16] * 2 + [torch.float32, torch.float64]
+    assert set(types_of(engine_of(make_stack(torch.bfloat16, torch.float64), dtype="fp32")).values()) == {FP32}
 
 
-def test_what_autocast_does_not_round_stays_fp32():
-    model = make_model("gpt2")
-    engine = PatrickStarEngine(model, {"dtype": "bf16"}, adamw(model))
-    for name, types in types_of(engine).items():
-        is_rounded = any(part in name for part in ("c_attn", "c_proj", "c_fc"))
-        assert types == (MIXED if is_rounded else FP32), name
-    assert model.state_dict()["transformer.wte.weight"].dtype is torch.float32
-
-
-def test_patterns_replace_that():
-    model = make_model("gpt2")
-    engine = PatrickStarEngine(model, {"dtype": "bf16", "keep_fp32": ["*.ln_1.*"]}, adamw(model))
-    for name, types in types_of(engine).items():
-        assert types == (FP32 if "ln_1" in name else MIXED), name
-    model(**make_batch("gpt2")).loss.backward()
-    engine.optimizer.step()
-
-
-def test_a_pattern_that_matches_nothing_is_told(caplog):
+@pytest.mark.parametrize(
+    ("patterns", "kept"),
+    [("auto", ("wte", "wpe", "ln_")), (["*.ln_1.*"], ("ln_1",)), (["auto", "*.ln_9.*"], ("wte", "wpe", "ln_"))],
+)
+def test_what_autocast_does_not_round_stays_fp32_unless_patterns_replace_that(patterns, kept, caplog):
     model = make_model("gpt2")
     with caplog.at_level("WARNING", "hf_patrickstar"):
-        PatrickStarEngine(model, {"dtype": "bf16", "keep_fp32": ["auto", "*.ln_9.*", "*.ln_1.*"]}, adamw(model))
-    (text,) = [record.getMessage() for record in caplog.records if "keep_fp32" in record.getMessage()]
-    assert "no parameter of GPT2LMHeadModel has a name like '*.ln_9.*'; names are, for example, '" in text
-    assert ".ln_" in text.partition("for example")[2]
+        engine = engine_of(model, dtype="bf16", keep_fp32=patterns)
+    for name, types in types_of(engine).items():
+        assert types == (FP32 if any(f".{part}" in name for part in kept) else MIXED), name
+    assert model.state_dict()["transformer.wte.weight"].dtype is torch.float32
+    told = [record.getMessage() for record in caplog.records if "keep_fp32" in record.getMessage()]
+    if "*.ln_9.*" in patterns:
+        (text,) = told
+        assert "no parameter of GPT2LMHeadModel has a name like '*.ln_9.*'; names are, for example, '" in text
+        assert ".ln_" in text.partition("for example")[2]
+    else:
+        assert not told
+    model(**make_batch("gpt2")).loss.backward()
+    engine.optimizer.step()
+    with pytest.raises(IndexError):
+        model(input_ids=torch.full((1, 2), 10**6))
+    assert not torch.is_autocast_enabled("cpu"), "a forward that fails leaves it"
 
 
 def test_what_transformers_keeps_in_fp32():
     model = make_model("t5").to(torch.bfloat16)
-    engine = PatrickStarEngine(model, {"dtype": "fp16"}, adamw(model))
-    kept = [name for name, types in types_of(engine).items() if types == FP32]
+    kept = [name for name, types in types_of(engine_of(model, dtype="fp16")).items() if types == FP32]
     assert kept
     assert all(".wo." in name for name in kept)
     assert model(**make_batch("t5")).loss.isfinite()
-
-
-def test_asked_for_fp32():
-    model = make_stack(torch.bfloat16, torch.float64)
-    engine = PatrickStarEngine(model, {"dtype": "fp32"}, adamw(model))
-    assert set(types_of(engine).values()) == {FP32}
 
 
 def test_an_adapter_in_fp32_beside_a_16_bit_body():
@@ -192,14 +188,6 @@ def test_an_adapter_in_fp32_beside_a_16_bit_body():
     PatrickStarEngine(model, {"dtype": "bf16"}, optimizer)
     assert model.adapter.dtype is torch.float32
     assert torch.equal(model.adapter, torch.full((WIDTH, 2), 1e-4 + 1e-9))
-
-
-def test_a_forward_that_fails_leaves_autocast():
-    model = make_model("gpt2")
-    PatrickStarEngine(model, {"dtype": "bf16"}, adamw(model))
-    with pytest.raises(IndexError):
-        model(input_ids=torch.full((1, 2), 10**6))
-    assert not torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.parametrize("is_inside", [True, False])
