@@ -48,7 +48,7 @@ _DEVICE_TILE_NUMEL = 2**24
 _BATCH_SHARES = 2
 """Chunks are updated together until they have so many shares for each worker: workers wait for each other after each
 batch. On a host with 16 cores each such wait took 4.5 ms, in which they would have updated 16 M elements."""
-_LEAST_BATCH_NUMEL = 2**23
+LEAST_BATCH_NUMEL = 2**23
 """Elements that are updated together however few workers there are."""
 
 
@@ -133,7 +133,7 @@ class AdamKernel(Kernel):
         super().__init__(optimizer, pool)
         self._has_lanes = has_lanes
         self._workers = workers or HostWorkers()
-        self.batch_numel = max(self._workers.num * _BATCH_SHARES * SHARE_NUMEL, _LEAST_BATCH_NUMEL)
+        self.batch_numel = max(self._workers.num * _BATCH_SHARES * SHARE_NUMEL, LEAST_BATCH_NUMEL)
         self._prefer_fused = prefer_fused
         self._steps: dict[int, int | torch.Tensor] = {}  # tensors once somebody has seen them, and may write to them
         self._steps_lock = threading.Lock()
