@@ -12,7 +12,6 @@ from hf_patrickstar.report.run_record import read_run
 STEPS = {"save_strategy": "steps", "save_steps": 1}
 CASES = {
     "no checkpoint": {},
-    "all checkpoints": STEPS,
     "some": {**STEPS, "save_total_limit": 2},
     "the best": {
         **STEPS,

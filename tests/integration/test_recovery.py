@@ -3,26 +3,9 @@
 import pytest
 import torch
 from models import make_batch, make_model
-from torch.utils._python_dispatch import TorchDispatchMode
-from trainers import LogRecorder, assert_same_run, smallest_budget, train
-from transformers import TrainerCallback
+from trainers import smallest_budget
 
 from hf_patrickstar import PatrickStarEngine
-
-
-class Failing(TorchDispatchMode):
-    """Raises what CUDA raises, at some operators that allocate, counted from the beginning of the block."""
-
-    def __init__(self, *at):
-        super().__init__()
-        self.at, self.count = set(at), 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        allocates = all(result.alias_info is None for result in func._schema.returns)
-        self.count += allocates
-        if allocates and self.count in self.at:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-        return func(*args, **(kwargs or {}))
 
 
 def make_pair(name, dtype, accumulation, checkpointing=False):
@@ -87,31 +70,3 @@ def test_an_interrupt_in_a_retry_makes_nothing_later_a_repetition(accumulation, 
             one.zero_grad()
     for key, value in plain.state_dict().items():
         assert torch.equal(value, model.state_dict()[key]), key
-
-
-class FailAt(TrainerCallback):
-    """Enters a failing mode for the length of one step."""
-
-    def __init__(self, step, *at):
-        self.step, self.mode = step, Failing(*at)
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            self.mode.__enter__()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step + 1:
-            self.mode.__exit__(None, None, None)
-
-
-def test_the_trainer_repeats_by_itself(tmp_path):
-    kwargs = {"gradient_accumulation_steps": 2}
-    expected = train("gpt2", tmp_path / "plain", **kwargs)
-    config = {"chunk_budget": 2 * smallest_budget(make_model("gpt2"))}
-    logs = LogRecorder()
-    ours = train(
-        "gpt2", tmp_path / "ours", config, callbacks=[FailAt(2, 200), logs], patrickstar_logging="all", **kwargs
-    )
-    assert_same_run(expected, ours)
-    assert ours[0].patrickstar_stats()["retries"] == 1
-    assert [entry["retries"] for entry in logs.figures()] == [0, 0, 1, 1]

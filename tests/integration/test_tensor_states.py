@@ -62,8 +62,7 @@ def train(engine, recorder, num_micro_batches=1):
     recorder.look()
 
 
-@pytest.mark.parametrize("is_checkpointed", [False, True])
-@pytest.mark.parametrize("num_micro_batches", [1, 2])
+@pytest.mark.parametrize(("num_micro_batches", "is_checkpointed"), [(1, True), (2, False)])
 def test_a_step_goes_through_the_states_of_the_paper(num_micro_batches, is_checkpointed):
     engine = make_engine(times=4)
     if is_checkpointed:
@@ -81,24 +80,8 @@ def test_the_path_of_one_weight():
     engine = make_engine()
     recorder = Recorder(engine)
     train(engine, recorder)
-    assert recorder.paths[NAME] == ["HOLD", "COMPUTE", "HOLD_AFTER_FWD", "HOLD_AFTER_BWD", "HOLD"]
-
-
-def test_an_evaluation_keeps_nothing_for_a_backward():
-    engine = make_engine()
-    recorder = Recorder(engine)
+    path = ["HOLD", "COMPUTE", "HOLD_AFTER_FWD", "HOLD_AFTER_BWD", "HOLD"]
+    assert recorder.paths[NAME] == path
     with torch.no_grad():
         engine.model(**make_batch("gpt2"))
-    assert recorder.paths[NAME] == ["HOLD", "COMPUTE", "HOLD"]
-
-
-def test_what_has_no_value_in_a_chunk_is_free():
-    engine = make_engine()
-    tensors = {tensor.spec.name: tensor for tensor in engine.manager.tensors}
-    assert {tensor.state for tensor in tensors.values()} == {TensorState.HOLD}
-    tensors[NAME].is_filled = False
-    assert tensors[NAME].state is TensorState.FREE
-    tensors[NAME].is_filled = True
-    tensors[NAME].parameter.data = torch.zeros(3)  # another shape: it is an ordinary parameter until it is used again
-    with torch.no_grad():
-        assert tensors[NAME].state is TensorState.FREE
+    assert recorder.paths[NAME] == [*path, "COMPUTE", "HOLD"], "an evaluation keeps nothing for a backward"
