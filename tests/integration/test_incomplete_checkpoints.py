@@ -9,25 +9,13 @@ from checkpoint_files import STATE_INDEX, same_bits
 from models import make_batch, make_model
 from peft import LoraConfig, get_peft_model
 from test_accelerate_checkpoints import Loop
-from trainers import logged, make_trainer, run, tight
-from transformers import Trainer, TrainingArguments
+from test_interchange import ours, stock
+from trainers import logged, run, tight
 
-from hf_patrickstar import CheckpointError, PatrickStarEngine, PatrickStarTrainer, PatrickStarTrainingArguments
+from hf_patrickstar import CheckpointError, PatrickStarEngine
 
 SHARD = "optimizer-00001-of-00001.safetensors"
 OTHERS = "optimizer-others.safetensors"
-
-
-def make(cls, args_cls, folder, **kwargs):
-    return make_trainer(cls, args_cls, folder, save_strategy="steps", save_steps=2, **kwargs)
-
-
-def ours(folder, **kwargs):
-    return make(PatrickStarTrainer, PatrickStarTrainingArguments, folder, **kwargs)
-
-
-def stock(folder, **kwargs):
-    return make(Trainer, TrainingArguments, folder, **kwargs)
 
 
 def without(directory, *patterns):

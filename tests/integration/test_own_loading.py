@@ -4,7 +4,6 @@ import logging
 
 import pytest
 import torch
-from checkpoint_files import names_in
 from safetensors.torch import load_file, save_file
 from trainers import arguments, assert_same_weights, logged, run
 from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
@@ -173,17 +172,3 @@ def test_what_is_missing_in_a_plain_module(tmp_path, caplog):
         run(trainer_of(PatrickStarTrainer, tmp_path / "resumed", make("Plain")), resume_from_checkpoint=str(place))
     for keys in ("missing keys in the checkpoint model loaded: ['head.weight']", "unexpected keys in the checkpoint"):
         assert keys in caplog.text
-
-
-@pytest.mark.parametrize("place", ["nowhere", "empty"])
-def test_a_wrong_place(place, tmp_path):
-    """What the Trainer says, and as it says it."""
-    (tmp_path / "empty").mkdir()
-    said = []
-    for cls in (Trainer, PatrickStarTrainer):
-        trainer = trainer_of(cls, tmp_path / "run", make("Plain"))
-        with pytest.raises(ValueError, match="Can't find a valid checkpoint at") as caught:
-            run(trainer, resume_from_checkpoint=str(tmp_path / place))
-        said.append((type(caught.value), str(caught.value)))
-    assert said[0] == said[1]
-    assert names_in(tmp_path) == set()

@@ -152,29 +152,6 @@ def test_two_optimizers_that_hold_some_of_the_same(accelerated, when, kinds):
     accelerated(script)
 
 
-def test_clipping_over_several_engines_and_what_is_not_prepared(accelerated):
-    def script(make, note):
-        accelerator = make()
-        encoder, decoder, judge = make_encoder(), make_decoder(), make_judge()
-        encoder, decoder, first, second = accelerator.prepare(encoder, decoder, adam(encoder), adam(decoder))
-        third = adam(judge)
-        for step in range(3):
-            x = encoder(batch(step))
-            accelerator.backward(decoder(x).square().mean() + judge(x).square().mean())
-            note("values", accelerator.clip_grad_value_([*decoder.parameters(), *judge.parameters()], 0.01))
-            models = (encoder, decoder, judge)
-            parameters = itertools.chain(*(model.parameters() for model in models))
-            note("norm", accelerator.clip_grad_norm_(parameters, 0.05))
-            note("of one", [accelerator.clip_grad_norm_(model.parameters(), 0.01, norm_type=1) for model in models])
-            note("of a frozen one", accelerator.clip_grad_norm_(make_judge().requires_grad_(False).parameters(), 1.0))
-            for optimizer in (first, second, third):
-                optimizer.step()
-                optimizer.zero_grad()
-        note_all(note, encoder, decoder, judge, first, second)
-
-    accelerated(script)
-
-
 # Saved and loaded
 
 

@@ -4,7 +4,6 @@ import errno
 import os
 import shutil
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -12,14 +11,15 @@ import pytest
 import torch
 from checkpoint_files import assert_same_files, assert_same_tensors, names_in, trainer_state
 from models import make_model
+from test_interchange import SAVING, stock
 from trainers import assert_same_weights, logged, make_trainer, run, tight
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
 from hf_patrickstar import CheckpointError, PatrickStarTrainer, PatrickStarTrainingArguments
 from hf_patrickstar.checkpoint import transaction
 from hf_patrickstar.checkpoint.storage import PARTIAL, REMOVED, NewFile, StagedDirectory
+from hf_patrickstar.report.run_record import read_run
 
-SAVING = {"save_strategy": "steps", "save_steps": 2}
 BEST = {"eval_strategy": "steps", "load_best_model_at_end": True, "greater_is_better": True}  # the worst loss
 UNLIKE = ("training_args.bin",)  # paths
 
@@ -30,10 +30,6 @@ def ours(tmp_path, is_background=False, config=None, **kwargs):
     return make_trainer(
         PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, patrickstar_config=config, **{**SAVING, **kwargs}
     )
-
-
-def stock(tmp_path, **kwargs):
-    return make_trainer(Trainer, TrainingArguments, tmp_path, **{**SAVING, **kwargs})
 
 
 def other_model():
@@ -99,19 +95,6 @@ def test_the_history_of_a_resumed_run_is_that_of_the_uninterrupted_one(tmp_path)
 # Resuming at the end
 
 
-class Steps(TrainerCallback):
-    """Counts what is trained."""
-
-    def __init__(self):
-        self.begun = self.ended = 0
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self.begun += 1
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self.ended += 1
-
-
 @pytest.mark.parametrize(
     ("end", "steps", "limit"),
     [(4, {"max_steps": 4}, 4), (3, {"max_steps": 3}, 2), (4, {"max_steps": -1, "num_train_epochs": 0.25}, 2)],
@@ -123,9 +106,8 @@ def test_a_run_that_had_come_to_its_end_is_not_trained_further(end, steps, limit
     for left in (folder / PARTIAL / "checkpoint-4", folder / REMOVED / "checkpoint-0"):
         left.mkdir(parents=True)
     trainer = ours(folder, model=other_model(), save_steps=1, save_total_limit=limit, **steps)
-    trainer.add_callback(counter := Steps())
     result = run(trainer, resume_from_checkpoint=True)
-    assert (result.global_step, trainer.state.global_step, counter.begun, counter.ended) == (4, 4, 0, 1)
+    assert (result.global_step, trainer.state.global_step) == (4, 4)
     assert f"checkpoint is of step 4 of {end}; to train on, raise --max_steps" in caplog.text
     assert_same_weights(whole.model, trainer.model)
     assert trainer.patrickstar_stats()["steps"] == 0
@@ -185,15 +167,31 @@ KEPT = {
 }
 
 
+class Entries(TrainerCallback):
+    """What is in the output directory at each event."""
+
+    def __init__(self):
+        self.seen = []
+
+    def note(self, args, state, control, **kwargs):
+        self.seen.append((state.global_step, sorted(os.listdir(args.output_dir))))
+
+    on_step_begin = on_step_end = on_log = on_save = on_evaluate = on_train_end = note
+
+
 @pytest.mark.parametrize("name", KEPT)
 def test_the_same_checkpoints_stay_as_with_the_stock_trainer(name, tmp_path):
-    expected = stock(tmp_path / "stock", **KEPT[name])
+    """The output directory has the same entries during training, too, although a record of the run is written."""
+    expected = stock(tmp_path / "stock", trainer_kwargs={"callbacks": [entries := Entries()]}, **KEPT[name])
     run(expected)
     best = expected.state.best_model_checkpoint
     for is_background in (False, True):
-        folder = tmp_path / f"ours_{is_background}"
-        actual = ours(folder, is_background, **KEPT[name])
+        folder, callbacks = tmp_path / f"ours_{is_background}", [Entries()]
+        kwargs = {"trainer_kwargs": {"callbacks": callbacks}, "patrickstar_report": True, **KEPT[name]}
+        actual = ours(folder, is_background, **kwargs)
         run(actual)
+        assert is_background or callbacks[0].seen == entries.seen
+        assert len(read_run(folder).steps) == actual.state.global_step
         assert sorted(os.listdir(folder)) == sorted(os.listdir(tmp_path / "stock"))
         assert_same_weights(expected.model, actual.model)
         wanted = None if best is None else str(folder / os.path.basename(best))
@@ -262,46 +260,6 @@ def test_the_newest_checkpoint_is_found_among_leftovers_which_are_gone_when_trai
     assert_same_weights(whole.model, resumed.model)
     running.commit()
     assert sorted(os.listdir(tmp_path)) == ["checkpoint-2", "checkpoint-3", "checkpoint-4", "mine"]
-
-
-# Writing while training goes on
-
-
-class LateWriting(TrainerCallback):
-    """Lets the background write nothing before the next backward pass is over, if there is one."""
-
-    def __init__(self, monkeypatch):
-        self.is_late = []
-        self._is_over, self._steps = threading.Event(), 0
-        original = transaction.write_safetensors
-
-        def write(*args, **kwargs):
-            self.is_late.append(self._is_over.wait(timeout=30))
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(transaction, "write_safetensors", write)
-
-    def on_save(self, args, state, control, **kwargs):
-        self._is_over.clear()
-        if state.global_step == state.max_steps:
-            self._is_over.set()
-
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        self._is_over.set()
-
-
-@pytest.mark.parametrize(
-    ("config", "precision"), [(tight(), {"bf16": True}), ({"chunk_budget": 2**28}, {})], ids=["tight", "all_fits"]
-)
-def test_what_is_written_in_the_background_is_of_the_moment_of_saving(config, precision, tmp_path, monkeypatch):
-    kwargs = {"config": config, "save_steps": 1, **precision}
-    run(ours(tmp_path / "foreground", **kwargs))
-    late = LateWriting(monkeypatch)
-    run(ours(tmp_path / "background", True, trainer_kwargs={"callbacks": [late]}, **kwargs))
-    assert late.is_late == [True] * 4
-    for step in range(1, 5):
-        folders = (tmp_path / kind / f"checkpoint-{step}" for kind in ("foreground", "background"))
-        assert_same_files(*folders, apart_from=UNLIKE)
 
 
 # A signal
