@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from models import make_batch, make_model
+from models import make_model
 from torch import nn
 
 from hf_patrickstar import PatrickStarEngine
@@ -121,31 +121,8 @@ def test_events_of_a_step(eviction, num_chunks):
         assert words(events) == [*WITH_ROOM_FOR[num_chunks].split(", "), "step"], "every step is the same"
 
 
-@pytest.mark.parametrize(("eviction", "evicted"), [("list_order", 0), ("lru", 1)])
-def test_policies_differ_where_they_should(eviction, evicted):
-    """After a forward and an evaluation in between, the least recent chunk is not the first of the list."""
-    model, _, events = record(eviction, 2)
-    with torch.no_grad():
-        for layer in (1, 0, 2):
-            model[layer](torch.randn(1, WIDTH))
-    assert words(events) == ["load 1", "load 0", f"evict {evicted}", "load 2"]
-
-
-def train_gpt2(config):
-    model = make_model("gpt2").train()
-    engine = PatrickStarEngine(model, config, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
-    for step in range(3):
-        model(**make_batch("gpt2", seed=step)).loss.backward()
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
-    return engine.stats()
-
-
-def test_evicting_all_keeps_chunks_off_the_device_where_all_would_fit(caplog):
-    assert train_gpt2({})["chunk_evictions"] == 0
-    stats = train_gpt2({"debug_evict_all": True})
-    assert stats["chunk_evictions"] > stats["num_chunks"] > 2
-    assert stats["chunks_in_margin"] == 0
+def test_evicting_all_warns_where_there_is_nothing_to_evict(caplog):
     with caplog.at_level(logging.WARNING, "hf_patrickstar"):
-        train_gpt2({"debug_evict_all": True, "chunk_numel": 2**20})
+        model = make_model("gpt2")
+        PatrickStarEngine(model, {"debug_evict_all": True, "chunk_numel": 2**20}, torch.optim.AdamW(model.parameters()))
     assert "debug_evict_all has nothing to evict" in caplog.text

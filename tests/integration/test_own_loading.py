@@ -91,19 +91,6 @@ class Normalised(Plain):
         self.body = torch.nn.utils.parametrizations.weight_norm(self.body)
 
 
-class Accepting(Plain):
-    """Knows names of before in files of before, and writes those of today."""
-
-    def __init__(self):
-        super().__init__()
-        self._register_load_state_dict_pre_hook(self._rename)
-
-    @staticmethod
-    def _rename(state_dict, prefix, *_):
-        if prefix + "old" in state_dict:
-            state_dict[prefix + "head.weight"] = state_dict.pop(prefix + "old")
-
-
 class Config(PreTrainedConfig):
     model_type = "accepting"
 
@@ -113,7 +100,7 @@ class Pretrained(PreTrainedModel):
 
     def __init__(self, config):
         super().__init__(config)
-        self.inner = Accepting()
+        self.inner = Plain()
         self.post_init()
 
     def _init_weights(self, module):

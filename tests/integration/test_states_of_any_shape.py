@@ -24,43 +24,97 @@ class Rotation:
         self.matrix = matrix
 
 
-class Frugal(torch.optim.Optimizer):
-    """Adam of a projection of the gradient, with one scale per row.
+class Plain(torch.optim.Optimizer):
+    """Keeps nothing; has settings of any kind."""
 
-    Its ``exp_avg`` is smaller than the parameter, its ``exp_avg_sq`` has one dimension, and the count of steps is under
-    a name. Each parameter has an object if ``projects``.
-    """
-
-    def __init__(self, params, lr=1e-2, projects=False):
-        super().__init__(params, {"lr": lr})
-        self.projects = projects
-        self.state["total"] = 0
+    def __init__(self, params, lr=1e-2, **settings):
+        super().__init__(params, {"lr": lr, **settings})
 
     @torch.no_grad()
     def step(self, closure=None):
-        self.state["total"] += 1
+        self.begin()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self.update(parameter, parameter.grad.flatten(1) if parameter.dim() > 1 else parameter.grad[None])
+                    self.update(parameter, parameter.grad, self.state[parameter], group)
 
-    def update(self, parameter, gradient):
-        state = self.state[parameter]
-        if not state:
-            state["exp_avg"] = gradient.new_zeros(gradient.shape[0], 2)
-            state["exp_avg_sq"] = gradient.new_zeros(gradient.shape[0])
-            if self.projects:
-                generator = torch.Generator().manual_seed(gradient.shape[1])
-                state["rotation"] = Rotation(torch.randn(gradient.shape[1], 2, generator=generator))
-        matrix = state["rotation"].matrix if self.projects else torch.ones(gradient.shape[1], 2)
-        state["exp_avg"].lerp_(gradient @ matrix, 0.1)
-        state["exp_avg_sq"].lerp_(gradient.square().mean(1), 1 - 0.9 ** self.state["total"])
-        change = (state["exp_avg"] @ matrix.T) / (state["exp_avg_sq"].sqrt()[:, None] + 1e-3)
-        parameter.sub_(change.view_as(parameter), alpha=self.param_groups[0]["lr"])
+    def begin(self):
+        pass
+
+    def update(self, parameter, gradient, state, group):
+        parameter.sub_(gradient, alpha=group["lr"])
+
+
+class WithMaster(Plain):
+    """Its average has the name that the engine's own fp32 values have in files."""
+
+    def update(self, parameter, gradient, state, group):
+        state.setdefault("master", torch.zeros_like(parameter)).lerp_(gradient, 0.3)
+        parameter.sub_(state["master"], alpha=group["lr"])
+
+
+class WithSmallMaster(Plain):
+    """The same with one number per row."""
+
+    def update(self, parameter, gradient, state, group):
+        state.setdefault("master", torch.zeros(parameter.shape[:1])).lerp_(
+            gradient.flatten(1).mean(1) if gradient.dim() > 1 else gradient, 0.3
+        )
+        parameter.sub_(state["master"].view(-1, *[1] * (parameter.dim() - 1)), alpha=group["lr"])
+
+
+class Odd(WithMaster):
+    """Keeps tuples, which JSON has as lists, under odd keys: of parameters, of groups, and of nothing.
+
+    Keys have a slash, are numbers, or tuples, or look like a key that is written as Python does.
+    """
+
+    keys = ("a/b", 0, ("a/b", 1), "=0", "\\/'", "")
+
+    def __init__(self, params, lr=1e-2, projects=False, **settings):
+        super().__init__(params, lr, **settings)
+        self.projects = projects
+
+    def begin(self):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group.setdefault("running", torch.zeros(2)).add_(1.5)
+            group.setdefault("scale", torch.zeros(())).add_(1)
+            group.setdefault("seen", []).append(group["k"])
+            group.setdefault("inner", {"n": 0, "pair": (1, [2])})["n"] += 1
+            group[0] = (group.get(0, (0, (1, 2)))[0] + 1, (1, 2))
+            assert type(group["inner"]["pair"]) is type(group[0][1]) is tuple
+        kept = self.state["all/norms"]
+        kept["t/1"] = kept.get("t/1", 0) + 1
+        kept.setdefault(2, torch.zeros(3)).add_(0.5)
+        self.state[("odd", 1)] = (self.state[("odd", 1)] or (0,))[0] + 1, 0
+
+    def update(self, parameter, gradient, state, group):
+        super().update(parameter, gradient, state, group)
+        state.setdefault("exp_avg", torch.zeros(2, 2)).lerp_(gradient.sum(), 0.5)  # not as Adam has these
+        state.setdefault("exp_avg_sq", torch.zeros(3)).add_(gradient.square().mean())
+        if self.projects:
+            state.setdefault("rotation", Rotation(gradient.new_full((2,), 0.5))).matrix.add_(state["exp_avg"][0])
+            parameter.sub_(state["rotation"].matrix.mean(), alpha=group["lr"])
+        parameter.sub_(state["exp_avg"].mean() / (1 + state["exp_avg_sq"].sum()), alpha=group["lr"])
+        number, half = state.get("pair", (0, 0.0))
+        state["pair"] = (number + 1, half + 0.5)
+        state.setdefault("nested", [(1, 2)]).append((number,))
+        assert all(type(item) is tuple for item in [state["pair"], *state["nested"]])
+        state["t/n"] = state.get("t/n", 0) + 1
+        state[3] = state.get(3, 0) + 1
+        kept = self.state["all/norms"]
+        counts = state["t/n"] + state[3] + state["pair"][0] + len(state["nested"])
+        counts += group["k"] + len(group["seen"]) + group["inner"]["n"] + group[0][0]
+        counts += group["running"].sum().item() + group["scale"].item()
+        counts += kept["t/1"] + kept[2].sum().item() + self.state[("odd", 1)][0]
+        for number, key in enumerate(self.keys, 1):
+            state.setdefault(key, torch.zeros_like(parameter)).lerp_(gradient, 0.1 * number)
+            parameter.sub_(state[key], alpha=group["lr"] / counts)
 
 
 def trainer_of(is_chunked, tmp_path, seed=0, projects=False, **kwargs):
-    given = {"optimizer_cls_and_kwargs": (Frugal, {"lr": 1e-3, "projects": projects})}
+    given = {"optimizer_cls_and_kwargs": (Odd, {"lr": 1e-3, "projects": projects})}
     classes = (PatrickStarTrainer, PatrickStarTrainingArguments) if is_chunked else (Trainer, TrainingArguments)
     return make_trainer(*classes, tmp_path, model=make_model("gpt2", seed), trainer_kwargs=given, **kwargs)
 
@@ -93,87 +147,8 @@ def test_resuming_with_objects(tmp_path):
         run(third, resume_from_checkpoint=folder)
         exported = torch_state_dict(folder)["state"]
     assert_same_weights(first.model, third.model)
-    assert exported["total"] == 2
+    assert exported["all/norms"]["t/1"] == 2
     assert isinstance(exported[0]["rotation"], Rotation)
-
-
-# Keys, and values that JSON does not give back
-
-
-class Plain(torch.optim.Optimizer):
-    """Keeps nothing; has settings of any kind."""
-
-    def __init__(self, params, lr=1e-2, **settings):
-        super().__init__(params, {"lr": lr, **settings})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self.update(parameter, parameter.grad, self.state[parameter], group)
-
-    def update(self, parameter, gradient, state, group):
-        parameter.sub_(gradient, alpha=group["lr"])
-
-
-class WithMaster(Plain):
-    """Its average has the name that the engine's own fp32 values have in files."""
-
-    def update(self, parameter, gradient, state, group):
-        state.setdefault("master", torch.zeros_like(parameter)).lerp_(gradient, 0.3)
-        parameter.sub_(state["master"], alpha=group["lr"])
-
-
-class WithSmallMaster(Plain):
-    """The same with one number per row."""
-
-    def update(self, parameter, gradient, state, group):
-        state.setdefault("master", torch.zeros(parameter.shape[:1])).lerp_(
-            gradient.flatten(1).mean(1) if gradient.dim() > 1 else gradient, 0.3
-        )
-        parameter.sub_(state["master"].view(-1, *[1] * (parameter.dim() - 1)), alpha=group["lr"])
-
-
-class Odd(WithMaster):
-    """Keeps tuples, which JSON has as lists, under odd keys: of parameters, of groups, and of nothing.
-
-    Keys have a slash, are numbers, or tuples, or look like a key that is written as Python does.
-    """
-
-    keys = ("a/b", 0, ("a/b", 1), "=0", "\\/'", "")
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
-            group.setdefault("running", torch.zeros(2)).add_(1.5)
-            group.setdefault("scale", torch.zeros(())).add_(1)
-            group.setdefault("seen", []).append(group["k"])
-            group.setdefault("inner", {"n": 0, "pair": (1, [2])})["n"] += 1
-            group[0] = (group.get(0, (0, (1, 2)))[0] + 1, (1, 2))
-            assert type(group["inner"]["pair"]) is type(group[0][1]) is tuple
-        kept = self.state["all/norms"]
-        kept["t/1"] = kept.get("t/1", 0) + 1
-        kept.setdefault(2, torch.zeros(3)).add_(0.5)
-        self.state[("odd", 1)] = (self.state[("odd", 1)] or (0,))[0] + 1, 0
-        super().step()
-
-    def update(self, parameter, gradient, state, group):
-        super().update(parameter, gradient, state, group)
-        number, half = state.get("pair", (0, 0.0))
-        state["pair"] = (number + 1, half + 0.5)
-        state.setdefault("nested", [(1, 2)]).append((number,))
-        assert all(type(item) is tuple for item in [state["pair"], *state["nested"]])
-        state["t/n"] = state.get("t/n", 0) + 1
-        state[3] = state.get(3, 0) + 1
-        kept = self.state["all/norms"]
-        counts = state["t/n"] + state[3] + state["pair"][0] + len(state["nested"])
-        counts += group["k"] + len(group["seen"]) + group["inner"]["n"] + group[0][0]
-        counts += group["running"].sum().item() + group["scale"].item()
-        counts += kept["t/1"] + kept[2].sum().item() + self.state[("odd", 1)][0]
-        for number, key in enumerate(self.keys, 1):
-            state.setdefault(key, torch.zeros_like(parameter)).lerp_(gradient, 0.1 * number)
-            parameter.sub_(state[key], alpha=group["lr"] / counts)
 
 
 ODD = [WithSmallMaster, Odd]
