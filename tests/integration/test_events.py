@@ -91,19 +91,6 @@ def test_events_of_a_first_step_and_of_planned_ones(is_recorded, request):
         assert words(events) == [*forward, *BACKWARD_OF_FOUR, "step"]
 
 
-def test_events_when_the_margin_is_filled():
-    """Room for nine payloads: before the first step the first two layers move there with four lists each."""
-    model, engine, events = record("belady", 9, num_layers=4, prefetch_depth=0)
-    for moves in (["move home 0", "move home 1"], []):
-        events.clear()
-        train_step(model, engine)
-        assert words(events) == [
-            *moves,
-            *("load 2", "evict 2", "load 3", "gradient 3", "evict 3", "load 2", "gradient 2"),
-            *("gradient 1", "gradient 0", "drop 2", "step"),
-        ]
-
-
 WITH_ROOM_FOR = {
     # Every visit is a load, both ways; layer 0 needs no weight in backward.
     1: "load 0, evict 0, load 1, evict 1, load 2, gradient 2, evict 2, load 1, gradient 1, gradient 0, drop 1",

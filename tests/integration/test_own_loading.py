@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from trainers import arguments, assert_same_weights, logged, run
-from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from hf_patrickstar import (
     PatrickStarTrainer,
@@ -91,27 +91,7 @@ class Normalised(Plain):
         self.body = torch.nn.utils.parametrizations.weight_norm(self.body)
 
 
-class Config(PreTrainedConfig):
-    model_type = "accepting"
-
-
-class Pretrained(PreTrainedModel):
-    config_class = Config
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.inner = Plain()
-        self.post_init()
-
-    def _init_weights(self, module):
-        pass
-
-    def forward(self, x, labels):
-        return self.inner(x, labels)
-
-
 KINDS = {kind.__name__: kind for kind in (Plain, Growing, Renaming, Overriding, Normalised)}
-KINDS["Pretrained"] = lambda: Pretrained(Config())
 
 
 def make(name, seed=0):

@@ -112,6 +112,7 @@ def test_second_training_and_a_second_trainer_on_the_same_model(tmp_path):
     ("kwargs", "match"),
     [
         ({"torch_compile": True}, "torch_compile"),
+        ({"fsdp": "full_shard"}, "fsdp"),
         ({"deepspeed": {"zero_optimization": {"stage": 3}}}, "deepspeed"),
         *(
             (
