@@ -63,16 +63,6 @@ def test_a_training_state_is_read_without_unpickling(tmp_path, monkeypatch):
 # What may be wrong
 
 
-def drop_a_shard(place):
-    next(place.glob("model-00002-*")).unlink()
-
-
-def truncate_the_optimizer(place):
-    file = place / "optimizer-00001-of-00001.safetensors"
-    with open(file, "r+b") as opened:
-        opened.truncate(file.stat().st_size - 100)
-
-
 def widen_a_tensor(place):
     file = place / next(n for n in sorted(names_in(place)) if n.startswith("model-"))
     tensors = load_file(file)
@@ -108,8 +98,6 @@ def of_a_newer_version(index):
 
 
 WRONG = {
-    drop_a_shard: r"'.*model-00002-of-.*safetensors' is missing",
-    truncate_the_optimizer: r"optimizer-00001-of-00001.safetensors' is not a complete safetensors file",
     widen_a_tensor: r"model-00001-of-.*: tensor 'transformer.*' has shape \(7, 5\), in the model it has \(\d+",
     of_another_model: r"optimizer.index.json': param group 0 .* '(model.layers|transformer.h).* only in one",
     of_other_groups: r"optimizer.index.json': param group 0 .* '.*' is only in one",

@@ -210,22 +210,18 @@ def test_merging_is_the_stock_trainers(load, saved, tmp_path, frozen_master):
     stock = train_lora(GPT2LMHeadModel.from_pretrained(saved[0]), tmp_path, False).model
     config = {"chunk_budget": smallest_budget(make_model("gpt2"), "bf16"), "frozen_master": frozen_master}
     trainer = train_lora(load(), tmp_path, True, patrickstar=True, patrickstar_config=config)
-    ours = trainer.model
     assert trainer.patrickstar_stats()["chunk_evictions"] > 0
-    expected, found = stock.state_dict(), ours.state_dict()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-    for merge in ("merge_adapter", "unmerge_adapter"):
-        getattr(stock, merge)()
-        getattr(ours, merge)()
-        expected, found = stock.state_dict(), ours.state_dict()
-        assert all(torch.equal(found[name], value) for name, value in expected.items()), merge
-    merged, expected = ours.merge_and_unload(), stock.merge_and_unload()
-    merged.save_pretrained(tmp_path / "ours")
-    expected.save_pretrained(tmp_path / "stock")
+    expected, merged = stock, trainer.model
+    for change in (None, "merge_adapter", "unmerge_adapter", "merge_and_unload"):
+        if change is not None:
+            expected, merged = (getattr(model, change)() or model for model in (expected, merged))
+        found = merged.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in expected.state_dict().items()), change
+    for model, name in ((expected, "stock"), (merged, "ours")):
+        model.eval().save_pretrained(tmp_path / name)
     found = tensors_in(tmp_path / "ours")
     for name, value in tensors_in(tmp_path / "stock").items():
         assert torch.equal(found[name], value), name
-    merged.eval(), expected.eval()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(merged(**make_batch("gpt2")).logits, expected(**make_batch("gpt2")).logits.float())
 
