@@ -144,12 +144,16 @@ def compared(make, use):
     return pair, graphs
 
 
-def adapted(model):
-    """As adapters leave it: the input of the first block needs no gradient, which makes for more graphs."""
+def frozen_and_checkpointed(model):
     for block in model.blocks:
         block.left.requires_grad_(False)
-    model.words.requires_grad_(False)
     model.is_checkpointed = True
+
+
+def adapted(model):
+    """As adapters leave it: the input of the first block needs no gradient, which makes for more graphs."""
+    frozen_and_checkpointed(model)
+    model.words.requires_grad_(False)
 
 
 def adapted_and_tied(model):
@@ -170,6 +174,7 @@ def in_bf16(model):
         (by_forward, None, "eager"),
         (leaves, None, "aot_eager"),
         (in_place, in_bf16, "eager"),
+        (in_place, frozen_and_checkpointed, "aot_eager"),
         (wrapped, adapted, "aot_eager"),
         (in_place, adapted_and_tied, "aot_eager"),
     ],
