@@ -69,7 +69,6 @@ class Training:
     [
         ("gpt2", False, {}),
         ("bert", True, {"chunk_numel": 8192}),
-        ("t5", True, {"dtype": "bf16"}),
         ("mixtral", False, {"dtype": "bf16"}),
     ],
 )
@@ -84,17 +83,14 @@ def test_chunk_budget(name, checkpointing, config):
     ("name", "checkpointing", "config"),
     [
         ("gpt2", True, {}),
-        ("bert", False, {}),
-        ("llama", False, {"dtype": "bf16"}),
         ("mixtral", True, {}),
-        ("opt", True, {}),
         ("t5", False, {"dtype": "bf16"}),
     ],
 )
 def test_device_budget_in_the_first_step(name, checkpointing, config):
     """Activations count, also those that the step had not come to when it failed."""
-    if name in ("mixtral", "opt") and torch.torch_version.TorchVersion(transformers.__version__) < "5.23":
-        pytest.skip("its forward cannot be run with fake tensors there: opt draws, and mixtral mixes types")
+    if name == "mixtral" and torch.torch_version.TorchVersion(transformers.__version__) < "5.23":
+        pytest.skip("its forward cannot be run with fake tensors there")
     training = Training(name, checkpointing)
     message, advised = follow(training, {"device_budget": 100_000 if config else 125_000, **config}, DeviceMemoryError)
     assert message.startswith("device_budget is too small")
@@ -111,25 +107,6 @@ def test_device_budget_before_the_first_step():
     follow(Training("gpt2"), {"device_budget": 16_897}, DeviceMemoryError)  # the error of the first step says the rest
 
 
-def test_both_budgets_of_the_device_at_once():
-    message, advised = follow(Training("gpt2"), {"device_budget": 15_000, "chunk_budget": 12_000})
-    assert message.startswith("device_budget and chunk_budget are too small for module")
-    assert advised == {"device_budget": "auto", "chunk_budget": 16_896}
-
-
-def test_device_budget_in_an_evaluation():
-    def run(config):
-        model = make_model("gpt2").eval()
-        engine = PatrickStarEngine(model, config, adamw(model.parameters()))
-        with torch.no_grad():
-            model(**make_batch("gpt2", size=8))
-        engine.detach()
-
-    message, advised = follow(run, {"device_budget": 60_000}, DeviceMemoryError)
-    assert message.startswith("device_budget is too small")
-    assert advised["device_budget"] < 1_000_000
-
-
 @pytest.mark.parametrize(
     ("make_optimizer", "placement"),
     [(adamw, "auto"), (lambda p: torch.optim.SGD(p, lr=0.1), "host")],
@@ -141,9 +118,9 @@ def test_device_budget_where_everything_would_live_there(placement, make_optimiz
     follow(training, {"device_budget": 400_000, "placement": placement}, DeviceMemoryError)
 
 
-@pytest.mark.parametrize("config", [{"chunk_budget": 60_000}, {"device_budget": 800_000, "chunk_numel": 8192}])
-def test_host_budget_before_the_first_step(config):
-    message, advised = follow(Training("gpt2", batches=(1, 1)), {**config, "host_budget": 1000})
+def test_host_budget_before_the_first_step():
+    config = {"device_budget": 800_000, "chunk_numel": 8192, "host_budget": 1000}
+    message, advised = follow(Training("gpt2", batches=(1, 1)), config)
     assert message.startswith("host_budget is too small for the model data")
     assert list(advised) == ["host_budget"]
     assert advised["host_budget"] < 1_200_000
@@ -205,52 +182,6 @@ def test_chunks_that_are_in_use_together_although_no_module_says_so():
     message, advised = follow(run, {"chunk_budget": 5000, "chunk_numel": 1024, "cpu_embedding": False})
     assert message.startswith("chunk_budget is too small for")
     assert advised["chunk_budget"] <= 8 * 4096
-
-
-class Fickle(torch.nn.Module):
-    """Looks at a value, so that it cannot be run with fake tensors."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(4))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.sum() if x.sum().item() > 0 else -x.sum()
-
-
-def test_what_cannot_be_estimated_is_advised_with_room_to_spare():
-    def run(config):
-        model = Fickle()
-        engine = PatrickStarEngine(model, config, adamw(model.parameters()))
-        model(torch.ones(64, 32)).backward()
-        engine.optimizer.step()
-
-    follow(run, {"device_budget": 50_000}, DeviceMemoryError)
-
-
-def test_layers_that_are_unfrozen_while_it_trains():
-    """What construction advises has room for them."""
-
-    def run(config):
-        model = make_model("gpt2").train()
-        model.gradient_checkpointing_enable()
-        held = [model.transformer.h[0].mlp, model.transformer.h[1]]
-        for module in held:
-            module.requires_grad_(False)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        engine = PatrickStarEngine(model, config, adamw(trained))
-        for module in (None, *held):
-            if module is not None:
-                module.requires_grad_(True)
-                engine.optimizer.add_param_group({"params": list(module.parameters())})
-            model(**make_batch("gpt2")).loss.backward()
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
-
-    follow(run, {"chunk_budget": 5000})
 
 
 def test_the_machine_binds_where_no_setting_does(monkeypatch):

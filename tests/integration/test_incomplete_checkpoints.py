@@ -9,25 +9,13 @@ from checkpoint_files import STATE_INDEX, same_bits
 from models import make_batch, make_model
 from peft import LoraConfig, get_peft_model
 from test_accelerate_checkpoints import Loop
-from trainers import logged, make_trainer, run, tight
-from transformers import Trainer, TrainingArguments
+from test_interchange import ours, stock
+from trainers import logged, run, tight
 
-from hf_patrickstar import CheckpointError, PatrickStarEngine, PatrickStarTrainer, PatrickStarTrainingArguments
+from hf_patrickstar import CheckpointError, PatrickStarEngine
 
 SHARD = "optimizer-00001-of-00001.safetensors"
 OTHERS = "optimizer-others.safetensors"
-
-
-def make(cls, args_cls, folder, **kwargs):
-    return make_trainer(cls, args_cls, folder, save_strategy="steps", save_steps=2, **kwargs)
-
-
-def ours(folder, **kwargs):
-    return make(PatrickStarTrainer, PatrickStarTrainingArguments, folder, **kwargs)
-
-
-def stock(folder, **kwargs):
-    return make(Trainer, TrainingArguments, folder, **kwargs)
 
 
 def without(directory, *patterns):
@@ -86,8 +74,7 @@ def by_the_trainer(checkpoint, is_on):
 NO_INDEX = rf"{STATE_INDEX}' is missing.*delete every optimizer-\*"
 
 
-@pytest.mark.parametrize("has_torch", [False, True])
-@pytest.mark.parametrize("is_on", [False, True])
+@pytest.mark.parametrize(("is_on", "has_torch"), [(True, True), (False, False), (False, True)])
 def test_a_trainer_finds_no_index_while_its_files_are_there(is_on, has_torch, checkpoint):
     without(checkpoint, STATE_INDEX, *(() if has_torch else ("optimizer.pt",)))
     if is_on or not has_torch:  # else it is the stock Trainer, which resumes from optimizer.pt
@@ -170,10 +157,9 @@ def test_an_adapter_that_is_gone(tmp_path):
     ("gone", "lost"),
     [
         (["optimizer*"], "the optimizer and the schedule of learning rates begin anew"),
-        (["rng_state.pth"], "random numbers will differ from those of an uninterrupted run"),
         (["optimizer*", "scheduler.pt", "rng_state.pth"], "begin anew, random numbers will differ"),
     ],
-    ids=["optimizer", "rng", "all"],
+    ids=["optimizer", "all"],
 )
 def test_the_trainer_goes_on_as_the_stock_one_and_says_what_is_lost(gone, lost, checkpoint, tmp_path, caplog):
     theirs = shutil.copytree(checkpoint, tmp_path / "stock" / "checkpoint-2")
@@ -190,10 +176,9 @@ def test_the_trainer_goes_on_as_the_stock_one_and_says_what_is_lost(gone, lost, 
     assert logged(resumed, "loss") == logged(expected, "loss")
 
 
-@pytest.mark.parametrize("kept", [0, 0.5])
-def test_random_numbers_that_are_damaged(kept, checkpoint):
+def test_random_numbers_that_are_damaged(checkpoint):
     path = checkpoint / "rng_state.pth"
-    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * kept)])
+    path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=r"rng_state.pth' has no random numbers: .* The file is damaged"):
         run(ours(checkpoint.parent), resume_from_checkpoint=str(checkpoint))
 
@@ -225,16 +210,14 @@ def test_the_loss_scale_is_missed_too(tmp_path, caplog):
 # Accelerate
 
 
-@pytest.mark.parametrize("has_hooks", [False, True])
 @pytest.mark.parametrize(
-    ("gone", "missing"),
+    ("gone", "missing", "has_hooks"),
     [
-        ([STATE_INDEX], STATE_INDEX),
-        ([SHARD], SHARD),
-        (["optimizer*"], "optimizer.bin"),
-        (["scheduler.bin"], "scheduler.bin"),
+        (STATE_INDEX, STATE_INDEX, False),
+        (SHARD, SHARD, True),
+        ("optimizer*", "optimizer.bin", True),
+        ("scheduler.bin", "scheduler.bin", False),
     ],
-    ids=["index", "shard", "optimizer", "scheduler"],
 )
 def test_accelerate_loads_nothing_of_what_is_incomplete(gone, missing, has_hooks, tmp_path):
     loop = Loop()
@@ -244,7 +227,7 @@ def test_accelerate_loads_nothing_of_what_is_incomplete(gone, missing, has_hooks
     loop.accelerator.save_state(tmp_path / "saved")
     loop.train(steps=1)
     before = loop.whole_state()
-    without(tmp_path / "saved", *gone)
+    without(tmp_path / "saved", gone)
     with pytest.raises(CheckpointError, match=f"{missing}' is missing"):
         loop.accelerator.load_state(tmp_path / "saved")
     assert same_bits(before, loop.whole_state())

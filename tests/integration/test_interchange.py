@@ -12,16 +12,14 @@ from checkpoint_files import (
     assert_same_files,
     assert_same_tensors,
     names_in,
-    same_bits,
     tensors_in,
 )
 from models import make_model
 from safetensors.torch import load_file, save_file
 from trainers import assert_same_weights, logged, make_trainer, run, tight
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_patrickstar import CheckpointError, PatrickStarTrainer, PatrickStarTrainingArguments, deferred_weights
-from hf_patrickstar.cli.main import main
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 SGD = {"trainer_kwargs": {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 5e-2, "momentum": 0.9})}}
@@ -38,31 +36,6 @@ def ours(tmp_path, **kwargs):
 
 def without_chunks(tmp_path, **kwargs):
     return ours(tmp_path, patrickstar=False, patrickstar_config=None, **kwargs)
-
-
-# From one Trainer to the other
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_each_trainer_goes_on_where_the_other_one_was(name, tmp_path):
-    kwargs = OPTIMIZERS[name]
-    expected = stock(tmp_path / "stock", **kwargs)
-    run(expected)
-    run(ours(tmp_path / "ours", **kwargs))
-    exported = tmp_path / "exported"
-    shutil.copytree(tmp_path / "ours/checkpoint-2", exported)
-    assert main(["export", str(exported)]) == 0
-    files = (tmp_path / "stock/checkpoint-2/optimizer.pt", exported / "optimizer.pt")
-    assert same_bits(*(torch.load(file, weights_only=True)["state"] for file in files))
-    for make, place in (
-        (ours, tmp_path / "stock/checkpoint-2"),
-        (without_chunks, tmp_path / "ours/checkpoint-2"),
-        (stock, exported),
-    ):
-        other = make(tmp_path / make.__name__, model=make_model("gpt2", seed=3), **kwargs)
-        run(other, resume_from_checkpoint=str(place))
-        assert logged(other, "loss") == logged(expected, "loss")
-        assert_same_weights(expected.model, other.model)
 
 
 class Refusing(pickle.Unpickler):
@@ -88,20 +61,6 @@ def test_a_training_state_is_read_without_unpickling(tmp_path, monkeypatch):
 
 
 # What may be wrong
-
-
-def drop_a_shard(place):
-    next(place.glob("model-00002-*")).unlink()
-
-
-def truncate_the_optimizer(place):
-    file = place / "optimizer-00001-of-00001.safetensors"
-    with open(file, "r+b") as opened:
-        opened.truncate(file.stat().st_size - 100)
-
-
-def drop_the_optimizers_file(place):
-    (place / "optimizer-00001-of-00001.safetensors").unlink()
 
 
 def widen_a_tensor(place):
@@ -134,29 +93,14 @@ def of_other_groups(index):
 
 
 @change_index
-def of_one_group(index):
-    index["param_groups"].pop()
-
-
-@change_index
-def of_another_shape(index):
-    index["parameters"]["transformer.ln_f.weight"]["shape"] = [31]
-
-
-@change_index
 def of_a_newer_version(index):
     index["version"] = 99
 
 
 WRONG = {
-    drop_a_shard: r"'.*model-00002-of-.*safetensors' is missing",
-    truncate_the_optimizer: r"optimizer-00001-of-00001.safetensors' is not a complete safetensors file",
-    drop_the_optimizers_file: r"optimizer-00001-of-00001.safetensors' is missing",
     widen_a_tensor: r"model-00001-of-.*: tensor 'transformer.*' has shape \(7, 5\), in the model it has \(\d+",
     of_another_model: r"optimizer.index.json': param group 0 .* '(model.layers|transformer.h).* only in one",
     of_other_groups: r"optimizer.index.json': param group 0 .* '.*' is only in one",
-    of_one_group: r"optimizer.index.json' has 1 param groups, this optimizer 2",
-    of_another_shape: r"'transformer.ln_f.weight' has shape \(31,\), in the model \(32,\)",
     of_a_newer_version: r"optimizer.index.json' is version 99",
 }
 
@@ -196,22 +140,6 @@ def test_a_wrong_checkpoint_changes_nothing(damage, sharded, tmp_path):
     assert_same_weights(make_model("gpt2", seed=3), beginner.model)
 
 
-def test_the_state_of_another_optimizer(sharded, tmp_path):
-    """Neither has what the other one needs, and one that allocates its states would take anything for its own."""
-    place, trainer = sharded
-    momentum = ours(tmp_path / "momentum", patrickstar_config=trainer.args.patrickstar_config, **SGD)
-    run(momentum)
-    for number, (loader, directory, classes) in enumerate(
-        ((trainer, tmp_path / "momentum/checkpoint-4", ("SGD", "AdamW")), (momentum, place, ("AdamW", "SGD")))
-    ):
-        engine = loader.patrickstar_engine
-        engine.save_checkpoint(tmp_path / f"before_{number}")
-        with pytest.raises(CheckpointError, match="optimizer.index.json' was saved by {}, this is {}".format(*classes)):
-            engine.load_checkpoint(directory)
-        engine.save_checkpoint(tmp_path / f"after_{number}")
-        assert_same_files(tmp_path / f"before_{number}", tmp_path / f"after_{number}")
-
-
 # Models that are read late
 
 
@@ -220,7 +148,7 @@ def saved(name, folder, **kwargs):
     return folder
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral"])
+@pytest.mark.parametrize("name", ["t5", "mixtral"])
 def test_training_of_a_model_that_is_read_late(name, tmp_path):
     """The same losses and checkpoints as with ``from_pretrained`` alone, and the same parameter objects throughout."""
     saved(name, tmp_path / "model", max_shard_size="50KB")
@@ -245,11 +173,10 @@ def test_training_of_a_model_that_is_read_late(name, tmp_path):
     assert_same_weights(plain.model, resumed.model)
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
-def test_the_type_in_the_configuration_is_that_of_the_file(precision, tmp_path):
+def test_the_type_in_the_configuration_is_that_of_the_file(tmp_path):
     """The library loads a model in the type that its configuration says: in 16-bit, training would be rounded off."""
     for number, dtype in enumerate((torch.float32, torch.bfloat16)):
-        trainer = ours(tmp_path, model=make_model("gpt2").to(dtype), max_steps=1, save_strategy="no", **precision)
+        trainer = ours(tmp_path, model=make_model("gpt2").to(dtype), max_steps=1, save_strategy="no", bf16=True)
         run(trainer)
         trainer.save_model(tmp_path / str(number))
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / str(number))
@@ -261,36 +188,6 @@ def test_the_type_in_the_configuration_is_that_of_the_file(precision, tmp_path):
         assert_same_weights(trainer.model, loaded)
         trainer.patrickstar_engine.detach()
         assert trainer.model.dtype == dtype
-
-
-@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
-def test_predicting_with_a_model_that_is_read_late(precision, tmp_path):
-    saved("gpt2", tmp_path / "model")
-    with deferred_weights():
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    late = ours(tmp_path / "late", model=model, **precision)
-    expected = ours(tmp_path / "plain", **precision)
-    rows = late.eval_dataset
-    assert (late.predict(rows).predictions == expected.predict(rows).predictions).all()
-    assert late.evaluate()["eval_loss"] == expected.evaluate()["eval_loss"]
-    assert_same_weights(expected.model, late.model)
-    late.save_model(tmp_path / "saved")
-    assert_same_tensors(tmp_path / "model", tmp_path / "saved")
-
-
-def test_a_new_head_on_a_body_that_is_read_late(tmp_path):
-    saved("bert_mlm", tmp_path / "model")
-
-    def classifier(is_late):
-        torch.manual_seed(5)
-        with deferred_weights(is_late):
-            return AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", num_labels=3)
-
-    plain, late = (ours(tmp_path / str(is_late), name="bert", model=classifier(is_late)) for is_late in (False, True))
-    run(plain)
-    run(late)
-    assert logged(late, "loss") == logged(plain, "loss")
-    assert_same_tensors(tmp_path / "False/checkpoint-4", tmp_path / "True/checkpoint-4")
 
 
 # Adapters
@@ -336,7 +233,7 @@ def test_adapters(tmp_path):
 # What ``save_pretrained`` of a trained model writes
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral"])
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
 def test_save_pretrained_of_the_live_model(name, tmp_path):
     """The same files as of an ordinary model; where transformers cuts tensors into many, shards may end elsewhere."""
     trainer = ours(tmp_path / "run", name=name, save_strategy="no", max_steps=2)

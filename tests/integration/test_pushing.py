@@ -47,7 +47,7 @@ def shared(paths):
 
 @pytest.mark.parametrize(
     ("strategy", "is_background"),
-    [("end", False), ("every_save", True), ("checkpoint", False), ("all_checkpoints", True)],
+    [("every_save", True), ("checkpoint", False), ("all_checkpoints", True)],
 )
 def test_the_same_files_arrive_as_from_the_stock_trainer(strategy, is_background, hub, tmp_path):
     """Nothing of the half written checkpoint that a killed run has left does, nor of one on its way."""

@@ -5,14 +5,12 @@ import itertools
 
 import pytest
 import torch
-from accelerate import Accelerator
-from live.both import TIGHT, WIDTH, assert_same_model, make_tower
+from live.both import TIGHT, WIDTH, make_tower
 from live.hf import CONFIGS, Accelerated, states
-from models import make_model
 from torch import nn
 from torch.optim import lr_scheduler
 
-from hf_patrickstar import CheckpointError, EngineError, PatrickStarAccelerator, PatrickStarEngine
+from hf_patrickstar import CheckpointError, PatrickStarAccelerator
 from hf_patrickstar.integrations.accelerator_checkpoints import get_engine
 
 
@@ -78,7 +76,7 @@ def steps(accelerator, models, optimizers, note, first=0, count=3, max_norm=None
         note("loss", loss.detach())
 
 
-ORDERS = list(itertools.islice(itertools.permutations(range(6)), 0, None, 181))
+ORDERS = list(itertools.islice(itertools.permutations(range(6)), 0, None, 241))
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: "".join(map(str, order)))
@@ -154,88 +152,6 @@ def test_two_optimizers_that_hold_some_of_the_same(accelerated, when, kinds):
     accelerated(script)
 
 
-def test_optimizers_come_while_gradients_wait(accelerated):
-    """A model that is prepared alone, a plain optimizer, then a prepared one of a part, and one of another part."""
-
-    def script(make, note):
-        accelerator = make()
-        encoder, decoder = make_encoder(), make_decoder()
-        encoder, decoder, third = accelerator.prepare(encoder, decoder, adam(decoder))
-        plain = torch.optim.SGD(encoder.parameters(), lr=0.05)
-        steps(accelerator, [encoder, decoder], [plain, third], note)
-        accelerator.backward(decoder(encoder(batch(20))).square().mean())
-        first = accelerator.prepare(adam(encoder[:8]))
-        first.step()
-        third.step()
-        note("gradients", [parameter.grad for parameter in encoder.parameters()])
-        second = accelerator.prepare(torch.optim.RMSprop(encoder[8:].parameters(), lr=1e-3))
-        second.step()
-        for optimizer in (first, second, third):
-            optimizer.zero_grad()
-        steps(accelerator, [encoder, decoder], [first, second, third], note, 3, max_norm=0.1)
-        note_all(note, encoder, decoder, first, second, third)
-        if isinstance(accelerator, PatrickStarAccelerator):
-            assert len(get_engine(encoder).optimizers) == 2
-
-    accelerated(script)
-
-
-def test_clipping_over_several_engines_and_what_is_not_prepared(accelerated):
-    def script(make, note):
-        accelerator = make()
-        encoder, decoder, judge = make_encoder(), make_decoder(), make_judge()
-        encoder, decoder, first, second = accelerator.prepare(encoder, decoder, adam(encoder), adam(decoder))
-        third = adam(judge)
-        for step in range(3):
-            x = encoder(batch(step))
-            accelerator.backward(decoder(x).square().mean() + judge(x).square().mean())
-            note("values", accelerator.clip_grad_value_([*decoder.parameters(), *judge.parameters()], 0.01))
-            models = (encoder, decoder, judge)
-            parameters = itertools.chain(*(model.parameters() for model in models))
-            note("norm", accelerator.clip_grad_norm_(parameters, 0.05))
-            note("of one", [accelerator.clip_grad_norm_(model.parameters(), 0.01, norm_type=1) for model in models])
-            note("of a frozen one", accelerator.clip_grad_norm_(make_judge().requires_grad_(False).parameters(), 1.0))
-            for optimizer in (first, second, third):
-                optimizer.step()
-                optimizer.zero_grad()
-        note_all(note, encoder, decoder, judge, first, second)
-
-    accelerated(script)
-
-
-def test_models_of_one_engine_are_given_back():
-    encoder, decoder = make_encoder(), make_decoder()
-    twins = copy.deepcopy([encoder, decoder])
-    accelerator = PatrickStarAccelerator(cpu=True, patrickstar_config=TIGHT)
-    encoder, decoder, _ = accelerator.prepare(encoder, decoder, adam(encoder, decoder))
-    with pytest.raises(EngineError, match="attached to this model already"):
-        PatrickStarEngine(decoder, TIGHT, adam(decoder))
-    get_engine(encoder).detach()
-    for model, twin in zip((encoder, decoder), twins, strict=True):
-        assert vars(model).keys() - {"_is_accelerate_prepared"} == vars(twin).keys()
-        assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
-        assert_same_model(twin, model)
-
-
-def test_sixteen_bit_models_of_one_engine(tmp_path):
-    """Each computes under autocast, configurations are saved with the type of the files, masters have all bits."""
-    accelerator = PatrickStarAccelerator(cpu=True, mixed_precision="bf16")
-    encoder, model = make_encoder(), make_model("gpt2")
-    first = model.state_dict()["transformer.wte.weight"].clone()
-    encoder, model, optimizer = accelerator.prepare(encoder, model, adam(encoder, model))
-    ids = torch.arange(8).reshape(1, 8)
-    output = encoder(batch(0))
-    assert torch.equal(output, output.bfloat16()), "computed in 16 bits"
-    assert output.dtype is torch.float32
-    accelerator.backward(output.square().mean() + model(input_ids=ids, labels=ids).loss)
-    optimizer.step()
-    assert model.state_dict()["transformer.wte.weight"].dtype is torch.float32
-    assert not torch.equal(model.state_dict()["transformer.wte.weight"], first)
-    model.save_pretrained(tmp_path)
-    again = type(model).from_pretrained(tmp_path)
-    assert_same_model(again, model)
-
-
 # Saved and loaded
 
 
@@ -250,15 +166,14 @@ def prepare_four(accelerator, seed=0):
     return accelerator.prepare(*models, *optimizers)
 
 
-@pytest.mark.parametrize("is_safe", [True, False], ids=["safetensors", "bin"])
-def test_all_is_saved_and_loaded(accelerated, tmp_path, is_safe):
+def test_all_is_saved_and_loaded(accelerated, tmp_path):
     """Two models of one engine, one of its own, one without an optimizer."""
 
     def script(make, note):
         accelerator = make()
         parts = prepare_four(accelerator)
         steps(accelerator, parts[:3], parts[4:], note)
-        accelerator.save_state(str(tmp_path / "state"), safe_serialization=is_safe)
+        accelerator.save_state(str(tmp_path / "state"))
         note_all(note, *parts)
         steps(accelerator, parts[:3], parts[4:], note, 3)
         with torch.no_grad():
@@ -271,22 +186,6 @@ def test_all_is_saved_and_loaded(accelerated, tmp_path, is_safe):
             note_all(note, *loaded)
 
     accelerated(script)
-
-
-def test_stock_accelerate_reads_models_and_ours_all(tmp_path):
-    stock = Accelerator(cpu=True)
-    parts = prepare_four(stock)
-    steps(stock, parts[:3], parts[4:], lambda name, value: None)
-    stock.save_state(str(tmp_path / "stock"))
-    accelerator = PatrickStarAccelerator(cpu=True, patrickstar_config=TIGHT)
-    ours = prepare_four(accelerator, seed=1)
-    accelerator.load_state(str(tmp_path / "stock"))
-    for left, right in zip(parts[:4], ours[:4], strict=True):
-        assert_same_model(left, right)
-    for left, right in zip(parts[4:], ours[4:], strict=True):
-        for number, state in states(left).items():
-            for key, value in state.items():
-                assert torch.equal(torch.as_tensor(value), torch.as_tensor(states(right)[number][key]))
 
 
 def test_a_checkpoint_of_fewer_optimizers_changes_nothing(tmp_path):

@@ -1,12 +1,11 @@
 """What people do with a Trainer besides training: evaluate, predict, generate, save, resume, choose the best."""
 
 import dataclasses
-import os
 
 import pytest
 import torch
 from models import make_batch, make_model, make_rows
-from trainers import arguments, assert_same_weights, logged, make_trainer, pair, run, tight, train
+from trainers import arguments, assert_same_weights, make_trainer, pair, run
 from transformers import (
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
@@ -24,7 +23,6 @@ from hf_patrickstar import (
     PatrickStarTrainerMixin,
     PatrickStarTrainingArguments,
 )
-from hf_patrickstar.cli.main import main
 
 CHECKPOINTING = "activation" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient"
 """Older versions of transformers have the older name alone."""
@@ -42,27 +40,10 @@ def test_without_the_flag_it_is_the_stock_trainer(tmp_path):
         trainer.patrickstar_stats()
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
-def test_evaluate_and_predict_before_training_change_nothing(precision, tmp_path):
-    before = make_model("gpt2").state_dict()
-    _, first = pair(tmp_path, **precision)
-    metrics = first.evaluate()
-    prediction = first.predict(make_rows("gpt2", 4))
-    assert prediction.predictions.shape[0] == 4
-    for key, value in first.model.state_dict().items():
-        assert torch.equal(value, before[key]), key
-    run(first)
-    _, second = pair(tmp_path, **precision)
-    run(second)
-    assert logged(first, "loss") == logged(second, "loss")
-    assert_same_weights(second.model, first.model)
-    if not precision:
-        stock, _ = pair(tmp_path)
-        assert stock.evaluate()["eval_loss"] == metrics["eval_loss"]
-
-
-def test_predict_and_generate_after_training(tmp_path):
+def test_evaluate_predict_and_generate_before_and_after_training(tmp_path):
     stock, ours = pair(tmp_path)
+    assert stock.evaluate()["eval_loss"] == ours.evaluate()["eval_loss"]
+    assert_same_weights(make_model("gpt2"), ours.model)
     run(stock)
     run(ours)
     rows = make_rows("gpt2", 8, seed=5)
@@ -100,58 +81,14 @@ def test_seq2seq_trainer_with_the_mixin(tmp_path):
     assert (stock.predict(data[:4]).predictions == ours.predict(data[:4]).predictions).all()
 
 
-@pytest.mark.parametrize(("accumulation", "precision"), [(1, {"bf16": True}), (2, {})], ids=["bf16", "fp32"])
-def test_resume_is_the_uninterrupted_run(accumulation, precision, tmp_path):
-    kwargs = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": accumulation, **precision}
-    whole = make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, **kwargs)
+def test_resuming_in_a_trainer_that_has_trained_already_with_other_budgets(tmp_path):
+    kwargs = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 2}
+    whole, resumed = pair(tmp_path, **kwargs)
     run(whole)
-    losses = logged(whole, "loss")
-    resumed = make_trainer(
-        PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, model=make_model("gpt2", seed=3), **kwargs
-    )
-    run(resumed, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert logged(resumed, "loss") == losses
-    assert_same_weights(whole.model, resumed.model)
-    # Resuming in a trainer that has trained already, with other budgets.
+    run(resumed)
     resumed.accelerator.patrickstar_config = type(resumed.accelerator.patrickstar_config)()
-    run(resumed, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    run(resumed, resume_from_checkpoint=str(tmp_path / "ours/checkpoint-2"))
     assert_same_weights(whole.model, resumed.model)
-
-
-def test_checkpoints_are_interchangeable_with_the_stock_trainer(tmp_path):
-    kwargs = {"save_strategy": "steps", "save_steps": 2}
-    stock, ours = pair(tmp_path, **kwargs)
-    run(stock)
-    run(ours)
-    ours_files, stock_files = (sorted(os.listdir(tmp_path / kind / "checkpoint-2")) for kind in ("ours", "stock"))
-    state_files = {"optimizer-00001-of-00001.safetensors", "optimizer.index.json", "README.md"}
-    assert set(ours_files) - state_files == set(stock_files) - {"optimizer.pt"}
-    assert state_files < set(ours_files)
-    assert main(["export", str(tmp_path / "ours/checkpoint-2")]) == 0
-    other_stock, other_ours = pair(tmp_path, model=None, **kwargs)
-    run(other_stock, resume_from_checkpoint=str(tmp_path / "ours/checkpoint-2"))
-    run(other_ours, resume_from_checkpoint=str(tmp_path / "stock/checkpoint-2"))
-    assert_same_weights(stock.model, other_stock.model)
-    assert_same_weights(stock.model, other_ours.model)
-
-
-def test_load_best_model_at_end(tmp_path):
-    kwargs = {
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "eval_loss",
-        "greater_is_better": True,  # the worst: so that something has to be loaded
-        "max_steps": 6,
-    }
-    stock, ours = pair(tmp_path, **kwargs)
-    run(stock)
-    run(ours)
-    assert os.path.basename(ours.state.best_model_checkpoint) == os.path.basename(stock.state.best_model_checkpoint)
-    assert not ours.state.best_model_checkpoint.endswith("checkpoint-6")
-    assert_same_weights(stock.model, ours.model)
 
 
 def test_second_training_and_a_second_trainer_on_the_same_model(tmp_path):
@@ -204,6 +141,23 @@ def test_a_trainer_that_does_not_train_in_chunks_is_refused(tmp_path):
     assert Trainer(model=make_model("gpt2"), args=off).args is off
 
 
+def test_compilers_of_accelerate_are_refused():
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    try:
+        with pytest.raises(ConfigError, match="remove the dynamo backend"):
+            PatrickStarAccelerator(cpu=True, dynamo_backend="eager")
+    finally:
+        AcceleratorState._reset_state(True)
+
+
+def test_a_lazy_module_gets_a_sentence(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LazyLinear(2))
+    with pytest.raises(ConfigError, match=r"parameter '1.weight' is lazy and has no shape yet; run one forward"):
+        make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, model=model)
+
+
 def test_reentrant_checkpointing_of_the_model_is_refused(tmp_path):
     model = make_model("gpt2")
     model.gradient_checkpointing_enable({"use_reentrant": True})
@@ -212,34 +166,15 @@ def test_reentrant_checkpointing_of_the_model_is_refused(tmp_path):
 
 
 def test_a_failed_construction_leaves_the_model_alone(tmp_path):
-    before = make_model("gpt2").state_dict()
     config = {"chunk_budget": 100}
     trainer = make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, patrickstar_config=config)
     with pytest.raises(BudgetError, match=r"'transformer.h.0.mlp.c_fc' \(Conv1D\).*Raise chunk_budget to"):
         run(trainer)
-    config = {"chunk_budget": 2**15, "host_budget": 2**15}
-    trainer2 = make_trainer(
-        PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, model=trainer.model, patrickstar_config=config
-    )
-    with pytest.raises(BudgetError, match="host_budget"):
-        run(trainer2)
-    for key, value in trainer.model.state_dict().items():
-        assert torch.equal(value, before[key]), key
     stock = make_trainer(Trainer, TrainingArguments, tmp_path, model=trainer.model)
     run(stock)
     expected = make_trainer(Trainer, TrainingArguments, tmp_path)
     run(expected)
     assert_same_weights(expected.model, stock.model)
-
-
-def test_nan_loss_is_the_trainers_own_business(tmp_path):
-    def poison(model):
-        with torch.no_grad():
-            model.transformer.ln_f.bias[0] = float("nan")
-
-    expected, actual = (train("gpt2", tmp_path, config, change=poison) for config in (None, tight()))
-    assert actual[1].losses == expected[1].losses == [0.0] * 4
-    assert [str(norm) for norm in actual[1].norms] == [str(norm) for norm in expected[1].norms]
 
 
 def test_while_a_batch_size_is_looked_for_one_layer_repeats(tmp_path):

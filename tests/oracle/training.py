@@ -104,7 +104,6 @@ def make_training(
 class Recording:
     """A step of an engine in virtual time; names are as in ``Simulation``."""
 
-    first: Mapping[str, Trace]
     traces: Sequence[Trace]
     plans: Sequence[Plan]
     timeline: Timeline
@@ -171,7 +170,7 @@ def _totals_of(ledger: Ledger) -> list[int]:
 
 
 def _record(engine: PatrickStarEngine, training: Training, driver: VirtualDriver, totals: list[int]) -> Recording:
-    num_to_pass, first = _num_to_pass(engine), {}
+    num_to_pass = _num_to_pass(engine)
     for number in range(_MOST_STEPS):
         totals.clear()
         before = engine.stats()
@@ -182,12 +181,11 @@ def _record(engine: PatrickStarEngine, training: Training, driver: VirtualDriver
         if number:
             _update(engine, training.max_norm)
         steps = _train(engine, training)
-        first = first or dict(engine.manager.tracer.traces)
         timeline, after = driver.end(), engine.stats()
         is_recorded = after["recorded_steps"] > before["recorded_steps"]
         num_to_pass -= not is_recorded and all(step and step.cursor and step.plan for step in steps)
         if num_to_pass < 0:
-            return _note(engine, steps, timeline, before, first, max(totals))
+            return _note(engine, steps, timeline, before, max(totals))
     raise AssertionError(f"none of {_MOST_STEPS} steps followed plans")
 
 
@@ -227,14 +225,12 @@ def _note(
     steps: Sequence[Step | None],
     timeline: Timeline,
     before: Mapping[str, Any],
-    first: Mapping[str, Trace],
     device_nbytes: int,
 ) -> Recording:
     stats, chunks = engine.stats(), engine.manager.chunks
     on_host = [chunk for chunk in chunks if chunk.home is Tier.HOST]
     gained = {name: stats[name] - before[name] for name in before if name.endswith("_nbytes")}
     return Recording(
-        first=first,
         traces=[step.cursor.trace for step in steps],
         plans=[step.plan for step in steps],
         timeline=timeline,
