@@ -161,3 +161,10 @@ def test_copies_and_collectives_begin_when_what_they_need_is_there():
     computed = player.clock.end_of(Lane.COMPUTE).time_ns
     player.blocking_copy(BlockingCopy(4, False, False, "here"))
     assert player.clock.now_ns > computed
+
+
+def test_the_norm_of_a_gradient_that_is_computed_on_the_host_takes_time_there():
+    for max_norm, num in ((1.0, 2), (None, 0)):
+        timeline = make_training(cpu_embedding=True, max_norm=max_norm).simulate(NODE).timeline
+        norms = [span for span in timeline.own_spans if span.what == "norm" and span.lane is Lane.HOST]
+        assert len(norms) == num, "of the embeddings of tokens and of positions"
