@@ -69,54 +69,6 @@ class Frugal(torch.optim.Optimizer):
         parameter.sub_(change.view_as(parameter), alpha=self.param_groups[0]["lr"])
 
 
-def trainer_of(is_chunked, tmp_path, seed=0, projects=False, **kwargs):
-    given = {"optimizer_cls_and_kwargs": (Frugal, {"lr": 1e-3, "projects": projects})}
-    classes = (PatrickStarTrainer, PatrickStarTrainingArguments) if is_chunked else (Trainer, TrainingArguments)
-    return make_trainer(*classes, tmp_path, model=make_model("gpt2", seed), trainer_kwargs=given, **kwargs)
-
-
-@pytest.mark.parametrize("projects", [False, True], ids=["rows", "objects"])
-def test_the_same_as_in_the_stock_trainer(projects, tmp_path):
-    expected = trainer_of(False, tmp_path / "stock", projects=projects)
-    found = trainer_of(True, tmp_path / "ours", projects=projects)
-    run(expected)
-    run(found)
-    assert logged(found, "loss") == logged(expected, "loss")
-    assert_same_weights(expected.model, found.model)
-
-
-@pytest.mark.parametrize("format_name", ["sharded", "torch"])
-def test_resuming_with_such_states(format_name, tmp_path):
-    whole = trainer_of(False, tmp_path / "stock")
-    run(whole)
-    settings = {**SAVING, "patrickstar_config": {**tight(), "optimizer_format": format_name}}
-    first = trainer_of(True, tmp_path / "ours", **settings)
-    run(first)
-    second = trainer_of(True, tmp_path / "ours", seed=3, **settings)
-    run(second, resume_from_checkpoint=str(Path(first.args.output_dir) / "checkpoint-2"))
-    assert_same_weights(whole.model, second.model)
-
-
-def test_resuming_with_objects(tmp_path):
-    """Torch does not load an object of a type that nobody has called safe; plain torch refuses with other words."""
-    first = trainer_of(True, tmp_path, projects=True, **SAVING)
-    run(first)
-    folder = str(Path(first.args.output_dir) / "checkpoint-2")
-    second = trainer_of(True, tmp_path, seed=3, projects=True, **SAVING)
-    with pytest.raises(CheckpointError, match=r"-of-00001.*'rotation' is an object of .*Rotation.*add_safe_globals"):
-        run(second, resume_from_checkpoint=folder)
-    third = trainer_of(True, tmp_path, seed=3, projects=True, **SAVING)
-    with torch.serialization.safe_globals([Rotation]):
-        run(third, resume_from_checkpoint=folder)
-        exported = torch_state_dict(folder)["state"]
-    assert_same_weights(first.model, third.model)
-    assert exported["total"] == 2
-    assert isinstance(exported[0]["rotation"], Rotation)
-
-
-# Keys, and values that JSON does not give back
-
-
 def frugal_reference(projects):
     model = prepared("gpt2")
     optimizer, losses = Frugal(model.parameters(), 1e-3, projects=projects), []
