@@ -68,8 +68,11 @@ class StagedDirectory:
         self._replaced = self.final.parent / REPLACED / self.final.name
         self._lock: _Lock | None = None
 
-    def begin(self) -> None:
+    def begin(self, mark: str = "") -> None:
         """Makes an empty directory at the temporary path; leftovers of an earlier attempt are removed.
+
+        Args:
+            mark: The text of its mark file.
 
         Raises:
             CheckpointError: If the directory cannot be made.
@@ -83,7 +86,7 @@ class StagedDirectory:
             _remove_tree(self.path)
             self.path.mkdir(parents=True)
             self._lock = _Lock(self.path)
-            (self.path / MARK).touch()
+            (self.path / MARK).write_text(mark)
         except OSError as error:
             self.abandon()
             raise CheckpointError(describe_failure(self.path, error)) from error
@@ -295,10 +298,11 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
         os.replace(temporary, path)
         _sync(path.parent)
     except (OSError, RuntimeError) as error:
-        temporary.unlink(missing_ok=True)
         text = str(error).replace(str(temporary), str(path))
         failure = text if isinstance(error, CheckpointError) else f"'{path}' cannot be written: {text}"
         raise CheckpointError(failure) from error
+    finally:
+        temporary.unlink(missing_ok=True)  # after a failure: frees room, if the disk is full
 
 
 def _sync_tree(path: Path) -> None:
