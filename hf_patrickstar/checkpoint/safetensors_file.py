@@ -6,6 +6,8 @@ them, and reads values straight into chunks.
 """
 
 import contextlib
+import dataclasses
+import functools
 import json
 import math
 import os
@@ -100,15 +102,6 @@ class SafetensorsFile:
         found = os.fstat(self._descriptor)
         return found.st_size, found.st_mtime_ns
 
-    def check_unchanged(self) -> None:
-        """Makes sure that the file has not been written to since it was opened; a removed file is still readable.
-
-        Raises:
-            CheckpointError: If it has been written to.
-        """
-        if self._find_stamp() != self._stamp:
-            raise CheckpointError(damaged(f"'{self.path}' was written to since it was opened"))
-
     def __enter__(self) -> "SafetensorsFile":
         return self
 
@@ -123,22 +116,16 @@ class SafetensorsFile:
         """The metadata of the file."""
         return self._metadata
 
-    def source(self, name: str) -> "FileSource":
-        """Where the values of a tensor are."""
-        dtype, shape, _ = self.entries[name]
-        found = FileSource(shape, dtype)
-        found.pieces.append((0, math.prod(shape), self, name))
-        return found
-
     def get_tensor(self, name: str) -> DeferredTensor:
         """A tensor of the file, deferred."""
-        return DeferredTensor.make(self.source(name), is_loadable=True)
+        dtype, shape, _ = self.entries[name]
+        return DeferredTensor.make(FileSource(shape, dtype, [(0, math.prod(shape), self, name)]), is_loadable=True)
 
     get_slice = get_tensor  # part of it can be read
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Reads elements of a flattened tensor into a new tensor on the host."""
-        return self.source(name).read(start, stop)
+        return Reader().read(self.get_tensor(name), start, stop)
 
     def read_into(self, name: str, start: int, values: torch.Tensor) -> None:
         """Fills ``values`` with elements of a flattened tensor, without a copy.
@@ -149,7 +136,8 @@ class SafetensorsFile:
             values: The tensor to fill: contiguous, on the host, in the type that the file has.
 
         Raises:
-            CheckpointError: If the file cannot be read any more.
+            CheckpointError: If the file cannot be read any more, or was written to since it was opened. A removed file
+                is still readable.
         """
         entry = self.entries[name]
         offset, view = entry.start + start * entry.dtype.itemsize, bytes_of(values)
@@ -161,24 +149,24 @@ class SafetensorsFile:
                 view, offset = view[count:], offset + count
         except OSError as error:
             raise CheckpointError(damaged(f"'{self.path}': tensor '{name}' cannot be read: {error}")) from error
+        if self._find_stamp() != self._stamp:
+            raise CheckpointError(damaged(f"'{self.path}' was written to since it was opened"))
 
 
+@dataclasses.dataclass(eq=False)
 class FileSource(Source):
     """A tensor in files, whole or in ranges of elements, as the source of a deferred tensor.
 
-    Args:
+    Attributes:
         shape: The shape of the whole tensor.
         dtype: Its type.
-
-    Attributes:
         pieces: The first element of each range and one after the last, the file that has it, and its name there.
     """
 
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: list[tuple[int, int, SafetensorsFile, str]]
     is_for_threads = True
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.shape, self.dtype = shape, dtype
-        self.pieces: list[tuple[int, int, SafetensorsFile, str]] = []
 
     def first_missing(self, start: int, stop: int) -> int:
         """The first of some elements that is in no file; ``stop`` if all are there."""
@@ -194,25 +182,14 @@ class FileSource(Source):
         self.read_into(start, values)
         return values
 
+    read_again = read  # a frozen parameter is read again from the file, see ``Origin``
+
     def read_into(self, start: int, values: torch.Tensor) -> None:
         """See ``Source.read_into``."""
         for low, high, file, name in self.pieces:
             begin, end = max(low, start), min(high, start + values.numel())
             if begin < end:
                 file.read_into(name, begin - low, values[begin - start : end - start])
-
-    def read_again(self, start: int, stop: int) -> torch.Tensor:
-        """Like ``read``, and makes sure that the files have not changed since they were opened.
-
-        Raises:
-            CheckpointError: If a file has been written to since, or cannot be read.
-        """
-        for *_, file, _ in self.pieces:
-            file.check_unchanged()
-        value = self.read(start, stop)
-        for *_, file, _ in self.pieces:
-            file.check_unchanged()  # it must not have changed during the read either
-        return value
 
     def __str__(self) -> str:
         return f"'{self.pieces[0][2].path}'"
@@ -295,13 +272,8 @@ def streamed_writing(piece_numel: int) -> Iterator[None]:
         ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
         # If several processes write, each has a file system of its own, and a console too.
         with shown((), f"Writing {Path(filename).name}", "tensors", is_first=True, total=len(tensors)) as bar:
-
-            def write(path: Path) -> None:
-                write_safetensors(
-                    path, ordered, metadata, piece_numel=piece_numel, on_written=lambda name: bar.update()
-                )
-
-            replace_file(Path(filename), write)
+            write = functools.partial(write_safetensors, tensors=ordered, metadata=metadata, piece_numel=piece_numel)
+            replace_file(Path(filename), functools.partial(write, on_written=lambda name: bar.update()))
 
     with replaced(SAVE_FILE, save_file):
         yield
