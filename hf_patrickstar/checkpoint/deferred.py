@@ -72,11 +72,8 @@ class StreamedSource(Source):
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, stream: _Stream) -> None:
-        self.shape, self.dtype, self._stream = shape, dtype, stream
-
-    def stream(self, start: int, stop: int, piece_numel: int) -> Generator[torch.Tensor, None, None]:
-        """See ``Source``."""
-        return self._stream(start, stop, piece_numel)
+        self.shape, self.dtype = shape, dtype
+        self.stream = stream  # type: ignore[method-assign]
 
 
 class _Cast(Source):
@@ -253,12 +250,11 @@ def _cast(func: Any, args: Any, kwargs: Any) -> Any:
             if isinstance(result, str):  # the name of its type
                 return result
             dtype = result.dtype
-        meta = torch.zeros(tensor.shape, dtype=dtype, device="meta")
     if dtype == tensor.dtype:
         return _alias(tensor)
-    is_call = isinstance(tensor.recipe, _Call)
-    recipe = _Call(torch.Tensor.to, (tensor, dtype), {}) if is_call else _Cast(tensor.recipe, dtype)
-    return _wrap(meta, recipe, tensor.is_loadable)
+    if isinstance(tensor.recipe, _Call):
+        return _record(torch.Tensor.to, (tensor, dtype), {})
+    return DeferredTensor.make(_Cast(tensor.recipe, dtype), is_loadable=tensor.is_loadable)
 
 
 def _record(func: Any, args: Any, kwargs: Any) -> Any:
@@ -354,13 +350,15 @@ class Reader:
         """Yields elements in order, in pieces; see ``read``. A caller that stops early must close the generator."""
         stop = tensor.numel() if stop is None else stop
         recipe = getattr(tensor, "recipe", None)
-        if isinstance(recipe, Source) and stop > start:
+        if start == stop:
+            return
+        if isinstance(recipe, Source):
             yield from recipe.stream(start, stop, piece_numel)
             return
-        if isinstance(recipe, _Call):  # computed once for all pieces
-            tensor, start, stop = self.read(tensor, start, stop), 0, stop - start
-        for begin in range(start, stop, piece_numel):
-            yield self.read(tensor, begin, min(begin + piece_numel, stop))
+        # The result of a function is computed once for all pieces.
+        flat = tensor.detach().reshape(-1)[start:stop] if recipe is None else self.read(tensor, start, stop)
+        for piece in flat.split(piece_numel):
+            yield piece.cpu()
 
     def _whole(self, tensor: DeferredTensor) -> torch.Tensor:
         recipe = tensor.recipe
