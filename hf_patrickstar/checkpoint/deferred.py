@@ -73,7 +73,7 @@ class StreamedSource(Source):
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, stream: _Stream) -> None:
         self.shape, self.dtype = shape, dtype
-        self.stream = stream  # type: ignore[method-assign]
+        self.stream = stream  # type: ignore[assignment, method-assign]
 
 
 class _Cast(Source):

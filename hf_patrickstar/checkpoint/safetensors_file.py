@@ -12,6 +12,7 @@ import json
 import math
 import os
 import struct
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,10 +70,10 @@ class SafetensorsFile:
     """
 
     def __init__(self, filename: str | os.PathLike[str], *_args: Any, **_kwargs: Any) -> None:
-        self._descriptor = -1
         self.path = Path(filename)
         try:
             self._descriptor = os.open(self.path, os.O_RDONLY)
+            weakref.finalize(self, os.close, self._descriptor)
             self.entries, self._metadata = self._read_header()
             self._stamp = self._find_stamp()
         except FileNotFoundError as error:
@@ -81,10 +82,6 @@ class SafetensorsFile:
             raise CheckpointError(f"'{self.path}' cannot be read: {error}; make it readable") from error
         except safetensors.SafetensorError as error:
             raise CheckpointError(damaged(f"'{self.path}' is not a complete safetensors file: {error}")) from error
-
-    def __del__(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
 
     @unseen()
     def _read_header(self) -> tuple[dict[str, Entry], dict[str, str]]:
@@ -101,6 +98,15 @@ class SafetensorsFile:
     def _find_stamp(self) -> tuple[int, int]:
         found = os.fstat(self._descriptor)
         return found.st_size, found.st_mtime_ns
+
+    def check_unchanged(self) -> None:
+        """Makes sure that the file has not been written to since it was opened; a removed file is still readable.
+
+        Raises:
+            CheckpointError: If it has been written to.
+        """
+        if self._find_stamp() != self._stamp:
+            raise CheckpointError(damaged(f"'{self.path}' was written to since it was opened"))
 
     def __enter__(self) -> "SafetensorsFile":
         return self
@@ -136,8 +142,7 @@ class SafetensorsFile:
             values: The tensor to fill: contiguous, on the host, in the type that the file has.
 
         Raises:
-            CheckpointError: If the file cannot be read any more, or was written to since it was opened. A removed file
-                is still readable.
+            CheckpointError: If the file cannot be read any more.
         """
         entry = self.entries[name]
         offset, view = entry.start + start * entry.dtype.itemsize, bytes_of(values)
@@ -149,8 +154,6 @@ class SafetensorsFile:
                 view, offset = view[count:], offset + count
         except OSError as error:
             raise CheckpointError(damaged(f"'{self.path}': tensor '{name}' cannot be read: {error}")) from error
-        if self._find_stamp() != self._stamp:
-            raise CheckpointError(damaged(f"'{self.path}' was written to since it was opened"))
 
 
 @dataclasses.dataclass(eq=False)
@@ -182,14 +185,25 @@ class FileSource(Source):
         self.read_into(start, values)
         return values
 
-    read_again = read  # a frozen parameter is read again from the file, see ``Origin``
-
     def read_into(self, start: int, values: torch.Tensor) -> None:
         """See ``Source.read_into``."""
         for low, high, file, name in self.pieces:
             begin, end = max(low, start), min(high, start + values.numel())
             if begin < end:
                 file.read_into(name, begin - low, values[begin - start : end - start])
+
+    def read_again(self, start: int, stop: int) -> torch.Tensor:
+        """Like ``read``, and makes sure that the files have not changed since they were opened.
+
+        Raises:
+            CheckpointError: If a file has been written to since, or cannot be read.
+        """
+        for *_, file, _ in self.pieces:
+            file.check_unchanged()
+        value = self.read(start, stop)
+        for *_, file, _ in self.pieces:
+            file.check_unchanged()  # it must not have changed during the read either
+        return value
 
     def __str__(self) -> str:
         return f"'{self.pieces[0][2].path}'"

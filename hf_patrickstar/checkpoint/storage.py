@@ -22,6 +22,7 @@ import re
 import shutil
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -176,15 +177,12 @@ class _Lock:
     """
 
     def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        weakref.finalize(self, os.close, descriptor)
         self.is_held = False
         with contextlib.suppress(OSError):
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.is_held = True
-
-    def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):
-            os.close(self._descriptor)
 
 
 def remove_leftovers(parent: str | os.PathLike[str]) -> None:
