@@ -106,11 +106,10 @@ class Checkpoint:
 
     def join(self) -> BaseException | None:
         """Waits for its threads, and returns their error or ``None``."""
-        if self.write is not None:
-            self.write.join()
-        if self.thread is not None:
-            self.thread.join()
-        return self.error if self.write is None else self.write.error or self.error
+        for part in (self.write, self.thread):
+            if part is not None:
+                part.join()
+        return getattr(self.write, "error", None) or self.error
 
 
 class Transactions:

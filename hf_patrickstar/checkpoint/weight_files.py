@@ -362,7 +362,7 @@ class ModelFiles:
         """The files that the model, or models in it, were loaded from; of the hub only the cache is searched."""
         found: dict[str, dict[str, DeferredTensor]] = {}
         for module in self._model.modules():
-            name = module.__dict__.get("name_or_path")
+            name = module.__dict__.get("name_or_path", "")
             for file in _SAFE_NAMES if isinstance(name, str) and name else ():
                 from transformers.utils import cached_file
 
