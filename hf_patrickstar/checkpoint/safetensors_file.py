@@ -73,7 +73,7 @@ class SafetensorsFile:
         self.path = Path(filename)
         try:
             self._descriptor = os.open(self.path, os.O_RDONLY)
-            weakref.finalize(self, os.close, self._descriptor)
+            weakref.finalize(self, os.close, self._descriptor).atexit = False
             self.entries, self._metadata = self._read_header()
             self._stamp = self._find_stamp()
         except FileNotFoundError as error:

@@ -178,7 +178,7 @@ class _Lock:
 
     def __init__(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        weakref.finalize(self, os.close, descriptor)
+        weakref.finalize(self, os.close, descriptor).atexit = False
         self.is_held = False
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
