@@ -72,11 +72,8 @@ class StreamedSource(Source):
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, stream: _Stream) -> None:
-        self.shape, self.dtype, self._stream = shape, dtype, stream
-
-    def stream(self, start: int, stop: int, piece_numel: int) -> Generator[torch.Tensor, None, None]:
-        """See ``Source``."""
-        return self._stream(start, stop, piece_numel)
+        self.shape, self.dtype = shape, dtype
+        self.stream = stream  # type: ignore[assignment, method-assign]
 
 
 class _Cast(Source):
@@ -253,12 +250,11 @@ def _cast(func: Any, args: Any, kwargs: Any) -> Any:
             if isinstance(result, str):  # the name of its type
                 return result
             dtype = result.dtype
-        meta = torch.zeros(tensor.shape, dtype=dtype, device="meta")
     if dtype == tensor.dtype:
         return _alias(tensor)
-    is_call = isinstance(tensor.recipe, _Call)
-    recipe = _Call(torch.Tensor.to, (tensor, dtype), {}) if is_call else _Cast(tensor.recipe, dtype)
-    return _wrap(meta, recipe, tensor.is_loadable)
+    if isinstance(tensor.recipe, _Call):
+        return _record(torch.Tensor.to, (tensor, dtype), {})
+    return DeferredTensor.make(_Cast(tensor.recipe, dtype), is_loadable=tensor.is_loadable)
 
 
 def _record(func: Any, args: Any, kwargs: Any) -> Any:
@@ -299,7 +295,7 @@ class Reader:
     """
 
     def __init__(self) -> None:
-        self._last: tuple[Any, torch.Tensor] | None = None
+        self._last: dict[Source, torch.Tensor] = {}
         self._lock = threading.Lock()
 
     def read(self, tensor: torch.Tensor, start: int = 0, stop: int | None = None) -> torch.Tensor:
@@ -336,17 +332,15 @@ class Reader:
             piece_numel: Elements in memory at once, if they cannot be read straight into ``values``.
         """
         flat = values.view(-1)
-        stop = start + flat.numel()
-        if not isinstance(tensor, DeferredTensor):
+        stop, recipe = start + flat.numel(), getattr(tensor, "recipe", None)
+        if recipe is None:
             flat.copy_(tensor.detach().reshape(-1)[start:stop])
-            return
-        read_into = getattr(tensor.recipe, "read_into", None)
-        if read_into is not None and flat.device.type == "cpu" and flat.dtype == tensor.dtype:
-            read_into(start, flat)
-            return
-        for piece in self.pieces(tensor, piece_numel, start, stop):
-            flat[: piece.numel()].copy_(piece)
-            flat = flat[piece.numel() :]
+        elif getattr(recipe, "read_into", None) and flat.device.type == "cpu" and flat.dtype == tensor.dtype:
+            recipe.read_into(start, flat)
+        else:
+            for piece in self.pieces(tensor, piece_numel, start, stop):
+                flat[: piece.numel()].copy_(piece)
+                flat = flat[piece.numel() :]
 
     def pieces(
         self, tensor: torch.Tensor, piece_numel: int, start: int = 0, stop: int | None = None
@@ -354,21 +348,17 @@ class Reader:
         """Yields elements in order, in pieces; see ``read``. A caller that stops early must close the generator."""
         stop = tensor.numel() if stop is None else stop
         recipe = getattr(tensor, "recipe", None)
-        if isinstance(recipe, Source) and stop > start:
+        if start < stop and isinstance(recipe, Source):
             yield from recipe.stream(start, stop, piece_numel)
-            return
-        if isinstance(recipe, _Call):  # computed once for all pieces
-            tensor, start, stop = self.read(tensor, start, stop), 0, stop - start
-        for begin in range(start, stop, piece_numel):
-            yield self.read(tensor, begin, min(begin + piece_numel, stop))
+        elif start < stop:  # the result of a function is computed once for all pieces
+            flat = tensor.detach().reshape(-1)[start:stop] if recipe is None else self.read(tensor, start, stop)
+            yield from (piece.cpu() for piece in flat.split(piece_numel))
 
     def _whole(self, tensor: DeferredTensor) -> torch.Tensor:
         recipe = tensor.recipe
-        if self._last is not None and self._last[0] is recipe:
-            return self._last[1]
         if isinstance(recipe, _Call):
             return recipe.compute(self._whole)
-        self._last = None
-        value = recipe.read(0, tensor.numel()).view(recipe.shape)
-        self._last = (recipe, value)
-        return value
+        if recipe not in self._last:
+            self._last.clear()  # first, so that two are never in memory
+            self._last[recipe] = recipe.read(0, tensor.numel()).view(recipe.shape)
+        return self._last[recipe]

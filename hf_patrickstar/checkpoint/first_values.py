@@ -27,7 +27,6 @@ from hf_patrickstar.errors import EngineError
 from hf_patrickstar.optim.workers import HostWorkers, WorkTicket
 from hf_patrickstar.runtime.chunk import MASTER, ManagedParameter
 from hf_patrickstar.runtime.live_parameter import raw_data
-from hf_patrickstar.runtime.originals import Origin
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +117,8 @@ class FirstValues:
                 elif self._has_value(tensor):
                     self._fill(0, self._whole(tensor))
                 if tensor.is_owned and tensor.is_rounded:
-                    tensor.origin = self._find_origin(tensor, self._value_of(tensor))
+                    value, files = self._value_of(tensor), self._files
+                    tensor.origin = origin_of(value) or (files.find(tensor, value) if files else None)
                 tensor.move_in()
                 self._unread.pop(tensor.spec.index, None)
         finally:
@@ -164,11 +164,6 @@ class FirstValues:
         self._reader.fill(place, value, start, self.piece_numel)
         if rounded is not None:
             rounded.copy_(place)
-
-    def _find_origin(self, tensor: ManagedParameter, value: torch.Tensor) -> Origin | None:
-        if isinstance(value, DeferredTensor):
-            return origin_of(value)
-        return None if self._files is None else self._files.find(tensor, value)
 
     def _explain_origins(self) -> None:
         rounded = [tensor for tensor in self.tensors if tensor.is_owned and tensor.is_rounded]

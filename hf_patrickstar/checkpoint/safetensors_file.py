@@ -6,10 +6,13 @@ them, and reads values straight into chunks.
 """
 
 import contextlib
+import dataclasses
+import functools
 import json
 import math
 import os
 import struct
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,10 +70,10 @@ class SafetensorsFile:
     """
 
     def __init__(self, filename: str | os.PathLike[str], *_args: Any, **_kwargs: Any) -> None:
-        self._descriptor = -1
         self.path = Path(filename)
         try:
             self._descriptor = os.open(self.path, os.O_RDONLY)
+            weakref.finalize(self, os.close, self._descriptor).atexit = False
             self.entries, self._metadata = self._read_header()
             self._stamp = self._find_stamp()
         except FileNotFoundError as error:
@@ -79,10 +82,6 @@ class SafetensorsFile:
             raise CheckpointError(f"'{self.path}' cannot be read: {error}; make it readable") from error
         except safetensors.SafetensorError as error:
             raise CheckpointError(damaged(f"'{self.path}' is not a complete safetensors file: {error}")) from error
-
-    def __del__(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
 
     @unseen()
     def _read_header(self) -> tuple[dict[str, Entry], dict[str, str]]:
@@ -123,22 +122,16 @@ class SafetensorsFile:
         """The metadata of the file."""
         return self._metadata
 
-    def source(self, name: str) -> "FileSource":
-        """Where the values of a tensor are."""
-        dtype, shape, _ = self.entries[name]
-        found = FileSource(shape, dtype)
-        found.pieces.append((0, math.prod(shape), self, name))
-        return found
-
     def get_tensor(self, name: str) -> DeferredTensor:
         """A tensor of the file, deferred."""
-        return DeferredTensor.make(self.source(name), is_loadable=True)
+        dtype, shape, _ = self.entries[name]
+        return DeferredTensor.make(FileSource(shape, dtype, [(0, math.prod(shape), self, name)]), is_loadable=True)
 
     get_slice = get_tensor  # part of it can be read
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Reads elements of a flattened tensor into a new tensor on the host."""
-        return self.source(name).read(start, stop)
+        return Reader().read(self.get_tensor(name), start, stop)
 
     def read_into(self, name: str, start: int, values: torch.Tensor) -> None:
         """Fills ``values`` with elements of a flattened tensor, without a copy.
@@ -163,22 +156,20 @@ class SafetensorsFile:
             raise CheckpointError(damaged(f"'{self.path}': tensor '{name}' cannot be read: {error}")) from error
 
 
+@dataclasses.dataclass(eq=False)
 class FileSource(Source):
     """A tensor in files, whole or in ranges of elements, as the source of a deferred tensor.
 
-    Args:
+    Attributes:
         shape: The shape of the whole tensor.
         dtype: Its type.
-
-    Attributes:
         pieces: The first element of each range and one after the last, the file that has it, and its name there.
     """
 
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: list[tuple[int, int, SafetensorsFile, str]]
     is_for_threads = True
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.shape, self.dtype = shape, dtype
-        self.pieces: list[tuple[int, int, SafetensorsFile, str]] = []
 
     def first_missing(self, start: int, stop: int) -> int:
         """The first of some elements that is in no file; ``stop`` if all are there."""
@@ -295,13 +286,8 @@ def streamed_writing(piece_numel: int) -> Iterator[None]:
         ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
         # If several processes write, each has a file system of its own, and a console too.
         with shown((), f"Writing {Path(filename).name}", "tensors", is_first=True, total=len(tensors)) as bar:
-
-            def write(path: Path) -> None:
-                write_safetensors(
-                    path, ordered, metadata, piece_numel=piece_numel, on_written=lambda name: bar.update()
-                )
-
-            replace_file(Path(filename), write)
+            write = functools.partial(write_safetensors, tensors=ordered, metadata=metadata, piece_numel=piece_numel)
+            replace_file(Path(filename), functools.partial(write, on_written=lambda name: bar.update()))
 
     with replaced(SAVE_FILE, save_file):
         yield

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import dataclasses
 import io
 import json
 import math
@@ -118,30 +119,24 @@ def unpack(file: SafetensorsFile, owner_first: bool) -> Iterator[tuple[str, str,
                 damaged(f"'{file.path}': '{entry_name}' should have elements {start} to {stop}, and has {numel}")
             )
         first, _, second = entry_name.partition("/")  # the names of parameters may have more of them
-        saved = SavedTensor(shape, dtype, decoded(second if owner_first else first))
-        saved.is_object, saved.is_part = entry_name in objects, entry_name in parts
-        saved.pieces.append((start, stop, file, entry_name))
-        yield (first, second, saved) if owner_first else (second, first, saved)
+        owner, key = (first, second) if owner_first else (second, first)
+        pieces = [(start, stop, file, entry_name)]
+        yield owner, key, SavedTensor(shape, dtype, pieces, key, entry_name in objects, entry_name in parts)
 
 
+@dataclasses.dataclass(eq=False)
 class SavedTensor(FileSource):
     """A tensor of a state in files, or an object.
 
-    Args:
-        shape: Its shape.
-        dtype: Its type.
-        key: Its name in the state.
-
     Attributes:
+        key: Its name in the state; see ``decoded``.
         is_object: Whether its elements are the bytes of a pickled object.
         is_part: Whether other files may have other elements of it.
     """
 
-    is_object = is_part = False
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, key: Any) -> None:
-        super().__init__(shape, dtype)
-        self._key = key
+    key: str
+    is_object: bool
+    is_part: bool
 
     def load(self) -> Any:
         """The tensor in memory, or the object, with tensors on the host.
@@ -161,11 +156,11 @@ class SavedTensor(FileSource):
                 found.seek(0)
                 types = torch.serialization.get_unsafe_globals_in_checkpoint(found)
             if not types:
-                raise CheckpointError(damaged(f"{self}: '{self._key}' cannot be loaded: {error}")) from error
+                raise CheckpointError(damaged(f"{self}: '{decoded(self.key)}' cannot be loaded: {error}")) from error
             names = ", ".join(types)
             raise CheckpointError(
-                f"{self}: '{self._key}' is an object of {names}, which is loaded only if the program says that this is "
-                f"safe; call torch.serialization.add_safe_globals([{names}]) before resuming"
+                f"{self}: '{decoded(self.key)}' is an object of {names}, which is loaded only if the program says that "
+                f"this is safe; call torch.serialization.add_safe_globals([{names}]) before resuming"
             ) from error
 
 

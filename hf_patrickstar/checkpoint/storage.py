@@ -22,6 +22,7 @@ import re
 import shutil
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,11 @@ class StagedDirectory:
         self._replaced = self.final.parent / REPLACED / self.final.name
         self._lock: _Lock | None = None
 
-    def begin(self) -> None:
+    def begin(self, mark: str = "") -> None:
         """Makes an empty directory at the temporary path; leftovers of an earlier attempt are removed.
+
+        Args:
+            mark: The text of its mark file.
 
         Raises:
             CheckpointError: If the directory cannot be made.
@@ -83,7 +87,7 @@ class StagedDirectory:
             _remove_tree(self.path)
             self.path.mkdir(parents=True)
             self._lock = _Lock(self.path)
-            (self.path / MARK).touch()
+            (self.path / MARK).write_text(mark)
         except OSError as error:
             self.abandon()
             raise CheckpointError(describe_failure(self.path, error)) from error
@@ -173,15 +177,12 @@ class _Lock:
     """
 
     def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        weakref.finalize(self, os.close, descriptor).atexit = False
         self.is_held = False
         with contextlib.suppress(OSError):
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.is_held = True
-
-    def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):
-            os.close(self._descriptor)
 
 
 def remove_leftovers(parent: str | os.PathLike[str]) -> None:
@@ -295,10 +296,11 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
         os.replace(temporary, path)
         _sync(path.parent)
     except (OSError, RuntimeError) as error:
-        temporary.unlink(missing_ok=True)
         text = str(error).replace(str(temporary), str(path))
         failure = text if isinstance(error, CheckpointError) else f"'{path}' cannot be written: {text}"
         raise CheckpointError(failure) from error
+    finally:
+        temporary.unlink(missing_ok=True)  # after a failure: frees room, if the disk is full
 
 
 def _sync_tree(path: Path) -> None:

@@ -14,7 +14,6 @@ once.
 
 import functools
 import io
-import math
 import os
 import pickle
 import struct
@@ -143,7 +142,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return NotImplemented
-        record, shape = _Record(str(len(self.tensors)), _nbytes(value)), tuple(value.shape)
+        record, shape = _Record(str(len(self.tensors)), value.nbytes), tuple(value.shape)
         self.tensors.append(value)
         hooks: OrderedDict[Any, Any] = OrderedDict()
         arguments = record, 0, shape, contiguous_strides(shape), False, hooks, value.dtype
@@ -165,7 +164,7 @@ def write_torch(path: str | os.PathLike[str], value: Any, *, piece_numel: int = 
     """
     pickler = _Pickler(pickled := io.BytesIO())
     pickler.dump(value)
-    nbytes = pickled.tell() + sum(map(_nbytes, pickler.tensors))
+    nbytes = pickled.tell() + sum(tensor.nbytes for tensor in pickler.tensors)
     reader = Reader()
     with NewFile.opened(path, nbytes) as file, zipfile.ZipFile(file, "w") as archive:
 
@@ -184,10 +183,6 @@ def write_torch(path: str | os.PathLike[str], value: Any, *, piece_numel: int = 
         for number, tensor in enumerate(pickler.tensors):
             write(f"data/{number}", tensor)
         write("version", b"3\n")
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
 def torch_state_dict(directory: str | os.PathLike[str]) -> dict[str, Any]:

@@ -221,19 +221,15 @@ class TrainingState:
         """
         reader, optimizer = Reader(), self.optimizer
         for tensor in shown(self._owned(), "Reading training state", "tensors", is_first=self.collectives.rank == 0):
-            state, places = {}, optimizer.state_places(tensor)
-            for key, value in saved.states.get(tensor.spec.name, {}).items():
-                if not isinstance(value, SavedTensor):
-                    state[state_files.decoded(key)] = value
-                    continue
-                fill = functools.partial(reader.fill, tensor=DeferredTensor.make(value), start=tensor.part[0])
-                if key == MASTER:
-                    self.manager.load(tensor, fill)
-                elif key in places:
-                    fill(places[key])
-                else:
-                    state[state_files.decoded(key)] = value.load()
-            optimizer.load_own_state(tensor, state)
+            name, start = tensor.spec.name, tensor.part[0]
+            state, places = saved.state_of(name), optimizer.state_places(tensor)
+            for key in places.keys() & state.keys():
+                reader.fill(places[key], state.pop(key), start)
+            if (master := saved.states.get(name, {}).get(MASTER)) is not None:
+                source = DeferredTensor.make(master)
+                self.manager.load(tensor, functools.partial(reader.fill, tensor=source, start=start))
+            found = {key: reader.read_whole(v) if isinstance(v, DeferredTensor) else v for key, v in state.items()}
+            optimizer.load_own_state(tensor, found)
         for group, found in zip(optimizer.param_groups, saved.groups, strict=True):
             state_files.update_group(group, found)
         optimizer.load_other_states(saved.others)

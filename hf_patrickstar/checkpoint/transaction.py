@@ -8,6 +8,7 @@ waits at a chunk that is not written yet. Forward and backward do not wait for t
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import socket
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from hf_patrickstar.checkpoint.safetensors_file import Unwritten, write_safetensors
-from hf_patrickstar.checkpoint.storage import MARK, StagedDirectory, disk_error
+from hf_patrickstar.checkpoint.storage import MARK, StagedDirectory, disk_error, replace_file
 from hf_patrickstar.checkpoint.training_state import shard_name
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import CheckpointError, CollectiveError
@@ -35,39 +36,27 @@ class BackgroundWrite:
 
     Attributes:
         error: Why the file could not be written, or ``None``.
+        join: Waits until the thread has ended; ``error`` then says whether it failed.
     """
 
     def __init__(self, file: Unwritten, piece_numel: int) -> None:
         self.error: BaseException | None = None
-        last = {chunk.spec.index: name for name, chunk in file.chunks.items()}
-        self._written = {name: threading.Event() for name in last.values()}
-        for chunk in file.chunks.values():
-            chunk.reader = self._written[last[chunk.spec.index]]
+        self._written = {name: threading.Event() for name in file.tensors}
+        for name, chunk in file.chunks.items():
+            chunk.reader = self._written[name]  # in the end that of its last tensor
         for device in {tensor.device for tensor in file.tensors.values() if not tensor.is_cpu}:
             synchronize(device)  # the thread has a compute stream of its own, which waits for no update
-        self._thread = threading.Thread(target=self._run, args=(file, piece_numel), name=f"writes {file.path.name}")
-        self._thread.start()
-
-    def join(self) -> None:
-        """Waits until the thread has ended; ``error`` says whether it failed."""
-        self._thread.join()
+        thread = threading.Thread(target=self._run, args=(file, piece_numel), name=f"writes {file.path.name}")
+        self.join = thread.join
+        thread.start()
 
     def _run(self, file: Unwritten, piece_numel: int) -> None:
-        unfinished = file.path.with_name(f"{file.path.name}.writing")
-
-        def allow_changes(name: str) -> None:
-            if name in self._written:
-                self._written[name].set()
-
+        write = functools.partial(write_safetensors, tensors=file.tensors, metadata=file.metadata)
+        on_written = lambda name: self._written[name].set()  # noqa: E731
         try:
-            write_safetensors(
-                unfinished, file.tensors, file.metadata, piece_numel=piece_numel, on_written=allow_changes
-            )
-            os.replace(unfinished, file.path)
+            replace_file(file.path, functools.partial(write, piece_numel=piece_numel, on_written=on_written))
         except BaseException as error:
             self.error = error
-            with contextlib.suppress(OSError):  # the directory may be gone, because another process failed first
-                unfinished.unlink(missing_ok=True)  # frees room, if the disk is full
         finally:
             for event in self._written.values():
                 event.set()
@@ -117,11 +106,10 @@ class Checkpoint:
 
     def join(self) -> BaseException | None:
         """Waits for its threads, and returns their error or ``None``."""
-        if self.write is not None:
-            self.write.join()
-        if self.thread is not None:
-            self.thread.join()
-        return self.error if self.write is None else self.write.error or self.error
+        for part in (self.write, self.thread):
+            if part is not None:
+                part.join()
+        return getattr(self.write, "error", None) or self.error
 
 
 class Transactions:
@@ -157,13 +145,10 @@ class Transactions:
             yield checkpoint
         except BaseException as raised:
             error = _disk_error(checkpoint, raised) or raised
-            try:
+            # Of errors of checkpoints, the one that all processes raise names the first rank that failed.
+            hidden = () if isinstance(error, CheckpointError) else (CheckpointError,)
+            with contextlib.suppress(CollectiveError, *hidden):
                 self._end(checkpoint, error)
-            except CheckpointError as agreed:
-                if isinstance(error, CheckpointError):
-                    error = agreed  # it names the first rank that failed
-            except CollectiveError:
-                pass
             if error is raised:
                 raise
             raise error from raised
@@ -179,14 +164,9 @@ class Transactions:
         if checkpoint is None:
             return
         is_maker = self._collectives.rank in checkpoint.makers
-        try:
-            self._agree(checkpoint.join(), checkpoint, "was not written")
-            # One that was written in the background may be complete by now.
-            self._agree(_attempt(checkpoint.commit) if is_maker else None, checkpoint, "was not completed")
-        except CheckpointError:
-            if is_maker:
-                checkpoint.staged.abandon()
-            raise
+        self._agree(checkpoint.join(), checkpoint, "was not written")
+        # One that was written in the background may be complete by now.
+        self._agree(_attempt(checkpoint.commit) if is_maker else None, checkpoint, "was not completed")
 
     def close(self) -> None:
         """Waits for the threads of this process when other processes may be gone, and logs their error."""
@@ -198,11 +178,8 @@ class Transactions:
         rank, staged = self._collectives.rank, checkpoint.staged
         own, mark = uuid.uuid4().hex, staged.path / MARK
 
-        def begin() -> None:
-            staged.begin()
-            mark.write_text(own)
-
-        self._agree(_attempt(begin) if rank == 0 else None, checkpoint, "cannot be written")
+        error = _attempt(functools.partial(staged.begin, own)) if rank == 0 else None
+        self._agree(error, checkpoint, "cannot be written")
         what = "looks for the directory of the checkpoint"
         wanted = self._collectives.exchange(own, what)[0]
         # A directory that a killed process left on another disk does not have the mark of rank 0.
@@ -218,10 +195,8 @@ class Transactions:
     def _end(self, checkpoint: Checkpoint, error: BaseException | None) -> None:
         try:
             self._agree(error, checkpoint, "was not written")
-        except (CheckpointError, CollectiveError):
-            checkpoint.join()
-            if self._collectives.rank in checkpoint.makers:
-                checkpoint.staged.abandon()
+        except CollectiveError:
+            self._abandon(checkpoint)
             raise
         self._pending = checkpoint
         if checkpoint.write is None:
@@ -236,17 +211,23 @@ class Transactions:
         checkpoint.thread.start()
 
     def _agree(self, error: BaseException | None, checkpoint: Checkpoint, what: str) -> None:
-        """Raises on all processes if one of them has an error."""
+        """Abandons the checkpoint and raises, on all processes, if one of them has an error."""
         text = None if error is None else f"{error}" or type(error).__name__
         texts = self._collectives.exchange(text, "completes a checkpoint")
-        if isinstance(error, CheckpointError) and len(texts) == 1:
-            raise error
         for rank, found in enumerate(texts):
             if found is not None:
+                self._abandon(checkpoint)
+                if isinstance(error, CheckpointError) and len(texts) == 1:
+                    raise error
                 where = f" on rank {rank}" if len(texts) > 1 else ""
                 raise CheckpointError(
                     f"checkpoint '{checkpoint.staged.final}' {what}: {found}{where}. Earlier ones are as they were"
                 ) from error
+
+    def _abandon(self, checkpoint: Checkpoint) -> None:
+        checkpoint.join()
+        if self._collectives.rank in checkpoint.makers:
+            checkpoint.staged.abandon()
 
 
 def _attempt(function: Callable[[], None]) -> BaseException | None:

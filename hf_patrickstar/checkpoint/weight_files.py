@@ -9,6 +9,8 @@ tensor (``parameter.data``, or a part of a parameter), and a function that needs
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -58,12 +60,11 @@ def has_weights(directory: str | os.PathLike[str]) -> bool:
     return any((Path(directory) / name).is_file() for name in _NAMES)
 
 
-def open_weights(path: str | os.PathLike[str], names: Iterable[str] = _NAMES) -> dict[str, DeferredTensor]:
+def open_weights(path: str | os.PathLike[str]) -> dict[str, DeferredTensor]:
     """Opens the weights of a saved model.
 
     Args:
         path: A directory with ``model.safetensors`` or ``pytorch_model.bin``, or their indices and shards, or one file.
-        names: What to look for in a directory.
 
     Returns:
         Deferred tensors by their names in the files.
@@ -74,11 +75,11 @@ def open_weights(path: str | os.PathLike[str], names: Iterable[str] = _NAMES) ->
     path = Path(path)
     if path.is_file():
         return _open_index(path) if path.name.endswith(".index.json") else _open_file(path)
-    for name in names:
+    for name in _NAMES:
         if (path / name).is_file():
             return open_weights(path / name)
     raise CheckpointError(
-        f"'{path}' has no weights: none of {', '.join(names)} is there; give a directory that save_pretrained or a "
+        f"'{path}' has no weights: none of {', '.join(_NAMES)} is there; give a directory that save_pretrained or a "
         "Trainer has written"
     )
 
@@ -355,7 +356,21 @@ class ModelFiles:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._opened: list[dict[str, DeferredTensor]] | None = None
+
+    @functools.cached_property
+    def _opened(self) -> list[dict[str, DeferredTensor]]:
+        """The files that the model, or models in it, were loaded from; of the hub only the cache is searched."""
+        found: dict[str, dict[str, DeferredTensor]] = {}
+        for module in self._model.modules():
+            name = module.__dict__.get("name_or_path", "")
+            for file in _SAFE_NAMES if isinstance(name, str) and name else ():
+                from transformers.utils import cached_file
+
+                revision = getattr(getattr(module, "config", None), "_commit_hash", None)
+                with contextlib.suppress(CheckpointError, OSError):
+                    path = str(cached_file(name, file, revision=revision, local_files_only=True))
+                    found[path] = found.get(path) or open_weights(path)
+        return list(found.values())
 
     def find(self, tensor: ManagedParameter, value: torch.Tensor) -> Origin | None:
         """The tensor in a file that has the same bits as a value, or ``None``.
@@ -364,11 +379,6 @@ class ModelFiles:
             tensor: The parameter that has the value.
             value: The value, in memory; only this rank's part of it is compared.
         """
-        if self._opened is None:
-            self._opened = []
-            for path in self._directories():
-                with contextlib.suppress(CheckpointError):
-                    self._opened.append(open_weights(path, _SAFE_NAMES))
         parts = [part for part in tensor.spec.name.split(".") if part not in _WRAPPERS]
         names = [
             [getattr(self._model, "base_model_prefix", ""), *parts],
@@ -377,40 +387,8 @@ class ModelFiles:
         for key in map(".".join, names):
             for found in (values[key] for values in self._opened if key in values):
                 if found.shape == value.shape and found.dtype == value.dtype:
+                    pieces = (Reader().pieces(item, PIECE_NUMEL, *tensor.part) for item in (value, found))
                     with contextlib.suppress(CheckpointError):
-                        if _has_same_bits(value.detach().reshape(-1), found, *tensor.part):
+                        if all(itertools.starmap(same_bits, zip(*pieces, strict=True))):
                             return origin_of(found)
         return None
-
-    def _directories(self) -> list[Path]:
-        """The directories that the model, or models in it, were loaded from; of the hub only the cache is searched."""
-        found: dict[Path, None] = {}
-        for module in self._model.modules():
-            name = module.__dict__.get("name_or_path")
-            if isinstance(name, str) and name:
-                path = Path(name) if Path(name).is_dir() else _in_cache(name, getattr(module, "config", None))
-                if path is not None:
-                    found[path] = None
-        return list(found)
-
-
-def _has_same_bits(value: torch.Tensor, found: DeferredTensor, start: int, stop: int) -> bool:
-    """Whether elements of a flat tensor and of one in a file have the same bits."""
-    pieces = Reader().pieces(found, PIECE_NUMEL, start, stop)
-    places = range(start, stop, PIECE_NUMEL)
-    return all(
-        same_bits(value[place : place + len(piece)].cpu(), piece) for place, piece in zip(places, pieces, strict=True)
-    )
-
-
-def _in_cache(name: str, config: Any) -> Path | None:
-    """The directory of a hub model's files in the cache, or ``None``."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    for file in _SAFE_NAMES:
-        with contextlib.suppress(HFValidationError):
-            path = try_to_load_from_cache(name, file, revision=getattr(config, "_commit_hash", None))
-            if isinstance(path, str):
-                return Path(path).parent
-    return None

@@ -130,7 +130,7 @@ def test_a_directory_that_another_process_has_given_up(tmp_path, monkeypatch):
     storage._remove_tree(tmp_path / "sub")
     gate.go(len(TENSORS))
     write.join()
-    assert isinstance(write.error, FileNotFoundError)
+    assert isinstance(write.error.__cause__, FileNotFoundError)
     assert all(event.is_set() for event in events)
 
 
@@ -178,7 +178,7 @@ def test_a_background_that_fails(how, transactions, tmp_path, monkeypatch, caplo
         assert "last' was not written: " in caplog.text
     else:
         wait = transactions.wait if how == "wait" else lambda: transactions.writing(tmp_path / "next").__enter__()
-        with pytest.raises((CheckpointError), match=r"last' was not written: .*No space left on device.* as they were"):
+        with pytest.raises(CheckpointError, match=r"/last/.* cannot be written: .*No space left on device"):
             wait()
         assert os.listdir(tmp_path) == ["last"]
     assert os.listdir(tmp_path / "last") == []
@@ -206,7 +206,7 @@ def test_a_full_disk_that_has_room_again_when_the_background_removed_its_part(tr
             checkpoint.write = begin(checkpoint.path / "optimizer", make_chunks())
             checkpoint.write.join()
         raise RuntimeError("unexpected pos 8448 vs 8342")
-    assert "optimizer.writing' cannot be written: No space left on device; the file needs" in str(caught.value)
+    assert "optimizer' cannot be written: No space left on device; the file needs" in str(caught.value)
     assert os.listdir(tmp_path) == []
 
 
