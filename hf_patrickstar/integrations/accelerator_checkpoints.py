@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +35,20 @@ def get_engine(model: torch.nn.Module) -> PatrickStarEngine | None:
     return model.__dict__.get("patrickstar_engine")
 
 
+def engines_of(models: Iterable[torch.nn.Module]) -> list[PatrickStarEngine]:
+    """The engines that are attached to models, each once."""
+    return list(dict.fromkeys(engine for model in models if (engine := get_engine(model)) is not None))
+
+
 @contextlib.contextmanager
 def having(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Gives an object another value of an attribute inside the block."""
-    before = getattr(owner, name)
+    own = dict(vars(owner))
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        setattr(owner, name, own[name]) if name in own else delattr(owner, name)
 
 
 def missing_anywhere(engine: PatrickStarEngine, missing: Mapping[str, str]) -> Sequence[Mapping[str, str]]:
@@ -265,8 +270,7 @@ class AcceleratorCheckpoints(Accelerator):
 
     def _engines(self) -> list[PatrickStarEngine]:
         """The engines of the prepared models, each once; they follow changes of their models first."""
-        found = (get_engine(model) for model in self._models)
-        engines = list({id(engine): engine for engine in found if engine is not None}.values())
+        engines = engines_of(self._models)
         for engine in engines:
             engine.follow_model()
         return engines

@@ -57,10 +57,10 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         if self.model is not None:
             check_model(self.model)
             check_shapes(self.model)
+        accelerator: Any = self.accelerator
+        accelerator.__class__ = PatrickStarAccelerator  # the same object, since the Trainer hands out its bound methods
         steps = self.args.gradient_accumulation_steps
-        PatrickStarAccelerator.adopt(
-            self.accelerator, config, self.args.patrickstar_precision, steps, _EventListener(self)
-        )
+        accelerator.set_up_patrickstar(config, self.args.patrickstar_precision, steps, _EventListener(self))
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Logs as the Trainer does; with a training loss, callbacks also get figures of the engine.
