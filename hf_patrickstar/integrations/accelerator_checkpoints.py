@@ -1,7 +1,6 @@
 """``save_state`` and ``load_state`` of models in chunks: written in pieces, and complete or not at all."""
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import os
@@ -51,15 +50,9 @@ def having(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, own[name]) if name in own else delattr(owner, name)
 
 
-def missing_anywhere(engine: PatrickStarEngine, missing: Mapping[str, str]) -> Sequence[Mapping[str, str]]:
-    """What each rank misses of a checkpoint; all processes call it together.
-
-    Args:
-        engine: The engine that loads the checkpoint.
-        missing: The files that this process misses, each with what is lost without it.
-    """
-    found: Sequence[Mapping[str, str]] = engine.collectives.exchange(dict(missing), "looks for missing files")
-    return found
+def missing_anywhere(engine: PatrickStarEngine, missing: dict[str, str]) -> list[dict[str, str]]:
+    """The files that each rank misses of a checkpoint, each with what is lost; all processes call it together."""
+    return list(engine.collectives.exchange(missing, "looks for missing files"))
 
 
 def warn_of_missing(
@@ -109,20 +102,16 @@ class AcceleratorCheckpoints(Accelerator):
         if not trained:
             return super().save_state(output_dir, safe_serialization, **kwargs)
         configuration = self.project_configuration
-        is_numbered = configuration.automatic_checkpoint_naming
-        if not is_numbered and output_dir is None:
+        if is_numbered := configuration.automatic_checkpoint_naming:
+            final = self._numbered_directories() / f"checkpoint_{self.save_iteration}"
+            if final.exists():
+                raise ValueError(
+                    f"'{final}' already exists; set project_configuration.iteration to the number to go on with"
+                )
+        elif output_dir is None:
             raise ValueError("save_state needs output_dir, or automatic_checkpoint_naming")
-        final = (
-            self._numbered_directories() / f"checkpoint_{self.save_iteration}"
-            if is_numbered
-            else Path(output_dir or "")
-        )
-        if is_numbered and final.exists():
-            raise ValueError(
-                f"'{final}' already exists; set project_configuration.iteration to the number to go on with"
-            )
-        # In Accelerate's automatic naming all processes would wait for each other.
-        unnamed = dataclasses.replace(configuration, automatic_checkpoint_naming=False)
+        else:
+            final = Path(output_dir)
         first = trained[0]
         with first.checkpoints.writing(final) as checkpoint:
             for engine, directory in zip(trained[1:], _state_directories(checkpoint.path, trained)[1:], strict=True):
@@ -138,9 +127,9 @@ class AcceleratorCheckpoints(Accelerator):
                     stack.enter_context(
                         weights.streamed(is_reader=is_main) if is_streamed else weights.collected(keep=is_main)
                     )
-                with having(self, "project_configuration", unnamed):
-                    super().save_state(str(checkpoint.path), safe_serialization, **kwargs)
-                configuration.iteration = unnamed.iteration
+                # In Accelerate's automatic naming all processes would wait for each other.
+                stack.enter_context(having(configuration, "automatic_checkpoint_naming", False))
+                super().save_state(str(checkpoint.path), safe_serialization, **kwargs)
             first.checkpoints.end_state(checkpoint, self._torch_paths(first, checkpoint))
             if is_numbered:
                 checkpoint.on_commit = self._rotate

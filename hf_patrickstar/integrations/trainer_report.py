@@ -15,6 +15,7 @@ from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_b
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from hf_patrickstar.engine import PatrickStarEngine
+from hf_patrickstar.integrations.accelerator_checkpoints import having
 from hf_patrickstar.memory.accelerator import device_name, is_accelerator
 from hf_patrickstar.memory.lanes import LaneTimes
 from hf_patrickstar.memory.streams import DeviceStreams
@@ -104,21 +105,14 @@ def figures_told(handler: Any, figures: Mapping[str, float], shown: dict[str, st
         yield
 
 
-@contextlib.contextmanager
-def _logs_changed(owner: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[None]:
-    """Replaces the ``on_log`` of one object inside the block; the list of callbacks does not change."""
-    tell, own = owner.on_log, vars(owner).get("on_log")
+def _logs_changed(owner: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """Replaces the ``on_log`` of one object inside a block; the list of callbacks does not change."""
+    tell = owner.on_log
 
     def on_log(args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> Any:
         return tell(args, state, control, logs=change(logs), **kwargs)
 
-    owner.on_log = on_log
-    try:
-        yield
-    finally:
-        del owner.on_log
-        if own is not None:
-            owner.on_log = own
+    return having(owner, "on_log", on_log)
 
 
 class LaneWatch:

@@ -20,14 +20,13 @@ where its arguments say so.
 """
 
 import dataclasses
-import importlib.abc
-import importlib.machinery
+import functools
 import sys
 import types
-from collections.abc import Sequence
 from typing import Any
 
 from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.integrations.inherited.sitecustomize import Finder
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,9 +44,6 @@ PLACES = (
     Place("accelerate", "Accelerator", "PatrickStarAccelerator"),
 )
 """The complete list of what is replaced; see [Note: unchanged scripts]."""
-
-_OWN = "hf_patrickstar.integrations"
-_FIRST = ("transformers", "accelerate", f"{_OWN}.trainer", f"{_OWN}.training_args", f"{_OWN}.accelerator")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,8 +78,10 @@ def install(defaults: Defaults) -> None:
     Raises:
         ConfigError: If a module was imported before.
     """
-    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    if any(isinstance(finder, Finder) for finder in sys.meta_path):
         return
+    # What this process has inherited makes way for its own options.
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not hasattr(finder, "puts_classes")]
     for place in places_of(defaults):
         if place.module in sys.modules:
             raise ConfigError(
@@ -91,40 +89,17 @@ def install(defaults: Defaults) -> None:
                 "process, by 'hf-patrickstar run' alone"
             )
     if "transformers" in sys.modules:
-        _put_classes(defaults)
+        put_classes(defaults)
     else:
-        sys.meta_path.insert(0, _Finder(defaults))
+        sys.meta_path.insert(0, Finder(functools.partial(put_classes, defaults)))
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Has classes put after the first of ``_FIRST`` was executed."""
+def put_classes(defaults: Defaults) -> None:
+    """Puts the classes at their places, once in a process.
 
-    def __init__(self, defaults: Defaults) -> None:
-        self._defaults: Defaults | None = defaults
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in _FIRST or self._defaults is None:
-            return None
-        found = (finder.find_spec(fullname, path, target) for finder in list(sys.meta_path) if finder is not self)
-        spec = next((item for item in found if item is not None), None)
-        if spec is None or spec.loader is None:
-            return None  # the library is not installed, which a script may handle
-        execute = spec.loader.exec_module
-
-        def execute_and_put(module: types.ModuleType) -> None:
-            # Only now: who looks for a module need not import it.
-            defaults, self._defaults = self._defaults, None
-            execute(module)
-            if defaults is not None:
-                _put_classes(defaults)
-
-        vars(spec.loader)["exec_module"] = execute_and_put
-        return spec
-
-
-def _put_classes(defaults: Defaults) -> None:
+    Args:
+        defaults: What holds for every training of the script.
+    """
     import transformers.training_args
 
     from hf_patrickstar.integrations import training_args
