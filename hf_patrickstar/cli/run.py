@@ -14,6 +14,12 @@ from hf_patrickstar.integrations import inherited
 from hf_patrickstar.integrations.program import find_program, run_program
 from hf_patrickstar.integrations.unchanged import Defaults, install, places_of
 
+HELP = (
+    "run a training script that does not know this package; its parser then knows --patrickstar. Its Trainer and "
+    "TrainingArguments get --patrickstar and --patrickstar_config; not a line of it changes. Options before SCRIPT "
+    "hold for all of the script."
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what the command understands before SCRIPT."""
