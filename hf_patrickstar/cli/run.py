@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     defaults = Defaults(options.patrickstar, config)
     install(defaults)
     if int(os.environ.get("RANK", "0")) == 0:
-        puts = ", ".join(f"{place.gets} into {place.module}.{place.name}" for place in places_of(defaults))
+        puts = ", ".join(f"{base} into {module}.{name}" for module, name, base in places_of(defaults))
         print(f"hf-patrickstar run: puts {puts}, when they are imported", file=sys.stderr, flush=True)
     if options.inherit:
         _let_inherit(defaults)

@@ -28,22 +28,12 @@ from typing import Any
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.integrations.inherited.sitecustomize import Finder
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Place:
-    """A name in a module of another library, and what the class that is put there is derived from."""
-
-    module: str
-    name: str
-    gets: str
-
-
 PLACES = (
-    Place("transformers.training_args", "TrainingArguments", "PatrickStarArgumentsMixin"),
-    Place("transformers.trainer", "Trainer", "PatrickStarTrainerMixin"),
-    Place("accelerate", "Accelerator", "PatrickStarAccelerator"),
+    ("transformers.training_args", "TrainingArguments", "PatrickStarArgumentsMixin"),
+    ("transformers.trainer", "Trainer", "PatrickStarTrainerMixin"),
+    ("accelerate", "Accelerator", "PatrickStarAccelerator"),
 )
-"""The complete list of what is replaced; see [Note: unchanged scripts]."""
+"""The complete list of what is replaced: a module, the name of its class, and what the new class is derived from."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,7 +50,7 @@ class Defaults:
     config: str | None = None
 
 
-def places_of(defaults: Defaults) -> tuple[Place, ...]:
+def places_of(defaults: Defaults) -> tuple[tuple[str, str, str], ...]:
     """The places that get a class of this package.
 
     Args:
@@ -82,10 +72,10 @@ def install(defaults: Defaults) -> None:
         return
     # What this process has inherited makes way for its own options.
     sys.meta_path[:] = [finder for finder in sys.meta_path if not hasattr(finder, "puts_classes")]
-    for place in places_of(defaults):
-        if place.module in sys.modules:
+    for module, _, base in places_of(defaults):
+        if module in sys.modules:
             raise ConfigError(
-                f"'{place.module}' was imported before {place.gets} could be put there; start the script in a new "
+                f"'{module}' was imported before {base} could be put there; start the script in a new "
                 "process, by 'hf-patrickstar run' alone"
             )
     if "transformers" in sys.modules:
