@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
 
 from hf_patrickstar.cli.files import check_files, trace_beside
 from hf_patrickstar.machine import MACHINES
@@ -14,7 +13,10 @@ HELP = "tell whether a model fits a machine, and how fast it trains there. It re
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what the command understands."""
     add = parser.add_argument
-    number: dict[str, Any] = {"type": int, "default": 1, "metavar": "N"}
+
+    def add_number(name: str, default: int, what: str) -> None:
+        add(name, type=int, default=default, metavar="N", help=f"{what} (default: %(default)s)")
+
     add(
         "model",
         nargs="?",
@@ -32,10 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host-memory", metavar="SIZE", help="for each process (default: 90%% of its share of the host)")
     add("--host-cores", type=int, metavar="N", help="cores of the host for each process (default: its share of all)")
     add("--task", help="causal-lm, masked-lm, ... (default: what the model was saved for)")
-    add("--batch-size", **number, help="sequences of a micro-batch on each process (default: 1)")
+    add_number("--batch-size", 1, "sequences of a micro-batch on each process")
     add("--seq-len", type=int, help="tokens of a sequence (default: the model's positions, at most 4096)")
-    add("--accumulation", **number, help="micro-batches of an optimizer step (default: 1)")
-    add("--processes", **number, help="processes, each on a device of the machine (default: 1)")
+    add_number("--accumulation", 1, "micro-batches of an optimizer step")
+    add_number("--processes", 1, "processes, each on a device of the machine")
     add("--dtype", default="bf16", help="bf16, fp16, fp32 or auto (default: %(default)s)")
     add("--optimizer", default="adamw", help="a class of torch.optim (default: %(default)s)")
     add("--gradient-checkpointing", action="store_true", help="recompute activations in backward")
