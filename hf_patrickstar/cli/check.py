@@ -18,6 +18,11 @@ import tempfile
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.integrations.sameness import RECORD, Record, compare
 
+HELP = (
+    "compare a few steps of a script's training without and with --patrickstar, bit by bit. It compares losses, "
+    "gradient norms, parameters and buffers. Nothing is saved, evaluated or reported."
+)
+
 _TRAINING = "hf_patrickstar.integrations.short_training"
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 _SIGNALLED = 128

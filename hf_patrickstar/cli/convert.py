@@ -11,6 +11,11 @@ from hf_patrickstar.cli.files import check_file, write_text
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.integrations.conversion import LOST, convert
 
+HELP = (
+    "make --patrickstar_config from a configuration of DeepSpeed, FSDP or Accelerate. It prints the JSON, and on the "
+    "standard error what each key becomes."
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what the command takes."""

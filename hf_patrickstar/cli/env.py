@@ -21,6 +21,11 @@ from hf_patrickstar.report.measure import cpu_name, measure_machine, measure_tog
 from hf_patrickstar.units import format_nbytes
 from hf_patrickstar.version import __version__
 
+HELP = (
+    "print what this machine is, and measure how fast it is. Under torchrun or accelerate launch all processes "
+    "measure at the same time, and their links, too."
+)
+
 _LIBRARIES = ("torch", "transformers", "accelerate")
 PROGRESS_AFTER_S = 2
 _WIDTH = 24

@@ -7,6 +7,8 @@ from hf_patrickstar.cli.files import check_files, trace_beside
 from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.tracing.garbage import no_collections, objects_set_aside
 
+HELP = "tell whether a model fits a machine, and how fast it trains there. It reads no weights."
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what the command understands."""

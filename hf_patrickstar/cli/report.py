@@ -11,6 +11,8 @@ from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.report.run_page import run_page
 from hf_patrickstar.report.run_record import read_run, record_folder
 
+HELP = "make a page of a run. It shows what a run with --patrickstar has recorded."
+
 _NAME = "_patrickstar_report.html"  # the Trainer does not upload names that begin with an underscore
 _OF_PLAN = {"tiers", "speed", "chunks", "machine"}
 

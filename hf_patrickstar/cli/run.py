@@ -14,6 +14,12 @@ from hf_patrickstar.integrations import inherited
 from hf_patrickstar.integrations.program import find_program, run_program
 from hf_patrickstar.integrations.unchanged import Defaults, install, places_of
 
+HELP = (
+    "run a training script that does not know this package; its parser then knows --patrickstar. Its Trainer and "
+    "TrainingArguments get --patrickstar and --patrickstar_config; not a line of it changes. Options before SCRIPT "
+    "hold for all of the script."
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what the command understands before SCRIPT."""
@@ -68,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     defaults = Defaults(options.patrickstar, config)
     install(defaults)
     if int(os.environ.get("RANK", "0")) == 0:
-        puts = ", ".join(f"{place.gets} into {place.module}.{place.name}" for place in places_of(defaults))
+        puts = ", ".join(f"{base} into {module}.{name}" for module, name, base in places_of(defaults))
         print(f"hf-patrickstar run: puts {puts}, when they are imported", file=sys.stderr, flush=True)
     if options.inherit:
         _let_inherit(defaults)

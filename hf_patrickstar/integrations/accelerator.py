@@ -1,23 +1,20 @@
 """``PatrickStarAccelerator``: Accelerate's interface over the engine."""
 
 import contextlib
-import functools
 import os
-import types
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType, DynamoBackend, convert_outputs_to_fp32
+from accelerate.utils import DistributedType, DynamoBackend
 
 from hf_patrickstar.config import ConfigSource, PatrickStarConfig
 from hf_patrickstar.dist.watchdog import announce
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.errors import ConfigError, EngineError
 from hf_patrickstar.events import Listener
-from hf_patrickstar.integrations.accelerator_checkpoints import AcceleratorCheckpoints, get_engine
+from hf_patrickstar.integrations.accelerator_checkpoints import AcceleratorCheckpoints, engines_of, get_engine, having
 from hf_patrickstar.integrations.accelerator_optimizers import (
     PreparedOptimizer,
     families,
@@ -51,48 +48,27 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
     """
 
     def __init__(
-        self,
-        *args: Any,
-        patrickstar_config: ConfigSource = None,
-        mixed_precision: str | None = None,
-        **kwargs: Any,
+        self, *args: Any, patrickstar_config: ConfigSource = None, mixed_precision: str | None = None, **kwargs: Any
     ) -> None:
         precision = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         super().__init__(*args, mixed_precision="no", **kwargs)
-        steps = self.gradient_state.num_steps
-        self._set_up_patrickstar(PatrickStarConfig.from_any(patrickstar_config), str(precision), steps)
+        config = PatrickStarConfig.from_any(patrickstar_config)
+        self.set_up_patrickstar(config, precision, self.gradient_state.num_steps)
 
-    @classmethod
-    def adopt(
-        cls,
-        accelerator: Accelerator,
-        config: PatrickStarConfig,
-        precision: str,
-        gradient_accumulation_steps: int,
-        listener: Listener | None = None,
-    ) -> "PatrickStarAccelerator":
-        """Turns an existing accelerator, made without mixed precision, into one of this class.
-
-        The Trainer makes its own accelerator and hands out bound methods of it, so the object must stay the same.
+    def set_up_patrickstar(
+        self, config: PatrickStarConfig, precision: str, accumulation_steps: int, listener: Listener | None = None
+    ) -> None:
+        """Completes an accelerator that was made without mixed precision, here or by a Trainer.
 
         Args:
-            accelerator: The accelerator; it is changed in place.
             config: Settings.
             precision: ``"no"``, ``"bf16"`` or ``"fp16"``.
-            gradient_accumulation_steps: Micro-batches per step.
+            accumulation_steps: Micro-batches per step.
             listener: Called with every event of the engines that it will make; ``None`` for nobody.
 
         Raises:
             ConfigError: If a setting cannot work, or processes that were launched together would train alone.
         """
-        accelerator.__class__ = cls
-        assert isinstance(accelerator, PatrickStarAccelerator)
-        accelerator._set_up_patrickstar(config, precision, gradient_accumulation_steps, listener)
-        return accelerator
-
-    def _set_up_patrickstar(
-        self, config: PatrickStarConfig, precision: str, accumulation_steps: int, listener: Listener | None = None
-    ) -> None:
         if precision not in ("no", "bf16", "fp16"):
             raise ConfigError(f"mixed_precision='{precision}' is not supported; use bf16, fp16 or no")
         if self.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM):
@@ -186,38 +162,18 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
         Returns:
             The same model.
         """
-        is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
-        if is_frozen and not evaluation_mode and get_engine(model) is None:
-            # Nothing of the model (a teacher, for example) is trained, so Accelerate prepares it as usual.
-            model = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
-            self._compute_as_accelerate(model)
-            return model
         if get_engine(model) is None:
+            is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
+            if is_frozen and not evaluation_mode:  # a teacher, for example, which Accelerate prepares as usual
+                with (
+                    having(self, "native_amp", self._computes_under_autocast),
+                    having(self.state, "_mixed_precision", self.patrickstar_dtype),
+                ):
+                    return super().prepare_model(model, device_placement, evaluation_mode=True)
             self._connect([model], [], is_training=not evaluation_mode)
         if model not in self._models:
             self._models.append(model)
         return model
-
-    def _compute_as_accelerate(self, model: torch.nn.Module) -> None:
-        """Wraps the forward of a model without an engine in autocast with fp32 outputs, as Accelerate would do.
-
-        Accelerate itself does not, since it was made with ``mixed_precision="no"``.
-        """
-        if not self._computes_under_autocast:
-            return
-        # As in Accelerate, the function is wrapped and not the bound method, so that a copy of the model calls its own.
-        forward = model.forward
-        function = getattr(forward, "__func__", forward)
-
-        @functools.wraps(function)
-        def under_autocast(*args: Any, **kwargs: Any) -> Any:
-            with self.autocast(self.autocast_handler):
-                return function(*args, **kwargs)
-
-        wrapped: Any = model
-        wrapped._original_forward = forward
-        widened = convert_outputs_to_fp32(under_autocast)
-        wrapped.forward = widened if function is forward else types.MethodType(widened, model)
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
@@ -276,7 +232,7 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
 
     def _engage(self, models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
         """Makes one engine train these models with these optimizers; other engines of the models are detached."""
-        engines = list({id(engine): engine for engine in map(get_engine, models) if engine is not None}.values())
+        engines = engines_of(models)
         if len(engines) == 1 and {*map(id, roots_of(engines[0].model))} == {*map(id, models)}:
             engine = engines[0]
             present = [item.inner for item in engine.optimizers]
@@ -305,8 +261,8 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
 
     def _chunked(self, optimizer: torch.optim.Optimizer) -> ChunkedOptimizer | None:
         """The ``ChunkedOptimizer`` of a user's optimizer, or ``None``."""
-        engines = (get_engine(model) for model in [*self._models, *self._patrickstar_preparing])
-        found = (item for engine in engines if engine is not None for item in engine.optimizers)
+        engines = engines_of([*self._models, *self._patrickstar_preparing])
+        found = (item for engine in engines for item in engine.optimizers)
         return next((item for item in found if item.inner is optimizer), None)
 
     def _point(self, optimizer: Any) -> None:
@@ -364,8 +320,7 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         wanted = {id(parameter) for parameter in parameters}
         self.unscale_gradients([item for item in self._optimizers if not wanted.isdisjoint(held_by(item))])
-        engines = {id(engine): engine for engine in map(get_engine, self._models) if engine is not None}
-        found = [e for e in engines.values() if any(e.manager.find(parameter) is not None for parameter in parameters)]
+        found = [e for e in engines_of(self._models) if any(map(e.manager.find, parameters))]
         return parameters, found[0].optimizer if len(found) == 1 else None
 
 

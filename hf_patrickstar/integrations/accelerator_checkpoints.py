@@ -1,12 +1,11 @@
 """``save_state`` and ``load_state`` of models in chunks: written in pieces, and complete or not at all."""
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,26 +34,25 @@ def get_engine(model: torch.nn.Module) -> PatrickStarEngine | None:
     return model.__dict__.get("patrickstar_engine")
 
 
+def engines_of(models: Iterable[torch.nn.Module]) -> list[PatrickStarEngine]:
+    """The engines that are attached to models, each once."""
+    return list(dict.fromkeys(engine for model in models if (engine := get_engine(model)) is not None))
+
+
 @contextlib.contextmanager
 def having(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Gives an object another value of an attribute inside the block."""
-    before = getattr(owner, name)
+    own = dict(vars(owner))
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        setattr(owner, name, own[name]) if name in own else delattr(owner, name)
 
 
-def missing_anywhere(engine: PatrickStarEngine, missing: Mapping[str, str]) -> Sequence[Mapping[str, str]]:
-    """What each rank misses of a checkpoint; all processes call it together.
-
-    Args:
-        engine: The engine that loads the checkpoint.
-        missing: The files that this process misses, each with what is lost without it.
-    """
-    found: Sequence[Mapping[str, str]] = engine.collectives.exchange(dict(missing), "looks for missing files")
-    return found
+def missing_anywhere(engine: PatrickStarEngine, missing: dict[str, str]) -> list[dict[str, str]]:
+    """The files that each rank misses of a checkpoint, each with what is lost; all processes call it together."""
+    return list(engine.collectives.exchange(missing, "looks for missing files"))
 
 
 def warn_of_missing(
@@ -104,20 +102,16 @@ class AcceleratorCheckpoints(Accelerator):
         if not trained:
             return super().save_state(output_dir, safe_serialization, **kwargs)
         configuration = self.project_configuration
-        is_numbered = configuration.automatic_checkpoint_naming
-        if not is_numbered and output_dir is None:
+        if is_numbered := configuration.automatic_checkpoint_naming:
+            final = self._numbered_directories() / f"checkpoint_{self.save_iteration}"
+            if final.exists():
+                raise ValueError(
+                    f"'{final}' already exists; set project_configuration.iteration to the number to go on with"
+                )
+        elif output_dir is None:
             raise ValueError("save_state needs output_dir, or automatic_checkpoint_naming")
-        final = (
-            self._numbered_directories() / f"checkpoint_{self.save_iteration}"
-            if is_numbered
-            else Path(output_dir or "")
-        )
-        if is_numbered and final.exists():
-            raise ValueError(
-                f"'{final}' already exists; set project_configuration.iteration to the number to go on with"
-            )
-        # In Accelerate's automatic naming all processes would wait for each other.
-        unnamed = dataclasses.replace(configuration, automatic_checkpoint_naming=False)
+        else:
+            final = Path(output_dir)
         first = trained[0]
         with first.checkpoints.writing(final) as checkpoint:
             for engine, directory in zip(trained[1:], _state_directories(checkpoint.path, trained)[1:], strict=True):
@@ -133,9 +127,9 @@ class AcceleratorCheckpoints(Accelerator):
                     stack.enter_context(
                         weights.streamed(is_reader=is_main) if is_streamed else weights.collected(keep=is_main)
                     )
-                with having(self, "project_configuration", unnamed):
-                    super().save_state(str(checkpoint.path), safe_serialization, **kwargs)
-                configuration.iteration = unnamed.iteration
+                # In Accelerate's automatic naming all processes would wait for each other.
+                stack.enter_context(having(configuration, "automatic_checkpoint_naming", False))
+                super().save_state(str(checkpoint.path), safe_serialization, **kwargs)
             first.checkpoints.end_state(checkpoint, self._torch_paths(first, checkpoint))
             if is_numbered:
                 checkpoint.on_commit = self._rotate
@@ -265,8 +259,7 @@ class AcceleratorCheckpoints(Accelerator):
 
     def _engines(self) -> list[PatrickStarEngine]:
         """The engines of the prepared models, each once; they follow changes of their models first."""
-        found = (get_engine(model) for model in self._models)
-        engines = list({id(engine): engine for engine in found if engine is not None}.values())
+        engines = engines_of(self._models)
         for engine in engines:
             engine.follow_model()
         return engines

@@ -117,20 +117,14 @@ def _caught(on_train: OnTrain, on_arguments: OnArguments | None, told: set[str])
     def training(self: Any, *args: Any, **kwargs: Any) -> Any:
         told.add("trained")
 
-        def as_asked(*others: Any, **named: Any) -> Any:
-            return train(self, *others, **named) if others or named else train(self, *args, **kwargs)
-
-        return on_train(self, as_asked)
+        return on_train(self, lambda *a, **k: train(self, *a, **k) if a or k else train(self, *args, **kwargs))
 
     with contextlib.ExitStack() as stack:
-        owners = {TrainingArguments, PatrickStarArgumentsMixin}  # the mixin is empty where stock classes have it
-        checks = [(owner, owner.__post_init__) for owner in owners if hasattr(owner, "__post_init__")]
-        for owner, name, replacement in (
-            *((owner, "__post_init__", showing(check)) for owner, check in checks),
-            (Trainer, "__init__", noting),
-            (Trainer, "train", training),
-        ):
-            stack.enter_context(having(owner, name, replacement))
+        for owner in {TrainingArguments, PatrickStarArgumentsMixin}:  # the mixin is empty where stock classes have it
+            if hasattr(owner, "__post_init__"):
+                stack.enter_context(having(owner, "__post_init__", showing(owner.__post_init__)))
+        stack.enter_context(having(Trainer, "__init__", noting))
+        stack.enter_context(having(Trainer, "train", training))
         yield
 
 
@@ -142,9 +136,7 @@ def touch_nothing(arguments: Any, directory: str, **more: Any) -> None:
         directory: What the Trainer may write to in place of ``output_dir``.
         **more: Other fields with their values.
     """
-    values = {
-        **{"output_dir": directory, "report_to": "none", "push_to_hub": False, "resume_from_checkpoint": None},
-        **{"save_strategy": "no", "eval_strategy": "no", "eval_on_start": False, "load_best_model_at_end": False},
-    }
-    for name, value in {**values, **more}.items():
+    fields = {"output_dir": directory, "report_to": "none", "push_to_hub": False, "resume_from_checkpoint": None}
+    fields |= {"save_strategy": "no", "eval_strategy": "no", "eval_on_start": False, "load_best_model_at_end": False}
+    for name, value in {**fields, **more}.items():
         setattr(arguments, name, value)

@@ -14,7 +14,7 @@ from hf_patrickstar.errors import ConfigError, DeviceMemoryError, EngineError
 from hf_patrickstar.events import Event, ModelDecided
 from hf_patrickstar.integrations.accelerator import PatrickStarAccelerator
 from hf_patrickstar.integrations.trainer_checkpoints import TrainerCheckpoints
-from hf_patrickstar.integrations.trainer_report import Run, bars_as_asked, figures_told, tell_console
+from hf_patrickstar.integrations.trainer_report import Run, bars_as_asked, tell_console, tell_figures
 from hf_patrickstar.runtime.admission import check_model, check_shapes
 from hf_patrickstar.runtime.recovery import MAX_RETRIES
 
@@ -57,10 +57,10 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         if self.model is not None:
             check_model(self.model)
             check_shapes(self.model)
+        accelerator: Any = self.accelerator
+        accelerator.__class__ = PatrickStarAccelerator  # the same object, since the Trainer hands out its bound methods
         steps = self.args.gradient_accumulation_steps
-        PatrickStarAccelerator.adopt(
-            self.accelerator, config, self.args.patrickstar_precision, steps, _EventListener(self)
-        )
+        accelerator.set_up_patrickstar(config, self.args.patrickstar_precision, steps, _EventListener(self))
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Logs as the Trainer does; with a training loss, callbacks also get figures of the engine.
@@ -76,16 +76,15 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
             **kwargs: As for ``Trainer.log``.
         """
         engine, choice = self.patrickstar_engine, getattr(self.args, "patrickstar_logging", "off")
-        told: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if engine is not None and "loss" in logs:
-            figures = engine.figures.since_last(engine.stats())
-            if self._run is not None:
-                self._run.note_loss(logs, figures)
-            if choice != "off":
-                told = figures_told(self.callback_handler, figures, self._shown if choice == "brief" else None)
-        elif self._run is not None and "eval_loss" in logs:
-            self._run.note_evaluation(float(logs["eval_loss"]))
-        with told:
+        with contextlib.ExitStack() as stack:
+            if engine is not None and "loss" in logs:
+                figures = engine.figures.since_last(engine.stats())
+                if self._run is not None:
+                    self._run.note_loss(logs, figures)
+                if choice != "off":
+                    tell_figures(stack, self.callback_handler, figures, self._shown if choice == "brief" else None)
+            elif self._run is not None and "eval_loss" in logs:
+                self._run.note_evaluation(float(logs["eval_loss"]))
             super().log(logs, *args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:

@@ -44,6 +44,9 @@ else:
 class TrainerCheckpoints(_AnyTrainer):
     """Saves and loads the checkpoints of a Trainer whose model has an engine; without one, as the Trainer does."""
 
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
     _saving: Checkpoint | None = None
     _resumed: str | None = None
     """Where weights are that are read when there are chunks to read them into."""
@@ -52,7 +55,6 @@ class TrainerCheckpoints(_AnyTrainer):
     @property
     def patrickstar_engine(self) -> PatrickStarEngine | None:
         """The engine that is attached to the model, or ``None`` before the first ``train`` or ``evaluate``."""
-        assert self.model is not None
         return get_engine(self.model)
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
@@ -138,13 +140,9 @@ class TrainerCheckpoints(_AnyTrainer):
         """Sets the final path of the best checkpoint; the Trainer has looked for it in the temporary directory."""
         step = self.state.best_global_step
         best = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
-        is_there = step == self.state.global_step or os.path.exists(best)
-        if (
-            step
-            and self.args.save_strategy != SaveStrategy.NO
-            and is_there
-            and best != self.state.best_model_checkpoint
-        ):
+        is_kept = step == self.state.global_step or os.path.exists(best)
+        is_saved = self.args.save_strategy != SaveStrategy.NO
+        if step and is_kept and is_saved and best != self.state.best_model_checkpoint:
             self.state.best_model_checkpoint = best
             if self.args.should_save:
                 self.state.save_to_json(str(checkpoint.path / TRAINER_STATE_NAME))
@@ -173,7 +171,6 @@ class TrainerCheckpoints(_AnyTrainer):
         assert self._saving is not None  # begin_state was called before the model was saved
         engine.checkpoints.end_state(self._saving)
         if self.args.should_save:
-            assert self.lr_scheduler is not None
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch reminds of the optimizer, which is saved above
                 torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
@@ -218,14 +215,19 @@ class TrainerCheckpoints(_AnyTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Reads the weights that were left for now, and this process's part of the optimizer's state."""
-        engine, resumed = self.patrickstar_engine, self._resumed
+        engine, resumed, path = self.patrickstar_engine, self._resumed, Path(checkpoint or "")
         self._resumed = None
         if engine is None:
-            self._load_without_engine(checkpoint)
+            if checkpoint is None or not has_training_state(path) or (path / OPTIMIZER_NAME).is_file():
+                super()._load_optimizer_and_scheduler(checkpoint)
+            else:  # it was saved with patrickstar
+                _check_schedule(checkpoint)
+                self.optimizer.load_state_dict(torch_state_dict(checkpoint))
+                self.lr_scheduler.load_state_dict(load_torch_file(path / SCHEDULER_NAME))
             return
         schedule = None
         if checkpoint is not None and not self._begins_anew(engine, checkpoint):
-            schedule = engine.checkpoints.together(lambda: load_torch_file(Path(checkpoint) / SCHEDULER_NAME))
+            schedule = engine.checkpoints.together(lambda: load_torch_file(path / SCHEDULER_NAME))
         state_directory = None if schedule is None else checkpoint
         if resumed is not None:
             self._load_weights(engine, resumed, state_directory)
@@ -233,7 +235,6 @@ class TrainerCheckpoints(_AnyTrainer):
             engine.follow_model()
             engine.checkpoints.load_parts(FoundWeights(), state_directory)
         if schedule is not None:
-            assert self.lr_scheduler is not None
             self.lr_scheduler.load_state_dict(schedule)
 
     def _begins_anew(self, engine: PatrickStarEngine, checkpoint: str) -> bool:
@@ -280,19 +281,6 @@ class TrainerCheckpoints(_AnyTrainer):
     def _rng_name(self) -> str:
         """The file of this process's random numbers."""
         return "rng_state.pth" if self.args.world_size == 1 else f"rng_state_{self.args.process_index}.pth"
-
-    def _load_without_engine(self, checkpoint: str | None) -> None:
-        """Loads as the Trainer does, and also from a checkpoint that was saved with ``patrickstar``."""
-        optimizer, scheduler = (Path(checkpoint or "") / name for name in (OPTIMIZER_NAME, SCHEDULER_NAME))
-        is_ours = checkpoint is not None and has_training_state(checkpoint) and not optimizer.is_file()
-        if not is_ours:
-            super()._load_optimizer_and_scheduler(checkpoint)
-            return
-        _check_schedule(str(checkpoint))
-        assert self.optimizer is not None
-        assert self.lr_scheduler is not None
-        self.optimizer.load_state_dict(torch_state_dict(str(checkpoint)))
-        self.lr_scheduler.load_state_dict(load_torch_file(scheduler))
 
     def _load_best_model(self) -> None:
         engine, best = self.patrickstar_engine, self.state.best_model_checkpoint

@@ -15,6 +15,7 @@ from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_b
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from hf_patrickstar.engine import PatrickStarEngine
+from hf_patrickstar.integrations.accelerator_checkpoints import having
 from hf_patrickstar.memory.accelerator import device_name, is_accelerator
 from hf_patrickstar.memory.lanes import LaneTimes
 from hf_patrickstar.memory.streams import DeviceStreams
@@ -77,48 +78,41 @@ def bars_as_asked(args: Any) -> Iterator[None]:
             disable_progress_bars()
 
 
-@contextlib.contextmanager
-def figures_told(handler: Any, figures: Mapping[str, float], shown: dict[str, str] | None) -> Iterator[None]:
-    """Inside the block the logs that the Trainer passes to callbacks have figures of the engine, too.
+def tell_figures(
+    stack: contextlib.ExitStack, handler: Any, figures: Mapping[str, float], shown: dict[str, str] | None
+) -> None:
+    """Until the stack is closed, the logs that the Trainer passes to callbacks have figures of the engine, too.
 
     ``log_history``, and so ``trainer_state.json``, does not get them: seconds, and bytes of a step that is recorded
     again, would differ between a resumed run and an uninterrupted one.
 
     Args:
+        stack: What takes the figures away again.
         handler: The Trainer's ``CallbackHandler``.
         figures: All figures.
         shown: What a console has shown last, which changes with what it shows now: it gets figures in words when they
             have changed, and other callbacks get few. ``None`` if all callbacks get all figures.
     """
     numbers = figures if shown is None else few(figures)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_logs_changed(handler, lambda logs: {**logs, **numbers}))
-        if shown is not None:
-            words = brief(figures)
-            added = {} if words == shown else words
-            shown.update(words)
-            for console in _consoles(handler):
-                stack.enter_context(
-                    _logs_changed(console, lambda logs: {key: logs[key] for key in logs if key not in numbers} | added)
-                )
-        yield
+    stack.enter_context(_logs_changed(handler, lambda logs: {**logs, **numbers}))
+    if shown is not None:
+        words = brief(figures)
+        added = {} if words == shown else words
+        shown.update(words)
+        for console in _consoles(handler):
+            stack.enter_context(
+                _logs_changed(console, lambda logs: {key: logs[key] for key in logs if key not in numbers} | added)
+            )
 
 
-@contextlib.contextmanager
-def _logs_changed(owner: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[None]:
-    """Replaces the ``on_log`` of one object inside the block; the list of callbacks does not change."""
-    tell, own = owner.on_log, vars(owner).get("on_log")
+def _logs_changed(owner: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """Replaces the ``on_log`` of one object inside a block; the list of callbacks does not change."""
+    tell = owner.on_log
 
     def on_log(args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> Any:
         return tell(args, state, control, logs=change(logs), **kwargs)
 
-    owner.on_log = on_log
-    try:
-        yield
-    finally:
-        del owner.on_log
-        if own is not None:
-            owner.on_log = own
+    return having(owner, "on_log", on_log)
 
 
 class LaneWatch:

@@ -20,34 +20,20 @@ where its arguments say so.
 """
 
 import dataclasses
-import importlib.abc
-import importlib.machinery
+import functools
 import sys
 import types
-from collections.abc import Sequence
 from typing import Any
 
 from hf_patrickstar.errors import ConfigError
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Place:
-    """A name in a module of another library, and what the class that is put there is derived from."""
-
-    module: str
-    name: str
-    gets: str
-
+from hf_patrickstar.integrations.inherited.sitecustomize import Finder
 
 PLACES = (
-    Place("transformers.training_args", "TrainingArguments", "PatrickStarArgumentsMixin"),
-    Place("transformers.trainer", "Trainer", "PatrickStarTrainerMixin"),
-    Place("accelerate", "Accelerator", "PatrickStarAccelerator"),
+    ("transformers.training_args", "TrainingArguments", "PatrickStarArgumentsMixin"),
+    ("transformers.trainer", "Trainer", "PatrickStarTrainerMixin"),
+    ("accelerate", "Accelerator", "PatrickStarAccelerator"),
 )
-"""The complete list of what is replaced; see [Note: unchanged scripts]."""
-
-_OWN = "hf_patrickstar.integrations"
-_FIRST = ("transformers", "accelerate", f"{_OWN}.trainer", f"{_OWN}.training_args", f"{_OWN}.accelerator")
+"""The complete list of what is replaced: a module, the name of its class, and what the new class is derived from."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,7 +50,7 @@ class Defaults:
     config: str | None = None
 
 
-def places_of(defaults: Defaults) -> tuple[Place, ...]:
+def places_of(defaults: Defaults) -> tuple[tuple[str, str, str], ...]:
     """The places that get a class of this package.
 
     Args:
@@ -82,49 +68,28 @@ def install(defaults: Defaults) -> None:
     Raises:
         ConfigError: If a module was imported before.
     """
-    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    if any(isinstance(finder, Finder) for finder in sys.meta_path):
         return
-    for place in places_of(defaults):
-        if place.module in sys.modules:
+    # What this process has inherited makes way for its own options.
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not hasattr(finder, "puts_classes")]
+    for module, _, base in places_of(defaults):
+        if module in sys.modules:
             raise ConfigError(
-                f"'{place.module}' was imported before {place.gets} could be put there; start the script in a new "
+                f"'{module}' was imported before {base} could be put there; start the script in a new "
                 "process, by 'hf-patrickstar run' alone"
             )
     if "transformers" in sys.modules:
-        _put_classes(defaults)
+        put_classes(defaults)
     else:
-        sys.meta_path.insert(0, _Finder(defaults))
+        sys.meta_path.insert(0, Finder(functools.partial(put_classes, defaults)))
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Has classes put after the first of ``_FIRST`` was executed."""
+def put_classes(defaults: Defaults) -> None:
+    """Puts the classes at their places, once in a process.
 
-    def __init__(self, defaults: Defaults) -> None:
-        self._defaults: Defaults | None = defaults
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in _FIRST or self._defaults is None:
-            return None
-        found = (finder.find_spec(fullname, path, target) for finder in list(sys.meta_path) if finder is not self)
-        spec = next((item for item in found if item is not None), None)
-        if spec is None or spec.loader is None:
-            return None  # the library is not installed, which a script may handle
-        execute = spec.loader.exec_module
-
-        def execute_and_put(module: types.ModuleType) -> None:
-            # Only now: who looks for a module need not import it.
-            defaults, self._defaults = self._defaults, None
-            execute(module)
-            if defaults is not None:
-                _put_classes(defaults)
-
-        vars(spec.loader)["exec_module"] = execute_and_put
-        return spec
-
-
-def _put_classes(defaults: Defaults) -> None:
+    Args:
+        defaults: What holds for every training of the script.
+    """
     import transformers.training_args
 
     from hf_patrickstar.integrations import training_args

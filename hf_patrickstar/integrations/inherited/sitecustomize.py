@@ -11,25 +11,51 @@ import json
 import os
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 _OWN = "hf_patrickstar.integrations"
 _FIRST = ("transformers", "accelerate", f"{_OWN}.trainer", f"{_OWN}.training_args", f"{_OWN}.accelerator")
 
 
-class _Trigger(importlib.abc.MetaPathFinder):
-    """Lets classes be put in place as soon as a library that has a place for them is imported, and then leaves."""
+class Finder(importlib.abc.MetaPathFinder):
+    """Has classes put in place after the first of ``_FIRST`` was executed; see [Note: unchanged scripts].
+
+    Args:
+        put: Puts them.
+    """
+
+    puts_classes = True
+
+    def __init__(self, put: Callable[[], None]) -> None:
+        self._put: Callable[[], None] | None = put
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in _FIRST:
+        """See ``MetaPathFinder``."""
+        if fullname not in _FIRST or self._put is None:
             return None
-        sys.meta_path.remove(self)
-        from hf_patrickstar.integrations.unchanged import Defaults, install
+        found = (finder.find_spec(fullname, path, target) for finder in list(sys.meta_path) if finder is not self)
+        spec = next((item for item in found if item is not None), None)
+        if spec is None or spec.loader is None:
+            return None  # the library is not installed, which a script may handle
+        execute = spec.loader.exec_module
 
-        install(Defaults(**json.loads(os.environ["HF_PATRICKSTAR_RUN"])))
-        return importlib.util.find_spec(fullname)
+        def execute_and_put(module: types.ModuleType) -> None:
+            # Only now: who looks for a module need not import it.
+            put, self._put = self._put, None
+            execute(module)
+            if put is not None:
+                put()
+
+        vars(spec.loader)["exec_module"] = execute_and_put
+        return spec
+
+
+def _put_inherited() -> None:
+    from hf_patrickstar.integrations.unchanged import Defaults, put_classes
+
+    put_classes(Defaults(**json.loads(os.environ["HF_PATRICKSTAR_RUN"])))
 
 
 def _run_own_sitecustomize(here: str) -> None:
@@ -42,6 +68,7 @@ def _run_own_sitecustomize(here: str) -> None:
         spec.loader.exec_module(module)
 
 
-if "HF_PATRICKSTAR_RUN" in os.environ:
-    sys.meta_path.insert(0, _Trigger())
-_run_own_sitecustomize(os.path.dirname(os.path.abspath(__file__)))
+if __name__ == "sitecustomize":  # else this package has imported the class
+    if "HF_PATRICKSTAR_RUN" in os.environ:
+        sys.meta_path.insert(0, Finder(_put_inherited))
+    _run_own_sitecustomize(os.path.dirname(os.path.abspath(__file__)))

@@ -182,4 +182,4 @@ def test_started_processes_inherit_by_their_environment_alone(tmp_path, monkeypa
     found = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, **variables}, capture_output=True, text=True, check=True
     )
-    assert found.stdout.split() == ["True", "False", "_Trigger"]
+    assert found.stdout.split() == ["True", "False", "Finder"]
