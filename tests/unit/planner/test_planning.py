@@ -13,6 +13,7 @@ import pytest
 from pages import PageReader
 from transformers import BertConfig, BertForSequenceClassification
 
+import hf_patrickstar
 from hf_patrickstar import plan, plan_cache
 from hf_patrickstar.cli.main import main
 from hf_patrickstar.errors import ConfigError
@@ -22,7 +23,7 @@ from hf_patrickstar.planner.advice import Advice, advise
 from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse, TriedChange
 from hf_patrickstar.planner.planning import arrange, plan_and_simulate, plan_if_fits
 from hf_patrickstar.planner.screen import describe, describe_changes
-from hf_patrickstar.planner.search import Found
+from hf_patrickstar.planner.search import Found, Goal, search_below
 from hf_patrickstar.units import MIB, format_nbytes
 
 MODEL = "gpt2:n_layer=3,n_embd=128,n_head=4,vocab_size=512,n_positions=64"
@@ -110,6 +111,14 @@ def test_a_model_is_planned_by_its_configuration_and_class():
     model.peft_config = {}
     with pytest.raises(ConfigError, match="it has adapters of PEFT already"):
         plan(model, "h100", length=8)
+
+
+def test_this_machine_is_measured(monkeypatch):
+    measured = dataclasses.replace(MACHINES["rtx4090"], name="measured")
+    monkeypatch.setattr("hf_patrickstar.planner.planning.measure_machine", lambda visit: measured)
+    _, training = arrange(MODEL, "this")
+    assert training.machine.name == "this machine"
+    assert training.machine.flops == measured.flops
 
 
 @pytest.mark.parametrize(
@@ -284,6 +293,8 @@ def test_json_and_page_have_what_was_tried(crowded):
     assert set(found["largest"]) == {"batch_size", "length"}
     assert found["largest"]["batch_size"] < 16
     assert found["largest"]["length"] < 64
+    subject, given = arrange(MODEL, "rtx4090", batch_size=16, device_memory="8MiB", host_memory="64MiB")
+    assert found["largest"]["length"] == search_below(Goal.MAX_LENGTH, subject, given).answer
     page = PageReader((folder / "p.html").read_text(encoding="utf-8"))
     assert found["failed"]
     sentences = [
@@ -295,6 +306,19 @@ def test_json_and_page_have_what_was_tried(crowded):
         assert sentence in out
         assert sentence in "".join(page.text)
     assert [change["gain"] for change in found["changes"]] == [None] * len(found["changes"])
+
+
+@pytest.mark.long
+def test_python_tries_changes_on_request(crowded):
+    asked = {"batch_size": 16, "device_memory": "8MiB", "host_memory": "64MiB"}
+    found = json.loads((crowded[0] / "p.json").read_text())
+    tried = plan(MODEL, "rtx4090", **asked, advice=True)
+    assert json.loads(tried.to_json()) == found
+    assert isinstance(tried, hf_patrickstar.Plan)
+    assert isinstance(tried.changes[0], hf_patrickstar.TriedChange)
+    alone = plan(MODEL, "rtx4090", **asked)
+    assert (alone.changes, alone.failed, alone.largest) == (None, (), None)
+    assert dataclasses.replace(tried, changes=None, failed=(), largest=None) == alone
 
 
 @pytest.mark.parametrize("kind", [Plan, TierUse, Chunks, Speed, TriedChange, Found])
@@ -372,6 +396,24 @@ def test_wrong_arguments_get_a_sentence(words, message, capsys):
     assert error.startswith("hf-patrickstar plan: ")
     assert error.count("\n") == 1
     assert message in error
+
+
+def test_attention_that_drops_scores_writes_them_on_a_cpu():
+    """Fused attention of an accelerator drops them inside of its kernel."""
+    with_scores = {}
+    for rate in (0.0, 0.1):
+        for has_accelerator in (True, False):
+            machine = dataclasses.replace(MACHINES["rtx4090"], has_accelerator=has_accelerator)
+            found = plan(f"{MODEL},attn_pdrop={rate},resid_pdrop=0.0,embd_pdrop=0.0", machine, batch_size=4)
+            with_scores[rate, has_accelerator] = found.tier(Tier.DEVICE).owners["non-model data"]
+    assert with_scores[0.1, True] == with_scores[0.0, True]
+    assert with_scores[0.1, False] >= with_scores[0.0, False] + 3 * 4 * 4 * 64 * 64 * 2, "scores of three layers"
+
+
+def test_no_bar_tells_of_chunks_that_nobody_allocates(monkeypatch, capsys):
+    monkeypatch.setattr("hf_patrickstar.checkpoint.progress.PROGRESS_AFTER_S", 0)
+    plan(MODEL, "rtx4090", length=17)  # none that was kept
+    assert "chunks" not in capsys.readouterr().err
 
 
 def test_torch_does_not_log_what_is_told_in_a_sentence(monkeypatch, caplog):
