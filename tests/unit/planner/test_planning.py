@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import re
+import warnings
 
 import pytest
 from pages import PageReader
@@ -24,6 +25,7 @@ from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse, TriedChang
 from hf_patrickstar.planner.planning import arrange, plan_and_simulate, plan_if_fits
 from hf_patrickstar.planner.screen import describe, describe_changes
 from hf_patrickstar.planner.search import Found, Goal, search_below
+from hf_patrickstar.planner.subject import Subject
 from hf_patrickstar.units import MIB, format_nbytes
 
 MODEL = "gpt2:n_layer=3,n_embd=128,n_head=4,vocab_size=512,n_positions=64"
@@ -333,6 +335,8 @@ def test_kinds_of_bytes_are_those_of_one_moment(tight):
     assert device.moment.startswith(("forward of transformer.", "backward of transformer.", "backward of lm_head"))
     (row,) = [line for line in describe(tight).splitlines() if line.startswith("device ")]
     assert device.moment in row
+    (row_of_chunks,) = [line for line in describe(tight).splitlines() if line.startswith("chunks ")]
+    assert all(format_nbytes(n) in row_of_chunks for n in (tight.chunks.nbytes, tight.chunks.largest_nbytes))
     assert f"activations {format_nbytes(device.owners['non-model data'])}" in row
 
 
@@ -360,6 +364,17 @@ def test_fewer_cores_of_the_host_are_slower():
         plan(MODEL, "rtx4090", host_cores=0)
 
 
+def test_memory_is_told_before_a_step_is_planned(capsys, monkeypatch):
+    def plan_for_runs(*given):
+        told.append(capsys.readouterr().out)
+        raise ConfigError("enough")
+
+    told = []
+    monkeypatch.setattr("hf_patrickstar.cli.plan_run.plan_for_runs", plan_for_runs)
+    assert main(COMMAND) == 2
+    assert told[0].startswith("Model data of 0.7 M parameters takes ")
+
+
 def test_the_plan_is_there_before_changes_are_tried(capsys, monkeypatch):
     told = []
 
@@ -378,6 +393,7 @@ def test_the_plan_is_there_before_changes_are_tried(capsys, monkeypatch):
     ("words", "message"),
     [
         (["--machine", "rtx409"], "machine 'rtx409' is not known"),
+        (["--device-memory", "24"], "device memory: 24 is a number of bytes, less than 1 MiB; did you mean '24GiB'"),
         (["--set", "device_budget=1GiB"], "use --device-memory (device_memory in Python)"),
         (["--max-grad-norm", "-1"], "norm of gradients -1.0: it must be a positive number"),
         (["--json", ""], "--json: the name of the file is empty; name a file"),
@@ -414,6 +430,19 @@ def test_no_bar_tells_of_chunks_that_nobody_allocates(monkeypatch, capsys):
     monkeypatch.setattr("hf_patrickstar.checkpoint.progress.PROGRESS_AFTER_S", 0)
     plan(MODEL, "rtx4090", length=17)  # none that was kept
     assert "chunks" not in capsys.readouterr().err
+
+
+def test_warnings_of_the_model_do_not_leak(monkeypatch):
+    def make_model(self):
+        warnings.warn("about nothing that a plan could change", stacklevel=1)
+        return made(self)
+
+    made = Subject.make_model
+    monkeypatch.setattr(Subject, "make_model", make_model)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        plan(MODEL, "rtx4090", length=18)  # none that was kept
+    assert not found
 
 
 def test_torch_does_not_log_what_is_told_in_a_sentence(monkeypatch, caplog):
