@@ -426,12 +426,6 @@ def test_attention_that_drops_scores_writes_them_on_a_cpu():
     assert with_scores[0.1, False] >= with_scores[0.0, False] + 3 * 4 * 4 * 64 * 64 * 2, "scores of three layers"
 
 
-def test_no_bar_tells_of_chunks_that_nobody_allocates(monkeypatch, capsys):
-    monkeypatch.setattr("hf_patrickstar.checkpoint.progress.PROGRESS_AFTER_S", 0)
-    plan(MODEL, "rtx4090", length=17)  # none that was kept
-    assert "chunks" not in capsys.readouterr().err
-
-
 def test_warnings_of_the_model_do_not_leak(monkeypatch):
     def make_model(self):
         warnings.warn("about nothing that a plan could change", stacklevel=1)
