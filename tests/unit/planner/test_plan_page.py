@@ -32,6 +32,19 @@ def written(tmp_path_factory):
     return folder
 
 
+def test_the_tide_is_what_the_engine_had_on_the_device(planned):
+    plan, recording = planned
+    tides = recording.survey.tides
+    assert [tide.key.split("/")[0] for tide in tides] == [trace.kind for trace in recording.traces]
+    assert max(max(tide.totals) for tide in tides) == recording.device_nbytes == plan.tier(Tier.DEVICE).need_nbytes
+    for tide, trace, moved in zip(tides, recording.traces, recording.plans, strict=True):
+        assert tide.copies == tuple(moved.chunk_nbytes)
+        assert tide.others == tuple(visit.non_model_nbytes for visit in trace.visits)
+        assert tide.limit_nbytes >= max(tide.totals)
+        assert tide.fixed_nbytes == recording.rules.fixed_nbytes
+        assert tide.forward_ends == trace.forward_ends
+
+
 def test_every_parameter_is_in_one_chunk(planned):
     plan, recording = planned
     chunks = recording.survey.chunks
@@ -84,3 +97,13 @@ def test_a_plan_that_does_not_fit_has_a_page_that_says_by_how_much(tmp_path, cap
         assert total == sum(kinds)
         assert kinds == sorted(filter(None, use["owners"].values()), reverse=True)
         assert f"needed, of {format_nbytes(use['budget_nbytes'])}" in text
+
+
+def test_the_page_of_several_processes_has_what_they_send(tmp_path):
+    files = ["--html", str(tmp_path / "p.html"), "--json", str(tmp_path / "p.json")]
+    assert main(["plan", MODEL, "--machine", "8xh100", "--processes", "2", "--no-advice", *files]) == 0
+    sent = json.loads((tmp_path / "p.json").read_text())["speed"]["sent_nbytes"]
+    text = (tmp_path / "p.html").read_text(encoding="utf-8")
+    assert sent > 0
+    assert f'<dt>between processes</dt><dd><data value="{sent}">' in text
+    assert {"gathers", "reductions"} <= {row[0] for row in PageReader(text).table("Lanes").rows}
