@@ -266,16 +266,3 @@ def test_objects_are_loaded_if_their_type_is_safe(tmp_path, monkeypatch):
         load(other, tmp_path / "groups")
     found = next(iter(other.optimizer.inner.state.values()))["extra"], other.optimizer.param_groups[0]["mine"]
     assert [value.matrix.tolist() for value in found] == [[1] * 3, [1] * 2]
-
-
-def test_groups_come_back(tmp_path):
-    engine, other = make_engine(), make_engine()
-    engine.optimizer.param_groups[1].update(lr=0.7, betas=(0.5, 0.6), note="text", rows=[torch.ones(2)])
-    train(engine)
-    save(engine, tmp_path)
-    load(other, tmp_path)
-    first, second = other.optimizer.param_groups
-    assert (first["lr"], second["lr"], second["betas"], second["note"]) == (0.1, 0.7, (0.5, 0.6), "text")
-    assert second["rows"][0].tolist() == [1.0, 1.0]
-    assert "rows" not in first
-    assert [len(group["params"]) for group in (first, second)] == [1, 1]

@@ -236,23 +236,6 @@ def test_what_other_programs_took_counts_from_the_next_start_and_is_asked_once_a
     meter.stop()
 
 
-@pytest.mark.parametrize(
-    ("make", "nbytes"),
-    [
-        (lambda: kib(4).chunk(4), 4 * KIB),
-        (lambda: torch.unbind(kib(4)[:4]), 4 * KIB),
-        (lambda: kib(1).sort(), KIB + 2 * KIB),
-        (lambda: torch._foreach_add([torch.ones(4), torch.ones(8)], 1.0), 16 + 32),
-    ],
-)
-def test_every_one_of_several_results_counts(make, nbytes):
-    with measuring(make_meter()) as meter:
-        results = make()
-        assert meter.live(0) == nbytes
-        del results
-        assert meter.live(0) == 0
-
-
 def test_a_pause_follows_nothing_new():
     with measuring(make_meter()) as meter:
         kept = kib(1)

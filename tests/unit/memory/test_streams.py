@@ -158,19 +158,6 @@ def test_seconds_of_a_call():
     assert seconds_of(CPU, lambda: None, lambda: time.sleep(0.2)) < 0.2, "what is done before is not counted"
 
 
-def use_count(tensor):
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-
-
-def test_buffers_are_held_no_longer_than_they_are_copied(streams):
-    """A chunk's payload counts as aliased while anything else holds its storage, and cannot leave then."""
-    source, target = torch.ones(4), torch.zeros(4)
-    before = use_count(source), use_count(target)
-    ticket = streams.fetch(source, target)
-    ticket.wait()
-    assert (use_count(source), use_count(target)) == before
-
-
 def test_values_that_are_on_the_tier_of_another_tensor_do_not_cross(device):
     here, there = device.buffer(), device.buffer(tier=Tier.DEVICE)
     assert device.streams.on_tier_of(here, device.home) is here

@@ -101,6 +101,22 @@ class Trainer(PatrickStarTrainer):
 """
 
 
+EVALUATES_IN_ITS_LOSS = """
+class Trainer(PatrickStarTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        assert model is self.model
+        with torch.no_grad():
+            reference = self.model(**inputs).logits
+        return (model(**inputs).logits - 2 * reference).pow(2).sum()
+"""
+
+
+@pytest.mark.long
+def test_a_model_that_is_recorded_in_vain_leaves_the_trainer_the_one_that_runs(tmp_path):
+    """A step of several micro-batches is recorded; what evaluates in its loss cannot be replayed, and runs."""
+    assert plan_subject(*arrange(tmp_path, EVALUATES_IN_ITS_LOSS, "--gradient_accumulation_steps", "2", *CHUNKS)).fits
+
+
 def test_a_teacher_takes_its_bytes_of_the_device(tmp_path):
     subject, given = arrange(tmp_path, TEACHER, device_memory="64MiB")
     nbytes = sum(parameter.nbytes for parameter in make_model("gpt2").parameters())
