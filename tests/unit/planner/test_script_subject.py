@@ -69,8 +69,9 @@ def test_everything_that_the_script_says_is_planned(tmp_path):
 
 
 def test_arguments_of_the_command_come_first(tmp_path):
+    config = ("--patrickstar", "--patrickstar_config", '{"chunk_numel": 8192, "device_budget": "3MiB"}')
     _, given = arrange(
-        tmp_path, "", "--max_grad_norm", "0", *CHUNKS, device_memory="8MiB", settings={"chunk_numel": 4096}
+        tmp_path, "", "--max_grad_norm", "0", *config, device_memory="8MiB", settings={"chunk_numel": 4096}
     )
     assert given.machine.device_nbytes == 8 * MIB
     assert given.settings == {"chunk_numel": 4096}
