@@ -85,9 +85,6 @@ PLANS = {
     "a chunk in use until backward stays": (
         *(make_trace([0, 1, 1, 0, 2], pinned={1: (0,), 2: (0,)}, turns=(2,)), 100, RESHARD, "+0 +1 -1+1 . +2", None),
     ),
-    "several forwards of one step": (
-        *(make_trace([0, 1, 0, 1, 1, 0], turns=(2, 4)), 100, RESHARD, "+0 -0+1 -1+0 -0+1 -1+1 +0", None),
-    ),
     "loads come ahead around what leaves": (
         *(TURNING, 100, {**RESHARD, "prefetch_depth": 2}, "+0+1+2 -0 -1 -2+2+1+0 . .", (30, 20, 10, 30, 30, 30)),
     ),
