@@ -192,26 +192,3 @@ def test_memory_is_freed_when_a_parameter_is_moved_in(monkeypatch):
     make_engine(make_model())
     assert order == [f"{place}.weight" for place in range(DEPTH)]
     assert max(counts) == 1  # only the one here
-
-
-def test_an_interruption_leaves_nobody_writing(monkeypatch):
-    """The user interrupts while the caller waits for workers."""
-    model = make_model()
-    expected = values_of(model)
-    active, real = [], first_values.FirstValues._fill
-
-    def fill(self, *args):
-        active.append(1)
-        real(self, *args)
-        active.pop()
-
-    def interrupt(self):
-        self.cancel()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(first_values.FirstValues, "_fill", fill)
-    monkeypatch.setattr(first_values.WorkTicket, "wait", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        make_engine(model)
-    assert active == []
-    assert_same(values_of(model).values(), expected.values())

@@ -176,14 +176,6 @@ def test_the_fastest_size_is_taken_if_times_are_known():
     assert (choice.layout.chunk_numel, len(choice.layout.chunks), choice.exposed_ns) == (2048, 2, 4048)
 
 
-def test_where_no_chunk_is_that_small_the_smallest_working_set_wins():
-    choice = search_layout(make_tensors(640, 640, 64), make_modules((0,), (1,), (2,)), 1280)
-    assert choice.working_set_nbytes == 1280
-    tensors = make_tensors(*[640, 384] * 16)
-    choice = search_layout(tensors, make_modules(*[(index,) for index in range(32)]), 10**6, world_size=2)
-    assert (choice.layout.utilisation, choice.layout.chunk_numel) == (1.0, 1024), "smaller groups would waste room"
-
-
 def test_tensors_on_the_host_take_no_part_in_the_budget():
     tensors, modules = make_tensors(64000, 64), make_modules((0,), (1,))
     with pytest.raises(BudgetError, match="module 'm0'"):

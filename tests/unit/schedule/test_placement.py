@@ -131,9 +131,3 @@ def test_all_at_home_on_the_device_if_it_fits():
 def test_of_equal_chunks_those_first_in_order_leave():
     assert spill(make_chunks(4), Tiers(2 * 728, 9999, [])) == {2, 3}
     assert spill(make_chunks(4), Tiers(2 * 728, 9999, []), [1, 3, 0, 2]) == {1, 3}
-
-
-def test_chunks_of_the_host_never_move_home():
-    chunks = make_chunks(3, on_host={1})
-    assert place(chunks, 9999, 9999, 200, 0).device_homed == {0, 2}
-    assert place(chunks, 1400, 728, 0, 0).device_homed == {0, 2}
