@@ -191,19 +191,6 @@ def test_leftovers_go_and_what_is_being_written_stays(tmp_path):
     remove_leftovers(tmp_path / "nowhere")
 
 
-def test_abandoned_and_begun_again(tmp_path):
-    commit(tmp_path / "last", "old")
-    staged = stage(tmp_path / "last")
-    staged.abandon()
-    staged.abandon()
-    assert contents(tmp_path) == tree("last", "old")
-    left = stage(tmp_path / "last")
-    (left.path / "rest").touch()
-    del left
-    commit(tmp_path / "last")
-    assert contents(tmp_path) == tree("last", "new"), "nothing of an earlier attempt"
-
-
 def test_files_and_links_in_the_way(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="_partial/last' cannot be written: Not a directory"):
