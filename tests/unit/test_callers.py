@@ -54,6 +54,17 @@ def test_scripts_and_modules_of_users(tmp_path, name):
     assert found == f"{path}:3 in <module>: found = find_caller()"
 
 
+def test_code_without_a_file_or_without_a_user():
+    scope, found = {"__name__": "__main__", "find_caller": find_caller}, []
+    exec(compile("found = find_caller()", "<made>", "exec"), scope)  # Python 3.13 knows lines of <string>: those of -c
+    assert scope["found"] == "<made>:1 in <module>"
+    function = in_library("torch.autograd", "found.append(find_caller())", found=found, find_caller=find_caller)
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+    assert found == [""]
+
+
 def test_collections_begin_again_when_the_last_has_looked(monkeypatch):
     """A handler of a signal may look during a look, and so may another thread."""
     look, found, this = sys._current_frames, [], threading.get_ident()

@@ -41,6 +41,16 @@ def test_wrong_usage(arguments, capsys):
     assert "usage: hf-patrickstar" in capsys.readouterr().err
 
 
+def test_help_shows_defaults(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    numbers = ("--batch-size", "--accumulation", "--processes")
+    assert all(re.search(rf" {option} N [^()]*\(default: 1\)", text) for option in numbers)
+    for default in ("rtx4090", "bf16", "adamw", "1.0", "95% of", "90% of", "the model's positions, at most 4096"):
+        assert f"(default: {default}" in text
+
+
 def test_who_reads_may_close_the_pipe(tmp_path):
     source = tmp_path / "zero.json"
     source.write_text('{"zero_optimization": {"stage": 3}}')

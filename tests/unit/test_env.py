@@ -81,3 +81,17 @@ def test_paths_that_cannot_be_written_are_refused_before_anything_is_measured(
     assert err.startswith("hf-patrickstar env: ")
     assert says.format(tmp_path) in err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        ("cuda:0", "Fake 1000 (cuda:0), 2.00 GiB, 1.00 GiB free"),
+        ("cpu", "none; the compute tier is a budgeted part of CPU"),
+    ],
+)
+def test_an_accelerator_is_named(monkeypatch, device, said):
+    monkeypatch.setattr(env, "find_device", lambda _: torch.device(device))
+    monkeypatch.setattr(env, "device_name", lambda device: "Fake 1000")
+    monkeypatch.setattr(env, "memory_info", lambda device: (2**30, 2**31))
+    assert said in env.describe()["accelerator"]

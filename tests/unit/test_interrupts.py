@@ -1,6 +1,7 @@
 """Ctrl-C that waits."""
 
 import signal
+import threading
 
 import pytest
 
@@ -55,3 +56,15 @@ def test_the_handler_of_the_program_is_called_once_and_what_is_no_function_stays
                 assert signal.getsignal(signal.SIGINT) is handler
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_other_threads_have_nothing_to_hold_back():
+    def work():
+        with held_back():
+            found.append(signal.getsignal(signal.SIGINT))
+
+    found = []
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [signal.default_int_handler]

@@ -8,6 +8,7 @@ import torch
 
 from hf_patrickstar import BudgetError, PatrickStarEngine, payloads
 from hf_patrickstar.memory.pool import PayloadPool
+from hf_patrickstar.optim.workers import SMALL_NUMEL
 
 CONFIG = {"host_threads": 2, "chunk_numel": 2**18}
 
@@ -30,6 +31,14 @@ def zeroed(monkeypatch):
 
     monkeypatch.setattr(payloads, "_fill_with_zeros", fill)
     return found
+
+
+def test_workers_fill_all_parts_before_the_values_come(zeroed):
+    engine = make_engine()
+    large = [chunk for chunk in engine.manager.chunks if chunk.spec.chunk_numel > SMALL_NUMEL]
+    assert len(zeroed) == sum(len(chunk.payloads) for chunk in large) > 0
+    assert threading.current_thread() not in zeroed
+    assert not any(chunk.lists["exp_avg"].any() for chunk in engine.manager.chunks)
 
 
 def test_nobody_writes_after_a_payload_that_does_not_fit(zeroed, monkeypatch):

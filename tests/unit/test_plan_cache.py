@@ -61,3 +61,10 @@ def test_other_activations_are_another_computation(change):
 
 def test_names_and_tokens_are_no_computation():
     assert computed(use_cache=False, pad_token_id=1, architectures=["A"], id2label={0: "a"}) == computed()
+
+
+def test_dropout_that_a_script_has_changed_is_another_computation():
+    model = torch.nn.Sequential(torch.nn.Dropout(0.1))
+    before = plan_cache.computation_of(model)
+    model[0].p = 0.5
+    assert plan_cache.computation_of(model) != before

@@ -45,3 +45,8 @@ def test_nothing_is_shown_where_transformers_shows_nothing_or_by_another_process
         logging.enable_progress_bar()
     assert list(progress.shown([1, 2], "Reading", "files", is_first=False)) == [1, 2]
     assert capsys.readouterr().err == ""
+
+
+def test_what_is_done_in_two_seconds_is_not(tmp_path, capsys):
+    work(tmp_path)
+    assert capsys.readouterr().err == ""

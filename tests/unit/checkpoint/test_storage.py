@@ -191,6 +191,19 @@ def test_leftovers_go_and_what_is_being_written_stays(tmp_path):
     remove_leftovers(tmp_path / "nowhere")
 
 
+def test_files_and_links_in_the_way(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="_partial/last' cannot be written: Not a directory"):
+        StagedDirectory(tmp_path / "file" / "last").begin()
+    (tmp_path / "_partial").mkdir()
+    (tmp_path / "_partial" / "last").touch()
+    write(tmp_path / "target", "theirs")
+    (tmp_path / "last").symlink_to("target")
+    for text in ("new", "newer"):
+        commit(tmp_path / "last", text)
+        assert contents(tmp_path) == {"file": "", **tree("last", text), **tree("target", "theirs")}
+
+
 def test_only_the_first_process_completes_a_directory(tmp_path):
     staged = stage(tmp_path / "last")
     assert [staged.commit(), staged.commit()] == [True, False]

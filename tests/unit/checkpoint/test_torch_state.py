@@ -1,11 +1,12 @@
 """Files that ``torch.load`` reads, written a piece at a time, and the way back to torch's own optimizer."""
 
 import os
+import zipfile
 from collections import OrderedDict
 
 import pytest
 import torch
-from sources import same_bits, write_training_state
+from sources import make_deferred, same_bits, write_training_state
 
 from hf_patrickstar.checkpoint.torch_state import export, torch_state_dict, write_torch
 from hf_patrickstar.checkpoint.training_state import INDEX_NAME
@@ -95,3 +96,20 @@ def test_what_is_incomplete_is_not_exported(tmp_path):
     (tmp_path / "optimizer.pt").unlink()
     with pytest.raises(CheckpointError, match=f"{INDEX_NAME}' is missing"):
         export(tmp_path)
+
+
+def test_the_archive_is_sound(tmp_path):
+    """Checksums are right, and tensors begin where they can be mapped into memory."""
+    values = [torch.randn(numel) for numel in (1, 100, 7, 33)]
+    write_torch(tmp_path / "f.pt", values)
+    data = (tmp_path / "f.pt").read_bytes()
+    with zipfile.ZipFile(tmp_path / "f.pt") as archive:
+        assert archive.testzip() is None
+    assert all(data.find(value.numpy().tobytes()) % 64 == 0 for value in values[1:])
+
+
+def test_tensors_are_read_a_piece_at_a_time(tmp_path):
+    deferred, source = make_deferred(torch.randn(10, 10))
+    write_torch(tmp_path / "f.pt", [deferred], piece_numel=32)
+    assert source.reads == [(0, 32), (32, 64), (64, 96), (96, 100)]
+    assert torch.equal(torch.load(tmp_path / "f.pt", weights_only=True)[0], source.values)

@@ -59,6 +59,10 @@ BROKEN = {
         lambda path: change_metadata(path, parts='{"exp_avg/w": [0, 13]}'),
         f"{SHARD}': 'exp_avg/w' should have elements 0 to 13, and has 12",
     ),
+    "a part before the first element": (
+        lambda path: change_metadata(path, parts='{"exp_avg/w": [-1, 11]}'),
+        f"{SHARD}': 'exp_avg/w' should have elements -1 to 11",
+    ),
 }
 
 
@@ -238,3 +242,27 @@ def test_a_tensor_of_another_shape_or_none(tmp_path):
         with pytest.raises(CheckpointError, match=f"{message}.*; make the optimizer with the same options"):
             engine.training_state.open(tmp_path)
         states["w"]["exp_avg_sq"] = W
+
+
+class Projector:
+    def __init__(self, matrix):
+        self.matrix = matrix
+
+
+def test_objects_are_loaded_if_their_type_is_safe(tmp_path, monkeypatch):
+    """As torch does it: in states, and in param groups."""
+    engine, other = make_engine(Counting), make_engine(Counting)
+    monkeypatch.setattr(Counting, "extra", Projector(torch.ones(3)))
+    train(engine)
+    save(engine, tmp_path)
+    engine.optimizer.param_groups[0]["mine"] = Projector(torch.ones(2))
+    (tmp_path / "groups").mkdir()
+    save(engine, tmp_path / "groups")
+    for folder, file, key in ((tmp_path, "00001", "extra"), (tmp_path / "groups", "others", "mine")):
+        safe = r"add_safe_globals\(\[test_training_state\.Projector\]\)"
+        with pytest.raises(CheckpointError, match=f"{file}.safetensors': '{key}' is an object .*{safe}"):
+            other.training_state.open(folder)
+    with torch.serialization.safe_globals([Projector]):
+        load(other, tmp_path / "groups")
+    found = next(iter(other.optimizer.inner.state.values()))["extra"], other.optimizer.param_groups[0]["mine"]
+    assert [value.matrix.tolist() for value in found] == [[1] * 3, [1] * 2]

@@ -8,9 +8,11 @@ import safetensors.torch
 import torch
 import transformers.modeling_utils
 from models import MODELS, make_model
+from transformers import BertForMaskedLM
 
 from hf_patrickstar import deferred_weights
 from hf_patrickstar.checkpoint.deferred import DeferredTensor, Reader
+from hf_patrickstar.checkpoint.safetensors_file import FileSource
 from hf_patrickstar.checkpoint.weight_files import load_torch_file, open_weights
 from hf_patrickstar.errors import CheckpointError
 
@@ -188,3 +190,14 @@ def test_the_library_is_as_it_was_afterwards(tmp_path):
     with pytest.raises(CheckpointError, match=r"model.safetensors' is not a complete"), deferred_weights():
         MODELS["gpt2"]().from_pretrained(tmp_path)
     assert patched() == before
+
+
+def test_only_what_is_read_is_in_memory(tmp_path, monkeypatch):
+    """Reading part of a parameter reads that part of its file, and no more."""
+    make_model("bert_mlm").save_pretrained(tmp_path)
+    with deferred_weights():
+        model = BertForMaskedLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    reads, original = [], FileSource.read
+    monkeypatch.setattr(FileSource, "read", lambda *args: reads.append(args[1:]) or original(*args))
+    Reader().read(model.bert.embeddings.word_embeddings.weight, 5, 9)
+    assert reads == [(5, 9)]

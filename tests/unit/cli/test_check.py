@@ -113,6 +113,12 @@ def test_16_bit_runs_may_be_close(here, tmp_path, capsys):
         ("raise SystemExit", "ended without building a Trainer", 1),
         ("args.patrickstar = False", "changes 'patrickstar' of its arguments", 2),
         (
+            "class Stopping(TrainerCallback):\n    def on_step_end(self, args, state, control, **kwargs):\n"
+            "        control.should_training_stop = True\ncallbacks.append(Stopping())",
+            "ended its training after 1 of 2 steps",
+            1,
+        ),
+        (
             "from transformers import Trainer, TrainingArguments\nargs = TrainingArguments(use_cpu=True)",
             "with Trainer and TrainingArguments, which do not train in chunks",
             2,

@@ -118,3 +118,8 @@ def test_a_trainer_of_another_plugin_is_refused_before_a_model_is_read(plugin, r
     plugin.pre_model_load(DictDefault(base_model="tiny", plugins=[PATH], rl=rl))
     with pytest.raises(ConfigError, match=r"Distilling chooses AxolotlDPOTrainer.* remove it from 'plugins'"):
         plugin.pre_model_load(make_cfg(rl=rl))
+
+
+def test_a_trainer_without_chunks_is_refused(plugin):
+    with pytest.raises(ConfigError, match=r"AxolotlTrainer.*derive 'trainer_cls' from PatrickStarTrainerMixin"):
+        plugin.post_trainer_create(make_cfg(), AxolotlTrainer.__new__(AxolotlTrainer))

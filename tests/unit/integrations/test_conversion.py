@@ -91,7 +91,9 @@ def test_values_become_arguments_and_settings_that_exist():
     [
         ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, *("offload_param.device", "not supported")),
         ({"optimizer": {"type": "OneBitAdam"}}, "type", "not supported"),
+        ({"optimizer": {"params": {"adam_w_mode": False}}}, "adam_w_mode", "not supported"),
         ({"moe": {"enabled": True, "size": 0}}, "moe", "not supported"),
+        ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "zero_hpz_partition_size", "not supported"),
         ({"fp16": {"loss_scale": 128}}, "loss_scale", "not supported"),
         ({"fsdp_sharding_strategy": "HYBRID_SHARD"}, "fsdp_sharding_strategy", "not supported"),
         ({"distributed_type": "FSDP", "mixed_precision": "fp8"}, "mixed_precision", "not supported"),
@@ -102,6 +104,16 @@ def test_what_is_not_carried_over_is_named(values, key, becomes):
     ((name, found),) = lost(values).items()
     assert name.endswith(key)
     assert found == becomes
+
+
+def test_features_that_are_off_are_not_named():
+    values = {
+        "compile": {"deepcompile": True, "enabled": False},
+        "zero_optimization": {"zero_hpz_partition_size": 1, "offload_param": {"device": "none"}},
+        **{"distributed_type": "FSDP", "fsdp_config": {}, "mixed_precision": "no", "tpu_env": [], "amp": None},
+        **{"optimizer": {"params": {"betas": "auto", "adam_w_mode": True}}, "fp16": {"enabled": "false"}},
+    }
+    assert (lost(values), *convert(values)[:2]) == ({}, {}, {})
 
 
 @pytest.mark.parametrize(("value", "here"), [("FULL_SHARD", True), (True, True), ("shard_grad_op", False), (2, False)])

@@ -99,6 +99,12 @@ def start(plugin, monkeypatch, command="sft", **changes):
     plugin.main()
 
 
+def test_the_command_runs_a_trainer_with_its_yaml(loaded, monkeypatch):
+    plugin, ran = loaded
+    start(plugin, monkeypatch)
+    assert ran == [["train.yaml"]]
+
+
 def fail():
     raise BudgetError("too small")
 

@@ -88,3 +88,21 @@ def test_weights_are_close_within_rounding_and_learning_rates(
     found, details = run(torch.tensor([0.0, value]), precision=precision, rates=rates, digests=["x", "y", "Z"])
     assert found == verdict
     assert words in details
+
+
+def test_bits_differ_where_values_do_not(run):
+    found, details = run(torch.tensor([-0.0, 4.0]), digests=["x", "y", "Z"])
+    assert (found, "1 of 2 elements, by 0 at most" in details) == ("different", True)
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        (WEIGHT.bfloat16(), "float32 [2] without --patrickstar and torch.bfloat16 [2] with it"),
+        ({"b": WEIGHT}, "'a' is torch.float32 [2] without --patrickstar and missing with it"),
+    ],
+)
+def test_what_cannot_be_compared_is_said(run, weights, words):
+    found, details = run(weights, precision="bf16", digests=["x", "y", "Z"])
+    assert found == "different"
+    assert words in details

@@ -71,6 +71,15 @@ def test_a_handler_of_errors_does_not_see_the_end_and_finally_does(write, tmp_pa
     assert (tmp_path / "closed").exists()
 
 
+def test_the_script_goes_on_and_train_has_its_arguments_or_other_ones(write, monkeypatch):
+    calls = []
+    monkeypatch.setattr(Trainer, "train", lambda self, *args, **kwargs: calls.append((args, kwargs)))
+    path = write(f"{TRAINING}\nassert trainer.train('here') == 'trained'\n")
+    found = run_script(path, [], lambda trainer, train: (train(), train(resume_from_checkpoint=False), "trained")[-1])
+    assert found is None
+    assert calls == [(("here",), {}), ((), {"resume_from_checkpoint": False})]
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [

@@ -17,6 +17,7 @@ HEAD = spec(2, "head.weight", owners=(3,))
 POSITIONS = spec(1, "positions.weight", MIN_ROWS - 1, owners=(2,))
 UNTIED = [spec(0, "words.weight"), POSITIONS, HEAD]
 TIED = [spec(0, "words.weight", aliases=("head.weight",), owners=(1, 3)), POSITIONS]
+WITH_A_SCALE = [*UNTIED, TensorSpec(3, "words.scale", (MIN_ROWS,), True, (), (1,))]
 HEAD_FIRST = [spec(0, "head.weight", aliases=("words.weight",), owners=(0, 1))]
 TO_EACH_OTHER = [spec(0, "words.weight", aliases=("positions.weight",), owners=(1, 2))]
 ON, TOO_FEW = "on for words.weight, until the first step", f"no untied embedding has {MIN_ROWS} rows or more"
@@ -31,6 +32,7 @@ ON, TOO_FEW = "on for words.weight, until the first step", f"no untied embedding
         (TIED, "auto", False, set(), set(), True, TOO_FEW),
         (UNTIED, False, False, set(), set(), True, "false: embeddings move in chunks"),
         (UNTIED, True, False, {0, 1}, {0, 1}, True, "true: lookups on the CPU"),
+        (WITH_A_SCALE, True, False, {0, 1}, {0, 1}, True, "true: lookups on the CPU"),
         (TO_EACH_OTHER, True, False, {0}, {0}, True, "true: lookups on the CPU"),
         (TIED, True, False, {0, 1}, {1}, True, "words.weight also moves, for the modules that it is tied to"),
         (HEAD_FIRST, True, False, {0}, set(), True, "head.weight also moves, for the modules that it is tied to"),

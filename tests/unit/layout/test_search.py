@@ -174,3 +174,15 @@ def test_the_fastest_size_is_taken_if_times_are_known():
     """Neither the smallest chunks, of which there are many, nor the largest."""
     choice = search_layout(*alone(64), None, exposed_ns=lambda num, numel: 1000 * num + numel)
     assert (choice.layout.chunk_numel, len(choice.layout.chunks), choice.exposed_ns) == (2048, 2, 4048)
+
+
+def test_tensors_on_the_host_take_no_part_in_the_budget():
+    tensors, modules = make_tensors(64000, 64), make_modules((0,), (1,))
+    with pytest.raises(BudgetError, match="module 'm0'"):
+        search_layout(tensors, modules, 128)
+    assert search_layout(tensors, modules, 128, on_host=frozenset({0})).working_set_nbytes == 128
+
+
+def test_a_model_without_parameters():
+    assert search_layout([], [], 1000).layout.chunks == ()
+    assert search_layout(make_tensors(64, 0, 64), make_modules((0, 1), (2,)), None).working_set_nbytes <= 256

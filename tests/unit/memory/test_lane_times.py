@@ -6,6 +6,7 @@ import types
 import pytest
 import torch
 from race_detector import SimulatedDriver
+from simulated import HandingStreams
 
 from hf_patrickstar.memory.lanes import WorkLane
 from hf_patrickstar.memory.streams import DeviceStreams, Streams
@@ -84,3 +85,17 @@ def test_another_thread_may_end_the_measuring_during_a_copy():
         streams.fetch(torch.ones(2), target)
         streams.fetch(torch.ones(2), torch.ones(2))
         assert len(times.works()) == 1, "the first is measured to its end, and the second is not"
+
+
+def test_copies_of_the_cpu_tier_have_times():
+    streams = HandingStreams(CPU, at_once_nbytes=16)
+    times = streams.begin_timing()
+    streams.to_host(torch.ones(2), torch.ones(2))
+    streams.fetch(torch.ones(4), torch.ones(4))
+    streams.fetch(torch.ones(5), torch.ones(5)).wait()
+    assert [(copy.lane, copy.nbytes, copy.is_ahead) for copy in times.works()] == [
+        (WorkLane.TO_HOST, 8, False),
+        (WorkLane.TO_DEVICE, 16, False),
+        (WorkLane.TO_DEVICE, 20, True),
+    ]
+    streams.close()

@@ -135,3 +135,13 @@ def test_inside_of_a_block_memory_is_measured_once():
         ledger.book(DEVICE, "param", 901)
     others.nbytes = 0
     assert ledger.available(DEVICE) == 400, "a block that failed is over"
+
+
+def test_bytes_change_their_owner_even_on_a_full_tier():
+    ledger = Ledger({DEVICE: 1000, HOST: 5000})
+    ledger.book(DEVICE, "param", 1000)
+    ledger.hand_over(DEVICE, "param", "pool", 400)
+    assert ledger.owners(DEVICE) == {"param": 600, "pool": 400}
+    assert (ledger.used(DEVICE), ledger.peak(DEVICE), ledger.owner_peaks(DEVICE)["pool"]) == (1000, 1000, 400)
+    with pytest.raises(ValueError, match="cannot hand over 401 bytes of 'pool' on device: 400 are booked"):
+        ledger.hand_over(DEVICE, "pool", "param", 401)

@@ -234,3 +234,13 @@ def test_what_other_programs_took_counts_from_the_next_start_and_is_asked_once_a
     assert (meter.live(150), meter.peak(150)) == (50, 70), "what they gave back is no gain"
     meter.pause()
     meter.stop()
+
+
+def test_a_pause_follows_nothing_new():
+    with measuring(make_meter()) as meter:
+        kept = kib(1)
+        meter.pause()
+        later = kib(2)
+        assert meter.live(0) == KIB
+        del kept, later
+        assert meter.live(0) == 0, "what is known stays known until it is freed"

@@ -3,6 +3,7 @@
 import array
 import gc
 import os
+import subprocess
 import sys
 import threading
 
@@ -154,3 +155,18 @@ def test_a_forked_process_neither_copies_nor_unlocks_pages(host):
             os._exit(2)
     assert os.waitpid(pid, 0)[1] == 0
     assert buffer.eq(3).all()
+
+
+def test_a_program_ends_in_silence_with_pages_locked_and_workers_idle():
+    program = """
+import torch
+from hf_patrickstar.memory import pinning
+from hf_patrickstar.optim.workers import HostWorkers
+pinning.lock_pages = pinning.unlock_pages = lambda *_: None
+kept = pinning.PagePinning(torch.device("cuda", 0)).empty(10, dtype=torch.float32)
+workers = HostWorkers(2)
+workers.submit(lambda number, item: None, range(4)).wait()
+print("done")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("done\n", "")

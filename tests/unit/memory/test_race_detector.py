@@ -48,12 +48,32 @@ def test_a_copy_runs_when_the_host_waits_for_it_and_what_comes_before_it_first(s
     assert sim.copy.tolist() == [2, 2, 2, 2], "copies of one lane run in order"
 
 
+def test_with_a_seed_some_run_earlier():
+    done = set()
+    for seed in range(20):
+        sim = Sim(seed)
+        with sim.driver.watching():
+            tickets = [sim.streams.fetch(sim.home, sim.buffer(Tier.DEVICE, 0.0)) for _ in range(3)]
+            done.add(tuple(ticket.is_done for ticket in tickets))
+            tickets[-1].join()
+            assert all(ticket.is_done for ticket in tickets)
+    assert (True, True, True) in done
+    assert len(done) > 2
+    assert all(list(found) == sorted(found, reverse=True) for found in done), "they run in order"
+
+
 # What is a race, and what prevents it
 
 
 def read(sim):
     sim.streams.fetch(sim.home, sim.copy)
     return sim.copy + 1
+
+
+def read_a_part(sim):
+    sim.streams.fetch(sim.home[:2], sim.copy[:2])
+    assert (sim.copy[2:] + 1).tolist() == [4, 4], "other bytes are no race"
+    return sim.copy[1:3] + 1
 
 
 def overwrite(sim):
@@ -81,16 +101,29 @@ def free_a_gradient(sim):
     torch.ones(1) + 1
 
 
+def free_a_source(sim):
+    sim.streams.fetch(sim.home, sim.copy)
+    sim.driver.free(sim.home)
+
+
+def write_a_list(sim):
+    sim.streams.fetch(sim.home, sim.copy)
+    torch._foreach_mul_([sim.other_copy, sim.copy], 2.0)
+
+
 def mix_tiers(sim):
     return sim.home + sim.copy
 
 
 RACES = {
     read: r"'param on the device': 'aten::add' \(compute stream, number \d+\) reads",
+    read_a_part: "reads bytes 4 to 12, and nothing orders it after 'copy of 8 bytes'",
     overwrite: r"'aten::fill_' \(host, number \d+\) writes",
     read_what_was_only_joined: "host",
     load_while_a_gradient_arrives: r"copy stream 0.*nothing orders it after 'copy of 16 bytes' \(copy stream 1",
     free_a_gradient: "was freed, and the compute stream does not wait",
+    free_a_source: "freeing the memory",
+    write_a_list: "writes bytes 0 to 16",
     mix_tiers: r"'aten::add.*' has operands on the host and on the device",
 }
 
@@ -117,3 +150,14 @@ def test_what_waits_is_no_race(sim):
     sim.home.copy_(sim.copy)  # a copy between tiers blocks the host
     assert (sim.home + 1).tolist() == [3, 3, 3, 3]
     sim.driver.free(sim.home)
+
+
+def test_a_copy_that_comes_after_work_hides_none_that_does_not(sim):
+    """The same bytes on the same lane twice; the first copy has forgotten the work of the host's thread."""
+    work, lane = sim.streams.on_host(lambda: sim.home.add_(1)), sim.driver.new_stream()
+    lane.wait_stream(sim.driver.current_stream())
+    sim.driver.copy(sim.home, sim.copy, lane)
+    lane.wait_event(work.event)
+    sim.driver.copy(sim.home, sim.copy, lane)
+    with pytest.raises(RaceError, match="'param on the host': 'aten::add_'"):
+        work.wait()

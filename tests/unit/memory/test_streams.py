@@ -1,6 +1,7 @@
 """Copies of the CPU tier, and what streams of a device hold; test_race_detector has the order of copies in lanes."""
 
 import threading
+import time
 import types
 
 import pytest
@@ -147,3 +148,21 @@ def test_seconds_of_a_compute_stream(monkeypatch):
     device = torch.device("cuda", 0)
     assert seconds_of(device, lambda: done.append("work"), lambda: done.append("before")) == 0.25
     assert done[-1] == "synchronize"
+
+
+def test_seconds_of_a_call():
+    calls = []
+    seconds = seconds_of(CPU, lambda: time.sleep(0.02) or calls.append("work"), lambda: calls.append("before"))
+    assert calls == ["before", "work"]
+    assert 0.02 <= seconds < 10
+    assert seconds_of(CPU, lambda: None, lambda: time.sleep(0.2)) < 0.2, "what is done before is not counted"
+
+
+def test_values_that_are_on_the_tier_of_another_tensor_do_not_cross(device):
+    here, there = device.buffer(), device.buffer(tier=Tier.DEVICE)
+    assert device.streams.on_tier_of(here, device.home) is here
+    assert device.streams.on_tier_of(there, torch.zeros(1)) is there
+    assert device.streams.on_tier_of(there, here).data_ptr() != there.data_ptr()
+    assert device.streams.on_device(there) is there
+    assert device.streams.on_device(here).data_ptr() != here.data_ptr()
+    assert device.streams.on_device(there, copy=True).data_ptr() != there.data_ptr()

@@ -36,6 +36,7 @@ PROGRAM = "host_threads=auto: 1, as OMP_NUM_THREADS or the program says"
             "1, as OMP_NUM_THREADS said before the launcher",
         ),
         (FOUR, "auto", 2, {}, 1, math.inf, None, PROGRAM),
+        ({"OMP_NUM_THREADS": "1"}, "auto", 2, {}, 1, math.inf, None, PROGRAM),
         (TORCHRUN, "auto", 2, None, 2, math.inf, None, ""),
         (TORCHRUN, 5, 2, None, 1, math.inf, 5, "host_threads=5: as asked"),
         # Processes for which nobody has set a number share the cores.

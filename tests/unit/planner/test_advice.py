@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.planner import advice as module
 from hf_patrickstar.planner.advice import MOST, advise, changes
 from hf_patrickstar.planner.planning import arrange, plan_and_simulate, plan_if_fits
@@ -91,3 +92,14 @@ def test_where_nothing_fits_everything_that_was_tried_is_named(monkeypatch):
     assert found.changes == ()
     screen = describe_changes(dataclasses.replace(refused, changes=found.changes, failed=found.failed))
     assert screen.startswith("No change was found that fits.\nThese do not fit: --gradient-checkpointing; ")
+
+
+def test_changes_that_the_model_does_not_support_are_left_out(monkeypatch):
+    def fits(subject, _):
+        if subject.checkpointing:
+            raise ConfigError("this model does not support activation checkpointing")
+        return subject.adapters
+
+    _, found = refused_by(monkeypatch, fits)
+    assert found.changes
+    assert "--gradient-checkpointing" not in found.failed

@@ -6,6 +6,7 @@ import pytest
 from transformers import LlamaConfig, LlavaConfig
 
 from hf_patrickstar import plan_cache
+from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.planner import planning
 from hf_patrickstar.planner.kept import kept
 from hf_patrickstar.planner.planning import arrange, plan_and_simulate, plan_if_fits
@@ -107,3 +108,13 @@ def test_a_plan_for_another_budget_runs_no_model(change, runs, place):
         path.unlink()
     assert plan(change) == found, "what is kept is what is recorded"
     assert len(runs) == 4
+
+
+def test_a_model_that_asks_for_values_has_no_plan(monkeypatch):
+    def compute_loss(self, model, inputs):
+        return model(**inputs).logits[inputs["input_ids"].nonzero()[:, 0]].sum()
+
+    monkeypatch.setattr(Subject, "compute_loss", compute_loss)
+    message = r"its code fails on tensors without values \(TraceError: the model calls operator 'aten.nonzero.default'"
+    with pytest.raises(ConfigError, match=message):
+        plan_and_simulate(*arrange(MODEL, "rtx4090", **SMALL))

@@ -43,3 +43,14 @@ def test_a_mask_is_made_where_a_training_makes_one(name, num_padding):
     assert expected == (num_padding > 0)
     with FakeTensorMode(), masks_of_batches(has_padding=num_padding > 0, is_packed=False):
         assert has_mask(MODELS[name](), make_inputs(num_padding)) == expected
+
+
+def test_without_a_mask_among_the_inputs_there_is_none():
+    inputs = {"input_ids": torch.zeros(2, 8, dtype=torch.long)}
+    assert not has_mask(MODELS["causal"](), inputs)
+    with FakeTensorMode(), masks_of_batches(has_padding=False, is_packed=False):
+        inputs = {"input_ids": torch.zeros(2, 8, dtype=torch.long)}
+        assert not has_mask(MODELS["causal"](), inputs)
+    with FakeTensorMode():  # this is why
+        inputs = {"input_ids": torch.zeros(2, 8, dtype=torch.long)}
+        assert has_mask(MODELS["causal"](), inputs)

@@ -8,11 +8,13 @@ import json
 import logging
 import math
 import re
+import warnings
 
 import pytest
 from pages import PageReader
 from transformers import BertConfig, BertForSequenceClassification
 
+import hf_patrickstar
 from hf_patrickstar import plan, plan_cache
 from hf_patrickstar.cli.main import main
 from hf_patrickstar.errors import ConfigError
@@ -22,7 +24,8 @@ from hf_patrickstar.planner.advice import Advice, advise
 from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse, TriedChange
 from hf_patrickstar.planner.planning import arrange, plan_and_simulate, plan_if_fits
 from hf_patrickstar.planner.screen import describe, describe_changes
-from hf_patrickstar.planner.search import Found
+from hf_patrickstar.planner.search import Found, Goal, search_below
+from hf_patrickstar.planner.subject import Subject
 from hf_patrickstar.units import MIB, format_nbytes
 
 MODEL = "gpt2:n_layer=3,n_embd=128,n_head=4,vocab_size=512,n_positions=64"
@@ -110,6 +113,14 @@ def test_a_model_is_planned_by_its_configuration_and_class():
     model.peft_config = {}
     with pytest.raises(ConfigError, match="it has adapters of PEFT already"):
         plan(model, "h100", length=8)
+
+
+def test_this_machine_is_measured(monkeypatch):
+    measured = dataclasses.replace(MACHINES["rtx4090"], name="measured")
+    monkeypatch.setattr("hf_patrickstar.planner.planning.measure_machine", lambda visit: measured)
+    _, training = arrange(MODEL, "this")
+    assert training.machine.name == "this machine"
+    assert training.machine.flops == measured.flops
 
 
 @pytest.mark.parametrize(
@@ -284,6 +295,8 @@ def test_json_and_page_have_what_was_tried(crowded):
     assert set(found["largest"]) == {"batch_size", "length"}
     assert found["largest"]["batch_size"] < 16
     assert found["largest"]["length"] < 64
+    subject, given = arrange(MODEL, "rtx4090", batch_size=16, device_memory="8MiB", host_memory="64MiB")
+    assert found["largest"]["length"] == search_below(Goal.MAX_LENGTH, subject, given).answer
     page = PageReader((folder / "p.html").read_text(encoding="utf-8"))
     assert found["failed"]
     sentences = [
@@ -295,6 +308,19 @@ def test_json_and_page_have_what_was_tried(crowded):
         assert sentence in out
         assert sentence in "".join(page.text)
     assert [change["gain"] for change in found["changes"]] == [None] * len(found["changes"])
+
+
+@pytest.mark.long
+def test_python_tries_changes_on_request(crowded):
+    asked = {"batch_size": 16, "device_memory": "8MiB", "host_memory": "64MiB"}
+    found = json.loads((crowded[0] / "p.json").read_text())
+    tried = plan(MODEL, "rtx4090", **asked, advice=True)
+    assert json.loads(tried.to_json()) == found
+    assert isinstance(tried, hf_patrickstar.Plan)
+    assert isinstance(tried.changes[0], hf_patrickstar.TriedChange)
+    alone = plan(MODEL, "rtx4090", **asked)
+    assert (alone.changes, alone.failed, alone.largest) == (None, (), None)
+    assert dataclasses.replace(tried, changes=None, failed=(), largest=None) == alone
 
 
 @pytest.mark.parametrize("kind", [Plan, TierUse, Chunks, Speed, TriedChange, Found])
@@ -309,6 +335,8 @@ def test_kinds_of_bytes_are_those_of_one_moment(tight):
     assert device.moment.startswith(("forward of transformer.", "backward of transformer.", "backward of lm_head"))
     (row,) = [line for line in describe(tight).splitlines() if line.startswith("device ")]
     assert device.moment in row
+    (row_of_chunks,) = [line for line in describe(tight).splitlines() if line.startswith("chunks ")]
+    assert all(format_nbytes(n) in row_of_chunks for n in (tight.chunks.nbytes, tight.chunks.largest_nbytes))
     assert f"activations {format_nbytes(device.owners['non-model data'])}" in row
 
 
@@ -336,6 +364,17 @@ def test_fewer_cores_of_the_host_are_slower():
         plan(MODEL, "rtx4090", host_cores=0)
 
 
+def test_memory_is_told_before_a_step_is_planned(capsys, monkeypatch):
+    def plan_for_runs(*given):
+        told.append(capsys.readouterr().out)
+        raise ConfigError("enough")
+
+    told = []
+    monkeypatch.setattr("hf_patrickstar.cli.plan_run.plan_for_runs", plan_for_runs)
+    assert main(COMMAND) == 2
+    assert told[0].startswith("Model data of 0.7 M parameters takes ")
+
+
 def test_the_plan_is_there_before_changes_are_tried(capsys, monkeypatch):
     told = []
 
@@ -354,6 +393,7 @@ def test_the_plan_is_there_before_changes_are_tried(capsys, monkeypatch):
     ("words", "message"),
     [
         (["--machine", "rtx409"], "machine 'rtx409' is not known"),
+        (["--device-memory", "24"], "device memory: 24 is a number of bytes, less than 1 MiB; did you mean '24GiB'"),
         (["--set", "device_budget=1GiB"], "use --device-memory (device_memory in Python)"),
         (["--max-grad-norm", "-1"], "norm of gradients -1.0: it must be a positive number"),
         (["--json", ""], "--json: the name of the file is empty; name a file"),
@@ -372,6 +412,31 @@ def test_wrong_arguments_get_a_sentence(words, message, capsys):
     assert error.startswith("hf-patrickstar plan: ")
     assert error.count("\n") == 1
     assert message in error
+
+
+def test_attention_that_drops_scores_writes_them_on_a_cpu():
+    """Fused attention of an accelerator drops them inside of its kernel."""
+    with_scores = {}
+    for rate in (0.0, 0.1):
+        for has_accelerator in (True, False):
+            machine = dataclasses.replace(MACHINES["rtx4090"], has_accelerator=has_accelerator)
+            found = plan(f"{MODEL},attn_pdrop={rate},resid_pdrop=0.0,embd_pdrop=0.0", machine, batch_size=4)
+            with_scores[rate, has_accelerator] = found.tier(Tier.DEVICE).owners["non-model data"]
+    assert with_scores[0.1, True] == with_scores[0.0, True]
+    assert with_scores[0.1, False] >= with_scores[0.0, False] + 3 * 4 * 4 * 64 * 64 * 2, "scores of three layers"
+
+
+def test_warnings_of_the_model_do_not_leak(monkeypatch):
+    def make_model(self):
+        warnings.warn("about nothing that a plan could change", stacklevel=1)
+        return made(self)
+
+    made = Subject.make_model
+    monkeypatch.setattr(Subject, "make_model", make_model)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        plan(MODEL, "rtx4090", length=18)  # none that was kept
+    assert not found
 
 
 def test_torch_does_not_log_what_is_told_in_a_sentence(monkeypatch, caplog):

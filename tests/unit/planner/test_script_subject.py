@@ -11,10 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from user_scripts import ARGUMENTS, write_script
 
 from hf_patrickstar import plan
+from hf_patrickstar.checkpoint.deferred import DeferredTensor
 from hf_patrickstar.cli.main import main
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.planner.planning import BESIDE, plan_and_simulate
+from hf_patrickstar.planner.planning import BESIDE, plan_and_simulate, plan_if_fits
 from hf_patrickstar.planner.script_subject import arrange_script
 from hf_patrickstar.planner.subject import with_batch
 from hf_patrickstar.units import MIB
@@ -67,6 +68,16 @@ def test_everything_that_the_script_says_is_planned(tmp_path):
     assert "exp_avg" not in kinds
 
 
+def test_arguments_of_the_command_come_first(tmp_path):
+    config = ("--patrickstar", "--patrickstar_config", '{"chunk_numel": 8192, "device_budget": "3MiB"}')
+    _, given = arrange(
+        tmp_path, "", "--max_grad_norm", "0", *config, device_memory="8MiB", settings={"chunk_numel": 4096}
+    )
+    assert given.machine.device_nbytes == 8 * MIB
+    assert given.settings == {"chunk_numel": 4096}
+    assert given.max_norm == math.inf, "the Trainer computes a norm that clips nothing"
+
+
 def test_an_optimizer_of_the_script_itself(tmp_path):
     own = """
 groups = [{"params": [p], "lr": 0.1 * i} for i, p in enumerate(model.parameters(), 1)]
@@ -91,6 +102,22 @@ class Trainer(PatrickStarTrainer):
 """
 
 
+EVALUATES_IN_ITS_LOSS = """
+class Trainer(PatrickStarTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        assert model is self.model
+        with torch.no_grad():
+            reference = self.model(**inputs).logits
+        return (model(**inputs).logits - 2 * reference).pow(2).sum()
+"""
+
+
+@pytest.mark.long
+def test_a_model_that_is_recorded_in_vain_leaves_the_trainer_the_one_that_runs(tmp_path):
+    """A step of several micro-batches is recorded; what evaluates in its loss cannot be replayed, and runs."""
+    assert plan_subject(*arrange(tmp_path, EVALUATES_IN_ITS_LOSS, "--gradient_accumulation_steps", "2", *CHUNKS)).fits
+
+
 def test_a_teacher_takes_its_bytes_of_the_device(tmp_path):
     subject, given = arrange(tmp_path, TEACHER, device_memory="64MiB")
     nbytes = sum(parameter.nbytes for parameter in make_model("gpt2").parameters())
@@ -101,6 +128,17 @@ def test_a_teacher_takes_its_bytes_of_the_device(tmp_path):
     assert plan.tier(Tier.DEVICE).owners[BESIDE] == nbytes
     alone = plan_subject(subject, dataclasses.replace(given, beside_nbytes=0))
     assert plan.tier(Tier.DEVICE).need_nbytes == alone.tier(Tier.DEVICE).need_nbytes + nbytes
+
+
+@pytest.mark.long
+def test_a_device_that_the_teacher_fills_is_too_small(tmp_path):
+    subject, given = arrange(tmp_path, TEACHER, device_memory="16KiB", host_memory="64MiB")
+    plan = plan_subject(subject, given)
+    assert not plan.fits
+    need = plan.tier(Tier.DEVICE).need_nbytes
+    assert need > given.beside_nbytes > 16 * 1024
+    enough = dataclasses.replace(given, machine=dataclasses.replace(given.machine, device_nbytes=need))
+    assert plan_if_fits(subject, enough) is not None
 
 
 LORA = """
@@ -204,3 +242,18 @@ def test_wrong_arguments_of_the_command(words, problem, capsys):
     assert out == ""
     assert err.startswith("hf-patrickstar plan: ")
     assert problem in err
+
+
+def test_weights_are_not_read(tmp_path, capsys):
+    subject, given = arrange(tmp_path, pretrained(tmp_path))
+    assert isinstance(subject.model.lm_head.weight, DeferredTensor)
+    assert "runs again" not in capsys.readouterr().err
+    assert plan_subject(subject, given).fits
+
+
+def test_weights_are_read_where_the_script_needs_them(tmp_path, capsys):
+    change = "try:\n    model.resize_token_embeddings(100)\nexcept Exception:\n    raise SystemExit(1) from None\n"
+    subject, _ = arrange(tmp_path, pretrained(tmp_path, change))
+    assert subject.model.lm_head.weight.shape[0] == 100
+    assert not isinstance(subject.model.lm_head.weight, DeferredTensor)
+    assert "it runs again and reads them" in capsys.readouterr().err

@@ -1,8 +1,10 @@
 """Searches: the answer fits, the next larger one does not, and few plans were made."""
 
 import dataclasses
+import json
 
 import pytest
+from pages import PageReader, check_alone
 
 from hf_patrickstar.cli.main import main
 from hf_patrickstar.machine import BY_PRICE, MACHINES
@@ -183,3 +185,16 @@ def test_the_command_says_that_nothing_fits(tmp_path, capsys):
 def test_what_a_search_cannot_do_gets_a_sentence(words, message, capsys):
     assert main([*COMMAND, *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_page_of_a_search_is_that_of_the_plan_that_it_found(tmp_path, capsys):
+    page, path = tmp_path / "page.html", tmp_path / "found.json"
+    assert main([*COMMAND, "--search", "max-batch", "--html", str(page), "--json", str(path)]) == 0
+    found = json.loads(path.read_text())
+    html = page.read_text(encoding="utf-8")
+    assert "What was found" in html
+    assert capsys.readouterr().out.splitlines()[0] in html
+    reader = PageReader(html)
+    check_alone(reader, allowed=("page.trace.json",))
+    assert f"{found['answer']} x 64 tokens" in html
+    assert (tmp_path / "page.trace.json").exists()

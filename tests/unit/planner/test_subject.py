@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import BertConfig, GPT2Config, LlamaConfig
+from transformers import BertConfig, GPT2Config, LlamaConfig, T5Config
 
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.planner.subject import TASKS, find_optimizer, find_subject, with_batch
@@ -76,6 +76,7 @@ def test_the_usual_length_is_what_a_model_has_positions_for():
         ("gpt2:n_layers=2", {}, r"model 'gpt2': its configuration has no 'n_layers'; near are n_layer"),
         ("gpt2:n_layer", {}, "'n_layer' is no setting; write KEY=VALUE"),
         ("gpt2:n_layer=0", {}, "model 'gpt2:n_layer=0': n_layer is 0; it must be at least 1"),
+        ("gpt2:", {"length": 0}, "sequence length: must be at least 1, got 0"),
         ("gpt2:", {"length": 2000}, "sequence length 2000: 'gpt2:' has 1024 positions"),
         ("gpt2:", {"task": "translation"}, "task 'translation' is not known; known are seq2seq-lm, causal-lm"),
         ("gpt2:", {"task": "masked-lm"}, "task 'masked-lm': transformers has no such model of type 'gpt2'"),
@@ -117,3 +118,12 @@ def test_optimizers_by_name():
     assert type(find_optimizer("sgd")(parameters)) is torch.optim.SGD
     with pytest.raises(ConfigError, match=r"optimizer 'adamx' is not in torch\.optim; did you mean 'adam"):
         find_optimizer("adamx")
+
+
+def test_a_configuration_of_the_caller_stays_as_it_is():
+    config = T5Config(num_layers=1, d_model=16, d_kv=8, d_ff=16, num_heads=2, vocab_size=20)
+    before = config.to_dict()
+    found = find(config)
+    assert not found.config.use_cache
+    assert found.config.decoder_start_token_id == 0
+    assert config.to_dict() == before

@@ -75,3 +75,8 @@ def test_an_optimizer_that_is_not_of_torch_gets_a_sentence_unless_another_is_nam
     with pytest.raises(ConfigError, match=rf"--optim {optim} is not in torch\.optim"):
         hf_patrickstar.plan(MODEL, "h100", arguments=arguments, length=16)
     assert hf_patrickstar.plan(MODEL, "h100", arguments=arguments, length=16, optimizer="adamw").fits
+
+
+def test_other_objects_get_a_sentence():
+    with pytest.raises(ConfigError, match="arguments of type dict are not TrainingArguments of transformers"):
+        hf_patrickstar.plan(MODEL, "h100", arguments={"batch_size": 1})

@@ -107,6 +107,7 @@ def test_beside_a_device_the_host_sees_no_wait_of_the_device():
         (changed(retries=2), "--per_device_train_batch_size below 4, .* 2 times"),
         (changed(computing_seconds=20.0), "--dataloader_num_workers.* 66%"),
         (changed(loading_seconds=20.0), "a larger device_budget: 21%"),
+        (changed({"chunk_budget": "1GiB"}, loading_seconds=20.0), "a larger chunk_budget: 21%"),
         (changed(computing_seconds=50.0, updating_seconds=40.0), "--gradient_accumulation_steps 8: .* 44%"),
         (changed(device_total_peak_nbytes=2 * GIB), "--per_device_train_batch_size above 4: 75% of the device budget"),
         (changed(num_on_device=20, computing_seconds=50.0, updating_seconds=40.0), None),

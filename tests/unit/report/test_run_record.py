@@ -3,11 +3,13 @@
 import json
 import logging
 import math
+import os
 
 import pytest
 
 from hf_patrickstar.dist.order import Room
 from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.report import run_record
 from hf_patrickstar.report.run_record import RUN, STEPS, RunRecorder, read_run, record_folder
 from hf_patrickstar.report.survey import MOST_MOMENTS, Survey, Tide
 from hf_patrickstar.schedule.clock import Lane, Span, Timeline, Wait
@@ -70,6 +72,16 @@ def test_a_disk_that_refuses_ends_the_record_and_not_the_run(tmp_path, caplog):
         record(tmp_path, {"step": 1}, {"step": 2})
         RunRecorder(tmp_path, ABOUT, is_resumed=False).note_step({"step": 1})
     assert [f"'{record_folder(tmp_path)}' cannot be written" in message for message in caplog.messages] == [True] * 2
+
+
+def test_the_oldest_records_are_deleted(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_record, "record_folder", lambda output_dir: tmp_path / os.path.basename(output_dir))
+    monkeypatch.setattr(run_record, "_MOST_RECORDS", 2)
+    for name, seconds in (("a", 0), ("b", 9), ("c", 2)):
+        record(name)
+        os.utime(tmp_path / name, (seconds, seconds))
+    record("d")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "d"]
 
 
 def test_no_record_is_told_apart_from_a_bad_one(tmp_path):

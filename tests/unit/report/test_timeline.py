@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_patrickstar.memory.lanes import Stop, TimedCopy, WorkLane
-from hf_patrickstar.report.measured_step import measured_lanes, measured_timeline
+from hf_patrickstar.report.measured_step import MOST_SPANS, measured_lanes, measured_timeline
 from hf_patrickstar.report.timeline import CRITICAL, STOPS, WAITS, to_trace
 from hf_patrickstar.runtime.steps import Piece
 from hf_patrickstar.schedule.clock import Clock, Lane
@@ -110,3 +110,10 @@ def test_a_measured_step_of_an_accelerator():
     assert rows[STOPS] == [("a copy to the device", 30, 30, {}), (gradients, 350, 30, {})]
     assert rows[WAITS] == [(gradients, 105, 20, {})]
     assert CRITICAL not in rows, "nobody knows what these spans began after"
+
+
+def test_nothing_and_too_much_is_no_timeline():
+    much = measured([TimedCopy(TO_DEVICE, 150, 151, 8, True)] * MOST_SPANS)
+    assert measured_timeline([], measured(ALONE)) is measured_timeline(PIECES, much) is None
+    assert measured_lanes([], measured(BESIDE)) is measured_lanes(AHEAD, much) is None
+    assert measured_lanes([*AHEAD[:2], Piece(Part.UPDATE, 200, 230, (500, None))], measured(BESIDE)) is None

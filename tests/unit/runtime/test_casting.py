@@ -66,3 +66,13 @@ def test_floating_inputs_follow_the_parameters_and_labels_do_not():
         **{"pixel_values": BF16, "labels": FP32, "start_labels": FP32}
     }
     assert casting(inputs=BF16).narrow((), {}) == ((), {})
+
+
+@pytest.mark.parametrize(
+    ("is_recomputed", "is_ours", "is_wanted"),
+    [(False, True, True), (False, False, True), (True, True, False), (True, False, True), (True, None, True)],
+)
+def test_recomputation_inside_of_our_own_autocast_needs_no_other(is_recomputed, is_ours, is_wanted):
+    """Checkpointing has restored what there was: ours, somebody's (which keeps its casts), or none."""
+    with torch.autocast("cpu", dtype=BF16, enabled=is_ours is not None, cache_enabled=not is_ours):
+        assert (casting(BF16).autocast(is_recomputed=is_recomputed) is not None) == is_wanted

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from unit.spec_builders import BF16
+from unit.spec_builders import BF16, FP32
 
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.layout.packing import pack
@@ -126,3 +126,24 @@ def test_bits_of_what_is_written_are_kept_where_the_chunk_would_lose_them(host, 
     for _ in range(2):
         host.originals.drop(tensor)
         assert host.kept(tensor) == (False, 0)
+
+
+@pytest.mark.parametrize(
+    "parameter", [{"trainable": True}, {"has_master": True}, {"types": FP32}, {"original": NARROW}], ids=str
+)
+def test_nothing_is_kept_of_parameters_that_lose_no_bits(host, parameter):
+    tensor = host.add(**parameter)
+    tensor.origin = None
+    host.write(tensor, FINE, 6.0, 7.0, 8.0)
+    assert host.kept(tensor) == (False, 0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_rank_reads_and_keeps_what_it_has(host, rank):
+    tensor = host.add(numel=128, rank=rank, world_size=2)
+    tensor.origin = File([FINE * number for number in range(1, 129)])
+    tensor.view(tensor.chunk.param).copy_(tensor.own(tensor.origin.values))
+    assert host.originals.read(tensor).tolist() == tensor.origin.values[64 * rank : 64 * rank + 64].tolist()
+    assert tensor.origin.asked == [(64 * rank, 64 * rank + 64)]
+    host.write(tensor, *[FINE] * 64)
+    assert host.originals.read(tensor, 62).tolist() == [FINE] * 2

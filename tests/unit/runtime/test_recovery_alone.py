@@ -71,6 +71,7 @@ def test_memory_that_was_there_in_pieces_costs_no_budget(on_gpu, caplog, micro_b
         (torch.OutOfMemoryError("CUDA out of memory"), True),
         (RuntimeError("CUDA error: out of memory"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), False),
         (BudgetError("host_budget: 30 bytes more needed"), False),

@@ -1,6 +1,6 @@
 import pytest
 
-from hf_patrickstar.schedule.margin import StepCost, fill_margin, plan_margin
+from hf_patrickstar.schedule.margin import StepCost, fill_margin, needed_nbytes, plan_margin
 from hf_patrickstar.schedule.placement import ChunkBytes
 from hf_patrickstar.schedule.trace import Trace, Visit
 
@@ -55,6 +55,20 @@ def test_bytes_that_chunks_may_not_take():
 
 
 # How much of it is worth filling
+
+
+def test_what_is_needed_at_each_moment():
+    trace = make_trace((0, (), 50), (1, (0, 2), 30), (2, (), 10))
+    assert needed_nbytes([trace], frozenset(), 0) == [
+        (150, frozenset({0})),
+        (330, frozenset({0, 1, 2})),
+        (110, frozenset({2})),
+    ]
+    assert needed_nbytes([trace], frozenset({2}), 40) == [
+        (150, frozenset({0})),
+        (240, frozenset({0, 1})),
+        (40, frozenset()),
+    ]
 
 
 def plan_of(count, candidates, cost_of):

@@ -120,3 +120,14 @@ def test_an_embedding_for_which_the_device_has_no_room_stays_at_home():
     chosen, reason = plan_lookups({0: TRAINED}, slow, 100 * MIB - 1)
     assert chosen == {0: "home"}
     assert "(1 of them because the device has no room)" in reason
+
+
+def test_all_at_home_on_the_device_if_it_fits():
+    plan = place(make_chunks(3), device_nbytes=2150, host_nbytes=0, working_set_nbytes=200, workspace_nbytes=50)
+    assert plan.device_homed == {0, 1, 2}
+    assert plan.reason == "all model data (2.05 KiB) is at home on the device: it fits the device budget"
+
+
+def test_of_equal_chunks_those_first_in_order_leave():
+    assert spill(make_chunks(4), Tiers(2 * 728, 9999, [])) == {2, 3}
+    assert spill(make_chunks(4), Tiers(2 * 728, 9999, []), [1, 3, 0, 2]) == {1, 3}

@@ -11,11 +11,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_patrickstar.tracing import companions
-from hf_patrickstar.tracing.calls import OperatorCall
+from hf_patrickstar.tracing.calls import Operand, OperatorCall, as_they_are
 from hf_patrickstar.tracing.companions import Companions
 from hf_patrickstar.tracing.timing import OperatorTimes
 
 aten = torch.ops.aten
+CPU = torch.device("cpu")
 
 
 def fake(*shape, **kwargs):
@@ -97,3 +98,14 @@ def test_companions_begin_with_the_first_operator_and_end_with_who_has_them(pids
     del times
     gc.collect()
     assert not os.path.exists(f"/proc/{pid}")
+
+
+def test_a_call_is_the_same_in_another_process():
+    call = OperatorCall.of(aten.add.Tensor, (fake(3, 4, dtype=torch.bfloat16).t(), fake(4, 1)), {"alpha": 2})
+    assert call.name == "aten.add.Tensor"
+    assert call.args == (Operand(torch.bfloat16, (4, 3), (1, 4)), Operand(torch.float32, (4, 1), (1, 1)))
+    with as_they_are(CPU):
+        found = call.make(CPU)()
+    assert (found.dtype, tuple(found.shape)) == (torch.float32, (4, 3))
+    expanded = Operand.of(fake(3, 1).expand(3, 4))
+    assert (expanded.nbytes, expanded.make(CPU).stride(), Operand.of(fake(0, 4)).nbytes) == (12, (1, 0), 0)

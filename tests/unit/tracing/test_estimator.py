@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hf_patrickstar import PatrickStarEngine
+from hf_patrickstar.plan_cache import keep_traces
 from hf_patrickstar.tracing.estimator import StepEstimator, as_on
 from hf_patrickstar.tracing.fake import fused_attention
 
@@ -146,3 +147,74 @@ def test_attention_of_an_accelerator_writes_no_scores(call):
     with fused_attention():
         assert torch.equal(nn.functional.scaled_dot_product_attention(*args, **kwargs), torch.ones(1, 1, 4, 4))
     assert nn.functional.scaled_dot_product_attention is attend
+
+
+class Layers(nn.Module):
+    """Returns what it computes in between, of which a loss may need nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(12))
+
+    def forward(self, x):
+        hidden = []
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+            hidden.append(x)
+        return {"out": x, "hidden": hidden}
+
+
+@pytest.mark.parametrize("is_estimated", [True, False])
+def test_a_loss_that_is_not_known_yet_refuses_no_training(is_estimated, request):
+    """What stands in for it takes memory for all outputs, and there is room for that of the loop's own."""
+    if not is_estimated:
+        request.getfixturevalue("recorded")
+    model = Layers()
+    states = 16 * sum(parameter.numel() for parameter in model.parameters())
+    engine = engine_of(
+        model, {"host_budget": int(0.8 * states), "device_budget": int(0.48 * states), "chunk_numel": 4160}
+    )
+    for _ in range(2):
+        model(torch.ones(32, 64))["out"].square().mean().backward()
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    assert engine.stats()["steps"] == 2
+
+
+# Traces that are kept for the next run
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """What engines of the test keep."""
+    found = []
+    monkeypatch.setattr(
+        "hf_patrickstar.tracing.estimator.keep_traces", lambda known: (found.append(known), keep_traces(known))
+    )
+    return found
+
+
+def two_layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+def shapes_of(traces):
+    return {trace.shapes[0][0] for trace in traces.values() if trace.kind.is_training}
+
+
+def test_traces_of_all_lengths_are_kept_and_none_of_a_model_that_has_grown(kept):
+    model = two_layers()
+    engine = engine_of(model, {"device_budget": 2**20})
+    for length in (4, 40, 400):
+        model(torch.ones(2, length, 8)).sum().backward()
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    assert {shape[1] for shape in shapes_of(kept[-1].traces)} == {4, 40, 400}
+    engine.detach()
+    kept.clear()
+    model = two_layers()
+    engine = engine_of(model)
+    model.append(nn.Linear(8, 8))
+    train(model, engine.optimizer)
+    assert not kept

@@ -5,7 +5,7 @@ import gc
 from hf_patrickstar.cli import plan_run
 from hf_patrickstar.cli.main import main
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.tracing.garbage import objects_set_aside
+from hf_patrickstar.tracing.garbage import no_collections, objects_set_aside
 
 
 def test_objects_of_libraries_are_set_aside_inside_alone_and_while_the_command_plans(monkeypatch):
@@ -24,3 +24,13 @@ def test_objects_of_libraries_are_set_aside_inside_alone_and_while_the_command_p
     monkeypatch.setattr(plan_run, "_arrange", arrange)
     assert main(["plan", "gpt2:n_layer=2,n_embd=32,n_head=2", "--device-memory", "1GiB"]) == 2
     assert (seen, gc.get_freeze_count()) == ([(True, True)], 0)
+
+
+def test_collections_that_are_off_stay_off():
+    gc.disable()
+    try:
+        with no_collections():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

@@ -21,11 +21,12 @@ from models import make_batch, make_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.integrations.neftune import neftune_post_forward_hook
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.errors import TraceError
 from hf_patrickstar.runtime.live_parameter import LiveMixin
-from hf_patrickstar.tracing.twins import copy_without_bytes
+from hf_patrickstar.tracing.twins import copy_without_bytes, is_of_library
 from hf_patrickstar.tracing.unobserved import unobserved
 
 X = torch.ones(2, 4)
@@ -536,7 +537,12 @@ def with_engine():
     return model
 
 
+class OwningModule(nn.Linear, Owner):
+    pass
+
+
 REFUSED = {
+    "a module that is one": (lambda: nn.Sequential(OwningModule(4, 4)), "class OwningModule has a __del__"),
     "an open file": (lambda: with_attribute(LOG), r"attribute 'log' of 1 \(Linear\) cannot be copied"),
     "an input": (lambda: layer(), "an input of the model cannot be copied"),
     "a global variable": (
@@ -620,3 +626,42 @@ def test_no_chunk_moves_for_a_model_with_an_engine(make, batch):
     assert not twin.training
     assert all(parameter.grad is None for parameter in twin.parameters())
     engine.detach()
+
+
+def test_the_copy_has_types_shapes_strides_flags_and_ties():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).eval()
+    model[1].train()
+    model[0].bias.requires_grad_(False)
+    model[2].weight = model[0].weight
+    model.register_buffer("mask", torch.ones(4))
+    inputs = (X, model.mask, [X, torch.zeros(3), torch.ones(4, 2).t(), torch.ones(1, 4).expand(3, 4)])
+    with FakeTensorMode():
+        twin, (x, mask, copied) = copy_without_bytes(
+            (model, inputs), dtype_of=lambda _: torch.bfloat16, shapes={3: (9, 5)}
+        )
+    assert {(parameter.dtype, type(parameter)) for parameter in twin.parameters()} == {(torch.bfloat16, FakeTensor)}
+    assert (twin.training, twin[0].training, twin[1].training) == (False, False, True)
+    assert [parameter.requires_grad for parameter in twin[0].parameters()] == [True, False]
+    assert (twin[0].weight is twin[2].weight, x is copied[0], mask is twin.mask) == (True, True, True)
+    assert [tensor.shape for tensor in copied] == [(2, 4), (9, 5), (2, 4), (3, 4)]
+    assert [tensor.stride() for tensor in copied[2:]] == [(1, 2), (0, 1)]
+    assert model[0].weight.dtype is torch.float32
+
+
+@functools.wraps(neftune_post_forward_hook)
+def disguised(*args):
+    return neftune_post_forward_hook(*args)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "of_library", "of_user"),
+    [
+        (lambda hook: hook, neftune_post_forward_hook, own),
+        (functools.partial, neftune_post_forward_hook, own),
+        (lambda hook: hook, nn.Linear(1, 1).forward, Noisy().forward),
+        (lambda hook: hook, neftune_post_forward_hook, disguised),
+        (lambda hook: hook, neftune_post_forward_hook, [].append),
+    ],
+)
+def test_a_hook_is_judged_by_all_that_it_wraps(wrap, of_library, of_user):
+    assert (is_of_library(wrap(of_library)), is_of_library(wrap(of_user))) == (True, False)

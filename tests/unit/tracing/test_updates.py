@@ -28,3 +28,8 @@ def test_bytes_are_those_that_operators_read_and_write(settings, nbytes, state_n
 def test_the_cost_of_every_optimizer_of_torch_is_found(name):
     """At least the parameter and its gradient are read, and the parameter is written."""
     assert cost(getattr(torch.optim, name)).nbytes >= 12
+
+
+def test_what_an_operator_returns_takes_memory_for_a_moment():
+    assert cost(torch.optim.SGD).temporary_nbytes == 0
+    assert cost(torch.optim.Adagrad).temporary_nbytes == 4, "the root of the sum"
