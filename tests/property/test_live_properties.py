@@ -4,9 +4,10 @@ import copy
 import os
 
 import torch
+from engine.same import same_bits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from live.both import POISONED, ROOMY, TIGHT, assert_same_model, make_adamw, same_bits, train
+from live.both import POISONED, ROOMY, TIGHT, assert_same_model, make_adamw, train
 from live.both import loss_of as loss_of_tower
 from live.both import make_tower as make_large
 from torch import nn

@@ -15,7 +15,7 @@ from pages import PageReader
 from transformers import BertConfig, BertForSequenceClassification
 
 import hf_patrickstar
-from hf_patrickstar import plan, plan_cache
+from hf_patrickstar import plan, plan_cache, units
 from hf_patrickstar.cli.main import main
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import MACHINES, find_machine
@@ -406,7 +406,8 @@ def test_the_plan_is_there_before_changes_are_tried(capsys, monkeypatch):
         (["--json", "/no/such/folder/plan.json"], "--json: '/no/such/folder/plan.json' cannot be written"),
     ],
 )
-def test_wrong_arguments_get_a_sentence(words, message, capsys):
+def test_wrong_arguments_get_a_sentence(words, message, capsys, monkeypatch):
+    monkeypatch.setattr(units, "LEAST_BUDGET_NBYTES", MIB)  # as outside of tests
     assert main([*COMMAND, *words]) == 2
     error = capsys.readouterr().err
     assert error.startswith("hf-patrickstar plan: ")
