@@ -486,3 +486,5 @@ def test_a_module_needs_a_place_and_cycles_are_found():
     assert {name.rpartition(".")[2] for name in find_cycle([first, second, third])} == set("abc")
     assert find_cycle([first, second, late]) == []
     assert floors([first, second, late]) == (2, f"{PACKAGE}.layout.a")
+    text = "class A:\n    def f(self): ...\n@dataclasses.dataclass\nclass B:\n    x: int\n"
+    assert [item.rpartition(" ")[2] for item in small_classes([_source("engine", text)])] == ["A"]

@@ -217,8 +217,6 @@ class Transactions:
         for rank, found in enumerate(texts):
             if found is not None:
                 self._abandon(checkpoint)
-                if isinstance(error, CheckpointError) and len(texts) == 1:
-                    raise error
                 where = f" on rank {rank}" if len(texts) > 1 else ""
                 raise CheckpointError(
                     f"checkpoint '{checkpoint.staged.final}' {what}: {found}{where}. Earlier ones are as they were"

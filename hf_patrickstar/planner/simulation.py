@@ -325,11 +325,7 @@ class _Simulator:
         room = decisions.estimate(self._situation, known, decisions.rules(self._situation)).room_beside(homed)
         sizes = {index: decisions.chunk_nbytes[chunk_of[index]].param_nbytes for index in rows}
         lookups, reason = plan_lookups(
-            {
-                index: Lookups(sizes[index], rows[index], spec.trainable)
-                for index, spec in enumerate(decisions.tensors)
-                if index in rows
-            },
+            {index: Lookups(sizes[index], rows[index], decisions.tensors[index].trainable) for index in rows},
             self._resources.machine,
             room,
         )

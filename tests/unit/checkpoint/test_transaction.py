@@ -178,7 +178,7 @@ def test_a_background_that_fails(how, transactions, tmp_path, monkeypatch, caplo
         assert "last' was not written: " in caplog.text
     else:
         wait = transactions.wait if how == "wait" else lambda: transactions.writing(tmp_path / "next").__enter__()
-        with pytest.raises(CheckpointError, match=r"/last/.* cannot be written: .*No space left on device"):
+        with pytest.raises((CheckpointError), match=r"last' was not written: .*No space left on device.* as they were"):
             wait()
         assert os.listdir(tmp_path) == ["last"]
     assert os.listdir(tmp_path / "last") == []
