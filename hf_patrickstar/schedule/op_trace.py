@@ -133,6 +133,30 @@ class Free:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Kept:
+    """Autograd keeps an operand that is no parameter.
+
+    Attributes:
+        storage: Where it is; -1 if that is not memory of the micro-batch.
+        kept: The number that stands for what autograd keeps, as one of a storage that is free when autograd lets go.
+    """
+
+    storage: int
+    kept: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wanted:
+    """Backward needs an operand that autograd has kept.
+
+    Attributes:
+        kept: See ``Kept``.
+    """
+
+    kept: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Gradient:
     """The gradient of a parameter is finished.
 
@@ -170,6 +194,8 @@ Note = (
     | LetGo
     | Allocate
     | Free
+    | Kept
+    | Wanted
     | Gradient
     | LeaveBackward
 )

@@ -44,11 +44,13 @@ class Plan:
         moments: One entry per visit of the trace.
         resident: Chunks on the device after the step, with the moment of their last visit.
         chunk_nbytes: Bytes of moving chunks on the device after the actions of each moment.
+        offloaded: Bytes of each activation that leaves the device, in order.
     """
 
     moments: tuple[Actions, ...]
     resident: Mapping[int, int]
     chunk_nbytes: tuple[int, ...]
+    offloaded: tuple[int, ...] = ()
 
     @property
     def num_loads(self) -> int:
@@ -114,7 +116,8 @@ def make_plan(
         Actions((*leave, *evict), tuple(load), visit.reduced)
         for leave, evict, load, visit in zip(draft.leave, draft.evict, draft.load, trace.visits, strict=True)
     )
-    return Plan(moments, draft.resident, tuple(draft.used))
+    offloaded = tuple(activation.nbytes for activation in trace.offloaded)
+    return Plan(moments, draft.resident, tuple(draft.used), offloaded)
 
 
 def repeated_plans(

@@ -19,7 +19,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from hf_patrickstar.schedule.op_trace import Allocate, EnterForward, Free, Gradient, Note
+from hf_patrickstar.schedule.op_trace import Allocate, EnterForward, Free, Gradient, Kept, Note, Wanted
 
 FEW_BLOCKS = 4
 """Blocks of a stack that notes are extended from."""
@@ -117,8 +117,8 @@ class _Parsed:
         match self.note:
             case Allocate(made):
                 return Allocate(tuple((number, nbytes) for number, (_, nbytes) in zip(storages, made, strict=True)))
-            case Free():
-                return Free(*storages)
+            case Free() | Kept() | Wanted() if storages:
+                return type(self.note)(*storages)  # type: ignore[no-any-return]
             case EnterForward():
                 return dataclasses.replace(self.note, others=storages)
             case Gradient():
@@ -190,7 +190,7 @@ class _Extension:
         self._stack = stack
         self._names = names
         self._parameters = _places(names, stack)
-        made = (len(note.storages) if isinstance(note, Allocate) else 0 for note in notes)
+        made = map(_num_made, notes)
         self._num_made = list(itertools.accumulate(made, initial=0))  # before each note
         self._parsed = [self._parse(note, num) for note, num in zip(notes, self._num_made, strict=False)]
         self._loops: list[_Loop] = []
@@ -205,8 +205,12 @@ class _Extension:
             case Allocate(made):
                 fixed: Any = (Allocate, tuple(nbytes for _, nbytes in made))
                 return _Parsed(note, fixed, storages=tuple(number for number, _ in made))
-            case Free(storage):
-                parsed = _Parsed(note, Free, storages=(storage,))
+            case Kept(storage, kept):
+                if storage >= num_made:
+                    raise IrregularError(f"memory was not allocated in this micro-batch: {note}")
+                return _Parsed(note, (Kept, kept < 0), storages=(storage, kept) if kept >= 0 else ())
+            case Free(storage) | Wanted(storage):
+                parsed = _Parsed(note, type(note), storages=(storage,))
             case EnterForward(_, others):
                 parsed = _Parsed(note, (dataclasses.replace(note, others=()), len(others)), storages=others)
             case Gradient(index, storage):
@@ -261,13 +265,21 @@ class _Extension:
         for first, second in sorted(pairs, key=min):
             begin, length = min(first, second), abs(second - first)
             if begin + 2 * length < len(self._num_made) and not self._is_in_a_loop(first, second):
-                made, middle, end = (self._num_made[begin + turn * length] for turn in range(3))
-                loop = _Loop(begin, length, _Range(made, middle, end, middle - made))
-                if self._repeats(loop):
-                    self._loops.append(loop)
+                loops = (self._loop_at(at, length) for at in (self._first_kept_before(begin), begin))
+                self._loops += itertools.islice(filter(self._repeats, loops), 1)
         for first, second in pairs:
             if not self._is_in_a_loop(first, second):
                 raise IrregularError(f"blocks differ: {self._parsed[first].note}, {self._parsed[second].note}")
+
+    def _loop_at(self, begin: int, length: int) -> _Loop:
+        made, middle, end = (self._num_made[begin + turn * length] for turn in range(3))
+        return _Loop(begin, length, _Range(made, middle, end, middle - made))
+
+    def _first_kept_before(self, position: int) -> int:
+        """Where a block begins whose inputs are kept, since it is recomputed."""
+        while position and isinstance(self._parsed[position - 1].note, Kept):
+            position -= 1
+        return position
 
     def _is_in_a_loop(self, first: int, second: int) -> bool:
         return any(loop.pairs(first, second) for loop in self._loops)
@@ -322,6 +334,16 @@ class _Extension:
                 for number in range(self._stack.num_blocks + num_added):
                     names[index + number * known.step] = self._stack.join(split[0], number)
         return names
+
+
+def _num_made(note: Note) -> int:
+    """How many numbers of memory a note gives."""
+    match note:
+        case Allocate(made):
+            return len(made)
+        case Kept(_, kept):
+            return int(kept >= 0)
+    return 0
 
 
 def _go_on(before: Sequence[int], after: Sequence[int], ranges: Sequence[_Range]) -> bool:

@@ -12,12 +12,14 @@ from hf_patrickstar.schedule.script import (
     Entry,
     HostWork,
     Join,
+    Keep,
     Kernel,
     Load,
     Message,
     Part,
     Reach,
     Reduce,
+    Restore,
     Send,
     ThreadWork,
 )
@@ -210,6 +212,9 @@ class _Replay:
         self._last: dict[tuple[int, bool], Mark] = {}  # the last copy of a chunk in a direction
         self._works: dict[int, Mark] = {}  # the last work of the host's thread on the home of a chunk
         self._arrivals: dict[int, Mark] = {}  # copies that were started ahead, and nobody has waited for
+        self._leaving: Mark | None = None  # the copy of the activation that has left last
+        self._left: dict[int, int] = {}  # bytes of activations that are on the host, by number
+        self._back: dict[int, Mark] = {}  # copies of activations that come back ahead
 
     def run(self, script: Sequence[Entry]) -> Timeline:
         player, clock = self._player, self._clock
@@ -235,9 +240,15 @@ class _Replay:
                     clock.follow(Lane.COMPUTE, self._sent[number])
                 case Await(index):
                     clock.wait(self._works.get(index, Mark()), LOOKS_UP)
+                case Keep(number):
+                    self._keep(number)
+                case Restore(number):
+                    self._restore(number)
                 case Begin(Part.FORWARD):
                     self._micro_batch += 1
                     self._moment = 0
+                case Begin(Part.BACKWARD):
+                    self._join_leaving()
         return clock.timeline()
 
     def _reach(self, visited: int) -> None:
@@ -260,6 +271,36 @@ class _Replay:
             self._clock.wait(self._works.get(visited, Mark()), WAITS_FOR_ARRIVAL)
             self._clock.follow(Lane.COMPUTE, self._arrivals.pop(visited))
         self._player.visit()
+
+    def _keep(self, number: int) -> None:
+        """An activation leaves; its memory is free when the compute lane has waited for its copy."""
+        self._join_leaving()
+        offloaded = self._plans[self._micro_batch].offloaded
+        if number < len(offloaded):
+            self._left[number] = offloaded[number]
+            self._leaving = self._carry(number, to_device=False)
+
+    def _join_leaving(self) -> None:
+        if self._leaving is not None:
+            self._clock.follow(Lane.COMPUTE, self._leaving)
+            self._leaving = None
+
+    def _restore(self, number: int) -> None:
+        """Backward needs an activation; the one before it begins to come back."""
+        if number in self._left:
+            self._back[number] = self._carry(number, to_device=True)
+            del self._left[number]
+        if number in self._back:
+            self._clock.follow(Lane.COMPUTE, self._back.pop(number))
+        if number - 1 in self._left:
+            self._back[number - 1] = self._carry(number - 1, to_device=True)
+            del self._left[number - 1]
+
+    def _carry(self, number: int, *, to_device: bool) -> Mark:
+        lane = lane_of(to_device=to_device)
+        self._clock.follow(lane, self._clock.end_of(Lane.COMPUTE))
+        nbytes = self._left[number]
+        return self._player.send(nbytes, f"activation {number}, {nbytes} bytes", to_device=to_device)
 
     def _work(self, work: ThreadWork) -> None:
         end = self._player.thread_work(work, [self._sent[number] for number in work.after])

@@ -112,6 +112,28 @@ class Send:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Keep:
+    """Autograd keeps an activation that may leave the device.
+
+    Attributes:
+        number: Which one of ``Trace.activations``.
+    """
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Restore:
+    """Backward needs an activation that may have left the device; the one kept before it is brought back next.
+
+    Attributes:
+        number: Which one of ``Trace.activations``.
+    """
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Reduce:
     """A reduce-scatter of several processes, in a lane of its own, after all that the compute lane was given.
 
@@ -171,7 +193,8 @@ class Begin:
     part: Part
 
 
-Entry = Kernel | HostWork | ThreadWork | BlockingCopy | Send | Reduce | Message | Join | Reach | Await | Begin
+_OfCopies = Send | Reduce | Join | Keep | Restore
+Entry = Kernel | HostWork | ThreadWork | BlockingCopy | Message | Reach | Await | Begin | _OfCopies
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

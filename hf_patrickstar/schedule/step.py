@@ -24,6 +24,7 @@ from hf_patrickstar.schedule.op_trace import (
     EnterForward,
     Free,
     Gradient,
+    Kept,
     LeaveBackward,
     LeaveForward,
     LetGo,
@@ -32,6 +33,7 @@ from hf_patrickstar.schedule.op_trace import (
     Note,
     OpTrace,
     Release,
+    Wanted,
 )
 from hf_patrickstar.schedule.script import (
     Await,
@@ -40,15 +42,17 @@ from hf_patrickstar.schedule.script import (
     Entry,
     HostWork,
     Join,
+    Keep,
     Kernel,
     Message,
     Part,
     Reach,
     Reduce,
+    Restore,
     Send,
     ThreadWork,
 )
-from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace, Visit, trace_key
+from hf_patrickstar.schedule.trace import Activation, Shapes, StepKind, Trace, Visit, trace_key
 
 _LAUNCHES = 5
 """Of an update by Adam on the device: it counts, widens gradients, multiplies them, computes, and rounds."""
@@ -56,6 +60,8 @@ _LEAST_IN_FLIGHT = 2
 """Gradients whose copies the compute stream need not wait for, however large; as in ``memory/streams.py``."""
 _SUM_ITEMSIZE = 4
 """Bytes of an element of an accumulation list."""
+_LEAST_ACTIVATION = 1e-4
+"""Activations that are a smaller part of all non-model data are not worth a copy."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -176,6 +182,9 @@ class _Translation:
         self._in_flight: collections.deque[tuple[int, int, int]] = collections.deque()  # storage, bytes, number
         self._in_flight_nbytes = 0
         self._deferred: dict[int, list[tuple[int, int]]] = {}
+        self._num_kept = 0
+        self._kept: dict[int, int] = {}  # what autograd keeps -> its storage
+        self._activations: dict[int, Activation] = {}  # by storage; a moment that has not come is -1
         # Groups of several processes
         self._stored: dict[int, set[int]] = {}
         self._buffers: dict[int, int] = {}  # groups that have a buffer of gradients -> its bytes
@@ -193,7 +202,11 @@ class _Translation:
                 case Allocate(storages):
                     self._allocate(storages)
                 case Free(storage):
-                    self._release(storage)
+                    self._free(storage)
+                case Kept(storage, kept):
+                    self._keep(storage, kept)
+                case Wanted(kept):
+                    self._want(kept)
                 case Acquire(index):
                     if not any(self._chunk_of[used] == self._chunk_of[index] for used in self._users):
                         self._visit(index)  # else a module computes with the chunk already, and nothing is to be moved
@@ -229,7 +242,9 @@ class _Translation:
         title = f"{self._kind}:{self._name}" if self._name else self._kind
         key = trace_key(title, self._shapes)
         trace = Trace(key, self._sizes, tuple(self._visits), (self._shapes,), tuple(self._forward_ends))
-        return MicroBatch(trace, tuple(self._script))
+        leaving = self._leaving(trace.non_model_peak_nbytes)
+        trace = dataclasses.replace(trace, activations=tuple(self._activations[storage] for storage in leaving))
+        return MicroBatch(trace, tuple(self._numbered(leaving)))
 
     def _begin(self, note: EnterForward) -> None:
         if self._is_metered:
@@ -269,6 +284,48 @@ class _Translation:
             self._live[storage] = nbytes
             self._total += nbytes
         self._peak = max(self._peak, self._total)
+
+    def _free(self, storage: int) -> None:
+        """Nobody but autograd keeps a storage any more, or autograd does not keep it any more."""
+        known = self._activations.get(storage)
+        if known is not None and known.idle_from < 0:
+            self._activations[storage] = dataclasses.replace(known, idle_from=len(self._visits) - 1)
+        self._release(self._kept.pop(storage, storage))
+
+    def _keep(self, storage: int, kept: int) -> None:
+        place, self._num_kept = self._num_kept, self._num_kept + 1
+        if storage not in self._live:
+            return
+        self._kept[kept] = storage
+        self._held[storage] += 1
+        if storage not in self._activations and not self._forward_ends and self._kind.is_training:
+            self._activations[storage] = Activation(place, self._live[storage], len(self._visits) - 1, -1, -1)
+            self._script.append(Keep(storage))
+
+    def _want(self, kept: int) -> None:
+        storage = self._kept.get(kept, -1)
+        known = self._activations.get(storage)
+        if known is not None and known.needed_at < 0:
+            self._activations[storage] = dataclasses.replace(known, needed_at=len(self._visits) - 1)
+            self._script.append(Restore(storage))
+
+    def _leaving(self, peak_nbytes: int) -> dict[int, int]:
+        """The storages of activations that can leave the device, with their numbers, in the order of their places."""
+        least, ends = _LEAST_ACTIVATION * peak_nbytes, self._forward_ends
+        can_leave = (
+            storage
+            for storage, found in self._activations.items()
+            if found.nbytes >= least and 0 <= found.idle_from < found.needed_at and found.needed_at >= ends[0] - 1
+        )
+        return {storage: number for number, storage in enumerate(can_leave)}
+
+    def _numbered(self, leaving: Mapping[int, int]) -> Iterator[Entry]:
+        """The script, with numbers of activations in place of storages, and without what does not leave."""
+        for entry in self._script:
+            if not isinstance(entry, (Keep, Restore)):
+                yield entry
+            elif entry.number in leaving:
+                yield type(entry)(leaving[entry.number])
 
     def _release(self, storage: int) -> None:
         self._held[storage] -= 1

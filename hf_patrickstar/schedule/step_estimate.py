@@ -21,10 +21,12 @@ from hf_patrickstar.schedule.script import (
     Begin,
     Entry,
     HostWork,
+    Keep,
     Kernel,
     Part,
     Reach,
     Reduce,
+    Restore,
     Send,
     ThreadWork,
 )
@@ -156,6 +158,11 @@ def _micro_batch(
     rows = num_rows(trace.shapes[0])
     by_plan = any(visit.reduced for visit in trace.visits)
     last = {visit.chunk_index: moment for moment, visit in enumerate(trace.visits)}
+    kept: dict[int, list[Entry]] = {}
+    for place, activation in enumerate(trace.activations):
+        kept.setdefault(activation.kept_at, []).append(Keep(place))
+    for place, activation in reversed([*enumerate(trace.activations)]):
+        kept.setdefault(activation.needed_at, []).append(Restore(place))
     for part, begin, stop, products in ((Part.FORWARD, 0, end, 1), (Part.BACKWARD, end, len(trace.visits), 2)):
         yield Begin(part)
         kernels: dict[int, Kernel] = {}  # by chunk: a player knows how long a kernel takes that it has met before
@@ -170,6 +177,7 @@ def _micro_batch(
                 share = work.matrix_numel // counts[index]
                 kernels[index] = Kernel("compute", 2 * products * rows * share, 0, work.dtype)
             yield kernels[index]
+            yield from kept.get(moment, ())
             if part is Part.BACKWARD:
                 done = visit.reduced if by_plan else (index,) * (last[index] == moment)
                 for leaving in done:

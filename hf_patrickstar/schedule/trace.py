@@ -7,9 +7,10 @@ import bisect
 import dataclasses
 import enum
 import functools
+import itertools
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -66,6 +67,25 @@ class Visit:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Activation:
+    """Memory that autograd keeps from forward to backward, and that can leave the device meanwhile.
+
+    Attributes:
+        place: How many operands that are no parameters autograd has kept before it in the micro-batch.
+        nbytes: Its bytes.
+        kept_at: The moment at which autograd begins to keep it.
+        idle_from: The moment from which autograd alone keeps it.
+        needed_at: The moment at which backward needs it first.
+    """
+
+    place: int
+    nbytes: int
+    kept_at: int
+    idle_from: int
+    needed_at: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Trace:
     """The visits of one step of one kind.
 
@@ -75,6 +95,8 @@ class Trace:
         visits: The visits, in order.
         shapes: Shapes of the inputs of each step that it was recorded from.
         forward_ends: For each outermost forward, the number of visits before its end.
+        activations: What can leave the device between forward and backward, in the order in which autograd keeps it.
+        num_offloaded: So many of them leave, the first ones: ``visits`` have the bytes that are left.
     """
 
     key: str
@@ -82,6 +104,8 @@ class Trace:
     visits: tuple[Visit, ...]
     shapes: tuple[Shapes, ...] = ((),)
     forward_ends: tuple[int, ...] = ()
+    activations: tuple[Activation, ...] = ()
+    num_offloaded: int = 0
 
     @property
     def kind(self) -> StepKind:
@@ -118,8 +142,51 @@ class Trace:
         )
         return dataclasses.replace(self, visits=tuple(visits))
 
+    # Activations that leave; see [Note: activations that leave] in ``runtime/activations.py``
+
+    @property
+    def offloaded(self) -> tuple[Activation, ...]:
+        """The activations that leave the device."""
+        return self.activations[: self.num_offloaded]
+
+    @property
+    def offloaded_nbytes(self) -> int:
+        """Their bytes."""
+        return sum(activation.nbytes for activation in self.offloaded)
+
+    def offloading(self, num: int) -> "Trace":
+        """This trace if so many of its activations leave the device, the first ones."""
+        num = min(num, len(self.activations))
+        if num == self.num_offloaded:
+            return self
+        change = [0] * (len(self.visits) + 1)  # of the bytes of a moment to those of the one before
+        for count, sign in ((self.num_offloaded, 1), (num, -1)):
+            for begin, end, nbytes in self._absences(count):
+                change[begin] += sign * nbytes
+                change[end] -= sign * nbytes
+        sums = itertools.accumulate(change)
+        nbytes = [max(visit.non_model_nbytes + left, 0) for visit, left in zip(self.visits, sums, strict=False)]
+        return dataclasses.replace(self.with_non_model_nbytes(nbytes), num_offloaded=num)
+
+    def _absences(self, num: int) -> Iterator[tuple[int, int, int]]:
+        """The moments during which each activation that leaves is not on the device: the first, the end, its bytes.
+
+        It is there until the copy of it is waited for, when autograd keeps the next one, and comes back when backward
+        needs that.
+        """
+        last = (self.forward_ends[-1] if self.forward_ends else len(self.visits)) - 1
+        for place, activation in enumerate(self.activations[:num], 1):
+            after = self.activations[place] if place < len(self.activations) else None
+            gone = max(activation.idle_from, last if after is None else after.kept_at) + 1
+            back = activation.needed_at if after is None else min(activation.needed_at, after.needed_at)
+            if gone < back:
+                yield gone, back, activation.nbytes
+
     def merged(self, earlier: "Trace") -> "Trace":
         """This trace, with the larger byte counts of it and an earlier one, if both visit the same chunks."""
+        if self.num_offloaded or earlier.num_offloaded:
+            num = max(self.num_offloaded, earlier.num_offloaded)
+            return self.offloading(0).merged(earlier.offloading(0)).offloading(num)
         if [visit.chunk_index for visit in self.visits] != [visit.chunk_index for visit in earlier.visits]:
             return self
         visits = tuple(
@@ -133,7 +200,11 @@ class Trace:
             for ours, theirs in zip(self.visits, earlier.visits, strict=True)
         )
         kept = tuple(theirs for theirs in earlier.shapes if not self.covers(theirs))
-        return dataclasses.replace(self, visits=visits, shapes=self.shapes + kept[: _MOST_SHAPES - 1])
+        activations = self.activations
+        if [known.place for known in activations] == [known.place for known in earlier.activations]:
+            activations = tuple(map(_larger, activations, earlier.activations))
+        shapes = self.shapes + kept[: _MOST_SHAPES - 1]
+        return dataclasses.replace(self, visits=visits, shapes=shapes, activations=activations)
 
 
 def common_trace(traces: Sequence[Trace]) -> Trace:
@@ -145,6 +216,8 @@ def common_trace(traces: Sequence[Trace]) -> Trace:
     Args:
         traces: What each process recorded, by rank.
     """
+    num = max(trace.num_offloaded for trace in traces)
+    traces = [trace.offloading(0) for trace in traces]
     chosen = max(traces, key=lambda trace: len(trace.visits))  # the first of the longest
     for other in traces:
         if [visit.chunk_index for visit in other.visits] == [visit.chunk_index for visit in chosen.visits]:
@@ -161,7 +234,12 @@ def common_trace(traces: Sequence[Trace]) -> Trace:
             for visit in chosen.visits
         )
         chosen = dataclasses.replace(chosen, visits=visits)
-    return chosen
+    return chosen.offloading(num)
+
+
+def _larger(one: Activation, other: Activation) -> Activation:
+    """The larger of two that are the same of two micro-batches."""
+    return max(one, other, key=lambda activation: activation.nbytes)
 
 
 @functools.lru_cache

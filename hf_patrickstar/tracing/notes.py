@@ -17,6 +17,7 @@ from hf_patrickstar.schedule.op_trace import (
     EnterForward,
     Free,
     Gradient,
+    Kept,
     LetGo,
     Note,
     OpTrace,
@@ -78,6 +79,20 @@ class Operand(KeptOperand):
     def view(self) -> torch.Tensor:
         """The same view once more."""
         return raw_data(self.watched.parameter).as_strided(self._size, self._stride, self._offset)
+
+
+class Activation(KeptOperand):
+    """What autograd keeps in place of an operand that is no parameter.
+
+    Args:
+        number: See ``Kept.kept``.
+        tensor: A tensor like the operand, in memory of its own: when that is free, autograd has let go.
+    """
+
+    __slots__ = ("number", "tensor")
+
+    def __init__(self, number: int, tensor: torch.Tensor) -> None:
+        self.number, self.tensor = number, tensor
 
 
 class Notes:
@@ -142,6 +157,24 @@ class Notes:
 
         live[key] = number, weakref.ref(owner, forget)
         return number
+
+    def keep(self, operand: torch.Tensor, stand_in: torch.Tensor | None) -> Activation | None:
+        """Autograd keeps an operand that is no parameter.
+
+        Args:
+            operand: The operand.
+            stand_in: A tensor like it in memory of its own, or ``None`` if there can be none.
+
+        Returns:
+            What it keeps instead; ``None`` if that is the operand.
+        """
+        found = None if stand_in is None else self._live.get(storage_key(operand))
+        if found is None or stand_in is None:
+            self.add(Kept(-1, -1))
+            return None
+        number = self._take(stand_in.untyped_storage(), storage_key(stand_in))
+        self.add(Kept(found[0], number))
+        return Activation(number, stand_in)
 
     def enter_forward(self, shapes: Shapes, present: Iterable[torch.Tensor], *, is_inner: bool) -> None:
         """An outermost forward begins; ``present`` is there already."""

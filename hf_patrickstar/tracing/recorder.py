@@ -37,6 +37,7 @@ from hf_patrickstar.schedule.op_trace import (
     LookedUp,
     Need,
     OpTrace,
+    Wanted,
 )
 from hf_patrickstar.schedule.script import Begin, Part
 from hf_patrickstar.schedule.trace import input_shapes
@@ -44,7 +45,7 @@ from hf_patrickstar.states import Stage
 from hf_patrickstar.tracing.answers import ASKS_VALUE, AnsweringMode, has_no_value
 from hf_patrickstar.tracing.charges import Charges
 from hf_patrickstar.tracing.costs import cost_of
-from hf_patrickstar.tracing.notes import Notes, Operand, Watched
+from hf_patrickstar.tracing.notes import Activation, Notes, Operand, Watched
 from hf_patrickstar.tracing.reads import Reads
 from hf_patrickstar.tracing.timing import OperatorTimes
 
@@ -305,10 +306,23 @@ class _Recorder(AnsweringMode):
     def _pack(self, operand: torch.Tensor) -> Any:
         watched = self._watched.get(id(operand)) or self._by_storage.get(storage_key(operand))
         if watched is None or operand.dtype is not watched.parameter.dtype:
-            return operand.detach() if operand.requires_grad else operand
+            return self._keep(operand)
         return Operand(watched, raw_data(operand) if isinstance(operand, LiveMixin) else operand)
 
+    def _keep(self, operand: torch.Tensor) -> Any:
+        """Keeps an operand that is no parameter; see ``Kept``."""
+        stand_in = None
+        if has_no_value(operand) and operand.layout is torch.strided and operand.numel():
+            self._is_quiet = True
+            stand_in = torch.empty_strided(operand.size(), operand.stride(), dtype=operand.dtype, device=operand.device)
+            self._is_quiet = False
+            self._charges.put(stand_in, self._charges.tier_of(operand))
+        return self._notes.keep(operand, stand_in) or (operand.detach() if operand.requires_grad else operand)
+
     def _unpack(self, saved: Any) -> torch.Tensor:
+        if isinstance(saved, Activation):
+            self._notes.add(Wanted(saved.number))
+            return saved.tensor
         self._notes.add(Need(saved.watched.spec.index))
         self._notes.note_use(saved.watched)
         view = saved.view()

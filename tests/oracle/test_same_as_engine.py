@@ -80,6 +80,11 @@ def check(told, done, in_order=lambda found: found):
     assert told.timeline.duration_ns == pytest.approx(done.timeline.duration_ns, rel=0.13)
 
 
+def without_activations(made):
+    """A trace as an engine records it, which does not see how long autograd keeps what is no parameter."""
+    return dataclasses.replace(made, activations=())
+
+
 def gaps(told, done):
     """What the simulator has more of non-model data at the visits of each micro-batch."""
     found = []
@@ -96,7 +101,7 @@ def gaps(told, done):
 def test_simulator_does_what_an_engine_does(how):
     told, done = both(**how)
     check(told, done)
-    assert list(told.traces) == done.traces
+    assert [without_activations(made) for made in told.traces] == done.traces
     assert list(told.plans) == done.plans
     assert how.get("factor", 2) > 4 or any(plan.num_loads for plan in told.plans)
 
@@ -124,14 +129,14 @@ def test_gradients_of_a_tied_embedding_that_is_looked_up_at_home_leave_in_anothe
     """The engine sends the gradient of the head at the end of backward; the simulator does as soon as it is there."""
     told, done = both(cpu_embedding=True)
     check(told, done, lambda found: {lane: sorted(moved) for lane, moved in found.items()})
-    assert list(told.traces) == done.traces
+    assert [without_activations(made) for made in told.traces] == done.traces
 
 
 def test_so_it_is_without_an_accelerator():
     """There the host stops for copies of gradients, which the simulator puts into a lane."""
     told, done = both(machine=CPU_TIER, num_micro_batches=2)
     check(told, done, lambda found: found[Lane.TO_DEVICE])
-    assert list(told.traces) == done.traces
+    assert [without_activations(made) for made in told.traces] == done.traces
 
 
 def test_the_host_waits_for_updates_alone():
