@@ -54,6 +54,9 @@ class PatrickStarConfig:
             on PCIe 4, with the cores of this process. Wrong rates cost time and change no result.
         prefetch_depth: Chunks that may be loaded ahead of their use. ``"auto"``: as many as the bus copies in 20 ms,
             from 2 to 8. A larger number never moves more bytes.
+        activation_offload: Which activations leave the device between forward and backward, as a plan has them; inputs
+            of recomputed blocks are the first. ``True``: all that have time to. ``"auto"``: as few as a step needs to
+            fit, or more if that is faster. They take memory of the host.
         reshard_after_forward: Whether gathered parameters leave the device after forward and are gathered again for
             backward. This takes the least memory and sends the most bytes.
         reduce_dtype: The type in which nccl adds gradients. ``"auto"``: their own. ``"fp32"`` rounds 16-bit gradients
@@ -107,6 +110,7 @@ class PatrickStarConfig:
     placement: Literal["auto", "host"] = "auto"
     machine: str | Machine = "auto"
     prefetch_depth: int | str = "auto"
+    activation_offload: bool | Literal["auto"] = "auto"
     reshard_after_forward: bool = False
     reduce_dtype: Literal["auto", "fp32"] = "auto"
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
@@ -146,7 +150,7 @@ class PatrickStarConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name}: expected one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        for name in ("autocast", "cpu_embedding", "pin_memory", "keep_gradients"):
+        for name in ("activation_offload", "autocast", "cpu_embedding", "pin_memory", "keep_gradients"):
             if not isinstance(getattr(self, name), bool) and getattr(self, name) != "auto":
                 raise ConfigError(f"{name}: expected true, false or 'auto', got {getattr(self, name)!r}")
         if self.overlap_optimizer == "backward":

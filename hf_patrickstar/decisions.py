@@ -19,6 +19,7 @@ from hf_patrickstar.homes import (
     Arranger,
     ModelNumbers,
     Situation,
+    can_move_homes,
     nbytes_in_use,
     staging_nbytes,
 )
@@ -34,6 +35,7 @@ from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.estimate import Estimate, PlacementRules
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.margin import StepCost, needed_nbytes
+from hf_patrickstar.schedule.offload import choose_offload, describe_offload
 from hf_patrickstar.schedule.pace import choose_depth
 from hf_patrickstar.schedule.placement import HomePlan
 from hf_patrickstar.schedule.step_estimate import ChunkWork
@@ -54,6 +56,8 @@ class Decisions(Arrangement):
         widens_gradients: Whether optimizers have to widen gradients to fp32; those of an accumulation list are wide.
         prefetch_depth: How many chunks are loaded ahead.
         depth_reason: Why.
+        offload_reason: How many activations leave the device between forward and backward, and why; empty if nothing is
+            known of a step.
     """
 
     tensors: list[TensorSpec]
@@ -63,6 +67,7 @@ class Decisions(Arrangement):
     widens_gradients: bool
     prefetch_depth: int
     depth_reason: str
+    offload_reason: str = ""
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -73,6 +78,7 @@ class Decisions(Arrangement):
             self.homes.reason,
             self.embeddings.reason,
             self.depth_reason,
+            *([self.offload_reason] if self.offload_reason else []),
         )
 
     def rules(self, situation: Situation) -> PlacementRules:
@@ -86,7 +92,8 @@ class Decisions(Arrangement):
         has_lanes = resources.has_lanes
         rates = resources.machine, has_lanes, has_lanes and runs_beside
         device_nbytes = self.device_workspace_nbytes + self.staging_nbytes(resources.collectives)
-        return PlacementRules(device_nbytes, self.workspace_nbytes, self.prefetch_depth, config.eviction, *rates)
+        sizes = device_nbytes, self.workspace_nbytes, self.prefetch_depth
+        return PlacementRules(*sizes, config.eviction, *rates, config.activation_offload)
 
     def staging_nbytes(self, collectives: Collectives) -> int:
         """Bytes of the device in which slices of gradients of other processes arrive, for each type.
@@ -121,24 +128,71 @@ class Decisions(Arrangement):
                 homed, _ = estimate.settled(homed, self.homes.spilled)
         return estimate.cost(homed)
 
-    def with_tide(self, situation: Situation, known: KnownTraces, rules: PlacementRules) -> "Decisions":
-        """These decisions, with the homes that fit what a step needs at each moment, if the host has no room for all.
+    def with_tide(
+        self, situation: Situation, known: KnownTraces, rules: PlacementRules
+    ) -> tuple["Decisions", KnownTraces]:
+        """These decisions, with the homes and the activations that fit what a step needs at each moment.
 
         Args:
             situation: What the decisions depended on.
             known: Traces of a plan; without those of a training nothing changes.
             rules: What a placement takes into account.
+
+        Returns:
+            The decisions, and the traces with the activations that leave.
         """
-        if not self.homes.spilled or not any(trace.kind.is_training for trace in known.traces.values()):
-            return self
-        kept = self.homes.device_homed - self.homes.spilled
+        num, decided = 0, self
+        if any(trace.kind.is_training for trace in known.traces.values()):
+            num, why = self._choose_offload(situation, known, rules)
+            decided = dataclasses.replace(
+                self, offload_reason=describe_offload(known.traces.values(), num, rules.offload, why)
+            )
+        num = max(situation.resources.collectives.exchange(num, "compares how many activations leave the device"))
+        known = known.offloading(num)
         try:
-            spilled = self.estimate(situation, known, rules).spilled(kept)
+            homes = self._homes_with(situation, known, rules)
         except BudgetError as error:  # no refusal: nobody knows whether inputs will be as large
             logger.info("patrickstar: a step with inputs as large as those that were planned has no room: %s", error)
-            return self
-        situation.resources.ledger.spilled_nbytes = sum(self.chunk_nbytes[index].host_nbytes for index in spilled)
-        return dataclasses.replace(self, homes=HomePlan(kept | spilled, self.homes.reason, spilled))
+            return decided, known
+        if homes is not self.homes:
+            nbytes = sum(self.chunk_nbytes[index].host_nbytes for index in homes.spilled)
+            situation.resources.ledger.spilled_nbytes = nbytes
+        return dataclasses.replace(decided, homes=homes), known
+
+    def _homes_with(self, situation: Situation, known: KnownTraces, rules: PlacementRules) -> HomePlan:
+        """The homes for what is known of a step.
+
+        Raises:
+            BudgetError: If there are none.
+        """
+        if not any(trace.kind.is_training for trace in known.traces.values()):
+            return self.homes
+        estimate, spilled = self.estimate(situation, known, rules), self.homes.spilled
+        if not spilled and not any(trace.num_offloaded for trace in estimate.traces):
+            return self.homes
+        kept = self.homes.device_homed - spilled
+        found = estimate.spilled(kept)
+        return self.homes if found == spilled else HomePlan(kept | found, self.homes.reason, found)
+
+    def _choose_offload(self, situation: Situation, known: KnownTraces, rules: PlacementRules) -> tuple[int, str]:
+        most = self.estimate(situation, known, rules).num_can_leave
+        moves = can_move_homes(situation) and not situation.config.debug_evict_all
+
+        def settled(num: int) -> tuple[Estimate, frozenset[int]] | None:
+            with_num = known.offloading(num)
+            try:
+                homes = self._homes_with(situation, with_num, rules)
+                estimate = self.estimate(situation, with_num, rules)
+                homed = estimate.settled(homes.device_homed, homes.spilled)[0] if moves else homes.device_homed
+            except BudgetError:
+                return None
+            return (estimate, homed) if estimate.room_beside(homed) >= 0 else None
+
+        def cost_of(num: int) -> StepCost | None:
+            found = settled(num)
+            return None if found is None else found[0].cost(found[1])
+
+        return choose_offload(rules.offload, most, cost_of, lambda num: settled(num) is not None)
 
     def estimate(self, situation: Situation, known: KnownTraces, rules: PlacementRules) -> Estimate:
         """What is known of a step before chunks are allocated; see ``estimate_cost``."""

@@ -118,7 +118,7 @@ class PatrickStarEngine:
         self._decisions = decide(model, precision, situation)
         known = find_traces(model, self._decisions, situation)
         self._rules = self._decisions.rules(situation)
-        self._decisions = self._decisions.with_tide(situation, known, self._rules)
+        self._decisions, known = self._decisions.with_tide(situation, known, self._rules)
         self.estimated = self._decisions.estimate_cost(situation, known, self._rules, fills_margin=self._fills_margin())
         expected = self._decisions.expected(situation, known, self.estimated)
         logger.info("patrickstar: %s", expected)
@@ -397,7 +397,8 @@ class PatrickStarEngine:
             ``device_budget_nbytes``, ``host_budget_nbytes``: the budgets. ``chunk_budget_nbytes``: what chunks may take
             on the device at most: the lesser of its budget and ``chunk_budget``.
             ``model_data_nbytes``: bytes of all chunk lists, padding left out.
-            ``host_to_device_nbytes``, ``device_to_host_nbytes``: bytes moved.
+            ``host_to_device_nbytes``, ``device_to_host_nbytes``: bytes moved. ``offloaded_nbytes``: those of
+            activations that left the device between forward and backward.
             ``chunk_loads``, ``chunk_evictions``, ``chunk_invalidations``: how often a chunk came to the device, left
             it for want of room, or was dropped because the optimizer had changed its home.
             ``chunk_hits``: how often a chunk was on the device when it was needed, without a wait.

@@ -84,6 +84,20 @@ class ValueRestored:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ActivationLeft:
+    """Memory that autograd keeps began to leave the device for the host."""
+
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ActivationReturned:
+    """Memory that autograd keeps began to come back to the device, for backward."""
+
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class StepFinished:
     """The optimizer finished a step (or dropped it: ``skipped``, an overflow in fp16)."""
 
@@ -144,6 +158,8 @@ Event = (
     | ChunkRehomed
     | GradientStored
     | ValueRestored
+    | ActivationLeft
+    | ActivationReturned
     | StepFinished
     | StepRecorded
     | StepDiverged

@@ -22,7 +22,7 @@ import torch
 from hf_patrickstar.decisions import Decisions
 from hf_patrickstar.homes import Situation
 from hf_patrickstar.schedule.known import KnownTraces
-from hf_patrickstar.schedule.trace import Trace, Visit
+from hf_patrickstar.schedule.trace import Activation, Trace, Visit
 from hf_patrickstar.units import MIB
 from hf_patrickstar.version import __version__
 
@@ -145,7 +145,7 @@ def find_traces(model: torch.nn.Module, decisions: Decisions, situation: Situati
     if found is None:
         return KnownTraces(key)
     try:
-        with torch.serialization.safe_globals([KnownTraces, Trace, Visit]):  # a file runs no code
+        with torch.serialization.safe_globals([KnownTraces, Trace, Visit, Activation]):  # a file runs no code
             known: KnownTraces = torch.load(io.BytesIO(found), weights_only=True)
     except Exception as error:  # what a damaged file raises may be anything
         logger.info("patrickstar: the traces of a plan cannot be read, and the first step is recorded: %s", error)

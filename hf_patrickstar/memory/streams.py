@@ -208,13 +208,16 @@ class Streams:
         """Whether ``to_host`` would return before the copy is complete."""
         return False
 
-    def to_host(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = ()) -> Copy | None:
+    def to_host(
+        self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = (), *, holds: bool = True
+    ) -> Copy | None:
         """Copies device -> host; the memory of ``source`` is held until it can be used again.
 
         Args:
             source: What to copy; any device, any shape.
             target: A host tensor of the same shape.
             after: Copies that come before it; if the copy is not made beside, the host must have waited for them.
+            holds: If false, the caller holds ``source`` until it has joined the copy.
 
         Returns:
             A ticket to wait for before the host reads ``target``, or ``None`` if the copy is complete.
@@ -357,13 +360,16 @@ class DeviceStreams(Streams):
         """See ``Streams``."""
         return self._driver.is_on_device(source) and self._driver.is_pinned(target)
 
-    def to_host(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = ()) -> Copy | None:
+    def to_host(
+        self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = (), *, holds: bool = True
+    ) -> Copy | None:
         """See ``Streams``."""
         if not self.copies_beside(source, target):
             target.copy_(source)
             return None
         ticket = self._copy(WorkLane.TO_HOST, source, target, after)
-        self._hold(source, ticket)
+        if holds:
+            self._hold(source, ticket)
         return ticket
 
     def on_host(

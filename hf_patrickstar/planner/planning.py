@@ -47,6 +47,7 @@ _OF_CHUNKS = frozenset(
     {
         *("chunk_numel", "device_budget", "host_budget", "chunk_budget", "placement", "cpu_embedding", "eviction"),
         *("prefetch_depth", "overlap_optimizer", "reshard_after_forward", "host_threads", "machine"),
+        *("activation_offload",),
     }
 )
 """Settings that do not change what torch tells an engine."""

@@ -28,6 +28,7 @@ from hf_patrickstar.plan_cache import computation_of, key_of
 from hf_patrickstar.planner.imagined import resources_of, settings_for
 from hf_patrickstar.report.survey import NON_MODEL, Survey, SurveyedChunk
 from hf_patrickstar.runtime import gradient_ring
+from hf_patrickstar.runtime.activations import ACTIVATIONS
 from hf_patrickstar.runtime.chunk import GRADIENTS, STAGING
 from hf_patrickstar.schedule.bounds import ADAM_NBYTES
 from hf_patrickstar.schedule.clock import Timeline
@@ -167,7 +168,13 @@ class Simulation:
     def moved_nbytes(self) -> tuple[int, int]:
         """Bytes that cross in a step, to the device and to the host."""
         to_device = sum(load.nbytes for load in self._loaded() if not load.is_here)
-        return to_device, sum(entry.nbytes for entry in self.script if isinstance(entry, Send) and not entry.to_device)
+        to_host = sum(entry.nbytes for entry in self.script if isinstance(entry, Send) and not entry.to_device)
+        return to_device + self.offloaded_nbytes, to_host + self.offloaded_nbytes
+
+    @property
+    def offloaded_nbytes(self) -> int:
+        """Bytes of activations that leave the device in a step, and come back."""
+        return sum(sum(plan.offloaded) for plan in self.plans)
 
     @property
     def sent_nbytes(self) -> int:
@@ -293,12 +300,13 @@ class _Simulator:
         decisions, situation = self.decisions, self._situation
         known = self._known_traces(traces, lookups)
         placement = decisions.rules(situation)
-        decisions = decisions.with_tide(situation, known, placement)
-        estimate, homed = decisions.estimate(situation, known, placement), decisions.homes.device_homed
+        decisions, offloading = decisions.with_tide(situation, known, placement)
+        estimate, homed = decisions.estimate(situation, offloading, placement), decisions.homes.device_homed
         if can_move_homes(situation) and not self._config.debug_evict_all:
             homed, settled = estimate.settled(homed, decisions.homes.spilled)
             reasons += settled
-        return self._planned(ops, known, estimate, homed, [*decisions.reasons, *reasons])
+        simulation = self._planned(ops, offloading, estimate, homed, [*decisions.reasons, *reasons])
+        return dataclasses.replace(simulation, known=known)  # of which an engine decides anew
 
     def _known_traces(self, traces: Sequence[Trace], lookups: Mapping[int, str]) -> KnownTraces:
         key = key_of(self._computation, self.decisions, self._situation)
@@ -407,7 +415,7 @@ class _Simulator:
                 "chunk_utilisation": layout.utilisation,
             },
             survey=self._survey(traces, plans, homed, estimate.device_nbytes - rules.fixed_nbytes, reasons),
-            host_owners=self._fixed(homed, Tier.HOST),
+            host_owners=self._on_host(homed, traces),
             known=known,
             precision=str(self.decisions.precision.dtype).removeprefix("torch."),
             rules=rules,
@@ -457,6 +465,11 @@ class _Simulator:
             free = self._resources.ledger.limit(Tier.HOST) - sum(nbytes.values())
             nbytes[gradient_ring.OWNER] = gradient_ring.planned_nbytes(lists, free)
         return nbytes
+
+    def _on_host(self, homed: frozenset[int], traces: Sequence[Trace]) -> dict[str, int]:
+        """Bytes on the host, by owner."""
+        offloaded = max(trace.offloaded_nbytes for trace in traces)
+        return self._fixed(homed, Tier.HOST) | ({ACTIVATIONS: offloaded} if offloaded else {})
 
     def _survey(
         self, traces: Sequence[Trace], plans: Sequence[Plan], homed: frozenset[int], free: int, reasons: Sequence[str]

@@ -10,7 +10,7 @@ PREFIX = "patrickstar/"
 PER_STEP = (
     *("host_to_device_nbytes", "device_to_host_nbytes", "chunk_loads", "chunk_evictions", "chunk_hits", "prefetches"),
     *("late_prefetches", "waiting_seconds", "chunk_moves", "moved_home_to_device_nbytes", "moved_home_to_host_nbytes"),
-    *("all_gathers", "reduce_scatters", "sent_nbytes", "messages"),
+    *("offloaded_nbytes", "all_gathers", "reduce_scatters", "sent_nbytes", "messages"),
 )
 """Statistics that are logged as the mean over the optimizer steps since the last log."""
 _COUNTED = ("skipped_steps", "diverged_steps", "recorded_steps", "retries")
@@ -27,6 +27,8 @@ _ADDED: Mapping[type, tuple[tuple[str, str], ...]] = {
         *(("prefetches", "ahead"), ("loading_seconds", "waited_s")),
     ),
     events.ValueRestored: (("host_to_device_nbytes", "nbytes"),),
+    events.ActivationLeft: (("device_to_host_nbytes", "nbytes"), ("offloaded_nbytes", "nbytes")),
+    events.ActivationReturned: (("host_to_device_nbytes", "nbytes"),),
     events.GradientStored: (("device_to_host_nbytes", "nbytes"),),
     events.ChunkEvicted: (("chunk_evictions", ""),),
     events.ChunkInvalidated: (("chunk_invalidations", ""),),

@@ -32,7 +32,8 @@ class Autograd:
     """What autograd keeps and needs, and when a backward begins and ends.
 
     Args:
-        pack: Called for every operand that autograd keeps; returns what it keeps instead.
+        pack: Called for every operand that autograd keeps; returns what it keeps instead: an address, a tensor, or a
+            tensor and its version.
         unpack: Called in backward for what ``pack`` has returned, if that is no tensor; returns the operand.
         begin: Called when a backward begins.
         end: Called when it has ended.
@@ -103,11 +104,11 @@ class Autograd:
                 shown = view.detach() if isinstance(view, LiveMixin) else view
             theirs = pack(shown)
             if theirs is shown:
-                return _Kept(self.pack(view))
+                return _Kept(_without_version(self.pack(view)))
             tensors = [leaf for leaf in tree_iter(theirs) if isinstance(leaf, torch.Tensor)]
             if not any(self._is_parameter(storage_key(tensor)) for tensor in tensors):
                 return theirs
-            return _Kept(tree_map_only(torch.Tensor, self.pack, theirs))
+            return _Kept(tree_map_only(torch.Tensor, lambda tensor: _without_version(self.pack(tensor)), theirs))
 
         def unpack_both(kept: Any) -> torch.Tensor:
             self.notice_backward()
@@ -119,6 +120,9 @@ class Autograd:
         task = _current_graph_task_id()
         if task != -1 and task not in self.graph_tasks:
             self.notice_backward()
+        if type(saved) is tuple:
+            check_version(*saved)
+            return saved[0]  # type: ignore[no-any-return]
         return saved if isinstance(saved, torch.Tensor) else self._unpack_address(saved)
 
     def notice_backward(self) -> None:
@@ -140,6 +144,31 @@ class Autograd:
 
             torch.autograd.Variable._execution_engine.queue_callback(end)
             self.graph_tasks.add(task)
+
+
+def check_version(operand: torch.Tensor, version: int) -> None:
+    """Refuses an operand that was changed in place since autograd has kept it.
+
+    Torch does not look where there are hooks on what autograd keeps.
+
+    Args:
+        operand: Has its version.
+        version: The version that it had.
+
+    Raises:
+        RuntimeError: If it was changed.
+    """
+    if operand._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{operand.type()}] is at version {operand._version}; expected version {version} instead. Hint: enable "
+            "anomaly detection to find the operation that failed to compute its gradient, with "
+            "torch.autograd.set_detect_anomaly(True)."
+        )
+
+
+def _without_version(packed: Any) -> Any:
+    return packed[0] if type(packed) is tuple else packed
 
 
 def may_keep(what: str) -> bool:

@@ -27,6 +27,7 @@ from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import Copy, Streams
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.runtime.activations import Activations, KeptActivation
 from hf_patrickstar.runtime.chunk import Chunk, GradientPlace, ManagedParameter
 from hf_patrickstar.runtime.copies import Copies
 from hf_patrickstar.runtime.executor import Executor, MovePolicy
@@ -119,7 +120,10 @@ class ChunkManager:
         # Where chunks are, and how they move.
         self.copies = copies = Copies(chunks, pool, streams, emit)
         self.tracer = tracer = Tracer((chunk.copy_nbytes for chunk in chunks), meter, pool.ledger, order, emit, known)
-        self.placement = Placement(chunks, chunk_nbytes, copies, pool.ledger, tracer, reserve, rules, fills_margin)
+        self.activations = activations = Activations(pool, streams, emit, rules.offload)
+        self.placement = Placement(
+            chunks, chunk_nbytes, copies, pool.ledger, tracer, reserve, rules, fills_margin, activations
+        )
         self.placement.in_margin |= spilled
         self.placement.settle_lookups(known.lookups)
         forecast = Forecast(chunks, pool, meter, tracer, need_at)
@@ -147,12 +151,12 @@ class ChunkManager:
             )
         # What happens when.
         self.steps = Steps(
-            chunks, copies, pool, meter, tracer, order, executor, self._groups, policy, num_micro_batches
+            chunks, copies, pool, meter, tracer, order, executor, self._groups, activations, policy, num_micro_batches
         )
         self.model_lock, self.frames = ModelLock(), Frames()
         visit = executor.visit if self._groups is None else self._groups.visit
         self.parameters = Parameters(
-            chunks, copies, executor, visit, self.steps, self.gradients, self.writes, self.model_lock
+            chunks, copies, executor, visit, self.steps, self.gradients, self.writes, self.model_lock, activations
         )
         self.tensors, self.by_index = self.parameters.tensors, self.parameters.by_index
         self.has_new_groups = False
@@ -234,12 +238,13 @@ class ChunkManager:
             if self.tracer.covers(title, shapes):
                 own = estimated.traces
                 break
+        own = [self.tracer.traces.get(trace.key, trace) for trace in own]  # with the activations that leave
         agreed = self.steps.agree_on_estimated(own, shapes)
         if agreed and agreed != own:
-            self._learn(Estimated(agreed, {}, is_exact=False))
+            self._learn(Estimated(agreed, {}, is_exact=False), is_agreed=True)
         return bool(agreed)
 
-    def _learn(self, estimated: Estimated) -> None:
+    def _learn(self, estimated: Estimated, *, is_agreed: bool = False) -> None:
         self.tracer.learn(estimated.traces)
         if self.tracer.step is not None:
             return  # inside of a step no chunk moves home
@@ -248,7 +253,10 @@ class ChunkManager:
         with self._lock:
             num = self.steps.num_micro_batches
             is_certain = estimated.is_exact and self.steps.order.is_alone  # a rank that fails alone is waited for
-            self.placement.update(self.executor.make_room, num, is_estimated=True, is_certain=is_certain)
+            self.activations.trim()
+            self.placement.update(
+                self.executor.make_room, num, is_estimated=True, is_certain=is_certain, is_agreed=is_agreed
+            )
         for tensor in self.tensors:
             tensor.lookup_nbytes = 0
 
@@ -305,9 +313,9 @@ class ChunkManager:
     # Backward
 
     @phase
-    def operand_needed(self, saved: SavedView) -> torch.Tensor:
+    def operand_needed(self, saved: SavedView | KeptActivation) -> torch.Tensor:
         """Backward needs an operand; its chunk is brought to the device, and stays while somebody looks into it."""
-        return self.parameters.unpack(saved)
+        return self.activations.bring(saved) if isinstance(saved, KeptActivation) else self.parameters.unpack(saved)
 
     @phase
     def backward_begin(self) -> None:
@@ -662,6 +670,7 @@ class ChunkManager:
             if self._groups is not None:
                 self._groups.close()
             self.gradients.close()
+            self.activations.close()
             self.copies.close()
             self._meter.stop()
             for chunk in (chunk for chunk in self.chunks if not chunk.is_retired):

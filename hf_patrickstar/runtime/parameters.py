@@ -23,6 +23,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from hf_patrickstar.errors import DeviceMemoryError, EngineError
 from hf_patrickstar.memory.operators import has_modes_of_users, unseen
+from hf_patrickstar.runtime.activations import Activations
 from hf_patrickstar.runtime.autograd import KeptOperand
 from hf_patrickstar.runtime.chunk import MASTER, Chunk, Epoch, GradientPlace, ManagedParameter
 from hf_patrickstar.runtime.copies import Copies
@@ -79,6 +80,7 @@ class Parameters:
         gradients: Makes way for a value that is needed while a gradient is in its place.
         writes: Takes over what users wrote to a parameter.
         model_lock: Knows whether other threads may read parameters.
+        activations: Moves operands that are no parameters.
 
     Attributes:
         tensors: All, in model order.
@@ -97,7 +99,9 @@ class Parameters:
         gradients: Gradients,
         writes: Writes,
         model_lock: ModelLock,
+        activations: Activations,
     ) -> None:
+        self._activations = activations
         self.tensors: list[ManagedParameter] = []
         self.by_index: dict[int, ManagedParameter] = {}
         self.held_outside_forward: list[ManagedParameter] = []
@@ -369,11 +373,15 @@ class Parameters:
     # For autograd
 
     @unseen()
-    def _pack_unseen(self, view: torch.Tensor) -> torch.Tensor | SavedView:
+    def _pack_unseen(self, view: torch.Tensor) -> tuple[torch.Tensor, int] | KeptOperand:
         return self.pack(view)
 
-    def pack(self, view: torch.Tensor) -> torch.Tensor | SavedView:
-        """Replaces an operand that autograd keeps by its address, if it lives in a chunk."""
+    def pack(self, view: torch.Tensor) -> tuple[torch.Tensor, int] | KeptOperand:
+        """Replaces an operand that autograd keeps by its address, if it lives in a chunk or leaves the device.
+
+        Returns:
+            The address, or the operand and its version.
+        """
         if (_len_torch_function_stack() or _len_torch_dispatch_stack()) and has_modes_of_users():
             return self._pack_unseen(view)
         is_whole = isinstance(view, LiveMixin)
@@ -390,8 +398,11 @@ class Parameters:
         else:
             chunk = self._find_chunk(storage_key(view))
             if chunk is None or view.dtype is not chunk.dtype:
+                kept = self._activations.keep(view) if self._activations.is_on else None
+                if kept is not None:
+                    return kept
                 # An operator that saves its own output would make a reference cycle that nothing collects.
-                return view.detach() if view.requires_grad else view
+                return view.detach() if view.requires_grad else view, view._version
             saved = SavedView()
             saved.size, saved.stride, saved.offset = view.size(), view.stride(), int(view.storage_offset())
             tensor = chunk.tensor_at(saved.offset)

@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.runtime.activations import Activations
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.copies import Copies
 from hf_patrickstar.runtime.tracer import Tracer
 from hf_patrickstar.schedule.estimate import Estimate, PlacementRules, left_device
 from hf_patrickstar.schedule.margin import StepCost
+from hf_patrickstar.schedule.offload import choose_offload, describe_offload
 from hf_patrickstar.schedule.placement import ChunkBytes, Limits, Lookups, plan_lookups
 from hf_patrickstar.schedule.step_estimate import ChunkWork
 from hf_patrickstar.schedule.trace import Shapes
@@ -31,6 +33,7 @@ class Placement:
         reserve: Makes the optimizer allocate its workspace on a tier where it will update chunks.
         rules: What is taken into account.
         fills_margin: Whether chunks may move to the margin; else the first placement stays for ever.
+        activations: Have buffers on the host.
 
     Attributes:
         in_margin: Indices of the chunks that live in the margin: of those that the host has no room for, too.
@@ -49,6 +52,7 @@ class Placement:
         reserve: Callable[[Sequence[Chunk], Tier], None],
         rules: PlacementRules,
         fills_margin: bool,
+        activations: Activations,
     ) -> None:
         self.in_margin: set[int] = set()
         self.reasons: dict[str, str] = {}
@@ -61,6 +65,7 @@ class Placement:
         self._reserve = reserve
         self._rules = rules
         self._fills_margin = fills_margin
+        self._activations = activations
         self._has_groups = any(chunk.is_group for chunk in chunks)
         self._seen_version = 0
         self._lookups: dict[int, str] = {}
@@ -73,6 +78,7 @@ class Placement:
         *,
         is_estimated: bool = False,
         is_certain: bool = False,
+        is_agreed: bool = False,
     ) -> None:
         """Decides anew if a step was recorded since the last time; called between steps.
 
@@ -82,6 +88,7 @@ class Placement:
             is_estimated: Whether the traces are those of a step that has not run yet.
             is_certain: Whether it takes what they say, to the byte: what has no room is then an error, before anything
                 is computed.
+            is_agreed: Whether the processes have agreed on how many activations leave the device.
 
         Raises:
             BudgetError: If that step has no room, however chunks are placed.
@@ -94,11 +101,39 @@ class Placement:
         if self._place_lookups():
             tracer.discard()  # the next step visits other chunks
         elif any(trace.kind.is_training for trace in tracer.traces.values()):
+            if is_estimated and not is_agreed:
+                self._choose_offload()
             if self._fills_margin:
                 if is_estimated and self._estimate().room_beside(self._at_home_on_device()) < 0:
                     self._leave_device("beside what else a step takes")
                 self._fill_margin(make_room, is_certain=is_certain)
             self._estimate_cost()
+
+    def _choose_offload(self) -> None:
+        """Decides how many activations leave the device, for all micro-batches of training that are known."""
+        estimate, at_home, current = self._estimate(), self._at_home_on_device(), frozenset(self.in_margin)
+
+        def settled(num: int) -> tuple[Estimate, frozenset[int]] | None:
+            found, homed = estimate.offloading(num), at_home
+            if self._fills_margin:
+                kept = at_home - current if found.room_beside(at_home) >= 0 else frozenset[int]()
+                try:
+                    margin = found.margin(kept, self._limits(), current)
+                except BudgetError:
+                    return None
+                homed = kept if margin is None else kept.union(margin.chunk_indices)
+            return (found, homed) if found.room_beside(homed) >= 0 else None
+
+        def cost_of(num: int) -> StepCost | None:
+            found = settled(num)
+            return None if found is None else found[0].cost(found[1])
+
+        asked, most = self._rules.offload, estimate.num_can_leave
+        num, why = choose_offload(asked, most, cost_of, lambda num: settled(num) is not None)
+        self._tracer.offload(num)
+        said = describe_offload(self._tracer.traces.values(), num, asked, why)
+        logger.info("patrickstar: %s", said)
+        self.reasons["activations"] = said
 
     def _estimate_cost(self) -> None:
         """Without lanes nothing waits for a copy beside computation, so there is nothing to estimate."""
@@ -255,7 +290,7 @@ class Placement:
             self._works(frozenset()),
             frozenset(chunk.spec.index for chunk in self._chunks if chunk.is_updated),
             self._has_groups,
-            self._ledger.available(Tier.HOST) + homes_nbytes,
+            self._ledger.available(Tier.HOST) + homes_nbytes + self._activations.nbytes,
             self._ledger.limit(Tier.DEVICE, cautious=False),
             self._ledger.chunk_budget,
             rules,

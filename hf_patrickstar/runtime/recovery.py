@@ -141,6 +141,7 @@ class Recovery:
         """Frees what can be freed; returns whether that is all, because the memory was there in pieces."""
         manager = self._manager
         manager.tracer.distrust()
+        manager.activations.be_eager()
         manager.placement.leave_margin()
         manager.executor.evict_unused()
         ledger = manager.ledger

@@ -13,6 +13,7 @@ from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.memory.meters import Meter
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.runtime.activations import Activations
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.copies import Copies
 from hf_patrickstar.runtime.executor import Executor, MovePolicy
@@ -193,6 +194,7 @@ class Steps:
         order: Says what comes next on all processes.
         executor: Executes plans.
         groups: Ends phases together with other processes; ``None`` without any.
+        activations: Leave the device between forward and backward.
         policy: How copies come and go.
         num_micro_batches: How many make a step of the optimizer.
     """
@@ -207,6 +209,7 @@ class Steps:
         order: Order,
         executor: Executor,
         groups: Groups | None,
+        activations: Activations,
         policy: MovePolicy,
         num_micro_batches: int,
     ) -> None:
@@ -224,6 +227,7 @@ class Steps:
         self._meter = meter
         self._executor = executor
         self._groups = groups
+        self._activations = activations
         self._prefetch_depth = 0 if policy.evict_all else policy.prefetch_depth
         self._plans: dict[str, tuple[Trace, _Situation, Plan | None]] = {}
         self.estimator: EstimateStep | None = None
@@ -248,7 +252,9 @@ class Steps:
         shapes, room = self._begin(title, shapes, version, make_ready)
         self.durations.begin_computing()  # what was estimated before is no time of the step
         is_unknown = not shapes  # what its inputs are cannot be seen, so a trace may not be relied on
-        self._enter(self.tracer.begin(title, shapes, dropped_after, always_metered=is_unknown), present, room)
+        step = self.tracer.begin(title, shapes, dropped_after, always_metered=is_unknown)
+        self._enter(step, present, room)
+        self._activations.begin(None if step.cursor is None or step.plan is None else step.cursor.trace)
 
     def estimate(self, call: Call, title: str, shapes: Shapes) -> Estimated | None:
         """What the step will do that begins, or ``None`` if that cannot be told; see ``begin_step``."""
@@ -321,11 +327,13 @@ class Steps:
         if self._groups is not None:
             self._groups.end_phase(Phase.FORWARD)
         self.durations.end_forward()
+        self._activations.end_forward()
         self.tracer.note_forward_end()
 
     def end_micro_batch(self) -> None:
         """Ends the step of a micro-batch, inside of its backward."""
         self.micro_batch += 1
+        self._activations.end_backward()
         self._finish()
         self.durations.end_computing()
 
@@ -380,6 +388,7 @@ class Steps:
 
     def abandon_step(self) -> None:
         """Drops a step that came to nothing."""
+        self._activations.end_backward()
         self.tracer.abandon()
         self.stop_idle_meter()
         self._executor.expect(None)

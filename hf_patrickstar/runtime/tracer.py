@@ -185,6 +185,10 @@ class Tracer:
             self._learnt.add(trace.key)
         self.version += 1
 
+    def offload(self, num: int) -> None:
+        """Lets so many activations leave the device, the first ones of each micro-batch of training."""
+        self.traces = {key: trace.offloading(num) for key, trace in self.traces.items()}
+
     def outdated_by(self, traces: Iterable[Trace]) -> set[str]:
         """Keys of known traces that no step has followed, and of batches of another size: those of an earlier run."""
         sizes = {_batch_sizes(trace) for trace in traces if trace.kind.is_training}

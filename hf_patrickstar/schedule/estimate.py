@@ -7,6 +7,7 @@ from hf_patrickstar.errors import BudgetError, Later
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.schedule.margin import MarginPlan, StepCost, fill_margin, in_order, needed_nbytes, plan_margin
+from hf_patrickstar.schedule.offload import Asked
 from hf_patrickstar.schedule.placement import ChunkBytes, Limits, Tiers, spill, too_small
 from hf_patrickstar.schedule.plan import chunkable_nbytes, repeated_plans
 from hf_patrickstar.schedule.replay import replay
@@ -30,6 +31,7 @@ class PlacementRules:
         machine: Its rates decide what takes the least time.
         has_lanes: Whether copies run beside computation; else the time of a step is the sum of all.
         overlaps_update: Whether the host updates chunks beside the next forward.
+        offload: Which activations leave the device between forward and backward; see ``choose_offload``.
     """
 
     workspace_nbytes: int
@@ -39,6 +41,7 @@ class PlacementRules:
     machine: Machine
     has_lanes: bool
     overlaps_update: bool
+    offload: Asked = "auto"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,7 +55,8 @@ class Estimate:
         works: What a step does with each chunk, as if all were at home on the host.
         updated: Chunks that the optimizer changes.
         has_groups: Whether several processes share the chunks.
-        host_nbytes: Bytes of the host for chunks that are at home there, and the optimizer's scratch space for them.
+        host_nbytes: Bytes of the host for chunks that are at home there, for the optimizer's scratch space for them,
+            and for activations.
         device_nbytes: Bytes of the device for chunks and non-model data.
         chunk_nbytes: Bytes of it that chunks may take, or ``None`` for all.
         rules: What else is taken into account.
@@ -74,6 +78,24 @@ class Estimate:
         """Bytes of the device that chunks may not take even where non-model data leaves them."""
         return 0 if self.chunk_nbytes is None else max(self.device_nbytes - self.chunk_nbytes, 0)
 
+    # Activations that leave
+
+    @property
+    def num_can_leave(self) -> int:
+        """How many activations can leave the device between forward and backward, at most."""
+        return max((len(trace.activations) for trace in self.traces), default=0)
+
+    @property
+    def host_nbytes_for_chunks(self) -> int:
+        """Bytes of the host that activations leave to chunks."""
+        return self.host_nbytes - max((trace.offloaded_nbytes for trace in self.traces), default=0)
+
+    def offloading(self, num: int) -> "Estimate":
+        """The same if so many activations leave the device."""
+        return dataclasses.replace(self, traces=[trace.offloading(num) for trace in self.traces])
+
+    # Homes
+
     def spilled(self, kept: frozenset[int], limits: Limits | None = None) -> frozenset[int]:
         """Decides which chunks are at home on the device because the host has no room for them.
 
@@ -87,7 +109,7 @@ class Estimate:
         chunks = [chunk for chunk in self.nbytes if chunk.chunk_index not in kept]
         needs = needed_nbytes(self.traces, frozenset() if self.has_groups else kept, self.unusable_nbytes)
         tiers = Tiers(
-            self.host_nbytes,
+            self.host_nbytes_for_chunks,
             self.device_nbytes - sum(self.nbytes[index].device_nbytes for index in kept),
             [(nbytes, frozenset()) for nbytes, _ in needs] if self.has_groups else needs,
             self.rules.host_workspace_nbytes,
@@ -164,7 +186,8 @@ class Estimate:
         """
         on_host = [chunk for chunk in self.nbytes if chunk.chunk_index not in kept]
         exchanged = [self.nbytes[index].host_nbytes for index in current.difference(candidates)]
-        left = sum(chunk.host_nbytes for chunk in on_host) + self.rules.host_workspace_nbytes - self.host_nbytes
+        left = sum(chunk.host_nbytes for chunk in on_host) + self.rules.host_workspace_nbytes
+        left -= self.host_nbytes_for_chunks
         left += 2 * max(exchanged, default=0)
         for count, index in enumerate([*candidates, None]):
             if left <= 0:
@@ -178,7 +201,7 @@ class Estimate:
         workspace = self.rules.host_workspace_nbytes
         need = sum(chunk.host_nbytes for chunk in on_host) + workspace
         left = need - sum(chunk.host_nbytes for chunk in on_host if chunk.chunk_index in current)
-        return left <= self.host_nbytes < need and self.room_beside(kept | current) >= 0
+        return left <= self.host_nbytes_for_chunks < need and self.room_beside(kept | current) >= 0
 
     def room_beside(self, at_home: frozenset[int]) -> int:
         """Bytes of the device that no moment of the traces needs, if these chunks are at home there.
@@ -250,6 +273,7 @@ class Estimate:
             loaded = (loads[index] for plan in plans for actions in plan.moments for index in actions.load)
             moved += sum(load.sent_nbytes + load.nbytes * (not load.is_here) for load in loaded)
             moved += sum(entry.nbytes for entry in script if isinstance(entry, Send))
+            moved += 2 * sum(trace.offloaded_nbytes for trace in traces)
         return StepCost(duration_ns, moved, copying_ns, updating_ns, max(len(steps), 1))
 
     def _fixed_nbytes(self, at_home: frozenset[int]) -> int:

@@ -22,3 +22,11 @@ class KnownTraces:
     traces: Mapping[str, Trace] = dataclasses.field(default_factory=dict)
     lookups: Mapping[int, str] = dataclasses.field(default_factory=dict)
     has_padding: bool = False
+
+    def offloading(self, num: int) -> "KnownTraces":
+        """The same if so many activations leave the device between forward and backward.
+
+        Args:
+            num: How many, of each micro-batch.
+        """
+        return dataclasses.replace(self, traces={key: made.offloading(num) for key, made in self.traces.items()})

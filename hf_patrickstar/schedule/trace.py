@@ -165,8 +165,8 @@ class Trace:
                 change[begin] += sign * nbytes
                 change[end] -= sign * nbytes
         sums = itertools.accumulate(change)
-        nbytes = [max(visit.non_model_nbytes + left, 0) for visit, left in zip(self.visits, sums, strict=False)]
-        return dataclasses.replace(self.with_non_model_nbytes(nbytes), num_offloaded=num)
+        left = [max(visit.non_model_nbytes + nbytes, 0) for visit, nbytes in zip(self.visits, sums, strict=False)]
+        return dataclasses.replace(self.with_non_model_nbytes(left), num_offloaded=num)
 
     def _absences(self, num: int) -> Iterator[tuple[int, int, int]]:
         """The moments during which each activation that leaves is not on the device: the first, the end, its bytes.

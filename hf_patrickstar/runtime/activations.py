@@ -1,0 +1,321 @@
+"""Activations that leave the device between forward and backward.
+
+[Note: activations that leave]
+Autograd keeps operands from forward to backward. One is known by its place: how many operands that are no parameters
+autograd has kept before it in the micro-batch. The plan says of which places the memory leaves (``schedule/trace.py``
+``Activation``). As autograd keeps one, its copy to the host begins in the lane of that direction; its memory is held
+until autograd keeps the next one that leaves, or forward ends, and the compute stream waits for the copy then. Backward
+needs them in the opposite order, about: when it needs one, the one before it begins to come back.
+
+The first activation that could leave and stays is followed, too: backward needs it before those that have left.
+
+A micro-batch without a plan has no such places. If the setting asks for it, or one has run out of memory, all memory of
+at least ``_EAGER_NBYTES`` that autograd keeps leaves.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from hf_patrickstar.errors import BudgetError
+from hf_patrickstar.events import ActivationLeft, ActivationReturned, Listener
+from hf_patrickstar.memory.operators import has_modes_of_users
+from hf_patrickstar.memory.pool import PayloadPool
+from hf_patrickstar.memory.streams import Copy, Streams
+from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.runtime.autograd import KeptOperand, check_version
+from hf_patrickstar.runtime.live_parameter import storage_key
+from hf_patrickstar.schedule.offload import Asked
+from hf_patrickstar.schedule.trace import Trace
+from hf_patrickstar.units import MIB
+
+ACTIVATIONS = "activations"
+"""Ledger owner of the buffers on the host that activations leave for."""
+_EAGER_NBYTES = MIB
+_STAYS = -1
+
+
+class KeptActivation(KeptOperand):
+    """What autograd keeps in place of an operand whose memory leaves: where it is there.
+
+    Attributes:
+        counter: Has the version of the operand, and no memory.
+        version: The version that it had.
+    """
+
+    __slots__ = ("counter", "dtype", "memory", "offset", "size", "stride", "version")
+
+    memory: "_Memory"
+    dtype: torch.dtype
+    size: Sequence[int]
+    stride: Sequence[int]
+    offset: int
+    counter: torch.Tensor
+    version: int
+
+
+class _Memory:
+    """Memory that autograd keeps, and the one that was kept before it.
+
+    Attributes:
+        values: All of its elements, if they are on the device.
+        buffer: Has them, if they are on the host.
+        arrival: The copy to the device, until it is waited for.
+    """
+
+    __slots__ = ("__weakref__", "arrival", "before", "buffer", "dtype", "numel", "values")
+
+    def __init__(self, values: torch.Tensor, before: "weakref.ref[_Memory] | None") -> None:
+        self.values: torch.Tensor | None = values
+        self.dtype, self.numel = values.dtype, values.numel()
+        self.buffer: _Buffer | None = None
+        self.arrival: Copy | None = None
+        self.before = before
+
+
+class _Buffer:
+    """A buffer on the host.
+
+    Attributes:
+        payload: Its bytes.
+        user: The memory whose values are in it.
+        last: The copy that has used it last.
+    """
+
+    def __init__(self, payload: torch.Tensor) -> None:
+        self.payload = payload
+        self.user: weakref.ref[_Memory] | None = None
+        self.last: Copy | None = None
+
+    @property
+    def is_free(self) -> bool:
+        return self.user is None or self.user() is None
+
+    @property
+    def copies(self) -> tuple[Copy, ...]:
+        """What the next copy comes after."""
+        return () if self.last is None else (self.last,)
+
+    def of(self, memory: _Memory) -> torch.Tensor:
+        return self.payload[: memory.numel * memory.dtype.itemsize].view(memory.dtype)
+
+
+class Activations:
+    """Moves activations to the host and back; see [Note: activations that leave].
+
+    Args:
+        pool: Gives buffers on the host, and knows which memory is that of chunks.
+        streams: How bytes cross.
+        emit: Called with every event.
+        asked: The setting ``activation_offload``.
+
+    Attributes:
+        is_on: Whether any may leave in the forward that runs.
+    """
+
+    def __init__(self, pool: PayloadPool, streams: Streams, emit: Listener, asked: Asked) -> None:
+        self._pool, self._streams, self._emit, self._asked = pool, streams, emit, asked
+        self._is_eager = asked is True
+        self.is_on = False
+        self._places: dict[int, int] | None = None  # numbers of activations by place; ``None`` without a plan
+        self._num_kept = self._num_left = 0
+        self._by_storage: dict[int, tuple[weakref.ref[Any], weakref.ref[_Memory]]] = {}
+        self._last: weakref.ref[_Memory] | None = None
+        self._buffers: dict[int, _Buffer] = {}
+        self._leaving: tuple[Copy | None, torch.Tensor] | None = None  # a copy, and what is held until it is waited for
+        self._coming: _Memory | None = None  # its copy to the device was started ahead
+
+    # A micro-batch
+
+    def begin(self, trace: Trace | None) -> None:
+        """A micro-batch of training begins.
+
+        Args:
+            trace: What it follows; ``None`` if it has no plan.
+        """
+        self.end_backward()
+        self._num_kept = self._num_left = 0
+        self._last, self._places = None, None
+        self.is_on = self._is_eager
+        if trace is not None and trace.activations:
+            num = trace.num_offloaded if self._reserve(trace) else 0
+            followed = trace.activations[: num + 1] if num else ()
+            self._places = {known.place: n if n < num else _STAYS for n, known in enumerate(followed)}
+            self.is_on = num > 0
+
+    def _reserve(self, trace: Trace) -> bool:
+        """Allocates the buffers of a plan, so that its steps allocate none; whether the host has room for them."""
+        try:
+            for number, activation in enumerate(trace.offloaded):
+                self._buffer(number, activation.nbytes)
+        except BudgetError:
+            return False
+        return True
+
+    def end_forward(self) -> None:
+        """Forward has ended: what left last is gone."""
+        self.is_on = False
+        self._let_go()
+        self._by_storage.clear()
+
+    def end_backward(self) -> None:
+        """Backward has ended, or the micro-batch has failed: no copy is under way any more."""
+        self.end_forward()
+        self._join_coming()
+
+    def be_eager(self) -> None:
+        """A micro-batch has run out of memory: without a plan all large activations leave from now on, if they may."""
+        self._is_eager = self._asked is not False
+
+    def close(self) -> None:
+        """Gives back all buffers."""
+        self.end_backward()
+        for number in list(self._buffers):
+            self._give_back(number)
+
+    def trim(self) -> None:
+        """Gives back buffers that are not in use."""
+        for number in [number for number, buffer in self._buffers.items() if buffer.is_free]:
+            self._give_back(number)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the host that buffers take."""
+        return self._pool.ledger.owners(Tier.HOST).get(ACTIVATIONS, 0)
+
+    # Forward
+
+    def keep(self, operand: torch.Tensor) -> KeptActivation | None:
+        """Autograd keeps an operand that is no parameter.
+
+        Returns:
+            What it keeps instead; ``None`` if the operand stays.
+        """
+        place, self._num_kept = self._num_kept, self._num_kept + 1
+        key = storage_key(operand)
+        storage, memory = (ref() for ref in self._by_storage.get(key, (_nothing, _nothing)))
+        if storage is None or memory is None:
+            memory = self._begin_to_keep(operand, place)
+            if memory is None:
+                return None
+            self._by_storage[key] = weakref.ref(operand.untyped_storage()), weakref.ref(memory)
+        kept = KeptActivation()
+        kept.memory, kept.dtype = memory, operand.dtype
+        kept.size, kept.stride, kept.offset = operand.size(), operand.stride(), int(operand.storage_offset())
+        kept.counter, kept.version = operand.detach(), operand._version
+        kept.counter.data = kept.counter.new_empty(0)
+        return kept
+
+    def _begin_to_keep(self, operand: torch.Tensor, place: int) -> _Memory | None:
+        nbytes = operand.untyped_storage().nbytes()
+        number: int | None = self._num_left
+        if self._places is not None:
+            number = self._places.get(place)
+        elif nbytes < _EAGER_NBYTES:
+            number = None
+        if number is None or not self._can_leave(operand):
+            return None
+        self._let_go()
+        values = operand.detach().as_strided((nbytes // operand.dtype.itemsize,), (1,), 0)
+        memory = _Memory(values, self._last)
+        if number != _STAYS and not self._leave(memory, number):
+            return None
+        self._last = weakref.ref(memory)
+        return memory
+
+    def _can_leave(self, operand: torch.Tensor) -> bool:
+        is_plain = operand.layout is torch.strided and not (operand.is_conj() or operand.is_neg())
+        return (
+            is_plain
+            and operand.device == self._streams.device
+            and operand.untyped_storage().nbytes() % operand.dtype.itemsize == 0
+            and not (is_traceable_wrapper_subclass(operand) or self._pool.owns(storage_key(operand)))
+            and not has_modes_of_users()
+        )
+
+    def _leave(self, memory: _Memory, number: int) -> bool:
+        values = memory.values
+        assert values is not None
+        try:
+            buffer = self._buffer(number, values.nbytes)
+        except BudgetError:
+            return False
+        if buffer is None:
+            return False
+        buffer.last = self._streams.to_host(values, buffer.of(memory), buffer.copies, holds=False)
+        self._leaving = buffer.last, values
+        buffer.user, memory.buffer, memory.values = weakref.ref(memory), buffer, None
+        self._num_left += 1
+        self._emit(ActivationLeft(values.nbytes))
+        return True
+
+    def _let_go(self) -> None:
+        """Lets the compute stream wait for the copy of what has left last, whose memory is free then."""
+        if self._leaving is not None:
+            copy, self._leaving = self._leaving[0], None
+            if copy is not None:
+                copy.join()
+
+    def _buffer(self, number: int, nbytes: int) -> _Buffer | None:
+        """A buffer of at least so many bytes; ``None`` if that of the number is in use, by another graph.
+
+        Raises:
+            BudgetError: If the host has no room.
+        """
+        buffer = self._buffers.get(number)
+        if buffer is not None and not buffer.is_free:
+            return None
+        if buffer is None or buffer.payload.numel() < nbytes:
+            self._give_back(number)
+            payload = self._pool.allocate(Tier.HOST, nbytes, torch.uint8, ACTIVATIONS, pinned=True)
+            buffer = self._buffers[number] = _Buffer(payload)
+        return buffer
+
+    def _give_back(self, number: int) -> None:
+        buffer = self._buffers.pop(number, None)
+        if buffer is not None:
+            for copy in buffer.copies:
+                copy.wait()
+            self._pool.release(Tier.HOST, buffer.payload, ACTIVATIONS)
+
+    # Backward
+
+    def bring(self, kept: KeptActivation) -> torch.Tensor:
+        """The operand that backward needs; the memory that was kept before it begins to come back."""
+        check_version(kept.counter, kept.version)
+        memory = kept.memory
+        if memory.values is None:
+            self._begin_to_return(memory)
+        if self._coming is memory:
+            self._join_coming()
+        before, memory.before = memory.before, None
+        earlier = None if before is None else before()
+        if earlier is not None and earlier.values is None:
+            self._begin_to_return(earlier)
+        values = memory.values
+        assert values is not None
+        values = values if values.dtype is kept.dtype else values.view(kept.dtype)
+        return values.as_strided(kept.size, kept.stride, kept.offset)
+
+    def _begin_to_return(self, memory: _Memory) -> None:
+        self._join_coming()
+        buffer = memory.buffer
+        assert buffer is not None
+        memory.values = torch.empty(memory.numel, dtype=memory.dtype, device=self._streams.device)
+        memory.arrival = self._streams.fetch(buffer.of(memory), memory.values, buffer.copies)
+        buffer.last = memory.arrival or buffer.last
+        self._coming = memory
+        self._emit(ActivationReturned(memory.values.nbytes))
+
+    def _join_coming(self) -> None:
+        coming, self._coming = self._coming, None
+        if coming is not None and coming.arrival is not None:
+            coming.arrival.join()
+            coming.arrival = None
+
+
+def _nothing() -> None:
+    return None

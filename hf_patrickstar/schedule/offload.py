@@ -1,0 +1,84 @@
+"""How many of the activations that autograd keeps leave the device between forward and backward. Pure numbers."""
+
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+from hf_patrickstar.schedule.margin import StepCost
+from hf_patrickstar.schedule.trace import Trace
+from hf_patrickstar.units import format_nbytes
+
+Asked = bool | Literal["auto"]
+"""The setting ``activation_offload``."""
+_AS_FAST = 1.01
+"""Steps whose times differ by less are equally fast; see ``margin.py``."""
+
+
+def choose_offload(
+    asked: Asked, most: int, cost_of: Callable[[int], StepCost | None], fits: Callable[[int], bool]
+) -> tuple[int, str]:
+    """Decides how many leave: those that are kept first, which backward needs last.
+
+    Args:
+        asked: The setting.
+        most: How many can leave.
+        cost_of: What a step costs if so many leave; ``None`` if it has no room.
+        fits: Whether a step has room if so many leave; more may have none where the host is full.
+
+    Returns:
+        The number, and why.
+    """
+    if asked is False or not most:
+        return 0, "as asked" if most else "there are none that can leave"
+    if asked is True:
+        return most, "as asked"
+    costs = {0: cost_of(0)}
+    least = 0
+    if costs[0] is None:
+        found = _least(most, fits)
+        if found is None:
+            return 0, "a step has no room, however many leave"
+        least = found
+    elif not costs[0].copying_ns:
+        return 0, "a step has room, and waits for no copies"
+    costs.update({num: cost_of(num) for num in (least, (least + most) // 2, most) if num not in costs})
+    known = {num: cost.duration_ns for num, cost in costs.items() if cost is not None}
+    if not known:
+        return least, "the fewest with which a step has room"
+    limit_ns = min(known.values()) * _AS_FAST
+    num = min(num for num, duration_ns in known.items() if duration_ns <= limit_ns)
+    if num == least:
+        return num, "the fewest with which a step has room" if num else "a step has room, and would not be faster"
+    return num, "more of the device is left to chunks, which makes the step faster"
+
+
+def describe_offload(traces: Iterable[Trace], num: int, asked: Asked, why: str) -> str:
+    """How many activations leave the device between forward and backward, and why, in one line.
+
+    Args:
+        traces: The traces of steps.
+        num: How many leave.
+        asked: The setting.
+        why: Why, as a clause.
+    """
+    largest = max(traces, key=lambda trace: len(trace.activations))
+    return (
+        f"activation_offload={str(asked).lower()}: {num} of {len(largest.activations)} activations leave the device "
+        f"between forward and backward ({format_nbytes(largest.offloading(num).offloaded_nbytes)}): {why}"
+    )
+
+
+def _least(most: int, fits: Callable[[int], bool]) -> int | None:
+    """The fewest that fit, to one; ``None`` if none was found."""
+    high = most
+    while not fits(high):
+        high //= 2
+        if not high:
+            return None
+    low = 0
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(middle):
+            high = middle
+        else:
+            low = middle
+    return high
