@@ -80,9 +80,10 @@ class PatrickStarArgumentsMixin:
             if self.patrickstar_config is not None:
                 raise ConfigError("patrickstar_config is given but patrickstar is not; add --patrickstar")
             return
-        self._refuse_unsupported()
         config = PatrickStarConfig.from_any(self.patrickstar_config)
-        if self.patrickstar_config is not None:
+        if self._refuse_unsupported():
+            config = _with_offload(config)
+        if self.patrickstar_config is not None or config.activation_offload is True:
             self.patrickstar_config = config.to_dict()
         # The engine trains 16-bit parameters with fp32 masters, so Accelerate must not autocast on top.
         arguments: Any = self  # the fields of the TrainingArguments class behind the mixin
@@ -101,8 +102,10 @@ class PatrickStarArgumentsMixin:
                 "drop --torch_compile"
             )
 
-    def _refuse_unsupported(self) -> None:
+    def _refuse_unsupported(self) -> bool:
+        """Refuses what does not work; returns whether recomputed blocks are asked to offload their inputs."""
         arguments: Any = self
+        is_offloading = False
         # transformers 5.17 has the older name alone, and later versions keep it as an alias.
         name = "activation_checkpointing" if hasattr(self, "activation_checkpointing") else "gradient_checkpointing"
         if getattr(self, name):
@@ -112,6 +115,7 @@ class PatrickStarArgumentsMixin:
                     "reentrant checkpointing hides the backward of parameters; pass "
                     f"--{name}_kwargs '{{\"use_reentrant\": false}}'"
                 )
+            is_offloading = bool(kwargs.pop("offload", False))  # of transformers, which copies in the compute stream
             for alias in {name, "gradient_checkpointing"}:
                 setattr(self, f"{alias}_kwargs", kwargs)
         optim = str(getattr(arguments.optim, "value", arguments.optim))
@@ -125,6 +129,7 @@ class PatrickStarArgumentsMixin:
                 raise ConfigError(
                     f"--{flag}_full_eval would change the type of parameters in chunks; use --{flag} instead"
                 )
+        return is_offloading
 
     @property
     def place_model_on_device(self) -> bool | None:
@@ -147,6 +152,20 @@ class PatrickStarArgumentsMixin:
         """With ``patrickstar``, at most one: ``nn.DataParallel`` is never chosen for the user."""
         count = super().n_gpu  # type: ignore[misc]
         return min(count, 1) if self.patrickstar else count
+
+
+def _with_offload(config: PatrickStarConfig) -> PatrickStarConfig:
+    """The settings for a training whose recomputed blocks are asked to offload their inputs.
+
+    Raises:
+        ConfigError: If the settings refuse it.
+    """
+    if config.activation_offload is False:
+        raise ConfigError(
+            "offload in the arguments of gradient checkpointing and activation_offload=false contradict each other; "
+            "drop one of them"
+        )
+    return dataclasses.replace(config, activation_offload=True)
 
 
 @dataclasses.dataclass

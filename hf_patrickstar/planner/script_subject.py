@@ -321,5 +321,6 @@ def _enable_checkpointing(model: Any, args: Any) -> None:
         args, "gradient_checkpointing_kwargs", None
     )
     kwargs = {"use_reentrant": False, **(kwargs or {})}
-    others = {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
+    kwargs.pop("offload", None)  # the engine does that itself
+    others = {name: kwargs.pop(name) for name in ("every_n_layers",) if name in kwargs}
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs, **others)

@@ -1,12 +1,14 @@
 """What people do with a Trainer besides training: evaluate, predict, generate, save, resume, choose the best."""
 
 import dataclasses
+import inspect
 
 import pytest
 import torch
 from models import make_batch, make_model, make_rows
-from trainers import arguments, assert_same_weights, make_trainer, pair, run
+from trainers import arguments, assert_same_weights, logged, make_trainer, pair, run
 from transformers import (
+    PreTrainedModel,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     Trainer,
@@ -91,6 +93,26 @@ def test_resuming_in_a_trainer_that_has_trained_already_with_other_budgets(tmp_p
     assert_same_weights(whole.model, resumed.model)
 
 
+def test_offload_of_transformers_is_done_by_the_plan(tmp_path):
+    """transformers would copy the inputs of recomputed blocks in the compute stream, with saved-tensors hooks."""
+    names = inspect.signature(PreTrainedModel._set_gradient_checkpointing).parameters
+    skipped = {"every_n_layers": 2} if "every_n_layers" in names else {}
+    kwargs = {f"{CHECKPOINTING}_checkpointing": True, "max_steps": 3}
+    name = f"{CHECKPOINTING}_checkpointing_kwargs"
+    stock = make_trainer(Trainer, TrainingArguments, tmp_path, **kwargs, **{name: {"use_reentrant": False, **skipped}})
+    ours = make_trainer(
+        *(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path),
+        **{**kwargs, name: {"offload": True, **skipped}, "patrickstar_config": {"device_budget": "64MiB"}},
+    )
+    run(stock)
+    run(ours)
+    assert logged(ours, "loss") == logged(stock, "loss")
+    assert_same_weights(stock.model, ours.model)
+    stats = ours.patrickstar_stats()
+    assert stats["offloaded_nbytes"] > 0
+    assert not stats["diverged_steps"]
+
+
 def test_second_training_and_a_second_trainer_on_the_same_model(tmp_path):
     stock, ours = pair(tmp_path)
     for trainer in (stock, ours):
@@ -120,6 +142,13 @@ def test_second_training_and_a_second_trainer_on_the_same_model(tmp_path):
                 f"pass --{CHECKPOINTING}_checkpointing_kwargs '{{\"use_reentrant\": false}}'",
             )
             for name in sorted({"gradient", CHECKPOINTING})
+        ),
+        (
+            {
+                **{f"{CHECKPOINTING}_checkpointing": True, f"{CHECKPOINTING}_checkpointing_kwargs": {"offload": True}},
+                "patrickstar_config": {"activation_offload": False},
+            },
+            "activation_offload=false",
         ),
         ({"optim": "lomo"}, "lomo"),
         ({"bf16_full_eval": True}, "--bf16 instead"),
