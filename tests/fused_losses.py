@@ -4,6 +4,7 @@ import types
 
 import torch
 from models import make_model
+from transformers.modeling_outputs import CausalLMOutput
 
 ROWS = 8
 
@@ -14,7 +15,7 @@ class SavedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, target):
         grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight, device=hidden.device)
-        losses = torch.zeros(len(hidden), dtype=torch.float32)
+        losses = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
         for begin in range(0, len(hidden), ROWS):
             rows = slice(begin, begin + ROWS)
             logits = hidden[rows] @ weight.t()
@@ -64,14 +65,20 @@ LOSSES = {"saved": SavedLoss, "recomputed": RecomputedLoss}
 
 
 def make(kind, place, *, tied):
-    """A model whose loss is fused: in its forward, as Liger replaces it, or outside of it, as trainers of TRL do."""
+    """A model whose loss is fused, see ``fuse``; the weight of its output embedding may be that of the input."""
     model = make_model("llama")
     if tied:
         model.lm_head.weight = model.model.embed_tokens.weight
+    return fuse(model, kind, place)
+
+
+def fuse(model, kind, place):
+    """Gives a model a fused loss: in its forward, as Liger replaces it, or outside of it, as trainers of TRL do."""
     if place == "in forward":
 
         def forward(self, input_ids, labels, **kwargs):
-            return fused(self, self.model(input_ids=input_ids, **kwargs).last_hidden_state, labels, kind)
+            hidden = self.model(input_ids=input_ids, **kwargs).last_hidden_state
+            return CausalLMOutput(loss=fused(self, hidden, labels, kind))
 
         model.forward = types.MethodType(forward, model)
     return model
@@ -84,7 +91,7 @@ def fused(model, hidden, labels, kind):
 
 def loss_of(model, batch, kind, place):
     if place == "in forward":
-        return model(**batch)
+        return model(**batch).loss
     batch = dict(batch)
     labels = batch.pop("labels")
     return fused(model, model.model(**batch).last_hidden_state, labels, kind)
