@@ -40,6 +40,7 @@ from hf_patrickstar.report.figures import Figures, Statistics
 from hf_patrickstar.report.survey import Survey, take_survey
 from hf_patrickstar.resources import Resources
 from hf_patrickstar.runtime.chunk import Chunk
+from hf_patrickstar.runtime.chunked_loss import chunk_losses, find_heads
 from hf_patrickstar.runtime.executor import MovePolicy
 from hf_patrickstar.runtime.gate import FORWARD, STATE_DICT, Gate
 from hf_patrickstar.runtime.hooks import ModelHooks
@@ -109,6 +110,7 @@ class PatrickStarEngine:
         self.ledger = self.resources.ledger
         given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*(optimizer or ())]
         check_optimizers(model, given)
+        self._heads = find_heads(model) if self.config.chunked_loss is True else []
         num_threads, said = choose_threads(self.config.host_threads, self.collectives.num_core_sharers, os.environ)
         logger.info("patrickstar: %s", said)
         self._workers = HostWorkers(num_threads)
@@ -251,6 +253,7 @@ class PatrickStarEngine:
         gradients = [(parameter, parameter.grad) for parameter in self._decisions.parameters]
         try:
             gate.wait("attach an engine to the model")
+            chunk_losses(self._heads)
             self._first_values.begin(self.model)
             for number, (optimizer, kernel) in enumerate(zip(optimizers, self._kernels, strict=True)):
                 self.optimizers.append(self._make_optimizer(optimizer, kernel, number))
@@ -495,6 +498,7 @@ class PatrickStarEngine:
         if self.model.__dict__.get("patrickstar_engine") is self:  # else construction failed
             self.manager.sharing.enter("detaches the engine")
         self._attached = False
+        chunk_losses(self._heads, is_chunked=False)
         if hasattr(self, "checkpoints"):
             self.checkpoints.close()
         with self.manager.gradients.lock:  # other threads may read parameters

@@ -186,7 +186,7 @@ def key_of(computation: list[object], decisions: Decisions, situation: Situation
             [type(kernel).__name__ for kernel in situation.kernels],
             situation.num_micro_batches,
             (resources.collectives.world_size, resources.has_lanes, resources.is_metered),
-            (situation.config.reduce_dtype, situation.config.overlap_optimizer == "backward"),
+            (situation.config.reduce_dtype, situation.config.chunked_loss is True),
         ]
     )
 

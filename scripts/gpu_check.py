@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
+import importlib.util
 import json
 import os
 import pathlib
@@ -150,7 +151,22 @@ def parts_of(stage: str, place: Place, machine: str = str(MACHINE)) -> list[Part
         if is_ours:
             command += ["--plan", str(plan), "--rates", str(rates), "--profile", "{trace}"]
         parts.append(Part(name, (*command, "--output", "{output}"), limit_s))
-    return parts
+    return parts if stage == "plan" else [liger(place), *parts]
+
+
+def liger(place: Place) -> Part:
+    """Trains with the kernels of Liger, among them its fused loss, where they are installed."""
+    skip = "its kernels need CUDA" if place.is_rehearsal else ""
+    if importlib.util.find_spec("liger_kernel") is None:
+        skip = "liger_kernel is not installed"
+    command = (sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-vv", "--tb=short")
+    return Part(
+        "liger",
+        (*command, "--junitxml", "{junit}", "tests/gpu/test_gpu_liger.py"),
+        60,
+        {"GPU_TESTS_DEVICE": place.device},
+        skip=skip,
+    )
 
 
 def stage_one(place: Place) -> list[Part]:

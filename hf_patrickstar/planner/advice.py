@@ -21,6 +21,8 @@ MOST = 3
 _MOST_PARTS = 16
 """Micro-batches that a batch which does not fit is divided into, at most."""
 _RANK = 16
+_OF_LOGIT_NBYTES = 10
+"""What a loss takes for each token and word of the vocabulary: logits in 16 bits and in fp32, and their softmax."""
 _WORTH = 1.02
 """A change that makes a step less than 2 % faster is not named."""
 
@@ -151,6 +153,15 @@ def changes(subject: Subject, given: TrainingSetup, plan: Plan) -> Iterator[Chan
             yield recomputes + _with_batch(2 * batch)
     elif plan.fits:
         yield Change("keep all activations", "without --gradient-checkpointing", _checkpointing(False))
+    if _has_large_logits(subject, given):
+        chunks = Change(
+            "compute the loss in chunks of tokens",
+            "--set chunked_loss=true",
+            _training(settings={**given.settings, "chunked_loss": True}),
+        )
+        yield chunks
+        if plan.fits:
+            yield chunks + _with_batch(2 * batch)
     if plan.fits:
         yield _with_batch(2 * batch)
         yield _accumulating(4 * num)
@@ -166,6 +177,14 @@ def changes(subject: Subject, given: TrainingSetup, plan: Plan) -> Iterator[Chan
         adapters = {"peft_type": "LORA", "r": _RANK, "target_modules": "all-linear"}
         text = "train LoRA adapters over the frozen model instead of its own weights"
         yield Change(text, f"--lora r={_RANK},targets=all-linear", _subject(adapters=adapters))
+
+
+def _has_large_logits(subject: Subject, given: TrainingSetup) -> bool:
+    """Whether logits are whole, and take a good part of the device."""
+    config: Any = subject.config
+    words = 0 if config is None else getattr(config.get_text_config(), "vocab_size", None) or 0
+    nbytes = _OF_LOGIT_NBYTES * words * subject.num_tokens
+    return given.settings.get("chunked_loss") is not True and nbytes > given.machine.device_nbytes / 16
 
 
 def _subject(**fields: Any) -> Callable[[Setup], Setup]:

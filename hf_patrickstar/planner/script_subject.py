@@ -5,7 +5,9 @@ The script runs up to ``Trainer.train``, with weights that are not read (``defer
 their values, it runs once more and reads them. What it has made by then is planned: the Trainer's model is copied, with
 a tensor that has no bytes in place of each parameter and buffer, so that adapters, heads and frozen parts are where
 the script has put them. The loss is ``compute_loss`` of the script's Trainer, the optimizer is the one that the Trainer
-makes, and a micro-batch has the shapes of the largest of the first batches of the Trainer's data loader.
+makes, and a micro-batch has the shapes of the largest of the first batches of the Trainer's data loader. With
+``--use_liger_kernel`` the loss is that of ``chunked_loss``, which takes as many rows at once as Liger's fused loss, and
+as much memory; what its other kernels save is not counted.
 
 What the Trainer holds beside its model (a teacher, say) takes its bytes of the device and is computed with, too.
 """
@@ -33,6 +35,7 @@ from hf_patrickstar.machine import Machine
 from hf_patrickstar.planner.arguments import OF_THE_MACHINE, is_checkpointing, settings_of
 from hf_patrickstar.planner.planning import THIS, TrainingSetup, arrange_machine, time_operators
 from hf_patrickstar.planner.subject import MakeOptimizer, Subject
+from hf_patrickstar.runtime.chunked_loss import chunk_losses, find_heads
 from hf_patrickstar.tracing.fake import as_fake, copying
 
 NUM_BATCHES = 8
@@ -70,6 +73,9 @@ class ScriptSubject(Subject):
             _enable_checkpointing(model, self.trainer.args)
         elif _is_checkpointing(model):
             model.gradient_checkpointing_disable()
+        if getattr(self.trainer.args, "use_liger_kernel", False):
+            with contextlib.suppress(ConfigError):  # Liger has no fused loss for other models, either
+                chunk_losses(find_heads(model))
         for name, module in self.others.items():
             setattr(self.trainer, name, as_fake(module))
         self.trainer.model = self.trainer.model_wrapped = model

@@ -34,6 +34,7 @@ from hf_patrickstar.plan_cache import keep_traces
 from hf_patrickstar.resources import Resources
 from hf_patrickstar.runtime.casting import Casting
 from hf_patrickstar.runtime.chunk import ManagedParameter
+from hf_patrickstar.runtime.chunked_loss import has_chunked_loss
 from hf_patrickstar.runtime.hooks import has_hooks_of_user, has_padding
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.steps import Call, Estimated
@@ -183,6 +184,7 @@ class StepEstimator:
             make_model,
             make_inputs,
             compute_loss,
+            {"chunked_loss": has_chunked_loss(self._model)},
             num_micro_batches=self._rules.num_micro_batches,
             is_training=call.is_training,
             prepare=prepare,

@@ -18,6 +18,7 @@ from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.precision import choose_precision
 from hf_patrickstar.runtime.casting import Casting
 from hf_patrickstar.runtime.chunk import torch_dtype
+from hf_patrickstar.runtime.chunked_loss import chunk_losses, find_heads
 from hf_patrickstar.schedule.op_trace import LeaveForward, OpTrace
 from hf_patrickstar.schedule.repeats import FEW_BLOCKS, IrregularError, Names, Stack, extend
 from hf_patrickstar.schedule.script import Begin, Part
@@ -39,7 +40,7 @@ class MicroBatch:
         make_model: Makes the model, a new one with each call; called under fake tensors.
         make_inputs: Makes the batch, likewise.
         compute_loss: Computes the loss, or whatever an evaluation computes.
-        config: Settings of the engine, which decide in which types forwards compute.
+        config: Settings of the engine, which decide in which types forwards compute, and how a loss is computed.
         num_micro_batches: Micro-batches of a step.
         is_training: Whether a backward follows.
         prepare: Returns the parameters of a model as numbers, and the types that its forwards compute in; by default as
@@ -101,6 +102,8 @@ def trace(
         with AnsweringMode(), torch.no_grad():
             with torch.enable_grad():
                 model = micro_batch.make_model()
+            if micro_batch.config.get("chunked_loss") is True:
+                chunk_losses(find_heads(model))
             cut(model, stacks, num_blocks)
             specs, casting = micro_batch.prepared(model)
             parameters = dict(model.named_parameters())

@@ -17,7 +17,10 @@ SETTINGS = (ROOT / "hf_patrickstar" / "config.py", "PatrickStarConfig")
 ARGUMENTS = (ROOT / "hf_patrickstar" / "integrations" / "training_args.py", "PatrickStarArgumentsMixin")
 
 GROUPS = {
-    "Memory": ("device_budget", "chunk_budget", "host_budget", "chunk_numel", "pin_memory"),
+    "Memory": (
+        *("device_budget", "chunk_budget", "host_budget", "activation_offload", "chunked_loss", "chunk_numel"),
+        "pin_memory",
+    ),
     "Placement and movement": (
         "placement",
         "eviction",

@@ -15,6 +15,7 @@ import traceback
 import warnings
 
 import fake_device
+import fused_losses
 import pytest
 import torch
 from models import make_batch, make_model
@@ -25,6 +26,7 @@ from transformers import Adafactor
 from hf_patrickstar import DeviceMemoryError, EngineError, PatrickStarEngine, deferred_weights, units
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.scaler import ChunkedGradScaler
+from hf_patrickstar.runtime.chunked_loss import chunk_losses, find_heads
 from hf_patrickstar.runtime.live_parameter import set_raw_data
 
 units.LEAST_BUDGET_NBYTES = 1  # as in conftest.py
@@ -207,6 +209,29 @@ def sixteen_bit(name, precision, accumulation=1, embedding=""):
 
 
 # Settings
+
+
+@case("saved", "in forward")
+@case("recomputed", "in forward")
+@case("saved", "outside")
+@case("recomputed", "outside")
+def fused_loss(kind, place):
+    compare(
+        "llama",
+        change=lambda model: fused_losses.fuse(model, kind, place),
+        loss_of=lambda model, batch: fused_losses.loss_of(model, batch, kind, place),
+    )
+
+
+@case("llama")
+@case("gpt2")
+def loss_in_chunks(name):
+    def loss_of(model, batch):
+        if not hasattr(model, "patrickstar_engine"):
+            chunk_losses(find_heads(model))
+        return model(**batch).loss
+
+    compare(name, {"chunked_loss": True}, loss_of=loss_of)
 
 
 @case()

@@ -110,6 +110,19 @@ def test_no_step_is_recorded_first(config, num_micro_batches, caplog):
     assert after.stats["device_total_step_peak_nbytes"] <= device_budget(config)
 
 
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_a_loss_in_chunks_follows_the_plan_of_one(config):
+    before = Run(config, chunked_loss=True)
+    plan_it(config)
+    assert Run(config, chunked_loss=True).recorded[0] > 0, "that plan has whole logits"
+    plan_it(config, chunked_loss=True)
+    after = Run(config, chunked_loss=True)
+    assert after.recorded == [0, 0, 0, 0]
+    assert after.stats["diverged_steps"] == 0
+    assert_same(after, before)
+    assert after.stats["device_total_step_peak_nbytes"] <= device_budget(config)
+
+
 def test_chunks_that_the_host_has_no_room_for_are_chosen_by_what_steps_need(monkeypatch):
     """From the start: the first layers live on the device, where without a plan it would be the last ones."""
     monkeypatch.setitem(BUDGETS, "host_budget", 3 * MIB)

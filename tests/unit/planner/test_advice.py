@@ -56,6 +56,34 @@ def test_the_three_with_the_largest_effect_are_named_in_their_order(fitting):
     assert "--processes 8" in found.changes[0].text
 
 
+WORDS = "llama:num_hidden_layers=1,hidden_size=64,intermediate_size=64,num_attention_heads=2,vocab_size=8192"
+
+
+def test_a_loss_in_chunks_is_advised_where_logits_take_the_device():
+    told = {"batch_size": 2, "length": 256, "host_memory": 64 * MIB}
+    subject, given = arrange(WORDS, "h100", **told, device_memory=16 * MIB)
+    plan, _ = plan_and_simulate(subject, given)
+    assert not plan.fits
+    named = {change.text for change in advise(subject, given, plan).changes}
+    assert any("--set chunked_loss=true" in text for text in named)
+    asked = arrange(WORDS, "h100", **told, device_memory=16 * MIB, settings={"chunked_loss": True})
+    assert plan_if_fits(*asked).fits
+    for other in (asked, arrange(WORDS, "h100", **told)):  # it is on, or logits are small beside the device
+        options = [change.option for change in changes(*other, plan_if_fits(*other))]
+        assert not [option for option in options if "chunked_loss" in option]
+
+
+def test_a_loss_in_chunks_is_advised_with_larger_batches():
+    subject, given = arrange(WORDS, "h100", batch_size=2, length=256, device_memory=64 * MIB, host_memory=64 * MIB)
+    found = {
+        change.option: change.apply((subject, given))
+        for change in changes(subject, given, plan_if_fits(subject, given))
+    }
+    assert found["--set chunked_loss=true"][1].settings["chunked_loss"] is True
+    larger, training = found["--set chunked_loss=true --batch-size 4"]
+    assert (larger.batch_size, training.settings["chunked_loss"]) == (4, True)
+
+
 def refused_by(monkeypatch, fits):
     """A plan that does not fit, and plans of changes that fit where ``fits`` says so of a subject and a machine."""
     setup = arrange(MODEL, "rtx4090", **{**GIVEN, "batch_size": 1, "device_memory": "64KiB"})

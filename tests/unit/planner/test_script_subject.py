@@ -78,6 +78,30 @@ def test_arguments_of_the_command_come_first(tmp_path):
     assert given.max_norm == math.inf, "the Trainer computes a norm that clips nothing"
 
 
+WORDS = """
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+config = LlamaConfig(
+    vocab_size=8192, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, pad_token_id=0
+)
+model = {}(config)
+make_rows = lambda name, count: [{{"input_ids": torch.ones(256).long(), "labels": {}}}] * count
+"""
+
+
+def test_the_fused_loss_of_liger_is_planned(tmp_path):
+    """Its peak is that of a chunk of rows, by the rule of Liger: 2 of 512 here, with 8,192 logits each."""
+    of_words = WORDS.format("LlamaForCausalLM", "torch.ones(256).long()")
+    peaks = []
+    for arguments in ((), ("--use_liger_kernel", "true")):
+        found = plan_subject(*arrange(tmp_path, of_words, *CHUNKS, *arguments))
+        peaks.append(found.tier(Tier.DEVICE).owners["non-model data"])
+    assert peaks[0] > 2 * 2 * 256 * 8192 * 4, "logits, and their softmax"
+    assert peaks[1] < 256 * 8192 * 4 / 2
+    other = WORDS.format("LlamaForSequenceClassification", "torch.tensor(1)")
+    assert plan_subject(*arrange(tmp_path, other, *CHUNKS, "--use_liger_kernel", "true")).fits
+
+
 def test_an_optimizer_of_the_script_itself(tmp_path):
     own = """
 groups = [{"params": [p], "lr": 0.1 * i} for i, p in enumerate(model.parameters(), 1)]
