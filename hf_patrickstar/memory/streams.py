@@ -168,6 +168,10 @@ class Streams:
             work = times.of_work(work, WorkLane.TO_DEVICE, source.nbytes)
         return Copy(self._thread.submit(work), WorkLane.TO_DEVICE, times)
 
+    def new_on_device(self, source: torch.Tensor) -> torch.Tensor:
+        """Memory of the device for a copy of a host tensor; it is not booked, since it is non-model data."""
+        return torch.empty_like(source, device=self.device)
+
     def to_device(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = ()) -> Copy | None:
         """Copies host -> device; kernels that are launched afterwards see the result.
 

@@ -69,6 +69,8 @@ class Speed:
         to_device_nbytes: Bytes that cross to the device.
         to_host_nbytes: Bytes that cross to the host.
         sent_nbytes: Bytes of parameters and gradients that one process sends to others; 0 with one process.
+        least_activation_nbytes: What activations take on the device at least: if all leave it between forward and
+            backward that may.
     """
 
     seconds: float
@@ -80,6 +82,7 @@ class Speed:
     to_device_nbytes: int
     to_host_nbytes: int
     sent_nbytes: int
+    least_activation_nbytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

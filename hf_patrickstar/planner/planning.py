@@ -315,6 +315,7 @@ def _speed(subject: Subject, given: TrainingSetup, simulation: Simulation) -> Sp
         {words[lane]: busy / timeline.duration_ns for lane, busy in timeline.busy_ns().items() if lane in words},
         *simulation.moved_nbytes,
         simulation.sent_nbytes,
+        simulation.least_activation_nbytes,
     )
 
 

@@ -5,12 +5,18 @@ from collections.abc import Iterator, Sequence
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse
 from hf_patrickstar.planner.search import Found, Goal
+from hf_patrickstar.runtime.activations import ACTIVATIONS
 from hf_patrickstar.units import format_count, format_nbytes
 
 _WIDTH = 10
 _LONG_NAME = 40
 _STATES = ("master", "exp_avg", "exp_avg_sq")
-_KINDS = {"param": "parameters", **dict.fromkeys(_STATES, "optimizer states"), "non-model data": "activations"}
+_KINDS = {
+    "param": "parameters",
+    **dict.fromkeys(_STATES, "optimizer states"),
+    "non-model data": "activations",
+    ACTIVATIONS: ACTIVATIONS,
+}
 """What kinds of bytes are called on the screen."""
 _FULL = 0.95
 """A lane that is busy for so much of a step has no time for more."""

@@ -237,8 +237,9 @@ class _Search:
         on both tiers.
         """
         device, host = plan.tier(Tier.DEVICE), plan.tier(Tier.HOST)
-        activations = device.owners["non-model data"]
         assert plan.chunks is not None
+        assert plan.speed is not None
+        activations = plan.speed.least_activation_nbytes
         chunks = 2 * plan.chunks.numel
         room = device.budget_nbytes - device.owners.get(BESIDE, 0) - chunks
         on_device = activations, room

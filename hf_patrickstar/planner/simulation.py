@@ -34,6 +34,7 @@ from hf_patrickstar.schedule.bounds import ADAM_NBYTES
 from hf_patrickstar.schedule.clock import Timeline
 from hf_patrickstar.schedule.estimate import Estimate
 from hf_patrickstar.schedule.known import KnownTraces
+from hf_patrickstar.schedule.offload import Asked
 from hf_patrickstar.schedule.op_trace import LookedUp, OpTrace
 from hf_patrickstar.schedule.placement import Lookups, plan_lookups
 from hf_patrickstar.schedule.plan import Plan, chunkable_nbytes, repeated_plans
@@ -172,6 +173,13 @@ class Simulation:
         return to_device + self.offloaded_nbytes, to_host + self.offloaded_nbytes
 
     @property
+    def least_activation_nbytes(self) -> int:
+        """See ``Speed``."""
+        may_leave = self.rules.offload is not False
+        made = (trace.offloading(len(trace.activations)) if may_leave else trace for trace in self.traces)
+        return max(trace.non_model_peak_nbytes for trace in made)
+
+    @property
     def offloaded_nbytes(self) -> int:
         """Bytes of activations that leave the device in a step, and come back."""
         return sum(sum(plan.offloaded) for plan in self.plans)
@@ -191,11 +199,13 @@ class PlanRules:
         fixed: Bytes of the device that are no copies of chunks, by kind.
         chunk_nbytes: Bytes that chunks may take on the device at most, or ``None``.
         asked: What else ``repeated_plans`` is given, by its names.
+        offload: The setting ``activation_offload``.
     """
 
     fixed: Mapping[str, int]
     chunk_nbytes: int | None
     asked: Mapping[str, Any]
+    offload: Asked
 
     @property
     def fixed_nbytes(self) -> int:
@@ -430,7 +440,8 @@ class _Simulator:
             "prefetch_depth": self._depth,
             "reshard_after_forward": self._config.reshard_after_forward and not alone,
         }
-        return PlanRules(self._fixed(homed, Tier.DEVICE), self._resources.ledger.chunk_budget, asked)
+        fixed, chunk_nbytes = self._fixed(homed, Tier.DEVICE), self._resources.ledger.chunk_budget
+        return PlanRules(fixed, chunk_nbytes, asked, self._config.activation_offload)
 
     @property
     def _depth(self) -> int:

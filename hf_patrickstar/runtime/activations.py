@@ -114,12 +114,13 @@ class Activations:
 
     Attributes:
         is_on: Whether any may leave in the forward that runs.
+        has_begun: Whether any may have left in the micro-batch; else there is nothing to end.
     """
 
     def __init__(self, pool: PayloadPool, streams: Streams, emit: Listener, asked: Asked) -> None:
         self._pool, self._streams, self._emit, self._asked = pool, streams, emit, asked
         self._is_eager = asked is True
-        self.is_on = False
+        self.is_on = self.has_begun = False
         self._places: dict[int, int] | None = None  # numbers of activations by place; ``None`` without a plan
         self._num_kept = self._num_left = 0
         self._by_storage: dict[int, tuple[weakref.ref[Any], weakref.ref[_Memory]]] = {}
@@ -136,7 +137,8 @@ class Activations:
         Args:
             trace: What it follows; ``None`` if it has no plan.
         """
-        self.end_backward()
+        if self.has_begun:
+            self.end_backward()
         self._num_kept = self._num_left = 0
         self._last, self._places = None, None
         self.is_on = self._is_eager
@@ -145,6 +147,7 @@ class Activations:
             followed = trace.activations[: num + 1] if num else ()
             self._places = {known.place: n if n < num else _STAYS for n, known in enumerate(followed)}
             self.is_on = num > 0
+        self.has_begun = self.is_on
 
     def _reserve(self, trace: Trace) -> bool:
         """Allocates the buffers of a plan, so that its steps allocate none; whether the host has room for them."""
@@ -165,6 +168,7 @@ class Activations:
         """Backward has ended, or the micro-batch has failed: no copy is under way any more."""
         self.end_forward()
         self._join_coming()
+        self.has_begun = False
 
     def be_eager(self) -> None:
         """A micro-batch has run out of memory: without a plan all large activations leave from now on, if they may."""
@@ -304,8 +308,9 @@ class Activations:
         self._join_coming()
         buffer = memory.buffer
         assert buffer is not None
-        memory.values = torch.empty(memory.numel, dtype=memory.dtype, device=self._streams.device)
-        memory.arrival = self._streams.fetch(buffer.of(memory), memory.values, buffer.copies)
+        source = buffer.of(memory)
+        memory.values = self._streams.new_on_device(source)
+        memory.arrival = self._streams.fetch(source, memory.values, buffer.copies)
         buffer.last = memory.arrival or buffer.last
         self._coming = memory
         self._emit(ActivationReturned(memory.values.nbytes))

@@ -121,7 +121,8 @@ class Autograd:
         if task != -1 and task not in self.graph_tasks:
             self.notice_backward()
         if type(saved) is tuple:
-            check_version(*saved)
+            if saved[0]._version != saved[1]:  # asked here, since each call of Python counts
+                check_version(*saved)
             return saved[0]  # type: ignore[no-any-return]
         return saved if isinstance(saved, torch.Tensor) else self._unpack_address(saved)
 

@@ -327,13 +327,15 @@ class Steps:
         if self._groups is not None:
             self._groups.end_phase(Phase.FORWARD)
         self.durations.end_forward()
-        self._activations.end_forward()
+        if self._activations.has_begun:
+            self._activations.end_forward()
         self.tracer.note_forward_end()
 
     def end_micro_batch(self) -> None:
         """Ends the step of a micro-batch, inside of its backward."""
         self.micro_batch += 1
-        self._activations.end_backward()
+        if self._activations.has_begun:
+            self._activations.end_backward()
         self._finish()
         self.durations.end_computing()
 
@@ -388,7 +390,8 @@ class Steps:
 
     def abandon_step(self) -> None:
         """Drops a step that came to nothing."""
-        self._activations.end_backward()
+        if self._activations.has_begun:
+            self._activations.end_backward()
         self.tracer.abandon()
         self.stop_idle_meter()
         self._executor.expect(None)

@@ -18,6 +18,7 @@ FEW = {
     "waiting_seconds",
 }
 MOVED = {
+    "offloaded_nbytes",
     "host_to_device_nbytes",
     "device_to_host_nbytes",
     "chunk_loads",

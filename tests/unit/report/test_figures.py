@@ -21,6 +21,8 @@ EVENTS = [
     (events.ChunkInvalidated(0, 7), {"chunk_invalidations": 1}),
     (events.GradientStored(0, 1, 7), {"device_to_host_nbytes": 7}),
     (events.ValueRestored(0, 1, 7), {"host_to_device_nbytes": 7}),
+    (events.ActivationLeft(7), {"device_to_host_nbytes": 7, "offloaded_nbytes": 7}),
+    (events.ActivationReturned(7), {"host_to_device_nbytes": 7}),
     (events.ChunkVisited(0, True), {"chunk_hits": 1}),
     (events.ChunkVisited(0, False, 0.5), {"late_prefetches": 1, "waiting_seconds": 0.5}),
     (events.StepFinished(1, skipped=False), {"steps": 1}),
