@@ -41,6 +41,10 @@ def tides(survey: Survey) -> Iterator[Block]:
         said = f"From {least} to {most} of {format_nbytes(tide.limit_nbytes)}. A moment is a visit to a chunk.{merged}"
         title = f"Device memory over a step ({tide.key})"
         yield stacked(title, said, tide.kinds, tide.stride, tide.limit_nbytes, tide.forward_ends)
+        if tide.offloaded:
+            leave = f"Activations that leave the device between forward and backward ({tide.key})"
+            rows = [(name, of_bytes(nbytes)) for name, nbytes in tide.offloaded]
+            yield Table(leave, ("kept before forward comes to", "bytes"), rows, is_open=False)
 
 
 def time_of_step(timeline: Timeline, *, is_measured: bool) -> Iterator[Block]:

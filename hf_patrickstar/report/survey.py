@@ -78,6 +78,8 @@ class Tide:
         copies: Bytes of copies of chunks.
         gradients: Bytes of gradients that wait for their group.
         others: Bytes of non-model data, as recorded.
+        offloaded: Bytes of each activation that leaves the device between forward and backward, and the parameter that
+            forward comes to next.
     """
 
     key: str
@@ -88,9 +90,12 @@ class Tide:
     copies: tuple[int, ...]
     gradients: tuple[int, ...]
     others: tuple[int, ...]
+    offloaded: tuple[tuple[str, int], ...] = ()
 
     @classmethod
-    def of(cls, trace: Trace, plan: Plan, room: Room, limit_nbytes: int) -> "Tide":
+    def of(
+        cls, trace: Trace, plan: Plan, room: Room, limit_nbytes: int, parameters: Mapping[int, Sequence[str]]
+    ) -> "Tide":
         """The tide of a step.
 
         Args:
@@ -98,6 +103,7 @@ class Tide:
             plan: What moves.
             room: The memory that the plan was made for.
             limit_nbytes: What may be used of the device's budget.
+            parameters: The names of those in each chunk, by its index.
         """
         visits = trace.visits
         stride = -(-len(visits) // MOST_MOMENTS) or 1
@@ -105,7 +111,14 @@ class Tide:
         kinds = list(zip(plan.chunk_nbytes, (visit.gradient_nbytes for visit in visits), others, strict=True))
         fullest = [max(kinds[first : first + stride], key=sum) for first in range(0, len(kinds), stride)]
         columns = (tuple(row[kind] for row in fullest) for kind in range(3))
-        return cls(trace.key, limit_nbytes, limit_nbytes - room.free_nbytes, stride, trace.forward_ends, *columns)
+        # A chunk of many small parameters is visited all over the model: the next large one says where forward is.
+        large = [parameters.get(visit.chunk_index, ()) for visit in visits]
+        offloaded = tuple(
+            (next((names[0] for names in large[kept.kept_at + 1 :] if len(names) == 1), "the loss"), kept.nbytes)
+            for kept in trace.offloaded
+        )
+        fixed = limit_nbytes, limit_nbytes - room.free_nbytes, stride, trace.forward_ends
+        return cls(trace.key, *fixed, *columns, offloaded)
 
     @property
     def kinds(self) -> dict[str, tuple[int, ...]]:
@@ -156,9 +169,10 @@ class Survey:
             followed: What micro-batches follow.
             reasons: What was decided.
         """
-        limit = ledger.limit(Tier.DEVICE, cautious=False)
-        tides = tuple(Tide.of(trace, plan, room, limit) for trace, plan, room in followed)
-        return cls({tier.value: ledger.budget(tier) for tier in Tier}, tuple(chunks), tides, tuple(reasons))
+        limit, chunks = ledger.limit(Tier.DEVICE, cautious=False), tuple(chunks)
+        names = {chunk.index: [name for name, _ in chunk.parameters] for chunk in chunks}
+        tides = tuple(Tide.of(trace, plan, room, limit, names) for trace, plan, room in followed)
+        return cls({tier.value: ledger.budget(tier) for tier in Tier}, chunks, tides, tuple(reasons))
 
     def to_dict(self) -> dict[str, Any]:
         """The survey as plain data that ``from_dict`` takes back."""
