@@ -75,17 +75,18 @@ def simulation_of(name, num_tokens, num_micro_batches, num_processes, machine, o
     config |= {key: value for key, value in settings.items() if value is not None}
     make_model = micro_batch_of(name, num_tokens, num_micro_batches).make_model
     trained = Trained(make_model, OPTIMIZERS[optimizer], config, num_micro_batches, 1.0, num_processes)
-    return simulate(trained, machine, functools.partial(traced, name, num_tokens, num_micro_batches))
+    given = name, num_tokens, num_micro_batches, settings.get("chunked_loss")
+    return simulate(trained, machine, functools.partial(traced, *given))
 
 
 @functools.cache
-def traced(name, num_tokens, num_micro_batches, looked_up):
+def traced(name, num_tokens, num_micro_batches, chunked_loss, looked_up):
     """What a model does in a micro-batch, which is the same on every machine."""
     with FakeTensors():
-        return trace(micro_batch_of(name, num_tokens, num_micro_batches), looked_up=looked_up)
+        return trace(micro_batch_of(name, num_tokens, num_micro_batches, chunked_loss), looked_up=looked_up)
 
 
-def micro_batch_of(name, num_tokens, num_micro_batches):
+def micro_batch_of(name, num_tokens, num_micro_batches, chunked_loss=None):
     """What is trained: a Llama-like model, on so many tokens in each micro-batch."""
 
     def make_model():
@@ -95,7 +96,8 @@ def micro_batch_of(name, num_tokens, num_micro_batches):
         return model
 
     make_inputs = functools.partial(zeros, (num_tokens // LENGTH, LENGTH))
-    return MicroBatch(make_model, make_inputs, loss_of, {"dtype": "bf16"}, num_micro_batches=num_micro_batches)
+    config = {"dtype": "bf16", "chunked_loss": bool(chunked_loss)}
+    return MicroBatch(make_model, make_inputs, loss_of, config, num_micro_batches=num_micro_batches)
 
 
 def zeros(shape):
@@ -239,6 +241,7 @@ def main():
     parser.add_argument(
         "--no-overlap", dest="overlap_optimizer", action="store_false", help="update chunks before step() returns"
     )
+    parser.add_argument("--chunked_loss", action="store_true", default=None, help="logits are never whole")
     parser.add_argument("--chunk_budget", help="bytes of chunks on each device at most")
     parser.add_argument("--processes", type=int, help="processes; by default one on every device of the machine")
     parser.add_argument(
@@ -276,7 +279,7 @@ def main():
         begin = time.time()
         settings = {"optimizer": options.optimizer, "placement": options.placement}
         settings |= {} if options.overlap_optimizer else {"overlap_optimizer": False}
-        settings |= {"chunk_budget": options.chunk_budget}
+        settings |= {"chunk_budget": options.chunk_budget, "chunked_loss": options.chunked_loss}
         for machine in by_processes[num_processes]:
             row = {"machine": machine.name, "model": name, "tokens": num_tokens}
             rows.append(row | {"accumulation": num, "processes": num_processes})
@@ -292,6 +295,7 @@ def main():
         seconds = time.time() - begin
         print(f"{name} with {num} x {num_tokens} tokens, {num_processes} processes: simulated in {seconds:.0f} s")
     name = "bench_timeline" if options.accumulation == [1] else "bench_timeline_accumulation"
+    name = f"{name}_chunked_loss" if options.chunked_loss else name
     common.finish(name if options.placement == "host" else f"{name}_margin", options, {"simulated": True, "rows": rows})
 
 
