@@ -70,16 +70,17 @@ class Decisions(Arrangement):
     offload_reason: str = ""
 
     @property
-    def reasons(self) -> tuple[str, ...]:
-        """What was decided about the model, a sentence each."""
-        return (
-            self.precision.describe(self.tensors),
-            self.choice.describe(),
-            self.homes.reason,
-            self.embeddings.reason,
-            self.depth_reason,
-            *([self.offload_reason] if self.offload_reason else []),
-        )
+    def reasons(self) -> dict[str, str]:
+        """What was decided about the model, a sentence each, by what it is about."""
+        reasons = {
+            "types": self.precision.describe(self.tensors),
+            "chunks": self.choice.describe(),
+            "first homes": self.homes.reason,
+            "embeddings": self.embeddings.reason,
+            "depth": self.depth_reason,
+            "activations": self.offload_reason,
+        }
+        return {name: reason for name, reason in reasons.items() if reason}
 
     def rules(self, situation: Situation) -> PlacementRules:
         """What a placement takes into account.

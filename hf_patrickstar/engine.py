@@ -451,7 +451,9 @@ class PatrickStarEngine:
     @property
     def reasons(self) -> tuple[str, ...]:
         """What was decided, a sentence each: when the engine was made, and since then about lookups and the margin."""
-        return (*self._decisions.reasons, *self.manager.placement.reasons.values())
+        later = self.manager.placement.reasons
+        reasons = [reason for name, reason in self._decisions.reasons.items() if name not in later]
+        return (*reasons, *later.values())
 
     def model_data_nbytes(self) -> int:
         """Bytes of model data over both tiers, padding left out.

@@ -153,6 +153,9 @@ def changes(subject: Subject, given: TrainingSetup, plan: Plan) -> Iterator[Chan
             yield recomputes + _with_batch(2 * batch)
     elif plan.fits:
         yield Change("keep all activations", "without --gradient-checkpointing", _checkpointing(False))
+    if given.settings.get("activation_offload") is False:
+        on = _training(settings={**given.settings, "activation_offload": "auto"})
+        yield Change("let activations leave the device for the host", "--set activation_offload=auto", on)
     if _has_large_logits(subject, given):
         chunks = Change(
             "compute the loss in chunks of tokens",

@@ -315,7 +315,7 @@ class _Simulator:
         if can_move_homes(situation) and not self._config.debug_evict_all:
             homed, settled = estimate.settled(homed, decisions.homes.spilled)
             reasons += settled
-        simulation = self._planned(ops, offloading, estimate, homed, [*decisions.reasons, *reasons])
+        simulation = self._planned(ops, offloading, estimate, homed, [*decisions.reasons.values(), *reasons])
         return dataclasses.replace(simulation, known=known)  # of which an engine decides anew
 
     def _known_traces(self, traces: Sequence[Trace], lookups: Mapping[int, str]) -> KnownTraces:

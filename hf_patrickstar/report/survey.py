@@ -110,7 +110,7 @@ class Tide:
         others = [max(visit.non_model_nbytes, room.floor_nbytes) for visit in visits]  # some is there all the time
         kinds = list(zip(plan.chunk_nbytes, (visit.gradient_nbytes for visit in visits), others, strict=True))
         fullest = [max(kinds[first : first + stride], key=sum) for first in range(0, len(kinds), stride)]
-        columns = (tuple(row[kind] for row in fullest) for kind in range(3))
+        copies, gradients, beside = (tuple(row[kind] for row in fullest) for kind in range(3))
         # A chunk of many small parameters is visited all over the model: the next large one says where forward is.
         large = [parameters.get(visit.chunk_index, ()) for visit in visits]
         offloaded = tuple(
@@ -118,7 +118,7 @@ class Tide:
             for kept in trace.offloaded
         )
         fixed = limit_nbytes, limit_nbytes - room.free_nbytes, stride, trace.forward_ends
-        return cls(trace.key, *fixed, *columns, offloaded)
+        return cls(trace.key, *fixed, copies, gradients, beside, offloaded)
 
     @property
     def kinds(self) -> dict[str, tuple[int, ...]]:

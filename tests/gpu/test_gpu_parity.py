@@ -49,6 +49,18 @@ def test_capped_budget_is_the_reference(name, dtype, checkpointing, at_home_on_h
     assert_same((ours, state_dict), expected, is_exact)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+def test_activations_that_leave_come_back_with_the_same_bits(name, checkpointing, at_home_on_host, exact):
+    is_exact = repeats_itself(run_reference, name, torch.bfloat16, checkpointing)
+    expected = run_reference(name, torch.bfloat16, checkpointing)
+    config = {**capped(name, 2), "dtype": "bf16", "activation_offload": True}
+    ours, state_dict, stats = run_engine(name, config, checkpointing=checkpointing)
+    assert stats["offloaded_nbytes"] > 0
+    assert not stats["diverged_steps"]
+    assert_same((ours, state_dict), expected, is_exact)
+
+
 def test_clipping_with_masters_on_the_host(at_home_on_host):
     losses, masters = run_reference("gpt2", torch.bfloat16, max_norm=0.3)
     config = {**capped("gpt2", 2), "dtype": "bf16"}

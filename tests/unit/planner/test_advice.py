@@ -73,6 +73,17 @@ def test_a_loss_in_chunks_is_advised_where_logits_take_the_device():
         assert not [option for option in options if "chunked_loss" in option]
 
 
+def test_activations_are_advised_to_leave_where_the_setting_forbids_it():
+    model = "llama:num_hidden_layers=4,hidden_size=64,intermediate_size=64,num_attention_heads=2,vocab_size=64"
+    told = {"batch_size": 2, "length": 512, "host_memory": 64 * MIB, "device_memory": 6 * MIB}
+    subject, given = arrange(model, "h100", **told, settings={"activation_offload": False})
+    plan, _ = plan_and_simulate(subject, given)
+    assert not plan.fits
+    named = {change.text for change in advise(subject, given, plan).changes}
+    assert any("(--set activation_offload=auto)" in text for text in named)
+    assert not [change for change in changes(*arrange(model, "h100", **told), plan) if "offload" in change.option]
+
+
 def test_a_loss_in_chunks_is_advised_with_larger_batches():
     subject, given = arrange(WORDS, "h100", batch_size=2, length=256, device_memory=64 * MIB, host_memory=64 * MIB)
     found = {
