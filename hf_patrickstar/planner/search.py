@@ -11,6 +11,7 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner.plan import Plan
 from hf_patrickstar.planner.planning import BESIDE, TrainingSetup, arrange_machine, computes_in_type, plan_if_fits
 from hf_patrickstar.planner.subject import Subject, most_tokens, with_batch
+from hf_patrickstar.runtime.activations import ACTIVATIONS
 
 LENGTH_STEP = 64
 """Sequence lengths are searched in steps of so many tokens; in single tokens if the model has fewer positions."""
@@ -183,7 +184,7 @@ class _Search:
     linear in the size, and every plan that fits tells how many there are; so the next size to try is where the line
     through the two largest plans meets what the machine has. Activations have to fit the device; model data of more
     layers and activations together have to fit both tiers, and the smaller of both sizes counts. Where the guess was on
-    the wrong side, the next one is a step beyond it, then two, then four, and the middle where that is nearer.
+    the wrong side, the next one is a step beyond it, then four, then sixteen, and the middle where that is nearer.
     """
 
     def __init__(self, goal: Goal, scale: _Scale, given: TrainingSetup, progress: Progress) -> None:
@@ -205,7 +206,7 @@ class _Search:
             else:
                 high = probe
                 probe = min(self._guess(), high - stride) if self._fitting else high // 2
-            stride *= 2
+            stride *= 4
             if not low < probe < high:
                 probe = (low + high) // 2 if high <= self._scale.most else min(2 * low, high - 1)
         plan = self._fitting[-1][1] if self._fitting else None
@@ -233,22 +234,19 @@ class _Search:
     def _bytes(self, plan: Plan) -> list[tuple[int, int]]:
         """Pairs of bytes that grow with the size and of the bytes that there may be.
 
-        They are those of activations on the device and, if layers are searched for, those of model data and activations
-        on both tiers.
+        They are those of activations that have to be on the device, and those of model data and all activations on both
+        tiers.
         """
         device, host = plan.tier(Tier.DEVICE), plan.tier(Tier.HOST)
         assert plan.chunks is not None
         assert plan.speed is not None
-        activations = plan.speed.least_activation_nbytes
+        activations = device.owners["non-model data"] + host.owners.get(ACTIVATIONS, 0)
         chunks = 2 * plan.chunks.numel
         room = device.budget_nbytes - device.owners.get(BESIDE, 0) - chunks
-        on_device = activations, room
-        if self._goal is not Goal.MAX_MODEL:
-            return [on_device]
         states_nbytes = _STATES_NBYTES + (_SUM_NBYTES if plan.num_micro_batches > 1 else 0)
         nbytes = states_nbytes * plan.num_trainable + 2 * (plan.num_parameters - plan.num_trainable)
         together = nbytes // plan.world_size + activations
-        return [on_device, (together, room + host.budget_nbytes)]
+        return [(plan.speed.least_activation_nbytes, room), (together, room + host.budget_nbytes)]
 
 
 _WORDS = {Goal.MAX_BATCH: "batch", Goal.MAX_LENGTH: "length", Goal.MAX_MODEL: "layers", Goal.CHEAPEST: "machine"}
