@@ -122,7 +122,7 @@ class Activations:
         self.is_on = False
         self._places: dict[int, int] | None = None  # numbers of activations by place; ``None`` without a plan
         self._num_kept = self._num_left = 0
-        self._by_storage: dict[int, tuple[weakref.ref[Any], weakref.ref[_Memory]]] = {}
+        self._by_storage: dict[tuple[int, int], tuple[weakref.ref[Any], weakref.ref[_Memory]]] = {}  # and by version
         self._last: weakref.ref[_Memory] | None = None
         self._buffers: dict[int, _Buffer] = {}
         self._leaving: tuple[Copy | None, torch.Tensor] | None = None  # a copy, and what is held until it is waited for
@@ -195,13 +195,15 @@ class Activations:
             What it keeps instead; ``None`` if the operand stays.
         """
         place, self._num_kept = self._num_kept, self._num_kept + 1
-        key = storage_key(operand)
+        key = storage_key(operand), operand._version
         storage, memory = (ref() for ref in self._by_storage.get(key, (_nothing, _nothing)))
         if storage is None or memory is None:
             memory = self._begin_to_keep(operand, place)
             if memory is None:
                 return None
             self._by_storage[key] = weakref.ref(operand.untyped_storage()), weakref.ref(memory)
+        elif not self._can_leave(operand):
+            return None
         kept = KeptActivation()
         kept.memory, kept.dtype = memory, operand.dtype
         kept.size, kept.stride, kept.offset = operand.size(), operand.stride(), int(operand.storage_offset())
