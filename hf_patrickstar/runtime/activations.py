@@ -306,8 +306,7 @@ class Activations:
         self._join_coming()
         buffer = memory.buffer
         assert buffer is not None
-        memory.values = torch.empty(memory.numel, dtype=memory.dtype, device=self._streams.device)
-        memory.arrival = self._streams.fetch(buffer.of(memory), memory.values, buffer.copies)
+        memory.values, memory.arrival = self._streams.fetch_anew(buffer.of(memory), buffer.copies)
         buffer.last = memory.arrival or buffer.last
         self._coming = memory
         self._emit(ActivationReturned(memory.values.nbytes))
