@@ -1,6 +1,7 @@
 """Activations that leave the device between forward and backward: the same bits, fewer bytes, exact figures."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from engine.small import WIDTH, Stack, batch
 from models import MODELS, make_batch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hf_patrickstar import BudgetError
 from hf_patrickstar.memory.tiers import Tier
@@ -99,6 +100,98 @@ def test_what_fits_with_it_alone_trains_to_the_same_bits(name, checkpointing):
     need = max(nbytes + visit.non_model_nbytes for nbytes, visit in zip(plan.chunk_nbytes, trace.visits, strict=True))
     assert stats["device_total_step_peak_nbytes"] == pytest.approx(need, rel=0.01)
     assert 0 < sum(plan.offloaded) <= offloaded
+
+
+# All kinds of models
+
+
+def selective(model):
+    """What attention and matrix products give is kept, all else is computed again."""
+
+    def policy(ctx, op, *args, **kwargs):
+        is_kept = any(name in str(op) for name in ("scaled_dot_product", "aten.mm", "aten.addmm"))
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    for layer in model.model.layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, context_fn=contexts)
+
+
+class Adapter(nn.Module):
+    """A product of two thin matrices beside a linear layer."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.down, self.up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def adapt(model):
+    torch.manual_seed(1)
+    model.requires_grad_(False)
+    for layer in model.model.layers:
+        layer.mlp.down_proj = Adapter(layer.mlp.down_proj)
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=EVERY)
+
+
+def every_other(model):
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=EVERY, every_n_layers=2)
+
+
+def recompute(model):
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=EVERY)
+
+
+def no_change(model):
+    """The model stays as it was made."""
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "settings", "micro"),
+    [
+        ("t5", recompute, {}, 1),
+        ("t5", no_change, {"debug_evict_all": True}, 2),
+        ("mixtral", recompute, {"debug_evict_all": True}, 1),
+        ("mixtral", no_change, {"cpu_embedding": True}, 1),
+        ("bert_mlm", no_change, {}, 3),
+        ("opt", every_other, {}, 1),
+        ("llama", selective, {}, 1),
+        ("llama", selective, {"debug_evict_all": True}, 3),
+        ("llama", adapt, {}, 3),
+        ("llama", adapt, {"placement": "auto", "chunk_budget": "1GiB"}, 1),
+        ("gpt2", every_other, {"overlap_optimizer": False, "prefetch_depth": 0}, 1),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_bits_are_those_of_plain_models(name, change, settings, micro):
+    layers = {"layers": 3, "length": 32}
+    pair = Pair(
+        deep(name, **layers),
+        "resident",
+        settings={**ROOMY, "activation_offload": True, **settings},
+        prepare=change,
+        gradient_accumulation_steps=micro,
+    )
+    pair.train(3, micro=micro, loss=loss_of(name, 32), max_norms=(0.5, 0.1))
+    stats = pair.engine.stats()
+    assert stats["offloaded_nbytes"] > 0
+    assert stats["recorded_steps"] == 0
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+def test_micro_batches_use_the_same_buffers(micro):
+    factory = deep("llama", checkpointing=EVERY)
+    pair = Pair(factory, "resident", settings={**ROOMY, "activation_offload": True}, gradient_accumulation_steps=micro)
+    pair.train(2, micro=micro, loss=loss_of("llama"))
+    stats, offloaded = pair.engine.stats(), sum(planned(pair)[1].offloaded)
+    assert stats["offloaded_nbytes"] == 2 * micro * offloaded
+    assert pair.engine.ledger.owners(Tier.HOST)["activations"] == offloaded
+    pair.engine.detach()
+    assert not pair.engine.ledger.owners(Tier.HOST).get("activations")
 
 
 # What autograd may do with what has left
