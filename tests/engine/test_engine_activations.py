@@ -11,6 +11,7 @@ from engine.small import WIDTH, Stack, batch
 from models import MODELS, make_batch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hf_patrickstar import BudgetError
@@ -550,3 +551,124 @@ def test_transforms_inside_and_around(leaving):
 
     pair.check(run)
     check_left(pair, leaving)
+
+
+# Without a plan
+
+
+class Failing(TorchDispatchMode):
+    """Raises what an accelerator raises, at one operator that allocates."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.left, self.has_failed = at, False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.left -= all(result.alias_info is None for result in func._schema.returns)
+        if self.left == 0:
+            self.has_failed = True
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("at", [20, 300, 450], ids=str)
+@pytest.mark.parametrize("asked", [True, "auto"])
+def test_a_step_that_runs_out_of_memory_is_repeated_and_still_fits(asked, at, monkeypatch):
+    monkeypatch.setattr(activations, "_EAGER_NBYTES", 1)
+    budget = 2_000_000  # 5.8 MB without, 0.8 MB if all leave
+    pair = Pair(deep("llama"), "resident", settings={**ROOMY, "device_budget": budget, "activation_offload": asked})
+    loss, failures = loss_of("llama"), []
+
+    def run(model, optimizer):
+        found = []
+        for seed in range(4):
+
+            def once(seed=seed):
+                value = loss(model, seed)
+                value.backward()
+                return value.detach().clone()
+
+            if model is pair.plain:
+                found.append(once())
+            else:
+                with Failing(at if seed == 1 else 0) as mode:
+                    found.append(pair.engine.attempt(once))
+                failures.append(mode.has_failed)
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    pair.check(run)
+    assert failures[1]
+    stats = pair.engine.stats()
+    assert stats["retries"] == 1
+    assert stats["device_total_peak_nbytes"] <= budget
+
+
+def test_a_backward_that_failed_leaves_all_room_to_the_next_step():
+    pair = Pair(deep("llama"), "resident", settings={**ROOMY, "device_budget": 1_000_000, "activation_offload": True})
+    pair.train(1, loss=loss_of("llama"))
+    before = pair.engine.stats()["offloaded_nbytes"]
+    with Failing(450) as mode, contextlib.suppress(torch.OutOfMemoryError):
+        loss_of("llama")(pair.ours, 1).backward()
+    assert mode.has_failed
+    loss_of("llama")(pair.ours, 1).backward()
+    pair.optimizer.zero_grad()
+    pair.train(2, first=1, loss=loss_of("llama"))
+    assert pair.engine.stats()["offloaded_nbytes"] == 5 * before
+    assert pair.engine.stats()["device_total_peak_nbytes"] <= 1_000_000
+
+
+class Unforeseen(Stack):
+    """Asks for numbers, which no tensor without bytes has."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x * float(x.detach().numpy().sum() != 7)
+
+
+@pytest.mark.parametrize(("rows", "leaves"), [(1 << 14, True), ((1 << 14) - 1, False)])
+def test_large_activations_leave_where_nothing_is_known_of_a_step(rows, leaves):
+    peaks = []
+    for asked in (False, True, "auto"):
+        pair = Pair(Unforeseen, "moving", settings={"activation_offload": asked, "device_budget": "1GiB"})
+        pair.train(3, loss=lambda model, seed: model(batch(seed, rows)).square().mean())
+        stats = pair.engine.stats()
+        assert (stats["offloaded_nbytes"] > 0) is (leaves and asked is True)
+        peaks.append(stats["device_total_step_peak_nbytes"])
+    assert peaks[0] == peaks[2]
+    assert peaks[1] <= peaks[0] - leaves * 3 * (1 << 20)
+
+
+def test_auto_lets_activations_leave_without_a_plan_once_memory_ran_out():
+    rows = 1 << 14
+    pair = Pair(Unforeseen, "moving", settings={"activation_offload": "auto", "device_budget": "6MiB"})
+
+    def run(model, optimizer):
+        for seed in range(3):
+
+            def once(seed=seed):
+                model(batch(seed, rows)).square().mean().backward()
+
+            once() if model is pair.plain else pair.engine.attempt(once)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    pair.check(run)
+    stats = pair.engine.stats()
+    assert stats["retries"] == 1
+    assert stats["offloaded_nbytes"] > 0
+    assert stats["device_total_step_peak_nbytes"] <= 6 << 20
+
+
+def test_where_the_host_has_no_room_activations_stay(leaving, monkeypatch):
+    factory = deep("llama", layers=3)
+    pair = Pair(factory, "resident", settings={**ROOMY, **leaving})
+    pair.train(1, loss=loss_of("llama"))
+    owners = pair.engine.ledger.owners(Tier.HOST)
+    left = owners.pop("activations", 0)
+    pair.engine.detach()
+    pair = Pair(factory, "resident", settings={**ROOMY, **leaving, "host_budget": sum(owners.values()) + left // 2})
+    pair.train(3, loss=loss_of("llama"))
+    stats = pair.engine.stats()
+    assert stats["host_peak_nbytes"] <= sum(owners.values()) + left // 2
