@@ -175,7 +175,7 @@ def drop_failed_graph() -> None:
     What was ready to run is kept by torch until the next backward in the same thread, and so are its activations.
     """
     with torch.inference_mode(False):
-        torch.zeros((), requires_grad=True).backward()
+        torch.zeros((), device="cpu", requires_grad=True).backward()
 
 
 def _without_version(packed: Any) -> Any:

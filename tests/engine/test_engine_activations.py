@@ -66,6 +66,7 @@ def steps_of(factory, settings, num=3, loss=None, **kwargs):
     return pair, gained
 
 
+@pytest.mark.own_streams  # over others, gradients on their way home take room, too
 @pytest.mark.parametrize("checkpointing", [PLAIN, EVERY], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_what_fits_with_it_alone_trains_to_the_same_bits(name, checkpointing):
@@ -274,6 +275,7 @@ class Rekept(nn.Module):
         return self.second(kept * kept)
 
 
+@pytest.mark.own_streams  # what is changed while it leaves is copied in vain: nobody may need it any more
 def test_memory_that_is_kept_again_after_a_change_has_its_new_values(leaving):
     pair = pair_of(Rekept, leaving)
     pair.train(3, loss=mean_of)
