@@ -1,7 +1,8 @@
 """Finds the places where the package waits for copies, and takes them away one at a time.
 
-A site is a call that waits, that remembers what to wait for or that keeps memory alive, or an argument that names the
-copies to come after. A mutation replaces the code of the one function that the site is in, and nothing else.
+A site is a call that waits, that remembers what to wait for or that keeps memory alive, an argument that names the
+copies to come after, or one that says who keeps memory alive. A mutation replaces the code of the one function that the
+site is in, and nothing else.
 """
 
 import ast
@@ -20,10 +21,11 @@ _CALLS = frozenset(
     {
         *("wait", "join", "wait_stream", "wait_event", "synchronize", "wait_for_reader", "wait_for_update"),
         "wait_for_host_work",
-        *("release_in_flight", "hold_at_most", "_hold", "note"),
+        *("release_in_flight", "hold_at_most", "_hold", "note", "_let_go", "_join_coming"),
     }
 )
 _ARGUMENT = "under_way"
+_KEYWORD = "holds"
 _PROBE = "_mutations_probe"
 
 
@@ -115,6 +117,8 @@ def _text_of(node):
     """The text of a site; ``None`` for what is no site."""
     if isinstance(node, ast.Attribute) and node.attr == _ARGUMENT and isinstance(node.ctx, ast.Load):
         return ast.unparse(node)
+    if isinstance(node, ast.keyword) and node.arg == _KEYWORD:
+        return ast.unparse(node)
     is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CALLS
     if not is_call or isinstance(node.func.value, ast.Constant):  # a text joins others
         return None
@@ -124,12 +128,16 @@ def _text_of(node):
 def _remove(node, site):
     if isinstance(node, ast.Attribute):
         return ast.Tuple([], ast.Load())
+    if isinstance(node, ast.keyword):
+        return ast.keyword(_KEYWORD, ast.Constant(not node.value.value))
     return node.args[0] if node.func.attr == "note" else ast.Constant(None)
 
 
 def _probe(node, site):
     call = ast.Call(ast.Name(_PROBE, ast.Load()), [ast.Constant(site.key)], [])
-    return ast.Subscript(ast.Tuple([call, node], ast.Load()), ast.Constant(1), ast.Load())
+    value = node.value if isinstance(node, ast.keyword) else node
+    probed = ast.Subscript(ast.Tuple([call, value], ast.Load()), ast.Constant(1), ast.Load())
+    return ast.keyword(node.arg, probed) if isinstance(node, ast.keyword) else probed
 
 
 class _Rewriter(ast.NodeTransformer):

@@ -168,9 +168,18 @@ class Streams:
             work = times.of_work(work, WorkLane.TO_DEVICE, source.nbytes)
         return Copy(self._thread.submit(work), WorkLane.TO_DEVICE, times)
 
-    def new_on_device(self, source: torch.Tensor) -> torch.Tensor:
-        """Memory of the device for a copy of a host tensor; it is not booked, since it is non-model data."""
-        return torch.empty_like(source, device=self.device)
+    def fetch_anew(self, source: torch.Tensor, after: Iterable[Copy] = ()) -> tuple[torch.Tensor, Copy | None]:
+        """Does the same to new memory of the device, which is non-model data.
+
+        Args:
+            source: A host tensor.
+            after: Copies that come before it.
+
+        Returns:
+            The new tensor, and what ``fetch`` returns.
+        """
+        target = torch.empty(source.shape, dtype=source.dtype, device=self.device)
+        return target, self.fetch(source, target, after)
 
     def to_device(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = ()) -> Copy | None:
         """Copies host -> device; kernels that are launched afterwards see the result.

@@ -82,22 +82,25 @@ class _Buffer:
     Attributes:
         payload: Its bytes.
         user: The memory whose values are in it.
-        last: The copy that has used it last.
     """
 
     def __init__(self, payload: torch.Tensor) -> None:
         self.payload = payload
         self.user: weakref.ref[_Memory] | None = None
-        self.last: Copy | None = None
+        self._last: Copy | None = None  # that has used it
 
     @property
     def is_free(self) -> bool:
         return self.user is None or self.user() is None
 
     @property
-    def copies(self) -> tuple[Copy, ...]:
+    def under_way(self) -> tuple[Copy, ...]:
         """What the next copy comes after."""
-        return () if self.last is None else (self.last,)
+        return () if self._last is None else (self._last,)
+
+    def note(self, copy: Copy | None) -> None:
+        """Remembers a copy that may still be under way."""
+        self._last = copy or self._last
 
     def of(self, memory: _Memory) -> torch.Tensor:
         return self.payload[: memory.numel * memory.dtype.itemsize].view(memory.dtype)
@@ -123,7 +126,7 @@ class Activations:
         self.is_on = self.has_begun = False
         self._places: dict[int, int] | None = None  # numbers of activations by place; ``None`` without a plan
         self._num_kept = self._num_left = 0
-        self._by_storage: dict[int, tuple[weakref.ref[Any], weakref.ref[_Memory]]] = {}
+        self._by_storage: dict[tuple[int, int], tuple[weakref.ref[Any], weakref.ref[_Memory]]] = {}  # and by version
         self._last: weakref.ref[_Memory] | None = None
         self._buffers: dict[int, _Buffer] = {}
         self._leaving: tuple[Copy | None, torch.Tensor] | None = None  # a copy, and what is held until it is waited for
@@ -199,13 +202,15 @@ class Activations:
             What it keeps instead; ``None`` if the operand stays.
         """
         place, self._num_kept = self._num_kept, self._num_kept + 1
-        key = storage_key(operand)
+        key = storage_key(operand), operand._version
         storage, memory = (ref() for ref in self._by_storage.get(key, (_nothing, _nothing)))
         if storage is None or memory is None:
             memory = self._begin_to_keep(operand, place)
             if memory is None:
                 return None
             self._by_storage[key] = weakref.ref(operand.untyped_storage()), weakref.ref(memory)
+        elif not self._can_leave(operand):
+            return None
         kept = KeptActivation()
         kept.memory, kept.dtype = memory, operand.dtype
         kept.size, kept.stride, kept.offset = operand.size(), operand.stride(), int(operand.storage_offset())
@@ -249,8 +254,10 @@ class Activations:
             return False
         if buffer is None:
             return False
-        buffer.last = self._streams.to_host(values, buffer.of(memory), buffer.copies, holds=False)
-        self._leaving = buffer.last, values
+        # The compute stream has joined what was copied out of the buffer.
+        copy = self._streams.to_host(values, buffer.of(memory), holds=False)
+        buffer.note(copy)
+        self._leaving = copy, values
         buffer.user, memory.buffer, memory.values = weakref.ref(memory), buffer, None
         self._num_left += 1
         self._emit(ActivationLeft(values.nbytes))
@@ -281,7 +288,7 @@ class Activations:
     def _give_back(self, number: int) -> None:
         buffer = self._buffers.pop(number, None)
         if buffer is not None:
-            for copy in buffer.copies:
+            for copy in buffer.under_way:
                 copy.wait()
             self._pool.release(Tier.HOST, buffer.payload, ACTIVATIONS)
 
@@ -308,10 +315,8 @@ class Activations:
         self._join_coming()
         buffer = memory.buffer
         assert buffer is not None
-        source = buffer.of(memory)
-        memory.values = self._streams.new_on_device(source)
-        memory.arrival = self._streams.fetch(source, memory.values, buffer.copies)
-        buffer.last = memory.arrival or buffer.last
+        memory.values, memory.arrival = self._streams.fetch_anew(buffer.of(memory), buffer.under_way)
+        buffer.note(memory.arrival)
         self._coming = memory
         self._emit(ActivationReturned(memory.values.nbytes))
 

@@ -13,6 +13,7 @@ from torch.utils import checkpoint
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from hf_patrickstar.errors import EngineError
+from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.runtime.live_parameter import RAW, LiveMixin, storage_key
 
 
@@ -166,6 +167,16 @@ def check_version(operand: torch.Tensor, version: int) -> None:
             "anomaly detection to find the operation that failed to compute its gradient, with "
             "torch.autograd.set_detect_anomaly(True)."
         )
+
+
+@unseen()
+def drop_failed_graph() -> None:
+    """Lets go of the graph of a backward that failed in this thread.
+
+    What was ready to run is kept by torch until the next backward in the same thread, and so are its activations.
+    """
+    with torch.inference_mode(False):
+        torch.zeros((), device="cpu", requires_grad=True).backward()
 
 
 def _without_version(packed: Any) -> Any:

@@ -28,6 +28,7 @@ from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import Copy, Streams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.activations import Activations, KeptActivation
+from hf_patrickstar.runtime.autograd import drop_failed_graph
 from hf_patrickstar.runtime.chunk import Chunk, GradientPlace, ManagedParameter
 from hf_patrickstar.runtime.copies import Copies
 from hf_patrickstar.runtime.executor import Executor, MovePolicy
@@ -393,6 +394,7 @@ class ChunkManager:
         """Drops the step whose backward raised: one that has begun and neither runs nor has ended."""
         if self.executor.in_backward and torch._C._current_graph_task_id() == -1 and not is_backward_elsewhere():
             self.executor.in_backward = False
+            drop_failed_graph()
             if self._groups is not None:
                 self._groups.abandon_backward()
             self.steps.abandon_step()
@@ -619,6 +621,7 @@ class ChunkManager:
         """Takes back what a failed attempt at a micro-batch left, and begins the next; see ``Attempts``."""
         with self._lock:
             self.executor.in_backward = False
+            drop_failed_graph()
             self._streams.release_in_flight()
             dropped = self.gradients.attempts.undo()
             for tensor in self.tensors:

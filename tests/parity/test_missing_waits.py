@@ -23,6 +23,7 @@ from hf_patrickstar.checkpoint.weight_files import FoundWeights
 from hf_patrickstar.errors import DeviceMemoryError, PatrickStarError
 from hf_patrickstar.memory import streams
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.runtime import activations
 
 pytestmark = pytest.mark.own_streams
 
@@ -33,11 +34,11 @@ CHUNK = 320  # elements: the embedding, or a layer and a bit
 class Layers(nn.Module):
     """An embedding, layers, and a head that may be tied to it."""
 
-    def __init__(self, *, tied=False):
+    def __init__(self, *, tied=False, depth=3):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(ROWS, WIDTH)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
         self.head = nn.Linear(WIDTH, ROWS, bias=False)
         if tied:
             self.head.weight = self.embedding.weight
@@ -502,6 +503,71 @@ def load_other_state(run, directory):
     run.engine.checkpoints.load_parts(FoundWeights(), directory)
 
 
+class Skipping(Layers):
+    """Backward needs an early activation between later ones, and the first one with no parameter."""
+
+    def __init__(self):
+        super().__init__(depth=6)
+
+    def forward(self, ids):
+        x = first = self.layers[0](self.embedding(ids).sin()).tanh()
+        for number, layer in enumerate(self.layers[1:]):
+            x = layer(x).tanh() * (first if number == 3 else 1)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+class Inside(Layers):
+    """Computes a gradient inside of forward, of what has only just left."""
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        first = self.layers[0](x).tanh()
+        first = first + torch.autograd.grad(first.sum(), x, retain_graph=True)[0]
+        return nn.functional.cross_entropy(self.head(first).flatten(0, 1), ids.flatten())
+
+
+def leaving(folder):
+    """Activations leave while the next ones are computed, and come back while those after them are used."""
+    run = Run(Skipping(), activation_offload=True)
+    for number in range(3):
+        loss = run.model(batch(number))
+        run.keep_in_flight()
+        run.keep(torch.tensor(run.manager.activations._leaving is None))
+        loss.backward()
+        run.keep(loss)
+        run.step()
+    run.model(batch(3))  # has no backward
+    run.engine.detach()
+    return run.end()
+
+
+def leaving_in_vain(folder):
+    """Backward fails, or needs only the last ones; no chunk comes in between."""
+    run = Run(Skipping(), num_chunks=16, activation_offload=True)
+    run.train(1)
+    for number in range(2):
+        loss = run.model(batch(number))
+        run.keep(*torch.autograd.grad(loss, run.model.head.weight))
+        del loss
+        run.keep(torch.tensor(run.engine.stats()["offloaded_nbytes"]))
+    with pytest.raises(ZeroDivisionError), failing(run.model.embedding.register_full_backward_pre_hook):
+        run.backward()
+    run.model(batch(0).repeat(1, 2))  # what is known of such a step has other buffers
+    return run.end()
+
+
+def leaving_inside(folder):
+    """Nothing is known of such a step."""
+    with (
+        mock.patch.object(activations, "_EAGER_NBYTES", 1),
+        mock.patch("hf_patrickstar.engine.make_estimator", return_value=None),
+    ):
+        run = Run(Inside(), activation_offload=True)
+        run.train(1)
+    assert run.engine.stats()["offloaded_nbytes"] > 0
+    return run.end()
+
+
 RUNS = {
     "on demand": trained(prefetch_depth=0),
     "ahead": clipped(3, prefetch_depth=2),
@@ -526,6 +592,9 @@ RUNS = {
     "out of memory": out_of_memory,
     "detaching": detaching,
     "interrupting": interrupting,
+    "leaving": leaving,
+    "leaving in vain": leaving_in_vain,
+    "leaving inside": leaving_inside,
     "margin": margin,
     "saved while states are replaced": saved_while(replace_states),
     "saved while states are written to": saved_while(write_to_states),
@@ -541,7 +610,7 @@ RUNS = {
 
 WATCHED = (
     ("memory/streams.py", "DeviceStreams", "Copy", "StreamCopy"),
-    *((f"runtime/{name}.py",) for name in ("chunk", "copies", "executor", "gradients", "manager")),
+    *((f"runtime/{name}.py",) for name in ("activations", "chunk", "copies", "executor", "gradients", "manager")),
     *((f"runtime/{name}.py",) for name in ("parameters", "values")),
     *((f"optim/{name}.py",) for name in ("clipping", "kernel", "optimizer", "state")),
 )
@@ -570,9 +639,12 @@ ELSEWHERE = {
 _GROUP = "only a group of several processes comes here"
 _HELD = "the thread holds the tensors that it writes, so its file is right; the memory would be free in the books alone"
 
+_IN_ORDER = "what comes back next is joined at once, and a lane is in order; the CPU tier makes small copies at once"
+
 UNNOTICED = {
     "memory/streams.py DeviceStreams.beside: lane.wait_stream(...)": _GROUP,
     "memory/streams.py StreamCopy.event: self.after.synchronize()": "asks for the error of work that has ended",
+    "runtime/activations.py Activations._begin_to_return: self._join_coming()": _IN_ORDER,
     "runtime/chunk.py Chunk.param: self.wait_for_update()": "who reads values waits for gradients on their way as well",
     "runtime/copies.py Copies.loaded_by_others: chunk.note(...)": _GROUP,
     "runtime/copies.py Copies.loaded_by_others: chunk.under_way": _GROUP,

@@ -1,0 +1,56 @@
+"""Activations that leave the devices of two processes: the bits of one process, and the same traffic on both."""
+
+import pytest
+from as_one import alone, on_one_rank, train_as_alone
+from together import engaged, hf_loss, prepared
+
+pytestmark = pytest.mark.xdist_group("distributed")
+
+SMALL = {"chunk_numel": 2048, "chunk_budget": 2**18, "device_budget": "1GiB", "debug_collectives": True}
+
+
+def train(rank, name, checkpointing, accumulation, sizes):
+    """Trains without, with, and at a budget that needs it; returns peaks and bytes that left.
+
+    Args:
+        sizes: Rows and tokens of a micro-batch, by rank.
+    """
+    losses = [hf_loss(name, *size) for size in sizes]
+
+    def loss_of(model, step, micro, rank):
+        return losses[rank](model, step, micro, rank)
+
+    how = {"accumulation": accumulation}
+    expected = on_one_rank(lambda: alone(lambda: prepared(name, checkpointing), loss_of, **how))
+    found = []
+    for asked in (False, True, "auto"):
+        settings = {**SMALL, "activation_offload": asked}
+        if asked == "auto":
+            room = found[1][0]
+            settings["device_budget"] = on_one_rank(lambda room=room: room)
+        with engaged(prepared(name, checkpointing), settings, accumulation=accumulation) as engine:
+            train_as_alone(engine, expected, loss_of, **how)
+            stats = engine.stats()
+        found.append((stats["device_total_peak_nbytes"], stats["offloaded_nbytes"], stats["recorded_steps"]))
+    assert found[2][0] <= room
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpointing", "accumulation", "sizes"),
+    [
+        ("llama", False, 1, ((8, 32), (8, 32))),
+        ("gpt2", False, 2, ((8, 32), (8, 32))),
+        ("gpt2", False, 1, ((8, 32), (8, 24))),
+        ("t5", True, 1, ((32, 32), (32, 32))),
+    ],
+)
+def test_two_processes_train_like_one(pair, name, checkpointing, accumulation, sizes):
+    found = pair.run(train, name, checkpointing, accumulation, sizes)
+    for without, with_all, as_needed in found:
+        assert without[1] == 0 < with_all[1] >= as_needed[1]
+        assert as_needed[1] > 0 or checkpointing  # there fewer chunks on the device make room, too
+        assert with_all[0] < without[0]
+        assert with_all[2] == as_needed[2] == 0
+    if sizes[0] == sizes[1]:
+        assert [part[1:] for part in found[0]] == [part[1:] for part in found[1]]
