@@ -314,7 +314,7 @@ class _Recorder(AnsweringMode):
         stand_in = None
         if has_no_value(operand) and operand.layout is torch.strided and operand.numel():
             self._is_quiet = True
-            stand_in = torch.empty_strided(operand.size(), operand.stride(), dtype=operand.dtype, device=operand.device)
+            stand_in = operand.new_empty_strided(operand.size(), operand.stride())
             self._is_quiet = False
             self._charges.put(stand_in, self._charges.tier_of(operand))
         return self._notes.keep(operand, stand_in) or (operand.detach() if operand.requires_grad else operand)
