@@ -6,6 +6,7 @@ The engine knows of them from the traces that the simulator has left, as a run d
 import dataclasses
 
 import pytest
+import torch
 from models import IDS, VOCAB
 from oracle.training import make_training, record_step
 from test_same_as_engine import NODE, check
@@ -30,26 +31,31 @@ def gpt2():
     return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=32, n_layer=4, n_head=2, **IDS)).train()
 
 
+def make_inputs():
+    tokens = torch.zeros((16, 16), dtype=torch.long)
+    return {"input_ids": tokens, "labels": tokens}
+
+
 STEPS = [(1, 1), (1, 2), (2, 1)]
 """Processes and micro-batches."""
 
 
 def training_of(make, world_size, num_micro_batches, **settings):
-    name = "llama" if make is llama else "gpt2"
-    made = make_training(name, world_size=world_size, num_micro_batches=num_micro_batches, **settings)
-    return dataclasses.replace(made, make_model=make)
+    made = make_training(world_size=world_size, num_micro_batches=num_micro_batches, **settings)
+    return dataclasses.replace(made, make_model=make, make_inputs=make_inputs)
 
 
 def check_both(training):
     """The step of a training by the simulator, which an engine does, too."""
     told = training.simulate(NODE)
     done = record_step(training, NODE, told.known)
-    check(told, done)
+    # The plan counts one as there all the time in the moment in which it leaves or comes back, and leaves out small
+    # operators that the engine launches for it.
+    check(told, done, most_more=0.12, seconds=0.18)
     assert [plan.offloaded for plan in told.plans] == [plan.offloaded for plan in done.plans]
     for mine, theirs in zip(told.traces, done.traces, strict=True):
         assert (mine.activations, mine.num_offloaded) == (theirs.activations, theirs.num_offloaded)
         for visit, other in zip(mine.visits, theirs.visits, strict=True):
-            # In the moment in which one leaves or comes back, the plan counts it as there all the time.
             assert other.non_model_nbytes <= visit.non_model_nbytes
             assert dataclasses.replace(other, non_model_nbytes=visit.non_model_nbytes) == visit
     return told
@@ -62,13 +68,8 @@ def test_all_leave(make, world_size, num_micro_batches):
     assert all(trace.num_offloaded == len(trace.activations) > 0 for trace in told.traces)
 
 
-@pytest.mark.parametrize(
-    ("make", "world_size", "num_micro_batches", "device_budget"),
-    [
-        *((llama, *STEPS[0], 205_000), (llama, *STEPS[1], 190_000), (llama, *STEPS[2], 220_000)),
-        *((gpt2, *step, 400_000) for step in STEPS),
-    ],
-)
+@pytest.mark.parametrize(("world_size", "num_micro_batches"), STEPS)
+@pytest.mark.parametrize(("make", "device_budget"), [(llama, 700_000), (gpt2, 1_200_000)])
 def test_as_many_leave_as_a_step_needs_to_fit(make, world_size, num_micro_batches, device_budget, monkeypatch):
     """Without what the engine measures in its first step: then it has more room for prefetches."""
     monkeypatch.setattr(Tracer, "_correct", lambda *_: None)
