@@ -32,7 +32,7 @@ from hf_patrickstar.runtime.admission import check_model, check_values, is_left_
 from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, torch_dtype
 from hf_patrickstar.runtime.live_parameter import LiveMixin
 from hf_patrickstar.runtime.together import roots_of
-from hf_patrickstar.schedule.estimate import Estimate, PlacementRules
+from hf_patrickstar.schedule.estimate import Estimate, PlacementRules, left_device
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.margin import StepCost, needed_nbytes
 from hf_patrickstar.schedule.offload import choose_offload, describe_offload
@@ -169,15 +169,26 @@ class Decisions(Arrangement):
         if not any(trace.kind.is_training for trace in known.traces.values()):
             return self.homes
         estimate, spilled = self.estimate(situation, known, rules), self.homes.spilled
-        if not spilled and not any(trace.num_offloaded for trace in estimate.traces):
+        leaves = any(trace.num_offloaded for trace in estimate.traces)
+        if not spilled and not leaves:
             return self.homes
-        kept = self.homes.device_homed - spilled
+        kept, reason = self.homes.device_homed - spilled, self.homes.reason
         found = estimate.spilled(kept)
-        return self.homes if found == spilled else HomePlan(kept | found, self.homes.reason, found)
+        if leaves and kept and self._may_settle(situation) and estimate.room_beside(kept | found) < 0:
+            # A first step without a plan would not let activations leave.
+            reason, kept = left_device(len(kept), "beside what else a step takes"), frozenset()
+            found = estimate.spilled(kept)
+        homed = kept | found
+        return self.homes if homed == self.homes.device_homed else HomePlan(homed, reason, found)
+
+    @staticmethod
+    def _may_settle(situation: Situation) -> bool:
+        """Whether chunks find other homes once a step is known."""
+        return can_move_homes(situation) and not situation.config.debug_evict_all
 
     def _choose_offload(self, situation: Situation, known: KnownTraces, rules: PlacementRules) -> tuple[int, str]:
         most = self.estimate(situation, known, rules).num_can_leave
-        moves = can_move_homes(situation) and not situation.config.debug_evict_all
+        moves = self._may_settle(situation)
 
         def settled(num: int) -> tuple[Estimate, frozenset[int]] | None:
             with_num = known.offloading(num)

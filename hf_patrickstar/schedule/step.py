@@ -294,6 +294,7 @@ class _Translation:
 
     def _keep(self, storage: int, kept: int) -> None:
         place, self._num_kept = self._num_kept, self._num_kept + 1
+        storage = self._kept.get(storage, storage)  # backward may keep what it was given, again
         if storage not in self._live:
             return
         self._kept[kept] = storage
@@ -312,11 +313,13 @@ class _Translation:
     def _leaving(self, peak_nbytes: int) -> dict[int, int]:
         """The storages of activations that can leave the device, with their numbers, in the order of their places."""
         least, ends = _LEAST_ACTIVATION * peak_nbytes, self._forward_ends
-        can_leave = (
+        can_leave = [
             storage
             for storage, found in self._activations.items()
-            if found.nbytes >= least and 0 <= found.idle_from < found.needed_at and found.needed_at >= ends[0] - 1
-        )
+            if found.nbytes >= least and 0 <= found.idle_from < found.needed_at - 1 and found.needed_at >= ends[0] - 1
+        ]
+        while can_leave and self._activations[can_leave[-1]].needed_at <= ends[-1]:
+            del can_leave[-1]  # backward begins with it
         return {storage: number for number, storage in enumerate(can_leave)}
 
     def _numbered(self, leaving: Mapping[int, int]) -> Iterator[Entry]:

@@ -184,11 +184,13 @@ class Trace:
 
     def merged(self, earlier: "Trace") -> "Trace":
         """This trace, with the larger byte counts of it and an earlier one, if both visit the same chunks."""
-        if self.num_offloaded or earlier.num_offloaded:
-            num = max(self.num_offloaded, earlier.num_offloaded)
-            return self.offloading(0).merged(earlier.offloading(0)).offloading(num)
+        num = max(self.num_offloaded, earlier.num_offloaded)
         if [visit.chunk_index for visit in self.visits] != [visit.chunk_index for visit in earlier.visits]:
-            return self
+            return self.offloading(num)
+        activations, most = self.activations, 0
+        if [known.place for known in activations] == [known.place for known in earlier.activations]:
+            # Compared is what is left if all leave: one may have the largest peak, and the other the larger activation.
+            activations, most = tuple(map(_larger, activations, earlier.activations)), len(activations)
         visits = tuple(
             Visit(
                 ours.chunk_index,
@@ -197,33 +199,31 @@ class Trace:
                 max(ours.gradient_nbytes, theirs.gradient_nbytes),
                 ours.reduced,
             )
-            for ours, theirs in zip(self.visits, earlier.visits, strict=True)
+            for ours, theirs in zip(self.offloading(most).visits, earlier.offloading(most).visits, strict=True)
         )
         kept = tuple(theirs for theirs in earlier.shapes if not self.covers(theirs))
-        activations = self.activations
-        if [known.place for known in activations] == [known.place for known in earlier.activations]:
-            activations = tuple(map(_larger, activations, earlier.activations))
         shapes = self.shapes + kept[: _MOST_SHAPES - 1]
-        return dataclasses.replace(self, visits=visits, shapes=shapes, activations=activations)
+        changed = {"visits": visits, "shapes": shapes, "activations": activations, "num_offloaded": most}
+        return dataclasses.replace(self, **changed).offloading(num)  # type: ignore[arg-type]
 
 
 def common_trace(traces: Sequence[Trace]) -> Trace:
     """One trace for several processes that recorded the same step; every process computes the same one.
 
     Where processes visited different chunks, the longest trace is used; each of its moments then has room for the most
-    bytes that the other processes needed at any moment.
+    bytes that the other processes needed at any moment, with all activations on the device.
 
     Args:
         traces: What each process recorded, by rank.
     """
     num = max(trace.num_offloaded for trace in traces)
-    traces = [trace.offloading(0) for trace in traces]
+    traces = [trace.offloading(num) for trace in traces]
     chosen = max(traces, key=lambda trace: len(trace.visits))  # the first of the longest
     for other in traces:
         if [visit.chunk_index for visit in other.visits] == [visit.chunk_index for visit in chosen.visits]:
             chosen = chosen.merged(other)
             continue
-        peak = other.non_model_peak_nbytes
+        peak = other.offloading(0).non_model_peak_nbytes
         gradients = max((visit.gradient_nbytes for visit in other.visits), default=0)
         visits = tuple(
             dataclasses.replace(
@@ -234,7 +234,7 @@ def common_trace(traces: Sequence[Trace]) -> Trace:
             for visit in chosen.visits
         )
         chosen = dataclasses.replace(chosen, visits=visits)
-    return chosen.offloading(num)
+    return chosen
 
 
 def _larger(one: Activation, other: Activation) -> Activation:

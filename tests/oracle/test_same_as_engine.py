@@ -62,8 +62,12 @@ def moves(timeline):
     return {lane: [span.what.rpartition(", ")[2] for span in spans if span.lane is lane] for lane in MOVES}
 
 
-def check(told, done, in_order=lambda found: found):
-    """All is the same but what traces say of non-model data; ``in_order`` puts what moves into an order."""
+def check(told, done, in_order=lambda found: found, most_more=0.05, seconds=0.13):
+    """All is the same but what traces say of non-model data; ``in_order`` puts what moves into an order.
+
+    With several processes the simulator has a part of at most ``most_more`` more on the device. ``seconds`` is the part
+    by which seconds may differ.
+    """
     assert told.layout == done.layout
     assert {index for index, load in enumerate(told.loads) if load.is_here} == done.at_home
     assert told.rules.asked["static"] == done.static
@@ -76,8 +80,8 @@ def check(told, done, in_order=lambda found: found):
     # Numbers of steps of an optimizer that torch computes are left out.
     assert told.host_owners == pytest.approx(done.on_host, rel=1e-3)
     # The engine still has the batch of the step before. With several processes it gives buffers back earlier.
-    assert 0.99 <= told.device_nbytes / done.device_nbytes <= (1.01 if told.world_size == 1 else 1.05)
-    assert told.timeline.duration_ns == pytest.approx(done.timeline.duration_ns, rel=0.13)
+    assert 0.99 <= told.device_nbytes / done.device_nbytes <= (1.01 if told.world_size == 1 else 1 + most_more)
+    assert told.timeline.duration_ns == pytest.approx(done.timeline.duration_ns, rel=seconds)
 
 
 def without_activations(made):

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 from models import make_batch, make_model
 from oracle.collectives import VirtualPeers
@@ -20,6 +21,7 @@ from hf_patrickstar.planner.planning import make_adamw
 from hf_patrickstar.planner.simulation import Simulation, Trained, simulate
 from hf_patrickstar.runtime.tracer import Step
 from hf_patrickstar.schedule.clock import Timeline
+from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.op_trace import OpTrace
 from hf_patrickstar.schedule.plan import Plan
 from hf_patrickstar.schedule.trace import Trace
@@ -118,19 +120,24 @@ class Recording:
     lookups: Mapping[int, str]
 
 
-def record_step(training: Training, machine: Machine) -> Recording:
-    """Trains without bytes until a step follows plans and chunks have their homes; records that one."""
+def record_step(training: Training, machine: Machine, known: KnownTraces | None = None) -> Recording:
+    """Trains without bytes until a step follows plans and chunks have their homes; records that one.
+
+    With ``known`` the first step follows plans, and the engine knows which activations can leave, as in a run after
+    ``hf-patrickstar plan``.
+    """
     driver = VirtualDriver(machine)
     with FakeTensors(), driver.watching():
-        engine = make_engine(training, driver)
+        engine = make_engine(training, driver, known)
         try:
-            return _record(engine, training, driver, _totals_of(engine.ledger))
+            num_to_pass = _num_to_pass(engine) + (known is not None)
+            return _record(engine, training, driver, _totals_of(engine.ledger), num_to_pass)
         finally:
             engine.manager.unwind()  # takes the meter's mode off before the modes around it
 
 
-def make_engine(training: Training, driver: VirtualDriver) -> PatrickStarEngine:
-    """Makes an engine on a machine that is not here; called under fake tensors."""
+def make_engine(training: Training, driver: VirtualDriver, known: KnownTraces | None = None) -> PatrickStarEngine:
+    """Makes an engine on a machine that is not here, with the traces of a plan; called under fake tensors."""
     model, machine = training.make_model(), driver.machine
     settings = {
         "device_budget": machine.device_nbytes,
@@ -143,15 +150,19 @@ def make_engine(training: Training, driver: VirtualDriver) -> PatrickStarEngine:
     streams = DeviceStreams(torch.device("cpu"), driver)
     if not machine.has_accelerator:
         streams.hold_at_most(0)  # there a gradient is at home when its copy is started
-    engine = PatrickStarEngine(
-        model,
-        {**settings, **training.config, "reuse_plan": False},
-        training.make_optimizer(model.parameters()),
-        device=streams,
-        gradient_accumulation_steps=training.num_micro_batches,
-        listener=driver.note_event,
-        process_group=VirtualPeers(driver, training.world_size),
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        if known is not None:
+            found = dataclasses.replace(known, has_padding=True)  # tensors without bytes cannot say that they have none
+            patch.setattr("hf_patrickstar.engine.find_traces", lambda *_: found)
+        engine = PatrickStarEngine(
+            model,
+            {**settings, **training.config, "reuse_plan": False},
+            training.make_optimizer(model.parameters()),
+            device=streams,
+            gradient_accumulation_steps=training.num_micro_batches,
+            listener=driver.note_event,
+            process_group=VirtualPeers(driver, training.world_size),
+        )
     engine.optimizer.zero_grad()  # tells the engine that nobody wants gradients after a step
     return engine
 
@@ -169,8 +180,9 @@ def _totals_of(ledger: Ledger) -> list[int]:
     return totals
 
 
-def _record(engine: PatrickStarEngine, training: Training, driver: VirtualDriver, totals: list[int]) -> Recording:
-    num_to_pass = _num_to_pass(engine)
+def _record(
+    engine: PatrickStarEngine, training: Training, driver: VirtualDriver, totals: list[int], num_to_pass: int
+) -> Recording:
     for number in range(_MOST_STEPS):
         totals.clear()
         before = engine.stats()

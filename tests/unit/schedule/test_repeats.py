@@ -31,11 +31,13 @@ from hf_patrickstar.schedule.op_trace import (
     EnterForward,
     Free,
     Gradient,
+    Kept,
     LeaveBackward,
     LeaveForward,
     LetGo,
     Need,
     Release,
+    Wanted,
 )
 from hf_patrickstar.schedule.repeats import IrregularError, Stack, extend
 from hf_patrickstar.schedule.script import Begin, Part
@@ -82,7 +84,7 @@ def t5(depth):
     return T5ForConditionalGeneration(T5Config(**sizes, num_layers=depth, num_decoder_layers=depth + 3))
 
 
-def training_of(make, checkpointing=False, adapters=None, loss=compute_loss, num_micro_batches=1, **settings):
+def training_of(make, checkpointing=0, adapters=None, loss=compute_loss, num_micro_batches=1, **settings):
     def make_model():
         if adapters is None:
             model = make()
@@ -92,7 +94,8 @@ def training_of(make, checkpointing=False, adapters=None, loss=compute_loss, num
             model = as_fake(with_adapters(base, adapters))
         model.train()
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            every = {"every_n_layers": checkpointing} if checkpointing > 1 else {}
+            model.gradient_checkpointing_enable({"use_reentrant": False}, **every)
         return model
 
     def make_optimizer(parameters):
@@ -133,6 +136,8 @@ def check_extended(training):
     assert [made.count(num) for num in sorted(set(made))] == [2, 1, 1], "few blocks, one more, and all in forward"
     pairs = enumerate(zip(found.notes, expected.notes, strict=False))
     assert found == expected, next((place, *pair) for place, pair in pairs if pair[0] != pair[1])
+    kept = {note.kept for note in expected.notes if isinstance(note, Kept)} - {-1}
+    assert kept >= {note.kept for note in expected.notes if isinstance(note, Wanted)} > set()
 
 
 @pytest.fixture
@@ -148,11 +153,13 @@ def evaluate_and_train(model, inputs):
 
 
 KINDS = {
-    "bert": lambda: training_of(lambda: bert(SHALLOW)),
+    "bert": lambda: training_of(lambda: bert(SHALLOW)),  # with dropout
     "adapters, recomputed": lambda: training_of(lambda: llama(SHALLOW), True, WITH_ADAPTERS),
 }
 LONG_KINDS = {
     "kinds that alternate, recomputed": lambda: training_of(lambda: gemma2(2 * SHALLOW + 1, use_cache=False), True),
+    "gpt2, with a mask that all blocks keep, recomputed": lambda: training_of(lambda: gpt2(SHALLOW), True),
+    "every second block recomputed": lambda: training_of(lambda: llama(2 * SHALLOW), 2),
     "mixtral, recomputed": lambda: training_of(lambda: mixtral(SHALLOW), True),
     "t5, recomputed": lambda: training_of(lambda: t5(SHALLOW), True),
     "micro-batches in fp32": lambda: training_of(lambda: llama(SHALLOW), num_micro_batches=2, dtype="fp32"),
@@ -329,8 +336,13 @@ def changed(change):
         lambda notes: notes.insert(0, Free(90)),
         lambda notes: notes.insert(notes.index(LeaveForward()), LetGo(3)),
         lambda notes: notes.remove(Free(5)),
+        lambda notes: notes.insert(notes.index(Acquire(5)) + 1, Kept(-1, -1)),
+        lambda notes: notes.insert(0, Kept(90, -1)),
     ],
-    ids=["one block does more", "one does less", "unknown memory", "one is used elsewhere", "memory of one stays"],
+    ids=[
+        *("one block does more", "one does less", "unknown memory", "one is used elsewhere", "memory of one stays"),
+        *("one keeps an operand more", "unknown memory is kept"),
+    ],
 )
 def test_irregular_notes_are_refused(change):
     with pytest.raises(IrregularError):
