@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hf_patrickstar import PatrickStarEngine, plan, plan_cache
 from hf_patrickstar.machine import CPU_TIER
 from hf_patrickstar.schedule.known import KnownTraces
-from hf_patrickstar.schedule.trace import Trace, Visit
+from hf_patrickstar.schedule.trace import Activation, Trace, Visit
 from hf_patrickstar.units import MIB, parse_nbytes
 
 pytestmark = [pytest.mark.own_streams, pytest.mark.usefixtures("recorded")]
@@ -172,7 +172,7 @@ def test_a_run_says_what_it_needs_with_the_activations_of_the_plan(caplog):
 
 def kept_traces():
     """What a plan has left for a run."""
-    with torch.serialization.safe_globals([KnownTraces, Trace, Visit]):
+    with torch.serialization.safe_globals([KnownTraces, Trace, Visit, Activation]):
         return torch.load(next(plan_cache.directory("traces").iterdir()), weights_only=True)
 
 
