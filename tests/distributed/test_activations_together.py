@@ -49,8 +49,8 @@ def test_two_processes_train_like_one(pair, name, checkpointing, accumulation, s
     found = pair.run(train, name, checkpointing, accumulation, sizes)
     for without, with_all, as_needed in found:
         assert without[1] == 0 < with_all[1] >= as_needed[1]
-        assert as_needed[1] > 0 or checkpointing  # there fewer chunks on the device make room, too
-        assert with_all[0] < without[0]
+        # Of two recomputed layers the memory is mostly that of one; there nothing need leave.
+        assert checkpointing or (as_needed[1] > 0 and with_all[0] < without[0])
         assert with_all[2] == as_needed[2] == 0
     if sizes[0] == sizes[1]:
         assert [part[1:] for part in found[0]] == [part[1:] for part in found[1]]

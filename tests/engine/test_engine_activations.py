@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 from engine.pairs import Pair
-from engine.same import gradients_of
+from engine.same import assert_same, gradients_of
 from engine.small import WIDTH, Stack, batch
 from models import MODELS, make_batch
 from torch import nn
@@ -405,6 +405,18 @@ def test_losses_that_are_dropped_or_held_over_the_next_steps(leaving):
     before = pair.engine.stats()["offloaded_nbytes"]
     pair.train(2, first=4, loss=mean_of)
     assert (pair.engine.stats()["offloaded_nbytes"] > before) is leaving["activation_offload"]
+
+
+def test_a_backward_after_the_engine_has_left(leaving):
+    pair = pair_of(Stack, leaving)
+    pair.train(1, loss=mean_of)
+    losses = [mean_of(model) for model, _ in pair]
+    check_left(pair, leaving)
+    pair.engine.detach()
+    assert not pair.engine.ledger.owners(Tier.HOST).get("activations")
+    for loss in losses:
+        loss.backward()
+    assert_same(gradients_of(pair.plain), gradients_of(pair.ours))
 
 
 def test_two_forwards_before_one_backward_and_two_backwards_in_any_order(leaving):
