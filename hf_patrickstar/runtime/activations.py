@@ -1,11 +1,13 @@
 """Activations that leave the device between forward and backward.
 
 [Note: activations that leave]
-Autograd keeps operands from forward to backward. One is known by its place: how many operands that are no parameters
-autograd has kept before it in the micro-batch. The plan says of which places the memory leaves (``schedule/trace.py``
-``Activation``). As autograd keeps one, its copy to the host begins in the lane of that direction; its memory is held
-until autograd keeps the next one that leaves, or forward ends, and the compute stream waits for the copy then. Backward
-needs them in the opposite order, about: when it needs one, the one before it begins to come back.
+Autograd keeps operands from forward to backward. One is known by its place: how many operands that are no parameters,
+and have two dimensions or more, autograd has kept before it in the micro-batch. Smaller ones are not the same on all
+devices: fused attention of CUDA keeps the state of its random numbers, too. The plan says of which places the memory
+leaves (``schedule/trace.py`` ``Activation``). As autograd keeps one, its copy to the host begins in the lane of that
+direction; its memory is held until autograd keeps the next one that leaves, or forward ends, and the compute stream
+waits for the copy then. Backward needs them in the opposite order, about: when it needs one, the one before it begins
+to come back.
 
 The first activation that could leave and stays is followed, too: backward needs it before those that have left.
 
@@ -34,6 +36,8 @@ from hf_patrickstar.units import MIB
 
 ACTIVATIONS = "activations"
 """Ledger owner of the buffers on the host that activations leave for."""
+LEAST_DIM = 2
+"""Dimensions of an operand that is counted; see [Note: activations that leave]."""
 _EAGER_NBYTES = MIB
 _STAYS = -1
 
@@ -201,6 +205,8 @@ class Activations:
         Returns:
             What it keeps instead; ``None`` if the operand stays.
         """
+        if operand.dim() < LEAST_DIM:
+            return None
         place, self._num_kept = self._num_kept, self._num_kept + 1
         key = storage_key(operand), operand._version
         storage, memory = (ref() for ref in self._by_storage.get(key, (_nothing, _nothing)))

@@ -134,7 +134,7 @@ class Free:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kept:
-    """Autograd keeps an operand that is no parameter.
+    """Autograd keeps an operand that is no parameter, and no vector; see ``Activation.place`` in ``trace.py``.
 
     Attributes:
         storage: Where it is; -1 if that is not memory of the micro-batch.

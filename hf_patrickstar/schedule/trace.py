@@ -71,7 +71,8 @@ class Activation:
     """Memory that autograd keeps from forward to backward, and that can leave the device meanwhile.
 
     Attributes:
-        place: How many operands that are no parameters autograd has kept before it in the micro-batch.
+        place: How many operands autograd has kept before it in the micro-batch; see [Note: activations that leave] in
+            ``runtime/activations.py``.
         nbytes: Its bytes.
         kept_at: The moment at which autograd begins to keep it.
         idle_from: The moment from which autograd alone keeps it.

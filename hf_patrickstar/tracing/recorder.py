@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
 from hf_patrickstar.errors import TraceError
 from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.runtime.activations import LEAST_DIM
 from hf_patrickstar.runtime.autograd import Autograd, may_keep, refuse_reentrant
 from hf_patrickstar.runtime.casting import Casting
 from hf_patrickstar.runtime.compiled import is_compiled
@@ -312,6 +313,8 @@ class _Recorder(AnsweringMode):
     def _keep(self, operand: torch.Tensor) -> Any:
         """Keeps an operand that is no parameter; see ``Kept``."""
         stand_in = None
+        if operand.dim() < LEAST_DIM:
+            return operand.detach() if operand.requires_grad else operand
         if has_no_value(operand) and operand.layout is torch.strided and operand.numel():
             self._is_quiet = True
             stand_in = operand.new_empty_strided(operand.size(), operand.stride())

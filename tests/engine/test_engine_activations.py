@@ -266,7 +266,7 @@ class Rekept(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), Stack()
 
     def forward(self, x):
         kept = self.first(x)
@@ -287,7 +287,7 @@ class Views(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), Stack()
 
     def forward(self, x):
         x = self.first(x)
@@ -504,7 +504,7 @@ def test_hooks_of_the_user(hooks, leaving):
     class Hooked(nn.Module):
         def __init__(self):
             super().__init__()
-            self.stacks = nn.ModuleList(Stack(3) for _ in range(2))
+            self.stacks = nn.ModuleList(Stack() for _ in range(2))
 
         def forward(self, x):
             with HOOKS[hooks]():
