@@ -129,7 +129,7 @@ class Activations:
         self._is_eager = asked is True
         self.is_on = self.has_begun = False
         self._places: dict[int, int] | None = None  # numbers of activations by place; ``None`` without a plan
-        self._num_kept = self._num_left = 0
+        self._num_kept = self._num_eager = 0
         self._by_storage: dict[tuple[int, int], tuple[weakref.ref[Any], weakref.ref[_Memory]]] = {}  # and by version
         self._last: weakref.ref[_Memory] | None = None
         self._buffers: dict[int, _Buffer] = {}
@@ -146,7 +146,7 @@ class Activations:
         """
         if self.has_begun:
             self.end_backward()
-        self._num_kept = self._num_left = 0
+        self._num_kept = self._num_eager = 0
         self._last, self._places = None, None
         self.is_on = self._is_eager
         if trace is not None and trace.activations:
@@ -226,11 +226,7 @@ class Activations:
 
     def _begin_to_keep(self, operand: torch.Tensor, place: int) -> _Memory | None:
         nbytes = operand.untyped_storage().nbytes()
-        number: int | None = self._num_left
-        if self._places is not None:
-            number = self._places.get(place)
-        elif nbytes < _EAGER_NBYTES:
-            number = None
+        number = self._number_of(place, nbytes)
         if number is None or not self._can_leave(operand):
             return None
         self._let_go()
@@ -240,6 +236,15 @@ class Activations:
             return None
         self._last = weakref.ref(memory)
         return memory
+
+    def _number_of(self, place: int, nbytes: int) -> int | None:
+        """The number of an activation, which has a buffer of its own; ``None`` if it stays and is not followed."""
+        if self._places is not None:
+            return self._places.get(place)
+        if nbytes < _EAGER_NBYTES:
+            return None
+        self._num_eager += 1
+        return self._num_eager - 1
 
     def _can_leave(self, operand: torch.Tensor) -> bool:
         is_plain = operand.layout is torch.strided and not (operand.is_conj() or operand.is_neg())
@@ -265,7 +270,6 @@ class Activations:
         buffer.note(copy)
         self._leaving = copy, values
         buffer.user, memory.buffer, memory.values = weakref.ref(memory), buffer, None
-        self._num_left += 1
         self._emit(ActivationLeft(values.nbytes))
         return True
 
