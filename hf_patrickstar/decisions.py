@@ -187,24 +187,30 @@ class Decisions(Arrangement):
         return can_move_homes(situation) and not situation.config.debug_evict_all
 
     def _choose_offload(self, situation: Situation, known: KnownTraces, rules: PlacementRules) -> tuple[int, str]:
-        most = self.estimate(situation, known, rules).num_can_leave
+        estimate = self.estimate(situation, known, rules)
         moves = self._may_settle(situation)
 
-        def settled(num: int) -> tuple[Estimate, frozenset[int]] | None:
-            with_num = known.offloading(num)
+        @functools.cache
+        def homes(num: int) -> HomePlan | None:
+            """Those that a step begins with; ``None`` where it has no room, wherever chunks move."""
+            leaving = estimate.offloading(num)
             try:
-                homes = self._homes_with(situation, with_num, rules)
-                estimate = self.estimate(situation, with_num, rules)
-                homed = estimate.settled(homes.device_homed, homes.spilled)[0] if moves else homes.device_homed
+                found = self._homes_with(situation, known.offloading(num), rules)
+                homed = found.device_homed
+                if moves and leaving.room_beside(homed) < 0:
+                    homed = leaving.spilled(frozenset())
             except BudgetError:
                 return None
-            return (estimate, homed) if estimate.room_beside(homed) >= 0 else None
+            return found if leaving.room_beside(homed) >= 0 else None
 
         def cost_of(num: int) -> StepCost | None:
-            found = settled(num)
-            return None if found is None else found[0].cost(found[1])
+            found, leaving = homes(num), estimate.offloading(num)
+            if found is None:
+                return None
+            homed = found.device_homed
+            return leaving.cost(leaving.settled(homed, found.spilled)[0] if moves else homed)
 
-        return choose_offload(rules.offload, most, cost_of, lambda num: settled(num) is not None)
+        return choose_offload(rules.offload, estimate.num_can_leave, cost_of, lambda num: homes(num) is not None)
 
     def estimate(self, situation: Situation, known: KnownTraces, rules: PlacementRules) -> Estimate:
         """What is known of a step before chunks are allocated; see ``estimate_cost``."""

@@ -38,8 +38,8 @@ def choose_offload(
         if found is None:
             return 0, "a step has no room, however many leave"
         least = found
-    elif not costs[0].copying_ns:
-        return 0, "a step has room, and waits for no copies"
+    elif costs[0].copying_ns <= (_AS_FAST - 1) * costs[0].duration_ns:
+        return 0, "a step has room, and hardly waits for copies"
     costs.update({num: cost_of(num) for num in (least, (least + most) // 2, most) if num not in costs})
     known = {num: cost.duration_ns for num, cost in costs.items() if cost is not None}
     if not known:
