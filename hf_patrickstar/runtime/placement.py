@@ -113,23 +113,26 @@ class Placement:
         """Decides how many activations leave the device, for all micro-batches of training that are known."""
         estimate, at_home, current = self._estimate(), self._at_home_on_device(), frozenset(self.in_margin)
 
-        def settled(num: int) -> tuple[Estimate, frozenset[int]] | None:
-            found, homed = estimate.offloading(num), at_home
-            if self._fills_margin:
-                kept = at_home - current if found.room_beside(at_home) >= 0 else frozenset[int]()
-                try:
-                    margin = found.margin(kept, self._limits(), current)
-                except BudgetError:
-                    return None
-                homed = kept if margin is None else kept.union(margin.chunk_indices)
-            return (found, homed) if found.room_beside(homed) >= 0 else None
+        def kept_with(num: int) -> frozenset[int] | None:
+            """Chunks that stay on the device whatever happens; ``None`` if a step has no room beside them."""
+            found = estimate.offloading(num)
+            if not self._fills_margin:
+                return at_home if found.room_beside(at_home) >= 0 else None
+            kept = at_home - current if found.room_beside(at_home) >= 0 else frozenset[int]()
+            try:
+                return kept if found.room_beside(kept | found.spilled(kept)) >= 0 else None
+            except BudgetError:
+                return None
 
         def cost_of(num: int) -> StepCost | None:
-            found = settled(num)
-            return None if found is None else found[0].cost(found[1])
+            kept, found = kept_with(num), estimate.offloading(num)
+            if kept is None:
+                return None
+            margin = found.margin(kept, self._limits(), current) if self._fills_margin else None
+            return found.cost(kept if margin is None else kept.union(margin.chunk_indices))
 
         asked, most = self._rules.offload, estimate.num_can_leave
-        num, why = choose_offload(asked, most, cost_of, lambda num: settled(num) is not None)
+        num, why = choose_offload(asked, most, cost_of, lambda num: kept_with(num) is not None)
         self._tracer.offload(num)
         said = describe_offload(self._tracer.traces.values(), num, asked, why)
         logger.info("patrickstar: %s", said)

@@ -30,7 +30,7 @@ def choose_offload(
     if asked is False or not most:
         return 0, "as asked" if most else "there are none that can leave"
     if asked is True:
-        return most, "as asked"
+        return _most(most, fits), "as asked"
     costs = {0: cost_of(0)}
     least = 0
     if costs[0] is None:
@@ -68,17 +68,25 @@ def describe_offload(traces: Iterable[Trace], num: int, asked: Asked, why: str) 
 
 
 def _least(most: int, fits: Callable[[int], bool]) -> int | None:
-    """The fewest that fit, to one; ``None`` if none was found."""
-    high = most
-    while not fits(high):
-        high //= 2
-        if not high:
-            return None
-    low = 0
-    while high - low > 1:
-        middle = (low + high) // 2
+    """The fewest that fit; ``None`` if none was found."""
+    found = most
+    while found and not fits(found):
+        found //= 2
+    return _nearest(found, 0, fits) if found else None
+
+
+def _most(most: int, fits: Callable[[int], bool]) -> int:
+    """As many as fit; all if nothing fits."""
+    least = most if fits(most) else _least(most, fits)
+    return most if least is None else _nearest(least, most + 1, fits)
+
+
+def _nearest(fitting: int, beyond: int, fits: Callable[[int], bool]) -> int:
+    """The number nearest to one beyond which does not fit, or does not exist, that fits."""
+    while abs(beyond - fitting) > 1:
+        middle = (fitting + beyond) // 2
         if fits(middle):
-            high = middle
+            fitting = middle
         else:
-            low = middle
-    return high
+            beyond = middle
+    return fitting

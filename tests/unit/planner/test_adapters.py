@@ -46,7 +46,7 @@ def test_a_device_that_is_a_little_too_small_is_what_a_plan_blames(kib):
     """A recorded step takes a little more than it may; those that follow it would run out of memory each time."""
     model = "gpt2:n_layer=3,n_embd=128,n_head=4,vocab_size=512,n_positions=64"
     given = {"batch_size": 2, "length": 64, "adapters": {**LORA, "target_modules": "all-linear"}}
-    given["settings"] = {"activation_offload": False}
+    given["settings"] = {"activation_offload": False}  # which would make them fit
     found = plan(model, "rtx4090", **given, device_memory=kib * 1024)
     use = found.tier(Tier.DEVICE)
     assert not found.fits

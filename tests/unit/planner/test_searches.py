@@ -53,7 +53,7 @@ def test_the_largest_batch_fits_and_one_more_does_not():
 
 
 def test_the_longest_sequence_is_searched_in_steps_of_64():
-    subject, given = small(batch_size=1, settings={"activation_offload": False})
+    subject, given = small(batch_size=1, device_memory=4 * MIB)
     found = search(Goal.MAX_LENGTH, subject, given)
     assert found.answer % 64 == 0
     assert found.refused == found.answer + 64

@@ -120,6 +120,9 @@ def test_a_process_that_visits_other_chunks_has_room_for_all_of_its_own():
 # How many
 
 
+NO = None
+
+
 def choose(asked, durations, copying_ns=10):
     """Decides between numbers whose steps take so long, ``None`` without room; returns also what was looked at.
 
@@ -140,6 +143,15 @@ def test_what_was_asked_for(asked, num):
     assert choose(asked, [100, 90, 80, 70]) == (num, "as asked", [])
 
 
+@pytest.mark.parametrize(
+    ("durations", "num"),
+    [([1, 1, 1, 1, NO], 3), ([NO, 1, 1, NO, NO, NO, NO, NO, NO], 2), ([NO, NO, NO, 1, 1], 4), ([NO, NO, NO], 2)],
+)
+def test_as_many_are_asked_for_as_fit(durations, num):
+    """Where none fits the error says what all would take."""
+    assert choose(True, durations) == (num, "as asked", [])
+
+
 @pytest.mark.parametrize("asked", [False, True, "auto"])
 def test_there_may_be_none_that_can_leave(asked):
     found, why, looked_at = choose(asked, [100])
@@ -155,7 +167,6 @@ def test_where_all_fits_and_copies_take_no_time_none_leaves(copying_ns):
     assert "has room" in why
 
 
-NO = None
 NUMBERS = {
     "the fewest that fit": ([NO, NO, NO, 100, 100, 100], 3),
     "one is enough": ([NO, 100, 100, 100, 100, 100], 1),
