@@ -15,6 +15,8 @@ A micro-batch without a plan has no such places. If the setting asks for it, or 
 at least ``_EAGER_NBYTES`` that autograd keeps leaves.
 """
 
+import contextlib
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -135,6 +137,7 @@ class Activations:
         self._buffers: dict[int, _Buffer] = {}
         self._leaving: tuple[Copy | None, torch.Tensor] | None = None  # a copy, and what is held until it is waited for
         self._coming: _Memory | None = None  # its copy to the device was started ahead
+        self._lock = threading.Lock()  # the threads of a device and of the CPU run backward at once
 
     # A micro-batch
 
@@ -150,20 +153,14 @@ class Activations:
         self._last, self._places = None, None
         self.is_on = self._is_eager
         if trace is not None and trace.activations:
-            num = trace.num_offloaded if self._reserve(trace) else 0
+            num = trace.num_offloaded
+            with contextlib.suppress(BudgetError):  # what finds no room on the host stays
+                for number, activation in enumerate(trace.offloaded):  # so that the steps of a plan allocate nothing
+                    self._buffer(number, activation.nbytes)
             followed = trace.activations[: num + 1] if num else ()
             self._places = {known.place: n if n < num else _STAYS for n, known in enumerate(followed)}
             self.is_on = num > 0
         self.has_begun = self.is_on
-
-    def _reserve(self, trace: Trace) -> bool:
-        """Allocates the buffers of a plan, so that its steps allocate none; whether the host has room for them."""
-        try:
-            for number, activation in enumerate(trace.offloaded):
-                self._buffer(number, activation.nbytes)
-        except BudgetError:
-            return False
-        return True
 
     def end_forward(self) -> None:
         """Forward has ended: what left last is gone."""
@@ -308,14 +305,15 @@ class Activations:
         """The operand that backward needs; the memory that was kept before it begins to come back."""
         check_version(kept.counter, kept.version)
         memory = kept.memory
-        if memory.values is None:
-            self._begin_to_return(memory)
-        if self._coming is memory:
-            self._join_coming()
-        before, memory.before = memory.before, None
-        earlier = None if before is None else before()
-        if earlier is not None and earlier.values is None:
-            self._begin_to_return(earlier)
+        with self._lock:
+            if memory.values is None:
+                self._begin_to_return(memory)
+            if self._coming is memory:
+                self._join_coming()
+            before, memory.before = memory.before, None
+            earlier = None if before is None else before()
+            if earlier is not None and earlier.values is None:
+                self._begin_to_return(earlier)
         values = memory.values
         assert values is not None
         values = values if values.dtype is kept.dtype else values.view(kept.dtype)
