@@ -349,6 +349,7 @@ def test_adapters_over_a_frozen_model(tmp_path):
         for one, other in zip(plain.parameters(), model.parameters(), strict=True):
             assert one.grad is None or torch.equal(one.grad, other.grad)
     assert find_heads(plain)[0].weight.grad is None
+    engine.detach()
 
 
 # What is around it
