@@ -12,6 +12,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from hf_patrickstar.dist.collectives import Collectives
+from hf_patrickstar.dist.order import Order
 from hf_patrickstar.errors import BudgetError, ConfigError, EngineError
 from hf_patrickstar.homes import (
     FROZEN,
@@ -35,7 +36,7 @@ from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.estimate import Estimate, PlacementRules, left_device
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.margin import StepCost, needed_nbytes
-from hf_patrickstar.schedule.offload import choose_offload, describe_offload
+from hf_patrickstar.schedule.offload import choose_offload, describe_offload, most_that_fit
 from hf_patrickstar.schedule.pace import choose_depth
 from hf_patrickstar.schedule.placement import HomePlan
 from hf_patrickstar.schedule.step_estimate import ChunkWork
@@ -142,13 +143,13 @@ class Decisions(Arrangement):
         Returns:
             The decisions, and the traces with the activations that leave.
         """
-        num, decided = 0, self
+        num, most, decided = 0, 2**31, self
         if any(trace.kind.is_training for trace in known.traces.values()):
-            num, why = self._choose_offload(situation, known, rules)
+            num, most, why = self._choose_offload(situation, known, rules)
             decided = dataclasses.replace(
                 self, offload_reason=describe_offload(known.traces.values(), num, rules.offload, why)
             )
-        num = max(situation.resources.collectives.exchange(num, "compares how many activations leave the device"))
+        num = Order(situation.resources.collectives).agree_on_offload(num, most)
         known = known.offloading(num)
         try:
             homes = self._homes_with(situation, known, rules)
@@ -186,7 +187,8 @@ class Decisions(Arrangement):
         """Whether chunks find other homes once a step is known."""
         return can_move_homes(situation) and not situation.config.debug_evict_all
 
-    def _choose_offload(self, situation: Situation, known: KnownTraces, rules: PlacementRules) -> tuple[int, str]:
+    def _choose_offload(self, situation: Situation, known: KnownTraces, rules: PlacementRules) -> tuple[int, int, str]:
+        """How many activations leave, how many may, and why."""
         estimate = self.estimate(situation, known, rules)
         moves = self._may_settle(situation)
 
@@ -210,7 +212,12 @@ class Decisions(Arrangement):
             homed = found.device_homed
             return leaving.cost(leaving.settled(homed, found.spilled)[0] if moves else homed)
 
-        return choose_offload(rules.offload, estimate.num_can_leave, cost_of, lambda num: homes(num) is not None)
+        def fits(num: int) -> bool:
+            return homes(num) is not None
+
+        num, why = choose_offload(rules.offload, estimate.num_can_leave, cost_of, fits)
+        is_alone = situation.resources.collectives.world_size == 1
+        return num, num if is_alone else most_that_fit(num, estimate.num_can_leave, fits), why
 
     def estimate(self, situation: Situation, known: KnownTraces, rules: PlacementRules) -> Estimate:
         """What is known of a step before chunks are allocated; see ``estimate_cost``."""

@@ -220,6 +220,16 @@ class Order:
         found = self._collectives.exchange(traces, "compares what it estimates of a step")
         return [common_trace(same) for same in zip(*found, strict=True)] if all(found) else ()
 
+    def agree_on_offload(self, num: int, most: int) -> int:
+        """Makes one number of activations that leave the device of those that the processes have chosen.
+
+        Args:
+            num: How many leave.
+            most: How many may, where other processes need more.
+        """
+        found = self._collectives.exchange((num, most), "compares how many activations leave the device")
+        return min(max(num for num, _ in found), min(most for _, most in found))
+
     def check(self, collective: Collective, dtype: torch.dtype, numel: int) -> None:
         """Notes the next collective of the plan, which the caller executes now.
 

@@ -126,6 +126,7 @@ class Logits(torch.Tensor):
     _head: torch.nn.Linear
     _computed: torch.dtype
     _found: torch.Tensor | None
+    _head_version: int
 
     @staticmethod
     def make(hidden: torch.Tensor, head: torch.nn.Linear, computed: torch.dtype, dtype: torch.dtype) -> "Logits":
@@ -140,28 +141,45 @@ class Logits(torch.Tensor):
         shape = (*hidden.shape[:-1], head.out_features)
         made: Any = _InGraph.apply(hidden, shape, dtype)  # type: ignore[no-untyped-call]
         made._hidden, made._head, made._computed, made._found = hidden, head, computed, None
+        made._head_version = _version_of(head)
         return made  # type: ignore[no-any-return]
 
     def whole(self) -> torch.Tensor:
-        """The logits as a tensor with memory."""
-        if self._found is None:
-            head = self._head
-            self._found = _whole_logits(self._computed, self._hidden, head.weight, head.bias).to(self.dtype)
-        return self._found
+        """The logits as a tensor with memory.
+
+        Raises:
+            EngineError: If the output embedding has changed since.
+        """
+        if self._found is not None:
+            return self._found
+        if _version_of(self._head) != self._head_version:
+            raise EngineError(
+                "chunked_loss: the logits of training are used after the output embedding was updated; use them before "
+                "optimizer.step(), compute them in evaluation, or set chunked_loss to false"
+            )
+        found = _whole_logits(self._computed, self._hidden, self._head.weight, self._head.bias).to(self.dtype)
+        if torch.is_grad_enabled():  # else another use would find no graph
+            self._found = found
+        return found
 
     def cast(self, dtype: torch.dtype) -> "Logits":
         """The same logits in a type."""
         return self if dtype is self.dtype else Logits.make(self._hidden, self._head, self._computed, dtype)
 
-    def moved(self, target: Any) -> Any:
-        """``logits.to(target)``."""
+    def moved(self, *targets: Any, **named: Any) -> Any:
+        """``logits.to(target)``, for one type or device."""
+        if len(targets) + len(named) != 1 or not named.keys() <= {"dtype", "device"}:
+            return NotImplemented
+        (target,) = (*targets, *named.values())
         if isinstance(target, torch.dtype):
             return self.cast(target)
         is_here = isinstance(target, torch.device | str) and torch.device(target) == self.device
         return self if is_here else NotImplemented
 
-    def in_shape(self, *sizes: Any) -> Any:
+    def in_shape(self, *sizes: Any, **named: Any) -> Any:
         """``logits.view(*sizes)``, where rows stay rows."""
+        if named or not sizes or isinstance(sizes[0], torch.dtype):
+            return NotImplemented
         shape = tuple(sizes[0]) if isinstance(sizes[0], Sequence) else sizes
         if shape[-1] != self._head.out_features:
             return NotImplemented
@@ -205,15 +223,23 @@ class Logits(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = tree_map_only(Logits, Logits.whole, (args, kwargs or {}))
+        with torch.no_grad():  # below autograd there is no graph to keep
+            args, kwargs = tree_map_only(Logits, Logits.whole, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def _version_of(head: torch.nn.Linear) -> int:
+    """Counts the changes of the weight of an output embedding, also of one in chunks."""
+    live = head.weight.__dict__.get("_live")
+    managed = getattr(live, "tensor", None)
+    return head.weight._version if managed is None else managed.num_writes
 
 
 _IN_CHUNKS: dict[Any, Callable[..., Any]] = {
     functional.cross_entropy: Logits.cross_entropy,
-    torch.Tensor.float: lambda logits: logits.cast(torch.float32),
+    torch.Tensor.float: lambda logits, **named: NotImplemented if named else logits.cast(torch.float32),
     torch.Tensor.to: Logits.moved,
-    torch.Tensor.contiguous: lambda logits: logits,
+    torch.Tensor.contiguous: lambda logits, **named: NotImplemented if named else logits,
     torch.Tensor.view: Logits.in_shape,
     torch.Tensor.reshape: Logits.in_shape,
 }

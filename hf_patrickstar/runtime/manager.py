@@ -239,13 +239,16 @@ class ChunkManager:
             if self.tracer.covers(title, shapes):
                 own = estimated.traces
                 break
-        own = [self.tracer.traces.get(trace.key, trace) for trace in own]  # with the activations that leave
         agreed = self.steps.agree_on_estimated(own, shapes)
         if agreed and agreed != own:
-            self._learn(Estimated(agreed, {}, is_exact=False), is_agreed=True)
+            self._learn(Estimated(agreed, {}, is_exact=False))
+        if agreed and not self.steps.order.is_alone and self.tracer.step is None:  # the same on all processes
+            with self._lock:
+                self.placement.choose_offload(self.steps.order.agree_on_offload)
+                self.placement.update(self.executor.make_room, self.steps.num_micro_batches, is_estimated=True)
         return bool(agreed)
 
-    def _learn(self, estimated: Estimated, *, is_agreed: bool = False) -> None:
+    def _learn(self, estimated: Estimated) -> None:
         self.tracer.learn(estimated.traces)
         if self.tracer.step is not None:
             return  # inside of a step no chunk moves home
@@ -254,10 +257,7 @@ class ChunkManager:
         with self._lock:
             num = self.steps.num_micro_batches
             is_certain = estimated.is_exact and self.steps.order.is_alone  # a rank that fails alone is waited for
-            self.activations.trim()
-            self.placement.update(
-                self.executor.make_room, num, is_estimated=True, is_certain=is_certain, is_agreed=is_agreed
-            )
+            self.placement.update(self.executor.make_room, num, is_estimated=True, is_certain=is_certain)
         for tensor in self.tensors:
             tensor.lookup_nbytes = 0
 

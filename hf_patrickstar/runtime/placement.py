@@ -13,7 +13,7 @@ from hf_patrickstar.runtime.copies import Copies
 from hf_patrickstar.runtime.tracer import Tracer
 from hf_patrickstar.schedule.estimate import Estimate, PlacementRules, left_device
 from hf_patrickstar.schedule.margin import StepCost
-from hf_patrickstar.schedule.offload import choose_offload, describe_offload
+from hf_patrickstar.schedule.offload import choose_offload, describe_offload, most_that_fit
 from hf_patrickstar.schedule.placement import ChunkBytes, Limits, Lookups, plan_lookups
 from hf_patrickstar.schedule.step_estimate import ChunkWork
 from hf_patrickstar.schedule.trace import Shapes
@@ -78,7 +78,6 @@ class Placement:
         *,
         is_estimated: bool = False,
         is_certain: bool = False,
-        is_agreed: bool = False,
     ) -> None:
         """Decides anew if a step was recorded since the last time; called between steps.
 
@@ -88,7 +87,6 @@ class Placement:
             is_estimated: Whether the traces are those of a step that has not run yet.
             is_certain: Whether it takes what they say, to the byte: what has no room is then an error, before anything
                 is computed.
-            is_agreed: Whether the processes have agreed on how many activations leave the device.
 
         Raises:
             BudgetError: If that step has no room, however chunks are placed.
@@ -101,23 +99,28 @@ class Placement:
         if self._place_lookups():
             tracer.discard()  # the next step visits other chunks
         elif any(trace.kind.is_training for trace in tracer.traces.values()):
-            if is_estimated and not is_agreed:
-                self._choose_offload()
+            if is_estimated and not self._has_groups:
+                self.choose_offload()
             if self._fills_margin:
                 if is_estimated and self._estimate().room_beside(self._at_home_on_device()) < 0:
                     self._leave_device("beside what else a step takes")
                 self._fill_margin(make_room, is_certain=is_certain)
             self._estimate_cost()
 
-    def _choose_offload(self) -> None:
-        """Decides how many activations leave the device, for all micro-batches of training that are known."""
+    def choose_offload(self, agree: Callable[[int, int], int] | None = None) -> None:
+        """Decides how many activations leave the device, for all micro-batches of training that are known.
+
+        Args:
+            agree: Makes one number of those of several processes: of each how many leave, and how many may.
+        """
         estimate, at_home, current = self._estimate(), self._at_home_on_device(), frozenset(self.in_margin)
 
         def kept_with(num: int) -> frozenset[int] | None:
             """Chunks that stay on the device whatever happens; ``None`` if a step has no room beside them."""
             found = estimate.offloading(num)
             if not self._fills_margin:
-                return at_home if found.room_beside(at_home) >= 0 else None
+                has_room = found.room_beside(at_home) >= 0 and found.host_room_beside(at_home) >= 0
+                return at_home if has_room else None
             kept = at_home - current if found.room_beside(at_home) >= 0 else frozenset[int]()
             try:
                 return kept if found.room_beside(kept | found.spilled(kept)) >= 0 else None
@@ -131,8 +134,16 @@ class Placement:
             margin = found.margin(kept, self._limits(), current) if self._fills_margin else None
             return found.cost(kept if margin is None else kept.union(margin.chunk_indices))
 
+        def fits(num: int) -> bool:
+            return kept_with(num) is not None
+
         asked, most = self._rules.offload, estimate.num_can_leave
-        num, why = choose_offload(asked, most, cost_of, lambda num: kept_with(num) is not None)
+        num, why = choose_offload(asked, most, cost_of, fits)
+        if agree is not None:
+            num = agree(num, most_that_fit(num, most, fits))
+            self._seen_version = -1  # homes follow
+        if num < max(trace.num_offloaded for trace in estimate.traces):
+            self._activations.trim()
         self._tracer.offload(num)
         said = describe_offload(self._tracer.traces.values(), num, asked, why)
         logger.info("patrickstar: %s", said)

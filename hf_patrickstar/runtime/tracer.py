@@ -141,7 +141,7 @@ class Tracer:
     @property
     def fingerprint(self) -> int:
         """A number that is the same on processes with traces of the same steps."""
-        text = repr(sorted((key, trace.shapes) for key, trace in self.traces.items()))
+        text = repr(sorted((key, trace.shapes, trace.num_offloaded) for key, trace in self.traces.items()))
         return zlib.crc32(text.encode())
 
     @property

@@ -212,6 +212,16 @@ class Estimate:
         needs = needed_nbytes(self.traces, frozenset() if self.has_groups else at_home, self.unusable_nbytes)
         return self.device_nbytes - self._fixed_nbytes(at_home) - max((nbytes for nbytes, _ in needs), default=0)
 
+    def host_room_beside(self, at_home: frozenset[int]) -> int:
+        """Bytes of the host that neither activations nor chunks take, if these chunks are at home on the device.
+
+        Args:
+            at_home: Chunks that are at home on the device.
+        """
+        on_host = [chunk.host_nbytes for chunk in self.nbytes if chunk.chunk_index not in at_home]
+        workspace = self.rules.host_workspace_nbytes if on_host else 0
+        return self.host_nbytes_for_chunks - sum(on_host) - workspace
+
     def settled(self, homed: frozenset[int], spilled: frozenset[int]) -> tuple[frozenset[int], list[str]]:
         """Decides which chunks are at home on the device once a step is known, and why.
 

@@ -11,6 +11,8 @@ Asked = bool | Literal["auto"]
 """The setting ``activation_offload``."""
 _AS_FAST = 1.01
 """Steps whose times differ by less are equally fast; see ``margin.py``."""
+_PARTS = (1, 2, 4, 8, 16)
+"""Of all that can leave these parts are tried first."""
 
 
 def choose_offload(
@@ -38,8 +40,8 @@ def choose_offload(
         if found is None:
             return 0, "a step has no room, however many leave"
         least = found
-    elif costs[0].copying_ns <= (_AS_FAST - 1) * costs[0].duration_ns:
-        return 0, "a step has room, and hardly waits for copies"
+    elif costs[0].copying_ns + costs[0].updating_ns <= (_AS_FAST - 1) * costs[0].duration_ns:
+        return 0, "a step has room, and hardly waits for copies and updates"
     costs.update({num: cost_of(num) for num in (least, (least + most) // 2, most) if num not in costs})
     known = {num: cost.duration_ns for num, cost in costs.items() if cost is not None}
     if not known:
@@ -60,7 +62,7 @@ def describe_offload(traces: Iterable[Trace], num: int, asked: Asked, why: str) 
         asked: The setting.
         why: Why, as a clause.
     """
-    largest = max(traces, key=lambda trace: len(trace.activations))
+    largest = max(traces, key=lambda trace: trace.offloading(num).offloaded_nbytes)
     return (
         f"activation_offload={str(asked).lower()}: {num} of {len(largest.activations)} activations leave the device "
         f"between forward and backward ({format_nbytes(largest.offloading(num).offloaded_nbytes)}): {why}"
@@ -68,17 +70,30 @@ def describe_offload(traces: Iterable[Trace], num: int, asked: Asked, why: str) 
 
 
 def _least(most: int, fits: Callable[[int], bool]) -> int | None:
-    """The fewest that fit; ``None`` if none was found."""
-    found = most
-    while found and not fits(found):
-        found //= 2
-    return _nearest(found, 0, fits) if found else None
+    """The fewest that fit; ``None`` if none was found.
+
+    Fewer have no room on the device and more have none on the host, so those that fit may be few.
+    """
+    tried = dict.fromkeys(most * part // parts for parts in _PARTS for part in range(parts, 0, -1))
+    found = next(filter(fits, filter(None, tried)), None)
+    return None if found is None else _nearest(found, 0, fits)
 
 
 def _most(most: int, fits: Callable[[int], bool]) -> int:
     """As many as fit; all if nothing fits."""
     least = most if fits(most) else _least(most, fits)
     return most if least is None else _nearest(least, most + 1, fits)
+
+
+def most_that_fit(num: int, most: int, fits: Callable[[int], bool]) -> int:
+    """How many more than a number that was chosen may leave, of which other processes may need more.
+
+    Args:
+        num: The number.
+        most: How many can leave.
+        fits: See ``choose_offload``.
+    """
+    return _nearest(num, most + 1, fits) if fits(num) else most
 
 
 def _nearest(fitting: int, beyond: int, fits: Callable[[int], bool]) -> int:

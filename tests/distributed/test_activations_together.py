@@ -1,8 +1,11 @@
 """Activations that leave the devices of two processes: the bits of one process, and the same traffic on both."""
 
 import pytest
+import torch
 from as_one import alone, on_one_rank, train_as_alone
 from together import engaged, hf_loss, prepared
+
+from hf_patrickstar.memory.tiers import Tier
 
 pytestmark = pytest.mark.xdist_group("distributed")
 
@@ -54,3 +57,33 @@ def test_two_processes_train_like_one(pair, name, checkpointing, accumulation, s
         assert with_all[2] == as_needed[2] == 0
     if sizes[0] == sizes[1]:
         assert [part[1:] for part in found[0]] == [part[1:] for part in found[1]]
+
+
+def train_where_a_host_is_small(rank, host_nbytes):
+    """Trains, evaluates and trains longer batches; returns how many activations leave, after each step."""
+    name, nums = "llama", []
+    small = host_nbytes is not None and rank == 1
+    settings = {**SMALL, "activation_offload": True, "placement": "host"}
+    with engaged(prepared(name, False), {**settings, **({"host_budget": host_nbytes} if small else {})}) as engine:
+        for step, tokens in enumerate((24, 24, 40)):
+            loss = hf_loss(name, 8, tokens)(engine.model, step, 0, rank)
+            loss.backward()
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+            if not step:
+                with torch.no_grad():
+                    hf_loss(name, 4, 24)(engine.model, step, 0, rank)
+            traces = engine.manager.tracer.traces.values()
+            nums.append(sorted(trace.num_offloaded for trace in traces if trace.activations))
+        return nums, engine.manager.activations.nbytes, engine.ledger.used(Tier.HOST)
+
+
+def test_a_process_with_little_memory_of_the_host_lets_fewer_leave_on_all(pair):
+    """Processes that follow different plans would wait for each other for ever."""
+    with_room = pair.run(train_where_a_host_is_small, None)
+    assert with_room[0][0] == with_room[1][0]
+    nums, nbytes, used = with_room[1]
+    assert nbytes > 0
+    little = pair.run(train_where_a_host_is_small, used - nbytes // 2)
+    assert little[0][0] == little[1][0], "the same on both"
+    assert 0 < little[0][0][-1][0] < nums[-1][0]

@@ -352,6 +352,47 @@ def test_adapters_over_a_frozen_model(tmp_path):
     engine.detach()
 
 
+def test_logits_that_were_used_without_a_graph_have_one_afterwards():
+    plain, ours = make_llama(), chunked(make_llama())
+    for model in (plain, ours):
+        found = model(**tokens())
+        with torch.no_grad():
+            assert found.logits.argmax(-1).shape == tokens()["labels"].shape
+        assert torch.zeros_like(found.logits).shape == found.logits.shape
+        (found.loss + found.logits.square().mean()).backward()
+    for one, other in zip(plain.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_logits_are_refused_once_the_output_embedding_has_changed():
+    """They would be those of the new weight."""
+    model = make_llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    engine = PatrickStarEngine(model, {"chunked_loss": True}, optimizer, device="cpu")
+    found = model(**tokens())
+    found.loss.backward()
+    engine.optimizer.step()
+    with pytest.raises(EngineError, match=r"use them before optimizer.step\(\)"):
+        found.logits.sum()
+
+
+CHANGES = {
+    "to a type by name": lambda logits: logits.to(dtype=torch.float64),
+    "to a device and a type": lambda logits: logits.to("cpu", torch.float64),
+    "a copy": lambda logits: logits.to(torch.float32, copy=True),
+    "to a device by name": lambda logits: logits.to(device="cpu"),
+    "a memory format": lambda logits: logits.contiguous(memory_format=torch.contiguous_format),
+    "a shape by name": lambda logits: torch.Tensor.reshape(logits, shape=(-1, VOCAB)),
+    "another type of the same bits": lambda logits: logits.view(torch.int32),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_logits_change_as_tensors_do(change):
+    plain, ours = make_llama(), chunked(make_llama())
+    assert torch.equal(*(change(model(**tokens()).logits).detach() + 0 for model in (plain, ours)))
+
+
 # What is around it
 
 

@@ -172,6 +172,7 @@ NUMBERS = {
     "one is enough": ([NO, 100, 100, 100, 100, 100], 1),
     "all have to": ([NO, NO, NO, NO, NO, 100], 5),
     "the host is full": ([NO, NO, 100, 100, NO, NO, NO, NO], 2),
+    "few fit, between what the device and the host have": ([NO] * 11 + [100, 100] + [NO] * 3, 11),
     "the host is full soon": ([NO, 100, 100, NO, NO, NO, NO, NO, NO], 1),
     "there is room, and leaving makes nothing faster": ([100, 100, 100, 100], 0),
     "hardly faster is not faster": ([500, 498, 498, 498], 0),
