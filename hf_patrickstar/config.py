@@ -54,9 +54,8 @@ class PatrickStarConfig:
             on PCIe 4, with the cores of this process. Wrong rates cost time and change no result.
         prefetch_depth: Chunks that may be loaded ahead of their use. ``"auto"``: as many as the bus copies in 20 ms,
             from 2 to 8. A larger number never moves more bytes.
-        activation_offload: Which activations leave the device between forward and backward, as a plan has them.
-            ``True``: all that can, as far as the host has room. ``"auto"``: as few as a step needs to fit, or more if
-            that is faster. Bits stay the same.
+        activation_offload: Whether activations move to the host between forward and backward. ``True``: all that the
+            host has room for. ``"auto"``: as few as a step needs to fit, or more if that is faster. Bits stay the same.
         reshard_after_forward: Whether gathered parameters leave the device after forward and are gathered again for
             backward. This takes the least memory and sends the most bytes.
         reduce_dtype: The type in which nccl adds gradients. ``"auto"``: their own. ``"fp32"`` rounds 16-bit gradients
