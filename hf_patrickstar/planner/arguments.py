@@ -141,8 +141,6 @@ def asked_by(arguments: Any, *, has_optimizer: bool = False) -> dict[str, Any]:
         )
     given: Any = arguments
     settings = settings_of(given)
-    if getattr(given, "use_liger_kernel", False):
-        settings.setdefault("chunked_loss", True)  # see [Note: planning a script]
     found = {
         "batch_size": given.per_device_train_batch_size,
         "num_micro_batches": given.gradient_accumulation_steps,

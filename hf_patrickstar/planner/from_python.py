@@ -57,6 +57,8 @@ def plan(
     if said and given["settings"] is not None:
         given["settings"] = {**said["settings"], **given["settings"]}
     subject, training = arrange(model, machine, **given)
+    if getattr(arguments, "use_liger_kernel", False) and subject.task == "causal-lm":  # see [Note: planning a script]
+        training = dataclasses.replace(training, settings={"chunked_loss": True, **training.settings})
     found, _ = plan_for_runs(subject, training)
     if not advice:
         return found

@@ -59,6 +59,13 @@ def test_the_fused_loss_of_liger_is_planned_as_one_in_chunks(tmp_path):
     assert found == by_name
     peaks = [each.tier(Tier.DEVICE).owners["non-model data"] for each in (found, stock)]
     assert peaks[0] < peaks[1] / 2
+    other = hf_patrickstar.plan(
+        *("bert:num_hidden_layers=1", "h100"),
+        arguments=make(tmp_path, use_liger_kernel=True),
+        length=64,
+        task="sequence-classification",
+    )
+    assert other.fits, "Liger has no fused loss there"
 
 
 def test_what_is_given_by_name_wins(tmp_path):
