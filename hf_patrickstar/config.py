@@ -84,7 +84,8 @@ class PatrickStarConfig:
         chunked_loss: Whether the loss of a language model of transformers is computed in chunks of tokens, so that its
             logits are never whole. This saves some 10 bytes per token and word of the vocabulary, and computes the
             product with the output embedding once more. Losses are the same to 1e-6 in fp32, not to the last bit, so
-            ``"auto"`` is ``False``. Code that reads the logits of training gets them, and saves nothing.
+            ``"auto"`` is ``False``; in 16-bit the gradient of the output embedding is rounded once per chunk. Code that
+            reads the logits of training gets them, and saves nothing.
         keep_gradients: Whether gradients stay after the optimizer's step until ``zero_grad``, as in torch, for 4 bytes
             per trainable parameter. ``False``: the step consumes them; reading a consumed one is an error. ``"auto"``:
             they stay, if the host has room, until the first ``zero_grad``; later steps consume them.
