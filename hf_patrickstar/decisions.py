@@ -279,7 +279,8 @@ class Decisions(Arrangement):
         if in_step and on_device > room:  # no refusal: nobody knows whether inputs will be as large
             short = (
                 ". A step with inputs as large as those that were planned has no room: use smaller or shorter batches, "
-                "activation checkpointing (--gradient_checkpointing), or a larger device_budget"
+                "activation checkpointing (--gradient_checkpointing), for language models chunked_loss=true, or a "
+                "larger device_budget"
             )
         return (
             f"{_in_words(num)} parameters ({_in_words(num_trained)} trained): model data takes "

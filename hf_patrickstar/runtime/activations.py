@@ -26,7 +26,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.events import ActivationLeft, ActivationReturned, Listener
-from hf_patrickstar.memory.operators import has_modes_of_users
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import Copy, Streams
 from hf_patrickstar.memory.tiers import Tier
@@ -244,13 +243,12 @@ class Activations:
         return self._num_eager - 1
 
     def _can_leave(self, operand: torch.Tensor) -> bool:
-        is_plain = operand.layout is torch.strided and not (operand.is_conj() or operand.is_neg())
+        is_plain = operand.layout is torch.strided and not (operand.is_nested or operand.is_conj() or operand.is_neg())
         return (
             is_plain
             and operand.device == self._streams.device
             and operand.untyped_storage().nbytes() % operand.dtype.itemsize == 0
             and not (is_traceable_wrapper_subclass(operand) or self._pool.owns(storage_key(operand)))
-            and not has_modes_of_users()
         )
 
     def _leave(self, memory: _Memory, number: int) -> bool:
@@ -325,7 +323,7 @@ class Activations:
         assert buffer is not None
         memory.values, memory.arrival = self._streams.fetch_anew(buffer.of(memory), buffer.under_way)
         buffer.note(memory.arrival)
-        self._coming = memory
+        self._coming, self.has_begun = memory, True  # also of a second backward of the same graph
         self._emit(ActivationReturned(memory.values.nbytes))
 
     def _join_coming(self) -> None:

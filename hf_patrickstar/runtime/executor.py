@@ -30,7 +30,10 @@ from hf_patrickstar.schedule.eviction import Chooser
 from hf_patrickstar.schedule.plan import Actions
 from hf_patrickstar.units import format_need
 
-_NEED_LESS = "use smaller or shorter batches, or activation checkpointing (--gradient_checkpointing)"
+_NEED_LESS = (
+    "use smaller or shorter batches, activation checkpointing (--gradient_checkpointing), activation_offload=true, or "
+    "for language models chunked_loss=true"
+)
 
 Together = Callable[[Chunk, Step | None, int | None, str], None]
 """Brings a chunk to the device together with other processes: the chunk, the step, the moment, and the caller."""

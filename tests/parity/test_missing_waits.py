@@ -24,6 +24,7 @@ from hf_patrickstar.errors import DeviceMemoryError, PatrickStarError
 from hf_patrickstar.memory import streams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime import activations
+from hf_patrickstar.schedule.trace import Activation, Trace, Visit
 
 pytestmark = pytest.mark.own_streams
 
@@ -556,6 +557,19 @@ def leaving_in_vain(folder):
     return run.end()
 
 
+def leaving_out_of_order(folder):
+    """Another one begins to come back before the one that comes is used."""
+    run = Run(Skipping(), num_chunks=16, activation_offload=True)
+    activations = [Activation(place, 4 * 32 * 32, 0, 0, 9) for place in range(4)]
+    moving = run.manager.activations
+    moving.begin(Trace("training", (), (Visit(0),), activations=tuple(activations), num_offloaded=3))
+    kept = [moving.keep(torch.full((32, 32), float(place))) for place in range(4)]
+    moving.end_forward()
+    run.keep(*(moving.bring(kept[place]) + 1 for place in (1, 3, 0, 2)))
+    moving.end_backward()
+    return run.end()
+
+
 def leaving_inside(folder):
     """Nothing is known of such a step."""
     with (
@@ -595,6 +609,7 @@ RUNS = {
     "leaving": leaving,
     "leaving in vain": leaving_in_vain,
     "leaving inside": leaving_inside,
+    "leaving out of order": leaving_out_of_order,
     "margin": margin,
     "saved while states are replaced": saved_while(replace_states),
     "saved while states are written to": saved_while(write_to_states),
@@ -639,12 +654,9 @@ ELSEWHERE = {
 _GROUP = "only a group of several processes comes here"
 _HELD = "the thread holds the tensors that it writes, so its file is right; the memory would be free in the books alone"
 
-_IN_ORDER = "what comes back next is joined at once, and a lane is in order; the CPU tier makes small copies at once"
-
 UNNOTICED = {
     "memory/streams.py DeviceStreams.beside: lane.wait_stream(...)": _GROUP,
     "memory/streams.py StreamCopy.event: self.after.synchronize()": "asks for the error of work that has ended",
-    "runtime/activations.py Activations._begin_to_return: self._join_coming()": _IN_ORDER,
     "runtime/chunk.py Chunk.param: self.wait_for_update()": "who reads values waits for gradients on their way as well",
     "runtime/copies.py Copies.loaded_by_others: chunk.note(...)": _GROUP,
     "runtime/copies.py Copies.loaded_by_others: chunk.under_way": _GROUP,

@@ -136,10 +136,14 @@ def test_bf16(case):
         assert {chunk.param.dtype for chunk in engine.manager.chunks} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize(("name", "accumulation"), [("gpt2", 1), ("bert", 2)])
-def test_fp16_with_overflows(name, accumulation):
+@pytest.mark.parametrize(
+    ("name", "accumulation", "leaves"), [("gpt2", 1, False), ("bert", 2, False), ("gpt2", 2, True)]
+)
+def test_fp16_with_overflows(name, accumulation, leaves):
     scale = {"init_scale": 2.0**24, "growth_interval": 2}
-    _, done = compare(name, "fp16", steps=14, accumulation=accumulation, scale=scale)
+    config = {"chunk_budget": smallest_budget(make_model(name), "fp16"), "activation_offload": leaves}
+    engine, done = compare(name, "fp16", config, steps=14, accumulation=accumulation, scale=scale)
+    assert (engine.stats()["offloaded_nbytes"] > 0) is leaves
     assert False in done, "no step overflowed"
     assert True in done, "no step was done"
 
