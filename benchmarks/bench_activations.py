@@ -36,9 +36,10 @@ MODELS = {
 }
 
 
-def chunk_nbytes(model):
-    """What chunks may take of the device: some layers have room, and most parameters move in each step."""
-    return sum(parameter.numel() for parameter in model.parameters()) // 4
+def chunk_nbytes(model, options):
+    """What chunks may take of the device: as much as one layer and its share of the embeddings, so that most move."""
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    return numel * common.DTYPES[options.dtype].itemsize // options.layers
 
 
 class Run:
@@ -50,7 +51,11 @@ class Run:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
         config = {"dtype": options.dtype, "autocast": False, "activation_offload": offload, "reuse_plan": False}
-        config |= {"device_budget": f"{budget}B", "chunk_budget": f"{chunk_nbytes(self.model)}B", "placement": "host"}
+        config |= {
+            "device_budget": f"{budget}B",
+            "chunk_budget": f"{chunk_nbytes(self.model, options)}B",
+            "placement": "host",
+        }
         self.engine = PatrickStarEngine(self.model, config, optimizer, device="cpu")
         self.options, self.losses, self.seconds = options, [], []
 
@@ -96,7 +101,7 @@ def measure(name, is_recomputed, options):
     room.step()
     trace = room.trace
     most, least = trace.non_model_peak_nbytes, trace.offloading(len(trace.activations)).non_model_peak_nbytes
-    budget = int(chunk_nbytes(room.model) + least + options.stay * (most - least))
+    budget = int(chunk_nbytes(room.model, options) + least + options.stay * (most - least))
     tight = Run(name, is_recomputed, budget, options)
     tight.step()
     for number in range(options.steps):
