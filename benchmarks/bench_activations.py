@@ -50,12 +50,9 @@ class Run:
         if is_recomputed:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
+        chunks = f"{chunk_nbytes(self.model, options)}B"
         config = {"dtype": options.dtype, "autocast": False, "activation_offload": offload, "reuse_plan": False}
-        config |= {
-            "device_budget": f"{budget}B",
-            "chunk_budget": f"{chunk_nbytes(self.model, options)}B",
-            "placement": "host",
-        }
+        config |= {"device_budget": f"{budget}B", "chunk_budget": chunks, "placement": "host"}
         self.engine = PatrickStarEngine(self.model, config, optimizer, device="cpu")
         self.options, self.losses, self.seconds = options, [], []
 
