@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import logging
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -355,7 +355,7 @@ def inspect(
     tensors, modules, parameters = collect(model, situation.optimizer_of)
     _check(model, tensors, parameters, is_training=bool(situation.kernels))
     chosen = choose_precision(model, situation.config, precision, parameters)
-    tensors = chosen.assign(model, tensors, parameters)
+    tensors = with_moments(chosen.assign(model, tensors, parameters), parameters, situation.kernels)
     embeddings = frozenset(
         index
         for index, module in enumerate(model.modules())
@@ -369,6 +369,24 @@ def inspect(
         "buffers": [(name, _outline(buffer)) for name, buffer in model.named_buffers()],
     }
     return ModelNumbers(tensors, modules, chosen, is_restorable, embeddings, outlines), parameters
+
+
+def with_moments(
+    specs: Sequence[TensorSpec], parameters: Sequence[torch.nn.Parameter], kernels: Sequence[Kernel]
+) -> list[TensorSpec]:
+    """Gives parameters the types in which their optimizers keep states.
+
+    Args:
+        specs: The specs of the parameters, which have all other types.
+        parameters: The parameters, in the same order.
+        kernels: The kernels of the optimizers.
+    """
+    found = []
+    for spec, parameter in zip(specs, parameters, strict=True):
+        is_updated = spec.trainable and spec.optimizer_index >= 0
+        moments = kernels[spec.optimizer_index].moments_of(parameter, spec.numel) if is_updated else ""
+        found.append(dataclasses.replace(spec, types=dataclasses.replace(spec.types, moments=moments)))
+    return found
 
 
 def decide_for(numbers: ModelNumbers, situation: Situation, in_use_nbytes: int = 0) -> Decisions:
@@ -479,7 +497,7 @@ def _agree(numbers: ModelNumbers, situation: Situation, limits: list[int]) -> li
     settings["micro_batches"] = situation.num_micro_batches
     parts = {
         "models": [(spec.name, spec.shape, spec.trainable, spec.optimizer_index) for spec in tensors],
-        "types of parameters": [(spec.types.param, spec.types.state) for spec in tensors],
+        "types of parameters": [dataclasses.astuple(spec.types) for spec in tensors],
         **numbers.outlines,
         "settings": sorted(settings.items()),
         "optimizers": [type(kernel).__name__ for kernel in situation.kernels],

@@ -154,7 +154,8 @@ class Arranger:
     def _total_nbytes(self) -> int:
         """Bytes of all lists of this process."""
         specs = self.numbers.tensors
-        total = sum(align(spec.numel) * (spec.types.itemsize + _state_itemsize(spec, self.lists)) for spec in specs)
+        sizes = ((spec, align(spec.numel, spec.types.alignment_numel)) for spec in specs)
+        total = sum(numel * spec.types.itemsize + states_nbytes(spec, self.lists, numel) for spec, numel in sizes)
         return -(-total // self.situation.resources.collectives.world_size)
 
     @functools.cached_property
@@ -346,12 +347,12 @@ def lists_of(spec: TensorSpec | ChunkSpec, lists: Mapping[int, tuple[str, ...]])
     is_updated = spec.trainable and spec.optimizer_index >= 0
     if not is_updated and not spec.types.is_mixed:
         return ()  # a value is its own master
-    return lists[spec.optimizer_index if spec.trainable else FROZEN]
+    return tuple(filter(spec.types.has_list, lists[spec.optimizer_index if spec.trainable else FROZEN]))
 
 
-def _state_itemsize(spec: TensorSpec | ChunkSpec, lists: Mapping[int, tuple[str, ...]]) -> int:
-    """Bytes per element of all lists beside ``param``."""
-    return spec.types.state_itemsize * len(lists_of(spec, lists))
+def states_nbytes(spec: TensorSpec | ChunkSpec, lists: Mapping[int, tuple[str, ...]], numel: int) -> int:
+    """Bytes of all lists beside ``param`` for some elements of a parameter or chunk; see ``lists_of``."""
+    return sum(spec.types.list_nbytes(name, numel) for name in lists_of(spec, lists))
 
 
 def nbytes_in_use(situation: Situation, parameters: list[torch.nn.Parameter]) -> int:
@@ -410,5 +411,5 @@ def chunk_bytes(
         nbytes = spec.chunk_numel * spec.types.itemsize
         host = pool.host_nbytes(nbytes, pinned=not spec.on_host)
         stays = bool(embeddings.tensor_indices & set(spec.tensor_indices))
-        chunks.append(ChunkBytes(spec.index, nbytes, host, spec.chunk_numel * _state_itemsize(spec, lists), stays))
+        chunks.append(ChunkBytes(spec.index, nbytes, host, states_nbytes(spec, lists, spec.chunk_numel), stays))
     return chunks

@@ -98,7 +98,8 @@ class Payloads:
         chunk.param = self._new(home, spec.chunk_numel, torch_dtype(spec.types.param), "param", pinned=moves)
         try:
             for name in lists_of(spec, self._decisions.lists):
-                chunk.lists[name] = self._new(home, spec.chunk_numel, chunk.state_dtype, name)
+                dtype, block_numel = spec.types.of_list(name)
+                chunk.lists[name] = self._new(home, -(-spec.chunk_numel // block_numel), torch_dtype(dtype), name)
         except PatrickStarError:
             self._stop_zeroing()
             chunk.give_back(self._pool)

@@ -24,9 +24,9 @@ ALIGNMENT_NUMEL = 64
 """Offsets in chunks are multiples of this many elements: 128 bytes in 16-bit, 256 in fp32."""
 
 
-def align(numel: int) -> int:
-    """The smallest multiple of the alignment that holds ``numel`` elements."""
-    return -(-numel // ALIGNMENT_NUMEL) * ALIGNMENT_NUMEL
+def align(numel: int, unit: int = ALIGNMENT_NUMEL) -> int:
+    """The smallest multiple of the alignment, or of another unit, that holds ``numel`` elements."""
+    return -(-numel // unit) * unit
 
 
 def parse_nbytes(value: int | str, name: str = "size") -> int:

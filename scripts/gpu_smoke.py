@@ -33,8 +33,8 @@ from hf_patrickstar.memory.accelerator import (
 from hf_patrickstar.memory.pages import new_on_host
 from hf_patrickstar.memory.pinning import TorchPinning, make_pinning
 from hf_patrickstar.memory.streams import make_streams
-from hf_patrickstar.optim.adam_kernel import SHARE_NUMEL, TILE_NUMEL
 from hf_patrickstar.optim.adam_script import Range, adam_script, rule_of, torch_adam
+from hf_patrickstar.optim.elementwise import SHARE_NUMEL, TILE_NUMEL
 from hf_patrickstar.optim.workers import SMALL_NUMEL, HostWorkers
 
 CHECKS = []

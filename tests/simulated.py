@@ -11,7 +11,7 @@ from race_detector import SimulatedDriver
 
 from hf_patrickstar.memory import streams
 from hf_patrickstar.memory.streams import DeviceStreams, Streams
-from hf_patrickstar.optim import adam_kernel, workers
+from hf_patrickstar.optim import elementwise, workers
 from hf_patrickstar.units import ALIGNMENT_NUMEL
 
 
@@ -74,7 +74,7 @@ def pooled_streams(seed=None):
     Gives the name of the thread that computed each tile.
     """
     delays, names = random.Random(0 if seed is None else seed), []
-    update_share = adam_kernel.AdamKernel._update_share
+    update_share = elementwise.ElementwiseKernel._update_share
 
     def update_late(*args, **settings):
         names.append(threading.current_thread().name)
@@ -83,9 +83,9 @@ def pooled_streams(seed=None):
 
     with (
         delayed_streams(seed, tile_numel=3 * ALIGNMENT_NUMEL),
-        mock.patch.object(adam_kernel, "SMALL_NUMEL", ALIGNMENT_NUMEL),
+        mock.patch.object(elementwise, "SMALL_NUMEL", ALIGNMENT_NUMEL),
         mock.patch.object(workers, "SMALL_NUMEL", ALIGNMENT_NUMEL),
-        mock.patch.object(adam_kernel.AdamKernel, "_update_share", update_late),
+        mock.patch.object(elementwise.ElementwiseKernel, "_update_share", update_late),
     ):
         yield names
 
@@ -98,7 +98,7 @@ def _engines_over(make_driver, tile_numel=TILE_NUMEL):
     with (
         mock.patch("hf_patrickstar.resources.make_streams", make),
         mock.patch.multiple(
-            adam_kernel, TILE_NUMEL=tile_numel, SHARE_NUMEL=tile_numel, LEAST_BATCH_NUMEL=16 * tile_numel
+            elementwise, TILE_NUMEL=tile_numel, SHARE_NUMEL=tile_numel, LEAST_BATCH_NUMEL=16 * tile_numel
         ),
     ):
         yield

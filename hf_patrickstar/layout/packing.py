@@ -235,7 +235,7 @@ class Packer:
         self._hosted: list[Group] = []
         self._kinds: dict[Kind, list[Piece]] = {}
         for spec in tensors:
-            kind, piece = _kind(spec), Piece(spec.index, max(align(spec.numel), least))
+            kind, piece = _kind(spec), Piece(spec.index, max(align(spec.numel, spec.types.alignment_numel), least))
             if spec.index in on_host:
                 self._hosted.append(_alone(kind, piece, 1, on_host=True))
             else:
@@ -322,7 +322,8 @@ def _kind(spec: TensorSpec) -> Kind:
 
 def _alone(kind: Kind, piece: Piece, num_parts: int, *, on_host: bool = False) -> Group:
     """A chunk of one tensor, or a group of one with a part of it in each bin."""
-    group = Group.of(kind, num_parts, max(align(-(-piece.room // num_parts)), ALIGNMENT_NUMEL))
+    unit = kind[2].alignment_numel
+    group = Group.of(kind, num_parts, max(align(-(-piece.room // num_parts), unit), unit))
     group.bins[0].append(piece)
     group.on_host = on_host
     return group

@@ -5,6 +5,8 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+from hf_patrickstar.units import ALIGNMENT_NUMEL
+
 
 class ModuleLike(Protocol):
     """The part of ``torch.nn.Module`` that a layout needs."""
@@ -14,7 +16,14 @@ class ModuleLike(Protocol):
         ...
 
 
-ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
+MASTER = "master"
+GRADIENT = "grad"
+"""Names of chunk lists: parameters as the optimizer has them, and gradients that accumulate."""
+BLOCK_NUMEL = 256
+"""Elements of an 8-bit state that share a scale, as bitsandbytes cuts a tensor."""
+_SCALES = "absmax"
+"""Names of lists of such scales begin so."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,11 +32,14 @@ class Types:
 
     Attributes:
         param: The type of the value and the gradient in forward and backward.
-        state: The type of the master and the optimizer states.
+        state: The type of the master, and of gradients that accumulate.
+        moments: The type of the other optimizer states, if they have one of their own. States in ``"uint8"`` are
+            multiplied with the scale of their block, which is in a list, too.
     """
 
     param: str = "float32"
     state: str = "float32"
+    moments: str = ""
 
     @property
     def itemsize(self) -> int:
@@ -35,9 +47,28 @@ class Types:
         return ITEMSIZES[self.param]
 
     @property
-    def state_itemsize(self) -> int:
-        """Bytes of one element of the master, or of one state."""
-        return ITEMSIZES[self.state]
+    def alignment_numel(self) -> int:
+        """Offsets in chunks are multiples of so many elements, so that no block has elements of two parameters."""
+        return BLOCK_NUMEL if self.moments == "uint8" else ALIGNMENT_NUMEL
+
+    def of_list(self, name: str) -> tuple[str, int]:
+        """The type of a list beside ``param``, and how many elements of the parameters share an entry.
+
+        Args:
+            name: The name of the list.
+        """
+        if name in (MASTER, GRADIENT) or not self.moments:
+            return self.state, 1
+        return ("float32", BLOCK_NUMEL) if name.startswith(_SCALES) else (self.moments, 1)
+
+    def has_list(self, name: str) -> bool:
+        """Whether a list is of use: scales are for states of 8 bits."""
+        return self.moments == "uint8" or not name.startswith(_SCALES)
+
+    def list_nbytes(self, name: str, numel: int) -> int:
+        """Bytes of a list beside ``param`` for so many elements."""
+        dtype, block_numel = self.of_list(name)
+        return -(-numel // block_numel) * ITEMSIZES[dtype]
 
     @property
     def is_mixed(self) -> bool:

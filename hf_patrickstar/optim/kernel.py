@@ -49,6 +49,15 @@ class Kernel(abc.ABC):
         self._pool = pool
         self._scratch: dict[Tier, torch.Tensor] = {}
 
+    def moments_of(self, parameter: torch.Tensor, numel: int) -> str:
+        """Returns the type of a parameter's states beside the master; by default it is empty: that of the master.
+
+        Args:
+            parameter: The parameter.
+            numel: Its elements.
+        """
+        return ""
+
     @abc.abstractmethod
     def workspace_numel(self, tier: Tier, capacity_numel: int, *, widens: bool = True) -> int:
         """Returns how many fp32 elements of scratch space a chunk with 16-bit parameters needs.

@@ -20,6 +20,7 @@ HOOK_NAMES = (
 """The hooks of torch's optimizers."""
 SAVED_MASTER = "patrickstar_master"
 """The name of the fp32 master in a ``state_dict``: an optimizer may keep something of its own under ``master``."""
+_INNER = "__bnb_optimizer_quant_state__"
 _NO_PARAMETER = -1
 """The position in the groups of what an optimizer keeps under keys that are no parameters."""
 
@@ -146,7 +147,7 @@ class ParameterState(MutableMapping[str, Any]):
 
     def _complete(self) -> dict[str, Any]:
         places = {
-            key: torch.zeros(place.shape, dtype=torch.float32, device="cpu")
+            key: torch.zeros(place.shape, dtype=place.dtype, device="cpu")
             for key, place in self._kernel.state_places(self._tensor).items()
         }
         return {"step": torch.tensor(0.0, dtype=torch.float32, device="cpu"), **places, **self._read()}
@@ -181,12 +182,21 @@ def check_shapes(tensor: ManagedParameter, state: Mapping[str, Any], keys: Itera
     Raises:
         ValueError: If one has another shape.
     """
-    for key in (SAVED_MASTER if key == MASTER else key for key in keys):
-        value = state.get(key)
-        if isinstance(value, torch.Tensor) and tuple(value.shape) != tensor.spec.shape:
+    for name in keys:
+        key = SAVED_MASTER if name == MASTER else name
+        value, (dtype, block_numel) = state.get(key), tensor.spec.types.of_list(name)
+        if not isinstance(value, torch.Tensor):
+            continue
+        shape = tensor.spec.shape if block_numel == 1 else (-(-tensor.spec.numel // block_numel),)
+        if tuple(value.shape) != shape:
             raise ValueError(
                 f"optimizer state '{key}' of parameter '{tensor.spec.name}' has shape {tuple(value.shape)}, "
                 f"the parameter has {tensor.spec.shape}"
+            )
+        if (value.dtype is torch.uint8) != (dtype == "uint8"):
+            raise ValueError(
+                f"optimizer state '{key}' of parameter '{tensor.spec.name}' was saved as {value.dtype}, and here it is "
+                f"{dtype}: the optimizer was made with another number of bits"
             )
 
 
@@ -334,4 +344,10 @@ def pair_up(
     numbers = [number for group in saved for number in group["params"]]
     parameters = [parameter for group in param_groups for parameter in group["params"]]
     states = state_dict["state"]
-    return [(p, dict(states.get(number, {}))) for number, p in zip(numbers, parameters, strict=True)]
+    return [(p, _flat(states.get(number, {}))) for number, p in zip(numbers, parameters, strict=True)]
+
+
+def _flat(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state without the dictionary that bitsandbytes puts around states of 8 bits."""
+    flat = dict(state)
+    return flat | flat.pop(_INNER, {})

@@ -13,6 +13,7 @@ from hf_patrickstar.errors import BudgetError, ConfigError
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.adam_kernel import AdamKernel, is_plain_adam
+from hf_patrickstar.optim.blockwise_kernel import BlockwiseKernel, is_blockwise
 from hf_patrickstar.optim.kernel import Kernel, place_state, raw_step
 from hf_patrickstar.optim.workers import HostWorkers
 from hf_patrickstar.runtime.chunk import (
@@ -296,7 +297,7 @@ def make_kernel(
     workers: HostWorkers | None = None,
     has_lanes: bool = False,
     is_alone: bool = True,
-) -> AdamKernel | TorchKernel:
+) -> Kernel:
     """The kernel for a user's optimizer.
 
     Args:
@@ -313,6 +314,8 @@ def make_kernel(
     """
     if is_plain_adam(optimizer):
         return AdamKernel(optimizer, pool, prefer_fused, workers, has_lanes)
+    if is_blockwise(optimizer):
+        return BlockwiseKernel(optimizer, pool, workers, has_lanes)
     is_at_once = not is_one_by_one(optimizer)
     if is_at_once and not is_alone:
         _check_parts(optimizer)

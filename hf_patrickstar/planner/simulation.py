@@ -29,7 +29,7 @@ from hf_patrickstar.planner.imagined import resources_of, settings_for
 from hf_patrickstar.report.survey import NON_MODEL, Survey, SurveyedChunk
 from hf_patrickstar.runtime import gradient_ring
 from hf_patrickstar.runtime.activations import ACTIVATIONS
-from hf_patrickstar.runtime.chunk import GRADIENTS, STAGING
+from hf_patrickstar.runtime.chunk import GRADIENT, GRADIENTS, STAGING
 from hf_patrickstar.schedule.bounds import ADAM_NBYTES
 from hf_patrickstar.schedule.clock import Timeline
 from hf_patrickstar.schedule.estimate import Estimate
@@ -459,7 +459,7 @@ class _Simulator:
             param = size.param_nbytes if tier is Tier.DEVICE else size.host_param_nbytes
             nbytes["param"] = nbytes.get("param", 0) + param
             for name in lists_of(spec, decisions.lists):
-                nbytes[name] = nbytes.get(name, 0) + spec.chunk_numel * spec.types.state_itemsize
+                nbytes[name] = nbytes.get(name, 0) + spec.types.list_nbytes(name, spec.chunk_numel)
         updates = any(spec.is_updated for spec in at_home)
         workspace = decisions.workspace_nbytes if tier is Tier.HOST else decisions.device_workspace_nbytes
         if updates and workspace:
@@ -472,7 +472,9 @@ class _Simulator:
             nbytes.update({STAGING: staging} if staging else {})
         elif updates and self._trained.num_micro_batches > 1 and self._machine.has_accelerator:
             # What gradients leave through on their way to lists.
-            lists = sum(spec.chunk_numel * spec.types.state_itemsize for spec in self._layout.chunks if spec.trainable)
+            lists = sum(
+                spec.types.list_nbytes(GRADIENT, spec.chunk_numel) for spec in self._layout.chunks if spec.trainable
+            )
             free = self._resources.ledger.limit(Tier.HOST) - sum(nbytes.values())
             nbytes[gradient_ring.OWNER] = gradient_ring.planned_nbytes(lists, free)
         return nbytes

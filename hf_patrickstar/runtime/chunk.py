@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from hf_patrickstar.layout.packing import ChunkSpec
-from hf_patrickstar.layout.specs import TensorSpec
+from hf_patrickstar.layout.specs import MASTER, TensorSpec
 from hf_patrickstar.memory.lanes import Ticket, WorkLane
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import Copy
@@ -40,9 +40,6 @@ from hf_patrickstar.runtime.live_parameter import (
 )
 from hf_patrickstar.states import TensorState
 
-MASTER = "master"
-GRADIENT = "grad"
-"""Names of chunk lists: parameters as the optimizer has them, and gradients that accumulate."""
 GRADIENTS = "gradients"
 STAGING = "staging"
 """Owners of buffers on the device: gradients of groups until they are reduced, and scratch space to reduce them in."""
@@ -311,7 +308,7 @@ class Chunk:
     rank: int = 0
     # What follows from the spec and the home.
     dtype: torch.dtype = dataclasses.field(init=False)  # of ``param``
-    state_dtype: torch.dtype = dataclasses.field(init=False)  # of all other lists
+    state_dtype: torch.dtype = dataclasses.field(init=False)  # of the master, and of gradients that accumulate
     is_mixed: bool = False  # whether its values are rounded masters, and gradients are widened for the optimizer
     is_group: bool = False  # whether its copy has the chunks of several ranks; it stays true when the home changes
     is_static: bool = False  # whether modules compute with its payload at home, so that it never moves

@@ -636,7 +636,7 @@ ELSEWHERE = {
     "for threads, and a compute stream that simulated tensors do not have": ["checkpoint/transaction.py"],
     "for threads that use the model": ["runtime/gate.py", "runtime/model_lock.py"],
     "for workers: tests/unit/checkpoint/test_first_values.py": ["checkpoint/first_values.py"],
-    "for its workers": ["optim/adam_kernel.py"],
+    "for its workers": ["optim/elementwise.py"],
     "for complete checkpoints": ["integrations/accelerator_checkpoints.py", "integrations/trainer_checkpoints.py"],
     "for errors of work that has ended: tests/parity/test_overlapped_updates.py": ["engine.py"],
     "for workspace that is about to go (tests/parity/test_overlapped_updates.py), and for zeros": ["payloads.py"],

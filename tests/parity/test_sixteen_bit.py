@@ -8,7 +8,7 @@ from reference import Reference
 from trainers import smallest_budget
 
 from hf_patrickstar import PatrickStarAccelerator
-from hf_patrickstar.optim import adam_kernel, adam_script, workers
+from hf_patrickstar.optim import adam_script, elementwise, workers
 
 LR = 3e-3
 
@@ -199,8 +199,8 @@ def small_tiles(monkeypatch):
         return submit(self, work, items)
 
     monkeypatch.setattr(workers.HostWorkers, "submit", counted)
-    for place in (adam_kernel, workers):
+    for place in (elementwise, workers):
         monkeypatch.setattr(place, "SMALL_NUMEL", 64)
-    monkeypatch.setattr(adam_kernel, "SHARE_NUMEL", 2 * 192)
+    monkeypatch.setattr(elementwise, "SHARE_NUMEL", 2 * 192)
     monkeypatch.setattr(adam_script, "TILE_NUMEL", 192)
     return begun
