@@ -15,6 +15,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "placement": ("auto", "host"),
     "dtype": ("auto", "fp32", "bf16", "fp16"),
     "reduce_dtype": ("auto", "fp32"),
+    "state_dtype": ("auto", "bf16"),
     "optimizer_format": ("sharded", "torch", "both"),
 }
 
@@ -70,6 +71,10 @@ class PatrickStarConfig:
             Name patterns, such as ``["*norm*", "score.*"]``, replace these unless ``"auto"`` is among them. Always
             fp32: modules that transformers keeps in fp32, and fp32 parameters of a model that was loaded mostly in
             16-bit.
+        state_dtype: The type in which Adam and AdamW keep ``exp_avg`` and ``exp_avg_sq``. ``"auto"``: that of the
+            masters. ``"bf16"`` takes 4 bytes less per trainable parameter; updates compute in fp32 and round the states
+            to bf16, so that ``exp_avg_sq`` follows gradients that shrink slowly less well. For fewer bytes use
+            ``--optim adamw_8bit``.
         frozen_master: Whether frozen fp32 parameters have fp32 masters in 16-bit training, for 4 bytes per element.
             Without them the engine reads the original values from their safetensors file again when they are saved,
             merged, copied or unfrozen; without such a file only 16-bit values are left.
@@ -120,6 +125,7 @@ class PatrickStarConfig:
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     autocast: bool | Literal["auto"] = "auto"
     keep_fp32: tuple[str, ...] | str = ("auto",)
+    state_dtype: Literal["auto", "bf16"] = "auto"
     frozen_master: bool = False
     pin_memory: bool | Literal["auto"] = "auto"
     host_threads: int | str = "auto"

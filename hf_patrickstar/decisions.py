@@ -25,12 +25,12 @@ from hf_patrickstar.homes import (
     staging_nbytes,
 )
 from hf_patrickstar.layout.packing import ChunkSpec, Layout
-from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec, collect_specs
+from hf_patrickstar.layout.specs import GRADIENT, MASTER, ModuleSpec, TensorSpec, collect_specs
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import Kernel
 from hf_patrickstar.precision import Precision, choose_precision
 from hf_patrickstar.runtime.admission import check_model, check_values, is_left_out, is_recomputed
-from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, torch_dtype
+from hf_patrickstar.runtime.chunk import torch_dtype
 from hf_patrickstar.runtime.live_parameter import LiveMixin
 from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.estimate import Estimate, PlacementRules, left_device

@@ -156,7 +156,7 @@ class PatrickStarEngine:
         asked, is_alone = self.config.host_threads, self.collectives.world_size == 1
         num_threads = None if asked == "auto" else int(asked)
         others = num_threads, self._workers, resources.has_lanes, is_alone
-        return make_kernel(optimizer, resources.pool, prefer_fused, *others)
+        return make_kernel(optimizer, resources.pool, prefer_fused, *others, self.config.state_dtype)
 
     def _make_optimizer(self, optimizer: torch.optim.Optimizer, kernel: Kernel, number: int) -> ChunkedOptimizer:
         return ChunkedOptimizer(optimizer, kernel, self.manager, self._emit, number, self.follow_model, self.optimizers)

@@ -24,8 +24,9 @@ from hf_patrickstar.checkpoint.progress import shown
 from hf_patrickstar.checkpoint.weight_files import ModelFiles, origin_of
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import EngineError
+from hf_patrickstar.layout.specs import MASTER
 from hf_patrickstar.optim.workers import HostWorkers, WorkTicket
-from hf_patrickstar.runtime.chunk import MASTER, ManagedParameter
+from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.runtime.live_parameter import raw_data
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ import torch
 from hf_patrickstar.checkpoint.safetensors_file import FileSource, SafetensorsFile, write_safetensors
 from hf_patrickstar.checkpoint.storage import damaged
 from hf_patrickstar.errors import CheckpointError
-from hf_patrickstar.runtime.chunk import MASTER
+from hf_patrickstar.layout.specs import MASTER
 
 OTHERS_NAME = "optimizer-others.safetensors"
 GROUP = "group."

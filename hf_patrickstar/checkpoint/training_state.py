@@ -33,9 +33,10 @@ from hf_patrickstar.checkpoint.state_files import SavedTensor
 from hf_patrickstar.checkpoint.storage import damaged, missing_file
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import CheckpointError
+from hf_patrickstar.layout.specs import MASTER
 from hf_patrickstar.optim.optimizer_set import OptimizerSet
 from hf_patrickstar.optim.state import check_keys, check_shapes
-from hf_patrickstar.runtime.chunk import MASTER, ManagedParameter
+from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.runtime.manager import ChunkManager
 
 INDEX_NAME = "optimizer.index.json"

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
+from hf_patrickstar.layout.specs import GRADIENT, MASTER
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.optim.adam_script import Range, adam_script, rule_of, torch_adam
 from hf_patrickstar.optim.elementwise import ElementwiseKernel, Job, Segment
 from hf_patrickstar.optim.workers import HostWorkers
-from hf_patrickstar.runtime.chunk import GRADIENT, MASTER, GradientPlace, ManagedParameter, round_masters
+from hf_patrickstar.runtime.chunk import GradientPlace, ManagedParameter, round_masters
 
 EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"
@@ -41,6 +42,8 @@ class AdamKernel(ElementwiseKernel):
         prefer_fused: Whether to use torch's fused kernel where the optimizer leaves the choice open.
         workers: See ``ElementwiseKernel``.
         has_lanes: See ``ElementwiseKernel``.
+        moments: The type in which ``exp_avg`` and ``exp_avg_sq`` are kept between updates, which compute in the type of
+            the master; empty for that type.
     """
 
     list_names = (MASTER, EXP_AVG, EXP_AVG_SQ)
@@ -52,9 +55,16 @@ class AdamKernel(ElementwiseKernel):
         prefer_fused: bool,
         workers: HostWorkers | None = None,
         has_lanes: bool = False,
+        moments: str = "",
     ) -> None:
         super().__init__(optimizer, pool, workers, has_lanes)
         self._prefer_fused = prefer_fused
+        self._moments = moments
+        self.num_narrow_states = 2 if moments else 0
+
+    def moments_of(self, parameter: torch.Tensor, numel: int) -> str:
+        """See ``Kernel``."""
+        return self._moments
 
     def _numbers(
         self, segments: Sequence[Segment], settings: Sequence[Mapping[str, Any]]
@@ -114,8 +124,10 @@ class AdamKernel(ElementwiseKernel):
     def _update_alike(self, job: Job, segments: Sequence[Segment]) -> None:
         """Updates ranges of one param group and step by torch's Adam, in one call, because many small ones are slow."""
         step, settings = segments[0].step, job.settings[segments[0].rule]
-        masters, firsts, seconds = ([segment.part(name) for segment in segments] for name in self.list_names)
-        gradients = self._widened(segments[0].chunk, [segment.gradient for segment in segments])
+        masters, *kept = ([segment.part(name) for segment in segments] for name in self.list_names)
+        narrow = [*(segment.gradient for segment in segments), *kept[0], *kept[1]]
+        wide, num = self._widened(segments[0].chunk, narrow), len(segments)
+        gradients, firsts, seconds = wide[:num], wide[num : 2 * num], wide[2 * num :]
         if job.factor is not None:
             torch._foreach_mul_(gradients, job.factor)
         fused = self._is_fused(settings) or settings.get("fused")
@@ -129,6 +141,8 @@ class AdamKernel(ElementwiseKernel):
             fused=fused,
             decoupled=self._is_decoupled(settings),
         )
+        if firsts[0].dtype != kept[0][0].dtype:
+            torch._foreach_copy_([*kept[0], *kept[1]], [*firsts, *seconds])
         round_masters(masters, [segment.part("param") for segment in segments])
 
     # States

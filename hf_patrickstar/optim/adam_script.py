@@ -35,6 +35,7 @@ def update(masters: List[Tensor], firsts: List[Tensor], seconds: List[Tensor], g
            factor: Optional[Tensor], fused: bool, tile: int, slots: List[List[Tensor]]):
     wide = masters[0].new_empty([0])
     root = wide
+    states = [wide, wide]
     for i in range(len(masters)):
         (lr, beta1, beta2, weight_decay, eps, maximize, decoupled, count, decay, weight1, weight2, scale,
          size) = rules[i]
@@ -50,12 +51,18 @@ def update(masters: List[Tensor], firsts: List[Tensor], seconds: List[Tensor], g
             wide = masters[i].new_empty([room])
         if root.numel() < room and not fused:
             root = masters[i].new_empty([room])
+        if firsts[i].dtype != masters[i].dtype:
+            states = [masters[i].new_empty([room]), masters[i].new_empty([room])]
         begin = 0
         while begin < numel:
             num = min(tile, numel - begin)
             master = masters[i].narrow(0, starts[i] + begin, num)
-            first = firsts[i].narrow(0, starts[i] + begin, num)
-            second = seconds[i].narrow(0, starts[i] + begin, num)
+            kept = [firsts[i].narrow(0, starts[i] + begin, num), seconds[i].narrow(0, starts[i] + begin, num)]
+            first = kept[0]
+            second = kept[1]
+            if first.dtype != master.dtype:
+                first = states[0].narrow(0, 0, num).copy_(kept[0])
+                second = states[1].narrow(0, 0, num).copy_(kept[1])
             gradient = gradients[i].narrow(0, starts[i] + begin, num)
             scratch = wide.narrow(0, 0, min(num, wide.numel()))
             if gradient.dtype != master.dtype:
@@ -93,6 +100,9 @@ def update(masters: List[Tensor], firsts: List[Tensor], seconds: List[Tensor], g
                 second.mul_(beta2).addcmul_(gradient, gradient, value=weight2)
                 below = torch.sqrt(second, out=root.narrow(0, 0, num)).div_(scale).add_(eps)
                 master.addcdiv_(first, below, value=size)
+            if first.dtype != kept[0].dtype:
+                kept[0].copy_(first)
+                kept[1].copy_(second)
             values[i].narrow(0, starts[i] + begin, num).copy_(master)
             begin += num
 """

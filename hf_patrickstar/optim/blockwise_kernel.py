@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from hf_patrickstar.layout.specs import BLOCK_NUMEL
+from hf_patrickstar.layout.specs import BLOCK_NUMEL, MASTER
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.optim.elementwise import ElementwiseKernel, Job, Segment
 from hf_patrickstar.optim.workers import HostWorkers
-from hf_patrickstar.runtime.chunk import MASTER, Chunk, ManagedParameter, round_masters
+from hf_patrickstar.runtime.chunk import Chunk, ManagedParameter, round_masters
 
 _OPTIMIZERS = "bitsandbytes.optim.optimizer"
 _METHODS = ("update_step", "init_state", "get_config")

@@ -3,9 +3,9 @@
 [Note: same bits as torch]
 torch's element-wise functions compute the last few elements of a tensor, which do not fill a vector register, with
 other instructions than the rest, and may round them differently. So a kernel joins and cuts tensors only at multiples
-of ``ALIGNMENT_NUMEL`` elements, or of its blocks. Every element is then computed by the same instructions as in an optimizer that sees the
-parameters one by one, and the results are the same bit for bit. On the host a tile is computed in one thread, so how
-many workers there are, and which of them has a tile, changes nothing.
+of ``ALIGNMENT_NUMEL`` elements, or of its blocks. Every element is then computed by the same instructions as in an
+optimizer that sees the parameters one by one, and the results are the same bit for bit. On the host a tile is computed
+in one thread, so how many workers there are, and which of them has a tile, changes nothing.
 """
 
 import abc
@@ -17,19 +17,12 @@ from typing import Any
 
 import torch
 
+from hf_patrickstar.layout.specs import GRADIENT, MASTER
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import Kernel, settings_of
 from hf_patrickstar.optim.workers import SMALL_NUMEL, HostWorkers
-from hf_patrickstar.runtime.chunk import (
-    AT_HOME,
-    GRADIENT,
-    MASTER,
-    Chunk,
-    GradientPlace,
-    ManagedParameter,
-    round_masters,
-)
+from hf_patrickstar.runtime.chunk import AT_HOME, Chunk, GradientPlace, ManagedParameter, round_masters
 from hf_patrickstar.runtime.update import Update
 from hf_patrickstar.units import ALIGNMENT_NUMEL, align
 
@@ -117,6 +110,8 @@ class ElementwiseKernel(Kernel):
     runs_beside = True
     cut_numel = ALIGNMENT_NUMEL
     """Ranges are cut at multiples of so many elements."""
+    num_narrow_states = 0
+    """States that are widened on a device, too."""
 
     def __init__(
         self,
@@ -133,8 +128,9 @@ class ElementwiseKernel(Kernel):
         self._steps_lock = threading.Lock()
 
     def workspace_numel(self, tier: Tier, capacity_numel: int, *, widens: bool = True) -> int:
-        """See ``Kernel``. A device widens a tile of gradients at a time; the host does so in its caches."""
-        return min(_DEVICE_TILE_NUMEL, capacity_numel) if tier is Tier.DEVICE and self._has_lanes and widens else 0
+        """See ``Kernel``. A device widens a tile at a time; the host does so in its caches."""
+        num = (int(widens) + self.num_narrow_states) if tier is Tier.DEVICE and self._has_lanes else 0
+        return min(_DEVICE_TILE_NUMEL, num * align(capacity_numel, self.cut_numel))
 
     def prepare(
         self,
@@ -197,7 +193,8 @@ class ElementwiseKernel(Kernel):
         param, update = segments[0].payloads["param"], functools.partial(self._update_share, job)
         if self._is_on_device(segments[0].chunk):
             scratch = self._scratch.get(Tier.DEVICE)
-            most = _DEVICE_TILE_NUMEL if scratch is None else scratch.numel() // self.cut_numel * self.cut_numel
+            room = _DEVICE_TILE_NUMEL if scratch is None else scratch.numel() // (1 + self.num_narrow_states)
+            most = room // self.cut_numel * self.cut_numel
         else:
             most = align(TILE_NUMEL if job.numbers is None else SHARE_NUMEL, self.cut_numel)
             if self._workers.suits(param, numel):
@@ -224,17 +221,17 @@ class ElementwiseKernel(Kernel):
     def _update(self, job: Job, share: Sequence[Segment]) -> None:
         """Updates ranges that have the same home."""
 
-    def _widened(self, chunk: Chunk, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Gradients in the type of the master: copies of those that are narrow."""
+    def _widened(self, chunk: Chunk, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Gradients or states in the type of the master: copies of those that are narrow."""
         scratch = self._scratch.get(chunk.home)
         if scratch is None:
-            return [gradient.to(chunk.state_dtype) for gradient in gradients]
-        wide, narrow, copies, start = list(gradients), [], [], 0
-        for place, gradient in enumerate(gradients):
-            if gradient.dtype != chunk.state_dtype:
-                wide[place] = scratch[start : start + gradient.numel()]
-                start += gradient.numel()
-                narrow.append(gradient)
+            return [tensor.to(chunk.state_dtype) for tensor in tensors]
+        wide, narrow, copies, start = list(tensors), [], [], 0
+        for place, tensor in enumerate(tensors):
+            if tensor.dtype != chunk.state_dtype:
+                wide[place] = scratch[start : start + tensor.numel()]
+                start += tensor.numel()
+                narrow.append(tensor)
                 copies.append(wide[place])
         if narrow:
             torch._foreach_copy_(copies, narrow)

@@ -10,6 +10,7 @@ import torch
 
 from hf_patrickstar.events import Listener, StepFinished
 from hf_patrickstar.interrupts import held_back
+from hf_patrickstar.layout.specs import MASTER
 from hf_patrickstar.memory.operators import unseen, with_modes_of_users
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.clipping import clip_by_norm, clip_by_value, total_norm
@@ -29,7 +30,7 @@ from hf_patrickstar.optim.state import (
     pair_up,
     states_outside,
 )
-from hf_patrickstar.runtime.chunk import MASTER, Chunk, GradientPlace, ManagedParameter
+from hf_patrickstar.runtime.chunk import Chunk, GradientPlace, ManagedParameter
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.model_lock import holds_model_lock
 from hf_patrickstar.runtime.ranges import named

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from hf_patrickstar.layout.specs import MASTER
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.optim.kernel import Kernel, place_state
-from hf_patrickstar.runtime.chunk import MASTER, ManagedParameter
+from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.runtime.manager import ChunkManager
 
 HOOK_NAMES = (

@@ -10,21 +10,14 @@ from typing import Any
 import torch
 
 from hf_patrickstar.errors import BudgetError, ConfigError
+from hf_patrickstar.layout.specs import GRADIENT, MASTER
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.adam_kernel import AdamKernel, is_plain_adam
 from hf_patrickstar.optim.blockwise_kernel import BlockwiseKernel, is_blockwise
 from hf_patrickstar.optim.kernel import Kernel, place_state, raw_step
 from hf_patrickstar.optim.workers import HostWorkers
-from hf_patrickstar.runtime.chunk import (
-    AT_HOME,
-    GRADIENT,
-    MASTER,
-    Chunk,
-    GradientPlace,
-    ManagedParameter,
-    round_masters,
-)
+from hf_patrickstar.runtime.chunk import AT_HOME, Chunk, GradientPlace, ManagedParameter, round_masters
 from hf_patrickstar.runtime.update import Update
 
 logger = logging.getLogger(__name__)
@@ -297,6 +290,7 @@ def make_kernel(
     workers: HostWorkers | None = None,
     has_lanes: bool = False,
     is_alone: bool = True,
+    state_dtype: str = "auto",
 ) -> Kernel:
     """The kernel for a user's optimizer.
 
@@ -308,12 +302,20 @@ def make_kernel(
         workers: The threads that compute the updates of Adam on the host; by default as many as torch has.
         has_lanes: Whether a device computes beside the host.
         is_alone: Whether there is one process, which updates all parameters.
+        state_dtype: The setting of this name.
 
     Raises:
-        ConfigError: If the optimizer needs all parameters, and other processes have some of them.
+        ConfigError: If the optimizer needs all parameters, and other processes have some of them; or if it keeps states
+            in its own type alone, and another one is asked for.
     """
     if is_plain_adam(optimizer):
-        return AdamKernel(optimizer, pool, prefer_fused, workers, has_lanes)
+        moments = "" if state_dtype == "auto" else "bfloat16"
+        return AdamKernel(optimizer, pool, prefer_fused, workers, has_lanes, moments)
+    if state_dtype != "auto":
+        raise ConfigError(
+            f"state_dtype: '{state_dtype}' is for Adam and AdamW of torch, and the optimizer is "
+            f"{type(optimizer).__name__}; use --optim adamw_torch, or leave state_dtype at 'auto'"
+        )
     if is_blockwise(optimizer):
         return BlockwiseKernel(optimizer, pool, workers, has_lanes)
     is_at_once = not is_one_by_one(optimizer)

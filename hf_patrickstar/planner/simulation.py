@@ -18,6 +18,7 @@ from hf_patrickstar.decisions import Decisions, decide_for, inspect
 from hf_patrickstar.dist.order import Room
 from hf_patrickstar.homes import ModelNumbers, Situation, can_move_homes, lists_of
 from hf_patrickstar.layout.packing import ChunkSpec
+from hf_patrickstar.layout.specs import GRADIENT
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.membership import holders
 from hf_patrickstar.memory.tiers import Tier
@@ -29,7 +30,7 @@ from hf_patrickstar.planner.imagined import resources_of, settings_for
 from hf_patrickstar.report.survey import NON_MODEL, Survey, SurveyedChunk
 from hf_patrickstar.runtime import gradient_ring
 from hf_patrickstar.runtime.activations import ACTIVATIONS
-from hf_patrickstar.runtime.chunk import GRADIENT, GRADIENTS, STAGING
+from hf_patrickstar.runtime.chunk import GRADIENTS, STAGING
 from hf_patrickstar.schedule.bounds import ADAM_NBYTES
 from hf_patrickstar.schedule.clock import Timeline
 from hf_patrickstar.schedule.estimate import Estimate
@@ -297,7 +298,8 @@ class _Simulator:
 
     def _kernel_of(self, optimizer: torch.optim.Optimizer) -> Kernel:
         resources, is_alone = self._resources, self._trained.world_size == 1
-        return make_kernel(optimizer, resources.pool, False, None, None, resources.has_lanes, is_alone)
+        others = resources.has_lanes, is_alone, self._config.state_dtype
+        return make_kernel(optimizer, resources.pool, False, None, None, *others)
 
     def run(self, ops_of: OpsOf) -> Simulation:
         ops, traces, lookups, reasons = self._looked_up(ops_of, self.decisions.homes.device_homed)

@@ -19,8 +19,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_patrickstar.dist.sharing import Held
+from hf_patrickstar.layout.specs import MASTER
 from hf_patrickstar.runtime.bits import same_bits
-from hf_patrickstar.runtime.chunk import MASTER, GradientPlace, ManagedParameter
+from hf_patrickstar.runtime.chunk import GradientPlace, ManagedParameter
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.values import Values, as_it_is
 

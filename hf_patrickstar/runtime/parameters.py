@@ -22,10 +22,11 @@ from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from hf_patrickstar.errors import DeviceMemoryError, EngineError
+from hf_patrickstar.layout.specs import MASTER
 from hf_patrickstar.memory.operators import has_modes_of_users, unseen
 from hf_patrickstar.runtime.activations import Activations
 from hf_patrickstar.runtime.autograd import KeptOperand
-from hf_patrickstar.runtime.chunk import MASTER, Chunk, Epoch, GradientPlace, ManagedParameter
+from hf_patrickstar.runtime.chunk import Chunk, Epoch, GradientPlace, ManagedParameter
 from hf_patrickstar.runtime.copies import Copies
 from hf_patrickstar.runtime.executor import Executor
 from hf_patrickstar.runtime.frames import Lookup

@@ -10,10 +10,11 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from hf_patrickstar.dist.sharing import Held, Sharing
 from hf_patrickstar.events import Listener, ValueRestored
+from hf_patrickstar.layout.specs import MASTER
 from hf_patrickstar.memory.operators import without_modes
 from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.runtime.bits import differs
-from hf_patrickstar.runtime.chunk import MASTER, Chunk, GradientPlace, ManagedParameter
+from hf_patrickstar.runtime.chunk import Chunk, GradientPlace, ManagedParameter
 from hf_patrickstar.runtime.originals import Originals
 
 

@@ -9,8 +9,8 @@ from delayed import DelayedDriver
 from simulated import streams_of
 from test_overlapped_updates import Run, threads_of_engines
 
+from hf_patrickstar.layout.specs import MASTER
 from hf_patrickstar.optim.adam_kernel import AdamKernel
-from hf_patrickstar.runtime.chunk import MASTER
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.update import Update
 

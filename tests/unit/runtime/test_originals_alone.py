@@ -6,11 +6,11 @@ from unit.spec_builders import BF16, FP32
 
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.layout.packing import pack
-from hf_patrickstar.layout.specs import TensorSpec
+from hf_patrickstar.layout.specs import MASTER, TensorSpec
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime.chunk import MASTER, Chunk, ManagedParameter
+from hf_patrickstar.runtime.chunk import Chunk, ManagedParameter
 from hf_patrickstar.runtime.originals import Originals
 
 NARROW, WIDE = torch.bfloat16, torch.float32
