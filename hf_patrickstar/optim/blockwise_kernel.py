@@ -59,8 +59,9 @@ class BlockwiseKernel(ElementwiseKernel):
     ) -> None:
         super().__init__(optimizer, pool, workers, has_lanes)
         self._library = optimizer
-        num = next(_NUM_STATES[kind.__name__] for kind in type(optimizer).__mro__ if kind.__name__ in _NUM_STATES)
-        self._states = ("state1", "state2")[:num]
+        kinds = (kind.__name__ for kind in type(optimizer).__mro__)
+        self.num_states = next(_NUM_STATES[name] for name in kinds if name in _NUM_STATES)
+        self._states = ("state1", "state2")[: self.num_states]
         self.list_names = (MASTER, *self._states, *(_scale_of(name) for name in self._states))
         optimizer.check_overrides()
         self._positions: dict[int, tuple[int, int]] = {}

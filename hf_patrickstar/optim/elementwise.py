@@ -110,6 +110,8 @@ class ElementwiseKernel(Kernel):
     runs_beside = True
     cut_numel = ALIGNMENT_NUMEL
     """Ranges are cut at multiples of so many elements."""
+    num_states = 2
+    """Lists beside the master, scales left out."""
     num_narrow_states = 0
     """States that are widened on a device, too."""
 

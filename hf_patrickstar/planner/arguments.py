@@ -161,6 +161,8 @@ def _optimizer_of(args: Any) -> str:
     with contextlib.suppress(ImportError, ValueError):  # of a library that is not installed here
         kind = Trainer.get_optimizer_cls_and_kwargs(args)[0]
     name = getattr(kind, "__name__", "")
+    if str(getattr(kind, "__module__", "")).startswith("bitsandbytes."):
+        return str(getattr(args.optim, "value", args.optim))
     if kind is None or getattr(torch.optim, name, None) is not kind:
         raise ConfigError(
             f"--optim {getattr(args.optim, 'value', args.optim)} is not in torch.optim, and a plan makes "

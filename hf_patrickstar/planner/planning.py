@@ -21,9 +21,10 @@ from hf_patrickstar.memory.operators import without_modes
 from hf_patrickstar.memory.tiers import DEVICE_SHARE, HOST_SHARE, Tier
 from hf_patrickstar.plan_cache import keep_traces
 from hf_patrickstar.planner.kept import kept
+from hf_patrickstar.planner.optimizers import find_optimizer, optimizer_name
 from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse
 from hf_patrickstar.planner.simulation import OpsOf, Simulation, Trained, model_data, simulate
-from hf_patrickstar.planner.subject import Subject, find_optimizer, find_subject, optimizer_name
+from hf_patrickstar.planner.subject import Subject, find_subject
 from hf_patrickstar.planner.visits import seconds_of_a_visit
 from hf_patrickstar.report.measure import measure_machine
 from hf_patrickstar.schedule.bounds import ADAM, bounds_of
@@ -303,7 +304,7 @@ def _chunks(simulation: Simulation) -> Chunks:
 def _speed(subject: Subject, given: TrainingSetup, simulation: Simulation) -> Speed:
     timeline = simulation.timeline
     updates_by = optimizer_name(given.optimizer)
-    bounds = bounds_of(simulation.script, timeline, given.machine, simulation.num_on_host, updates_by)
+    bounds = bounds_of(simulation.script, timeline, given.machine, simulation.updated_nbytes, updates_by)
     seconds = timeline.duration_ns / 1e9
     words = _WORDS if given.world_size == 1 else _WORDS | _WORDS_OF_SEVERAL
     return Speed(

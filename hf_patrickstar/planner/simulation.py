@@ -22,16 +22,17 @@ from hf_patrickstar.layout.specs import GRADIENT
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.membership import holders
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.optim.adam_kernel import AdamKernel
+from hf_patrickstar.optim.elementwise import ElementwiseKernel
 from hf_patrickstar.optim.kernel import WORKSPACE, Kernel
 from hf_patrickstar.optim.torch_kernel import OWN_STATE, make_kernel
 from hf_patrickstar.plan_cache import computation_of, key_of
 from hf_patrickstar.planner.imagined import resources_of, settings_for
+from hf_patrickstar.planner.optimizers import keep_embeddings_wide
 from hf_patrickstar.report.survey import NON_MODEL, Survey, SurveyedChunk
 from hf_patrickstar.runtime import gradient_ring
 from hf_patrickstar.runtime.activations import ACTIVATIONS
 from hf_patrickstar.runtime.chunk import GRADIENTS, STAGING
-from hf_patrickstar.schedule.bounds import ADAM_NBYTES
+from hf_patrickstar.schedule.bounds import ADAM_NBYTES, OTHERS_NBYTES, update_nbytes
 from hf_patrickstar.schedule.clock import Timeline
 from hf_patrickstar.schedule.estimate import Estimate
 from hf_patrickstar.schedule.known import KnownTraces
@@ -94,6 +95,7 @@ class Simulation:
         num_parameters: Trainable parameters, of all processes.
         num_all_parameters: Trainable and frozen ones.
         num_on_host: Parameters that this process updates on the host.
+        updated_nbytes: Bytes that it reads and writes for that, at least; see ``update_nbytes``.
         layout: ``num_chunks``, ``chunk_numel``, ``chunk_utilisation`` as of ``PatrickStarEngine.stats``.
         survey: Which parameter lives where, what is on the device at each moment, and what was decided.
         host_owners: Bytes of each kind on the host.
@@ -111,6 +113,7 @@ class Simulation:
     num_parameters: int
     num_all_parameters: int
     num_on_host: int
+    updated_nbytes: int
     layout: Mapping[str, Any]
     survey: Survey
     host_owners: Mapping[str, int]
@@ -286,6 +289,7 @@ class _Simulator:
             with FakeTensors(), AnsweringMode():
                 model = trained.make_model()
                 optimizer = trained.make_optimizer(model.parameters())
+                keep_embeddings_wide(optimizer, model)
                 kernel = self._kernel_of(optimizer)
                 of = holders([optimizer])
                 situation = Situation(self._config, self._resources, [kernel], of, self._num_micro_batches)
@@ -364,16 +368,18 @@ class _Simulator:
             self._config.reduce_dtype == "fp32" and self._machine.has_accelerator,
             self._trained.max_norm is not None,
             homed,
-            {spec.index: self._update_work(spec, kernel) for spec in chunks if spec.is_updated},
+            {spec.index: self._update_work(spec, spec.index in homed) for spec in chunks if spec.is_updated},
             overlaps and self._resources.has_lanes and kernel.runs_beside,
         )
 
-    def _update_work(self, spec: ChunkSpec, kernel: Kernel) -> HostWork:
-        calls = 1
-        if not isinstance(kernel, AdamKernel):  # each gradient is widened and clipped by itself, too
-            each = self._cost.num_calls + (self._trained.max_norm is not None) + (spec.types.param != spec.types.state)
-            calls = each * sum(1 for index in spec.tensor_indices if self._places.own_numel[index])
-        return HostWork("update", 0, round(self._cost.nbytes * self._own_numel(spec.index)), calls)
+    def _update_work(self, spec: ChunkSpec, on_device: bool) -> HostWork:
+        calls, each = 1, self._cost.nbytes
+        if isinstance(self._kernel, ElementwiseKernel):
+            each = ADAM_NBYTES if on_device else update_nbytes(spec.types, self._kernel.num_states)
+        else:  # each gradient is widened and clipped by itself, too
+            calls = self._cost.num_calls + (self._trained.max_norm is not None) + (spec.types.param != spec.types.state)
+            calls *= sum(1 for index in spec.tensor_indices if self._places.own_numel[index])
+        return HostWork("update", 0, round(each * self._own_numel(spec.index)), calls)
 
     def _own_numel(self, chunk_index: int) -> int:
         """Elements of the parameters of a chunk that this process has at home."""
@@ -410,7 +416,9 @@ class _Simulator:
             Load(size.param_nbytes, (trained.world_size - 1) * size.param_nbytes, size.chunk_index in homed)
             for size in self.decisions.chunk_nbytes
         )
-        updated_on_host = [spec.index for spec in layout.chunks if spec.is_updated and spec.index not in homed]
+        on_host = [spec for spec in layout.chunks if spec.is_updated and spec.index not in homed]
+        num_on_host = sum(self._own_numel(spec.index) for spec in on_host)
+        updated = sum(self._update_work(spec, False).nbytes for spec in on_host)
         return Simulation(
             script=script,
             traces=tuple(traces),
@@ -420,7 +428,8 @@ class _Simulator:
             world_size=trained.world_size,
             num_parameters=sum(spec.numel for spec in tensors if spec.trainable),
             num_all_parameters=sum(spec.numel for spec in tensors),
-            num_on_host=sum(map(self._own_numel, updated_on_host)),
+            num_on_host=num_on_host,
+            updated_nbytes=updated if isinstance(self._kernel, ElementwiseKernel) else OTHERS_NBYTES * num_on_host,
             layout={
                 "num_chunks": len(layout.chunks) * trained.world_size,
                 "chunk_numel": layout.chunk_numel,
@@ -509,7 +518,7 @@ def _a_parameter() -> torch.nn.Parameter:
 
 
 def _cost_of(kernel: Kernel, optimizer: torch.optim.Optimizer) -> UpdateCost:
-    """What an update costs: Adam works tile by tile, others as torch computes them."""
-    if isinstance(kernel, AdamKernel):
+    """What an update costs, unless the kernel works tile by tile."""
+    if isinstance(kernel, ElementwiseKernel):
         return UpdateCost(ADAM_NBYTES, 0.0, 0.0, 1)
     return cost_of_update(optimizer)

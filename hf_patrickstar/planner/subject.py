@@ -7,7 +7,7 @@ import difflib
 import inspect
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.planner.adapters import config_of, with_adapters
-from hf_patrickstar.schedule.bounds import ADAM
+from hf_patrickstar.planner.optimizers import MakeOptimizer, find_optimizer
 from hf_patrickstar.tracing.fake import as_fake
 
 TASKS: Mapping[str, Any] = {
@@ -102,7 +102,7 @@ class Subject:
         loss: torch.Tensor = model(**inputs).loss
         return loss
 
-    def find_optimizer(self, name: str) -> "MakeOptimizer | None":
+    def find_optimizer(self, name: str) -> MakeOptimizer | None:
         """What makes the optimizer; see ``find_optimizer``."""
         return find_optimizer(name)
 
@@ -300,41 +300,3 @@ def most_tokens(config: PretrainedConfig) -> int | None:
 def with_batch(subject: Subject, batch_size: int, length: int) -> Subject:
     """The same model with other batches."""
     return dataclasses.replace(subject, batch_size=batch_size, length=length)
-
-
-MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
-
-
-def find_optimizer(name: str) -> MakeOptimizer | None:
-    """What makes an optimizer of ``torch.optim`` with its defaults; ``None`` for the fused AdamW.
-
-    Raises:
-        ConfigError: If there is none of this name.
-    """
-    classes = _optimizers()
-    if name.lower() == "adamw":
-        return None
-    if name.lower() not in classes:
-        near = difflib.get_close_matches(name.lower(), list(classes), n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else "; use the name of a class there, such as adamw or sgd"
-        raise ConfigError(f"optimizer '{name}' is not in torch.optim{hint}")
-    return classes[name.lower()]
-
-
-def _optimizers() -> dict[str, MakeOptimizer]:
-    return {
-        key.lower(): value
-        for key, value in vars(torch.optim).items()
-        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
-    }
-
-
-def optimizer_name(name: str) -> str:
-    """What an optimizer is called on a screen: AdamW is Adam, whose update takes as long.
-
-    Args:
-        name: The name of its class, in any case.
-    """
-    if name.lower() in ("adam", "adamw"):
-        return ADAM
-    return getattr(_optimizers().get(name.lower()), "__name__", name)

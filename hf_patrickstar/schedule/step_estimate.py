@@ -15,7 +15,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 
 from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import TensorSpec
-from hf_patrickstar.schedule.bounds import ADAM_NBYTES
+from hf_patrickstar.schedule.bounds import ADAM_NBYTES, update_nbytes
 from hf_patrickstar.schedule.script import (
     Await,
     Begin,
@@ -50,6 +50,7 @@ class ChunkWork:
         dtype: The type that is computed in.
         is_static: Whether it is at home on the device, where it is updated.
         may_move: Whether its home may move to the device margin.
+        update_nbytes: See ``update_nbytes``, for an element.
     """
 
     matrix_numel: int
@@ -59,6 +60,7 @@ class ChunkWork:
     dtype: str
     is_static: bool
     may_move: bool = True
+    update_nbytes: int = ADAM_NBYTES
 
     @classmethod
     def of(
@@ -86,7 +88,8 @@ class ChunkWork:
             stays |= is_looked_up
         nbytes = spec.chunk_numel * spec.types.itemsize
         may_move = spec.trainable and not stays
-        return cls(multiplied, own, nbytes, spec.nbytes - nbytes, spec.types.param, is_static, may_move)
+        others = is_static, may_move, update_nbytes(spec.types)
+        return cls(multiplied, own, nbytes, spec.nbytes - nbytes, spec.types.param, *others)
 
 
 def num_rows(shapes: Shapes) -> int:
@@ -143,10 +146,9 @@ def estimate_script(traces: Sequence[Trace], works: Sequence[ChunkWork], *, over
 
 
 def _update(index: int, work: ChunkWork, *, overlaps: bool) -> Entry:
-    nbytes = ADAM_NBYTES * work.own_numel
     if work.is_static:
-        return Kernel("update", 0, nbytes, "float32")
-    operator = HostWork("update", 0, nbytes)
+        return Kernel("update", 0, ADAM_NBYTES * work.own_numel, "float32")
+    operator = HostWork("update", 0, work.update_nbytes * work.own_numel)
     return ThreadWork((operator,), frozenset({index}), ()) if overlaps else operator
 
 

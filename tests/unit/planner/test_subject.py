@@ -7,7 +7,8 @@ import torch
 from transformers import BertConfig, GPT2Config, LlamaConfig, T5Config
 
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.planner.subject import TASKS, find_optimizer, find_subject, with_batch
+from hf_patrickstar.planner.optimizers import find_optimizer
+from hf_patrickstar.planner.subject import TASKS, find_subject, with_batch
 
 SMALL = {"batch_size": 2, "length": 8, "checkpointing": False}
 

@@ -107,18 +107,18 @@ def test_bounds():
     script = [Begin(Part.FORWARD), WORK, Begin(Part.BACKWARD), WORK, WORK, Send(0, 40, to_device=False)]
     timeline = play(*script)
     assert device_ns(script, MACHINE) == [(Part.FORWARD, 2 * SECOND), (Part.BACKWARD, 4 * SECOND)]
-    few = bounds_of(script, timeline, MACHINE, num_on_host=1)
+    few = bounds_of(script, timeline, MACHINE, updated_nbytes=28 * 1)
     assert (few.lower_ns, few.binding) == (6 * SECOND, "compute")
     assert few.clipped_ns == 6 * SECOND, "an update of a second hides behind the next forward"
-    many = bounds_of(script, timeline, MACHINE, num_on_host=5)
+    many = bounds_of(script, timeline, MACHINE, updated_nbytes=28 * 5)
     assert many.lower_ns == 6 * SECOND
     assert many.clipped_ns == (4 + 5) * SECOND
     linked = [Begin(Part.FORWARD), WORK, Begin(Part.BACKWARD), WORK, Reduce(30 * 9)]
-    assert bounds_of(linked, play(*linked), MACHINE, num_on_host=1).binding == Lane.REDUCTIONS.value
-    most = bounds_of(script, timeline, MACHINE, num_on_host=20)
+    assert bounds_of(linked, play(*linked), MACHINE, updated_nbytes=28 * 1).binding == Lane.REDUCTIONS.value
+    most = bounds_of(script, timeline, MACHINE, updated_nbytes=28 * 20)
     assert (most.lower_ns, most.binding) == (20 * SECOND, "host Adam")
     assert most.clipped_ns == 24 * SECOND
-    other = bounds_of(script, timeline, MACHINE, num_on_host=28, optimizer="SGD")
+    other = bounds_of(script, timeline, MACHINE, updated_nbytes=12 * 28, optimizer="SGD")
     assert (other.lower_ns, other.binding) == (12 * SECOND, "host SGD"), "a value and a gradient read, a value written"
     assert other.clipped_ns == (4 + 12) * SECOND
 
@@ -126,7 +126,7 @@ def test_bounds():
 def test_bounds_of_several_micro_batches():
     micro_batch = [Begin(Part.FORWARD), WORK, Begin(Part.BACKWARD), WORK, WORK]
     script = [*micro_batch * 3, Begin(Part.UPDATE), WORK]
-    bounds = bounds_of(script, play(*script), MACHINE, num_on_host=7)
+    bounds = bounds_of(script, play(*script), MACHINE, updated_nbytes=28 * 7)
     assert bounds.lower_ns == (3 * 6 + 2) * SECOND
     assert (bounds.first_forward_ns, bounds.until_gradients_ns) == (2 * SECOND, (4 + 2 * 6) * SECOND)
     assert bounds.clipped_ns == (2 * 6 + 4 + 7) * SECOND, "the update hides behind one forward of three"
