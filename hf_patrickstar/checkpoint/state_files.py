@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_patrickstar.checkpoint.safetensors_file import FileSource, SafetensorsFile, write_safetensors
 from hf_patrickstar.checkpoint.storage import damaged
@@ -82,7 +83,7 @@ def pack(
     for owner, state in states.items():
         for key, value in state.items():
             name = coded(key, owner)
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value):
                 tensors[name_of(owner, name)] = value
             elif is_plain(value):
                 values.setdefault(owner, {})[name] = value

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor, Reader, StreamedSource
@@ -140,8 +141,8 @@ class _Pickler(pickle.Pickler):
         return ("storage", torch.UntypedStorage, value.name, "cpu", value.nbytes) if is_record else None
 
     def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return NotImplemented
+        if not isinstance(value, torch.Tensor) or is_traceable_wrapper_subclass(value):
+            return NotImplemented  # torch takes a wrapper apart into its tensors
         record, shape = _Record(str(len(self.tensors)), value.nbytes), tuple(value.shape)
         self.tensors.append(value)
         hooks: OrderedDict[Any, Any] = OrderedDict()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.dist.order import Order, Subject
@@ -312,6 +313,6 @@ def _is_split(parts: Parts) -> bool:
 
 def _outline(value: Any) -> tuple[tuple[int, ...] | None, Any]:
     """Shape and type of a tensor that is worth a broadcast of its own; anything else as it is."""
-    if isinstance(value, torch.Tensor) and value.dim():
+    if isinstance(value, torch.Tensor) and value.dim() and not is_traceable_wrapper_subclass(value):
         return tuple(value.shape), value.dtype
     return None, value

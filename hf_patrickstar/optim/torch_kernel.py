@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_patrickstar.errors import BudgetError, ConfigError
 from hf_patrickstar.layout.specs import GRADIENT, MASTER
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 OWN_STATE = "optimizer_state"
 """The ledger's owner of state that optimizers allocate themselves."""
-_ONE_BY_ONE = ("torch.optim", "transformers.optimization")
+_ONE_BY_ONE = ("torch.optim", "transformers.optimization", "torchao.optim")
 """Packages whose optimizers update every parameter independently of the others."""
 
 
@@ -235,7 +236,7 @@ class TorchKernel(Kernel):
     def _book_state(self, tensor: ManagedParameter) -> None:
         """Books the state that the optimizer has allocated for a parameter; its size is not known before."""
         state = self._optimizer.state.get(tensor.parameter) or {}
-        nbytes = sum(v.numel() * v.dtype.itemsize for v in state.values() if isinstance(v, torch.Tensor))
+        nbytes = sum(map(_nbytes, state.values()))
         difference = nbytes - self._booked.get(tensor.spec.index, 0)
         if difference > 0:
             try:
@@ -259,6 +260,13 @@ class TorchKernel(Kernel):
                 ahead += max(owners.get(MASTER, 0) - owners.get(GRADIENT, 0), 0)
             ledger.book(tier, OWN_STATE, nbytes, is_allocated=True, ahead_nbytes=ahead)  # it raises, with all of them
             ledger.unbook(tier, OWN_STATE, nbytes)
+
+
+def _nbytes(value: Any) -> int:
+    """Bytes of a tensor of a state; that of 8 bits of torchao wraps others."""
+    if is_traceable_wrapper_subclass(value):
+        return sum(_nbytes(getattr(value, name)) for name in value.__tensor_flatten__()[0])
+    return value.numel() * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
 
 
 @contextlib.contextmanager
