@@ -47,6 +47,7 @@ _TABLE = (
     ("fp16.initial_scale_power fp16.loss_scale_window fp16.hysteresis fp16.min_loss_scale", NO, _SCALE),
     ("fp16.auto_cast torch_autocast mixed_precision_policy data_types", NO, "--bf16 and --fp16 choose the types."),
     ("fp16.fp16_master_weights_and_grads bf16.bf16_master_weights_and_grads", LOST, "Master weights are fp32."),
+    ("bf16.bf16_optimizer_states", "state_dtype", "Adam keeps its states in bf16, and fp32 masters."),
     ("amp fp8_config", LOST, "Use --bf16 or --fp16."),
     ("communication_data_type", "reduce_dtype", "Only fp32 differs from the default."),
     ("train_batch_size", NO, "It follows from batch per device, accumulation and processes."),
@@ -108,7 +109,8 @@ _VALUES: dict[str, dict[str, Any]] = {
     "reduce_dtype": {"fp32": "fp32", "float32": "fp32", "": NO},
     "reshard_after_forward": {**dict.fromkeys(_WHOLE, True), **dict.fromkeys(_KEPT, False)},
     **{name: {"true": ""} for name in ("--bf16", "--fp16", "--gradient_checkpointing")},
-    "--optim": {"adamw": _ADAMW, "adam": _ADAMW, "sgd": "sgd", "adagrad": "adagrad"},
+    "state_dtype": {"true": "bf16", "false": NO},
+    "--optim": {"adamw": _ADAMW, "adam": _ADAMW, "sgd": "sgd", "adagrad": "adagrad", "lion": "lion_32bit"},
     "--lr_scheduler_type": _SCHEDULERS,
 }
 """What values become; ``""`` stands for all others. Without it, a value that is on and not here is not supported."""

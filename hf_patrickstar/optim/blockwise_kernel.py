@@ -1,16 +1,19 @@
 """The kernel for optimizers of bitsandbytes, whose states have 8 bits and a scale for each block of elements."""
 
+import importlib.metadata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.layout.specs import BLOCK_NUMEL, MASTER
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.optim.elementwise import ElementwiseKernel, Job, Segment
 from hf_patrickstar.optim.workers import HostWorkers
 from hf_patrickstar.runtime.chunk import Chunk, ManagedParameter, round_masters
 
+_LEAST_VERSION = (0, 50)
 _OPTIMIZERS = "bitsandbytes.optim.optimizer"
 _METHODS = ("update_step", "init_state", "get_config")
 """What the kernel does as the base classes of bitsandbytes do it."""
@@ -19,6 +22,23 @@ _ELEMENTWISE = frozenset({"adam", "lion", "momentum", "rmsprop", "adagrad"})
 """Updates that look at no norm of a parameter, and have one tensor of a parameter's shape for each state."""
 _MAPS = {"state1": "dynamic", "state2": "udynamic"}
 """Which table of 256 values the numbers of an 8-bit state stand for: that of signed or of unsigned ones."""
+
+
+def check_version(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses an optimizer of a version of bitsandbytes that updates nothing on the host.
+
+    Raises:
+        ConfigError: If it is one.
+    """
+    library = type(optimizer).__module__.partition(".")[0]
+    if library != "bitsandbytes":
+        return
+    version = importlib.metadata.version(library)
+    if tuple(map(int, version.split(".")[:2])) < _LEAST_VERSION:
+        raise ConfigError(
+            f"optimizer: {type(optimizer).__name__} of bitsandbytes {version} updates only parameters on a GPU, and "
+            "chunks may be at home on the host; install version 0.50 or later: pip install hf_patrickstar[bnb]"
+        )
 
 
 def is_blockwise(optimizer: torch.optim.Optimizer) -> bool:
