@@ -37,13 +37,13 @@ MAKERS = {"adamw": adamw, "lion": lion}
 
 
 def reference(name, kind, dtype, steps, first=0, begin=None):
-    """Weights, states, losses and norms of plain torch with the batches of two ranks."""
+    """Weights, states and losses of plain torch with the batches of two ranks."""
     model = make(name, dtype)
     optimizer = MAKERS[kind](model)
     if begin is not None:
         model.load_state_dict(begin[0])
         optimizer.load_state_dict(begin[1])
-    _, losses, norms = train_alone(model, hf_loss("gpt2"), 2, steps, optimizer=optimizer, first=first)
+    _, losses, _ = train_alone(model, hf_loss("gpt2"), 2, steps, optimizer=optimizer, first=first)
     return copy_state(model), optimizer.state_dict(), losses
 
 
