@@ -24,11 +24,16 @@ _MAPS = {"state1": "dynamic", "state2": "udynamic"}
 """Which table of 256 values the numbers of an 8-bit state stand for: that of signed or of unsigned ones."""
 
 
-def check_version(optimizer: torch.optim.Optimizer) -> None:
-    """Refuses an optimizer of a version of bitsandbytes that updates nothing on the host.
+def prepare(optimizer: Any) -> None:
+    """Lets an optimizer of bitsandbytes find what it was told of single parameters, as its first step does.
+
+    Later masters may be in the place of parameters, and it knows these by identity.
+
+    Args:
+        optimizer: An optimizer of any library.
 
     Raises:
-        ConfigError: If it is one.
+        ConfigError: If its version of bitsandbytes updates nothing on the host.
     """
     library = type(optimizer).__module__.partition(".")[0]
     if library != "bitsandbytes":
@@ -39,6 +44,7 @@ def check_version(optimizer: torch.optim.Optimizer) -> None:
             f"optimizer: {type(optimizer).__name__} of bitsandbytes {version} updates only parameters on a GPU, and "
             "chunks may be at home on the host; install version 0.50 or later: pip install hf_patrickstar[bnb]"
         )
+    optimizer.check_overrides()
 
 
 def is_blockwise(optimizer: torch.optim.Optimizer) -> bool:
@@ -83,7 +89,6 @@ class BlockwiseKernel(ElementwiseKernel):
         self.num_states = next(_NUM_STATES[name] for name in kinds if name in _NUM_STATES)
         self._states = ("state1", "state2")[: self.num_states]
         self.list_names = (MASTER, *self._states, *(_scale_of(name) for name in self._states))
-        optimizer.check_overrides()
         self._positions: dict[int, tuple[int, int]] = {}
         self._tables: dict[tuple[str, torch.device], torch.Tensor] = {}
 

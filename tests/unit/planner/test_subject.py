@@ -3,11 +3,9 @@
 import json
 
 import pytest
-import torch
 from transformers import BertConfig, GPT2Config, LlamaConfig, T5Config
 
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.planner.optimizers import find_optimizer
 from hf_patrickstar.planner.subject import TASKS, find_subject, with_batch
 
 SMALL = {"batch_size": 2, "length": 8, "checkpointing": False}
@@ -111,14 +109,6 @@ def test_a_name_that_cannot_be_reached_gets_a_sentence(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # the variable was read already
     with pytest.raises(ConfigError, match=r"it is no file or directory here, and the hub .* need no network"):
         find("no-such-organization/no-such-model")
-
-
-def test_optimizers_by_name():
-    parameters = [torch.nn.Parameter(torch.ones(1))]
-    assert find_optimizer("AdamW") is None
-    assert type(find_optimizer("sgd")(parameters)) is torch.optim.SGD
-    with pytest.raises(ConfigError, match=r"optimizer 'adamx' is not in torch\.optim; did you mean 'adam"):
-        find_optimizer("adamx")
 
 
 def test_a_configuration_of_the_caller_stays_as_it_is():
