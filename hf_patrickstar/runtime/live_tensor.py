@@ -24,6 +24,7 @@ from hf_patrickstar.runtime.live_parameter import (
     storage_key,
 )
 from hf_patrickstar.runtime.manager import ChunkManager
+from hf_patrickstar.runtime.quantized import is_packed
 from hf_patrickstar.runtime.values import as_it_is
 from hf_patrickstar.states import Stage
 
@@ -129,12 +130,16 @@ class LiveTensor:
             raise EngineError(cannot_share(tensor))
         is_graph = is_graph and func not in WITHOUT_GRAPH
         is_inside = frames.is_inside
+        if is_inside and frames.stage is Stage.BACKWARD:
+            self.autograd.notice_backward()
         leaf = frames.find_lookup(tensor.parameter) if is_inside else None
         if leaf is not None:
             return Access(leaf)
         if is_inside and not manager.sharing.is_alone:  # there others may do something else meanwhile
             return _InsideAccess(tensor, manager, func)
-        if is_inside and (is_graph or (frames.stack and not writes and func not in WITHOUT_GRAPH)):
+        # A function of autograd may have kept a frozen parameter, for its backward.
+        computes = (frames.stack or not tensor.spec.trainable) and not writes and func not in WITHOUT_GRAPH
+        if is_inside and (is_graph or computes):
             return _InsideAccess(tensor, manager, func)
         try:
             if is_graph and not is_inside:
@@ -151,6 +156,8 @@ class LiveTensor:
         """
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"Variable data has to be a tensor, but got {type(value).__name__}")
+        if value is self.tensor.parameter:
+            return
         manager = self.manager
         if tuple(value.shape) == self.tensor.spec.shape:
             manager.writes.assign(self.tensor, value.data)
@@ -170,7 +177,9 @@ class LiveTensor:
         return True
 
     def note_data_is_out(self) -> None:
-        """Remembers to compare: what is written to ``.data`` leaves no trace."""
+        """Remembers to compare: what is written to ``.data`` leaves no trace. Nobody writes to packed weights."""
+        if is_packed(self.tensor.parameter):
+            return
         self.manager.writes.watch(self.tensor)
 
     def detached_for_state_dict(self) -> torch.Tensor:
