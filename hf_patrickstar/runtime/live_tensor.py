@@ -10,6 +10,7 @@ from hf_patrickstar.errors import EngineError
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.runtime.autograd import Autograd, may_keep, refuse_reentrant
 from hf_patrickstar.runtime.chunk import GradientPlace, ManagedParameter
+from hf_patrickstar.runtime.frames import Frames
 from hf_patrickstar.runtime.gradients import Gradients, consumed
 from hf_patrickstar.runtime.live_parameter import (
     GET_GRAD,
@@ -91,6 +92,21 @@ class LiveWeights(Protocol):
         ...
 
 
+def computes(tensor: Any, frames: Frames, func: Any) -> bool:
+    """Whether a call inside of a forward or backward computes with a parameter, though autograd does not record it.
+
+    A backward without a forward in it computes with frozen parameters, which a function of autograd has kept. What the
+    library that has packed a weight does with its bytes is computing, too.
+
+    Args:
+        tensor: The parameter; it has a ``spec``.
+        frames: The forwards that are running.
+        func: What is called.
+    """
+    is_running = frames.stack or not tensor.spec.trainable
+    return bool(is_running) and (func not in WITHOUT_GRAPH or is_packed(tensor.parameter))
+
+
 class LiveTensor:
     """Answers for one parameter; see ``Live``.
 
@@ -137,9 +153,7 @@ class LiveTensor:
             return Access(leaf)
         if is_inside and not manager.sharing.is_alone:  # there others may do something else meanwhile
             return _InsideAccess(tensor, manager, func)
-        # A function of autograd may have kept a frozen parameter, for its backward.
-        computes = (frames.stack or not tensor.spec.trainable) and not writes and func not in WITHOUT_GRAPH
-        if is_inside and (is_graph or computes):
+        if is_inside and (is_graph or (not writes and computes(tensor, frames, func))):
             return _InsideAccess(tensor, manager, func)
         try:
             if is_graph and not is_inside:
@@ -177,9 +191,7 @@ class LiveTensor:
         return True
 
     def note_data_is_out(self) -> None:
-        """Remembers to compare: what is written to ``.data`` leaves no trace. Nobody writes to packed weights."""
-        if is_packed(self.tensor.parameter):
-            return
+        """Remembers to compare: what is written to ``.data`` leaves no trace."""
         self.manager.writes.watch(self.tensor)
 
     def detached_for_state_dict(self) -> torch.Tensor:

@@ -18,7 +18,7 @@ from hf_patrickstar.runtime.live_parameter import (
     set_raw_grad,
     storage_key,
 )
-from hf_patrickstar.runtime.live_tensor import EXPORTS, WITHOUT_GRAPH
+from hf_patrickstar.runtime.live_tensor import EXPORTS, WITHOUT_GRAPH, computes
 from hf_patrickstar.states import Stage
 from hf_patrickstar.tracing.notes import Notes, Watched
 
@@ -44,8 +44,7 @@ class Reads:
         is_graph = is_graph and func not in WITHOUT_GRAPH
         if frames.is_inside and frames.stage is Stage.BACKWARD:
             self._autograd.notice_backward()
-        computes = (frames.stack or not self._watched.spec.trainable) and not writes and func not in WITHOUT_GRAPH
-        if frames.is_inside and (is_graph or computes):
+        if frames.is_inside and (is_graph or (not writes and computes(self._watched, frames, func))):
             return _InsideAccess(self._watched, self._notes, func)
         if not frames.is_inside and is_graph:
             return _GraphAccess(self._watched, self._notes, self._autograd)

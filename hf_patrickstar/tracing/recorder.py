@@ -31,7 +31,7 @@ from hf_patrickstar.runtime.compiled import is_compiled
 from hf_patrickstar.runtime.frames import Frame, Lookup, current_stage
 from hf_patrickstar.runtime.hooks import has_hooks_of_user, is_embedding, places_of, tensors_in
 from hf_patrickstar.runtime.live_parameter import LiveMixin, raw_data, released_type, storage_key, take_raw_grad
-from hf_patrickstar.runtime.quantized import buffers_of, named_parameters
+from hf_patrickstar.runtime.quantized import Prepared, buffers_of, is_packed, named_parameters
 from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.op_trace import (
     LeaveBackward,
@@ -201,6 +201,8 @@ class _Recorder(AnsweringMode):
             result = self._leave_module(self._stack.pop(), output)
             return None if result is output else result
 
+        if any(map(is_packed, module._parameters.values())):
+            stack.callback(Prepared(module).remove)
         stack.callback(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
         stack.callback(module.register_forward_hook(after, always_call=True).remove)
 
