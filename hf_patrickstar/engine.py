@@ -529,6 +529,8 @@ class PatrickStarEngine:
                 value = self.weights.read(tensor).to(tensor.device)
                 set_raw_data(tensor.parameter, value)
                 tensor.unbind()
+        if hasattr(self, "hooks"):
+            self.hooks.packed_layers.restore()
         for buffer, device in self._buffer_devices:
             set_raw_data(buffer, buffer.data.to(device))
         self.manager.close()

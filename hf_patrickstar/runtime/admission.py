@@ -71,22 +71,30 @@ def _check_parameters(model: torch.nn.Module) -> None:
 
 
 def _check_packed(name: str, parameter: Any, module: torch.nn.Module) -> None:
-    subject = f"parameter '{name}' is a {type(parameter).__name__} of bitsandbytes"
+    kind, owner = type(parameter).__name__, type(module).__name__
+    subject = f"parameter '{name}' is {_with_article(kind)} of bitsandbytes"
     state = getattr(parameter, "quant_state", None)
     if parameter.requires_grad or getattr(parameter, "has_fp16_weights", False):
         raise ConfigError(
-            f"{subject}, which is trained; chunks hold such weights packed and frozen: freeze the model "
+            f"{subject}, and is trained; chunks hold such weights packed and frozen: freeze the model "
             "(model.requires_grad_(False)) and train an adapter over it (PEFT), or load it without quantization"
         )
     if not isinstance(module, torch.nn.Linear):
-        raise ConfigError(f"{subject} in a {type(module).__name__}; of these, only linear layers can be managed")
+        raise ConfigError(
+            f"{subject} in {_with_article(owner)}; only linear layers can have such weights here: leave this one out "
+            "of the quantization (llm_int8_skip_modules of BitsAndBytesConfig)"
+        )
     if getattr(state, "packing_format_for_cpu", False):
         raise ConfigError(
-            f"{subject}, and an evaluation has packed it for the CPU, so that it cannot be trained with; load the "
-            "model again, and prepare it before it is evaluated"
+            f"{subject}, and an evaluation has packed it once more, for the CPU; nothing can be trained with that: "
+            "load the model again, and prepare it before it is evaluated"
         )
     if parameter.is_floating_point() and state is None:
-        raise ConfigError(f"{subject} that is not quantized yet; move the model to a device first (model.to('cpu'))")
+        raise ConfigError(f"{subject} that is not quantized yet; move the model to a device (model.to('cpu')) first")
+
+
+def _with_article(name: str) -> str:
+    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
 
 
 def check_shapes(model: torch.nn.Module) -> None:

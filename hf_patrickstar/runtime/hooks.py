@@ -37,7 +37,7 @@ from hf_patrickstar.runtime.live_model import LiveModel
 from hf_patrickstar.runtime.live_parameter import GET_GRAD, RAW, SET_GRAD, LiveMixin, raw_data, requires_grad
 from hf_patrickstar.runtime.live_tensor import LiveTensor, LiveWeights
 from hf_patrickstar.runtime.manager import ChunkManager
-from hf_patrickstar.runtime.quantized import Prepared, buffers_of, is_packed, parameters_of
+from hf_patrickstar.runtime.quantized import PackedLayers, buffers_of, parameters_of
 from hf_patrickstar.runtime.steps import Call
 from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.trace import input_shapes
@@ -85,6 +85,7 @@ class ModelHooks:
         self._attributes: list[dict[str, Any]] = []  # of modules
         self._structure: tuple[list[int], list[Any]] = [], []  # at the last look: entries per place, all entries
         self._names: dict[torch.nn.Module, str] = {}
+        self.packed_layers = PackedLayers()
         self._compiled: dict[torch.nn.Module, Any] = {}  # with what is called; see [Note: compiled parts]
         self._parameters = manager.parameters
         self._frames = manager.frames
@@ -122,6 +123,7 @@ class ModelHooks:
     def _attach_modules(self) -> None:
         """Registers hooks of modules that are new, removes those of modules that are gone, and notes what all hold."""
         self._names = {module: name or type(self._model).__name__ for name, module in self._model.named_modules()}
+        self.packed_layers.prepare(self._names)
         compiled = {module: calls_of(module) for module in self._names if is_compiled(module)}
         lists = {}
         if compiled != self._compiled:  # others have hooks now
@@ -291,7 +293,6 @@ class ModelHooks:
         if module._compiled_call_impl is not None:
             return [CompiledCall(module, before, after)]
         return [
-            *([Prepared(module)] if any(map(is_packed, module._parameters.values())) else []),
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
             module.register_forward_hook(after, always_call=True),
         ]

@@ -17,12 +17,13 @@ The package never imports bitsandbytes: classes are known by their names.
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-_PACKED = frozenset({"Params4bit", "Int8Params"})
+_INT8 = "Int8Params"
+_PACKED = frozenset({"Params4bit", _INT8})
 _PACKS = "support_avx512bf16_for_cpu"
 
 
@@ -117,30 +118,34 @@ def _tables_of(module: Any) -> Iterator[torch.Tensor]:
             yield table
 
 
-class Prepared:
-    """Keeps a layer of the library as the engine needs it, until it is removed, as hooks are.
+class PackedLayers:
+    """Keeps layers of the library as the engine needs them.
 
-    An evaluation on some CPUs packs 4-bit weights once more, so that nothing can be trained with them afterwards; a
-    layer that is prepared does not. An 8-bit layer has the weight itself where it would have a second tensor of the
-    same memory.
-
-    Args:
-        module: The layer.
+    An evaluation on some CPUs packs 4-bit weights once more, so that nothing can be trained with them afterwards;
+    these layers do not. An 8-bit layer has its weight where it has a second tensor over the same memory else.
     """
 
-    id = -1
+    def __init__(self) -> None:
+        self._packs: dict[Any, bool | None] = {}
 
-    def __init__(self, module: Any) -> None:
-        self._attributes = module.__dict__
-        self._packs = self._attributes.get(_PACKS)
-        if self._packs is not None:
-            self._attributes[_PACKS] = False
-        if type(module.weight).__name__ == "Int8Params":
-            if module.weight.CB is not None:
-                module.init_8bit_state()
-            module.state.CB = module.weight
+    def prepare(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Changes the layers among some modules; those that it has changed may be among them."""
+        for module in (module for module in modules if is_packed(module._parameters.get("weight"))):
+            self._packs.setdefault(module, module.__dict__.get(_PACKS))
+            module.__dict__[_PACKS] = False
+            weight: Any = module.weight
+            if type(weight).__name__ == _INT8:
+                if weight.CB is not None:
+                    module.init_8bit_state()
+                module.state.CB = weight
 
-    def remove(self) -> None:
-        """Lets the layer pack again."""
-        if self._packs is not None:
-            self._attributes[_PACKS] = self._packs
+    def restore(self) -> None:
+        """Gives the layers back, when their weights have their values."""
+        for module, packs in self._packs.items():
+            module.__dict__[_PACKS] = packs
+            if packs is None:
+                del module.__dict__[_PACKS]
+            state = module.__dict__.get("state")
+            if state is not None and isinstance(state.CB, torch.nn.Parameter):
+                state.CB = state.CB.data
+        self._packs.clear()

@@ -31,7 +31,7 @@ from hf_patrickstar.runtime.compiled import is_compiled
 from hf_patrickstar.runtime.frames import Frame, Lookup, current_stage
 from hf_patrickstar.runtime.hooks import has_hooks_of_user, is_embedding, places_of, tensors_in
 from hf_patrickstar.runtime.live_parameter import LiveMixin, raw_data, released_type, storage_key, take_raw_grad
-from hf_patrickstar.runtime.quantized import Prepared, buffers_of, is_packed, named_parameters
+from hf_patrickstar.runtime.quantized import PackedLayers, buffers_of, named_parameters
 from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.op_trace import (
     LeaveBackward,
@@ -149,6 +149,9 @@ class _Recorder(AnsweringMode):
     def _attached(self) -> Iterator[None]:
         """Inside of it the model is listened to; what is compiled runs as it is written."""
         with contextlib.ExitStack() as stack:
+            layers = PackedLayers()
+            stack.callback(layers.restore)
+            layers.prepare(self._model.modules())
             for watched in self._watched.values():
                 self._attach_parameter(watched, stack)
             inside = {
@@ -201,8 +204,6 @@ class _Recorder(AnsweringMode):
             result = self._leave_module(self._stack.pop(), output)
             return None if result is output else result
 
-        if any(map(is_packed, module._parameters.values())):
-            stack.callback(Prepared(module).remove)
         stack.callback(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
         stack.callback(module.register_forward_hook(after, always_call=True).remove)
 
