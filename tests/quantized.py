@@ -49,10 +49,10 @@ def load(kind, path=None, dtype=torch.float32, **quantization):
     )
 
 
-def with_adapter(model, **kwargs):
+def with_adapter(model, seed=1, **kwargs):
     """LoRA over every linear layer of a model, with other weights than zeros."""
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear", **kwargs))
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data.normal_(std=0.05, generator=generator)

@@ -130,10 +130,11 @@ class PackedLayers:
 
     def prepare(self, modules: Iterable[torch.nn.Module]) -> None:
         """Changes the layers among some modules; those that it has changed may be among them."""
-        for module in (module for module in modules if is_packed(module._parameters.get("weight"))):
+        layers: list[Any] = [module for module in modules if is_packed(module._parameters.get("weight"))]
+        for module in layers:
             self._packs.setdefault(module, module.__dict__.get(_PACKS))
             module.__dict__[_PACKS] = False
-            weight: Any = module.weight
+            weight = module.weight
             if type(weight).__name__ == _INT8:
                 if weight.CB is not None:
                     module.init_8bit_state()

@@ -73,7 +73,8 @@ def same_files(left, right):
     assert names == sorted(path.name for path in right.iterdir())
     for name in names:
         if name.endswith(".safetensors"):
-            assert_same(*(safetensors.torch.load_file(where / name) for where in (left, right)))
+            found = (safetensors.torch.load_file(where / name) for where in (left, right))
+            assert_same(*(dict(sorted(tensors.items())) for tensors in found))
         elif name.endswith(".json"):
             assert json.loads((left / name).read_text()) == json.loads((right / name).read_text())
     return names
@@ -210,13 +211,11 @@ def test_bytes(kind, nbytes):
     numel = sum(
         module.in_features * module.out_features for name, module in ours.named_modules() if name.endswith("_layer")
     )
-    engine = PatrickStarEngine(ours, {"placement": "host", "device_budget": "1GiB"}, optimizer_of(ours))
+    engine = PatrickStarEngine(ours, {"chunk_budget": smallest_budget(ours)}, optimizer_of(ours))
     found, padding = frozen_bytes(engine)
     assert found == nbytes * numel
     assert padding <= 0.02 * found
-    in_lists = sum(payload.nbytes for chunk in engine.manager.chunks for payload in chunk.payloads.values())
     assert engine.ledger.owners(Tier.HOST)["param"] == sum(chunk.param_nbytes for chunk in engine.manager.chunks)
-    assert engine.ledger.total(Tier.HOST) - in_lists < 4096
 
 
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32, torch.int8])
@@ -267,11 +266,12 @@ def test_a_packed_weight_that_an_evaluation_has_packed_again_is_refused():
     assert not isinstance(layer.weight, LiveMixin)
 
 
-def test_a_quantized_file_is_loaded(tmp_path):
-    """What ``save_pretrained`` has written of a model in chunks is what was quantized."""
-    pair = Pair("fp4, double")
-    pair.ours.get_base_model().save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path, device_map={"": "cpu"})
-    expected = {n.replace("base_layer.", ""): v for n, v in pair.plain.get_base_model().state_dict().items()}
-    found = again.state_dict()
-    assert_same({name: expected[name] for name in found}, found)
+@pytest.mark.parametrize("kind", ["nf4", "fp4, double", "int8"])
+def test_a_merged_model_is_saved_and_loaded(kind, tmp_path):
+    pair = Pair(kind)
+    for name, model in (("plain", pair.plain), ("ours", pair.ours)):
+        model.merge_and_unload().save_pretrained(tmp_path / name)
+    assert "model.safetensors" in same_files(tmp_path / "plain", tmp_path / "ours")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", device_map={"": "cpu"})
+    expected = pair.plain.get_base_model().state_dict()
+    assert_same({name: expected[name] for name in again.state_dict()}, dict(again.state_dict()))
