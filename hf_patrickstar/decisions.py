@@ -32,6 +32,7 @@ from hf_patrickstar.precision import Precision, choose_precision
 from hf_patrickstar.runtime.admission import check_model, check_values, is_left_out, is_recomputed
 from hf_patrickstar.runtime.chunk import torch_dtype
 from hf_patrickstar.runtime.live_parameter import LiveMixin
+from hf_patrickstar.runtime.quantized import parameters_of
 from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.estimate import Estimate, PlacementRules, left_device
 from hf_patrickstar.schedule.known import KnownTraces
@@ -454,7 +455,7 @@ def collect(
     def leave_out(parameter: torch.Tensor) -> bool:
         return is_left_out(parameter) or (isinstance(parameter, LiveMixin) and find(parameter) is None)
 
-    tensors, modules, parameters = collect_specs(model, is_recomputed, leave_out)
+    tensors, modules, parameters = collect_specs(model, is_recomputed, leave_out, parameters_of)
     tensors = [
         dataclasses.replace(spec, optimizer_index=optimizer_of.get(id(parameter), -1))
         for spec, parameter in zip(tensors, parameters, strict=True)

@@ -46,6 +46,7 @@ from hf_patrickstar.runtime.gate import FORWARD, STATE_DICT, Gate
 from hf_patrickstar.runtime.hooks import ModelHooks
 from hf_patrickstar.runtime.live_parameter import set_raw_data
 from hf_patrickstar.runtime.manager import ChunkManager
+from hf_patrickstar.runtime.quantized import buffers_of
 from hf_patrickstar.runtime.recovery import MAX_RETRIES, Recovery
 from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.known import KnownTraces
@@ -272,7 +273,7 @@ class PatrickStarEngine:
                 self.collectives,
                 self._decisions,
             )
-            self._recovery = Recovery(self.manager, self.device, self.model.buffers, self._emit)
+            self._recovery = Recovery(self.manager, self.device, functools.partial(buffers_of, self.model), self._emit)
             self.hooks.attach()
             of_copy = self._decisions.precision.casting(torch.device("cpu"))
             resources, reuses = self.resources, self.config.reuse_plan
@@ -528,6 +529,8 @@ class PatrickStarEngine:
                 value = self.weights.read(tensor).to(tensor.device)
                 set_raw_data(tensor.parameter, value)
                 tensor.unbind()
+        if hasattr(self, "hooks"):
+            self.hooks.packed_layers.restore()
         for buffer, device in self._buffer_devices:
             set_raw_data(buffer, buffer.data.to(device))
         self.manager.close()
@@ -540,11 +543,11 @@ class PatrickStarEngine:
 
     def _move_in(self) -> None:
         """Moves buffers to the device, and parameters into their chunks."""
-        for buffer in self.model.buffers():
+        for buffer in buffers_of(self.model):
             self._buffer_devices.append((buffer, buffer.device))
             set_raw_data(buffer, buffer.data.to(self.device))
         with self.manager.gradients.lock:  # other threads may read parameters
-            self._first_values.move_in(self.model.buffers(), self.hooks.bind)
+            self._first_values.move_in(buffers_of(self.model), self.hooks.bind)
         self._workers.close()  # a process that is forked before the first update starts threads of its own
 
 

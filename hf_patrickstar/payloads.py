@@ -141,8 +141,9 @@ class Payloads:
             offset_numel: Its offset in its chunk.
         """
         # Each parameter has its own placeholder, since libraries take parameters with one storage for tied ones.
-        nan = torch.full((), float("nan"), dtype=torch_dtype(spec.types.param), device=self._device)
-        return ManagedParameter(spec, parameter, offset_numel, nan.expand(spec.shape))
+        dtype = torch_dtype(spec.types.param)
+        nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=self._device)
+        return ManagedParameter(spec, parameter, offset_numel, nothing.expand(spec.shape))
 
     def nbytes_of(self, specs: Iterable[ChunkSpec]) -> list[ChunkBytes]:
         """The bytes of chunks over all lists."""

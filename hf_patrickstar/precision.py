@@ -21,6 +21,7 @@ are fp32 parameters of a model that was loaded mostly in 16-bit.
 import dataclasses
 import difflib
 import fnmatch
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -32,11 +33,12 @@ from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.layout.specs import FP32, TensorSpec, Types
 from hf_patrickstar.runtime.casting import Casting
+from hf_patrickstar.runtime.quantized import is_packed, keeps_type
 
 logger = logging.getLogger(__name__)
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_OWN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_OWN = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int8)
 """Types that a parameter may have in a chunk; others become fp32."""
 
 _MULTIPLYING = (
@@ -102,7 +104,12 @@ class Precision:
         """
         is_wide = self._find_wide(model, specs, parameters, loaded)
         return [
-            dataclasses.replace(spec, types=self._types(loaded(parameter), id(parameter) in is_wide, spec.trainable))
+            dataclasses.replace(
+                spec,
+                types=Types(_name(parameter.dtype), _name(parameter.dtype))
+                if keeps_type(parameter)
+                else self._types(loaded(parameter), id(parameter) in is_wide, spec.trainable),
+            )
             for spec, parameter in zip(specs, parameters, strict=True)
         ]
 
@@ -164,7 +171,7 @@ def choose_precision(
         ConfigError: If the precision is not known, or the model cannot compute in it.
     """
     numel: dict[torch.dtype, int] = {}
-    for parameter in parameters:
+    for parameter in itertools.filterfalse(keeps_type, parameters):
         numel[parameter.dtype] = numel.get(parameter.dtype, 0) + parameter.numel()
     largest = max(numel, key=lambda kind: numel[kind], default=torch.float32)
     is_narrow = largest in (torch.bfloat16, torch.float16)
@@ -215,7 +222,9 @@ def _left_by_autocast(model: torch.nn.Module, total_numel: int) -> set[int]:
     rounded, left, unknown = set[int](), set[int](), dict[int, int]()
     for module in model.modules():
         own = [parameter for parameter in module._parameters.values() if parameter is not None]
-        if isinstance(module, _MULTIPLYING) or type(module).__name__ == "Conv1D":
+        if any(map(is_packed, own)):  # the library casts the bias to the type that it computes in
+            left |= {id(parameter) for parameter in own}
+        elif isinstance(module, _MULTIPLYING) or type(module).__name__ == "Conv1D":
             rounded |= {id(parameter) for parameter in own}
         elif isinstance(module, _KEEPING) or all(p.dim() < 2 or p.shape[0] == 1 for p in own):
             left |= {id(parameter) for parameter in own}

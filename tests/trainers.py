@@ -18,6 +18,7 @@ from hf_patrickstar.layout.search import find_candidates
 from hf_patrickstar.layout.specs import collect_specs
 from hf_patrickstar.precision import choose_precision
 from hf_patrickstar.runtime.admission import is_recomputed
+from hf_patrickstar.runtime.quantized import parameters_of
 
 
 class LossRecorder(TrainerCallback):
@@ -53,7 +54,7 @@ def smallest_budget(model, precision="no", checkpointing=False, **settings):
     """Bytes of the largest working set of a layout with chunks as small as its tensors allow."""
     if checkpointing:
         model.gradient_checkpointing_enable()
-    tensors, modules, parameters = collect_specs(model, is_recomputed)
+    tensors, modules, parameters = collect_specs(model, is_recomputed, parameters_of=parameters_of)
     types = choose_precision(model, PatrickStarConfig(**settings), precision, parameters)
     tensors = types.assign(model, tensors, parameters)
     return min(found.need_nbytes for found in find_candidates(tensors, modules))

@@ -79,8 +79,12 @@ class ChunkWeights:
                 self._deferred = None
 
     def deferred(self, tensor: ManagedParameter) -> torch.Tensor | None:
-        """The deferred tensor of a parameter inside ``streamed``, the same for tied names; ``None`` elsewhere."""
-        if self._deferred is None or threading.get_ident() != self._saver:
+        """The deferred tensor of a parameter inside ``streamed``, the same for tied names; ``None`` elsewhere.
+
+        There is none for scales, since libraries look deferred tensors up among the parameters of the model.
+        """
+        is_scales = not isinstance(tensor.parameter, torch.nn.Parameter)
+        if is_scales or self._deferred is None or threading.get_ident() != self._saver:
             return None
         index = tensor.spec.index
         if index not in self._deferred:

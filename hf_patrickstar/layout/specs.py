@@ -16,7 +16,7 @@ class ModuleLike(Protocol):
         ...
 
 
-ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
+ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "int8": 1}
 MASTER = "master"
 GRADIENT = "grad"
 """Names of chunk lists: parameters as the optimizer has them, and gradients that accumulate."""
@@ -129,10 +129,16 @@ class ModuleSpec:
     tensor_indices: tuple[int, ...]
 
 
+def _registered(module: Any) -> list[tuple[Any, str, str]]:
+    """Where a module keeps the parameters that it has registered."""
+    return [(module._parameters, name, name) for name in module._parameters]
+
+
 def collect_specs(
     model: ModuleLike,
     is_recomputed: Callable[[Any], bool] = lambda module: False,
     is_left_out: Callable[[Any], bool] = lambda parameter: False,
+    parameters_of: Callable[[Any], Iterable[tuple[Any, str, str]]] = _registered,
 ) -> tuple[list[TensorSpec], list[ModuleSpec], list[Any]]:
     """Lists a model's parameters in model order, each once, and the modules that own them.
 
@@ -140,6 +146,7 @@ def collect_specs(
         model: A ``torch.nn.Module``; its parameters may be on the meta device.
         is_recomputed: Tells whether a module is recomputed as one segment in backward.
         is_left_out: Tells whether a parameter gets no place, because it has no shape yet, for example.
+        parameters_of: Tells where a module keeps its parameters: a dictionary, the key in it, and the name.
 
     Returns:
         The tensor specs, the module specs, and the parameters in the order of the tensor specs.
@@ -156,7 +163,8 @@ def collect_specs(
         is_new = id(module) not in module_indices
         module_index = module_indices.setdefault(id(module), len(module_indices))
         own: list[int] = []
-        for name, parameter in module._parameters.items():
+        for place, key, name in parameters_of(module):
+            parameter = place[key]
             if parameter is None or is_left_out(parameter):
                 continue
             index = order.setdefault(id(parameter), len(parameters))
@@ -175,8 +183,9 @@ def collect_specs(
     modules = [dataclasses.replace(m, tensor_indices=_held_during(m.name, held, lent)) for m in modules]
     for module_name, module in model.named_modules():
         if is_recomputed(module):
-            inside = sorted({order[id(parameter)] for parameter in module.parameters() if id(parameter) in order})
-            modules.append(ModuleSpec(module_name, type(module).__name__, tuple(inside)))
+            begin = f"{module_name}." if module_name else ""
+            inside = {index for path, own in held.items() if f"{path}.".startswith(begin) for index in own}
+            modules.append(ModuleSpec(module_name, type(module).__name__, tuple(sorted(inside))))
     specs = [
         TensorSpec(
             index=index,

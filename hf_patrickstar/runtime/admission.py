@@ -7,6 +7,7 @@ import torch
 
 from hf_patrickstar.errors import ConfigError, EngineError
 from hf_patrickstar.runtime.compiled import is_compiled
+from hf_patrickstar.runtime.quantized import is_packed
 from hf_patrickstar.runtime.together import roots_of
 
 
@@ -59,17 +60,41 @@ def _check_parameters(model: torch.nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if is_left_out(parameter):
             continue
-        if type(parameter).__name__ in ("Params4bit", "Int8Params"):
-            raise ConfigError(
-                f"parameter '{name}' is quantized by bitsandbytes ({type(parameter).__name__}), which the engine does "
-                "not manage; load the model without quantization"
-            )
-        if not parameter.dtype.is_floating_point:
+        if is_packed(parameter):
+            _check_packed(name, parameter, model.get_submodule(name.rpartition(".")[0]))
+        elif not parameter.dtype.is_floating_point:
             raise ConfigError(
                 f"parameter '{name}' has type {parameter.dtype}, only floating types are managed; make it a buffer"
             )
         if type(parameter.data).__name__ == "DTensor":
             raise ConfigError(f"parameter '{name}' is a DTensor; load the model without tensor parallelism")
+
+
+def _check_packed(name: str, parameter: Any, module: torch.nn.Module) -> None:
+    kind, owner = type(parameter).__name__, type(module).__name__
+    subject = f"parameter '{name}' is {_with_article(kind)} of bitsandbytes"
+    state = getattr(parameter, "quant_state", None)
+    if parameter.requires_grad or getattr(parameter, "has_fp16_weights", False):
+        raise ConfigError(
+            f"{subject}, and is trained; chunks hold such weights packed and frozen: freeze the model "
+            "(model.requires_grad_(False)) and train an adapter over it (PEFT), or load it without quantization"
+        )
+    if not isinstance(module, torch.nn.Linear):
+        raise ConfigError(
+            f"{subject} in {_with_article(owner)}; only linear layers can have such weights here: leave this one out "
+            "of the quantization (llm_int8_skip_modules of BitsAndBytesConfig)"
+        )
+    if getattr(state, "packing_format_for_cpu", False):
+        raise ConfigError(
+            f"{subject}, and an evaluation has packed it once more, for the CPU; nothing can be trained with that: "
+            "load the model again, and prepare it before it is evaluated"
+        )
+    if parameter.is_floating_point() and state is None:
+        raise ConfigError(f"{subject} that is not quantized yet; move the model to a device (model.to('cpu')) first")
+
+
+def _with_article(name: str) -> str:
+    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
 
 
 def check_shapes(model: torch.nn.Module) -> None:

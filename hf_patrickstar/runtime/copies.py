@@ -165,9 +165,12 @@ class Copies:
         self._emit(ChunkEvicted(chunk.spec.index, chunk.copy_nbytes))
 
     def poison(self, chunk: Chunk) -> None:
-        """Fills a copy that is about to be evicted with NaN: who goes on to use it computes with that (debugging)."""
+        """Fills a copy that is about to be evicted with NaN: who goes on to use it computes with that (debugging).
+
+        Bytes are all 85: other weights than any that are likely.
+        """
         assert chunk.compute is not None
-        chunk.compute.fill_(float("nan"))
+        chunk.compute.fill_(float("nan") if chunk.dtype.is_floating_point else 85)
 
     def invalidate(self, chunk: Chunk) -> None:
         """Drops the copy of a chunk, if it has one, because its home has changed."""

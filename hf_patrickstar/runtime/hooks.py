@@ -37,6 +37,7 @@ from hf_patrickstar.runtime.live_model import LiveModel
 from hf_patrickstar.runtime.live_parameter import GET_GRAD, RAW, SET_GRAD, LiveMixin, raw_data, requires_grad
 from hf_patrickstar.runtime.live_tensor import LiveTensor, LiveWeights
 from hf_patrickstar.runtime.manager import ChunkManager
+from hf_patrickstar.runtime.quantized import PackedLayers, buffers_of, parameters_of
 from hf_patrickstar.runtime.steps import Call
 from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.trace import input_shapes
@@ -84,6 +85,7 @@ class ModelHooks:
         self._attributes: list[dict[str, Any]] = []  # of modules
         self._structure: tuple[list[int], list[Any]] = [], []  # at the last look: entries per place, all entries
         self._names: dict[torch.nn.Module, str] = {}
+        self.packed_layers = PackedLayers()
         self._compiled: dict[torch.nn.Module, Any] = {}  # with what is called; see [Note: compiled parts]
         self._parameters = manager.parameters
         self._frames = manager.frames
@@ -121,6 +123,7 @@ class ModelHooks:
     def _attach_modules(self) -> None:
         """Registers hooks of modules that are new, removes those of modules that are gone, and notes what all hold."""
         self._names = {module: name or type(self._model).__name__ for name, module in self._model.named_modules()}
+        self.packed_layers.prepare(self._names)
         compiled = {module: calls_of(module) for module in self._names if is_compiled(module)}
         lists = {}
         if compiled != self._compiled:  # others have hooks now
@@ -392,7 +395,7 @@ class ModelHooks:
             shapes = input_shapes([tensor.shape for tensor in inputs])
             if self._manager.tracer.asks_padding and frame.stage is Stage.FORWARD:
                 self._manager.tracer.note_padding(has_padding(kwargs.get("attention_mask")))
-            present = itertools.chain(inputs, self._model.buffers())
+            present = itertools.chain(inputs, buffers_of(self._model))
             call = Call(frame.module, name, args, kwargs, frame.stage is Stage.FORWARD)
             name = "" if frame.module is self._model else name
             self._manager.before_forward(frame.stage, call, name, shapes, present)
@@ -465,10 +468,10 @@ def places_of(
 ) -> Iterator[tuple[dict[str, Any], str, _Found]]:
     """Where what a module computes with is held: a dictionary, the name in it, and what is found for the parameter."""
     for part in computed_by(module):
-        for key, parameter in list(part._parameters.items()):
-            found = None if parameter is None else find(parameter)
+        for place, key, _ in parameters_of(part):
+            found = None if place[key] is None else find(place[key])
             if found is not None:
-                yield part._parameters, key, found
+                yield place, key, found
 
 
 def has_hooks_of_user(parameter: Any, is_trainable: bool) -> bool:

@@ -13,6 +13,7 @@ from hf_patrickstar.runtime import captures
 from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.runtime.live_tensor import LiveWeights, cannot_share
 from hf_patrickstar.runtime.manager import ChunkManager
+from hf_patrickstar.runtime.quantized import parameters_of
 from hf_patrickstar.runtime.together import roots_of
 
 _HOOK_DICTIONARIES = (
@@ -139,8 +140,8 @@ class LiveModel:
     @unseen()
     def fill_state_dict(self, module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
         """Puts values into the state dictionary of one module."""
-        for name, parameter in module._parameters.items():
-            key = prefix + name
+        for place, at, name in parameters_of(module):
+            key, parameter = prefix + name, place[at]
             if parameter is None or state_dict.get(key, parameter) is parameter:
                 continue
             with self._manager.gradients.lock:  # it leaves its chunk before this, or after

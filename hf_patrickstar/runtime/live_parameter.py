@@ -11,9 +11,9 @@ object stays the same; only its class changes, as torch does it when an ``Uninit
 Code that goes around ``__torch_function__`` (an extension in C++ that was handed a released parameter) finds NaN.
 """
 
+import copy
 import functools
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Collection
 from typing import Any, Protocol, cast
 
@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.memory.operators import has_modes_of_users, unseen, with_modes_of_users
 from hf_patrickstar.runtime.compiled import is_dynamo_tracing
+from hf_patrickstar.runtime.quantized import bases_of, is_packed
 
 RAW = torch._C.DisableTorchFunctionSubclass
 """A context in which a released parameter shows its placeholder."""
@@ -38,6 +39,7 @@ _get_data, SET_DATA = _Base.data.__get__, _Base.data.__set__
 """``SET_DATA`` is what torch itself does for ``parameter.data = value``; see ``set_data_inside``."""
 GET_GRAD, SET_GRAD = _Base.grad.__get__, _Base.grad.__set__
 _get_requires_grad = _Base.requires_grad.__get__
+_SAVE = torch.nn.Module._save_to_state_dict
 
 
 class Access:
@@ -190,28 +192,33 @@ class LiveMixin:
 
     __torch_function__: Any
 
-    def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Makes an ordinary parameter: ``type(parameter)(data)`` must not make another live one."""
-        return _maker(cls)(data, requires_grad)
+        return _maker(cls)(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        """As in torch, where copies of parameters have no attributes, and those of packed weights have them all."""
         if id(self) not in memo:
-            memo[id(self)] = _maker(type(self))(_live_of(self).copied_value(), requires_grad(self))
+            made = memo[id(self)] = _maker(type(self))(_live_of(self).copied_value(), requires_grad(self))
+            if is_packed(self):
+                made.__dict__.update(copy.deepcopy(_attributes(self), memo))
         return memo[id(self)]
 
     def __copy__(self: Any) -> Any:
         """As in torch: the same memory, and the same attributes."""
         made = _maker(type(self))(self.data, requires_grad(self))
-        made.__dict__.update((name, value) for name, value in self.__dict__.items() if name != "_live")
+        made.__dict__.update(_attributes(self))
         return made
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        parameter = _maker(type(self))(_live_of(self).host_value(), requires_grad(self))
-        state = {name: value for name, value in self.__dict__.items() if name != "_live"}
-        if state:
-            arguments: tuple[Any, ...] = (parameter.data, parameter.requires_grad, OrderedDict(), state)
-            return torch._utils._rebuild_parameter_with_state, arguments
-        return torch._utils._rebuild_parameter, (parameter.data, parameter.requires_grad, OrderedDict())
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        made = _maker(type(self))(_live_of(self).host_value(), requires_grad(self))
+        made.__dict__.update(_attributes(self))
+        return made.__reduce_ex__(protocol)
+
+
+def _attributes(parameter: Any) -> dict[str, Any]:
+    """What users and libraries have put on a parameter."""
+    return {name: value for name, value in parameter.__dict__.items() if name != "_live"}
 
 
 def _live_of(parameter: Any) -> Live:
@@ -332,17 +339,15 @@ class ReleasedMixin(LiveMixin):
 @functools.cache
 def acquired_type(original: type) -> type:
     """The class of a parameter of a class while it has its value."""
-    return type(
-        original.__name__, (AcquiredMixin, original), {"_original": original, "__module__": original.__module__}
-    )
+    bases = (AcquiredMixin, *bases_of(original))
+    return type(original.__name__, bases, {"_original": original, "__module__": original.__module__})
 
 
 @functools.cache
 def released_type(original: type) -> type:
     """The class of a parameter of a class while its value is in a chunk."""
-    return type(
-        original.__name__, (ReleasedMixin, original), {"_original": original, "__module__": original.__module__}
-    )
+    bases = (ReleasedMixin, *bases_of(original))
+    return type(original.__name__, bases, {"_original": original, "__module__": original.__module__})
 
 
 def original_type(cls: type) -> Any:
@@ -353,12 +358,14 @@ def original_type(cls: type) -> Any:
 def _maker(cls: type) -> Any:
     """What makes an ordinary parameter of a class; under fake tensors ``Parameter`` makes fake ones."""
     original = original_type(cls)
+    if original is torch.Tensor:
+        return torch.Tensor.requires_grad_
     return torch.nn.Parameter if issubclass(original, FakeTensor) else original
 
 
 def can_answer(parameter: torch.Tensor) -> bool:
     """Whether the engine can change a parameter's class; a fake one is of the class of all fake tensors."""
-    return isinstance(parameter, torch.nn.Parameter) and issubclass(type(parameter), (torch.nn.Parameter, FakeTensor))
+    return type(parameter) is torch.Tensor or issubclass(type(parameter), (torch.nn.Parameter, FakeTensor))
 
 
 # The tensor that is there, placeholder or not
@@ -558,20 +565,21 @@ WITHOUT_VALUE = frozenset(
 """Functions that need shapes and flags alone, or that mean the parameter itself and not its value."""
 
 
-def _is_called_by(function: Any) -> bool:
-    """Whether the Python code that has called into torch is that of a function; modes of users may be in between."""
+def _caller() -> Any:
+    """The Python code that has called into torch; modes of users may be in between."""
     frame: Any = sys._getframe(3)
     while frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back
-    return frame.f_code is function.__code__
+    return frame.f_code
 
 
 def detach(parameter: Any) -> torch.Tensor:
     """Answers ``parameter.detach()``; what has called torch must be the caller's caller."""
-    if _is_called_by(torch.nn.Module._save_to_state_dict):
+    code, is_scales = _caller(), original_type(type(parameter)) is torch.Tensor
+    if code is _SAVE.__code__ or (is_scales and code.co_name == _SAVE.__name__):
         return _live_of(parameter).detached_for_state_dict()
     value: torch.Tensor = call_with_values(torch.Tensor.detach, (parameter,), {})
-    if not _is_called_by(torch.nn.Parameter.__new__):
+    if code is not torch.nn.Parameter.__new__.__code__:
         return value
     # ``nn.Parameter(parameter)`` insists on the type that it was given, and returns this.
     return torch.Tensor._make_subclass(type(parameter), value)

@@ -10,6 +10,7 @@ from hf_patrickstar.errors import EngineError
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.runtime.autograd import Autograd, may_keep, refuse_reentrant
 from hf_patrickstar.runtime.chunk import GradientPlace, ManagedParameter
+from hf_patrickstar.runtime.frames import Frames
 from hf_patrickstar.runtime.gradients import Gradients, consumed
 from hf_patrickstar.runtime.live_parameter import (
     GET_GRAD,
@@ -24,6 +25,7 @@ from hf_patrickstar.runtime.live_parameter import (
     storage_key,
 )
 from hf_patrickstar.runtime.manager import ChunkManager
+from hf_patrickstar.runtime.quantized import is_packed
 from hf_patrickstar.runtime.values import as_it_is
 from hf_patrickstar.states import Stage
 
@@ -90,6 +92,21 @@ class LiveWeights(Protocol):
         ...
 
 
+def computes(tensor: Any, frames: Frames, func: Any) -> bool:
+    """Whether a call inside of a forward or backward computes with a parameter, though autograd does not record it.
+
+    A backward without a forward in it computes with frozen parameters, which a function of autograd has kept. What the
+    library that has packed a weight does with its bytes is computing, too.
+
+    Args:
+        tensor: The parameter; it has a ``spec``.
+        frames: The forwards that are running.
+        func: What is called.
+    """
+    is_running = frames.stack or not tensor.spec.trainable
+    return bool(is_running) and (func not in WITHOUT_GRAPH or is_packed(tensor.parameter))
+
+
 class LiveTensor:
     """Answers for one parameter; see ``Live``.
 
@@ -129,12 +146,14 @@ class LiveTensor:
             raise EngineError(cannot_share(tensor))
         is_graph = is_graph and func not in WITHOUT_GRAPH
         is_inside = frames.is_inside
+        if is_inside and frames.stage is Stage.BACKWARD:
+            self.autograd.notice_backward()
         leaf = frames.find_lookup(tensor.parameter) if is_inside else None
         if leaf is not None:
             return Access(leaf)
         if is_inside and not manager.sharing.is_alone:  # there others may do something else meanwhile
             return _InsideAccess(tensor, manager, func)
-        if is_inside and (is_graph or (frames.stack and not writes and func not in WITHOUT_GRAPH)):
+        if is_inside and (is_graph or (not writes and computes(tensor, frames, func))):
             return _InsideAccess(tensor, manager, func)
         try:
             if is_graph and not is_inside:
@@ -151,6 +170,8 @@ class LiveTensor:
         """
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"Variable data has to be a tensor, but got {type(value).__name__}")
+        if value is self.tensor.parameter:
+            return
         manager = self.manager
         if tuple(value.shape) == self.tensor.spec.shape:
             manager.writes.assign(self.tensor, value.data)

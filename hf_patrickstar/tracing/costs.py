@@ -70,6 +70,14 @@ _FLOPS: dict[Any, Callable[..., Any]] = {
 }
 
 
+def _products(left: Any, right: Any, shape: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    """Those of a product with a packed weight, which has its true shape beside it."""
+    return int(2 * left.numel() * shape[0])
+
+
+_FLOPS_OF_OTHERS: dict[str, Callable[..., Any]] = {"bitsandbytes::gemm_4bit": _products}
+
+
 def cost_of(operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Cost | None:
     """The cost of one call of an operator; ``None`` if it touches no memory.
 
@@ -88,7 +96,7 @@ def cost_of(operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Co
     made = [tensor for tensor in tensors_among(result) if id(tensor) not in given]
     made_nbytes = _nbytes(made)
     read_nbytes = made_nbytes + _nbytes(read[1:]) if packet in READS_ROWS else _nbytes(read)
-    count = _FLOPS.get(packet)
+    count = _FLOPS.get(packet) or _FLOPS_OF_OTHERS.get(operator._schema.name)
     flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
     written_nbytes = _nbytes(written) * (1 if writes_over(operator) else 2)
     if packet in ADAMS:
@@ -98,7 +106,7 @@ def cost_of(operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Co
 
 @functools.cache
 def _costs_nothing(operator: Any) -> bool:
-    is_known = operator._schema.name.startswith("aten::")
+    is_known = operator._schema.name.startswith(("aten::", "bitsandbytes::"))
     return touches_nothing(operator) or operator._overloadpacket in _IS_FREE or not is_known
 
 

@@ -37,6 +37,7 @@ from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.runtime.chunked_loss import has_chunked_loss
 from hf_patrickstar.runtime.hooks import has_hooks_of_user, has_padding
 from hf_patrickstar.runtime.manager import ChunkManager
+from hf_patrickstar.runtime.quantized import parameters_of
 from hf_patrickstar.runtime.steps import Call, Estimated
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.op_trace import EnterForward, LookedUp, OpTrace
@@ -165,7 +166,7 @@ class StepEstimator:
             return {"inputs": copy_without_bytes(inputs, shapes=dict(enumerate(shapes)), device=cpu)}
 
         def prepare(model: torch.nn.Module) -> tuple[list[TensorSpec], Casting]:
-            found, _, _ = collect_specs(model)
+            found, _, _ = collect_specs(model, parameters_of=parameters_of)
             tensors.clear()
             for spec in found:
                 if spec.name not in by_name:

@@ -42,7 +42,7 @@ class Watched:
         num_saved: How many operands of it autograd keeps.
     """
 
-    def __init__(self, spec: TensorSpec, parameter: torch.nn.Parameter) -> None:
+    def __init__(self, spec: TensorSpec, parameter: torch.Tensor) -> None:
         self.spec = spec
         self.parameter: Any = parameter
         self.original_type = type(parameter)

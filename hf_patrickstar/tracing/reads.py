@@ -18,7 +18,7 @@ from hf_patrickstar.runtime.live_parameter import (
     set_raw_grad,
     storage_key,
 )
-from hf_patrickstar.runtime.live_tensor import EXPORTS, WITHOUT_GRAPH
+from hf_patrickstar.runtime.live_tensor import EXPORTS, WITHOUT_GRAPH, computes
 from hf_patrickstar.states import Stage
 from hf_patrickstar.tracing.notes import Notes, Watched
 
@@ -42,7 +42,9 @@ class Reads:
         if leaf is not None:
             return Access(leaf)
         is_graph = is_graph and func not in WITHOUT_GRAPH
-        if frames.is_inside and (is_graph or (frames.stack and not writes and func not in WITHOUT_GRAPH)):
+        if frames.is_inside and frames.stage is Stage.BACKWARD:
+            self._autograd.notice_backward()
+        if frames.is_inside and (is_graph or (not writes and computes(self._watched, frames, func))):
             return _InsideAccess(self._watched, self._notes, func)
         if not frames.is_inside and is_graph:
             return _GraphAccess(self._watched, self._notes, self._autograd)
@@ -59,7 +61,7 @@ class Reads:
 
     def assign(self, value: torch.Tensor) -> None:
         """See ``Live``; the parameter stays as it is, since the model is not the recording's to change."""
-        self._notes.is_odd = True
+        self._notes.is_odd |= value is not self._watched.parameter
 
     def note_data_is_out(self) -> None:
         """See ``Live``."""

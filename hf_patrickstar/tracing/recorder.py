@@ -31,6 +31,7 @@ from hf_patrickstar.runtime.compiled import is_compiled
 from hf_patrickstar.runtime.frames import Frame, Lookup, current_stage
 from hf_patrickstar.runtime.hooks import has_hooks_of_user, is_embedding, places_of, tensors_in
 from hf_patrickstar.runtime.live_parameter import LiveMixin, raw_data, released_type, storage_key, take_raw_grad
+from hf_patrickstar.runtime.quantized import PackedLayers, buffers_of, named_parameters
 from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.op_trace import (
     LeaveBackward,
@@ -117,11 +118,11 @@ class _Recorder(AnsweringMode):
         super().__init__()
         self._model = model
         self._setting = setting
-        parameters = dict(model.named_parameters())
+        parameters = named_parameters(model)
         self._watched = {id(parameters[spec.name]): Watched(spec, parameters[spec.name]) for spec in specs}
         self._by_storage = {watched.key: watched for watched in self._watched.values()}
         self._owned = set(self._by_storage)
-        self._notes = Notes(inputs, model.buffers(), self._owned)
+        self._notes = Notes(inputs, buffers_of(model), self._owned)
         self._charges = Charges(has_accelerator=setting.has_accelerator, times=setting.times)
         self._is_quiet = False
         self._is_evaluation = not torch.is_grad_enabled()
@@ -148,6 +149,9 @@ class _Recorder(AnsweringMode):
     def _attached(self) -> Iterator[None]:
         """Inside of it the model is listened to; what is compiled runs as it is written."""
         with contextlib.ExitStack() as stack:
+            layers = PackedLayers()
+            stack.callback(layers.restore)
+            layers.prepare(self._model.modules())
             for watched in self._watched.values():
                 self._attach_parameter(watched, stack)
             inside = {
@@ -226,7 +230,7 @@ class _Recorder(AnsweringMode):
             may_keep(f"the forward of {name}")
             inputs = list(tensors_in((args, kwargs)))
             shapes = input_shapes([tensor.shape for tensor in inputs])
-            present = itertools.chain(inputs, self._model.buffers())
+            present = itertools.chain(inputs, buffers_of(self._model))
             if self._is_evaluation and frame.stage is not Stage.EVALUATION:
                 self._notes.is_odd = True
             self._notes.enter_forward(shapes, present, is_inner=self._is_inner(frame))

@@ -37,6 +37,8 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_patrickstar.errors import TraceError
 from hf_patrickstar.runtime.hooks import tensors_in
+from hf_patrickstar.runtime.live_parameter import LiveMixin
+from hf_patrickstar.runtime.quantized import is_packed, packed_type
 from hf_patrickstar.units import MIB
 
 LIBRARIES = ("torch", "transformers", "peft", "trl", "accelerate")
@@ -274,9 +276,11 @@ class Copier:
         dtype = self._dtype_of(tensor) if is_parameter and self._dtype_of is not None else tensor.dtype
         made = torch.zeros((), dtype=dtype, device=self._device or tensor.device)
         # A parameter in a chunk is contiguous, and its placeholder is not.
-        is_dense = is_parameter or tuple(shape) != tuple(tensor.shape)
+        is_dense = is_parameter or isinstance(tensor, LiveMixin) or tuple(shape) != tuple(tensor.shape)
         made = made.new_zeros(shape) if is_dense else made.new_empty_strided(tuple(shape), tensor.stride())
         made = torch.nn.Parameter(made, needs_grad) if is_parameter else made.requires_grad_(needs_grad)
+        if is_packed(tensor):
+            made.__class__ = packed_type(FakeTensor, type(tensor).__name__)
         self._remember(tensor, made)
         if not isinstance(tensor, FakeTensor):  # whose attributes are those of fake tensors
             made.__dict__.update(

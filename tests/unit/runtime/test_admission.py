@@ -1,6 +1,7 @@
 """Which models can be managed, and what is said to the others."""
 
 import functools
+import types
 
 import pytest
 import torch
@@ -28,8 +29,17 @@ def with_parameter(make, name="weight"):
     return model
 
 
-def typed(class_name):
-    return with_parameter(type(class_name, (torch.nn.Parameter,), {}))
+def typed(class_name, requires_grad=False, **attributes):
+    """A model with a weight of a class of this name, which may have attributes."""
+    cls = type(class_name, (torch.nn.Parameter,), attributes)
+    return with_parameter(lambda value: cls(value, requires_grad=requires_grad))
+
+
+def with_packed_embedding():
+    cls = type("Params4bit", (torch.nn.Parameter,), {"quant_state": "some"})
+    model = torch.nn.Embedding(2, 2)
+    model.weight = cls(torch.zeros(2, 1, dtype=torch.uint8), requires_grad=False)
+    return model
 
 
 def with_integers():
@@ -70,8 +80,14 @@ def test_models_that_can_be_managed(make):
         (compiled, r"the model is compiled as a whole, .*; pass the model itself, and compile its blocks"),
         (lambda: checkpointed(True), r"module '1' uses .* model\.gradient_checkpointing_enable\(gradient_"),
         (lambda: checkpointed(True, True), r"module '1' uses .* model\.activation_checkpointing_enable\(activation_"),
-        (lambda: typed("Params4bit"), r"parameter '1\.weight' is quantized by bitsandbytes \(Params4bit\)"),
-        (lambda: typed("Int8Params"), r"parameter '1\.weight' is quantized by bitsandbytes \(Int8Params\)"),
+        (lambda: typed("Params4bit", True), r"parameter '1\.weight' is a Params4bit of .* is trained; .* an adapter"),
+        (lambda: typed("Int8Params", has_fp16_weights=True), r"parameter '1\.weight' is an Int8Params .* is trained"),
+        (lambda: typed("Params4bit"), r"parameter '1\.weight' is .* not quantized yet; move the model to a device"),
+        (with_packed_embedding, r"parameter 'weight' is .* in an Embedding; .* linear layers .*llm_int8_skip_modules"),
+        (
+            lambda: typed("Params4bit", quant_state=types.SimpleNamespace(packing_format_for_cpu=True)),
+            r"parameter '1\.weight' is .* an evaluation has packed it .*: load the model again",
+        ),
         (with_integers, r"parameter '1\.scale' has type torch\.int8, .* make it a buffer"),
         (lambda: with_parameter(Sharded), r"parameter '1\.weight' is a DTensor"),
     ],

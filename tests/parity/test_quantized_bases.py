@@ -1,0 +1,66 @@
+"""Adapters over weights that bitsandbytes has packed: bit for bit the stock Trainer, a tenth of the bytes there."""
+
+import pytest
+from covering import ids, pairwise
+from models import make_rows
+from quantized import KINDS, load, packed, packed_nbytes, with_adapter, without_packing
+from trainers import LossRecorder, arguments, assert_same_run, logged, smallest_budget
+from transformers import Trainer, TrainingArguments
+
+from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments
+
+pytest.importorskip("bitsandbytes")
+
+
+def train(model, tmp_path, config=None, rows=32, train_kwargs=None, **kwargs):
+    """Trains; ``config`` of ``None`` means the stock Trainer."""
+    recorder = LossRecorder()
+    if config is None:
+        cls, args = Trainer, arguments(TrainingArguments, tmp_path, **kwargs)
+    else:
+        settings = {"patrickstar": True, "patrickstar_config": config, **kwargs}
+        cls, args = PatrickStarTrainer, arguments(PatrickStarTrainingArguments, tmp_path, **settings)
+    data = make_rows("llama", rows)
+    trainer = cls(model=model, args=args, train_dataset=data, eval_dataset=data[:8], callbacks=[recorder])
+    trainer.train(**(train_kwargs or {}))
+    return trainer, recorder
+
+
+def tenth(model):
+    return {"chunk_budget": packed_nbytes(model) // 10}
+
+
+CASES = pairwise(
+    kind=sorted(KINDS),
+    bf16=[False, True],
+    accumulation=[1, 2],
+    checkpointing=[False, True],
+    evaluates=[False, True],
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids)
+def test_same_run(case, tmp_path):
+    kwargs = {"gradient_accumulation_steps": case["accumulation"], "bf16": case["bf16"], "max_steps": 3}
+    if case["evaluates"]:
+        kwargs |= {"eval_strategy": "steps", "eval_steps": 1}
+    if case["checkpointing"]:
+        kwargs |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    stock, ours = (with_adapter(load(case["kind"])) for _ in range(2))
+    config = tenth(ours)
+    if case["checkpointing"]:  # a layer that is computed again needs all its weights at once
+        precision = "bf16" if case["bf16"] else "no"
+        config = {"chunk_budget": max(config["chunk_budget"], smallest_budget(ours, precision, checkpointing=True))}
+    expected = train(without_packing(stock), tmp_path / "stock", **kwargs)
+    actual = train(ours, tmp_path / "ours", config, **kwargs)
+    assert_same_run(expected, actual)
+    assert logged(actual[0], "eval_loss") == logged(expected[0], "eval_loss")
+    stats, manager = actual[0].patrickstar_stats(), actual[0].patrickstar_engine.manager
+    moved = {manager.find(weight).chunk.spec.index for weight in packed(ours).values()}
+    assert len(moved) > 10
+    assert not any(manager.chunks[index].is_static for index in moved)
+    assert stats["chunk_evictions"] > 3 * len(moved)
+    assert stats["device_peak_nbytes"] <= config["chunk_budget"]
+    assert stats["diverged_steps"] == 0
+    # How many outliers the inputs of an 8-bit layer have in an evaluation, no tensor without bytes can tell.
+    assert stats["recorded_steps"] == (case["kind"] == "int8" and case["evaluates"])
