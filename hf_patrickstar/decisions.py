@@ -260,7 +260,8 @@ class Decisions(Arrangement):
         """
         ledger, homed = situation.resources.ledger, self.homes.device_homed
         num, num_trained = (
-            sum(spec.numel for spec in self.tensors if spec.trainable or everything) for everything in (True, False)
+            sum(spec.num_parameters for spec in self.tensors if spec.trainable or everything)
+            for everything in (True, False)
         )
         on_host, on_device = map(self.at_home_nbytes, (Tier.HOST, Tier.DEVICE))
         training = [trace for trace in known.traces.values() if trace.kind.is_training]

@@ -60,6 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="train adapters over a frozen model: r=16,alpha=32,targets=q_proj+v_proj, each optional (needs PEFT)",
     )
     add("--peft", metavar="PATH", help="the same by an adapter_config.json, or a directory with one")
+    for bits in (4, 8):
+        text = f"the frozen model is packed into {bits} bits (needs bitsandbytes, and --lora or --peft)"
+        add(f"--load-in-{bits}bit", action="store_true", help=text)
     add(
         "--search",
         metavar="GOAL",

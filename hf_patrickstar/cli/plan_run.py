@@ -35,6 +35,8 @@ _ITS_OWN = {
     "--task": "a script that trains for it",
     "--lora": "a script that adds adapters",
     "--peft": "a script that adds adapters",
+    "--load-in-4bit": "a script that loads a quantized model",
+    "--load-in-8bit": "a script that loads a quantized model",
 }
 """Options of the command that a script's own arguments take the place of."""
 
@@ -151,6 +153,7 @@ def _arrange(options: argparse.Namespace) -> tuple[Subject, TrainingSetup]:
         optimizer=options.optimizer,
         max_norm=options.max_grad_norm or None,
         adapters=_adapters(options),
+        bits=_bits(options),
         **_machine_of(options),
     )
 
@@ -169,6 +172,12 @@ def _adapters(options: argparse.Namespace) -> dict[str, Any] | None:
             raise ConfigError("--lora: there are no settings of adapters; write at least one, such as r=16")
         return parse_lora(options.lora)
     return None if options.peft is None else read_peft(options.peft)
+
+
+def _bits(options: argparse.Namespace) -> int | None:
+    if options.load_in_4bit and options.load_in_8bit:
+        raise ConfigError("--load-in-4bit and --load-in-8bit are both given; keep one of them")
+    return 4 if options.load_in_4bit else 8 if options.load_in_8bit else None
 
 
 def _arrange_script(options: argparse.Namespace) -> tuple[Subject, TrainingSetup]:

@@ -20,6 +20,8 @@ ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1
 MASTER = "master"
 GRADIENT = "grad"
 """Names of chunk lists: parameters as the optimizer has them, and gradients that accumulate."""
+SCALES_SUFFIX = ".absmax"
+"""The name of the scales of a packed weight is that of the weight with this."""
 BLOCK_NUMEL = 256
 """Elements of an 8-bit state that share a scale, as bitsandbytes cuts a tensor."""
 _SCALES = "absmax"
@@ -107,6 +109,13 @@ class TensorSpec:
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model that it holds: a byte of a packed weight holds two, and its scales hold none."""
+        if self.name.endswith(SCALES_SUFFIX):
+            return 0
+        return self.numel * (2 if self.types.param == "uint8" else 1)
 
     @property
     def nbytes(self) -> int:

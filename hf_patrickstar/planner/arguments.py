@@ -16,7 +16,7 @@ from hf_patrickstar.machine import Machine
 OF_THE_MACHINE = ("device_budget", "host_budget", "pin_memory", "machine")
 """Settings that say what there is, which the planned machine does."""
 _MAPPINGS = ("settings", "adapters")
-_WHOLE_NUMBERS = ("batch_size", "length", "num_micro_batches", "world_size", "host_cores")
+_WHOLE_NUMBERS = ("batch_size", "length", "num_micro_batches", "world_size", "host_cores", "bits")
 
 
 class Asked(TypedDict, total=False):
@@ -36,6 +36,7 @@ class Asked(TypedDict, total=False):
     host_cores: int | None
     settings: Mapping[str, Any] | None
     adapters: Mapping[str, Any] | None
+    bits: int | None
 
 
 def check_types(model: Any, machine: Any, asked: Mapping[str, Any]) -> str | PretrainedConfig:

@@ -28,7 +28,7 @@ def plan(
         machine: A known machine, a JSON file of ``hf-patrickstar env --measure --json``, ``"this"`` (which is measured
             for some seconds, in as many processes), or a ``Machine``.
         arguments: ``TrainingArguments`` of the training, those of this package or of transformers: they say what is not
-            given by name below, setting by setting, but for ``task``, ``length`` and ``adapters``.
+            given by name below, setting by setting, but for ``task``, ``length``, ``adapters`` and ``bits``.
         advice: Whether changes are planned, too, and the largest batch and length that fit: ``Plan.changes``,
             ``Plan.largest``. It takes several times as long.
         **asked: How it is trained.
@@ -48,6 +48,7 @@ def plan(
             ``host_cores``: cores of the host for each process; by default all that the machine has for it.
             ``settings``: further settings of the engine, as in ``patrickstar_config``.
             ``adapters``: fields of PEFT's ``adapter_config.json``: adapters, of LoRA by default, over a frozen model.
+            ``bits``: 4 or 8, for a frozen model that bitsandbytes packs into so many bits.
 
     Raises:
         ConfigError: If an argument makes no sense.

@@ -49,6 +49,7 @@ def _parts_of(subject: Subject) -> list[object]:
     """What a subject is, written alike by ``repr`` if it is alike."""
     config = subject.config
     fields = {name: value for name, value in vars(subject).items() if name != "config"}
-    peft = None if subject.adapters is None else importlib.metadata.version("peft")
+    libraries = {"peft": subject.adapters, "bitsandbytes": subject.bits}
+    versions = [importlib.metadata.version(name) for name, used in libraries.items() if used is not None]
     text = config.to_json_string(use_diff=False)
-    return [type(config).__qualname__, text, list(plan_cache.implementations(config)), sorted(fields.items()), peft]
+    return [type(config).__qualname__, text, list(plan_cache.implementations(config)), sorted(fields.items()), versions]

@@ -154,6 +154,7 @@ def arrange(
     host_cores: int | None = None,
     settings: Mapping[str, Any] | None = None,
     adapters: Mapping[str, Any] | None = None,
+    bits: int | None = None,
 ) -> tuple[Subject, TrainingSetup]:
     """Finds the model and the machine of what ``plan`` is asked.
 
@@ -179,7 +180,13 @@ def arrange(
     PatrickStarConfig.from_any(settings)  # checks keys and values before anything takes time
     with _quiet():
         subject = find_subject(
-            model, task=task, batch_size=batch_size, length=length, checkpointing=checkpointing, adapters=adapters
+            model,
+            task=task,
+            batch_size=batch_size,
+            length=length,
+            checkpointing=checkpointing,
+            adapters=adapters,
+            bits=bits,
         )
     times = time_operators(world_size) if machine == THIS else None
     return subject, TrainingSetup(found, num_micro_batches, world_size, optimizer, max_norm, settings, times)

@@ -263,7 +263,9 @@ def model_data(trained: Trained, machine: Machine) -> tuple[int, int]:
         machine: Where; it has room for everything.
     """
     decisions = _Simulator(trained, machine).decisions
-    return sum(spec.numel for spec in decisions.tensors), sum(chunk.device_nbytes for chunk in decisions.chunk_nbytes)
+    return sum(spec.num_parameters for spec in decisions.tensors), sum(
+        chunk.device_nbytes for chunk in decisions.chunk_nbytes
+    )
 
 
 class _Simulator:
@@ -427,7 +429,7 @@ class _Simulator:
             timeline=replay(script, plans, loads, self._machine),
             world_size=trained.world_size,
             num_parameters=sum(spec.numel for spec in tensors if spec.trainable),
-            num_all_parameters=sum(spec.numel for spec in tensors),
+            num_all_parameters=sum(spec.num_parameters for spec in tensors),
             num_on_host=num_on_host,
             updated_nbytes=updated if isinstance(self._kernel, ElementwiseKernel) else OTHERS_NBYTES * num_on_host,
             layout={

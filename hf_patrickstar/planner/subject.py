@@ -21,6 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.planner.adapters import config_of, with_adapters
 from hf_patrickstar.planner.optimizers import MakeOptimizer, find_optimizer
+from hf_patrickstar.planner.quantized import check_quantization, quantize
 from hf_patrickstar.tracing.fake import as_fake
 
 TASKS: Mapping[str, Any] = {
@@ -54,6 +55,7 @@ class Subject:
         length: Tokens of a sequence; for images, what one counts as.
         checkpointing: Whether activations are computed again in backward.
         adapters: Fields of a configuration of PEFT, of adapters that are trained over a frozen model, or ``None``.
+        bits: In how many bits bitsandbytes packs the frozen model, 4 or 8, or ``None``.
         has_padding: Whether some tokens of a micro-batch are padding; see [Note: masks without values].
         is_packed: Whether a row of a micro-batch may be several sequences.
     """
@@ -65,6 +67,7 @@ class Subject:
     length: int
     checkpointing: bool
     adapters: Mapping[str, Any] | None = None
+    bits: int | None = None
     has_padding: bool = False
     is_packed: bool = False
 
@@ -78,6 +81,8 @@ class Subject:
         else:  # PEFT moves modules, which torch does for the meta device and not for fake tensors
             with unset_fake_temporarily(), torch.device("meta"):
                 base = make(config)
+            if self.bits is not None:
+                quantize(base, self.bits)
             model = as_fake(with_adapters(base, self.adapters))
         model.train()
         if self.checkpointing:
@@ -152,6 +157,7 @@ def find_subject(
     length: int | None,
     checkpointing: bool,
     adapters: Mapping[str, Any] | None = None,
+    bits: int | None = None,
 ) -> Subject:
     """Finds a model by what a person writes.
 
@@ -163,6 +169,7 @@ def find_subject(
         length: Tokens of a sequence; by default as many as the model has positions, at most 4096.
         checkpointing: See ``Subject``.
         adapters: See ``Subject``.
+        bits: See ``Subject``.
 
     Raises:
         ConfigError: If there is no such model, PEFT does not understand the adapters, or a number makes no
@@ -187,7 +194,8 @@ def find_subject(
         config.decoder_start_token_id = 0  # which token it is changes no shape
     if adapters is not None:
         config_of(adapters)  # before anything takes time
-    return Subject(name, found, config, batch_size, length, checkpointing, adapters)
+    check_quantization(bits, adapters is not None)
+    return Subject(name, found, config, batch_size, length, checkpointing, adapters, bits)
 
 
 def _check_sizes(name: str, config: PretrainedConfig) -> None:

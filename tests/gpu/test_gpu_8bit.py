@@ -1,4 +1,4 @@
-"""8-bit states of bitsandbytes: updated by its CUDA kernels where chunks live on the device, else by those of the CPU."""
+"""8-bit states of bitsandbytes: its CUDA kernels update chunks that live on the device, its CPU kernels the others."""
 
 import pytest
 import torch
