@@ -134,7 +134,9 @@ class Kernel(abc.ABC):
             return
         chosen = {id(parameter) for parameter in parameters}
         groups = self._optimizer.param_groups
-        self._step_over([[p for p in group["params"] if id(p) in chosen] for group in groups], self._optimizer.state)
+        left_out = torch.nn.Parameter(torch.zeros(0, device="cpu"))  # bitsandbytes knows settings by places in groups
+        lists = [[p if id(p) in chosen else left_out for p in group["params"]] for group in groups]
+        self._step_over(lists, self._optimizer.state)
 
     def _step_over(self, lists: Sequence[list[Any]], states: Any) -> None:
         """Runs the step of the user's optimizer over other parameters.

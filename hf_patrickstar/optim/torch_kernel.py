@@ -15,7 +15,7 @@ from hf_patrickstar.layout.specs import GRADIENT, MASTER
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.adam_kernel import AdamKernel, is_plain_adam
-from hf_patrickstar.optim.blockwise_kernel import BlockwiseKernel, check_version, is_blockwise
+from hf_patrickstar.optim.blockwise_kernel import BlockwiseKernel, begin, is_blockwise
 from hf_patrickstar.optim.kernel import Kernel, place_state, raw_step
 from hf_patrickstar.optim.workers import HostWorkers
 from hf_patrickstar.runtime.chunk import AT_HOME, Chunk, GradientPlace, ManagedParameter, round_masters
@@ -202,6 +202,9 @@ class TorchKernel(Kernel):
         state = self._optimizer.state
         for key in [key for key in state if id(key) in others]:
             state[others[id(key)]] = state.pop(key)
+        overrides = getattr(getattr(self._optimizer, "mng", None), "pid2config", {})  # bitsandbytes' own
+        for key in [key for key in overrides if key in others]:
+            overrides[id(others[key])] = overrides.pop(key)
 
     def _master(self, tensor: ManagedParameter) -> torch.nn.Parameter:
         index = tensor.spec.index
@@ -316,7 +319,7 @@ def make_kernel(
         ConfigError: If the optimizer needs all parameters, and other processes have some of them; if it keeps states in
             its own type alone, and another one is asked for; or if its library is too old.
     """
-    check_version(optimizer)
+    begin(optimizer)
     if is_plain_adam(optimizer):
         moments = "" if state_dtype == "auto" else "bfloat16"
         return AdamKernel(optimizer, pool, prefer_fused, workers, has_lanes, moments)
