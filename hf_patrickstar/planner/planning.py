@@ -64,7 +64,7 @@ class TrainingSetup:
         machine: Where; its memory is what training may take.
         num_micro_batches: Micro-batches of a step.
         world_size: Processes, each on a device of the machine.
-        optimizer: The name of a class of ``torch.optim``.
+        optimizer: See ``find_optimizer``.
         max_norm: Gradients are clipped to this norm; ``None`` for no clipping.
         settings: Settings of the engine.
         times: What operators take, if the machine is the one at hand; else its rates say it.

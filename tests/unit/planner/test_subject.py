@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from accelerate import Accelerator
 from transformers import BertConfig, GPT2Config, LlamaConfig, T5Config
 
 from hf_patrickstar.errors import ConfigError
@@ -128,3 +129,11 @@ def test_a_configuration_of_the_caller_stays_as_it_is():
     assert not found.config.use_cache
     assert found.config.decoder_start_token_id == 0
     assert config.to_dict() == before
+
+
+def test_a_name_of_bitsandbytes_leaves_the_accelerator_alone():
+    pytest.importorskip("bitsandbytes")
+    accelerator = Accelerator(cpu=True)
+    before = accelerator.mixed_precision
+    assert find_optimizer("adamw_8bit")([torch.nn.Parameter(torch.zeros(2))]).args.optim_bits == 8
+    assert accelerator.mixed_precision == before
