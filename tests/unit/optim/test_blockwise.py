@@ -175,3 +175,22 @@ def test_overrides_where_all_are_updated_at_once():
             step(model, optimizer, seed)
 
     compare(train, functools.partial(bnb.optim.AdEMAMix8bit, lr=1e-2), before=before)
+
+
+def test_states_of_other_bits_change_nothing():
+    model = Sums().train()
+    engine = PatrickStarEngine(model, {}, MAKE(model.parameters()), device="cpu")
+    optimizer, parameter = engine.optimizer, model.parts[3].weight
+    step(model, optimizer, 0)
+    before = {key: torch.as_tensor(value).clone() for key, value in optimizer.state[parameter].items()}
+    wide = torch.full_like(parameter, 0.5)
+    with pytest.raises(
+        ValueError, match=r"'state1' of parameter 'parts\.3\.weight' must be torch\.uint8, got torch\.float32"
+    ):
+        optimizer.state[parameter] = {"step": 7, "state1": wide, "state2": wide}
+    with pytest.raises(ValueError, match=r"'absmax1' of parameter 'parts\.3\.weight' must be torch\.float32, got None"):
+        optimizer.state[parameter] = {"step": 7, "state1": before["state1"] * 0, "state2": before["state2"]}
+    with pytest.raises(ValueError, match="'state2'"):
+        optimizer.state[parameter]["state2"] = wide
+    after = optimizer.state[parameter]
+    assert all(torch.equal(value, torch.as_tensor(after[key])) for key, value in before.items())

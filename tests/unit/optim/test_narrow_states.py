@@ -6,6 +6,7 @@ from simulated import streams_of
 from torch import nn
 
 from hf_patrickstar import PatrickStarEngine
+from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import WORKSPACE
@@ -28,3 +29,10 @@ def test_bf16_states_of_masters_that_are_not_fp32_on_a_device(dtype, fused):
             engine.optimizer.step()
             engine.optimizer.zero_grad()
         assert WORKSPACE not in engine.ledger.owners(Tier.DEVICE), "it would not be used"
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.SGD])
+def test_an_optimizer_that_has_none(cls):
+    model, options = nn.Linear(2, 2), {"amsgrad": True} if cls is torch.optim.AdamW else {}
+    with pytest.raises(ConfigError, match=rf"without amsgrad.* \({cls.__name__}\) is not"):
+        PatrickStarEngine(model, {"state_dtype": "bf16"}, cls(model.parameters(), **options))
