@@ -34,8 +34,8 @@ def begin(optimizer: Any) -> None:
     Raises:
         ConfigError: If it is of a version that updates nothing on the host.
     """
-    library = type(optimizer).__module__.partition(".")[0]
-    if library != "bitsandbytes":
+    library = "bitsandbytes"
+    if all(kind.__module__.partition(".")[0] != library for kind in type(optimizer).__mro__):
         return
     version = importlib.metadata.version(library)
     if tuple(map(int, version.split(".")[:2])) < _LEAST_VERSION:

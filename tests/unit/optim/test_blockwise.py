@@ -127,6 +127,18 @@ def test_a_step_of_a_user_is_called():
     compare(train, functools.partial(Warmed, lr=1e-2))
 
 
+class Named(bnb.optim.AdamW8bit):
+    """It does what the library's does."""
+
+
+def test_a_class_of_a_user_has_the_overrides():
+    def before(model, optimizer):
+        manager = bnb.optim.GlobalOptimManager.get_instance()
+        manager.register_module_override(model.parts[2], "weight", {"optim_bits": 32})
+
+    compare(lambda model, optimizer: step(model, optimizer, 0), functools.partial(Named, lr=1e-2), before=before)
+
+
 def test_states_keep_their_bits():
     """As in the library, where an override is for states that are made later."""
 
