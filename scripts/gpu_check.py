@@ -56,6 +56,7 @@ ENVIRONMENT = {
 }
 PACKAGES = (
     *("torch", "transformers", "accelerate", "datasets", "peft", "trl", "numpy", "safetensors", "nvidia-ml-py"),
+    "bitsandbytes",
     *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis"),
 )
 OVERHEAD = {

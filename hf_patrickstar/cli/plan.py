@@ -39,7 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_number("--accumulation", 1, "micro-batches of an optimizer step")
     add_number("--processes", 1, "processes, each on a device of the machine")
     add("--dtype", default="bf16", help="bf16, fp16, fp32 or auto (default: %(default)s)")
-    add("--optimizer", default="adamw", help="a class of torch.optim, or adamw_8bit, lion_8bit (default: %(default)s)")
+    add(
+        "--optimizer",
+        "--optim",
+        default="adamw",
+        help="a class of torch.optim, or of bitsandbytes as --optim has it: adamw_8bit (default: %(default)s)",
+    )
     add("--gradient-checkpointing", action="store_true", help="recompute activations in backward")
     add("--max-grad-norm", type=float, default=1.0, help="clip gradients to this norm, or 0 (default: %(default)s)")
     add(

@@ -26,13 +26,16 @@ _MAPS = {"state1": "dynamic", "state2": "udynamic"}
 """Which table of 256 values the numbers of an 8-bit state stand for: that of signed or of unsigned ones."""
 
 
-def begin(optimizer: Any) -> None:
-    """Lets an optimizer of bitsandbytes find the parameters that it was told of; others are left as they are.
+def prepare(optimizer: Any) -> None:
+    """Lets an optimizer of bitsandbytes find what it was told of single parameters, as its first step does.
 
-    It would look for them in its first step, when it may have masters in their place.
+    Later masters may be in the place of parameters, and it knows these by identity.
+
+    Args:
+        optimizer: An optimizer of any library.
 
     Raises:
-        ConfigError: If it is of a version that updates nothing on the host.
+        ConfigError: If its version of bitsandbytes updates nothing on the host.
     """
     library = "bitsandbytes"
     if all(kind.__module__.partition(".")[0] != library for kind in type(optimizer).__mro__):

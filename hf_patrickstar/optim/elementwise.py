@@ -198,7 +198,7 @@ class ElementwiseKernel(Kernel):
             room = _DEVICE_TILE_NUMEL if scratch is None else scratch.numel() // (1 + self.num_narrow_states)
             most = room // self.cut_numel * self.cut_numel
         else:
-            most = align(TILE_NUMEL if job.numbers is None else SHARE_NUMEL, self.cut_numel)
+            most = max(TILE_NUMEL if job.numbers is None else SHARE_NUMEL, self.cut_numel)
             if self._workers.suits(param, numel):
                 # All workers end at about the same time: the step waits for the last one.
                 num_shares = self._workers.num * -(-numel // (self._workers.num * most))
@@ -266,7 +266,7 @@ def _shares(segments: Iterable[Segment], most_numel: int, cut_numel: int) -> Ite
         while start < segment.stop:
             stop = min(start + room, segment.stop)
             share.append(dataclasses.replace(segment, start=start, stop=stop))
-            room -= align(stop - start, cut_numel)  # what is left is a multiple, too
+            room -= -((start - stop) // cut_numel) * cut_numel  # what is left is a multiple, too
             start = stop
             if room <= 0:
                 yield share

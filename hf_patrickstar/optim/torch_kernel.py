@@ -15,7 +15,7 @@ from hf_patrickstar.layout.specs import GRADIENT, MASTER
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.adam_kernel import AdamKernel, is_plain_adam
-from hf_patrickstar.optim.blockwise_kernel import BlockwiseKernel, begin, is_blockwise
+from hf_patrickstar.optim.blockwise_kernel import BlockwiseKernel, is_blockwise, prepare
 from hf_patrickstar.optim.kernel import Kernel, place_state, raw_step
 from hf_patrickstar.optim.workers import HostWorkers
 from hf_patrickstar.runtime.chunk import AT_HOME, Chunk, GradientPlace, ManagedParameter, round_masters
@@ -319,7 +319,7 @@ def make_kernel(
         ConfigError: If the optimizer needs all parameters, and other processes have some of them; if it keeps states in
             its own type alone, and another one is asked for; or if its library is too old.
     """
-    begin(optimizer)
+    prepare(optimizer)
     if is_plain_adam(optimizer):
         moments = "" if state_dtype == "auto" else "bfloat16"
         return AdamKernel(optimizer, pool, prefer_fused, workers, has_lanes, moments)

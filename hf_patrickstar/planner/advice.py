@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.util
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator
@@ -11,10 +12,12 @@ from hf_patrickstar.errors import ConfigError, EngineError
 from hf_patrickstar.machine import find_machine
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner.adapters import has_peft
+from hf_patrickstar.planner.optimizers import optimizer_name
 from hf_patrickstar.planner.plan import Plan, TriedChange
 from hf_patrickstar.planner.planning import TrainingSetup, arrange_machine, plan_if_fits
 from hf_patrickstar.planner.search import Goal, Progress, search_below
 from hf_patrickstar.planner.subject import Subject, with_batch
+from hf_patrickstar.schedule.bounds import ADAM
 from hf_patrickstar.units import GIB, MIB, format_nbytes
 
 MOST = 3
@@ -172,6 +175,8 @@ def changes(subject: Subject, given: TrainingSetup, plan: Plan) -> Iterator[Chan
         size, parts = _divided(batch)
         yield _with_batch(size) + _accumulating(parts * num)
     yield from _of_budgets(given)
+    if not plan.fits and subject.can_have_adapters:
+        yield from _of_states(given)
     num_devices = given.machine.num_devices
     if given.world_size < num_devices:
         text = f"train on all {num_devices} devices, with the same batch on each"
@@ -180,6 +185,17 @@ def changes(subject: Subject, given: TrainingSetup, plan: Plan) -> Iterator[Chan
         adapters = {"peft_type": "LORA", "r": _RANK, "target_modules": "all-linear"}
         text = "train LoRA adapters over the frozen model instead of its own weights"
         yield Change(text, f"--lora r={_RANK},targets=all-linear", _subject(adapters=adapters))
+
+
+def _of_states(given: TrainingSetup) -> Iterator[Change]:
+    """Fewer bytes of optimizer states."""
+    if optimizer_name(given.optimizer) != ADAM or given.settings.get("state_dtype", "auto") != "auto":
+        return
+    narrow = _training(settings={**given.settings, "state_dtype": "bf16"})
+    yield Change("keep the states of Adam in bf16", "--set state_dtype=bf16", narrow)
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        eight = _training(optimizer="adamw_8bit")
+        yield Change("keep the states of Adam in 8 bits", "--optimizer adamw_8bit", eight)
 
 
 def _has_large_logits(subject: Subject, given: TrainingSetup) -> bool:

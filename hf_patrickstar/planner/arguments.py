@@ -56,7 +56,9 @@ def check_types(model: Any, machine: Any, asked: Mapping[str, Any]) -> str | Pre
     if not isinstance(machine, (str, Machine)):
         raise ConfigError(f"machine: it must be the name of a machine, a file or a Machine, got {_said(machine)}")
     if not isinstance(optimizer, str):
-        raise ConfigError(f"optimizer: it must be the name of a class of torch.optim, got {_said(optimizer)}")
+        raise ConfigError(
+            f"optimizer: it must be the name of a class of torch.optim, or of --optim, got {_said(optimizer)}"
+        )
     if max_norm is not None and not _is_number(max_norm, numbers.Real):
         raise ConfigError(f"max_norm: it must be a number, or None for no clipping, got {_said(max_norm)}")
     for name, value in asked.items():
@@ -165,8 +167,8 @@ def _optimizer_of(args: Any) -> str:
         return str(getattr(args.optim, "value", args.optim))
     if kind is None or getattr(torch.optim, name, None) is not kind:
         raise ConfigError(
-            f"--optim {getattr(args.optim, 'value', args.optim)} is not in torch.optim, and a plan makes "
-            "those alone; plan the script that makes it (hf-patrickstar plan ... -- SCRIPT), or pass optimizer='adamw' "
-            "for one with two states of each parameter"
+            f"--optim {getattr(args.optim, 'value', args.optim)} is not in torch.optim, and of other libraries a plan "
+            "makes only those of bitsandbytes, where it is installed; plan the script that makes it (hf-patrickstar "
+            "plan ... -- SCRIPT), or pass optimizer='adamw' for one with two states of each parameter"
         )
     return str(name)

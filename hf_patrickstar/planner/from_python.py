@@ -39,8 +39,8 @@ def plan(
             ``world_size``: processes, each on a device of the machine; by default 1.
             ``checkpointing``: whether activations are computed again in backward; by default not.
             ``dtype``: ``dtype`` of the engine's settings; by default ``"bf16"``.
-            ``optimizer``: the name of a class of ``torch.optim``, or ``--optim`` of an optimizer of bitsandbytes; by
-            default ``"adamw"``.
+            ``optimizer``: the name of a class of ``torch.optim``, or of one of bitsandbytes as ``--optim`` has it
+            (``"adamw_8bit"``); by default ``"adamw"``.
             ``max_norm``: gradients are clipped to this norm, by default 1; ``None`` for no clipping.
             ``device_memory``: bytes of the device that training may take; by default 95 % of what the machine has.
             ``host_memory``: bytes of the host that each process may take; by default 90 % of what the machine has for

@@ -18,7 +18,6 @@ from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.memory.tiers import Tier
 
-pytestmark = pytest.mark.xfail(strict=True, reason="states in bf16 are not there yet")
 AVERAGES = ("exp_avg", "exp_avg_sq")
 
 

@@ -18,7 +18,6 @@ from test_overlapped_updates import Run, outcome
 bnb = pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.own_streams
 
-PENDING = pytest.mark.xfail(strict=True, reason="states of bitsandbytes are not in chunk lists yet")
 IN_8_BITS = {"min_8bit_size": WIDTH * WIDTH}
 OPTIMIZERS = {
     "adamw": functools.partial(bnb.optim.AdamW8bit, lr=1e-2, **IN_8_BITS),
@@ -113,7 +112,6 @@ def patched(monkeypatch, change):
     monkeypatch.setattr(torch.ops.bitsandbytes, "quantize_blockwise", changed)
 
 
-@PENDING
 def test_a_step_returns_before_chunks_are_updated(monkeypatch):
     opened, threads = threading.Event(), []
 
@@ -149,7 +147,6 @@ def step_and_go_on(run):
 
 
 @pytest.mark.parametrize("streams", ["threads", "delayed"])
-@PENDING
 def test_an_error_in_an_update_names_the_parameter(streams, monkeypatch):
     """And values are the masters afterwards, as with Adam."""
     with streams_of(streams):

@@ -11,7 +11,6 @@ from hf_patrickstar.optim.torch_kernel import OWN_STATE
 
 bnb = pytest.importorskip("bitsandbytes")
 
-PENDING = pytest.mark.xfail(strict=True, reason="states of bitsandbytes are not in chunk lists yet")
 WIDTH, VOCAB = 500, 1000
 IN_16_BIT = {"dtype": "bf16", "autocast": False}
 
@@ -81,7 +80,6 @@ def expected_of(engine, num_states):
 @pytest.mark.parametrize(
     ("cls", "num_states"), [(bnb.optim.AdamW8bit, 2), (bnb.optim.PagedLion8bit, 1), (bnb.optim.PagedAdamW8bit, 2)]
 )
-@PENDING
 def test_lists_of_chunks(cls, num_states):
     engine = engaged(cls, **IN_16_BIT)
     wanted, least, most = expected_of(engine, num_states)
@@ -94,7 +92,6 @@ def test_lists_of_chunks(cls, num_states):
         train(engine)
 
 
-@PENDING
 def test_bytes_per_parameter():
     """The formula that the documentation has, of all that is at home; what chunks are padded with is 2 % at most."""
     engine = engaged(bnb.optim.AdamW8bit, **IN_16_BIT)
@@ -110,7 +107,6 @@ def test_bytes_per_parameter():
     assert engine.ledger.used(Tier.HOST) - found <= 4 * largest, "the gradients of one chunk may be widened at a time"
 
 
-@PENDING
 def test_16_bit_weights_have_no_wider_masters():
     """As in plain torch: their states are those of fp32 weights."""
     engine = engaged(bnb.optim.AdamW8bit, torch.bfloat16)

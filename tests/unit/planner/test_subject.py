@@ -3,12 +3,9 @@
 import json
 
 import pytest
-import torch
-from accelerate import Accelerator
 from transformers import BertConfig, GPT2Config, LlamaConfig, T5Config
 
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.planner.optimizers import find_optimizer
 from hf_patrickstar.planner.subject import TASKS, find_subject, with_batch
 
 SMALL = {"batch_size": 2, "length": 8, "checkpointing": False}
@@ -114,14 +111,6 @@ def test_a_name_that_cannot_be_reached_gets_a_sentence(monkeypatch):
         find("no-such-organization/no-such-model")
 
 
-def test_optimizers_by_name():
-    parameters = [torch.nn.Parameter(torch.ones(1))]
-    assert find_optimizer("AdamW") is None
-    assert type(find_optimizer("sgd")(parameters)) is torch.optim.SGD
-    with pytest.raises(ConfigError, match=r"optimizer 'adamx' is not in torch\.optim; did you mean 'adam"):
-        find_optimizer("adamx")
-
-
 def test_a_configuration_of_the_caller_stays_as_it_is():
     config = T5Config(num_layers=1, d_model=16, d_kv=8, d_ff=16, num_heads=2, vocab_size=20)
     before = config.to_dict()
@@ -129,11 +118,3 @@ def test_a_configuration_of_the_caller_stays_as_it_is():
     assert not found.config.use_cache
     assert found.config.decoder_start_token_id == 0
     assert config.to_dict() == before
-
-
-def test_a_name_of_bitsandbytes_leaves_the_accelerator_alone():
-    pytest.importorskip("bitsandbytes")
-    accelerator = Accelerator(cpu=True)
-    before = accelerator.mixed_precision
-    assert find_optimizer("adamw_8bit")([torch.nn.Parameter(torch.zeros(2))]).args.optim_bits == 8
-    assert accelerator.mixed_precision == before

@@ -86,9 +86,9 @@ def test_stock_arguments_say_their_precision(tmp_path, flags, dtype):
     assert (found["device_memory"], found["host_memory"], found["settings"]) == (None, None, {})
 
 
-@pytest.mark.parametrize("optim", ["adafactor", "adamw_bnb_8bit"])
+@pytest.mark.parametrize("optim", ["adafactor", "galore_adamw"])
 def test_an_optimizer_that_is_not_of_torch_gets_a_sentence_unless_another_is_named(tmp_path, optim):
-    """torch has an Adafactor, too, which is not that of transformers; bitsandbytes may not be installed."""
+    """torch has an Adafactor, too, which is not that of transformers; GaLore is not installed."""
     arguments = make(tmp_path, optim=optim)
     with pytest.raises(ConfigError, match=rf"--optim {optim} is not in torch\.optim"):
         hf_patrickstar.plan(MODEL, "h100", arguments=arguments, length=16)
