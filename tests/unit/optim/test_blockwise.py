@@ -206,3 +206,24 @@ def test_states_of_other_bits_change_nothing():
         optimizer.state[parameter]["state2"] = wide
     after = optimizer.state[parameter]
     assert all(torch.equal(value, torch.as_tensor(after[key])) for key, value in before.items())
+
+
+def test_a_parameter_that_goes_to_another_optimizer():
+    """The library assigns to ``data`` of what it updates itself, so its new optimizer must have it in a chunk."""
+    found = []
+    for is_ours in (False, True):
+        model = Sums().train()
+        parameters = list(model.parameters())
+        optimizers = [MAKE(parameters[:3]), MAKE(parameters[3:])]
+        if is_ours:
+            optimizers = PatrickStarEngine(model, {}, optimizers, device="cpu").optimizers
+        for seed in range(3):
+            model(seed).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            if seed == 0:
+                moved = optimizers[0].param_groups[0]["params"].pop()
+                optimizers[1].param_groups[0]["params"].append(moved)
+        found.append(model.state_dict())
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
