@@ -334,8 +334,7 @@ def _workspace_nbytes(situation: Situation, choice: ChunkSizeChoice, tier: Tier,
 
 def widened_by(spec: ChunkSpec, optimizer_index: int) -> bool:
     """Whether an optimizer updates a chunk and has to widen its gradients, or states."""
-    is_narrow = spec.types.is_mixed or spec.types.moments not in ("", "uint8", spec.types.state)
-    return spec.is_updated and spec.optimizer_index == optimizer_index and is_narrow
+    return spec.is_updated and spec.optimizer_index == optimizer_index and spec.types.widens
 
 
 def lists_of(spec: TensorSpec | ChunkSpec, lists: Mapping[int, tuple[str, ...]]) -> tuple[str, ...]:

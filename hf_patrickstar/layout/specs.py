@@ -73,6 +73,11 @@ class Types:
         return -(-numel // block_numel) * ITEMSIZES[dtype]
 
     @property
+    def widens(self) -> bool:
+        """Whether an update copies gradients or states into fp32 before it computes."""
+        return self.is_mixed or (self.moments == "bfloat16" and self.state == "float32")
+
+    @property
     def is_mixed(self) -> bool:
         """Whether the value is a rounded master, and gradients are widened for the optimizer."""
         return self.param != self.state

@@ -1,6 +1,7 @@
 """The kernel for optimizers of bitsandbytes, whose states have 8 bits and a scale for each block of elements."""
 
 import importlib.metadata
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,12 +11,13 @@ from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.layout.specs import BLOCK_NUMEL, MASTER
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.optim.elementwise import ElementwiseKernel, Job, Segment
+from hf_patrickstar.optim.kernel import settings_of
 from hf_patrickstar.optim.workers import HostWorkers
 from hf_patrickstar.runtime.chunk import Chunk, ManagedParameter, round_masters
 
 _LEAST_VERSION = (0, 50)
 _OPTIMIZERS = "bitsandbytes.optim.optimizer"
-_METHODS = ("update_step", "init_state", "get_config")
+_METHODS = ("step", "update_step", "init_state", "get_config")
 """What the kernel does as the base classes of bitsandbytes do it."""
 _NUM_STATES = {"Optimizer1State": 1, "Optimizer2State": 2}
 _ELEMENTWISE = frozenset({"adam", "lion", "momentum", "rmsprop", "adagrad"})
@@ -35,8 +37,8 @@ def prepare(optimizer: Any) -> None:
     Raises:
         ConfigError: If its version of bitsandbytes updates nothing on the host.
     """
-    library = type(optimizer).__module__.partition(".")[0]
-    if library != "bitsandbytes":
+    library = "bitsandbytes"
+    if all(kind.__module__.partition(".")[0] != library for kind in type(optimizer).__mro__):
         return
     version = importlib.metadata.version(library)
     if tuple(map(int, version.split(".")[:2])) < _LEAST_VERSION:
@@ -54,7 +56,8 @@ def is_blockwise(optimizer: torch.optim.Optimizer) -> bool:
     if not bases or given.optimizer_name not in _ELEMENTWISE or given.args.max_unorm > 0:
         return False
     overrides = [*given.mng.pid2config.values(), *(config for *_, config in given.mng.module_weight_config_triple)]
-    is_known = all(getattr(type(given), name) is getattr(bases[0], name) for name in _METHODS)
+    raw = inspect.unwrap  # torch wraps the step of each class
+    is_known = all(raw(getattr(type(given), name)) is raw(getattr(bases[0], name)) for name in _METHODS)
     return is_known and not any(config.get("max_unorm", 0) > 0 for config in overrides)
 
 
@@ -93,20 +96,22 @@ class BlockwiseKernel(ElementwiseKernel):
         self._tables: dict[tuple[str, torch.device], torch.Tensor] = {}
 
     def moments_of(self, parameter: torch.Tensor, numel: int) -> str:
-        """See ``Kernel``."""
+        """See ``Kernel``. A state that is there already keeps its type, whatever the library was told since."""
+        kept = (self._optimizer.state.get(parameter) or {}).get("state1")
+        if kept is not None and kept.numel() == numel:
+            return str(kept.dtype).removeprefix("torch.")
         config = self._config_of(parameter)
         return "uint8" if config["optim_bits"] == 8 and numel >= config["min_8bit_size"] else "float32"
 
     def _config_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         """The settings of a parameter, those of the library's ``GlobalOptimManager`` included."""
         groups = self._library.param_groups
-        number, place = self._positions.get(id(parameter), (0, -1))
-        members = groups[number]["params"]
-        if not (0 <= place < len(members) and members[place] is parameter):
+        number, place = self._positions.get(id(parameter), (len(groups), 0))
+        members = groups[number]["params"] if number < len(groups) else ()
+        if not (place < len(members) and members[place] is parameter):
             self._positions = {id(p): (n, k) for n, group in enumerate(groups) for k, p in enumerate(group["params"])}
             number, place = self._positions[id(parameter)]
-        config: dict[str, Any] = self._library.get_config(number, place, groups[number])
-        return config
+        return settings_of(self._library.get_config(number, place, groups[number]))
 
     def _rules(
         self, chunks: Sequence[Chunk], groups: Mapping[int, int]

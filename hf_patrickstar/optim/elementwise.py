@@ -226,7 +226,7 @@ class ElementwiseKernel(Kernel):
     def _widened(self, chunk: Chunk, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Gradients or states in the type of the master: copies of those that are narrow."""
         scratch = self._scratch.get(chunk.home)
-        if scratch is None:
+        if scratch is None or scratch.dtype is not chunk.state_dtype:
             return [tensor.to(chunk.state_dtype) for tensor in tensors]
         wide, narrow, copies, start = list(tensors), [], [], 0
         for place, tensor in enumerate(tensors):

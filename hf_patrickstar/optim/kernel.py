@@ -134,7 +134,9 @@ class Kernel(abc.ABC):
             return
         chosen = {id(parameter) for parameter in parameters}
         groups = self._optimizer.param_groups
-        self._step_over([[p for p in group["params"] if id(p) in chosen] for group in groups], self._optimizer.state)
+        left_out = torch.nn.Parameter(torch.zeros(0, device="cpu"))  # bitsandbytes knows settings by places in groups
+        lists = [[p if id(p) in chosen else left_out for p in group["params"]] for group in groups]
+        self._step_over(lists, self._optimizer.state)
 
     def _step_over(self, lists: Sequence[list[Any]], states: Any) -> None:
         """Runs the step of the user's optimizer over other parameters.
@@ -196,9 +198,21 @@ class Kernel(abc.ABC):
         }
 
     def load_tensor_state(self, tensor: ManagedParameter, state: dict[str, Any]) -> None:
-        """Takes over a state from ``tensor_state`` or a torch optimizer; an empty state resets the parameter."""
+        """Takes over a state from ``tensor_state`` or a torch optimizer; an empty state resets the parameter.
+
+        Raises:
+            ValueError: If a value has no scale here, or needs one; nothing has changed then.
+        """
         tensor.chunk.wait_for_reader()
-        for key, place in self.state_places(tensor).items() if state else ():
+        places = self.state_places(tensor) if state else {}
+        for key, place in places.items():
+            found = getattr(state.get(key), "dtype", None)
+            if found is None or (found is torch.uint8) != (place.dtype is torch.uint8):
+                raise ValueError(
+                    f"optimizer state '{key}' of parameter '{tensor.spec.name}' must be {place.dtype}, got {found}: a "
+                    "state keeps its number of bits while its parameter is in a chunk"
+                )
+        for key, place in places.items():
             place.copy_(tensor.own(state[key]))
         self.load_own_state(tensor, state)
 

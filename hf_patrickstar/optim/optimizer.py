@@ -102,7 +102,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                     continue
                 if tensor.chunk.is_updated and tensor.chunk.spec.optimizer_index == self.index:
                     groups[tensor.spec.index] = number
-                elif tensor.spec.trainable and not tensor.chunk.is_updated:
+                elif tensor.spec.trainable:
                     self._manager.has_new_groups = True
         self.group_numbers = groups
 

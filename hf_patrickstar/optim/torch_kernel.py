@@ -202,6 +202,9 @@ class TorchKernel(Kernel):
         state = self._optimizer.state
         for key in [key for key in state if id(key) in others]:
             state[others[id(key)]] = state.pop(key)
+        overrides = getattr(getattr(self._optimizer, "mng", None), "pid2config", {})  # bitsandbytes' own
+        for key in [key for key in overrides if key in others]:
+            overrides[id(others[key])] = overrides.pop(key)
 
     def _master(self, tensor: ManagedParameter) -> torch.nn.Parameter:
         index = tensor.spec.index
@@ -322,8 +325,9 @@ def make_kernel(
         return AdamKernel(optimizer, pool, prefer_fused, workers, has_lanes, moments)
     if state_dtype != "auto":
         raise ConfigError(
-            f"state_dtype: '{state_dtype}' is for Adam and AdamW of torch, and the optimizer is "
-            f"{type(optimizer).__name__}; use --optim adamw_torch, or leave state_dtype at 'auto'"
+            f"state_dtype: '{state_dtype}' is for Adam and AdamW of torch without amsgrad, capturable and "
+            f"differentiable, and the optimizer ({type(optimizer).__name__}) is not; use --optim adamw_torch, or "
+            "leave state_dtype at 'auto'"
         )
     if is_blockwise(optimizer):
         return BlockwiseKernel(optimizer, pool, workers, has_lanes)

@@ -33,7 +33,8 @@ def find_optimizer(name: str) -> MakeOptimizer | None:
         return classes[name.lower()]
     if name in _of_bitsandbytes():
         try:
-            arguments = TrainingArguments(output_dir=".", optim=name, use_cpu=True, report_to=[])
+            arguments = object.__new__(TrainingArguments)  # its constructor would end the Accelerator of the process
+            arguments.optim = name
             kind, settings = Trainer.get_optimizer_cls_and_kwargs(arguments)
         except (ImportError, ValueError) as error:
             raise ConfigError(f"optimizer '{name}' needs bitsandbytes: pip install hf_patrickstar[bnb]") from error
@@ -46,14 +47,12 @@ def find_optimizer(name: str) -> MakeOptimizer | None:
 def keep_embeddings_wide(optimizer: Any, model: torch.nn.Module) -> None:
     """Asks an optimizer of bitsandbytes for states of 32 bits of embeddings, as the Trainer does.
 
-    A copy of an optimizer that a script has made has been asked already.
-
     Args:
         optimizer: An optimizer, of any library.
         model: The model whose parameters it has.
     """
     manager = getattr(optimizer, "mng", None)
-    if manager is None or manager is not getattr(type(manager), "_instance", None):
+    if manager is None:
         return
     embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     optimizer.mng = copy.copy(manager)  # the library has one for all optimizers of the process

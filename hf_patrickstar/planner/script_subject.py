@@ -108,7 +108,11 @@ class ScriptSubject(Subject):
         def make(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
             memo: dict[int, Any] = dict(zip(map(id, self.model.parameters()), parameters, strict=True))
             with copying():
-                return copy.deepcopy(self.optimizer, memo)
+                made = copy.deepcopy(self.optimizer, memo)
+                # Copies of torch's optimizers are without what a class has added, as those of bitsandbytes have.
+                added = {name: value for name, value in vars(self.optimizer).items() if not hasattr(made, name)}
+                vars(made).update(tree_map_only(torch.Tensor, lambda value: copy.deepcopy(value, memo), added))
+            return made
 
         return make
 

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 import hf_patrickstar
 from hf_patrickstar.errors import ConfigError
@@ -61,3 +62,11 @@ def test_bytes_of_a_plan():
     assert adamw_8bit["absmax1"] == 4 * (others - small) // 256
     assert lion_8bit["state1"] == adamw_8bit["state1"]
     assert "state2" not in lion_8bit
+
+
+def test_a_name_of_bitsandbytes_leaves_the_accelerator_alone():
+    pytest.importorskip("bitsandbytes")
+    accelerator = Accelerator(cpu=True)
+    before = accelerator.mixed_precision
+    assert find_optimizer("adamw_8bit")([torch.nn.Parameter(torch.zeros(2))]).args.optim_bits == 8
+    assert accelerator.mixed_precision == before

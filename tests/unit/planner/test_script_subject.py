@@ -50,6 +50,18 @@ def test_it_is_the_plan_of_the_same_model_as_a_configuration(tmp_path):
     assert math.isclose(ours.speed.tokens_per_s * ours.speed.seconds, 2 * 16)
 
 
+@pytest.mark.parametrize("optim", ["adamw_8bit", "lion_8bit", "ademamix_8bit"])
+def test_optimizers_of_bitsandbytes(optim, tmp_path):
+    """The script's is copied, with what its class has added to torch's."""
+    pytest.importorskip("bitsandbytes")
+    ours = plan_subject(*arrange(tmp_path, "model.config.use_cache = False", "--optim", optim, *CHUNKS))
+    config, settings = make_model("gpt2").config, {"chunk_numel": 8192}
+    other = plan(config, "rtx4090", batch_size=2, length=16, dtype="auto", settings=settings, optimizer=optim)
+    kinds = [dict(each.tier(Tier.DEVICE).owners) for each in (ours, other)]
+    assert kinds[0].pop("non-model data") >= kinds[1].pop("non-model data")
+    assert kinds[0] == kinds[1]
+
+
 def test_everything_that_the_script_says_is_planned(tmp_path):
     settings = (
         '{"device_budget": "3MiB", "host_budget": "64MiB", "chunk_numel": 8192, "pin_memory": true, "machine": "h100"}'
