@@ -357,7 +357,7 @@ def inspect(
     tensors, modules, parameters = collect(model, situation.optimizer_of)
     _check(model, tensors, parameters, is_training=bool(situation.kernels))
     chosen = choose_precision(model, situation.config, precision, parameters)
-    tensors = with_moments(chosen.assign(model, tensors, parameters), parameters, situation.kernels)
+    tensors = with_state_types(chosen.assign(model, tensors, parameters), parameters, situation.kernels)
     embeddings = frozenset(
         index
         for index, module in enumerate(model.modules())
@@ -373,7 +373,7 @@ def inspect(
     return ModelNumbers(tensors, modules, chosen, is_restorable, embeddings, outlines), parameters
 
 
-def with_moments(
+def with_state_types(
     specs: Sequence[TensorSpec], parameters: Sequence[torch.nn.Parameter], kernels: Sequence[Kernel]
 ) -> list[TensorSpec]:
     """Gives parameters the types in which their optimizers keep states.
@@ -386,8 +386,8 @@ def with_moments(
     found = []
     for spec, parameter in zip(specs, parameters, strict=True):
         is_updated = spec.trainable and spec.optimizer_index >= 0
-        moments = kernels[spec.optimizer_index].moments_of(parameter, spec.numel) if is_updated else ""
-        found.append(dataclasses.replace(spec, types=dataclasses.replace(spec.types, moments=moments)))
+        states = kernels[spec.optimizer_index].state_type(parameter, spec.numel) if is_updated else ""
+        found.append(dataclasses.replace(spec, types=dataclasses.replace(spec.types, states=states)))
     return found
 
 

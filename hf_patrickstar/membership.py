@@ -19,7 +19,7 @@ import torch
 
 from hf_patrickstar.checkpoint.first_values import FirstValues
 from hf_patrickstar.checkpoint.weights import ChunkWeights
-from hf_patrickstar.decisions import Decisions, collect, with_moments
+from hf_patrickstar.decisions import Decisions, collect, with_state_types
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import BudgetError, EngineError
 from hf_patrickstar.layout.packing import ChunkSpec, Layout, Placement, pack
@@ -156,7 +156,7 @@ class Membership:
         held = holders(item.inner for item in self._optimizers)
         specs, modules, parameters = collect(self._model, held, manager.find)
         specs = self._decisions.precision.assign(self._model, specs, parameters, self._loaded)
-        specs = with_moments(specs, parameters, [item.kernel for item in self._optimizers])
+        specs = with_state_types(specs, parameters, [item.kernel for item in self._optimizers])
         found: list[TensorSpec] = []
         new: list[int] = []
         for place, (spec, parameter) in enumerate(zip(specs, parameters, strict=True)):

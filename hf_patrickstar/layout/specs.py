@@ -35,13 +35,13 @@ class Types:
     Attributes:
         param: The type of the value and the gradient in forward and backward.
         state: The type of the master, and of gradients that accumulate.
-        moments: The type of the other optimizer states, if they have one of their own. States in ``"uint8"`` are
+        states: The type of the other optimizer states, if they have one of their own. States in ``"uint8"`` are
             multiplied with the scale of their block, which is in a list, too.
     """
 
     param: str = "float32"
     state: str = "float32"
-    moments: str = ""
+    states: str = ""
 
     @property
     def itemsize(self) -> int:
@@ -51,7 +51,7 @@ class Types:
     @property
     def alignment_numel(self) -> int:
         """Offsets in chunks are multiples of so many elements, so that no block has elements of two parameters."""
-        return BLOCK_NUMEL if self.moments == "uint8" else ALIGNMENT_NUMEL
+        return BLOCK_NUMEL if self.states == "uint8" else ALIGNMENT_NUMEL
 
     def of_list(self, name: str) -> tuple[str, int]:
         """The type of a list beside ``param``, and how many elements of the parameters share an entry.
@@ -59,13 +59,13 @@ class Types:
         Args:
             name: The name of the list.
         """
-        if name in (MASTER, GRADIENT) or not self.moments:
+        if name in (MASTER, GRADIENT) or not self.states:
             return self.state, 1
-        return ("float32", BLOCK_NUMEL) if name.startswith(_SCALES) else (self.moments, 1)
+        return ("float32", BLOCK_NUMEL) if name.startswith(_SCALES) else (self.states, 1)
 
     def has_list(self, name: str) -> bool:
         """Whether a list is of use: scales are for states of 8 bits."""
-        return self.moments == "uint8" or not name.startswith(_SCALES)
+        return self.states == "uint8" or not name.startswith(_SCALES)
 
     def list_nbytes(self, name: str, numel: int) -> int:
         """Bytes of a list beside ``param`` for so many elements."""
@@ -75,7 +75,7 @@ class Types:
     @property
     def widens(self) -> bool:
         """Whether an update copies gradients or states into fp32 before it computes."""
-        return self.is_mixed or (self.moments == "bfloat16" and self.state == "float32")
+        return self.is_mixed or (self.states == "bfloat16" and self.state == "float32")
 
     @property
     def is_mixed(self) -> bool:

@@ -42,7 +42,7 @@ class AdamKernel(ElementwiseKernel):
         prefer_fused: Whether to use torch's fused kernel where the optimizer leaves the choice open.
         workers: See ``ElementwiseKernel``.
         has_lanes: See ``ElementwiseKernel``.
-        moments: The type in which ``exp_avg`` and ``exp_avg_sq`` are kept between updates, which compute in the type of
+        states: The type in which ``exp_avg`` and ``exp_avg_sq`` are kept between updates, which compute in the type of
             the master; empty for that type.
     """
 
@@ -55,16 +55,16 @@ class AdamKernel(ElementwiseKernel):
         prefer_fused: bool,
         workers: HostWorkers | None = None,
         has_lanes: bool = False,
-        moments: str = "",
+        states: str = "",
     ) -> None:
         super().__init__(optimizer, pool, workers, has_lanes)
         self._prefer_fused = prefer_fused
-        self._moments = moments
-        self.num_narrow_states = 2 if moments else 0
+        self._states = states
+        self.num_narrow_states = 2 if states else 0
 
-    def moments_of(self, parameter: torch.Tensor, numel: int) -> str:
+    def state_type(self, parameter: torch.Tensor, numel: int) -> str:
         """See ``Kernel``."""
-        return self._moments
+        return self._states
 
     def _numbers(
         self, segments: Sequence[Segment], settings: Sequence[Mapping[str, Any]]

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 
-from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.errors import ConfigError, EngineError
 from hf_patrickstar.layout.specs import BLOCK_NUMEL, MASTER
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.optim.elementwise import ElementwiseKernel, Job, Segment
@@ -15,7 +16,7 @@ from hf_patrickstar.optim.kernel import settings_of
 from hf_patrickstar.optim.workers import HostWorkers
 from hf_patrickstar.runtime.chunk import Chunk, ManagedParameter, round_masters
 
-_LEAST_VERSION = (0, 50)
+_LEAST_VERSION = "0.50"
 _OPTIMIZERS = "bitsandbytes.optim.optimizer"
 _METHODS = ("step", "update_step", "init_state", "get_config")
 """What the kernel does as the base classes of bitsandbytes do it."""
@@ -41,7 +42,7 @@ def prepare(optimizer: Any) -> None:
     if all(kind.__module__.partition(".")[0] != library for kind in type(optimizer).__mro__):
         return
     version = importlib.metadata.version(library)
-    if tuple(map(int, version.split(".")[:2])) < _LEAST_VERSION:
+    if TorchVersion(version) < _LEAST_VERSION:
         raise ConfigError(
             f"optimizer: {type(optimizer).__name__} of bitsandbytes {version} updates only parameters on a GPU, and "
             "chunks may be at home on the host; install version 0.50 or later: pip install hf_patrickstar[bnb]"
@@ -76,7 +77,7 @@ class BlockwiseKernel(ElementwiseKernel):
         has_lanes: See ``ElementwiseKernel``.
     """
 
-    splits_tensors = False
+    splits_tensors = False  # checkpoints have no parts of scales
     cut_numel = BLOCK_NUMEL
 
     def __init__(
@@ -95,7 +96,7 @@ class BlockwiseKernel(ElementwiseKernel):
         self._positions: dict[int, tuple[int, int]] = {}
         self._tables: dict[tuple[str, torch.device], torch.Tensor] = {}
 
-    def moments_of(self, parameter: torch.Tensor, numel: int) -> str:
+    def state_type(self, parameter: torch.Tensor, numel: int) -> str:
         """See ``Kernel``. A state that is there already keeps its type, whatever the library was told since."""
         kept = (self._optimizer.state.get(parameter) or {}).get("state1")
         if kept is not None and kept.numel() == numel:
@@ -121,6 +122,13 @@ class BlockwiseKernel(ElementwiseKernel):
         settings: list[dict[str, Any]] = []
         for tensor in (tensor for chunk in chunks for tensor in chunk.owned if tensor.spec.index in groups):
             config = self._config_of(tensor.parameter)
+            is_new = tensor.spec.index not in self._steps
+            if is_new and self.state_type(tensor.parameter, tensor.spec.numel) != tensor.spec.types.states:
+                raise EngineError(
+                    f"parameter '{tensor.spec.name}' has a place for states of type {tensor.spec.types.states}, and "
+                    "bitsandbytes was told of another number of bits since; call override_config before train() or "
+                    "prepare()"
+                )
             if config not in settings:
                 settings.append(config)
             rules[tensor.spec.index] = settings.index(config)
@@ -179,7 +187,7 @@ class BlockwiseKernel(ElementwiseKernel):
         """See ``Kernel``. They are the states, with their scales."""
         lists = tensor.chunk.lists
         places = {name: tensor.view(lists[name]) for name in self._states}
-        if tensor.spec.types.moments == "uint8":
+        if tensor.spec.types.states == "uint8":
             start, num = tensor.home_offset_numel // BLOCK_NUMEL, -(-tensor.own_numel // BLOCK_NUMEL)
             places |= {name: lists[name].narrow(0, start, num) for name in map(_scale_of, self._states)}
         return places

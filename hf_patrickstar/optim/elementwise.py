@@ -81,8 +81,7 @@ class Job:
         settings: The settings, by the numbers of rules.
         factor: Gradients are multiplied with it, unless it is ``None``.
         keeps: Whether gradients in the accumulation list stay there, multiplied.
-        numbers: The numbers by which a kernel updates many tiles in one call; ``None`` if it calls an optimizer's own
-            functions.
+        numbers: What a script needs that updates many tiles in one call; ``None`` if a kernel has no such script.
     """
 
     settings: Sequence[Mapping[str, Any]]
@@ -113,7 +112,7 @@ class ElementwiseKernel(Kernel):
     num_states = 2
     """Lists beside the master, scales left out."""
     num_narrow_states = 0
-    """States that are widened on a device, too."""
+    """How many of its states are in fewer bits than the master, so that a device needs room for wide copies of them."""
 
     def __init__(
         self,

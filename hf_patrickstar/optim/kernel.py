@@ -49,7 +49,7 @@ class Kernel(abc.ABC):
         self._pool = pool
         self._scratch: dict[Tier, torch.Tensor] = {}
 
-    def moments_of(self, parameter: torch.Tensor, numel: int) -> str:
+    def state_type(self, parameter: torch.Tensor, numel: int) -> str:
         """Returns the type of a parameter's states beside the master; by default it is empty: that of the master.
 
         Args:

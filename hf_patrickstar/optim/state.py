@@ -22,6 +22,7 @@ HOOK_NAMES = (
 SAVED_MASTER = "patrickstar_master"
 """The name of the fp32 master in a ``state_dict``: an optimizer may keep something of its own under ``master``."""
 _INNER = "__bnb_optimizer_quant_state__"
+"""What bitsandbytes calls the dictionary that it puts around states of 8 bits when it saves them."""
 _NO_PARAMETER = -1
 """The position in the groups of what an optimizer keeps under keys that are no parameters."""
 
@@ -351,4 +352,5 @@ def pair_up(
 def _flat(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state without the dictionary that bitsandbytes puts around states of 8 bits."""
     flat = dict(state)
-    return flat | flat.pop(_INNER, {})
+    inner = flat.pop(_INNER, {})
+    return flat | inner

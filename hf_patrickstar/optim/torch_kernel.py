@@ -321,8 +321,8 @@ def make_kernel(
     """
     prepare(optimizer)
     if is_plain_adam(optimizer):
-        moments = "" if state_dtype == "auto" else "bfloat16"
-        return AdamKernel(optimizer, pool, prefer_fused, workers, has_lanes, moments)
+        states = "" if state_dtype == "auto" else "bfloat16"
+        return AdamKernel(optimizer, pool, prefer_fused, workers, has_lanes, states)
     if state_dtype != "auto":
         raise ConfigError(
             f"state_dtype: '{state_dtype}' is for Adam and AdamW of torch without amsgrad, capturable and "

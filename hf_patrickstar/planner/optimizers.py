@@ -13,6 +13,7 @@ from transformers.training_args import OptimizerNames
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.schedule.bounds import ADAM
 
+_ADAMW = ("adamw", "adamw_torch", "adamw_torch_fused")
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 
@@ -27,14 +28,14 @@ def find_optimizer(name: str) -> MakeOptimizer | None:
         ConfigError: If there is none of this name, or if bitsandbytes is needed and not installed.
     """
     classes = _optimizers()
-    if name.lower() == "adamw":
+    if name.lower() in _ADAMW:
         return None
     if name.lower() in classes:
         return classes[name.lower()]
-    if name in _of_bitsandbytes():
+    if name.lower() in _of_bitsandbytes():
         try:
             arguments = object.__new__(TrainingArguments)  # its constructor would end the Accelerator of the process
-            arguments.optim = name
+            arguments.optim = name.lower()
             kind, settings = Trainer.get_optimizer_cls_and_kwargs(arguments)
         except (ImportError, ValueError) as error:
             raise ConfigError(f"optimizer '{name}' needs bitsandbytes: pip install hf_patrickstar[bnb]") from error
@@ -81,6 +82,6 @@ def optimizer_name(name: str) -> str:
     Args:
         name: The name of its class, in any case, or of ``--optim``.
     """
-    if name.lower() in ("adam", "adamw"):
+    if name.lower() in ("adam", *_ADAMW):
         return ADAM
     return getattr(_optimizers().get(name.lower()), "__name__", name)

@@ -26,7 +26,7 @@ def update_nbytes(types: Types, num_states: int = 2) -> int:
         types: Its types.
         num_states: How many states it has beside the master.
     """
-    return ADAM_NBYTES + (BLOCKWISE_NBYTES * num_states if types.moments == "uint8" else 0)
+    return ADAM_NBYTES + (BLOCKWISE_NBYTES * num_states if types.states == "uint8" else 0)
 
 
 _OF_THE_HOST = (Lane.HOST, Lane.HOST_WORK)

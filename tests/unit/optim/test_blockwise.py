@@ -9,6 +9,7 @@ from simulated import streams_of
 from torch import nn
 
 from hf_patrickstar import PatrickStarEngine
+from hf_patrickstar.errors import EngineError
 from hf_patrickstar.machine import MACHINES
 
 bnb = pytest.importorskip("bitsandbytes")
@@ -227,3 +228,18 @@ def test_a_parameter_that_goes_to_another_optimizer():
                 optimizers[1].param_groups[0]["params"].append(moved)
         found.append(model.state_dict())
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+def test_bits_that_the_library_is_told_of_too_late_get_a_sentence():
+    model = torch.nn.Linear(64, 128)
+    optimizer = bnb.optim.AdamW8bit(model.parameters(), lr=1e-2)
+    engine = PatrickStarEngine(model, {}, optimizer)
+    optimizer.mng.override_config(model.weight, "optim_bits", 32)
+    try:
+        model(torch.ones(2, 64)).sum().backward()
+        with pytest.raises(
+            EngineError, match="'weight' has a place for states of type uint8.* call override_config bef"
+        ):
+            engine.optimizer.step()
+    finally:
+        optimizer.mng.initialize()

@@ -16,7 +16,7 @@ NAMES = ("adamw", "adamw_8bit", "lion_8bit")
 
 def test_names_of_torch():
     parameters = [torch.nn.Parameter(torch.zeros(1))]
-    assert find_optimizer("AdamW") is None
+    assert find_optimizer("AdamW") is find_optimizer("adamw_torch") is None
     assert type(find_optimizer("sgd")(parameters)) is torch.optim.SGD
     assert optimizer_name("AdamW") == "Adam"
     assert optimizer_name("sgd") == "SGD"
@@ -28,7 +28,7 @@ def test_a_name_that_is_nearly_right(name, near):
         find_optimizer(name)
 
 
-@pytest.mark.parametrize(("name", "bits"), [("adamw_8bit", 8), ("paged_adamw_32bit", 32), ("lion_8bit", 8)])
+@pytest.mark.parametrize(("name", "bits"), [("AdamW_8bit", 8), ("paged_adamw_32bit", 32), ("lion_8bit", 8)])
 def test_names_of_bitsandbytes(name, bits):
     bnb = pytest.importorskip("bitsandbytes")
     model = torch.nn.Sequential(torch.nn.Embedding(100, 64), torch.nn.Linear(64, 128))
