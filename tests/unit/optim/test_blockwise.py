@@ -238,7 +238,7 @@ def test_bits_that_the_library_is_told_of_too_late_get_a_sentence():
     try:
         model(torch.ones(2, 64)).sum().backward()
         with pytest.raises(
-            EngineError, match="'weight' has a place for states of type uint8.* call override_config bef"
+            EngineError, match=r"'weight' has a place for states of type uint8, .* call override_config"
         ):
             engine.optimizer.step()
     finally:
