@@ -247,12 +247,13 @@ class _StorageMode(EngineMode):
         return self._meter() is None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.is_autocast and func.namespace != "aten":
-            torch._C._dispatch_tls_set_dispatch_key_excluded("AutocastCPU", False)
+        is_off = self.is_autocast and not torch.is_autocast_enabled("cpu")
+        if is_off and func.namespace != "aten":
+            torch.set_autocast_enabled("cpu", True)
             try:
                 results = func(*args, **(kwargs or {}))
             finally:
-                torch._C._dispatch_tls_set_dispatch_key_excluded("AutocastCPU", True)
+                torch.set_autocast_enabled("cpu", False)
         else:
             results = func(*args, **(kwargs or {}))
         meter = self._meter()
