@@ -70,6 +70,27 @@ tell(trainer)
 """
 )
 
+QLORA = (
+    HEAD
+    + """
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import HfArgumentParser, Trainer, TrainingArguments, set_seed
+
+path = sys.argv.pop(1)
+(training_args,) = HfArgumentParser((TrainingArguments,)).parse_args_into_dataclasses()
+set_seed(3)
+config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+model = AutoModelForCausalLM.from_pretrained(path, quantization_config=config)
+model = prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
+model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
+trainer = Trainer(model=model, args=training_args, train_dataset=make_rows("llama", 16))
+trainer.train()
+trainer.save_model()
+tell(trainer)
+"""
+)
+
 NO_TRAINER = """
 import argparse
 import json
@@ -215,7 +236,7 @@ def trl_arguments(folder, name, output):
 def write_stock_scripts(folder):
     """Writes all scripts into a folder, and ``all.py``, which runs those that it is told with their arguments."""
     scripts = {"clm": CLM, "glue": GLUE, "translation": TRANSLATION, "no_trainer": NO_TRAINER, "mixed": MIXED}
-    for name, text in {**scripts, "all": ALL}.items():
+    for name, text in {**scripts, "qlora": QLORA, "all": ALL}.items():
         (folder / f"{name}.py").write_text(text, encoding="utf-8")
 
 

@@ -46,6 +46,9 @@ class Meter:
     def start(self, tensors: Iterable[torch.Tensor]) -> None:
         """Begins to follow what operators allocate; ``tensors`` are there already and count."""
 
+    def note_autocast(self) -> None:
+        """Notes whether autocast is on in this thread, which a dispatch mode is not told."""
+
     def pause(self) -> None:
         """Stops following new allocations; known ones count until they are freed."""
 
@@ -150,6 +153,10 @@ class StorageMeter(Meter):
             self._entered_in_inference = torch.is_inference_mode_enabled()
             _push_mode(self._mode)  # not as a block: it may end in another order
 
+    def note_autocast(self) -> None:
+        """See ``Meter.note_autocast``."""
+        self._mode.is_autocast = torch.is_autocast_enabled("cpu")
+
     def pause(self) -> None:
         """Stops following."""
         self.is_on = False
@@ -222,7 +229,13 @@ def storages_of(tensor: torch.Tensor) -> list[tuple[Any, int, int]]:
 
 
 class _StorageMode(EngineMode):
-    """Hands the results of every operator to a meter."""
+    """Hands the results of every operator to a meter.
+
+    Autocast is off where torch calls a mode. Kernels in Python, as bitsandbytes has some, call operators that autocast
+    changes: they must run as they do without the mode.
+    """
+
+    is_autocast = False
 
     def __init__(self, meter: StorageMeter) -> None:
         super().__init__()
@@ -234,7 +247,15 @@ class _StorageMode(EngineMode):
         return self._meter() is None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = func(*args, **(kwargs or {}))
+        is_off = self.is_autocast and not torch.is_autocast_enabled("cpu")
+        if is_off and func.namespace != "aten":
+            torch.set_autocast_enabled("cpu", True)
+            try:
+                results = func(*args, **(kwargs or {}))
+            finally:
+                torch.set_autocast_enabled("cpu", False)
+        else:
+            results = func(*args, **(kwargs or {}))
         meter = self._meter()
         if meter is not None:
             meter.record(results)

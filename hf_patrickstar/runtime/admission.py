@@ -71,18 +71,17 @@ def _check_parameters(model: torch.nn.Module) -> None:
 
 
 def _check_packed(name: str, parameter: Any, module: torch.nn.Module) -> None:
-    kind, owner = type(parameter).__name__, type(module).__name__
-    subject = f"parameter '{name}' is {_with_article(kind)} of bitsandbytes"
+    subject = f"parameter '{name}' is quantized by bitsandbytes ({type(parameter).__name__})"
     state = getattr(parameter, "quant_state", None)
     if parameter.requires_grad or getattr(parameter, "has_fp16_weights", False):
         raise ConfigError(
-            f"{subject}, and is trained; chunks hold such weights packed and frozen: freeze the model "
+            f"{subject} and trained; chunks hold such weights packed and frozen: freeze the model "
             "(model.requires_grad_(False)) and train an adapter over it (PEFT), or load it without quantization"
         )
     if not isinstance(module, torch.nn.Linear):
         raise ConfigError(
-            f"{subject} in {_with_article(owner)}; only linear layers can have such weights here: leave this one out "
-            "of the quantization (llm_int8_skip_modules of BitsAndBytesConfig)"
+            f"{subject} and belongs to a module of class {type(module).__name__}; such weights are managed in linear "
+            "layers alone: leave this module out of the quantization (llm_int8_skip_modules of BitsAndBytesConfig)"
         )
     if getattr(state, "packing_format_for_cpu", False):
         raise ConfigError(
@@ -90,11 +89,7 @@ def _check_packed(name: str, parameter: Any, module: torch.nn.Module) -> None:
             "load the model again, and prepare it before it is evaluated"
         )
     if parameter.is_floating_point() and state is None:
-        raise ConfigError(f"{subject} that is not quantized yet; move the model to a device (model.to('cpu')) first")
-
-
-def _with_article(name: str) -> str:
-    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
+        raise ConfigError(f"{subject}, but not packed yet; move the model to a device first (model.to('cpu'))")
 
 
 def check_shapes(model: torch.nn.Module) -> None:

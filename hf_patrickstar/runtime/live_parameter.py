@@ -39,7 +39,6 @@ _get_data, SET_DATA = _Base.data.__get__, _Base.data.__set__
 """``SET_DATA`` is what torch itself does for ``parameter.data = value``; see ``set_data_inside``."""
 GET_GRAD, SET_GRAD = _Base.grad.__get__, _Base.grad.__set__
 _get_requires_grad = _Base.requires_grad.__get__
-_SAVE = torch.nn.Module._save_to_state_dict
 
 
 class Access:
@@ -565,21 +564,20 @@ WITHOUT_VALUE = frozenset(
 """Functions that need shapes and flags alone, or that mean the parameter itself and not its value."""
 
 
-def _caller() -> Any:
-    """The Python code that has called into torch; modes of users may be in between."""
+def _is_called_by(function: Any) -> bool:
+    """Whether the Python code that has called into torch is that of a function; modes of users may be in between."""
     frame: Any = sys._getframe(3)
     while frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back
-    return frame.f_code
+    return frame.f_code is function.__code__
 
 
 def detach(parameter: Any) -> torch.Tensor:
     """Answers ``parameter.detach()``; what has called torch must be the caller's caller."""
-    code, is_scales = _caller(), original_type(type(parameter)) is torch.Tensor
-    if code is _SAVE.__code__ or (is_scales and code.co_name == _SAVE.__name__):
+    if _is_called_by(torch.nn.Module._save_to_state_dict):
         return _live_of(parameter).detached_for_state_dict()
     value: torch.Tensor = call_with_values(torch.Tensor.detach, (parameter,), {})
-    if code is not torch.nn.Parameter.__new__.__code__:
+    if not _is_called_by(torch.nn.Parameter.__new__):
         return value
     # ``nn.Parameter(parameter)`` insists on the type that it was given, and returns this.
     return torch.Tensor._make_subclass(type(parameter), value)

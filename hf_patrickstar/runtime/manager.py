@@ -277,6 +277,7 @@ class ChunkManager:
     @phase
     def before_module(self, frame: Frame, own: Sequence[ManagedParameter], name: str) -> None:
         """A module is about to compute with its own parameters."""
+        self._meter.note_autocast()
         self.parameters.acquire_all(own, name, frame.acquired, is_recomputed=frame.stage is Stage.BACKWARD)
 
     @phase

@@ -15,7 +15,6 @@ from hf_patrickstar.runtime.chunk import GradientPlace, ManagedParameter
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.live_parameter import LiveMixin, raw_data, set_raw_data, storage_key
 from hf_patrickstar.runtime.mirrors import Fingerprint, GradientMirrors, ValueMirrors
-from hf_patrickstar.runtime.quantized import is_packed
 from hf_patrickstar.runtime.values import Values
 
 
@@ -111,10 +110,10 @@ class Writes:
     def watch(self, tensor: ManagedParameter) -> None:
         """Looks for what is written to a copy on the device without a trace: by ``.data``, or a view that outlives it.
 
-        The copy stays on the device until it has been compared with its home. Nobody writes to packed weights.
+        The copy stays on the device until it has been compared with its home.
         """
         compute = tensor.chunk.compute
-        if compute is not None and tensor not in self.watched and not is_packed(tensor.parameter):
+        if compute is not None and tensor not in self.watched:
             self.watched[tensor] = Fingerprint(self._values, tensor, tensor.view_copy(compute))
             tensor.chunk.num_watched += 1
 

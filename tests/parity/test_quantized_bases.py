@@ -1,9 +1,11 @@
 """Adapters over weights that bitsandbytes has packed: bit for bit the stock Trainer, a tenth of the bytes there."""
 
 import pytest
+import torch
 from covering import ids, pairwise
 from models import make_rows
-from quantized import KINDS, load, packed, packed_nbytes, with_adapter, without_packing
+from peft import prepare_model_for_kbit_training
+from quantized import KINDS, load, packed, packed_nbytes, saved, with_adapter, without_packing
 from trainers import LossRecorder, arguments, assert_same_run, logged, smallest_budget
 from transformers import Trainer, TrainingArguments
 
@@ -64,3 +66,33 @@ def test_same_run(case, tmp_path):
     assert stats["diverged_steps"] == 0
     # How many outliers the inputs of an 8-bit layer have in an evaluation, no tensor without bytes can tell.
     assert stats["recorded_steps"] == (case["kind"] == "int8" and case["evaluates"])
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4, double", "int8"])
+def test_a_device_that_has_no_room_for_the_base(kind, tmp_path):
+    """With activations beside chunks, the device has less than the packed weights take."""
+    stock, ours = (with_adapter(load(kind, saved(32).name)) for _ in range(2))
+    config = {"device_budget": int(0.9 * packed_nbytes(ours))}
+    kwargs = {"max_steps": 3, "per_device_train_batch_size": 1, "bf16": True, "gradient_checkpointing": True}
+    kwargs["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+    assert_same_run(
+        train(stock, tmp_path / "stock", **kwargs), (run := train(ours, tmp_path / "ours", config, **kwargs))
+    )
+    stats = run[0].patrickstar_stats()
+    assert 0 < stats["device_total_peak_nbytes"] <= config["device_budget"]
+    assert stats["chunk_evictions"] > 0
+    assert stats["recorded_steps"] == stats["diverged_steps"] == 0
+
+
+def test_prepared_for_kbit_training(tmp_path):
+    """``prepare_model_for_kbit_training`` makes what is not packed fp32, and lets inputs require gradients."""
+    models = []
+    for _ in range(2):
+        base = load("nf4, double", dtype=torch.bfloat16)
+        base = prepare_model_for_kbit_training(base, gradient_checkpointing_kwargs={"use_reentrant": False})
+        models.append(with_adapter(base))
+    config = {"chunk_budget": smallest_budget(models[1], "bf16", checkpointing=True)}
+    kwargs = {"bf16": True, "max_steps": 3}
+    assert_same_run(
+        train(models[0], tmp_path / "stock", **kwargs), train(models[1], tmp_path / "ours", config, **kwargs)
+    )

@@ -9,6 +9,7 @@ import sys
 import types
 
 import pytest
+from quantized import saved
 from safetensors.torch import load_file
 from stock_scripts import trl_arguments, write_stock_scripts, write_trl_inputs
 
@@ -58,6 +59,19 @@ def test_a_script_is_the_same_to_the_bit_with_the_flag_and_without(tmp_path):
     assert not plain["is_chunked"]
     assert chunked == {**plain, "is_chunked": True}
     assert err.count("hf-patrickstar run: puts") == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["fp32", "bf16"])
+def test_so_is_a_script_that_trains_an_adapter_over_a_quantized_base(precision, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    write_stock_scripts(tmp_path)
+    words = ["qlora.py", saved(3).name, "--output_dir", "out", *COMMON, *precision]
+    process = start([*RUN, "all.py", json.dumps([words, [*words, "--patrickstar", *SETTINGS]])], tmp_path)
+    plain, chunked = told(finish(process)[0])
+    assert not plain["is_chunked"]
+    assert chunked == {**plain, "is_chunked": True}
+    assert finish(start(["-m", "hf_patrickstar", "check", *words], tmp_path))[0].startswith("same bits\n")
 
 
 @pytest.mark.long

@@ -244,3 +244,21 @@ def test_a_pause_follows_nothing_new():
         assert meter.live(0) == KIB
         del kept, later
         assert meter.live(0) == 0, "what is known stays known until it is freed"
+
+
+def test_a_kernel_in_python_computes_under_autocast_as_without_a_meter():
+    """torch turns autocast off where it calls a mode, and on again only for the operator that it has called."""
+    with torch.library._scoped_library("patrickstar_tests", "DEF") as library:
+        library.define("product(Tensor left, Tensor right) -> Tensor")
+        library.impl("product", torch.nn.functional.linear, "CPU")
+        meter, left = make_meter(), torch.rand(4, 4)
+        for is_on in (True, False):
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
+                expected = torch.ops.patrickstar_tests.product(left, left)
+                with measuring(meter):
+                    meter.note_autocast()
+                    found = torch.ops.patrickstar_tests.product(left, left)
+                    assert torch.is_autocast_enabled("cpu") is is_on
+            assert expected.dtype is (torch.bfloat16 if is_on else torch.float32)
+            assert found.dtype is expected.dtype
+            assert torch.equal(found, expected)

@@ -80,3 +80,14 @@ def test_products_of_groups_are_counted_and_their_results_known(name, dtype):
     real, ours = aten._grouped_mm.default(*operands), grouped_result(*operands)
     assert (ours.shape, ours.stride(), ours.dtype) == (real.shape, real.stride(), real.dtype)
     assert cost(aten._grouped_mm.default, *operands).flops == flops
+
+
+def test_a_product_with_a_packed_weight():
+    """Six rows, and a packed weight of 128 rows and 64 columns, with scales for each 64 elements."""
+    functional = pytest.importorskip("bitsandbytes").functional
+    packed, state = functional.quantize_4bit(torch.ones(128, 64), quant_type="nf4")
+    args = zeros(2, 3, 64), packed, state.shape, state.absmax, state.blocksize, state.quant_type
+    found = cost(torch.ops.bitsandbytes.gemm_4bit.default, *args)
+    assert found.flops == 2 * 6 * 64 * 128
+    assert found.nbytes == 4 * 6 * 64 + 128 * 64 // 2 + 4 * 128 + 4 * 6 * 128
+    assert found.dtype == "float32"
