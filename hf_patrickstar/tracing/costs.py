@@ -75,7 +75,8 @@ def _products(left: Any, right: Any, shape: Any, *args: Any, out_val: Any = None
     return int(2 * left.numel() * shape[0])
 
 
-_FLOPS_OF_OTHERS: dict[str, Callable[..., Any]] = {"bitsandbytes::gemm_4bit": _products}
+PACKED_PRODUCT = "bitsandbytes::gemm_4bit"
+_FLOPS_OF_OTHERS: dict[str, Callable[..., Any]] = {PACKED_PRODUCT: _products}
 
 
 def cost_of(operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Cost | None:

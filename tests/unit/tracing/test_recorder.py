@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_patrickstar.decisions import collect
 from hf_patrickstar.errors import EngineError, TraceError
 from hf_patrickstar.runtime.casting import Casting
+from hf_patrickstar.schedule.op_trace import Allocate
 from hf_patrickstar.tracing.fake import FakeTensors, as_fake
 from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
 from hf_patrickstar.tracing.recorder import Setting, record
@@ -179,3 +180,12 @@ def test_a_copy_of_a_model_is_traced_like_the_model():
     assert {parameter.dtype for parameter in copied.parameters()} == {torch.float32}, "copies of it were given types"
     with FakeTensors(), pytest.raises(TooLongError):
         trace(MicroBatch(makers[1], make_inputs, loss_of, {}), check_time=give_up)
+
+
+def test_a_product_with_a_packed_weight_takes_the_memory_of_its_values():
+    bnb = pytest.importorskip("bitsandbytes")
+    layer = bnb.nn.Linear4bit(128, 256, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4").to("cpu")
+    with FakeTensors():
+        ops = record_one(as_fake(layer), (3, 128), backward=None)
+    made = [nbytes for note in ops.notes if isinstance(note, Allocate) for _, nbytes in note.storages]
+    assert 2 * 128 * 256 in made, "its bf16 values, which the kernels of bitsandbytes write before they multiply"
