@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 from hf_patrickstar.memory.accelerator import allocated_nbytes, reserved_nbytes, used_nbytes
-from hf_patrickstar.memory.operators import EngineMode, take_off_dispatch_modes
+from hf_patrickstar.memory.operators import EngineMode, take_off_dispatch_modes, unpacked
 from hf_patrickstar.units import MIB
 
 _INTERVAL_S = 1.0
@@ -259,6 +259,7 @@ class _StorageMode(EngineMode):
         meter = self._meter()
         if meter is not None:
             meter.record(results)
+            meter.record(unpacked(func, args, results))
         return results
 
 

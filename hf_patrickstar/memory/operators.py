@@ -10,7 +10,7 @@ below them: they come off when the user's block ends, which may be earlier.
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.utils._python_dispatch import (
@@ -122,3 +122,19 @@ def push_dispatch_modes(modes: Iterable[TorchDispatchMode]) -> None:
     """Puts modes on, the innermost last."""
     for mode in modes:
         _push_mode(mode)
+
+
+PACKED_PRODUCT = "bitsandbytes::gemm_4bit"
+"""The product with a weight that bitsandbytes has packed into 4 bits."""
+
+
+def unpacked(operator: Any, args: Any, result: Any) -> torch.Tensor | None:
+    """As much memory as an operator takes for the values of a packed weight while it runs, which it does not return.
+
+    Args:
+        operator: The operator.
+        args: Its arguments.
+        result: What it returned.
+    """
+    schema = getattr(operator, "_schema", None)
+    return result.new_empty(args[2]) if schema is not None and schema.name == PACKED_PRODUCT else None

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from hf_patrickstar.memory.operators import PACKED_PRODUCT
 from hf_patrickstar.tracing.grouped import GROUPED, grouped_flops
 from hf_patrickstar.tracing.operands import read_operands, tensors_among, touches_nothing, written_operands
 
@@ -75,7 +76,6 @@ def _products(left: Any, right: Any, shape: Any, *args: Any, out_val: Any = None
     return int(2 * left.numel() * shape[0])
 
 
-PACKED_PRODUCT = "bitsandbytes::gemm_4bit"
 _FLOPS_OF_OTHERS: dict[str, Callable[..., Any]] = {PACKED_PRODUCT: _products}
 
 

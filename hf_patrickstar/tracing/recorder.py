@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
 
 from hf_patrickstar.errors import TraceError
 from hf_patrickstar.layout.specs import TensorSpec
+from hf_patrickstar.memory.operators import unpacked
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.activations import LEAST_DIM
 from hf_patrickstar.runtime.autograd import Autograd, may_keep, refuse_reentrant
@@ -46,7 +47,7 @@ from hf_patrickstar.schedule.trace import input_shapes
 from hf_patrickstar.states import Stage
 from hf_patrickstar.tracing.answers import ASKS_VALUE, AnsweringMode, has_no_value
 from hf_patrickstar.tracing.charges import Charges
-from hf_patrickstar.tracing.costs import PACKED_PRODUCT, cost_of
+from hf_patrickstar.tracing.costs import cost_of
 from hf_patrickstar.tracing.notes import Activation, Notes, Operand, Watched
 from hf_patrickstar.tracing.reads import Reads
 from hf_patrickstar.tracing.timing import OperatorTimes
@@ -379,8 +380,6 @@ class _Recorder(AnsweringMode):
             for work in self._charges.charge(func, args, kwargs, result, cost):
                 self._notes.add(work)
         self._notes.add_results(result)
-        if self._setting.has_accelerator and cost is not None and func._schema.name == PACKED_PRODUCT:
-            # Kernels write the values of the weight to memory first. On the CPU no meter of operators sees it.
-            self._is_quiet = True
-            self._notes.add_results(result.new_empty(args[2]))
-            self._is_quiet = False
+        self._is_quiet = True
+        self._notes.add_results(unpacked(func, args, result))
+        self._is_quiet = False
