@@ -36,9 +36,9 @@ and two moments take 16 bytes per parameter of theirs):
 
 Their tokens per second are bounds ("at most"): a step of what nothing is known to hide, at the rates of the machine.
 Computation is the device lane of our plan for our largest model, scaled by parameters (tokens are the same), a quarter
-of it forward. Adam is 28 bytes per parameter at the host's bandwidth, after the last gradient, since clipping needs all
-of them. Copies are hidden perfectly where the system's sources say that they are hidden at all; links between devices,
-Python and casts are left out:
+of it forward (a third where the base is frozen). Adam is 28 bytes per parameter at the host's bandwidth, after the last
+gradient, since clipping needs all of them. Copies are hidden perfectly where the system's sources say that they are
+hidden at all; links between devices, Python and casts are left out:
 
 * static: gradients (2) leave beside backward, and new values (2) come beside Adam, tile by tile: so say Ren et al.,
   "ZeRO-Offload" (2021), of its schedule and its CPU Adam.
@@ -158,12 +158,15 @@ class Training(NamedTuple):
         others: The systems that it is compared with.
         arguments: Arguments of the planner.
         larger: Models that are tried beside ``LLAMAS``.
+        operations: Operations per parameter and token: 2 in forward, 2 to compute activations again, 2 for their
+            gradients, and 2 for those of parameters that are trained.
     """
 
     nbytes: float
     others: tuple[str, ...]
     arguments: dict
     larger: dict
+    operations: int = 8
 
 
 TRAININGS = {
@@ -174,6 +177,7 @@ TRAININGS = {
         ("plain", "fsdp"),
         {"optimizer": "adamw", "bits": 4, "adapters": {"r": 16, "target_modules": "all-linear"}},
         TO_405B,
+        operations=6,
     ),
 }
 
@@ -209,8 +213,6 @@ COPIES = {
     "fsdp": Copies(0.5, 0.5, 0, 0, adam=0),
 }
 """What crosses the bus in a step, and beside what; the docstring of the module names the sources."""
-FORWARD = 1 / 4
-"""The share of forward in a step that computes activations again: 2 of 8 operations per parameter and token."""
 KEPT_NBYTES = 4
 """Bytes of an element that a block keeps for backward, its input: residual sums are fp32 under autocast."""
 
@@ -403,7 +405,7 @@ def activations_of(seen_nbytes, tokens, layers, hidden):
     return activations
 
 
-def least_seconds(machine, numel, compute_s, copies):
+def least_seconds(machine, numel, compute_s, copies, operations=8):
     """The least that a step of another system takes: forward, backward and Adam, with copies beside them.
 
     Args:
@@ -411,15 +413,17 @@ def least_seconds(machine, numel, compute_s, copies):
         numel: Parameters of the model.
         compute_s: Seconds that one device computes.
         copies: What crosses the bus.
+        operations: See ``Training``.
     """
     own = numel / machine.num_devices if copies.is_shared else numel
     to_device, to_host = own / machine.to_device_bandwidth, own / machine.to_host_bandwidth
-    forward = max(FORWARD * compute_s, copies.forward * to_device)
-    backward = max((1 - FORWARD) * compute_s, copies.backward * to_device, copies.gradients * to_host)
+    forward_s = 2 / operations * compute_s
+    forward = max(forward_s, copies.forward * to_device)
+    backward = max(compute_s - forward_s, copies.backward * to_device, copies.gradients * to_host)
     return forward + backward + max(copies.adam * own / machine.host_bandwidth, copies.update * to_device)
 
 
-def tokens_at_most(machine, models, row, is_today):
+def tokens_at_most(machine, models, row, is_today, operations=8):
     """Tokens per second that every other system trains its own largest model with, at most.
 
     Args:
@@ -427,6 +431,7 @@ def tokens_at_most(machine, models, row, is_today):
         models: Layers and hidden sizes by name.
         row: A line of the table: our largest model, what the device does for it, and the others' largest models.
         is_today: Whether models are Llama-like.
+        operations: See ``Training``.
     """
     tokens = row["batch_size"] * row["length"] * machine.num_devices
     each = row["device_s"] / num_parameters(*models[row["largest"]], is_today)
@@ -435,7 +440,7 @@ def tokens_at_most(machine, models, row, is_today):
         found[system] = None
         if name is not None:
             numel = num_parameters(*models[name], is_today)
-            found[system] = tokens / least_seconds(machine, numel, each * numel, COPIES[system])
+            found[system] = tokens / least_seconds(machine, numel, each * numel, COPIES[system], operations)
     return found
 
 
@@ -449,7 +454,8 @@ def row_of(machine, papers, models, options):
     seen = plan.tier(Tier.DEVICE).owners["non-model data"]
     tokens = plan.batch_size * plan.length
     activations = activations_of(seen, tokens, layers, hidden)
-    flops = 8 * plan.num_parameters * plan.speed.tokens_per_s / machine.num_devices
+    operations = TRAININGS[options.train].operations
+    flops = operations * plan.num_parameters * plan.speed.tokens_per_s / machine.num_devices
     row |= {
         "parameters": plan.num_parameters,
         "batch_size": plan.batch_size,
@@ -465,7 +471,7 @@ def row_of(machine, papers, models, options):
         "host_nbytes": plan.tier(Tier.HOST).need_nbytes,
         "others": by_arithmetic(machine, models, activations, options),
     }
-    return row | {"others_tokens_per_s_at_most": tokens_at_most(machine, models, row, options.today)}
+    return row | {"others_tokens_per_s_at_most": tokens_at_most(machine, models, row, options.today, operations)}
 
 
 def show(row):

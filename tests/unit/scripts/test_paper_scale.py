@@ -84,5 +84,5 @@ def test_committed_rows_have_what_the_arithmetic_says(bench, name, train):
         activations = bench.activations_of(row["activations_nbytes"], tokens, *models[row["largest"]])
         found = bench.by_arithmetic(machine, models, activations, types.SimpleNamespace(today=today, train=train))
         assert found == row["others"]
-        others = bench.tokens_at_most(machine, models, row, today)
+        others = bench.tokens_at_most(machine, models, row, today, bench.TRAININGS[train].operations)
         assert others == pytest.approx(row["others_tokens_per_s_at_most"])
