@@ -14,11 +14,31 @@ are arithmetic, bytes per parameter times parameters, with the activations that 
   them there in the type of the parameters) and two moments; on the device two layers of 2 bytes per parameter, one that
   computes and one that is gathered ahead.
 
+With fewer bytes (``--train``) they are, for optimizer states of 8 bits:
+
+* paged: a plain Trainer with bitsandbytes' paged 8-bit AdamW and weights loaded in bf16; no process shares anything. On
+  each device 2 + 2 M and the scales of the states, 8 / 256 M; on the host, in memory that the driver pages, states of
+  2 M, but of 8 for embeddings (``Optimizer8bit.get_state_buffer`` and ``init_state`` of bitsandbytes 0.50.2). It gives
+  up fp32 masters.
+* zero3 bf16: zero3 with ``bf16_master_weights_and_grads`` and ``bf16_optimizer_states``, which go together with an
+  offloaded optimizer since pull request 8010 of DeepSpeed. 16-bit values, masters, gradients and two moments are 10 M
+  on the host. It gives up fp32 masters and moments.
+
+And for a base of 4 bits with LoRA on all linear layers (embeddings and the head keep 16 bits; adapters, their gradients
+and two moments take 16 bytes per parameter of theirs):
+
+* plain: everything on each device, 0.5 + 4 / 64 M (``quantize_4bit`` of bitsandbytes 0.50.2: a scale of 4 bytes for a
+  block of 64).
+* fsdp: FSDP with QLoRA and CPU offload (Answer.AI, 2024). Packed weights, 0.5 M, are on the host of all devices
+  together. Scales are no parameter but in the ``quant_state`` of the module, which FSDP neither shards nor moves
+  (``fix_4bit_weight_quant_state_from_module`` of bitsandbytes 0.50.2); so every device has all of them, 4 / 64 M. It
+  also has two layers of 0.5, and the embeddings, which belong to the outermost unit.
+
 Their tokens per second are bounds ("at most"): a step of what nothing is known to hide, at the rates of the machine.
 Computation is the device lane of our plan for our largest model, scaled by parameters (tokens are the same), a quarter
-of it forward. Adam is 28 bytes per parameter at the host's bandwidth, after the last gradient, since clipping needs all
-of them. Copies are hidden perfectly where the system's sources say that they are hidden at all; links between devices,
-Python and casts are left out:
+of it forward (a third where the base is frozen). Adam is 28 bytes per parameter at the host's bandwidth, after the last
+gradient, since clipping needs all of them. Copies are hidden perfectly where the system's sources say that they are
+hidden at all; links between devices, Python and casts are left out:
 
 * static: gradients (2) leave beside backward, and new values (2) come beside Adam, tile by tile: so say Ren et al.,
   "ZeRO-Offload" (2021), of its schedule and its CPU Adam.
@@ -29,17 +49,22 @@ Python and casts are left out:
 * fsdp2: fp32 values (4) come in forward and in backward, and are rounded on the device (``FSDPParam.all_gather_inputs``
   of torch 2.13), beside computation (implicit prefetching, ``_fsdp_param_group.py``); fp32 gradients (4) leave beside
   backward (``foreach_reduce``).
+* paged: states (2) come beside the update, and leave beside it; the device updates, in no time.
+* zero3 bf16: values and gradients (2) as in zero3; Adam is 14 bytes per parameter.
+* fsdp: packed values (0.5) come in forward and in backward. plain: nothing moves. Adapters are left out.
 
 After the largest models of the papers' machines come the TFLOP/s that the papers report, beside those of the plan of
 the same model. What the papers' step takes longer is split (``terms_of``) into computation, as much slower as it is in
 the papers' model that moves nothing; the optimizer and copies, as if nothing hid them; and a rest: the terms add up.
 
-With ``--today`` it takes Llama-like models and machines that are bought or rented now; with ``--batches 4 8 16`` it
-finds the largest of the papers' models for each batch on one V100. Nothing here was measured.
+With ``--today`` it takes Llama-like models and machines that are bought or rented now, trained by AdamW or as
+``--train`` says; with ``--batches 4 8 16`` it finds the largest of the papers' models for each batch on one V100.
+Nothing here was measured.
 """
 
 import dataclasses
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import common
@@ -78,11 +103,83 @@ LLAMAS = {
     **{"175B": (96, 12288), "200B": (110, 12288)},
 }
 """Layers and hidden sizes of Llama-like models: heads of 128, feed-forward of 8/3 of the hidden size, 32,000 tokens."""
-PARTS = {
-    **{"static": (2, 14, 0), "zero3": (0, HOST_NBYTES["zero3"], 4)},
-    **{"zero3 x 1.5": (0, HOST_NBYTES["zero3"] * 3 // 2, 4), "fsdp2": (0, HOST_NBYTES["fsdp2"], 4)},
+TO_405B = {"250B": (77, 16384), "300B": (93, 16384), "350B": (108, 16384), "405B": (126, 16384)}
+"""Larger ones, for bases of 4 bits."""
+
+
+class Numbers(NamedTuple):
+    """Numbers of parameters of a model, and of the devices that train it.
+
+    Attributes:
+        blocks: Parameters of all layers, nearly: 12 hidden squares in each.
+        embedding: Those of the embeddings of tokens and positions.
+        head: Those of the head, if it is not the embedding.
+        layer: Those of one layer.
+        adapters: Those of LoRA with r=16 on all linear layers of a Llama.
+        devices: Devices.
+    """
+
+    blocks: int
+    embedding: int
+    head: int
+    layer: int
+    adapters: int
+    devices: int
+
+    @property
+    def all(self) -> int:
+        """All parameters but those of adapters."""
+        return self.blocks + self.embedding + self.head
+
+
+Place = Callable[[Numbers], tuple[float, float]]
+"""Bytes that a system keeps on each device, and on the host."""
+PLACES: dict[str, Place] = {
+    "static": lambda of: (2 * of.all / of.devices, 14 * of.all),
+    "zero3": lambda of: (4 * of.layer, HOST_NBYTES["zero3"] * of.all),
+    "zero3 x 1.5": lambda of: (4 * of.layer, HOST_NBYTES["zero3"] * 3 // 2 * of.all),
+    "fsdp2": lambda of: (4 * of.layer, HOST_NBYTES["fsdp2"] * of.all),
+    "paged": lambda of: ((2 + 2 + 8 / 256) * of.all, of.devices * (2 * of.all + 6 * of.embedding)),
+    "zero3 bf16": lambda of: (4 * of.layer, 10 * of.all),
+    "plain": lambda of: ((0.5 + 4 / 64) * of.blocks + 2 * (of.embedding + of.head) + 16 * of.adapters, 0),
+    "fsdp": lambda of: (
+        4 / 64 * of.blocks + 2 * 0.5 * of.layer + 2 * (of.embedding + of.head),
+        0.5 * of.blocks + 2 * (of.embedding + of.head) + 16 * of.adapters,
+    ),
 }
-"""Bytes per parameter on the device and on the host, and per parameter of one layer that the device holds beside."""
+"""Where other systems keep bytes; the docstring of the module names the sources."""
+
+
+class Training(NamedTuple):
+    """How models are trained.
+
+    Attributes:
+        nbytes: Bytes per parameter that this package keeps, on both tiers together.
+        others: The systems that it is compared with.
+        arguments: Arguments of the planner.
+        larger: Models that are tried beside ``LLAMAS``.
+        operations: Operations per parameter and token: 2 in forward, 2 to compute activations again, 2 for their
+            gradients, and 2 for those of parameters that are trained.
+    """
+
+    nbytes: float
+    others: tuple[str, ...]
+    arguments: dict
+    larger: dict
+    operations: int = 8
+
+
+TRAININGS = {
+    "adamw": Training(14, ("static", "zero3", "zero3 x 1.5", "fsdp2"), {"optimizer": "adamw"}, {}),
+    "8bit": Training(8, ("paged", "zero3 bf16"), {"optimizer": "adamw_8bit"}, {}),
+    "qlora": Training(
+        0.5 + 4 / 64,
+        ("plain", "fsdp"),
+        {"optimizer": "adamw", "bits": 4, "adapters": {"r": 16, "target_modules": "all-linear"}},
+        TO_405B,
+        operations=6,
+    ),
+}
 
 
 class Copies(NamedTuple):
@@ -93,12 +190,16 @@ class Copies(NamedTuple):
         backward: To the device, beside backward.
         gradients: To the host, beside backward.
         update: To the device, beside Adam.
+        adam: Bytes that Adam reads and writes on the host.
+        is_shared: Whether several devices share copies and Adam.
     """
 
-    forward: int
-    backward: int
-    gradients: int
-    update: int
+    forward: float
+    backward: float
+    gradients: float
+    update: float
+    adam: int = ADAM_NBYTES
+    is_shared: bool = True
 
 
 COPIES = {
@@ -106,10 +207,12 @@ COPIES = {
     "zero3": Copies(2, 2, 4, 0),
     "zero3 x 1.5": Copies(2, 2, 4, 0),
     "fsdp2": Copies(4, 4, 4, 0),
+    "paged": Copies(0, 0, 0, 2, adam=0, is_shared=False),
+    "zero3 bf16": Copies(2, 2, 2, 0, adam=ADAM_NBYTES // 2),
+    "plain": Copies(0, 0, 0, 0, adam=0, is_shared=False),
+    "fsdp": Copies(0.5, 0.5, 0, 0, adam=0),
 }
 """What crosses the bus in a step, and beside what; the docstring of the module names the sources."""
-FORWARD = 1 / 4
-"""The share of forward in a step that computes activations again: 2 of 8 operations per parameter and token."""
 KEPT_NBYTES = 4
 """Bytes of an element that a block keeps for backward, its input: residual sums are fp32 under autocast."""
 
@@ -203,11 +306,10 @@ def config_of(layers, hidden, is_today):
     return GPT2Config(**sizes, **dict.fromkeys(("resid_pdrop", "embd_pdrop"), 0.0), loss_type="ForCausalLM")
 
 
-def arranged(name, machine, is_today, batch_size):
+def arranged(sizes, machine, is_today, batch_size, train="adamw"):
     """What is trained, with activations that are computed again, and how: arguments of the planner."""
-    layers, hidden = (LLAMAS if is_today else TABLE_2)[name]
     return arrange(
-        config_of(layers, hidden, is_today),
+        config_of(*sizes, is_today),
         machine,
         task="causal-lm",
         batch_size=batch_size,
@@ -216,17 +318,18 @@ def arranged(name, machine, is_today, batch_size):
         world_size=machine.num_devices,
         checkpointing=True,
         dtype="bf16" if is_today else "fp16",
-        optimizer="adamw",
         max_norm=1.0,
         device_memory=None,
         host_memory=None,
         settings=None,
+        **TRAININGS[train].arguments,
     )
 
 
-def plan_of(name, machine, options, batch_size=None):
+def plan_of(name, sizes, machine, options, batch_size=None):
     """The plan of a model; ``None`` if it does not fit."""
-    subject, given = arranged(name, machine, options.today, batch_size or (1 if options.today else options.batch_size))
+    batch_size = batch_size or (1 if options.today else options.batch_size)
+    subject, given = arranged(sizes, machine, options.today, batch_size, options.train)
     begin = time.time()
     try:
         plan = plan_if_fits(subject, given)
@@ -236,28 +339,40 @@ def plan_of(name, machine, options, batch_size=None):
     return plan
 
 
+def numbers_of(layers, hidden, is_today, devices=1):
+    """Numbers of parameters, nearly."""
+    embedding, head = (32_000 * hidden, 32_000 * hidden) if is_today else ((50_257 + 1024) * hidden, 0)
+    adapters = 16 * layers * (4 * 2 + 3 * (1 + 8 / 3)) * hidden  # four square layers, and three of the feed-forward
+    return Numbers(12 * layers * hidden**2, embedding, head, 12 * hidden**2, round(adapters), devices)
+
+
 def num_parameters(layers, hidden, is_today):
-    """Parameters, nearly: 12 hidden squares in each layer, and embeddings."""
-    return 12 * layers * hidden**2 + (2 * 32_000 if is_today else 50_257 + 1024) * hidden
+    """Parameters, nearly."""
+    return numbers_of(layers, hidden, is_today).all
 
 
 def last_by_bytes(machine, models, options):
-    """The place of the last model of which 14 bytes per parameter fit into device and host together."""
+    """The place of the last model of which the bytes of all parameters fit into device and host together."""
     there = machine.num_devices * (DEVICE_SHARE * machine.device_nbytes + HOST_SHARE * machine.host_nbytes)
-    return sum(14 * num_parameters(*sizes, options.today) <= there for sizes in models.values()) - 1
+    each = TRAININGS[options.train].nbytes
+    return sum(each * num_parameters(*sizes, options.today) <= there for sizes in models.values()) - 1
 
 
 def largest(machine, models, options):
     """The largest model that fits, its plan, and the next one, which does not; plans begin where bytes say so."""
     names = list(models)
+
+    def plan_at(place):
+        return plan_of(names[place], models[names[place]], machine, options)
+
     place = last_by_bytes(machine, models, options)
-    plan = plan_of(names[place], machine, options)
+    plan = plan_at(place)
     if plan is None:
         while plan is None and place > 0:
             place -= 1
-            plan = plan_of(names[place], machine, options)
+            plan = plan_at(place)
         return names[place], plan, names[place + 1]
-    while place + 1 < len(names) and (larger := plan_of(names[place + 1], machine, options)) is not None:
+    while place + 1 < len(names) and (larger := plan_at(place + 1)) is not None:
         place, plan = place + 1, larger
     return names[place], plan, names[place + 1] if place + 1 < len(names) else None
 
@@ -267,12 +382,11 @@ def by_arithmetic(machine, models, activations, options):
     device = DEVICE_SHARE * machine.device_nbytes
     host = HOST_SHARE * machine.host_nbytes * machine.num_devices
     found = {}
-    for system, (on_device, on_host, of_layer) in PARTS.items():
+    for system in TRAININGS[options.train].others:
         found[system] = None
-        for name, (layers, hidden) in models.items():
-            numel = num_parameters(layers, hidden, options.today)
-            beside = activations(layers, hidden) + of_layer * 12 * hidden**2
-            if on_device * numel / machine.num_devices + beside <= device and on_host * numel <= host:
+        for name, sizes in models.items():
+            on_device, on_host = PLACES[system](numbers_of(*sizes, options.today, machine.num_devices))
+            if on_device + activations(*sizes) <= device and on_host <= host:
                 found[system] = name
     return found
 
@@ -291,7 +405,7 @@ def activations_of(seen_nbytes, tokens, layers, hidden):
     return activations
 
 
-def least_seconds(machine, numel, compute_s, copies):
+def least_seconds(machine, numel, compute_s, copies, operations=8):
     """The least that a step of another system takes: forward, backward and Adam, with copies beside them.
 
     Args:
@@ -299,15 +413,17 @@ def least_seconds(machine, numel, compute_s, copies):
         numel: Parameters of the model.
         compute_s: Seconds that one device computes.
         copies: What crosses the bus.
+        operations: See ``Training``.
     """
-    own = numel / machine.num_devices
+    own = numel / machine.num_devices if copies.is_shared else numel
     to_device, to_host = own / machine.to_device_bandwidth, own / machine.to_host_bandwidth
-    forward = max(FORWARD * compute_s, copies.forward * to_device)
-    backward = max((1 - FORWARD) * compute_s, copies.backward * to_device, copies.gradients * to_host)
-    return forward + backward + max(ADAM_NBYTES * own / machine.host_bandwidth, copies.update * to_device)
+    forward_s = 2 / operations * compute_s
+    forward = max(forward_s, copies.forward * to_device)
+    backward = max(compute_s - forward_s, copies.backward * to_device, copies.gradients * to_host)
+    return forward + backward + max(copies.adam * own / machine.host_bandwidth, copies.update * to_device)
 
 
-def tokens_at_most(machine, models, row, is_today):
+def tokens_at_most(machine, models, row, is_today, operations=8):
     """Tokens per second that every other system trains its own largest model with, at most.
 
     Args:
@@ -315,6 +431,7 @@ def tokens_at_most(machine, models, row, is_today):
         models: Layers and hidden sizes by name.
         row: A line of the table: our largest model, what the device does for it, and the others' largest models.
         is_today: Whether models are Llama-like.
+        operations: See ``Training``.
     """
     tokens = row["batch_size"] * row["length"] * machine.num_devices
     each = row["device_s"] / num_parameters(*models[row["largest"]], is_today)
@@ -323,7 +440,7 @@ def tokens_at_most(machine, models, row, is_today):
         found[system] = None
         if name is not None:
             numel = num_parameters(*models[name], is_today)
-            found[system] = tokens / least_seconds(machine, numel, each * numel, COPIES[system])
+            found[system] = tokens / least_seconds(machine, numel, each * numel, COPIES[system], operations)
     return found
 
 
@@ -337,7 +454,8 @@ def row_of(machine, papers, models, options):
     seen = plan.tier(Tier.DEVICE).owners["non-model data"]
     tokens = plan.batch_size * plan.length
     activations = activations_of(seen, tokens, layers, hidden)
-    flops = 8 * plan.num_parameters * plan.speed.tokens_per_s / machine.num_devices
+    operations = TRAININGS[options.train].operations
+    flops = operations * plan.num_parameters * plan.speed.tokens_per_s / machine.num_devices
     row |= {
         "parameters": plan.num_parameters,
         "batch_size": plan.batch_size,
@@ -353,7 +471,7 @@ def row_of(machine, papers, models, options):
         "host_nbytes": plan.tier(Tier.HOST).need_nbytes,
         "others": by_arithmetic(machine, models, activations, options),
     }
-    return row | {"others_tokens_per_s_at_most": tokens_at_most(machine, models, row, options.today)}
+    return row | {"others_tokens_per_s_at_most": tokens_at_most(machine, models, row, options.today, operations)}
 
 
 def show(row):
@@ -403,7 +521,7 @@ def speed_of(figure, factor):
         factor: How much slower the papers' programs compute than our plan; ``None`` if this figure tells.
     """
     machine = figure.machine
-    plan, simulated = plan_and_simulate(*arranged(figure.model, machine, False, figure.batch_size))
+    plan, simulated = plan_and_simulate(*arranged(TABLE_2[figure.model], machine, False, figure.batch_size))
     if simulated is None:
         raise SystemExit(f"{figure.model} does not fit {machine.name} with a batch of {figure.batch_size}")
     timeline = simulated.timeline
@@ -479,7 +597,7 @@ def largest_by_batch(machine, options):
         plans = {}
 
         def fits(place, plans=plans, batch_size=batch_size):
-            plans[place] = plan_of(names[place], machine, options, batch_size)
+            plans[place] = plan_of(names[place], TABLE_2[names[place]], machine, options, batch_size)
             return plans[place] is not None
 
         print(f" {machine.name}, batch {batch_size}")
@@ -510,6 +628,7 @@ def main():
     """Prints the table."""
     parser = common.parser(__doc__)
     parser.add_argument("--today", action="store_true", help="Llama-like models on machines of today, 4096 tokens")
+    parser.add_argument("--train", choices=TRAININGS, default="adamw", help="what is trained, with --today")
     parser.add_argument("--batch_size", type=int, default=4, help="sequences per device, for the papers' models")
     parser.add_argument("--machines", type=int, nargs="+", help="only these lines of the table, from 0")
     parser.add_argument("--batches", type=int, nargs="+", help="the largest model for each of these, on one V100")
@@ -517,10 +636,15 @@ def main():
     if options.batches is not None:
         batches(options)
         return
-    machines, models = (TODAY, LLAMAS) if options.today else (PAPER_MACHINES, TABLE_2)
+    training = TRAININGS[options.train]
+    if training is not TRAININGS["adamw"] and not options.today:
+        parser.error("--train needs --today")
+    machines, models = (TODAY, LLAMAS | training.larger) if options.today else (PAPER_MACHINES, TABLE_2)
     print("simulated; the largest model of a list, activations computed again; of other systems tokens/s at most")
-    print(f"{'machine':>18}{'model':>8}{'tokens/s':>10}{'TFLOP/s':>9}" + "".join(f"{name:>14}" for name in PARTS))
+    others = "".join(f"{name:>14}" for name in training.others)
+    print(f"{'machine':>18}{'model':>8}{'tokens/s':>10}{'TFLOP/s':>9}{others}")
     name = "bench_paper_scale_today" if options.today else "bench_paper_scale"
+    name += "" if options.train == "adamw" else f"_{options.train}"
     result = {"simulated": True, "rows": []}
     for place in options.machines or range(len(machines)):
         result["rows"].append(row_of(*machines[place], models, options))

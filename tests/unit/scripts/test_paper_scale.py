@@ -7,6 +7,8 @@ import types
 import pytest
 
 from hf_patrickstar.machine import MACHINES
+from hf_patrickstar.planner.subject import find_subject
+from hf_patrickstar.tracing.fake import FakeTensors
 
 
 @pytest.fixture
@@ -28,11 +30,41 @@ FOUR = {"num_devices": 4, "link_bandwidth": 1e9}
         ("zero3", 0.4, 0.2 + 0.8 + 0.4, {}),  # values bind in forward, fp32 gradients in backward
         ("fsdp2", 1.2, 0.4 + 0.9 + 0.4, {}),  # fp32 values bind in forward
         ("zero3", 4.0, 1.0 + 3.0 + 0.1, FOUR),  # devices share copies and Adam but not computation
+        ("zero3 bf16", 0.4, 0.2 + 0.4 + 0.2, {}),  # half the bytes of gradients and of Adam
+        ("paged", 4.0, 1.0 + 3.0 + 0.2, FOUR),  # every device has all states
+        ("plain", 4.0, 4.0, {}),
     ],
 )
 def test_steps_of_other_systems_take_at_least_what_nothing_hides(bench, system, compute_s, seconds, changes):
     machine = dataclasses.replace(ROUND, **changes)
     assert bench.least_seconds(machine, 10**9, compute_s, bench.COPIES[system]) == pytest.approx(seconds)
+
+
+HIDDEN = 1024
+
+
+@pytest.mark.parametrize(
+    ("system", "device", "host"),
+    [
+        ("paged", 4 + 1 / 32, 4 * (2 + 6 * 32_000 / (12 * HIDDEN * 10 + 64_000))),
+        ("zero3 bf16", 4 * 12 * HIDDEN / (12 * HIDDEN * 10 + 64_000), 10),
+    ],
+)
+def test_bytes_per_parameter_of_training_with_fewer_bytes(bench, system, device, host):
+    numbers = bench.numbers_of(10, HIDDEN, True, devices=4)
+    found = [nbytes / numbers.all for nbytes in bench.PLACES[system](numbers)]
+    assert found == pytest.approx([device, host])
+
+
+def test_adapters_are_counted_as_peft_makes_them(bench):
+    pytest.importorskip("peft")
+    arguments = bench.TRAININGS["qlora"].arguments
+    config = bench.config_of(3, 768, True)
+    given = {"task": None, "batch_size": 1, "length": 16, "checkpointing": False, "adapters": arguments["adapters"]}
+    with FakeTensors():
+        model = find_subject(config, **given).make_model()
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert bench.numbers_of(3, 768, True).adapters == trained
 
 
 # What is committed
@@ -42,14 +74,15 @@ def committed(bench, name, key="rows"):
     return json.loads((bench.common.RESULTS / f"bench_paper_scale{name}_cpu.json").read_text())[key]
 
 
-@pytest.mark.parametrize("today", [False, True])
-def test_committed_rows_have_what_the_arithmetic_says(bench, today):
+@pytest.mark.parametrize(("name", "train"), [("", "adamw"), ("_today", "adamw")])
+def test_committed_rows_have_what_the_arithmetic_says(bench, name, train):
+    today = name != ""
     machines = {machine.name: machine for machine, _ in (bench.TODAY if today else bench.PAPER_MACHINES)}
-    models = bench.LLAMAS if today else bench.TABLE_2
-    for row in committed(bench, "_today" if today else ""):
+    models = bench.LLAMAS | bench.TRAININGS[train].larger if today else bench.TABLE_2
+    for row in committed(bench, name):
         machine, tokens = machines[row["machine"]], row["batch_size"] * row["length"]
         activations = bench.activations_of(row["activations_nbytes"], tokens, *models[row["largest"]])
-        found = bench.by_arithmetic(machine, models, activations, types.SimpleNamespace(today=today))
+        found = bench.by_arithmetic(machine, models, activations, types.SimpleNamespace(today=today, train=train))
         assert found == row["others"]
-        others = bench.tokens_at_most(machine, models, row, today)
+        others = bench.tokens_at_most(machine, models, row, today, bench.TRAININGS[train].operations)
         assert others == pytest.approx(row["others_tokens_per_s_at_most"])
