@@ -21,6 +21,7 @@ from hf_patrickstar.runtime.live_parameter import (
     detach,
 )
 from hf_patrickstar.runtime.model_lock import ModelLock
+from hf_patrickstar.runtime.quantized import bases_of
 
 _DATA: Any = AcquiredMixin.data
 _AS_THEY_ARE = WITHOUT_VALUE | {torch.Tensor.data.__set__}  # type: ignore[attr-defined]
@@ -62,7 +63,7 @@ class Guard:
                 "__torch_function__": self,
                 "data": property(_DATA.fget, self._set_data),
             }
-            self._types[original] = type(original.__name__, (AcquiredMixin, original), members)
+            self._types[original] = type(original.__name__, (AcquiredMixin, *bases_of(original)), members)
         return self._types[original]
 
     def _answer(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import re
+import threading
 
 import pytest
 import safetensors.torch
@@ -274,3 +275,16 @@ def test_a_merged_model_is_saved_and_loaded(kind, tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", device_map={"": "cpu"})
     expected = pair.plain.get_base_model().state_dict()
     assert_same({name: expected[name] for name in again.state_dict()}, dict(again.state_dict()))
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4, double", "int8"])
+def test_training_beside_another_thread(kind):
+    """Parameters have guards then; the graph must keep no weight on the device all the same."""
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    try:
+        Pair(kind)
+    finally:
+        end.set()
+        thread.join()
