@@ -38,6 +38,8 @@ from hf_patrickstar.planner.subject import MakeOptimizer, Subject
 from hf_patrickstar.runtime.chunked_loss import chunk_losses, find_heads
 from hf_patrickstar.tracing.fake import as_fake, copying
 
+_CONVERSION = "issues during automatic conversion of the weights"
+"""What transformers raises where it cannot convert weights, say pack them; the cause is in its log alone."""
 NUM_BATCHES = 8
 """How many batches are looked at for the largest."""
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -252,7 +254,7 @@ def _is_of_library(path: str) -> bool:
 def _is_about_deferred(error: BaseException | None) -> bool:
     """Whether it is, or was raised from, an error of ``deferred_weights``."""
     while error is not None:
-        if isinstance(error, EngineError) and "deferred_weights" in str(error):
+        if (isinstance(error, EngineError) and "deferred_weights" in str(error)) or _CONVERSION in str(error):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -9,7 +9,14 @@ from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import BY_PRICE, MACHINES, Machine, find_machine
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner.plan import Plan
-from hf_patrickstar.planner.planning import BESIDE, TrainingSetup, arrange_machine, computes_in_type, plan_if_fits
+from hf_patrickstar.planner.planning import (
+    BESIDE,
+    TrainingSetup,
+    arrange_machine,
+    computes_in_type,
+    model_data_nbytes,
+    plan_if_fits,
+)
 from hf_patrickstar.planner.subject import Subject, most_tokens, with_batch
 from hf_patrickstar.runtime.activations import ACTIVATIONS
 
@@ -18,8 +25,6 @@ LENGTH_STEP = 64
 _MOST_BATCH = 2**16
 _MOST_LENGTH = 1_000_000
 _MOST_LAYERS = 2**12
-_STATES_NBYTES, _SUM_NBYTES = 14, 4
-"""Bytes of a parameter with its optimizer states, and of the sum of its gradients over micro-batches, for guesses."""
 
 Progress = Callable[[str], None]
 
@@ -190,6 +195,7 @@ class _Search:
     def __init__(self, goal: Goal, scale: _Scale, given: TrainingSetup, progress: Progress) -> None:
         self._goal, self._scale, self._given, self._progress = goal, scale, given, progress
         self._fitting: list[tuple[int, Plan]] = []
+        self._model_nbytes: dict[int, int] = {}
         self._num_plans = 0
 
     def run(self) -> Found:
@@ -222,8 +228,8 @@ class _Search:
     def _guess(self) -> int:
         """The largest size that fits if bytes are linear in it, the smaller of both limits."""
         (before, earlier), (size, plan) = self._fitting[-2] if len(self._fitting) > 1 else (0, None), self._fitting[-1]
-        used = self._bytes(plan)
-        used_before = [(0, 0)] * len(used) if earlier is None else self._bytes(earlier)
+        used = self._bytes(size, plan)
+        used_before = [(0, 0)] * len(used) if earlier is None else self._bytes(before, earlier)
         guesses = []
         for (now, there), (then, _) in zip(used, used_before, strict=True):
             slope = (now - then) / (size - before)
@@ -231,7 +237,7 @@ class _Search:
                 guesses.append(size + int((there - now) / slope))
         return min(guesses, default=2 * size)
 
-    def _bytes(self, plan: Plan) -> list[tuple[int, int]]:
+    def _bytes(self, steps: int, plan: Plan) -> list[tuple[int, int]]:
         """Pairs of bytes that grow with the size and of the bytes that there may be.
 
         They are those of activations that have to be on the device, and those of model data and all activations on both
@@ -243,9 +249,10 @@ class _Search:
         activations = device.owners["non-model data"] + host.owners.get(ACTIVATIONS, 0)
         chunks = 2 * plan.chunks.numel
         room = device.budget_nbytes - device.owners.get(BESIDE, 0) - chunks
-        states_nbytes = _STATES_NBYTES + (_SUM_NBYTES if plan.num_micro_batches > 1 else 0)
-        nbytes = states_nbytes * plan.num_trainable + 2 * (plan.num_parameters - plan.num_trainable)
-        together = nbytes // plan.world_size + activations
+        if plan.num_parameters not in self._model_nbytes:  # larger batches have the same model
+            subject = self._scale.change(self._scale.size(steps))
+            self._model_nbytes[plan.num_parameters] = model_data_nbytes(subject, self._given)[1]
+        together = self._model_nbytes[plan.num_parameters] + activations
         return [(plan.speed.least_activation_nbytes, room), (together, room + host.budget_nbytes)]
 
 

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from models import make_model
+from quantized import saved
 from torch._subclasses.fake_tensor import FakeTensorMode
 from user_scripts import ARGUMENTS, write_script
 
@@ -60,6 +61,31 @@ def test_optimizers_of_bitsandbytes(optim, tmp_path):
     kinds = [dict(each.tier(Tier.DEVICE).owners) for each in (ours, other)]
     assert kinds[0].pop("non-model data") >= kinds[1].pop("non-model data")
     assert kinds[0] == kinds[1]
+
+
+QUANTIZED = """
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+how = BitsAndBytesConfig(load_in_{bits}bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+given = dict(quantization_config=how, device_map={{"": "cpu"}}, dtype=torch.float32)
+model = AutoModelForCausalLM.from_pretrained("{path}", **given)
+model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
+"""
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_quantized_model_is_planned_as_its_configuration_is(bits, tmp_path, capfd):
+    """It is packed while it is loaded, which needs the values of weights."""
+    pytest.importorskip("bitsandbytes")
+    path = saved(3).name
+    ours = plan_subject(*arrange(tmp_path, QUANTIZED.format(bits=bits, path=path), "--bf16", *CHUNKS))
+    assert "it runs again and reads them" in capfd.readouterr().err
+    settings, adapters = {"chunk_numel": 8192}, {"r": 2, "target_modules": "all-linear"}
+    other = plan(path, "rtx4090", batch_size=2, length=16, settings=settings, bits=bits, adapters=adapters)
+    assert ours.tiers == other.tiers
+    assert ours.chunks == other.chunks
+    assert (ours.num_parameters, ours.num_trainable) == (other.num_parameters, other.num_trainable)
 
 
 def test_everything_that_the_script_says_is_planned(tmp_path):

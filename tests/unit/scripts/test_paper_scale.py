@@ -74,7 +74,9 @@ def committed(bench, name, key="rows"):
     return json.loads((bench.common.RESULTS / f"bench_paper_scale{name}_cpu.json").read_text())[key]
 
 
-@pytest.mark.parametrize(("name", "train"), [("", "adamw"), ("_today", "adamw")])
+@pytest.mark.parametrize(
+    ("name", "train"), [("", "adamw"), ("_today", "adamw"), ("_today_8bit", "8bit"), ("_today_qlora", "qlora")]
+)
 def test_committed_rows_have_what_the_arithmetic_says(bench, name, train):
     today = name != ""
     machines = {machine.name: machine for machine, _ in (bench.TODAY if today else bench.PAPER_MACHINES)}
