@@ -145,7 +145,7 @@ class ModuleSpec:
 
 def _registered(module: Any) -> list[tuple[Any, str, str]]:
     """Where a module keeps the parameters that it has registered."""
-    return [(module._parameters, name, name) for name in module._parameters]
+    return [(module._parameters, name, name) for name in module._parameters.keys()]  # noqa: SIM118
 
 
 def collect_specs(

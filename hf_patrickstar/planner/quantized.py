@@ -25,7 +25,7 @@ def check_quantization(bits: int | None, has_adapters: bool) -> None:
         return
     option = f"--load-in-{bits}bit"
     if bits not in (4, 8):
-        raise ConfigError(f"{option}: bitsandbytes has models of 4 and of 8 bits")
+        raise ConfigError(f"{option}: bitsandbytes packs into 4 or 8 bits; choose one of these")
     if not has_adapters:
         raise ConfigError(f"{option}: packed weights cannot be trained; add adapters (--lora r=16,targets=all-linear)")
     if importlib.util.find_spec("bitsandbytes") is None:

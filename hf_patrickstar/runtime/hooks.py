@@ -37,7 +37,7 @@ from hf_patrickstar.runtime.live_model import LiveModel
 from hf_patrickstar.runtime.live_parameter import GET_GRAD, RAW, SET_GRAD, LiveMixin, raw_data, requires_grad
 from hf_patrickstar.runtime.live_tensor import LiveTensor, LiveWeights
 from hf_patrickstar.runtime.manager import ChunkManager
-from hf_patrickstar.runtime.quantized import PackedLayers, buffers_of, parameters_of
+from hf_patrickstar.runtime.quantized import PackedLayers, parameters_of
 from hf_patrickstar.runtime.steps import Call
 from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.trace import input_shapes
@@ -395,7 +395,7 @@ class ModelHooks:
             shapes = input_shapes([tensor.shape for tensor in inputs])
             if self._manager.tracer.asks_padding and frame.stage is Stage.FORWARD:
                 self._manager.tracer.note_padding(has_padding(kwargs.get("attention_mask")))
-            present = itertools.chain(inputs, buffers_of(self._model))
+            present = itertools.chain(inputs, self._model.buffers(), self.packed_layers.tables())
             call = Call(frame.module, name, args, kwargs, frame.stage is Stage.FORWARD)
             name = "" if frame.module is self._model else name
             self._manager.before_forward(frame.stage, call, name, shapes, present)

@@ -277,7 +277,8 @@ class ChunkManager:
     @phase
     def before_module(self, frame: Frame, own: Sequence[ManagedParameter], name: str) -> None:
         """A module is about to compute with its own parameters."""
-        self._meter.note_autocast()
+        if torch._C._len_torch_dispatch_stack():  # the meter's mode may be among them
+            self._meter.note_autocast()
         self.parameters.acquire_all(own, name, frame.acquired, is_recomputed=frame.stage is Stage.BACKWARD)
 
     @phase

@@ -70,6 +70,11 @@ def keeps_type(tensor: torch.Tensor) -> bool:
     return is_packed(tensor) or not isinstance(tensor, torch.nn.Parameter)
 
 
+def _weight_of(module: Any) -> Any:
+    """The parameter ``weight`` of a module, or ``None``; the dictionaries of ``torch.jit`` have fewer methods."""
+    return module._parameters["weight"] if "weight" in module._parameters else None  # noqa: SIM401
+
+
 def scales_of(module: Any) -> Iterator[tuple[dict[str, Any], str, str]]:
     """Where a module keeps scales that live in chunks.
 
@@ -79,14 +84,14 @@ def scales_of(module: Any) -> Iterator[tuple[dict[str, Any], str, str]]:
     Yields:
         A dictionary, the key of the scales in it, and their name beside the names of the module's parameters.
     """
-    state = getattr(module._parameters.get("weight"), "quant_state", None)
+    state = getattr(_weight_of(module), "quant_state", None)
     if state is not None:
         yield vars(state), "absmax", "weight.absmax"
 
 
 def parameters_of(module: Any) -> Iterator[tuple[dict[str, Any], str, str]]:
     """Where a module keeps all that lives in chunks: its own parameters, and scales; see ``scales_of``."""
-    yield from ((module._parameters, name, name) for name in list(module._parameters))
+    yield from ((module._parameters, name, name) for name in list(module._parameters.keys()))
     yield from scales_of(module)
 
 
@@ -106,7 +111,7 @@ def buffers_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _tables_of(module: Any) -> Iterator[torch.Tensor]:
-    weight = module._parameters.get("weight")
+    weight = _weight_of(module)
     if weight is None or not is_packed(weight):
         return
     state = getattr(weight, "quant_state", None)
@@ -130,7 +135,7 @@ class PackedLayers:
 
     def prepare(self, modules: Iterable[torch.nn.Module]) -> None:
         """Changes the layers among some modules; those that it has changed may be among them."""
-        layers: list[Any] = [module for module in modules if is_packed(module._parameters.get("weight"))]
+        layers: list[Any] = [module for module in modules if is_packed(_weight_of(module))]
         for module in layers:
             self._packs.setdefault(module, module.__dict__.get(_PACKS))
             module.__dict__[_PACKS] = False
@@ -139,6 +144,10 @@ class PackedLayers:
                 if weight.CB is not None:
                     module.init_8bit_state()
                 module.state.CB = weight
+
+    def tables(self) -> Iterable[torch.Tensor]:
+        """What these layers have beside chunks; see ``buffers_of``."""
+        return itertools.chain(*map(_tables_of, self._packs))
 
     def restore(self) -> None:
         """Gives the layers back, when their weights have their values."""

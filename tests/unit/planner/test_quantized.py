@@ -99,7 +99,7 @@ def test_without_adapters_nothing_can_be_trained(bits):
 
 
 def test_other_numbers_of_bits_get_a_sentence():
-    with pytest.raises(ConfigError, match="--load-in-3bit: bitsandbytes has models of 4 and of 8 bits"):
+    with pytest.raises(ConfigError, match="--load-in-3bit: bitsandbytes packs into 4 or 8 bits"):
         plan(saved(3).name, "rtx4090", bits=3, adapters=LORA)
 
 
