@@ -86,6 +86,18 @@ def test_values_become_arguments_and_settings_that_exist():
     assert set(arguments) <= fields
 
 
+@pytest.mark.parametrize(("is_on", "settings"), [(True, {"state_dtype": "bf16"}), (False, {})])
+def test_states_in_bf16_stay_so(is_on, settings):
+    values = {"bf16": {"enabled": True, "bf16_optimizer_states": is_on}, "optimizer": {"type": "AdamW"}}
+    assert convert(values)[0] == settings
+    assert lost(values) == {}
+    assert PatrickStarConfig.from_any(settings).state_dtype == settings.get("state_dtype", "auto")
+
+
+def test_lion_is_that_of_bitsandbytes():
+    assert arguments_of({"optimizer": {"type": "Lion"}}) == "--optim lion_32bit"
+
+
 @pytest.mark.parametrize(
     ("values", "key", "becomes"),
     [
