@@ -67,7 +67,7 @@ class Additions:
 
     def __call__(self):
         """Adds to every part once."""
-        self._workers.submit(lambda number, part: part.add_(1), self._parts).wait()
+        self._workers.submit(lambda part: part.add_(1), self._parts).wait()
 
 
 def calls_per_second(work, stands):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import torch
 
-from hf_patrickstar.memory.driver import Driver, HostThread
+from hf_patrickstar.memory.driver import Driver, HostThread, Work
 from hf_patrickstar.memory.lanes import LaneTimes, WorkLane
 from hf_patrickstar.units import KIB, MIB
 
@@ -123,6 +123,9 @@ class Streams:
         device: See above.
         most_in_flight_nbytes: The most bytes of gradients that are held; see ``hold_at_most``.
     """
+
+    works_beside = False
+    """Whether the host's thread works while the caller goes on."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -244,12 +247,13 @@ class Streams:
         return None
 
     def on_host(
-        self, work: Callable[[], None], after: Iterable[Copy] = (), otherwise: Callable[[], None] | None = None
+        self, work: Work, after: Iterable[Copy] = (), otherwise: Callable[[], None] | None = None
     ) -> Copy | None:
-        """Has the host's thread do work beside the host, in the order of these calls.
+        """Has the host's thread begin work beside the host, in the order of these calls.
 
         Args:
-            work: Reads and writes memory of the host alone.
+            work: Reads and writes memory of the host alone. It may return what its workers go on with, which the next
+                work does not wait for.
             after: What comes before it.
             otherwise: Is done in place of ``work`` if earlier work has failed and nobody has got the error yet, and
                 after ``work`` if that fails. Work without it is always done.
@@ -320,6 +324,8 @@ class DeviceStreams(Streams):
         driver: Where streams come from.
     """
 
+    works_beside = True
+
     def __init__(self, device: torch.device, driver: Driver) -> None:
         super().__init__(device)
         self.most_in_flight_nbytes = _IN_FLIGHT_NBYTES
@@ -386,13 +392,13 @@ class DeviceStreams(Streams):
         return ticket
 
     def on_host(
-        self, work: Callable[[], None], after: Iterable[Copy] = (), otherwise: Callable[[], None] | None = None
+        self, work: Work, after: Iterable[Copy] = (), otherwise: Callable[[], None] | None = None
     ) -> Copy | None:
         """See ``Streams``."""
         events = [other.event for other in after if other.lane is not WorkLane.HOST_WORK]
         times = self._times
         if times is not None:
-            work = times.of_work(work)
+            work = times.of_host_work(work)
         return Copy(self._driver.on_host(work, events, otherwise), WorkLane.HOST_WORK, times)
 
     def on_tier_of(self, source: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

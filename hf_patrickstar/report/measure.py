@@ -253,7 +253,7 @@ class _Measurement:
         master, first, second = (self._buffer(Tier.HOST, numel, pinned=False) for _ in range(3))
         value, share = master.bfloat16(), align(-(-numel // workers.num))
 
-        def update(_: int, start: int) -> None:
+        def update(start: int) -> None:
             part = Range(master, first, second, value, value, start, min(share, numel - start), rule, True)
             script([part], fused=True, factor=None)
 

@@ -84,7 +84,7 @@ def test_a_copy_after_work_that_failed_is_made_and_raises_the_error(thread):
 def test_it_prepares_itself_once_ends_after_its_work_and_can_begin_again():
     before, prepared, done = set(threading.enumerate()), [], []
     thread = HostThread(lambda: prepared.append(threading.current_thread()))
-    thread.on_host(lambda: (time.sleep(0.05), done.append(1)), [])
+    thread.on_host(lambda: time.sleep(0.05) or done.append(1), [])
     thread.on_host(lambda: done.append(2), [])
     (started,) = set(threading.enumerate()) - before
     thread.close()
