@@ -1,7 +1,6 @@
 """What an accelerator's streams and copies are made of, and the thread that works on the host beside them."""
 
 import concurrent.futures
-import contextlib
 import functools
 import os
 import threading
@@ -200,10 +199,14 @@ class HostThread:
         begun = Done()
         with self._lock:
             if work.followers is not None:
-                work.followers.append(lambda: begun.fulfil(lambda: begin(stream)))
+                work.followers.append(lambda: begun.fulfil(lambda: begin(self._own(stream))))
                 return begun
         begun.fulfil(lambda: begin(stream))
         return begun
+
+    def _own(self, stream: Any) -> Any:
+        """The stream, for this thread."""
+        return stream
 
     def finish(self) -> None:
         """Waits for all work, and leaves errors to those who ask for them."""
@@ -270,6 +273,9 @@ def _call(this: "weakref.ref[HostThread]", method: Callable[[HostThread], None])
 class Driver(HostThread):
     """The streams of any accelerator that torch knows, its copies, and the thread of its host.
 
+    A ``torch.Stream`` that is entered remembers in itself what was current before. So the host's thread, and blocks
+    inside of others, have objects of their own for the same stream.
+
     Args:
         device: The device.
     """
@@ -277,20 +283,20 @@ class Driver(HostThread):
     def __init__(self, device: torch.device) -> None:
         super().__init__(functools.partial(_choose, device))
         self._device = device
+        self._of_thread: dict[torch.Stream, torch.Stream] = {}
 
     def new_stream(self) -> torch.Stream:
         """A stream."""
-        return torch.Stream(self._device)
+        stream = torch.Stream(self._device)
+        self._of_thread[stream] = self.inside(stream)
+        return stream
 
     def current_stream(self) -> torch.Stream:
         """The compute stream of this thread."""
         return torch.accelerator.current_stream(self._device)
 
-    def inside(self, stream: torch.Stream) -> contextlib.AbstractContextManager[Any]:
-        """Makes a stream the current one of this thread.
-
-        A ``torch.Stream`` remembers in itself what was current before, so each block has its own.
-        """
+    def inside(self, stream: torch.Stream) -> torch.Stream:
+        """A context that makes a stream the current one of this thread."""
         return torch.Stream(
             stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
         )
@@ -303,16 +309,23 @@ class Driver(HostThread):
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is on the device."""
-        return tensor.device.type != "cpu"
+        return not tensor.is_cpu
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether a host tensor is page-locked, so that a copy of it does not block the host."""
+        """Whether a host tensor is page-locked, so that a copy to it does not block the host."""
         return tensor.is_pinned()
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, stream: torch.Stream) -> None:
-        """Puts a copy between host and device into a stream; it blocks the host if the host tensor is not pinned."""
-        with self.inside(stream):
-            target.copy_(source, non_blocking=source.is_pinned() or target.is_pinned())
+        """Puts a copy between host and device into a stream, which the caller of no other thread enters meanwhile.
+
+        It never waits for the stream: tickets order whoever uses the host tensor next. One that is not pinned is read,
+        or written, before the call returns.
+        """
+        with stream:
+            target.copy_(source, non_blocking=True)
+
+    def _own(self, stream: torch.Stream) -> torch.Stream:
+        return self._of_thread[stream]
 
 
 def _choose(device: torch.device) -> None:

@@ -20,7 +20,6 @@ _IN_FLIGHT_NBYTES = 256 * MIB
 """Bytes of gradients whose copies the compute stream does not wait for: some milliseconds of the bus."""
 _LEAST_IN_FLIGHT = 2
 """Gradients that may be larger than that together: with one alone, computation would stand still for its copy."""
-_UNMEASURED = contextlib.nullcontext()
 
 
 class Copy:
@@ -56,7 +55,10 @@ class Copy:
 
     def wait(self) -> None:
         """Blocks the host, and so whatever the compute device does next; raises what the work raised."""
-        with _UNMEASURED if self._times is None else self._times.around_wait(self.lane):
+        if self._times is None:
+            self.event.synchronize()
+            return
+        with self._times.around_wait(self.lane):
             self.event.synchronize()
 
     join = wait
@@ -78,9 +80,7 @@ class StreamCopy(Copy):
     def __init__(
         self, event: Any, lane: WorkLane, times: LaneTimes | None, driver: Driver, after: Any | None = None
     ) -> None:
-        super().__init__(event, lane, times)
-        self._driver = driver
-        self.after = after
+        self._event, self.lane, self._times, self._driver, self.after = event, lane, times, driver, after
 
     @property
     def event(self) -> Any:
@@ -99,7 +99,10 @@ class StreamCopy(Copy):
 
     def join(self) -> None:
         """Blocks the compute stream, and the host until the copy is in its stream."""
-        with _UNMEASURED if self._times is None else self._times.around_join(self.lane):
+        if self._times is None:
+            self._driver.current_stream().wait_event(self._event if self.after is None else self.event)
+            return
+        with self._times.around_join(self.lane):
             self._driver.current_stream().wait_event(self.event)
 
 
@@ -439,7 +442,10 @@ class DeviceStreams(Streams):
 
     def _put(self, lane: WorkLane, source: torch.Tensor, target: torch.Tensor, stream: torch.Stream) -> None:
         times = self._times  # a late copy is put here by the host's thread, while the caller's may end the measuring
-        with _UNMEASURED if times is None else times.around_copy(lane, stream, source.nbytes):
+        if times is None:
+            self._driver.copy(source, target, stream)
+            return
+        with times.around_copy(lane, stream, source.nbytes):
             self._driver.copy(source, target, stream)
 
     def _hold(self, source: torch.Tensor, ticket: Copy) -> None:

@@ -154,9 +154,9 @@ class ElementwiseKernel(Kernel):
         *,
         keeps: bool = True,
     ) -> list[Update]:
-        """See ``Kernel``. The host computes beside the device, so the updates there come first."""
+        """See ``Kernel``. Updates on the host, which computes beside the device, come first."""
         rules, settings = self._rules(chunks, groups)
-        places: dict[Tier, list[_Part]] = {Tier.HOST: [], Tier.DEVICE: []}
+        places: dict[Tier, list[_Part]] = {Tier.DEVICE: [], Tier.HOST: []}
         # Whoever needs a chunk waits for its part alone; on a device large calls are the fastest.
         most = {Tier.HOST: SHARE_NUMEL, Tier.DEVICE: sys.maxsize if self._has_lanes else SHARE_NUMEL}
         steps = self._steps
@@ -181,18 +181,18 @@ class ElementwiseKernel(Kernel):
                     last = Segment(chunk, payloads, start, stop, rule, step, place)
                     part.segments.append(last)
         updates = []
-        for parts in places.values():
+        for parts in filter(None, places.values()):
             segments = [segment for part in parts for segment in part.segments]
             factor = factors.get(segments[0].chunk.home_device) if segments else None
             job = Job(settings, None if factor is None else factor.clone(), keeps, self._numbers(segments, settings))
-            left = sum([part.numel for part in parts])
-            for part in parts:
+            left = 0
+            for part in reversed(parts):
+                left += part.numel
                 run = functools.partial(self._run, job, part.segments, left)
                 take_back = functools.partial(self._count, part.indices, -1)
                 updates.append(Update(part.chunks, run, take_back, functools.partial(_round, part.segments)))
-                left -= part.numel
-        self._count([index for parts in places.values() for part in parts for index in part.indices], 1)
-        return updates
+                self._count(part.indices, 1)
+        return updates[::-1]
 
     def _rules(
         self, chunks: Sequence[Chunk], groups: Mapping[int, int]
@@ -231,25 +231,15 @@ class ElementwiseKernel(Kernel):
             most = max(TILE_NUMEL if job.numbers is None else SHARE_NUMEL, self.cut_numel)
             numel = sum([segment.stop - segment.start for segment in segments])
             if self._workers.suits(param, numel):
-                most *= max(self._workers.num // _MANY_WORKERS, 1)
-                most = align(-(-numel // -(-numel // most)), self.cut_numel)  # no share is a small rest
-                return self._workers.submit(update, self._shares(segments, most, left_numel))
+                num = self._workers.num
+                most *= max(num // _MANY_WORKERS, 1)
+                rooms = _rooms(
+                    left_numel, 2 * num, max(most // _LAST_SHARES, SMALL_NUMEL), -(-numel // -(-numel // most))
+                )
+                return self._workers.submit(update, _cut(segments, rooms, self.cut_numel))
         for share in _cut(segments, itertools.repeat(most), self.cut_numel):
             update(share)
         return None
-
-    def _shares(self, segments: Sequence[Segment], most: int, left_numel: int) -> Iterator[list[Segment]]:
-        """Cuts ranges into shares for workers: long ones, and short ones at the end of the step."""
-        num, least = self._workers.num, max(align(most // _LAST_SHARES, self.cut_numel), SMALL_NUMEL)
-
-        def rooms() -> Iterator[int]:
-            left = left_numel
-            while True:
-                room = min(max(align(left // (2 * num), self.cut_numel), least), most)
-                yield room
-                left -= room
-
-        return _cut(segments, rooms(), self.cut_numel)
 
     def _is_on_device(self, chunk: Chunk) -> bool:
         return chunk.home is Tier.DEVICE and self._has_lanes
@@ -300,26 +290,35 @@ def _round(segments: Iterable[Segment]) -> None:
         round_masters([segment.part(MASTER)], [segment.part("param")])
 
 
+def _rooms(left: int, num: int, least: int, most: int) -> Iterator[int]:
+    """The sizes of shares: as large as they may be, and smaller at the end, when less than ``num`` of them are left."""
+    while True:
+        room = max(min(left // num, most), least)
+        yield room
+        left -= room
+
+
 def _cut(segments: Iterable[Segment], rooms: Iterator[int], cut_numel: int) -> Iterator[list[Segment]]:
     """Cuts ranges into shares.
 
     Args:
         segments: The ranges.
-        rooms: The most elements of each share, multiples of ``cut_numel``.
+        rooms: The elements of each share, which are rounded up to multiples of ``cut_numel``.
         cut_numel: Where ranges may be cut.
     """
     share: list[Segment] = []
-    room = next(rooms)
+    room = 0
     for segment in segments:
         start = segment.start
         while start < segment.stop:
+            if room <= 0:
+                if share:
+                    yield share
+                share, room = [], -(-next(rooms) // cut_numel) * cut_numel
             stop = min(start + room, segment.stop)
             share.append(dataclasses.replace(segment, start=start, stop=stop))
             room -= -((start - stop) // cut_numel) * cut_numel  # what is left is a multiple, too
             start = stop
-            if room <= 0:
-                yield share
-                share, room = [], next(rooms)
     if share:
         yield share
 

@@ -20,8 +20,6 @@ from typing import TypeVar
 
 import torch
 
-from hf_patrickstar.interrupts import held_back
-
 SMALL_NUMEL = 2**15
 """Work on so few elements is done sooner than another thread is awake; torch computes it in one thread anyway."""
 
@@ -156,7 +154,7 @@ class HostWorkers:
         """
         queued = [functools.partial(work, item) for item in items]
         ticket = WorkTicket(len(queued))
-        with held_back(), self._lock:  # the host's thread and that of a step may both be the first
+        with self._lock:  # the host's thread and that of a step may both be the first
             threads = self._threads = self._threads or self._start()
             self._queue.extend([(ticket, item) for item in queued])
             del queued  # what a worker has done is referred to no more
@@ -170,6 +168,9 @@ class HostWorkers:
                     raise
                 is_ending = True  # the program exits, which begins nothing in threads any more
                 self._num_at_work += 1
+            except BaseException:  # the user has interrupted
+                ticket.skip()
+                raise
         if is_ending:
             self._work()
         return ticket
