@@ -38,8 +38,8 @@ _DEVICE_TILE_NUMEL = 2**24
 _MANY_WORKERS = 16
 """With more of them shares are longer, so that they still end half a millisecond after each other: a worker that ends
 one needs the interpreter's lock."""
-_LAST_SHARES = 8
-"""The last shares of a step are as small as that part of a share, so that workers end at about the same time."""
+_SHORT_SHARES = 8
+"""The first and the last shares of a step are that part as long as others; see ``_rooms``."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -156,7 +156,7 @@ class ElementwiseKernel(Kernel):
     ) -> list[Update]:
         """See ``Kernel``. Updates on the host, which computes beside the device, come first."""
         rules, settings = self._rules(chunks, groups)
-        places: dict[Tier, list[_Part]] = {Tier.DEVICE: [], Tier.HOST: []}
+        places: dict[Tier, list[_Part]] = {Tier.HOST: [], Tier.DEVICE: []}
         # Whoever needs a chunk waits for its part alone; on a device large calls are the fastest.
         most = {Tier.HOST: SHARE_NUMEL, Tier.DEVICE: sys.maxsize if self._has_lanes else SHARE_NUMEL}
         steps = self._steps
@@ -185,14 +185,14 @@ class ElementwiseKernel(Kernel):
             segments = [segment for part in parts for segment in part.segments]
             factor = factors.get(segments[0].chunk.home_device) if segments else None
             job = Job(settings, None if factor is None else factor.clone(), keeps, self._numbers(segments, settings))
-            left = 0
-            for part in reversed(parts):
-                left += part.numel
-                run = functools.partial(self._run, job, part.segments, left)
+            done, left = 0, sum([part.numel for part in parts])
+            for part in parts:
+                run = functools.partial(self._run, job, part.segments, done, left)
                 take_back = functools.partial(self._count, part.indices, -1)
                 updates.append(Update(part.chunks, run, take_back, functools.partial(_round, part.segments)))
                 self._count(part.indices, 1)
-        return updates[::-1]
+                done, left = done + part.numel, left - part.numel
+        return updates
 
     def _rules(
         self, chunks: Sequence[Chunk], groups: Mapping[int, int]
@@ -212,13 +212,14 @@ class ElementwiseKernel(Kernel):
                 self._steps[index] = before.add_(num) if isinstance(before, torch.Tensor) else before + num
 
     @torch.no_grad()
-    def _run(self, job: Job, segments: Sequence[Segment], left_numel: int) -> Pending | None:
+    def _run(self, job: Job, segments: Sequence[Segment], done: int, left: int) -> Pending | None:
         """Updates ranges, or has workers do so.
 
         Args:
             job: How.
             segments: The ranges; all have the same home.
-            left_numel: Elements that the step updates there, those of earlier calls left out.
+            done: Elements that the step updates there before these.
+            left: Elements that it updates there from these on.
         """
         if not segments:
             return None
@@ -231,11 +232,9 @@ class ElementwiseKernel(Kernel):
             most = max(TILE_NUMEL if job.numbers is None else SHARE_NUMEL, self.cut_numel)
             numel = sum([segment.stop - segment.start for segment in segments])
             if self._workers.suits(param, numel):
-                num = self._workers.num
-                most *= max(num // _MANY_WORKERS, 1)
-                rooms = _rooms(
-                    left_numel, 2 * num, max(most // _LAST_SHARES, SMALL_NUMEL), -(-numel // -(-numel // most))
-                )
+                most *= max(self._workers.num // _MANY_WORKERS, 1)
+                least, most = max(most // _SHORT_SHARES, SMALL_NUMEL), -(-numel // -(-numel // most))
+                rooms = _rooms(done, left, 2 * self._workers.num, least, most)
                 return self._workers.submit(update, _cut(segments, rooms, self.cut_numel))
         for share in _cut(segments, itertools.repeat(most), self.cut_numel):
             update(share)
@@ -290,12 +289,16 @@ def _round(segments: Iterable[Segment]) -> None:
         round_masters([segment.part(MASTER)], [segment.part("param")])
 
 
-def _rooms(left: int, num: int, least: int, most: int) -> Iterator[int]:
-    """The sizes of shares: as large as they may be, and smaller at the end, when less than ``num`` of them are left."""
+def _rooms(done: int, left: int, num: int, least: int, most: int) -> Iterator[int]:
+    """The sizes of shares, between ``least`` and ``most``.
+
+    They are short at the beginning of a step, so that the first chunk is there soon, and at its end, so that the workers
+    end together: a share has no more than one of ``num`` parts of the elements before it, or of those from it on.
+    """
     while True:
-        room = max(min(left // num, most), least)
+        room = max(min(done // num, left // num, most), least)
         yield room
-        left -= room
+        done, left = done + room, left - room
 
 
 def _cut(segments: Iterable[Segment], rooms: Iterator[int], cut_numel: int) -> Iterator[list[Segment]]:
