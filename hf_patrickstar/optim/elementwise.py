@@ -292,8 +292,8 @@ def _round(segments: Iterable[Segment]) -> None:
 def _rooms(done: int, left: int, num: int, least: int, most: int) -> Iterator[int]:
     """The sizes of shares, between ``least`` and ``most``.
 
-    They are short at the beginning of a step, so that the first chunk is there soon, and at its end, so that the workers
-    end together: a share has no more than one of ``num`` parts of the elements before it, or of those from it on.
+    They are short at the beginning of a step, so that the first chunk is there soon, and at its end, so that all end
+    together: a share has no more than one of ``num`` parts of the elements before it, or of those from it on.
     """
     while True:
         room = max(min(done // num, left // num, most), least)
