@@ -184,9 +184,10 @@ class Gradients:
             holds = functools.partial(self.norms.need, norm)
         if is_on_device:
             place.copy_(gradient)
-            chunk.note(None if norm is None else Copy(self.norms, WorkLane.HOST_WORK))
+            ticket = None if norm is None else Copy(self.norms, WorkLane.HOST_WORK)
         else:
-            chunk.note(self._streams.to_host(gradient, place, chunk.under_way, holds=holds))
+            ticket = self._streams.to_host(gradient, place, chunk.under_way, holds=holds)
+        chunk.note(ticket)
         tensor.gradient_norm = norm
         tensor.gradient = _PARAM
         nbytes, tensor.crossing_nbytes = tensor.crossing_nbytes, 0
