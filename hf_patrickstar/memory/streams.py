@@ -20,6 +20,8 @@ _IN_FLIGHT_NBYTES = 256 * MIB
 """Bytes of gradients whose copies the compute stream does not wait for: some milliseconds of the bus."""
 _LEAST_IN_FLIGHT = 2
 """Gradients that may be larger than that together: with one alone, computation would stand still for its copy."""
+Hold = bool | Callable[[], object]
+"""Whether a tensor is held while it is copied, and perhaps what is called before its memory can be used again."""
 
 
 class Copy:
@@ -228,7 +230,7 @@ class Streams:
         return False
 
     def to_host(
-        self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = (), *, holds: bool = True
+        self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = (), *, holds: Hold = True
     ) -> Copy | None:
         """Copies device -> host; the memory of ``source`` is held until it can be used again.
 
@@ -236,7 +238,8 @@ class Streams:
             source: What to copy; any device, any shape.
             target: A host tensor of the same shape.
             after: Copies that come before it; if the copy is not made beside, the host must have waited for them.
-            holds: If false, the caller holds ``source`` until it has joined the copy.
+            holds: If false, the caller holds ``source`` until it has joined the copy. What is called may be called at
+                once; if it fails, nothing has been written.
 
         Returns:
             A ticket to wait for before the host reads ``target``, or ``None`` if the copy is complete.
@@ -334,7 +337,7 @@ class DeviceStreams(Streams):
         self.most_in_flight_nbytes = _IN_FLIGHT_NBYTES
         self._thread = self._driver = driver
         self._lanes = {lane: driver.new_stream() for lane in (WorkLane.TO_DEVICE, WorkLane.TO_HOST)}
-        self._in_flight: collections.deque[tuple[Copy, torch.Tensor]] = collections.deque()
+        self._in_flight: collections.deque[tuple[Copy, torch.Tensor, Hold]] = collections.deque()
         self._in_flight_nbytes = 0
 
     def begin_timing(self) -> LaneTimes:
@@ -383,15 +386,23 @@ class DeviceStreams(Streams):
         return self._driver.is_on_device(source) and self._driver.is_pinned(target)
 
     def to_host(
-        self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = (), *, holds: bool = True
+        self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = (), *, holds: Hold = True
     ) -> Copy | None:
         """See ``Streams``."""
         if not self.copies_beside(source, target):
             target.copy_(source)
             return None
-        ticket = self._copy(WorkLane.TO_HOST, source, target, after)
         if holds:
-            self._hold(source, ticket)
+            self._let_go_for(source.nbytes)
+        is_held = holds and self.most_in_flight_nbytes > 0
+        if callable(holds) and not is_held:
+            holds()
+        ticket = self._copy(WorkLane.TO_HOST, source, target, after)
+        if is_held:
+            self._in_flight.append((ticket, source, holds))
+            self._in_flight_nbytes += source.nbytes
+        elif holds:
+            ticket.join()
         return ticket
 
     def on_host(
@@ -416,6 +427,9 @@ class DeviceStreams(Streams):
 
     def release_in_flight(self) -> None:
         """See ``Streams``."""
+        for _, _, holds in self._in_flight:
+            if callable(holds):
+                holds()
         if self._in_flight:
             self._in_flight[-1][0].join()  # they are of one lane: the last one is enough
             self._in_flight.clear()
@@ -448,18 +462,19 @@ class DeviceStreams(Streams):
         with times.around_copy(lane, stream, source.nbytes):
             self._driver.copy(source, target, stream)
 
-    def _hold(self, source: torch.Tensor, ticket: Copy) -> None:
-        """Holds a gradient until the compute stream has been made to wait for its copy; then its memory can be reused.
+    def _let_go_for(self, nbytes: int) -> None:
+        """Makes the compute stream wait for the copies of gradients, until another one can be held beside the rest.
 
-        ``record_stream`` would do the same by the clock of the host, which runs far ahead: every gradient in between
-        would need memory of its own.
+        A gradient is held until then, and its memory can be reused. ``record_stream`` would do the same by the clock of
+        the host, which runs far ahead: every gradient in between would need memory of its own.
         """
-        self._in_flight.append((ticket, source))
-        self._in_flight_nbytes += source.nbytes
-        least = _LEAST_IN_FLIGHT if self.most_in_flight_nbytes else 0
-        while self._in_flight_nbytes > self.most_in_flight_nbytes and len(self._in_flight) > least:
-            done, freed = self._in_flight.popleft()
+        most = self.most_in_flight_nbytes
+        while self._in_flight_nbytes + nbytes > most and len(self._in_flight) >= _LEAST_IN_FLIGHT:
+            done, freed, holds = self._in_flight[0]
+            if callable(holds):
+                holds()
             done.join()
+            self._in_flight.popleft()
             self._in_flight_nbytes -= freed.nbytes
 
 
