@@ -168,19 +168,23 @@ def count_copies():
     """All calls for a copy in each direction."""
     streams, found = DeviceStreams(torch.device("cpu"), Streamed(torch.device("cpu"))), {}
     one, other = torch.zeros(8), torch.zeros(8)
-    copies = {
+    copies = {  # as the engine calls them
         "fetch and join": lambda: streams.fetch(one, other).join(),
-        "to_host": lambda: streams.to_host(one, other),
+        "to_host": lambda: streams.to_host(one, other, is_beside=streams.is_on_device(one)),
     }
     for name, copy in copies.items():
-        events = []
+        calls = []
         copy()
-        sys.setprofile(lambda frame, event, arg, events=events: events.append(event))
+        sys.setprofile(
+            lambda _, event, arg, calls=calls: calls.append(
+                event == "call" or (event == "c_call" and "Tensor" in repr(arg))
+            )
+        )
         try:
             copy()
         finally:
             sys.setprofile(None)
-        found[name] = sum(event in ("call", "c_call") for event in events) - 2  # its own, and that of the end
+        found[name] = sum(calls) - 1  # that of ``copy``
     return found
 
 

@@ -225,12 +225,26 @@ class Streams:
         """Work that is launched inside waits for all copies to the device so far; the compute stream goes on beside."""
         return contextlib.nullcontext()
 
-    def copies_beside(self, source: torch.Tensor, target: torch.Tensor) -> bool:
-        """Whether ``to_host`` would return before the copy is complete."""
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is in memory that copies cross from beside computation."""
         return False
 
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor on the host can be copied to beside computation."""
+        return False
+
+    def copies_beside(self, source: torch.Tensor, target: torch.Tensor) -> bool:
+        """Whether ``to_host`` would return before the copy is complete."""
+        return self.is_on_device(source) and self.is_pinned(target)
+
     def to_host(
-        self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = (), *, holds: Hold = True
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        after: Iterable[Copy] = (),
+        *,
+        holds: Hold = True,
+        is_beside: bool | None = None,
     ) -> Copy | None:
         """Copies device -> host; the memory of ``source`` is held until it can be used again.
 
@@ -240,6 +254,7 @@ class Streams:
             after: Copies that come before it; if the copy is not made beside, the host must have waited for them.
             holds: If false, the caller holds ``source`` until it has joined the copy. What is called may be called at
                 once; if it fails, nothing has been written.
+            is_beside: What ``copies_beside`` says, if the caller knows.
 
         Returns:
             A ticket to wait for before the host reads ``target``, or ``None`` if the copy is complete.
@@ -381,15 +396,25 @@ class DeviceStreams(Streams):
         with self._driver.inside(lane):
             yield
 
-    def copies_beside(self, source: torch.Tensor, target: torch.Tensor) -> bool:
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
         """See ``Streams``."""
-        return self._driver.is_on_device(source) and self._driver.is_pinned(target)
+        return self._driver.is_on_device(tensor)
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """See ``Streams``."""
+        return self._driver.is_pinned(tensor)
 
     def to_host(
-        self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = (), *, holds: Hold = True
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        after: Iterable[Copy] = (),
+        *,
+        holds: Hold = True,
+        is_beside: bool | None = None,
     ) -> Copy | None:
         """See ``Streams``."""
-        if not self.copies_beside(source, target):
+        if not (self.copies_beside(source, target) if is_beside is None else is_beside):
             target.copy_(source)
             return None
         if holds:

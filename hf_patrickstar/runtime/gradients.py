@@ -172,7 +172,9 @@ class Gradients:
             place = tensor.view(chunk.param)
         else:
             place = tensor.view(chunk.home_param)
-            is_held = self._streams.copies_beside(gradient, place)
+            if chunk.is_pinned is None:
+                chunk.is_pinned = self._streams.is_pinned(place)
+            is_held = chunk.is_pinned and self._streams.is_on_device(gradient)
             if not is_held:
                 chunk.wait()  # the host writes to the home, which a copy may be reading
         norm: torch.Tensor | None = None
@@ -186,8 +188,9 @@ class Gradients:
             place.copy_(gradient)
             ticket = None if norm is None else Copy(self.norms, WorkLane.HOST_WORK)
         else:
-            ticket = self._streams.to_host(gradient, place, chunk.under_way, holds=holds)
-        chunk.note(ticket)
+            ticket = self._streams.to_host(gradient, place, chunk.under_way, holds=holds, is_beside=is_held)
+        if ticket is not None:
+            chunk.note(ticket)
         tensor.gradient_norm = norm
         tensor.gradient = _PARAM
         nbytes, tensor.crossing_nbytes = tensor.crossing_nbytes, 0
@@ -217,7 +220,7 @@ class Gradients:
 
     def _leaves_beside(self, chunk: Chunk, gradient: torch.Tensor) -> bool:
         """Whether a gradient goes to its list through the ring, which comes after all lists."""
-        if chunk.home is Tier.DEVICE or not self._streams.copies_beside(gradient, chunk.payloads["param"]):
+        if chunk.home is Tier.DEVICE or not self._streams.copies_beside(gradient, chunk.home_param):
             return False
         self._has_all_lists |= all(other.has_list(GRADIENT) for other in self._chunks if other.spec.trainable)
         return self._has_all_lists and self._ring.open()
