@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_patrickstar.cores import own_cores
 from hf_patrickstar.dist.collectives import Collectives
-from hf_patrickstar.machine import Machine
+from hf_patrickstar.machine import Machine, name_of_products
 from hf_patrickstar.memory.accelerator import can_pin_memory, device_name, find_device, is_accelerator, memory_info
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.pinning import make_pinning
@@ -40,6 +40,8 @@ from hf_patrickstar.units import ALIGNMENT_NUMEL, KIB, MIB, align
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Types whose matrix products are measured."""
+KINDS = ("", "NT", "TN", "attention")
+"""Kinds of products that are measured, with the names that ``Machine.kernel_ns`` has for them."""
 SWEPT_NBYTES = 32 * MIB
 """More than what the private caches of a core hold, and as much as many cores share."""
 CPU_FILE = pathlib.Path("/proc/cpuinfo")
@@ -47,6 +49,7 @@ CPU_FILE = pathlib.Path("/proc/cpuinfo")
 _CPU = torch.device("cpu")
 _LEAST_ROWS = 128
 _LEAST_S = 1e-9
+_HEAD_NUMEL = 128
 _BLOCKS = 16
 _ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "maximize": False}
 _Work = Callable[[torch.Tensor, torch.Tensor], object]
@@ -59,7 +62,7 @@ class Effort:
     Attributes:
         nbytes: Size of the buffers that are copied and added; it should be more than any cache holds. At most an
             eighth of the free memory is taken for one.
-        most_rows: Rows of the largest matrices that are multiplied.
+        most_rows: Tokens of the largest layer whose products are measured.
         calls: Operators on one element, small gathers, or messages that are timed together.
         repetitions: How often each figure is measured; the median counts.
         seconds: When this time has passed, a figure is not measured once more.
@@ -146,7 +149,7 @@ def measure_machine(
     Without an accelerator both ends are CPU memory. ``to_device_bandwidth`` is then that of the copy thread, which
     brings chunks in ahead; ``pageable_bandwidth`` that of copies on demand; ``device_nbytes`` all memory.
 
-    A type in which matrices cannot be multiplied is missing in ``flops``.
+    A type in which matrices cannot be multiplied is missing in ``flops``, and so is a kind of product.
 
     Args:
         effort: How much work goes into it.
@@ -155,9 +158,10 @@ def measure_machine(
     """
     device, found = find_device(None), dict[str, float]()
     measurement = _Measurement(device, effort or Effort())
-    products = {f"products in {dtype}": dtype for dtype in DTYPES}
+    keys = [f"{dtype} {kind}".rstrip() for dtype in DTYPES for kind in KINDS]
+    products = {name_of_products(key): key for key in keys}
     measures: dict[str, Callable[[], float]] = {
-        **{name: functools.partial(measurement.flops, device, dtype) for name, dtype in products.items()},
+        **{name: functools.partial(measurement.flops, device, *key.split()) for name, key in products.items()},
         **measurement.figures(),
         **({} if visit is None else {"visit_s": visit}),
     }
@@ -168,7 +172,7 @@ def measure_machine(
             except RuntimeError:
                 if products.get(name, "float32") == "float32":
                     raise
-    flops = {dtype: found.pop(name) for name, dtype in products.items() if name in found}
+    flops = {key: found.pop(name) for name, key in products.items() if name in found}
     num_cores = min(torch.get_num_threads(), own_cores(1))
     return Machine(
         name=device_name(device) if is_accelerator(device) else cpu_name(),
@@ -204,7 +208,7 @@ class _Measurement:
         free = available_host_nbytes()
         if is_accelerator(device):
             # Gives the device enough to do for the host to run ahead of it.
-            self._occupy = _product(device, effort.most_rows // 2, "float32")
+            self._occupy = _product(device, effort.most_rows, "float32")[0]
             free = min(free, memory_info(device)[0])
         self._numel = max(min(effort.nbytes, free // 8) // 4, 1)
 
@@ -225,16 +229,21 @@ class _Measurement:
             figures["host_flops"] = lambda: self.flops(_CPU, "float32")
         return figures
 
-    def flops(self, device: torch.device, dtype: str) -> float:
-        """Matrix products of the largest size that the time suffices for; small ones already show that one is slow."""
+    def flops(self, device: torch.device, dtype: str, kind: str = "") -> float:
+        """Products of the largest size that the time suffices for; small ones already show that one is slow.
+
+        Fast ones are called often: a device that computes all the time lowers its clocks after some milliseconds.
+        """
         rows, effort = _LEAST_ROWS, self._effort
         while True:
-            multiply = _product(device, rows, dtype)
+            multiply, flops = _product(device, rows, dtype, kind)
             multiply()
-            seconds = seconds_of(device, multiply)
-            if 2 * rows > effort.most_rows or 8 * seconds * effort.repetitions > effort.seconds:
-                return 2 * rows**3 / self._median(device, multiply)
+            share = effort.seconds / (8 * effort.repetitions * max(seconds_of(device, multiply), _LEAST_S))
+            if 2 * rows > effort.most_rows or share < 1:
+                break
             rows *= 2
+        num = min(max(int(share), 1), effort.calls)
+        return num * flops / self._median(device, lambda: [multiply() for _ in range(num)])
 
     def _rate(self, times: int, tiers: tuple[Tier, Tier], work: _Work, *, pinned: bool = True) -> float:
         """Bytes per second of work on two buffers that reads and writes so many times the bytes of one."""
@@ -319,10 +328,33 @@ def _make_block() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.GELU(), torch.nn.LayerNorm(1))
 
 
-def _product(device: torch.device, rows: int, dtype: str) -> Callable[[], object]:
-    """Multiplies two square matrices."""
-    left, right = (torch.rand(rows, rows, device=device).to(getattr(torch, dtype)) for _ in range(2))
-    return functools.partial(torch.mm, left, right, out=torch.zeros_like(left))
+def _product(device: torch.device, rows: int, dtype: str, kind: str = "") -> tuple[Callable[[], object], int]:
+    """A product of a model's layer for so many tokens, and its operations.
+
+    Of a linear layer with four times as many outputs as inputs this is the forward (``NT``), or in backward the
+    gradient of the inputs, which has no transposed operand, or that of the weight (``TN``). Attention is causal, over
+    half of the tokens, with forward and backward.
+    """
+    make, inputs, half = functools.partial(_random, device, dtype), rows // 4, rows // 2
+    if kind == "attention":
+        operands = [make(1, -(-half // _HEAD_NUMEL), half, _HEAD_NUMEL).requires_grad_() for _ in range(3)]
+        return functools.partial(_attend, *operands), 7 * operands[0].numel() * (half + 1)
+    left, right = {
+        "": lambda: (make(rows, rows), make(rows, inputs)),
+        "NT": lambda: (make(rows, inputs), make(rows, inputs).t()),
+        "TN": lambda: (make(rows, rows).t(), make(rows, inputs)),
+    }[kind]()
+    out = left.new_zeros(left.shape[0], right.shape[1])
+    return functools.partial(torch.mm, left, right, out=out), 2 * rows * rows * inputs
+
+
+def _random(device: torch.device, dtype: str, *shape: int) -> torch.Tensor:
+    return torch.rand(shape, device=device).to(getattr(torch, dtype))
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> object:
+    made = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return torch.autograd.grad(made, (query, key, value), value)
 
 
 def _join(ticket: Copy | None) -> None:
