@@ -139,7 +139,10 @@ class PayloadPool:
             self.ledger.hand_over(tier, owner, CACHE_OWNER, nbytes)
             kind = (buffer.dtype, buffer.numel())
             kept = self._kept[kind] = self._kept.pop(kind, [])
-            bisect.insort(kept, buffer, key=_address)
+            if type(buffer) is torch.Tensor:
+                bisect.insort(kept, buffer, key=torch.Tensor.data_ptr)
+            else:  # a fake tensor has no address
+                kept.append(buffer)
             self._kept_nbytes += nbytes
         else:
             self.ledger.unbook(tier, owner, nbytes)
@@ -242,7 +245,3 @@ class PayloadPool:
         finally:
             self._is_allocating = False
         return buffer
-
-
-def _address(buffer: torch.Tensor) -> int:
-    return buffer.data_ptr() if type(buffer) is torch.Tensor else 0  # a fake tensor has no address

@@ -229,9 +229,11 @@ class Executor:
 
     def _takes_more(self, chunk: Chunk, actions: Actions) -> bool:
         """Whether more is loaded at the visit of a chunk than is evicted."""
-        loaded = actions.load if chunk.compute is not None else {chunk.spec.index, *actions.load}
-        evicted = sum(self._chunks[index].copy_nbytes for index in actions.evict)
-        return sum(self._chunks[index].copy_nbytes for index in loaded) > evicted
+        chunks = self._chunks
+        loaded = sum([chunks[index].copy_nbytes for index in actions.load])
+        if chunk.compute is None and chunk.spec.index not in actions.load:
+            loaded += chunk.copy_nbytes
+        return loaded > sum([chunks[index].copy_nbytes for index in actions.evict])
 
     def _load(self, chunk: Chunk, caller: str) -> None:
         self.make_room_for(chunk, chunk.copy_nbytes, caller)
