@@ -152,12 +152,12 @@ class HostWorkers:
         Returns:
             A ticket to wait for.
         """
-        queued = [functools.partial(work, item) for item in items]
-        ticket = WorkTicket(len(queued))
+        items = list(items)
+        ticket = WorkTicket(len(items))
         with self._lock:  # the host's thread and that of a step may both be the first
             threads = self._threads = self._threads or self._start()
-            self._queue.extend([(ticket, item) for item in queued])
-            del queued  # what a worker has done is referred to no more
+            self._queue.extend([(ticket, functools.partial(work, item)) for item in items])
+            del items  # what a worker has done is referred to no more
             is_ending = False
             try:
                 for _ in range(min(self.num - self._num_at_work, len(self._queue))):

@@ -287,7 +287,8 @@ class Gradients:
         for tensor in tensors:
             if tensor.deferred_gradient is not None:
                 self.place_deferred(tensor)
-        self.norms.fill()
+        if self.records_norms:
+            self.norms.fill()
 
     def place_deferred(self, tensor: ManagedParameter) -> None:
         """Finds a place for a deferred gradient; if there is no room the gradient stays deferred."""
