@@ -57,10 +57,7 @@ class Copy:
 
     def wait(self) -> None:
         """Blocks the host, and so whatever the compute device does next; raises what the work raised."""
-        if self._times is None:
-            self.event.synchronize()
-            return
-        with self._times.around_wait(self.lane):
+        with contextlib.nullcontext() if self._times is None else self._times.around_wait(self.lane):
             self.event.synchronize()
 
     join = wait
@@ -102,10 +99,13 @@ class StreamCopy(Copy):
     def join(self) -> None:
         """Blocks the compute stream, and the host until the copy is in its stream."""
         if self._times is None:
-            self._driver.current_stream().wait_event(self._event if self.after is None else self.event)
+            self._join()
             return
         with self._times.around_join(self.lane):
-            self._driver.current_stream().wait_event(self.event)
+            self._join()
+
+    def _join(self) -> None:
+        self._driver.current_stream().wait_event(self._event if self.after is None else self.event)
 
 
 def copy_bytes(arrays: list[Any]) -> None:

@@ -245,12 +245,21 @@ def looking_at_states(folder):
 
 
 def updated_by_the_caller(folder):
-    """Somebody looks into the state of the last chunk, while those before it are updated in the same workspace."""
+    """A step returns when chunks are updated, whose last gradients are on their way home when it begins."""
+    run = Run(dtype="bf16", overlap_optimizer=False)
+    run.train(3)
+    return run.end()
+
+
+def holding_a_state(folder):
+    """Somebody looks into the state of the last chunk, and the host's thread is still at those before it."""
     run = Run(dtype="bf16", num_chunks=16, device_budget=10**6)
     run.train(1)
     held = run.optimizer.state[run.manager.chunks[-1].owned[-1].parameter]["exp_avg"]
-    run.train(2)
-    run.keep(held)
+    for number in range(2):
+        run.backward(number)
+        run.step()
+        run.keep(held)
     return run.end()
 
 
@@ -586,6 +595,7 @@ RUNS = {
     "overlapped one by one": overlapped_one_by_one,
     "looking at states": looking_at_states,
     "updated by the caller": updated_by_the_caller,
+    "holding a state": holding_a_state,
     "saved while it steps": saved_while(Run.step),
     "accumulation": accumulation,
     "accumulation and norms": clipped(3, 2, evaluates=False),
@@ -634,7 +644,6 @@ ELSEWHERE = {
     "for threads, and a compute stream that simulated tensors do not have": ["checkpoint/transaction.py"],
     "for threads that use the model": ["runtime/gate.py", "runtime/model_lock.py"],
     "for workers: tests/unit/checkpoint/test_first_values.py": ["checkpoint/first_values.py"],
-    "for its workers": ["optim/elementwise.py"],
     "for complete checkpoints": ["integrations/accelerator_checkpoints.py", "integrations/trainer_checkpoints.py"],
     "for errors of work that has ended: tests/parity/test_overlapped_updates.py": ["engine.py"],
     "for workspace that is about to go (tests/parity/test_overlapped_updates.py), and for zeros": ["payloads.py"],
@@ -665,6 +674,7 @@ UNNOTICED = {
     "runtime/manager.py ChunkManager.close: chunk.wait_for_reader()": _HELD,
     "runtime/manager.py ChunkManager.retire: chunk.wait_for_reader()": _HELD,
     "runtime/manager.py ChunkManager.settle_failures: update.wait()": "asks for the error of work that has ended",
+    "runtime/manager.py ChunkManager.update: found.wait()": "there are no workers beside modes of operators",
     "runtime/executor.py Executor._await_gathers: self._copies.wait(...)": _GROUP,
     "runtime/values.py Values.own_part: chunk.wait()": "only on the CPU tier is a value written where it is",
 }
