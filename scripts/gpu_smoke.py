@@ -263,7 +263,7 @@ def bus(device, numel):
 def copy_rates(lanes, goes_on):
     """GB/s of copies that are started together, one in each lane, again and again."""
     seconds, number = dict.fromkeys(lanes, 0.0), 0
-    while goes_on(number):
+    while not number or goes_on(number):
         moments = {way: [torch.cuda.Event(enable_timing=True) for _ in range(2)] for way in lanes}
         for way, (target, source, stream) in lanes.items():
             moments[way][0].record(stream)
