@@ -348,7 +348,7 @@ def run_parts(
                 records[part.name] = {"outcome": "begun", "why": "the check ended before the part", "seconds": 0.0}
                 write()
                 # A rehearsal is no measurement: a machine that does other work has more time.
-                limit_s = max(part.limit_s, 150) if place.is_rehearsal else part.limit_s
+                limit_s = max(part.limit_s, 400) if place.is_rehearsal else part.limit_s
                 records[part.name] = run_part(part, min(limit_s, left), place, log)
             write()
             show(part.name, records[part.name])

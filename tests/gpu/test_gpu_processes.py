@@ -88,8 +88,16 @@ def together(rank, settings):
     return losses, weights, {key: stats[key] for key in ("all_gathers", "reduce_scatters", "chunk_loads")}
 
 
-def alone():
-    """The same of one process of plain torch, whose masters are updated on the host; losses by rank."""
+def alone(rank):
+    """The same of one process of plain torch, whose masters are updated on the host; losses by rank.
+
+    It runs where the others do, with as many threads.
+    """
+    with exact_kernels():
+        return train_alone()
+
+
+def train_alone():
     model = make_model("gpt2").train()
     masters = {key: p.detach().clone().requires_grad_() for key, p in model.named_parameters()}
     model.to(DEVICE)
@@ -118,9 +126,9 @@ def pair():
             yield workers
 
 
-def test_two_processes_have_the_bits_of_one(pair, exact):
+def test_two_processes_have_the_bits_of_one(pair):
     found = pair.run(together, SETTINGS)
-    losses, weights = alone()
+    losses, weights = pair.run(alone)[0]
     assert [ours for ours, _, _ in found] == losses
     for _, ours, counted in found:
         assert min(counted["all_gathers"], counted["reduce_scatters"]) > 0
