@@ -5,6 +5,7 @@ it workers do nothing; or add to a buffer, each with one operator over its part,
 hardly any Python; or update chunks as ``optimizer.step()`` has them updated. The three take turns, so that what other
 programs do meets all of them. ``slower`` is how much longer a call takes beside updates than beside additions, and so
 leaves out that cores are shared; the median of all rounds. With more workers than cores it tells of the lock alone.
+``waiting`` is the part of the time of an update, from the first share to the last, in which workers have no share.
 
 Updates run in one call for each share of a chunk, and for comparison as torch's Adam called from Python, tile by tile.
 
@@ -22,6 +23,7 @@ import torch
 from bench_adam import NBYTES, TENSOR_NUMEL, Weights
 
 from hf_patrickstar import PatrickStarEngine
+from hf_patrickstar.optim.elementwise import ElementwiseKernel
 from hf_patrickstar.optim.workers import HostWorkers
 
 WINDOW_S = 0.4
@@ -45,12 +47,29 @@ class Updates:
         optimizer, chunks = self.engine.optimizer, self.engine.manager.chunks
         place = "hf_patrickstar.optim.adam_kernel.adam_script"
         with mock.patch(place, script) if script else contextlib.nullcontext():
-            self._updates = [optimizer.kernel.prepare([chunk], optimizer.group_numbers, None) for chunk in chunks]
+            self._updates = optimizer.kernel.prepare(chunks, optimizer.group_numbers, {})
+        self._workers = workers
 
     def __call__(self):
         """Updates all chunks once."""
-        for update in self._updates:
-            update.run()
+        for ticket in [update.run() for update in self._updates]:
+            if ticket is not None:
+                ticket.wait()
+
+    def waiting(self):
+        """The part of the time of an update in which workers have no share, while Python does nothing else."""
+        spans, update_share = [], ElementwiseKernel._update_share
+
+        def timed(*args):
+            begin = time.perf_counter()
+            update_share(*args)
+            spans.append((begin, time.perf_counter()))
+
+        with mock.patch.object(ElementwiseKernel, "_update_share", timed):
+            self()
+        begins, ends = zip(*spans, strict=True)
+        busy = sum(ends) - sum(begins)
+        return 1 - busy / (self._workers * (max(ends) - min(begins)))
 
 
 class Additions:
@@ -67,7 +86,7 @@ class Additions:
 
     def __call__(self):
         """Adds to every part once."""
-        self._workers.submit(lambda number, part: part.add_(1), self._parts).wait()
+        self._workers.submit(lambda part: part.add_(1), self._parts).wait()
 
 
 def calls_per_second(work, stands):
@@ -106,10 +125,11 @@ def measure(gradients, workers, rounds):
     numel, stands = sum(gradient.numel() for gradient in gradients), torch.zeros(8)
     additions = Additions(numel, workers)
     updates = {way: Updates(gradients, workers, script) for way, script in WAYS.items()}
-    samples = {way: [] for way in WAYS}
+    samples, waits = {way: [] for way in WAYS}, {way: [] for way in WAYS}
     for number in range(rounds + 1):
         alone, _ = calls_per_second(None, stands)
         for way, update in updates.items():
+            waits[way].append(update.waiting())
             order = [additions, update] if number % 2 else [update, additions]
             found = {work: calls_per_second(work, stands) for work in order}
             if number:
@@ -121,6 +141,7 @@ def measure(gradients, workers, rounds):
         row |= {
             "beside_updates_us": 1e6 / beside_updates,
             "slower": statistics.median(additions / updates for _, additions, updates, _ in found) - 1,
+            "waiting": statistics.median(waits[way][1:]),
             "spread": [min(a / u for _, a, u, _ in found) - 1, max(a / u for _, a, u, _ in found) - 1],
         }
         rows.append(row)
@@ -142,7 +163,8 @@ def main():
     num = -(-options.numel // TENSOR_NUMEL)
     gradients = [torch.full((TENSOR_NUMEL,), 0.01, dtype=torch.bfloat16) for _ in range(num)]
     print(
-        f"{'updates':14s}{'workers':>8s}{'alone':>10s}{'additions':>11s}{'updates':>10s}{'slower':>9s}  of all rounds"
+        f"{'updates':14s}{'workers':>8s}{'alone':>10s}{'additions':>11s}{'updates':>10s}{'waiting':>9s}{'slower':>9s}"
+        "  of all rounds"
     )
     rows = []
     for workers in options.workers:
@@ -150,7 +172,8 @@ def main():
             rows.append(row)
             least, most = row["spread"]
             times = f"{row['alone_us']:8.2f}us{row['beside_additions_us']:9.2f}us{row['beside_updates_us']:8.2f}us"
-            print(f"{row['way']:14s}{workers:8d}{times}{row['slower']:9.1%}  {least:.1%} to {most:.1%}", flush=True)
+            parts = f"{row['waiting']:9.1%}{row['slower']:9.1%}"
+            print(f"{row['way']:14s}{workers:8d}{times}{parts}  {least:.1%} to {most:.1%}", flush=True)
     result = {"parameters": num * TENSOR_NUMEL, "rounds": options.rounds, "rows": rows}
     common.finish("bench_adam_beside_python", options, result)
     worst = max(row["slower"] for row in rows if row["way"] == "one call")

@@ -1,7 +1,8 @@
 """Calls into the package in one steady step of a small GPT-2 on the CPU tier, beside those of FSDP2 into torch's.
 
 A call of a Python function is what a module pays for being in chunks, on any device. Counted, not timed: two runs give
-the same numbers.
+the same numbers. Last come all calls, of Python and of torch, for one copy over streams: of a chunk that is brought
+ahead and joined, and of a gradient on its way home.
 
     python benchmarks/bench_calls.py [--top N] [--peer] [--output results]
 """
@@ -16,6 +17,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import hf_patrickstar
+from hf_patrickstar.memory.driver import Driver
+from hf_patrickstar.memory.streams import DeviceStreams
 
 MODES = {"resident": (None, False), "moving": (320 * 1024, False), "moving, torch's clipping": (320 * 1024, True)}
 """The budget for chunks in bytes, and whether the loop calls ``torch.nn.utils.clip_grad_norm_``."""
@@ -129,6 +132,62 @@ def count_fsdp():
         dist.destroy_process_group()
 
 
+def tell(stream, *_):
+    """Whatever a stream is told."""
+    return stream
+
+
+METHODS = ("wait_stream", "wait_event", "record_event", "__enter__", "__exit__")
+STREAM = type("Stream", (), dict.fromkeys(METHODS, tell))()
+"""Stands in for the streams of a device."""
+
+
+class Streamed(Driver):
+    """The driver of a device that is not there."""
+
+    def new_stream(self):
+        """See ``Driver``."""
+        return STREAM
+
+    current_stream = new_stream
+
+    def inside(self, stream):
+        """See ``Driver``."""
+        return STREAM
+
+    def is_on_device(self, tensor):
+        """See ``Driver``."""
+        return True
+
+    def is_pinned(self, tensor):
+        """See ``Driver``."""
+        return super().is_pinned(tensor) or True
+
+
+def count_copies():
+    """All calls for a copy in each direction."""
+    streams, found = DeviceStreams(torch.device("cpu"), Streamed(torch.device("cpu"))), {}
+    one, other = torch.zeros(8), torch.zeros(8)
+    copies = {  # as the engine calls them
+        "fetch and join": lambda: streams.fetch(one, other).join(),
+        "to_host": lambda: streams.to_host(one, other, is_beside=streams.is_on_device(one)),
+    }
+    for name, copy in copies.items():
+        calls = []
+        copy()
+        sys.setprofile(
+            lambda _, event, arg, calls=calls: calls.append(
+                event == "call" or (event == "c_call" and "Tensor" in repr(arg))
+            )
+        )
+        try:
+            copy()
+        finally:
+            sys.setprofile(None)
+        found[name] = sum(calls) - 1  # that of ``copy``
+    return found
+
+
 def row(name, calls, loads=""):
     """One line of the table."""
     numbers = sum(calls.functions.values()), len(calls.functions), len(calls.files), calls.deepest, calls.to_copy
@@ -159,6 +218,8 @@ def main():
             "frames_to_copy": calls.to_copy,
             "loads": loads,
         }
+    result["copies"] = count_copies()
+    print(", ".join(f"{name}: {num} calls" for name, num in result["copies"].items()))
     common.finish("bench_calls", options, result)
 
 

@@ -14,6 +14,8 @@ from hf_patrickstar.units import GIB
 
 _NS = 1_000_000_000
 _NARROW = ("float16", "bfloat16")
+_ATTENTION_SHARE = 0.5
+"""What attention reaches of the rate of matrix products, where nobody has measured it; see ``docs/plan.md``."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,7 +29,8 @@ class Machine:
     Attributes:
         name: What it is called.
         flops: Floating-point operations per second of matrix products, by type: ``"float32"``, ``"bfloat16"``,
-            ``"float16"``. A 16-bit type that is missing is as fast as the other one, any other as ``"float32"``.
+            ``"float16"``. A 16-bit type that is missing is as fast as the other one, any other as ``"float32"``. Kinds
+            of products may have rates of their own, as in ``"bfloat16 NT"``; see ``kernel_ns``.
         device_nbytes: Memory of the device.
         device_bandwidth: Bytes per second that kernels read and write.
         to_device_bandwidth: Bytes per second from pinned host memory to the device.
@@ -101,16 +104,21 @@ class Machine:
             if not (is_number and math.isfinite(number) and number > 0):
                 raise ConfigError(f"machine '{self.name}': {place} is {number!r}; it must be a positive number")
 
-    def kernel_ns(self, flops: int, nbytes: int, dtype: str) -> int:
+    def kernel_ns(self, flops: int, nbytes: int, dtype: str, kind: str = "") -> int:
         """Nanoseconds of a kernel on the device: the slower of its arithmetic and its memory.
 
         Args:
             flops: Floating-point operations of matrix products.
             nbytes: Bytes read and written.
             dtype: The type that it computes in.
+            kind: The kind of product: ``"attention"``, or with transposed operands ``"NT"``, ``"TN"`` or ``"TT"``. A
+                kind without a rate of its own is as fast as other products, attention half as fast.
         """
-        others = [self.flops[name] for name in _NARROW if dtype in _NARROW and name in self.flops]
-        rate = self.flops.get(dtype) or max(others, default=self.flops["float32"])
+        known = self.flops
+        if dtype not in known:
+            dtype = next((name for name in _NARROW if dtype in _NARROW and name in known), "float32")
+        usual = known[dtype] * (_ATTENTION_SHARE if kind == "attention" else 1.0)
+        rate = known.get(f"{dtype} {kind}", usual)
         return round(max(flops / rate, nbytes / self.device_bandwidth, self.kernel_s) * _NS)
 
     def host_ns(self, flops: int, nbytes: int) -> int:
@@ -226,6 +234,12 @@ class Machine:
             raise ConfigError(
                 f"machine: {error}; write the file with 'hf-patrickstar env --measure --json FILE'"
             ) from error
+
+
+def name_of_products(key: str) -> str:
+    """What a rate of ``Machine.flops`` is called: "NT products in float32", or "attention in float32"."""
+    dtype, _, kind = key.partition(" ")
+    return f"{kind} in {dtype}" if kind == "attention" else f"{kind} products in {dtype}".lstrip()
 
 
 def peak(

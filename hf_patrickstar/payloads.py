@@ -180,5 +180,5 @@ class Payloads:
         return all(kernel.splits_tensors for kernel in self._kernels)
 
 
-def _fill_with_zeros(worker: int, part: torch.Tensor) -> None:
+def _fill_with_zeros(part: torch.Tensor) -> None:
     part.zero_()

@@ -13,7 +13,7 @@ from hf_patrickstar.cores import own_cores
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.events import Listener
 from hf_patrickstar.machine import ACCELERATOR, CPU_TIER, Machine, machine_of
-from hf_patrickstar.memory.accelerator import can_pin_memory, device_name, find_device, grow_segments, is_accelerator
+from hf_patrickstar.memory.accelerator import can_pin_memory, choose_segments, device_name, find_device, is_accelerator
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.meters import AllocatorMeter, Meter, StorageMeter
 from hf_patrickstar.memory.pinning import make_pinning
@@ -103,7 +103,7 @@ class Resources:
         else:
             streams = device
         found = streams.device
-        said = grow_segments(found)
+        segment, said = choose_segments(found)
         if said is not None:
             logger.info("patrickstar: %s", said)
         if callable(process_group):
@@ -131,7 +131,7 @@ class Resources:
         if pinned and can_pin_memory():
             pinning, how = make_pinning(found)
             logger.info("patrickstar: pin_memory=%s: page-locked memory is %s", config.pin_memory, how)
-        pool = PayloadPool(ledger, found, pinning)
+        pool = PayloadPool(ledger, found, pinning, segment)
         return cls(found, collectives, meter, ledger, pool, streams, _choose_machine(config, found, collectives))
 
 

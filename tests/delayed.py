@@ -80,7 +80,7 @@ class DelayedDriver(HostThread):
 
         def work_late():
             time.sleep(delay_s)
-            work()
+            return work()
 
         return super().on_host(work_late, after, otherwise)
 

@@ -129,7 +129,7 @@ def _remove(node, site):
     if isinstance(node, ast.Attribute):
         return ast.Tuple([], ast.Load())
     if isinstance(node, ast.keyword):
-        return ast.keyword(_KEYWORD, ast.Constant(not node.value.value))
+        return ast.keyword(_KEYWORD, ast.Constant(not getattr(node.value, "value", True)))
     return node.args[0] if node.func.attr == "note" else ast.Constant(None)
 
 

@@ -311,8 +311,10 @@ class SimulatedDriver:
             begun.set_result(begin(lane))
             return begun
 
-    def close(self) -> None:
+    def finish(self) -> None:
         self._thread.synchronize()
+
+    close = finish
 
     # What pools tell
 

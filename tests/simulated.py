@@ -97,8 +97,6 @@ def _engines_over(make_driver, tile_numel=TILE_NUMEL):
 
     with (
         mock.patch("hf_patrickstar.resources.make_streams", make),
-        mock.patch.multiple(
-            elementwise, TILE_NUMEL=tile_numel, SHARE_NUMEL=tile_numel, LEAST_BATCH_NUMEL=16 * tile_numel
-        ),
+        mock.patch.multiple(elementwise, TILE_NUMEL=tile_numel, SHARE_NUMEL=tile_numel),
     ):
         yield

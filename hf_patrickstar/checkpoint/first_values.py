@@ -116,7 +116,7 @@ class FirstValues:
                 if (ticket := self._tickets.pop(tensor.spec.index, None)) is not None:
                     ticket.wait()
                 elif self._has_value(tensor):
-                    self._fill(0, self._whole(tensor))
+                    self._fill(self._whole(tensor))
                 if tensor.is_owned and tensor.is_rounded:
                     value, files = self._value_of(tensor), self._files
                     tensor.origin = origin_of(value) or (files.find(tensor, value) if files else None)
@@ -160,7 +160,7 @@ class FirstValues:
             pieces = zip(place.split(self.piece_numel), parts, itertools.repeat(value), starts, strict=False)
             self._tickets[tensor.spec.index] = self.workers.submit(self._fill, pieces)
 
-    def _fill(self, worker: int, piece: _Piece) -> None:
+    def _fill(self, piece: _Piece) -> None:
         place, rounded, value, start = piece
         self._reader.fill(place, value, start, self.piece_numel)
         if rounded is not None:

@@ -13,7 +13,7 @@ from hf_patrickstar.cli.files import check_file, write_text
 from hf_patrickstar.cores import usable_cores
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.integrations.launched import joined, num_launched
-from hf_patrickstar.machine import Machine
+from hf_patrickstar.machine import Machine, name_of_products
 from hf_patrickstar.memory.accelerator import device_name, find_device, is_accelerator, memory_info
 from hf_patrickstar.memory.tiers import available_host_nbytes, total_host_nbytes
 from hf_patrickstar.planner.visits import seconds_of_a_visit
@@ -102,9 +102,9 @@ def rates(machine: Machine) -> dict[str, str]:
     }
     if machine.num_devices > 1:
         bandwidths["between processes"] = machine.link_bandwidth
-        times |= {"shortest gather": machine.link_latency_s, "message": machine.message_s}
+        times |= {"shortest collective": machine.link_latency_s, "message": machine.message_s}
     return {
-        **{f"products in {dtype}": f"{rate / 1e9:.4g} GFLOP/s" for dtype, rate in machine.flops.items()},
+        **{name_of_products(key): f"{rate / 1e9:.4g} GFLOP/s" for key, rate in machine.flops.items()},
         "products on the host": f"{machine.host_flops / 1e9:.4g} GFLOP/s",
         **{name: f"{rate / 1e9:.4g} GB/s" for name, rate in bandwidths.items()},
         **{name: f"{seconds * 1e6:.4g} us" for name, seconds in times.items()},

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.units import parse_nbytes
+from hf_patrickstar.units import MIB, parse_nbytes
 
 _WITHOUT_STREAMS = {"mps": "its memory is that of the host, so there is nothing to move", "meta": "it has no memory"}
 """Kinds of devices that cannot be the compute device, and why."""
@@ -33,6 +33,8 @@ _NOT_PINNED = (
 
 _WITH_GROWING_SEGMENTS = frozenset({"cuda"})
 """Kinds of devices whose allocator can make segments that grow."""
+_LEAST_SEGMENT_NBYTES = 10 * MIB
+"""Torch's allocator makes a larger segment than they need for smaller buffers, so that others share it."""
 _WITH_RUNTIME = frozenset({"cuda"})
 """Kinds of devices whose driver can be asked through torch to lock pages of the host."""
 _GROWING = "expandable_segments"
@@ -185,6 +187,45 @@ def grow_segments(device: torch.device) -> str | None:
     if not configure_allocator({_GROWING: "True"}):
         return f"{_GROWING} is off, because this torch cannot set it now: {advice}"
     return f"{_GROWING}:True is set, so that memory is not lost in pieces"
+
+
+def choose_segments(device: torch.device) -> tuple[Callable[[int], contextlib.AbstractContextManager[Any]], str | None]:
+    """Decides where chunks lie on a device, so that activations do not cut their memory to pieces.
+
+    Where segments grow, see ``grow_segments``, chunks share them: the allocator gives free pages between tensors back,
+    and uses them elsewhere. Else each buffer has a segment of its own, in a pool of torch that is dropped at once, so
+    that nothing else comes in. When the buffer is free its memory is anybody's: torch's allocator gives it back before
+    it says that there is none.
+
+    Pools with growing segments are avoided: torch counts the allocations that map memory, and the pieces that go back,
+    and fails where these are more.
+
+    Args:
+        device: The compute device.
+
+    Returns:
+        Where to allocate, and what was decided, in a sentence for the log; ``None`` for a device that has no segments.
+    """
+    grown = grow_segments(device)
+    if grown is None:
+        return contextlib.nullcontext, None
+    if allocator_settings().get(_GROWING) == "True":
+        return contextlib.nullcontext, f"{grown}; chunks share them with activations"
+
+    @contextlib.contextmanager
+    def own_segment(nbytes: int) -> Iterator[None]:
+        if nbytes < _LEAST_SEGMENT_NBYTES:
+            yield
+            return
+        with torch.cuda.device(device), torch.cuda.use_mem_pool(torch.cuda.MemPool(), device):
+            yield
+
+    try:
+        torch.cuda.init()
+        with own_segment(_LEAST_SEGMENT_NBYTES):
+            return own_segment, f"{grown}; chunks have segments of their own"
+    except (AttributeError, RuntimeError) as error:
+        return contextlib.nullcontext, f"{grown}; chunks share them with activations, since torch has no pools: {error}"
 
 
 def allocator_settings() -> dict[str, str]:

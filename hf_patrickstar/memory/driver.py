@@ -1,24 +1,41 @@
 """What an accelerator's streams and copies are made of, and the thread that works on the host beside them."""
 
 import concurrent.futures
-import contextlib
 import functools
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from hf_patrickstar.interrupts import held_back
 
 
+class Pending(Protocol):
+    """Work that goes on in other threads when the call that began it has returned."""
+
+    future: "concurrent.futures.Future[None]"
+
+    def wait(self) -> None:
+        """Blocks until it has ended; raises its error."""
+        ...
+
+    def cancel(self) -> bool:
+        """Blocks until nobody is at it, without what has not begun; returns whether all of it was done."""
+        ...
+
+
+Work = Callable[[], Pending | None]
+"""Work of the host's thread; it returns what it has only begun."""
+
+
 class Series:
     """Work of the host's thread up to an error, which is raised once, for the first who waits.
 
     Attributes:
-        failure: The error. Work that has something to be done in its place is not done after it.
+        failure: The error. Work that has something to be done in its place is not begun after it.
         is_reported: Whether somebody has got it.
     """
 
@@ -34,25 +51,32 @@ class Series:
             self.is_reported = True
             raise self.failure
 
-    def run(self, work: Callable[[], None], otherwise: Callable[[], None] | None) -> None:
+    def run(self, work: Work, otherwise: Callable[[], None] | None) -> Pending | None:
         """Does work, or what is to be done in its place.
 
         Args:
             work: The work.
             otherwise: See ``Streams.on_host``.
 
+        Returns:
+            What the work has only begun; ``fail`` is for the error that this ends with.
+
         Raises:
             BaseException: What the work raised, or what earlier work did.
         """
         try:
             if self.failure is not None and otherwise is not None:
-                raise self.failure  # who waits for the last piece of work waits for all
-            work()
+                raise self.failure
+            return work()
         except BaseException as error:
-            self.failure = self.failure or error
-            if otherwise is not None:
-                otherwise()
+            self.fail(error, otherwise)
             raise
+
+    def fail(self, error: BaseException, otherwise: Callable[[], None] | None) -> None:
+        """Notes the error that work has ended with, and does what is to be done in its place."""
+        self.failure = self.failure or error
+        if otherwise is not None:
+            otherwise()
 
 
 class Done(concurrent.futures.Future[Any]):
@@ -90,9 +114,10 @@ class Done(concurrent.futures.Future[Any]):
 
 
 class HostThread:
-    """A thread that does work in the order in which it was given; it starts with the first.
+    """A thread that begins work in the order in which it was given; it starts with the first.
 
-    A process that is forked has no such thread, so the fork waits for what is under way.
+    Updates go on in workers while it begins what comes next. A process that is forked has none of these threads, so the
+    fork waits for what is under way.
 
     Args:
         prepare: Is called in the thread first.
@@ -105,47 +130,22 @@ class HostThread:
         self._series = Series()
         self._lock = threading.Lock()
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
-        self._last: Done | None = None
+        self._under_way: set[Done] = set()
         self._follows_forks = False
 
-    def submit(self, work: Callable[[], None], series: Series | None = None) -> Done:
-        """Gives the thread work.
-
-        Args:
-            work: The work.
-            series: Who raises its error; see ``Done``.
-
-        Returns:
-            The event that comes when it is done.
-        """
-        if self._pool is None:
-            self._pool = self._start()
-        done = Done(series)
+    def submit(self, work: Callable[[], None]) -> Done:
+        """Gives the thread work; all who wait for its event get its error."""
+        done = Done()
 
         def task() -> None:
-            try:
-                work()
-            finally:
-                with self._lock:
-                    followers, done.followers = done.followers or [], None
-                for begin in followers:
-                    begin()
+            done.fulfil(work)
+            self._under_way.discard(done)
 
-        try:
-            with held_back():  # it would leave the pool's locks locked
-                self._pool.submit(done.fulfil, task)
-        except RuntimeError as error:
-            if "shutdown" not in str(error):
-                raise
-            self._wait()  # the program exits, which begins no work in threads
-            done.fulfil(task)
-        self._last = done
+        self._give(done, task)
         return done
 
-    def on_host(
-        self, work: Callable[[], None], after: Iterable[Any], otherwise: Callable[[], None] | None = None
-    ) -> Done:
-        """Has the thread do work when events have come; see ``Streams.on_host``.
+    def on_host(self, work: Work, after: Iterable[Any], otherwise: Callable[[], None] | None = None) -> Done:
+        """Has the thread begin work when events have come; see ``Streams.on_host``.
 
         Returns:
             An event that comes when it is done; the first who waits gets what the work raised.
@@ -153,17 +153,37 @@ class HostThread:
         if self._series.is_reported:
             self._series = Series()
         series, events = self._series, tuple(after)
+        done = Done(series)
 
-        def work_after() -> None:
+        def work_after() -> Pending | None:
             for event in events:
                 event.synchronize()
-            work()
+            return work()
 
-        def run() -> None:
-            with torch.no_grad():
-                series.run(work_after, otherwise)
+        @torch.no_grad()
+        def task() -> None:
+            error = None
+            try:
+                pending = series.run(work_after, otherwise)
+                if pending is not None:
+                    pending.future.add_done_callback(end)
+                    return
+            except BaseException as failure:
+                error = failure
+            for begin in self._end(done, error):
+                begin()
 
-        return self.submit(run, series)
+        def end(future: "concurrent.futures.Future[None]") -> None:
+            error = future.exception()
+            try:
+                if error is not None:
+                    series.fail(error, otherwise)
+            finally:
+                for begin in self._end(done, error):
+                    self._launch(begin)
+
+        self._give(done, task)
+        return done
 
     def begin_after(self, work: Done, stream: Any, begin: Callable[[Any], Any]) -> "concurrent.futures.Future[Any]":
         """Puts something into a stream when work is done, even if it fails; what comes next does not wait for it.
@@ -179,29 +199,66 @@ class HostThread:
         begun = Done()
         with self._lock:
             if work.followers is not None:
-                work.followers.append(lambda: begun.fulfil(lambda: begin(stream)))
+                work.followers.append(lambda: begun.fulfil(lambda: begin(self._own(stream))))
                 return begun
         begun.fulfil(lambda: begin(stream))
         return begun
 
+    def _own(self, stream: Any) -> Any:
+        """The stream, for this thread."""
+        return stream
+
+    def finish(self) -> None:
+        """Waits for all work, and leaves errors to those who ask for them."""
+        concurrent.futures.wait(list(self._under_way))
+
     def close(self) -> None:
         """Waits for the work, and ends the thread."""
+        self.finish()
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
+
+    def _give(self, done: Done, task: Callable[[], None]) -> None:
+        if self._pool is None:
+            self._pool = self._start()
+        try:
+            with held_back():  # it would leave the pool's locks locked
+                self._under_way.add(done)
+                self._pool.submit(task)
+        except RuntimeError as error:
+            self._under_way.discard(done)
+            if "shutdown" not in str(error):
+                raise
+            self.finish()  # the program exits, which begins no work in threads
+            task()
+
+    def _launch(self, begin: Callable[[], None]) -> None:
+        """Has the thread begin what follows the work of a worker, which has the next share to compute."""
+        try:
+            assert self._pool is not None
+            self._pool.submit(begin)
+        except RuntimeError:  # the program exits
+            begin()
+
+    def _end(self, done: Done, error: BaseException | None) -> list[Callable[[], None]]:
+        """Lets the event of work come; returns what begins then."""
+        with self._lock:
+            followers, done.followers = done.followers or [], None
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+        self._under_way.discard(done)
+        return followers
 
     def _start(self) -> concurrent.futures.ThreadPoolExecutor:
         if not self._follows_forks and hasattr(os, "register_at_fork"):
             self._follows_forks = True
             this = weakref.ref(self)
-            os.register_at_fork(before=lambda: _call(this, HostThread._wait))
+            os.register_at_fork(before=lambda: _call(this, HostThread.finish))
             os.register_at_fork(after_in_child=lambda: _call(this, HostThread._forget_thread))
         return concurrent.futures.ThreadPoolExecutor(1, self._name, self._prepare)
-
-    def _wait(self) -> None:
-        """Waits for all work, and leaves errors to those who ask for them."""
-        if self._last is not None:
-            concurrent.futures.wait([self._last])
 
     def _forget_thread(self) -> None:
         self._pool = None
@@ -216,6 +273,9 @@ def _call(this: "weakref.ref[HostThread]", method: Callable[[HostThread], None])
 class Driver(HostThread):
     """The streams of any accelerator that torch knows, its copies, and the thread of its host.
 
+    A ``torch.Stream`` that is entered remembers in itself what was current before. So the host's thread, and blocks
+    inside of others, have objects of their own for the same stream.
+
     Args:
         device: The device.
     """
@@ -223,20 +283,20 @@ class Driver(HostThread):
     def __init__(self, device: torch.device) -> None:
         super().__init__(functools.partial(_choose, device))
         self._device = device
+        self._of_thread: dict[torch.Stream, torch.Stream] = {}
 
     def new_stream(self) -> torch.Stream:
         """A stream."""
-        return torch.Stream(self._device)
+        stream = torch.Stream(self._device)
+        self._of_thread[stream] = self.inside(stream)
+        return stream
 
     def current_stream(self) -> torch.Stream:
         """The compute stream of this thread."""
         return torch.accelerator.current_stream(self._device)
 
-    def inside(self, stream: torch.Stream) -> contextlib.AbstractContextManager[Any]:
-        """Makes a stream the current one of this thread.
-
-        A ``torch.Stream`` remembers in itself what was current before, so each block has its own.
-        """
+    def inside(self, stream: torch.Stream) -> torch.Stream:
+        """A context that makes a stream the current one of this thread."""
         return torch.Stream(
             stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
         )
@@ -249,16 +309,23 @@ class Driver(HostThread):
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is on the device."""
-        return tensor.device.type != "cpu"
+        return not tensor.is_cpu
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether a host tensor is page-locked, so that a copy of it does not block the host."""
+        """Whether a host tensor is page-locked, so that a copy to it does not block the host."""
         return tensor.is_pinned()
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, stream: torch.Stream) -> None:
-        """Puts a copy between host and device into a stream; it blocks the host if the host tensor is not pinned."""
-        with self.inside(stream):
-            target.copy_(source, non_blocking=source.is_pinned() or target.is_pinned())
+        """Puts a copy between host and device into a stream, which the caller of no other thread enters meanwhile.
+
+        It never waits for the stream: tickets order whoever uses the host tensor next. One that is not pinned is read,
+        or written, before the call returns.
+        """
+        with stream:
+            target.copy_(source, non_blocking=True)
+
+    def _own(self, stream: torch.Stream) -> torch.Stream:
+        return self._of_thread[stream]
 
 
 def _choose(device: torch.device) -> None:

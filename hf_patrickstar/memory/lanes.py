@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
-from hf_patrickstar.memory.driver import Driver
+from hf_patrickstar.memory.driver import Driver, Pending, Work
 
 _NS_PER_MS = 1_000_000
 _LEAST_STOP_NS = 20_000
@@ -109,6 +109,7 @@ class LaneTimes:
         self._stops: list[tuple[WorkLane, Any, Any]] = []
         self._works: list[TimedCopy] = []
         self._waits: list[Stop] = []
+        self._worked_until_ns = 0
         if driver is not None:
             self._driver = driver
             self._first = self.mark()
@@ -150,7 +151,7 @@ class LaneTimes:
             self._waits.append(Stop(lane, begin, time.perf_counter_ns(), True))
 
     def of_work(
-        self, work: Callable[[], object], lane: WorkLane = WorkLane.HOST_WORK, nbytes: int = 0, *, is_ahead: bool = True
+        self, work: Callable[[], object], lane: WorkLane, nbytes: int, *, is_ahead: bool = True
     ) -> Callable[[], None]:
         """The same work for a thread, which measures it."""
 
@@ -163,10 +164,33 @@ class LaneTimes:
 
         return timed
 
+    def of_host_work(self, work: Work) -> Work:
+        """The same work for the host's thread, which measures it, with what its workers do."""
+
+        def timed() -> Pending | None:
+            begin, pending = time.perf_counter_ns(), None
+
+            def end(_: object = None) -> None:
+                now = time.perf_counter_ns()
+                # Workers have one queue: an update begins when the one before it has ended.
+                self._works.append(TimedCopy(WorkLane.HOST_WORK, max(begin, self._worked_until_ns), now, 0, True))
+                self._worked_until_ns = now
+
+            try:
+                pending = work()
+            finally:
+                if pending is None:
+                    end()
+            if pending is not None:
+                pending.future.add_done_callback(end)
+            return pending
+
+        return timed
+
     def works(self) -> list[TimedCopy]:
         """What lanes did; waits until an accelerator's have done it. Work of the host's thread has no bytes."""
         if self._copies:
-            self._driver.on_host(lambda: None, ()).synchronize()  # comes after all work that the thread was given
+            self._driver.finish()
         found = ((lane, self.ns_of(begin), self.ns_of(end), nbytes) for lane, begin, end, nbytes in self._copies)
         return [*(TimedCopy(*copy, is_ahead=True) for copy in found), *self._works]
 

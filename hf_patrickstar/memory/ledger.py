@@ -145,12 +145,17 @@ class Ledger:
         return peak
 
     @contextlib.contextmanager
-    def one_reading(self) -> Iterator[None]:
+    def one_reading(self, *, measures: bool = True) -> Iterator[None]:
         """Inside of the block non-model data is measured once, when it is first asked for: an allocator takes its time.
 
         So it is for work that only books, and allocates and frees what is booked. Blocks may be inside of each other.
+
+        Args:
+            measures: As for ``available``, until ``read_again``.
         """
         is_outer, self._reads_once = not self._reads_once, True
+        if is_outer and not measures:
+            self._reading = 0
         try:
             yield
         finally:

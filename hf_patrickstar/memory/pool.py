@@ -1,7 +1,7 @@
 """The payload pool: allocates and reuses the buffers that chunks live in, and books every one in the ledger."""
 
+import bisect
 import contextlib
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +18,8 @@ from hf_patrickstar.units import format_need
 
 logger = logging.getLogger(__name__)
 
+Segment = Callable[[int], contextlib.AbstractContextManager[Any]]
+"""Where a buffer of so many bytes is allocated on a device."""
 CACHE_OWNER = "pool"
 """Ledger owner of buffers that are kept for reuse."""
 
@@ -26,22 +28,27 @@ class PayloadPool:
     """Hands out one-dimensional buffers on either tier.
 
     A buffer that comes back on the device is kept for the next chunk of the same size: allocating and touching fresh
-    pages costs more than the copy into them. Kept buffers count against the budget, and are freed when it is tight.
+    pages costs more than the copy into them. Kept buffers count against the budget, and are freed when it is tight. The
+    lowest address is handed out first, and the highest given up first, so that free memory is in few pieces.
 
     Args:
         ledger: Where every buffer is booked.
         device: The compute device.
         pinning: Where buffers asked for as ``pinned`` come from; ``None`` if they are not page-locked.
+        segment: Where buffers lie on an accelerator; see ``choose_segments``.
     """
 
-    def __init__(self, ledger: Ledger, device: torch.device, pinning: Pinning | None) -> None:
+    def __init__(
+        self, ledger: Ledger, device: torch.device, pinning: Pinning | None, segment: Segment = contextlib.nullcontext
+    ) -> None:
         self.ledger = ledger
+        self._segment = segment
         self._device = device
         self._pinning = pinning
         self._can_pin = True
         self._pinned: set[int] = set()  # addresses of storages
         self._may_be_cached = False  # whether pinned memory was freed that its allocator may keep
-        self._kept: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}  # by kind, what came back last at the end
+        self._kept: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}  # by kind, the highest address at the end
         self._kept_nbytes = 0
         self._taken: dict[int, int] = {}  # address of a buffer's storage -> bytes that it takes
         self._is_allocating = False
@@ -101,7 +108,7 @@ class PayloadPool:
         if tier is Tier.DEVICE:
             kept = self._kept.get((dtype, numel))
             if kept:
-                buffer = kept.pop()
+                buffer = kept.pop(0)
                 self._kept_nbytes -= nbytes
                 # Unbooking and booking could fail: bytes that are not booked may be measured as non-model data.
                 self.ledger.hand_over(tier, CACHE_OWNER, owner, nbytes)
@@ -132,7 +139,7 @@ class PayloadPool:
             self.ledger.hand_over(tier, owner, CACHE_OWNER, nbytes)
             kind = (buffer.dtype, buffer.numel())
             kept = self._kept[kind] = self._kept.pop(kind, [])
-            kept.append(buffer)
+            bisect.insort(kept, buffer, key=_address)
             self._kept_nbytes += nbytes
         else:
             self.ledger.unbook(tier, owner, nbytes)
@@ -189,7 +196,11 @@ class PayloadPool:
         new: Callable[..., torch.Tensor] = new_on_host if device.type == "cpu" else torch.empty
         if zero:
             new = zeros_on_host if device.type == "cpu" else torch.zeros
-        make = functools.partial(self._make, numel * dtype.itemsize, new, numel, dtype=dtype, device=device)
+
+        def make() -> torch.Tensor:
+            with self._segment(numel * dtype.itemsize) if is_accelerator(device) else contextlib.nullcontext():
+                return self._make(numel * dtype.itemsize, new, numel, dtype=dtype, device=device)
+
         try:
             try:
                 buffer = make()
@@ -231,3 +242,7 @@ class PayloadPool:
         finally:
             self._is_allocating = False
         return buffer
+
+
+def _address(buffer: torch.Tensor) -> int:
+    return buffer.data_ptr() if type(buffer) is torch.Tensor else 0  # a fake tensor has no address

@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import torch
 
-from hf_patrickstar.memory.driver import Driver, HostThread
+from hf_patrickstar.memory.driver import Driver, HostThread, Work
 from hf_patrickstar.memory.lanes import LaneTimes, WorkLane
 from hf_patrickstar.units import KIB, MIB
 
@@ -20,7 +20,8 @@ _IN_FLIGHT_NBYTES = 256 * MIB
 """Bytes of gradients whose copies the compute stream does not wait for: some milliseconds of the bus."""
 _LEAST_IN_FLIGHT = 2
 """Gradients that may be larger than that together: with one alone, computation would stand still for its copy."""
-_UNMEASURED = contextlib.nullcontext()
+Hold = bool | Callable[[], object]
+"""Whether a tensor is held while it is copied, and perhaps what is called before its memory can be used again."""
 
 
 class Copy:
@@ -56,7 +57,10 @@ class Copy:
 
     def wait(self) -> None:
         """Blocks the host, and so whatever the compute device does next; raises what the work raised."""
-        with _UNMEASURED if self._times is None else self._times.around_wait(self.lane):
+        if self._times is None:
+            self.event.synchronize()
+            return
+        with self._times.around_wait(self.lane):
             self.event.synchronize()
 
     join = wait
@@ -78,9 +82,7 @@ class StreamCopy(Copy):
     def __init__(
         self, event: Any, lane: WorkLane, times: LaneTimes | None, driver: Driver, after: Any | None = None
     ) -> None:
-        super().__init__(event, lane, times)
-        self._driver = driver
-        self.after = after
+        self._event, self.lane, self._times, self._driver, self.after = event, lane, times, driver, after
 
     @property
     def event(self) -> Any:
@@ -99,7 +101,10 @@ class StreamCopy(Copy):
 
     def join(self) -> None:
         """Blocks the compute stream, and the host until the copy is in its stream."""
-        with _UNMEASURED if self._times is None else self._times.around_join(self.lane):
+        if self._times is None:
+            self._driver.current_stream().wait_event(self._event if self.after is None else self.event)
+            return
+        with self._times.around_join(self.lane):
             self._driver.current_stream().wait_event(self.event)
 
 
@@ -123,6 +128,9 @@ class Streams:
         device: See above.
         most_in_flight_nbytes: The most bytes of gradients that are held; see ``hold_at_most``.
     """
+
+    works_beside = False
+    """Whether the host's thread works while the caller goes on."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -217,12 +225,26 @@ class Streams:
         """Work that is launched inside waits for all copies to the device so far; the compute stream goes on beside."""
         return contextlib.nullcontext()
 
-    def copies_beside(self, source: torch.Tensor, target: torch.Tensor) -> bool:
-        """Whether ``to_host`` would return before the copy is complete."""
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is in memory that copies cross from beside computation."""
         return False
 
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor on the host can be copied to beside computation."""
+        return False
+
+    def copies_beside(self, source: torch.Tensor, target: torch.Tensor) -> bool:
+        """Whether ``to_host`` would return before the copy is complete."""
+        return self.is_on_device(source) and self.is_pinned(target)
+
     def to_host(
-        self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = (), *, holds: bool = True
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        after: Iterable[Copy] = (),
+        *,
+        holds: Hold = True,
+        is_beside: bool | None = None,
     ) -> Copy | None:
         """Copies device -> host; the memory of ``source`` is held until it can be used again.
 
@@ -230,7 +252,9 @@ class Streams:
             source: What to copy; any device, any shape.
             target: A host tensor of the same shape.
             after: Copies that come before it; if the copy is not made beside, the host must have waited for them.
-            holds: If false, the caller holds ``source`` until it has joined the copy.
+            holds: If false, the caller holds ``source`` until it has joined the copy. What is called may be called at
+                once; if it fails, nothing has been written.
+            is_beside: What ``copies_beside`` says, if the caller knows.
 
         Returns:
             A ticket to wait for before the host reads ``target``, or ``None`` if the copy is complete.
@@ -244,12 +268,13 @@ class Streams:
         return None
 
     def on_host(
-        self, work: Callable[[], None], after: Iterable[Copy] = (), otherwise: Callable[[], None] | None = None
+        self, work: Work, after: Iterable[Copy] = (), otherwise: Callable[[], None] | None = None
     ) -> Copy | None:
-        """Has the host's thread do work beside the host, in the order of these calls.
+        """Has the host's thread begin work beside the host, in the order of these calls.
 
         Args:
-            work: Reads and writes memory of the host alone.
+            work: Reads and writes memory of the host alone. It may return what its workers go on with, which the next
+                work does not wait for.
             after: What comes before it.
             otherwise: Is done in place of ``work`` if earlier work has failed and nobody has got the error yet, and
                 after ``work`` if that fails. Work without it is always done.
@@ -320,12 +345,14 @@ class DeviceStreams(Streams):
         driver: Where streams come from.
     """
 
+    works_beside = True
+
     def __init__(self, device: torch.device, driver: Driver) -> None:
         super().__init__(device)
         self.most_in_flight_nbytes = _IN_FLIGHT_NBYTES
         self._thread = self._driver = driver
         self._lanes = {lane: driver.new_stream() for lane in (WorkLane.TO_DEVICE, WorkLane.TO_HOST)}
-        self._in_flight: collections.deque[tuple[Copy, torch.Tensor]] = collections.deque()
+        self._in_flight: collections.deque[tuple[Copy, torch.Tensor, Hold]] = collections.deque()
         self._in_flight_nbytes = 0
 
     def begin_timing(self) -> LaneTimes:
@@ -369,30 +396,48 @@ class DeviceStreams(Streams):
         with self._driver.inside(lane):
             yield
 
-    def copies_beside(self, source: torch.Tensor, target: torch.Tensor) -> bool:
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
         """See ``Streams``."""
-        return self._driver.is_on_device(source) and self._driver.is_pinned(target)
+        return self._driver.is_on_device(tensor)
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """See ``Streams``."""
+        return self._driver.is_pinned(tensor)
 
     def to_host(
-        self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = (), *, holds: bool = True
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        after: Iterable[Copy] = (),
+        *,
+        holds: Hold = True,
+        is_beside: bool | None = None,
     ) -> Copy | None:
         """See ``Streams``."""
-        if not self.copies_beside(source, target):
+        if not (self.copies_beside(source, target) if is_beside is None else is_beside):
             target.copy_(source)
             return None
-        ticket = self._copy(WorkLane.TO_HOST, source, target, after)
         if holds:
-            self._hold(source, ticket)
+            self._let_go_for(source.nbytes)
+        is_held = holds and self.most_in_flight_nbytes > 0
+        if callable(holds) and not is_held:
+            holds()
+        ticket = self._copy(WorkLane.TO_HOST, source, target, after)
+        if is_held:
+            self._in_flight.append((ticket, source, holds))
+            self._in_flight_nbytes += source.nbytes
+        elif holds:
+            ticket.join()
         return ticket
 
     def on_host(
-        self, work: Callable[[], None], after: Iterable[Copy] = (), otherwise: Callable[[], None] | None = None
+        self, work: Work, after: Iterable[Copy] = (), otherwise: Callable[[], None] | None = None
     ) -> Copy | None:
         """See ``Streams``."""
         events = [other.event for other in after if other.lane is not WorkLane.HOST_WORK]
         times = self._times
         if times is not None:
-            work = times.of_work(work)
+            work = times.of_host_work(work)
         return Copy(self._driver.on_host(work, events, otherwise), WorkLane.HOST_WORK, times)
 
     def on_tier_of(self, source: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -407,6 +452,9 @@ class DeviceStreams(Streams):
 
     def release_in_flight(self) -> None:
         """See ``Streams``."""
+        for _, _, holds in self._in_flight:
+            if callable(holds):
+                holds()
         if self._in_flight:
             self._in_flight[-1][0].join()  # they are of one lane: the last one is enough
             self._in_flight.clear()
@@ -433,21 +481,25 @@ class DeviceStreams(Streams):
 
     def _put(self, lane: WorkLane, source: torch.Tensor, target: torch.Tensor, stream: torch.Stream) -> None:
         times = self._times  # a late copy is put here by the host's thread, while the caller's may end the measuring
-        with _UNMEASURED if times is None else times.around_copy(lane, stream, source.nbytes):
+        if times is None:
+            self._driver.copy(source, target, stream)
+            return
+        with times.around_copy(lane, stream, source.nbytes):
             self._driver.copy(source, target, stream)
 
-    def _hold(self, source: torch.Tensor, ticket: Copy) -> None:
-        """Holds a gradient until the compute stream has been made to wait for its copy; then its memory can be reused.
+    def _let_go_for(self, nbytes: int) -> None:
+        """Makes the compute stream wait for the copies of gradients, until another one can be held beside the rest.
 
-        ``record_stream`` would do the same by the clock of the host, which runs far ahead: every gradient in between
-        would need memory of its own.
+        A gradient is held until then, and its memory can be reused. ``record_stream`` would do the same by the clock of
+        the host, which runs far ahead: every gradient in between would need memory of its own.
         """
-        self._in_flight.append((ticket, source))
-        self._in_flight_nbytes += source.nbytes
-        least = _LEAST_IN_FLIGHT if self.most_in_flight_nbytes else 0
-        while self._in_flight_nbytes > self.most_in_flight_nbytes and len(self._in_flight) > least:
-            done, freed = self._in_flight.popleft()
+        most = self.most_in_flight_nbytes
+        while self._in_flight_nbytes + nbytes > most and len(self._in_flight) >= _LEAST_IN_FLIGHT:
+            done, freed, holds = self._in_flight[0]
+            if callable(holds):
+                holds()
             done.join()
+            self._in_flight.popleft()
             self._in_flight_nbytes -= freed.nbytes
 
 

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from hf_patrickstar.runtime.chunk import ManagedParameter
-from hf_patrickstar.runtime.gradients import gradient_norm
 from hf_patrickstar.runtime.manager import ChunkManager
+from hf_patrickstar.runtime.norms import Norms
 
 
 def total_norm(
@@ -30,32 +30,38 @@ def total_norm(
         gradients.records_norms = True
     norms: list[torch.Tensor] = []
     shared: dict[int, torch.Tensor] = {}  # by their places among those of all ranks
-    others: dict[int, torch.Tensor] = {}  # by their places among all; only this rank knows whether there is one
+    others: dict[int, int] = {}  # where they are in ``norms``; only this rank knows whether there is one
     num_shared = 0
     manager.gradient_mirrors.sync()
     inverse_scale = gradients.inverse_scale
-    for item in items:
-        if not isinstance(item, ManagedParameter):
-            if item.grad is not None:
-                norm = gradient_norm(item.grad, item.grad.dtype, norm_type)
-                norms.append(norm if inverse_scale is None else norm / inverse_scale.to(norm.device))
-                others[num_shared + len(others)] = norms[-1]
-            continue
-        gradients.check_complete(item)
-        if not gradients.has(item):
-            continue
-        place = num_shared + (item.chunk.rank if item.is_split else 0)
-        num_shared += len(item.parts) if item.is_split else 1  # its norm follows from the norms of its parts
-        found = _norm_of(manager, item, norm_type)
-        if found is not None:
-            norms.append(found)
-            shared[place] = found
+    norms_of_others = Norms()
+    with gradients.lock:  # another thread may read a gradient, which can move it
+        for item in items:
+            if not isinstance(item, ManagedParameter):
+                if item.grad is not None:
+                    others[num_shared + len(others)] = len(norms)
+                    norms.append(norms_of_others.add(item.grad, item.grad.dtype, norm_type))
+                continue
+            gradients.check_complete(item)
+            if not gradients.has(item):
+                continue
+            place = num_shared + (item.chunk.rank if item.is_split else 0)
+            num_shared += len(item.parts) if item.is_split else 1  # its norm follows from the norms of its parts
+            found = _norm_of(manager, item, norm_type)
+            if found is not None:
+                norms.append(found)
+                shared[place] = found
+        gradients.norms.fill()
+        norms_of_others.fill()
+    if inverse_scale is not None:
+        for index in others.values():
+            norms[index] = norms[index] / inverse_scale.to(norms[index].device)
     if not manager.sharing.is_alone:
         together = torch.zeros(num_shared + len(others), dtype=torch.float32, device="cpu")
         is_shared = torch.tensor([place not in others for place in range(len(together))], device="cpu")
         together[is_shared] = manager.sharing.scalars(shared, num_shared)
-        for place, norm in others.items():
-            together[place] = norm
+        for place, index in others.items():
+            together[place] = norms[index]
     elif norms:
         together = _stack(norms)
     else:
@@ -122,27 +128,25 @@ def clip_by_value(manager: ChunkManager, items: Iterable[ManagedParameter | torc
 
 
 def _norm_of(manager: ChunkManager, tensor: ManagedParameter, norm_type: float) -> torch.Tensor | None:
-    """The norm of this rank's part of a gradient; the 2-norm is cached until the gradient changes."""
+    """The norm of this rank's part of a gradient, for ``Norms.fill``; the 2-norm is kept until the gradient changes."""
     if norm_type == 2.0 and tensor.gradient_norm is not None and tensor.deferred_gradient is None:
         tensor.chunk.wait_for_host_work()
         return tensor.gradient_norm
-    with manager.gradients.lock:  # another thread may read the gradient, which can move it
-        gradient = manager.gradients.of(tensor)
-        if gradient is None:
-            return None
-        norm = manager.gradients.norm(gradient, tensor.chunk.state_dtype, norm_type)
+    gradient = manager.gradients.of(tensor)
+    if gradient is None:
+        return None
+    norm = manager.gradients.norms.add(gradient, tensor.chunk.state_dtype, norm_type)
     if norm_type == 2.0:
         tensor.gradient_norm = norm
     return norm
 
 
-def _stack(norms: list[torch.Tensor]) -> torch.Tensor:
-    """Scalars of several devices as one vector, in order; one copy per device, not one per scalar."""
-    places: dict[torch.device, list[int]] = {}
-    for place, norm in enumerate(norms):
-        places.setdefault(norm.device, []).append(place)
-    if len(places) == 1:
-        return torch.stack(norms)
-    parts = [torch.stack([norms[place] for place in group]).to(norms[0].device) for group in places.values()]
-    order = [place for group in places.values() for place in group]
-    return torch.cat(parts)[torch.tensor(order, device=norms[0].device).argsort()]
+def _stack(norms: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Scalars of several devices as one vector on the first one's, in order; one copy per other device."""
+    first = norms[0].device
+    others: dict[torch.device, list[torch.Tensor]] = {}
+    for norm in norms:
+        if norm.device != first:
+            others.setdefault(norm.device, []).append(norm)
+    moved = {device: iter(torch.stack(some).to(first).unbind()) for device, some in others.items()}
+    return torch.stack([norm if norm.device == first else next(moved[norm.device]) for norm in norms])

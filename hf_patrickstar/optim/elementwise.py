@@ -11,6 +11,8 @@ in one thread, so how many workers there are, and which of them has a tile, chan
 import abc
 import dataclasses
 import functools
+import itertools
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 
 from hf_patrickstar.layout.specs import GRADIENT, MASTER
+from hf_patrickstar.memory.driver import Pending
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import Kernel, settings_of
@@ -32,11 +35,11 @@ TILE_NUMEL = 2**19
 """The same where an optimizer's own functions are called from Python."""
 _DEVICE_TILE_NUMEL = 2**24
 """The same on a device, which only pays for launching kernels; its 16-bit gradients are widened in scratch space."""
-_BATCH_SHARES = 2
-"""Chunks are updated together until they have so many shares for each worker: workers wait for each other after each
-batch. On a host with 16 cores each such wait took 4.5 ms, in which they would have updated 16 M elements."""
-LEAST_BATCH_NUMEL = 2**23
-"""Elements that are updated together however few workers there are."""
+_MANY_WORKERS = 16
+"""With more of them shares are longer, so that they still end half a millisecond after each other: a worker that ends
+one needs the interpreter's lock."""
+_SHORT_SHARES = 8
+"""The first and the last shares of a step are that part as long as others; see ``_rooms``."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -73,6 +76,16 @@ class Segment:
         return self.part(GRADIENT if self.place is GradientPlace.LIST else "param")
 
 
+@dataclasses.dataclass(slots=True)
+class _Part:
+    """Chunks that are updated together, with the ranges and the parameters that are updated of them."""
+
+    chunks: list[Chunk] = dataclasses.field(default_factory=list)
+    segments: list[Segment] = dataclasses.field(default_factory=list)
+    indices: list[int] = dataclasses.field(default_factory=list)
+    numel: int = 0
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
     """How ranges that have the same home are updated, as settings were when the optimizer's step began.
@@ -107,6 +120,7 @@ class ElementwiseKernel(Kernel):
     splits_tensors = True
     updates_at_once = False
     runs_beside = True
+    is_one_by_one = False
     cut_numel = ALIGNMENT_NUMEL
     """Ranges are cut at multiples of so many elements."""
     num_states = 2
@@ -124,7 +138,6 @@ class ElementwiseKernel(Kernel):
         super().__init__(optimizer, pool)
         self._has_lanes = has_lanes
         self._workers = workers or HostWorkers()
-        self.batch_numel = max(self._workers.num * _BATCH_SHARES * SHARE_NUMEL, LEAST_BATCH_NUMEL)
         self._steps: dict[int, int | torch.Tensor] = {}  # tensors once somebody has seen them, and may write to them
         self._steps_lock = threading.Lock()
 
@@ -137,37 +150,49 @@ class ElementwiseKernel(Kernel):
         self,
         chunks: Sequence[Chunk],
         groups: Mapping[int, int],
-        coefficient: torch.Tensor | None,
+        factors: Mapping[torch.device, torch.Tensor],
         *,
         keeps: bool = True,
-    ) -> Update:
-        """See ``Kernel``."""
-        segments: list[Segment] = []
-        indices, steps = [], self._steps
+    ) -> list[Update]:
+        """See ``Kernel``. Updates on the host, which computes beside the device, come first."""
         rules, settings = self._rules(chunks, groups)
+        places: dict[Tier, list[_Part]] = {Tier.HOST: [], Tier.DEVICE: []}
+        # Whoever needs a chunk waits for its part alone; on a device large calls are the fastest.
+        most = {Tier.HOST: SHARE_NUMEL, Tier.DEVICE: sys.maxsize if self._has_lanes else SHARE_NUMEL}
+        steps = self._steps
         for chunk in chunks:
-            payloads, last = chunk.payloads, None
+            parts, payloads, last = places[chunk.home], chunk.payloads, None
+            if not parts or parts[-1].numel >= most[chunk.home]:
+                parts.append(_Part())
+            part = parts[-1]
+            part.chunks.append(chunk)
             for tensor in chunk.owned:  # the loop calls nothing of this package: a step comes by every parameter
                 index, place = tensor.spec.index, tensor.gradient
                 if index not in groups or place not in AT_HOME:
                     continue
-                indices.append(index)
+                part.indices.append(index)
                 rule, step, start = rules[index], int(steps.get(index, 0)), tensor.home_offset_numel
                 stop = start + tensor.part[1] - tensor.part[0]
+                part.numel += stop - start
                 # Places begin at multiples of the alignment (``layout/packing.py``).
                 if last is not None and (last.stop, last.rule, last.step, last.place) == (start, rule, step, place):
                     last.stop = stop
                 elif stop > start:
                     last = Segment(chunk, payloads, start, stop, rule, step, place)
-                    segments.append(last)
-        factor = None if coefficient is None else coefficient.clone()
-        job = Job(settings, factor, keeps, self._numbers(segments, settings))
-        self._count(indices, 1)
-        return Update(
-            functools.partial(self._run, job, segments),
-            functools.partial(self._count, indices, -1),
-            functools.partial(_round, segments),
-        )
+                    part.segments.append(last)
+        updates = []
+        for parts in filter(None, places.values()):
+            segments = [segment for part in parts for segment in part.segments]
+            factor = factors.get(segments[0].chunk.home_device) if segments else None
+            job = Job(settings, None if factor is None else factor.clone(), keeps, self._numbers(segments, settings))
+            done, left = 0, sum([part.numel for part in parts])
+            for part in parts:
+                run = functools.partial(self._run, job, part.segments, done, left)
+                take_back = functools.partial(self._count, part.indices, -1)
+                updates.append(Update(part.chunks, run, take_back, functools.partial(_round, part.segments)))
+                self._count(part.indices, 1)
+                done, left = done + part.numel, left - part.numel
+        return updates
 
     def _rules(
         self, chunks: Sequence[Chunk], groups: Mapping[int, int]
@@ -187,10 +212,17 @@ class ElementwiseKernel(Kernel):
                 self._steps[index] = before.add_(num) if isinstance(before, torch.Tensor) else before + num
 
     @torch.no_grad()
-    def _run(self, job: Job, segments: Sequence[Segment]) -> None:
+    def _run(self, job: Job, segments: Sequence[Segment], done: int, left: int) -> Pending | None:
+        """Updates ranges, or has workers do so.
+
+        Args:
+            job: How.
+            segments: The ranges; all have the same home.
+            done: Elements that the step updates there before these.
+            left: Elements that it updates there from these on.
+        """
         if not segments:
-            return
-        numel = sum([segment.stop - segment.start for segment in segments])
+            return None
         param, update = segments[0].payloads["param"], functools.partial(self._update_share, job)
         if self._is_on_device(segments[0].chunk):
             scratch = self._scratch.get(Tier.DEVICE)
@@ -198,19 +230,20 @@ class ElementwiseKernel(Kernel):
             most = room // self.cut_numel * self.cut_numel
         else:
             most = max(TILE_NUMEL if job.numbers is None else SHARE_NUMEL, self.cut_numel)
+            numel = sum([segment.stop - segment.start for segment in segments])
             if self._workers.suits(param, numel):
-                # All workers end at about the same time: the step waits for the last one.
-                num_shares = self._workers.num * -(-numel // (self._workers.num * most))
-                most = max(align(-(-numel // num_shares), self.cut_numel), SMALL_NUMEL)
-                self._workers.submit(update, _shares(segments, most, self.cut_numel)).wait()
-                return
-        for share in _shares(segments, most, self.cut_numel):
-            update(0, share)
+                most *= max(self._workers.num // _MANY_WORKERS, 1)
+                least, most = max(most // _SHORT_SHARES, SMALL_NUMEL), -(-numel // -(-numel // most))
+                rooms = _rooms(done, left, 2 * self._workers.num, least, most)
+                return self._workers.submit(update, _cut(segments, rooms, self.cut_numel))
+        for share in _cut(segments, itertools.repeat(most), self.cut_numel):
+            update(share)
+        return None
 
     def _is_on_device(self, chunk: Chunk) -> bool:
         return chunk.home is Tier.DEVICE and self._has_lanes
 
-    def _update_share(self, job: Job, number: int, share: Sequence[Segment]) -> None:
+    def _update_share(self, job: Job, share: Sequence[Segment]) -> None:
         """Updates ranges in the thread of one worker."""
         try:
             self._update(job, share)
@@ -256,20 +289,39 @@ def _round(segments: Iterable[Segment]) -> None:
         round_masters([segment.part(MASTER)], [segment.part("param")])
 
 
-def _shares(segments: Iterable[Segment], most_numel: int, cut_numel: int) -> Iterator[list[Segment]]:
-    """Cuts ranges into shares of at most so many elements, a multiple of ``cut_numel``."""
+def _rooms(done: int, left: int, num: int, least: int, most: int) -> Iterator[int]:
+    """The sizes of shares, between ``least`` and ``most``.
+
+    They are short at the beginning of a step, so that the first chunk is there soon, and at its end, so that all end
+    together: a share has no more than one of ``num`` parts of the elements before it, or of those from it on.
+    """
+    while True:
+        room = max(min(done // num, left // num, most), least)
+        yield room
+        done, left = done + room, left - room
+
+
+def _cut(segments: Iterable[Segment], rooms: Iterator[int], cut_numel: int) -> Iterator[list[Segment]]:
+    """Cuts ranges into shares.
+
+    Args:
+        segments: The ranges.
+        rooms: The elements of each share, which are rounded up to multiples of ``cut_numel``.
+        cut_numel: Where ranges may be cut.
+    """
     share: list[Segment] = []
-    room = most_numel
+    room = 0
     for segment in segments:
         start = segment.start
         while start < segment.stop:
+            if room <= 0:
+                if share:
+                    yield share
+                share, room = [], -(-next(rooms) // cut_numel) * cut_numel
             stop = min(start + room, segment.stop)
             share.append(dataclasses.replace(segment, start=start, stop=stop))
             room -= -((start - stop) // cut_numel) * cut_numel  # what is left is a multiple, too
             start = stop
-            if room <= 0:
-                yield share
-                share, room = [], most_numel
     if share:
         yield share
 

@@ -1,10 +1,10 @@
-"""The base class of kernels, which update chunks, and functions that handle optimizers and batches of chunks."""
+"""The base class of kernels, which update chunks, and functions that handle optimizers."""
 
 import abc
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,8 +41,8 @@ class Kernel(abc.ABC):
     runs_beside: bool
     """Whether an update may run in another thread while the program goes on: it has read everything before."""
 
-    batch_numel: int
-    """Small chunks are updated together if they have at most this many elements; 0 means one by one."""
+    is_one_by_one: bool
+    """Whether a chunk is updated before the update of the next one is prepared."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, pool: PayloadPool) -> None:
         self._optimizer = optimizer
@@ -166,29 +166,24 @@ class Kernel(abc.ABC):
         self,
         chunks: Sequence[Chunk],
         groups: Mapping[int, int],
-        coefficient: torch.Tensor | None,
+        factors: Mapping[torch.device, torch.Tensor],
         *,
         keeps: bool = True,
-    ) -> Update:
-        """Prepares an update of chunks from their gradients, at their home.
+    ) -> list[Update]:
+        """Prepares updates of chunks from their gradients, at their homes.
 
         Args:
-            chunks: The chunks. All have the same home, and their gradients have places there.
+            chunks: The chunks, in the order in which they are needed next. Their gradients have places there.
             groups: The param group of each tensor index. The kernel leaves other tensors alone.
-            coefficient: The kernel multiplies gradients with it (clipping, unscaling), unless it is ``None``.
+            factors: The kernel multiplies gradients with it (clipping, unscaling), by the device of the home; empty if
+                it does not.
             keeps: Whether gradients in the accumulation list stay there, multiplied. If not, nobody reads them again,
                 and the kernel may leave anything there.
 
         Returns:
-            The update. If ``runs_beside``, settings and places may change before it runs.
+            The updates, of some chunks each, in an order in which they may be made. If ``runs_beside``, settings and
+            places may change before they run.
         """
-
-    def may_run_beside(self, chunks: Sequence[Chunk]) -> bool:
-        """Returns whether an update may go on when the step has returned: nobody looks into states of the chunks."""
-        for chunk in chunks:
-            if chunk.is_lent(self.list_names):
-                return False
-        return self.runs_beside
 
     def tensor_state(self, tensor: ManagedParameter) -> dict[str, Any]:
         """Returns a copy of ``own_state`` on the host, with the names that torch uses."""
@@ -243,26 +238,6 @@ def _copy_of(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [*map(_copy_of, value)] if isinstance(value, list) else tuple(map(_copy_of, value))
     return value
-
-
-def in_batches(chunks: Iterable[Chunk], batch_numel: int) -> Iterator[list[Chunk]]:
-    """Yields the chunks of each call: a large chunk alone, small ones with those after them on the same tier.
-
-    Args:
-        chunks: The chunks to update, in order.
-        batch_numel: Several chunks in one call have at most this many elements.
-    """
-    batch: list[Chunk] = []
-    numel = 0
-    for chunk in chunks:
-        own_numel = chunk.spec.capacity_numel // chunk.spec.world_size
-        numel += own_numel
-        if batch and (chunk.home is not batch[0].home or numel > batch_numel):
-            yield batch
-            batch, numel = [], own_numel
-        batch.append(chunk)
-    if batch:
-        yield batch
 
 
 def raw_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:

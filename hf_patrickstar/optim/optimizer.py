@@ -12,9 +12,8 @@ from hf_patrickstar.events import Listener, StepFinished
 from hf_patrickstar.interrupts import held_back
 from hf_patrickstar.layout.specs import MASTER
 from hf_patrickstar.memory.operators import unseen, with_modes_of_users
-from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.clipping import clip_by_norm, clip_by_value, total_norm
-from hf_patrickstar.optim.kernel import Kernel, in_batches, place_state
+from hf_patrickstar.optim.kernel import Kernel, place_state
 from hf_patrickstar.optim.state import (
     HOOK_NAMES,
     SAVED_MASTER,
@@ -233,7 +232,12 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             loss = self.kernel.update_at_once(self._tensors, self._present, manager.writes.follow_master, closure)
         chunks, index = manager.in_order_of_use, self.index
         own = [chunk for chunk in chunks if chunk.is_updated and chunk.spec.optimizer_index == index]
-        self._update(own, manager.gradients.take_factor())
+        factor = manager.gradients.take_factor()
+        try:
+            self._update(own, factor)
+        except BaseException:
+            manager.gradients.coefficient = factor  # gradients that are left are still to be multiplied
+            raise
         num_held = sum([len(group["params"]) for group in self.param_groups])
         if not self.kernel.updates_at_once and len(self.group_numbers) < num_held:
             self.kernel.update_others(self._others)
@@ -243,39 +247,26 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _update(self, chunks: Sequence[Chunk], factor: torch.Tensor | None) -> None:
-        phases, gradients = self._manager, self._manager.gradients
-        factors: dict[torch.device, torch.Tensor] = {}  # one copy per tier, not one per chunk
+        phases, gradients, kernel = self._manager, self._manager.gradients, self.kernel
         phases.update_begin(chunks, self.index)
         keeps = (gradients.must_keep or self._is_wanted_by_peers) and gradients.try_to_keep(chunks)
-        later = []
-        for batch in in_batches(chunks, self.kernel.batch_numel):
+        places = () if factor is None else dict.fromkeys([chunk.home_device for chunk in chunks])
+        factors = {place: factor.to(place) for place in places} if factor is not None else {}
+        for batch in [[chunk] for chunk in chunks] if kernel.is_one_by_one else [chunks]:
             phases.before_update(batch)
-            if self.kernel.runs_beside and batch[0].home is Tier.DEVICE:
-                later.append(batch)  # the host computes the others beside, while it launches the kernels of these
-            else:
-                self._update_batch(batch, factor, factors, keeps=keeps)
-        for batch in later:
-            self._update_batch(batch, factor, factors, keeps=keeps)
+            for chunk in batch:
+                for tensor in chunk.tensors:
+                    if tensor.deferred_gradient is not None or tensor.gradient is GradientPlace.APART:
+                        gradients.make_ready(tensor)
+                    if tensor.spec.index not in self.group_numbers:
+                        phases.leave_alone(tensor, factors.get(chunk.home_device))
+            lent = [chunk for chunk in batch if phases.overlaps_updates and chunk.is_lent(kernel.list_names)]
+            with held_back(), named("update"), gradients.lock:
+                updates = kernel.prepare(batch, self.group_numbers, factors, keeps=keeps)
+                phases.update(updates, self.group_numbers, keeps=keeps, runs_beside=kernel.runs_beside)
+            for chunk in lent:  # somebody looks into its states
+                chunk.wait_for_update()
         phases.update_end()
-
-    def _update_batch(
-        self, batch: list[Chunk], factor: torch.Tensor | None, factors: dict[torch.device, torch.Tensor], *, keeps: bool
-    ) -> None:
-        """Updates chunks that have the same home; ``factors`` has the copies of ``factor`` on every tier so far."""
-        phases, gradients, place = self._manager, self._manager.gradients, batch[0].home_device
-        if factor is not None and place not in factors:
-            factors[place] = factor.to(place)
-        for chunk in batch:
-            for tensor in chunk.tensors:
-                if tensor.deferred_gradient is not None or tensor.gradient is GradientPlace.APART:
-                    gradients.make_ready(tensor)
-                if tensor.spec.index not in self.group_numbers:
-                    phases.leave_alone(tensor, factors.get(place))
-        with held_back(), named("update", *[chunk.spec.index for chunk in batch]), gradients.lock:
-            update = self.kernel.prepare(batch, self.group_numbers, factors.get(place), keeps=keeps)
-            may_run_beside = batch[0].home is Tier.HOST and self.kernel.may_run_beside(batch)
-            phases.update(batch, update, may_run_beside=may_run_beside)
-            phases.chunks_updated(batch, self.group_numbers, keeps=keeps)
 
     def _present(self, is_all: bool) -> torch.Tensor | None:
         """Makes gradients ready for an optimizer that uses all at once; returns the factor to multiply them with."""

@@ -45,7 +45,7 @@ class TorchKernel(Kernel):
 
     list_names = (MASTER,)
     follows_homes = False  # the optimizer keeps tensors of its own where the masters were
-    batch_numel = 0  # one by one: an optimizer's step launches what it launches for each parameter anyway
+    is_one_by_one = True  # an optimizer's step launches what it launches for each parameter anyway
     splits_tensors = False  # it may look at rows and columns, or at norms
     runs_beside = False
 
@@ -71,16 +71,16 @@ class TorchKernel(Kernel):
         self,
         chunks: Sequence[Chunk],
         groups: Mapping[int, int],
-        coefficient: torch.Tensor | None,
+        factors: Mapping[torch.device, torch.Tensor],
         *,
         keeps: bool = True,
-    ) -> Update:
+    ) -> list[Update]:
         """See ``Kernel``."""
-        return Update(functools.partial(self._update_chunks, chunks, groups, coefficient))
+        return [Update(chunks, functools.partial(self._update_chunks, chunks, groups, factors))]
 
     @torch.no_grad()
     def _update_chunks(
-        self, chunks: Sequence[Chunk], groups: Mapping[int, int], coefficient: torch.Tensor | None
+        self, chunks: Sequence[Chunk], groups: Mapping[int, int], factors: Mapping[torch.device, torch.Tensor]
     ) -> None:
         for chunk in chunks:
             tensors = [tensor for tensor in chunk.owned if tensor.spec.index in groups]
@@ -93,7 +93,7 @@ class TorchKernel(Kernel):
             if not tensors:
                 continue
             try:
-                self._update_chunk(chunk, tensors, groups, coefficient)
+                self._update_chunk(chunk, tensors, groups, factors.get(chunk.home_device))
             except Exception as error:
                 first, last = tensors[0].spec.name, tensors[-1].spec.name
                 names = f"'{first}'" + (f" to '{last}'" if last != first else "")

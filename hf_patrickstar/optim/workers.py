@@ -13,9 +13,9 @@ workers wait less than 1 % of the time for the lock; on 32 K they lose a third.
 
 import collections
 import concurrent.futures
-import itertools
+import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch
@@ -27,49 +27,83 @@ _Item = TypeVar("_Item")
 
 
 class WorkTicket:
-    """Work that ``HostWorkers`` have been given, a ``Ticket``.
+    """Work that ``HostWorkers`` have been given, a ``Ticket``: it counts down the items that have not ended.
 
     Args:
-        futures: One for each worker.
-        remaining: The items that no worker has begun.
+        num: How many items there are.
+
+    Attributes:
+        future: Comes when no item is left and no worker is at one; it has the error that one of them ended with.
+        is_skipped: Whether no further item is begun: one has failed, or nobody wants the rest.
     """
 
-    def __init__(self, futures: "list[concurrent.futures.Future[None]]", remaining: "collections.deque[_Item]") -> None:
-        self._futures = futures
-        self._remaining = remaining
+    def __init__(self, num: int) -> None:
+        self.future: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self.is_skipped = False
+        self._num_left = num
+        self._is_whole = True
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        if not num:
+            self.future.set_result(None)
 
     @property
     def is_done(self) -> bool:
         """Whether the workers have ended, also if one of them did with an error."""
-        return all(future.done() for future in self._futures)
+        return self.future.done()
 
     def wait(self) -> None:
         """Blocks until no worker is at this work any more, and raises the error that one of them ended with."""
         try:
-            concurrent.futures.wait(self._futures)
-        except BaseException:  # the user has interrupted: nobody may write to chunks any more when this is left
+            self.future.result()
+        except BaseException:  # the user may have interrupted: nobody may write to chunks any more when this is left
             self.cancel()
             raise
-        for future in self._futures:
-            future.result()
 
     join = wait
 
     def skip(self) -> None:
         """Lets workers begin no further item."""
-        self._remaining.clear()
+        self.is_skipped = True
 
-    def cancel(self) -> None:
-        """Begins no further item, and blocks until no worker is at this work any more; errors are not raised."""
+    def cancel(self) -> bool:
+        """Begins no further item, and blocks until no worker is at this work any more; errors are not raised.
+
+        Returns:
+            Whether all of it was done.
+        """
         self.skip()
-        concurrent.futures.wait(self._futures)
+        concurrent.futures.wait([self.future])
+        return self._is_whole
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Does an item, unless no further one is to be begun."""
+        if not self.is_skipped:
+            try:
+                work()
+                return
+            except BaseException as error:
+                self._error = self._error or error
+                self.skip()
+        self._is_whole = False
+
+    def count(self) -> None:
+        """Counts an item that has ended, in whichever way; nothing refers to it any more."""
+        with self._lock:
+            self._num_left -= 1
+            is_last = not self._num_left
+        if is_last and self._error is None:
+            self.future.set_result(None)
+        elif is_last:
+            self.future.set_exception(self._error)
 
 
 class HostWorkers:
     """A pool of host threads, each of which computes with one core; see [Note: one thread in a worker].
 
-    The threads start when there is work for the first time. They end with ``close``, or when nobody has the pool any
-    more, and a program that exits does not wait for idle ones.
+    All work is in one queue: no worker waits while anything is left of whatever was submitted. The threads start when
+    there is work for the first time. They end with ``close``, or when nobody has the pool any more, and a program that
+    exits does not wait for idle ones.
 
     Args:
         num: How many; ``None`` for as many as torch computes with.
@@ -81,7 +115,8 @@ class HostWorkers:
     def __init__(self, num: int | None = None) -> None:
         self.num = torch.get_num_threads() if num is None else num
         self._threads: concurrent.futures.ThreadPoolExecutor | None = None
-        self._local = threading.local()
+        self._queue: collections.deque[tuple[WorkTicket, Callable[[], None]]] = collections.deque()
+        self._num_at_work = 0
         self._lock = threading.Lock()
 
     def suits(self, payload: torch.Tensor, numel: int) -> bool:
@@ -106,48 +141,55 @@ class HostWorkers:
         is_faster = numel > SMALL_NUMEL and (self.num > 1 or torch.get_num_threads() > 1)
         return device.type == "cpu" and torch._C._len_torch_dispatch_stack() == 0 and is_faster
 
-    def submit(self, work: Callable[[int, _Item], None], items: Iterable[_Item]) -> WorkTicket:
+    def submit(self, work: Callable[[_Item], None], items: Iterable[_Item]) -> WorkTicket:
         """Starts work, without recording it for autograd.
 
         Args:
-            work: Is called for each item, by whichever worker is free, with the number of the worker, below ``num``. A
-                worker has one item at a time. After an error no further item is begun.
-            items: The items, in the order in which they are begun.
+            work: Is called for each item, by whichever worker is free; a worker has one item at a time. After an error
+                no further item is begun.
+            items: The items, in the order in which they are begun, after those that were submitted before.
 
         Returns:
             A ticket to wait for.
         """
-        remaining = collections.deque(items)
-
-        @torch.no_grad()
-        def run() -> None:
+        queued = [functools.partial(work, item) for item in items]
+        ticket = WorkTicket(len(queued))
+        with self._lock:  # the host's thread and that of a step may both be the first
+            threads = self._threads = self._threads or self._start()
+            self._queue.extend([(ticket, item) for item in queued])
+            del queued  # what a worker has done is referred to no more
+            is_ending = False
             try:
-                while remaining:
-                    try:
-                        item = remaining.popleft()
-                    except IndexError:  # another worker has taken the last one
-                        return
-                    work(getattr(self._local, "number", 0), item)
-            except BaseException:
-                remaining.clear()
+                for _ in range(min(self.num - self._num_at_work, len(self._queue))):
+                    threads.submit(self._work)
+                    self._num_at_work += 1
+            except RuntimeError as error:
+                if "shutdown" not in str(error):
+                    raise
+                is_ending = True  # the program exits, which begins nothing in threads any more
+                self._num_at_work += 1
+            except BaseException:  # the user has interrupted
+                ticket.skip()
                 raise
+        if is_ending:
+            self._work()
+        return ticket
 
-        futures: list[concurrent.futures.Future[None]] = []
-        try:
-            with self._lock:  # the host's thread and that of a step may both be the first
-                threads = self._threads = self._threads or self._start()
-            for _ in range(min(self.num, len(remaining))):
-                futures.append(threads.submit(run))  # one by one: whoever got work before an error is waited for
-        except RuntimeError as error:
-            if "shutdown" not in str(error):
-                raise
-            if not futures:  # the program exits, which begins no threads and waits for what was begun
-                run()
-        except BaseException:  # the user has interrupted
-            remaining.clear()
-            concurrent.futures.wait(futures)
-            raise
-        return WorkTicket(futures, remaining)
+    @torch.no_grad()
+    def _work(self) -> None:
+        """Does what is in the queue until nothing is left."""
+        while (ticket := self._do_next()) is not None:
+            ticket.count()
+
+    def _do_next(self) -> WorkTicket | None:
+        """Does the next item, which nothing refers to when this returns; returns its ticket."""
+        with self._lock:
+            if not self._queue:
+                self._num_at_work -= 1
+                return None
+            ticket, item = self._queue.popleft()
+        ticket.do(item)
+        return ticket
 
     def close(self) -> None:
         """Ends the threads, when what was started is done."""
@@ -158,9 +200,7 @@ class HostWorkers:
     def _start(self) -> concurrent.futures.ThreadPoolExecutor:
         """Starts all threads, since each has to be told to compute alone."""
         before = torch.get_num_threads()
-        threads = concurrent.futures.ThreadPoolExecutor(
-            self.num, "hf_patrickstar-update", _begin_worker, (self._local, itertools.count())
-        )
+        threads = concurrent.futures.ThreadPoolExecutor(self.num, "hf_patrickstar-update", _begin_worker)
         gate = threading.Barrier(self.num)
         try:
             for arrival in [threads.submit(gate.wait) for _ in range(self.num)]:
@@ -174,7 +214,6 @@ class HostWorkers:
         return threads
 
 
-def _begin_worker(local: threading.local, numbers: Iterator[int]) -> None:
-    local.number = next(numbers)
+def _begin_worker() -> None:
     torch.get_num_threads()
     torch.set_num_threads(1)

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_patrickstar.cores import own_cores
 from hf_patrickstar.dist.collectives import Collectives
-from hf_patrickstar.machine import Machine
+from hf_patrickstar.machine import Machine, name_of_products
 from hf_patrickstar.memory.accelerator import can_pin_memory, device_name, find_device, is_accelerator, memory_info
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.pinning import make_pinning
@@ -40,6 +40,8 @@ from hf_patrickstar.units import ALIGNMENT_NUMEL, KIB, MIB, align
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Types whose matrix products are measured."""
+KINDS = ("", "NT", "TN", "attention")
+"""Kinds of products that are measured, with the names that ``Machine.kernel_ns`` has for them."""
 SWEPT_NBYTES = 32 * MIB
 """More than what the private caches of a core hold, and as much as many cores share."""
 CPU_FILE = pathlib.Path("/proc/cpuinfo")
@@ -47,6 +49,7 @@ CPU_FILE = pathlib.Path("/proc/cpuinfo")
 _CPU = torch.device("cpu")
 _LEAST_ROWS = 128
 _LEAST_S = 1e-9
+_HEAD_NUMEL = 128
 _BLOCKS = 16
 _ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "maximize": False}
 _Work = Callable[[torch.Tensor, torch.Tensor], object]
@@ -59,7 +62,7 @@ class Effort:
     Attributes:
         nbytes: Size of the buffers that are copied and added; it should be more than any cache holds. At most an
             eighth of the free memory is taken for one.
-        most_rows: Rows of the largest matrices that are multiplied.
+        most_rows: Tokens of the largest layer whose products are measured.
         calls: Operators on one element, small gathers, or messages that are timed together.
         repetitions: How often each figure is measured; the median counts.
         seconds: When this time has passed, a figure is not measured once more.
@@ -96,7 +99,7 @@ class Sweeps(torch.nn.Module):
 
     def __init__(self, device: torch.device, nbytes: int = SWEPT_NBYTES) -> None:
         super().__init__()
-        self.seconds = 0.0
+        self.seconds, self._device = 0.0, device
         self._swept = None if is_accelerator(device) else numpy.zeros(nbytes // 4, numpy.float32)
 
     def sweep(self) -> None:
@@ -105,6 +108,13 @@ class Sweeps(torch.nn.Module):
             begin = time.perf_counter()
             self._swept += 1.0
             self.seconds += time.perf_counter() - begin
+
+    def host_seconds(self, work: Callable[[], object]) -> float:
+        """Seconds of the host for work, which begins on an idle device, without the sweeps in it."""
+        if is_accelerator(self._device):
+            synchronize(self._device)
+        self.seconds = 0.0
+        return seconds_of(_CPU, work) - self.seconds
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Sweeps in forward, and once more in backward."""
@@ -146,7 +156,7 @@ def measure_machine(
     Without an accelerator both ends are CPU memory. ``to_device_bandwidth`` is then that of the copy thread, which
     brings chunks in ahead; ``pageable_bandwidth`` that of copies on demand; ``device_nbytes`` all memory.
 
-    A type in which matrices cannot be multiplied is missing in ``flops``.
+    A type in which matrices cannot be multiplied is missing in ``flops``, and so is a kind of product.
 
     Args:
         effort: How much work goes into it.
@@ -155,9 +165,10 @@ def measure_machine(
     """
     device, found = find_device(None), dict[str, float]()
     measurement = _Measurement(device, effort or Effort())
-    products = {f"products in {dtype}": dtype for dtype in DTYPES}
+    keys = [f"{dtype} {kind}".rstrip() for dtype in DTYPES for kind in KINDS]
+    products = {name_of_products(key): key for key in keys}
     measures: dict[str, Callable[[], float]] = {
-        **{name: functools.partial(measurement.flops, device, dtype) for name, dtype in products.items()},
+        **{name: functools.partial(measurement.flops, device, *key.split()) for name, key in products.items()},
         **measurement.figures(),
         **({} if visit is None else {"visit_s": visit}),
     }
@@ -168,7 +179,7 @@ def measure_machine(
             except RuntimeError:
                 if products.get(name, "float32") == "float32":
                     raise
-    flops = {dtype: found.pop(name) for name, dtype in products.items() if name in found}
+    flops = {key: found.pop(name) for name, key in products.items() if name in found}
     num_cores = min(torch.get_num_threads(), own_cores(1))
     return Machine(
         name=device_name(device) if is_accelerator(device) else cpu_name(),
@@ -204,7 +215,7 @@ class _Measurement:
         free = available_host_nbytes()
         if is_accelerator(device):
             # Gives the device enough to do for the host to run ahead of it.
-            self._occupy = _product(device, effort.most_rows // 2, "float32")
+            self._occupy = _product(device, effort.most_rows, "float32")[0]
             free = min(free, memory_info(device)[0])
         self._numel = max(min(effort.nbytes, free // 8) // 4, 1)
 
@@ -225,16 +236,21 @@ class _Measurement:
             figures["host_flops"] = lambda: self.flops(_CPU, "float32")
         return figures
 
-    def flops(self, device: torch.device, dtype: str) -> float:
-        """Matrix products of the largest size that the time suffices for; small ones already show that one is slow."""
+    def flops(self, device: torch.device, dtype: str, kind: str = "") -> float:
+        """Products of the largest size that the time suffices for; small ones already show that one is slow.
+
+        Fast ones are called often: a device that computes all the time lowers its clocks after some milliseconds.
+        """
         rows, effort = _LEAST_ROWS, self._effort
         while True:
-            multiply = _product(device, rows, dtype)
+            multiply, flops = _product(device, rows, dtype, kind)
             multiply()
-            seconds = seconds_of(device, multiply)
-            if 2 * rows > effort.most_rows or 8 * seconds * effort.repetitions > effort.seconds:
-                return 2 * rows**3 / self._median(device, multiply)
+            share = effort.seconds / (8 * effort.repetitions * max(seconds_of(device, multiply), _LEAST_S))
+            if 2 * rows > effort.most_rows or share < 1:
+                break
             rows *= 2
+        num = min(max(int(share), 1), effort.calls)
+        return num * flops / self._median(device, lambda: [multiply() for _ in range(num)])
 
     def _rate(self, times: int, tiers: tuple[Tier, Tier], work: _Work, *, pinned: bool = True) -> float:
         """Bytes per second of work on two buffers that reads and writes so many times the bytes of one."""
@@ -253,7 +269,7 @@ class _Measurement:
         master, first, second = (self._buffer(Tier.HOST, numel, pinned=False) for _ in range(3))
         value, share = master.bfloat16(), align(-(-numel // workers.num))
 
-        def update(_: int, start: int) -> None:
+        def update(start: int) -> None:
             part = Range(master, first, second, value, value, start, min(share, numel - start), rule, True)
             script([part], fused=True, factor=None)
 
@@ -279,13 +295,8 @@ class _Measurement:
             counts.append(counting.num_operators)
         # A pass without blocks is measured in turns with one of blocks, and subtracted. It brings code that both share
         # back to the caches, so the figure is rather too low than too high.
-        seconds = self._repeated(lambda: self._host_seconds(passes[1], sweeps) - self._host_seconds(passes[0], sweeps))
+        seconds = self._repeated(lambda: sweeps.host_seconds(passes[1]) - sweeps.host_seconds(passes[0]))
         return max(seconds / (counts[1] - counts[0]), _LEAST_S)
-
-    def _host_seconds(self, work: Callable[[], object], sweeps: Sweeps) -> float:
-        wait = functools.partial(synchronize, self._device) if is_accelerator(self._device) else (lambda: None)
-        sweeps.seconds = 0.0
-        return seconds_of(_CPU, work, wait) - sweeps.seconds
 
     def _kernel(self) -> float:
         def seconds(numel: int) -> float:
@@ -319,10 +330,29 @@ def _make_block() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.GELU(), torch.nn.LayerNorm(1))
 
 
-def _product(device: torch.device, rows: int, dtype: str) -> Callable[[], object]:
-    """Multiplies two square matrices."""
-    left, right = (torch.rand(rows, rows, device=device).to(getattr(torch, dtype)) for _ in range(2))
-    return functools.partial(torch.mm, left, right, out=torch.zeros_like(left))
+def _product(device: torch.device, rows: int, dtype: str, kind: str = "") -> tuple[Callable[[], object], int]:
+    """A product of a model's layer for so many tokens, and its operations.
+
+    Of a linear layer with four times as many outputs as inputs this is the forward (``NT``), or in backward the
+    gradient of the inputs, which has no transposed operand, or that of the weight (``TN``). Attention is causal, over
+    half of the tokens, with forward and backward.
+    """
+    inputs, half = rows // 4, rows // 2
+    heads: list[tuple[int, ...]] = [(1, -(-half // _HEAD_NUMEL), half, _HEAD_NUMEL)] * 3
+    shapes = heads if kind == "attention" else [(rows, rows), (rows, inputs)]
+    operands = [torch.rand(shape, device=device).to(getattr(torch, dtype)) for shape in shapes]
+    if kind == "attention":
+        attend = functools.partial(_attend, *(operand.requires_grad_() for operand in operands))
+        return attend, 7 * operands[0].numel() * (half + 1)
+    outer, inner = operands
+    left, right = {"": (outer, inner), "NT": (inner, inner.t()), "TN": (outer.t(), inner)}[kind]
+    out = left.new_zeros(rows, right.shape[1])
+    return functools.partial(torch.mm, left, right, out=out), 2 * rows * rows * inputs
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> object:
+    made = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return torch.autograd.grad(made, (query, key, value), value)
 
 
 def _join(ticket: Copy | None) -> None:
@@ -338,9 +368,9 @@ def measure_together(
     """Measures the machine as each of several processes has it while all of them work, and their links.
 
     All processes of the default group call it, and measure each figure at the same time: cores, memory and buses that
-    they share are then shared as in training. The figures are medians over the processes. Gathers have the sizes of
-    large chunks, and of the smallest one; messages are those with which the processes agree on what they do. Each
-    process takes the mean of many.
+    they share are then shared as in training. The figures are medians over the processes. Gathers and reductions take
+    turns, with the sizes of large chunks, and of the smallest one; messages are those with which the processes agree on
+    what they do. Each process takes the mean of many; see [Note: cold caches].
 
     Args:
         effort: How much work goes into it.
@@ -358,14 +388,24 @@ def measure_together(
         size, links = collectives.world_size, dict[str, float]()
         numel = align(max(effort.nbytes // (4 * size), 1))
 
-        def gathering(numel: int) -> Callable[[], object]:
-            buffer = torch.ones(size * numel, device=device)
-            return lambda: collectives.all_gather(buffer, "what is measured").join()
+        sweeps = Sweeps(device, min(SWEPT_NBYTES, effort.nbytes))
+
+        def collective_s(numel: int, calls: int) -> float:
+            """Seconds of a gather or a reduction of so many elements of each process."""
+            numels = size * numel, *collectives.staging_numel(numel, torch.float32)
+            buffer, *staging = (torch.ones(each, device=device) for each in numels)
+
+            def both() -> None:
+                collectives.all_gather(buffer, what).join()
+                collectives.reduce_scatter(buffer, (staging[0], staging[1]), what).join()
+
+            what = "what is measured"
+            return _mean(device, both, calls, sweeps) / 2
 
         measures: dict[str, Callable[[], float]] = {
-            "link_bandwidth": lambda: (size - 1) * numel * 4 / _mean(device, gathering(numel), effort.repetitions),
-            "link_latency_s": lambda: _mean(device, gathering(ALIGNMENT_NUMEL), effort.calls),
-            "message_s": lambda: _mean(_CPU, lambda: collectives.exchange([0], "measures messages"), effort.calls),
+            "link_bandwidth": lambda: (size - 1) * numel * 4 / collective_s(numel, effort.repetitions),
+            "link_latency_s": lambda: collective_s(ALIGNMENT_NUMEL, effort.calls),
+            "message_s": lambda: _mean(_CPU, lambda: collectives.exchange([0], "measures"), effort.calls, sweeps),
         }
 
         def at_once(names: Sequence[str]) -> Iterator[str]:
@@ -382,13 +422,20 @@ def measure_together(
         return _median_of(collectives.exchange(machine, "compares what was measured"))
 
 
-def _mean(device: torch.device, work: Callable[[], object], calls: int) -> float:
+def _mean(device: torch.device, work: Callable[[], object], calls: int, sweeps: Sweeps) -> float:
     """Seconds of work that a step does often, the mean of so many calls; in all processes equally often.
 
     Now and then one process waits long for another. A step contains such waits, and a median leaves them out.
     """
+
+    def repeat() -> None:
+        for _ in range(calls):
+            sweeps.sweep()
+            work()
+
     work()
-    return seconds_of(device, lambda: [work() for _ in range(calls)]) / calls
+    sweeps.seconds = 0.0
+    return max((seconds_of(device, repeat) - sweeps.seconds) / calls, _LEAST_S)
 
 
 def _median_of(machines: Sequence[Machine]) -> Machine:

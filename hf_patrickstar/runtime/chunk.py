@@ -319,6 +319,7 @@ class Chunk:
     _offsets: list[int] = dataclasses.field(default_factory=list)
     # The payloads at home.
     home_param: torch.Tensor = dataclasses.field(init=False)  # read it after ``update``, as ``param`` does
+    is_pinned: bool | None = None  # whether ``param`` is page-locked, once that was asked
     home_lists: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     tickets: dict[WorkLane, Copy] = dataclasses.field(default_factory=dict)  # out of and into them, the last of a lane
     update: Copy | None = None  # of the optimizer, which may still write to them
@@ -400,7 +401,7 @@ class Chunk:
     @param.setter
     def param(self, payload: torch.Tensor) -> None:
         """Gives the chunk another one."""
-        self.home_param = payload
+        self.home_param, self.is_pinned = payload, None
 
     @property
     def lists(self) -> dict[str, torch.Tensor]:

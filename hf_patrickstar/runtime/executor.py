@@ -183,8 +183,10 @@ class Executor:
         elif (not was_there or actions is None or actions.evict or actions.load) or ledger.available(
             Tier.DEVICE, measures=False
         ) < 0:
-            # At a visit that moves nothing, non-model data is not measured, which would take longer than all else.
-            with ledger.one_reading():
+            # At a visit after which no more is there than before, non-model data is not measured: at one that moves
+            # nothing it would take longer than all else.
+            measures = actions is None or step is None or step.is_measured or self._takes_more(chunk, actions)
+            with ledger.one_reading(measures=measures):
                 self._bring(chunk, actions, caller)
         waited_s = self._copies.wait(chunk) if chunk.arrival is not None else None
         self._emit(ChunkVisited(chunk.spec.index, was_there and waited_s is None and not chunk.is_static, waited_s))
@@ -224,6 +226,12 @@ class Executor:
             self._load(chunk, caller)
         else:
             self.shrink_to_budget(chunk, caller)
+
+    def _takes_more(self, chunk: Chunk, actions: Actions) -> bool:
+        """Whether more is loaded at the visit of a chunk than is evicted."""
+        loaded = actions.load if chunk.compute is not None else {chunk.spec.index, *actions.load}
+        evicted = sum(self._chunks[index].copy_nbytes for index in actions.evict)
+        return sum(self._chunks[index].copy_nbytes for index in loaded) > evicted
 
     def _load(self, chunk: Chunk, caller: str) -> None:
         self.make_room_for(chunk, chunk.copy_nbytes, caller)

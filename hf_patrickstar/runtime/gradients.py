@@ -18,6 +18,7 @@ by a backward that would add to it, is an error and not a wrong number.
 """
 
 import collections
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
@@ -27,21 +28,20 @@ from hf_patrickstar.errors import BudgetError, EngineError
 from hf_patrickstar.events import GradientStored, Listener
 from hf_patrickstar.interrupts import held_back
 from hf_patrickstar.layout.specs import GRADIENT, MASTER
+from hf_patrickstar.memory.lanes import WorkLane
 from hf_patrickstar.memory.pool import PayloadPool
-from hf_patrickstar.memory.streams import Streams
+from hf_patrickstar.memory.streams import Copy, Hold, Streams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk, GradientPlace, ManagedParameter
 from hf_patrickstar.runtime.executor import Executor
 from hf_patrickstar.runtime.gradient_ring import GradientRing, most_nbytes
 from hf_patrickstar.runtime.live_parameter import take_raw_grad
+from hf_patrickstar.runtime.norms import Norms
 from hf_patrickstar.runtime.values import Values
 
 # A name of the module is found faster than a member of an enum.
 _NONE, _PARAM, _LIST = GradientPlace.NONE, GradientPlace.PARAM, GradientPlace.LIST
 _REMOTE, _APART = GradientPlace.REMOTE, GradientPlace.APART
-_BLOCK_NUMEL = 2**16
-_PART_BLOCKS = 64
-"""Blocks that are widened together: their scratch space is small enough for malloc to use it again."""
 
 
 class Gradients:
@@ -64,6 +64,7 @@ class Gradients:
         coefficient: What all gradients are to be multiplied with (clipping), if that has not been done yet.
         inverse_scale: The same for the loss scale.
         is_watched: Whether somebody is known to look at them between the step and ``zero_grad``.
+        norms: Norms of gradients that have arrived, and are not computed yet.
         records_norms: Whether norms are computed as gradients arrive: somebody has asked for one.
         completes_step: Whether the micro-batch that runs is the last one of its step.
         is_after_step: Whether a step has left the gradients that there are.
@@ -89,6 +90,7 @@ class Gradients:
         self.coefficient: torch.Tensor | None = None
         self.inverse_scale: torch.Tensor | None = None
         self.is_watched = False
+        self.norms = Norms(streams.device)
         self._pool = pool
         self._streams = streams
         self._emit = emit
@@ -160,19 +162,36 @@ class Gradients:
 
     def _write_over_value(self, tensor: ManagedParameter, chunk: Chunk, gradient: torch.Tensor) -> None:
         """See [Note: gradient reuse]."""
-        tensor.gradient_norm = self.norm(gradient, chunk.state_dtype) if self.records_norms else None
+        is_on_device, is_held = chunk.home is Tier.DEVICE, True
         if chunk.is_static:
             view = tensor.view_on_device
-            (chunk.view_of(tensor) if view is None else view).copy_(gradient)
-        elif chunk.home is Tier.DEVICE:
+            place = chunk.view_of(tensor) if view is None else view
+        elif is_on_device:
             for copy in chunk.under_way:  # of a group, from a home on the device
                 copy.join()
-            tensor.view(chunk.param).copy_(gradient)
+            place = tensor.view(chunk.param)
         else:
-            home = tensor.view(chunk.home_param)
-            if not self._streams.copies_beside(gradient, home):
+            place = tensor.view(chunk.home_param)
+            if chunk.is_pinned is None:
+                chunk.is_pinned = self._streams.is_pinned(place)
+            is_held = chunk.is_pinned and self._streams.is_on_device(gradient)
+            if not is_held:
                 chunk.wait()  # the host writes to the home, which a copy may be reading
-            chunk.note(self._streams.to_host(gradient, home, chunk.under_way))
+        norm: torch.Tensor | None = None
+        holds: Hold = True
+        if self.records_norms:  # may fail: before anything is written
+            norm = self.norms.add(place if is_on_device else gradient, chunk.state_dtype)
+            if not is_held:
+                self.norms.fill()
+            holds = functools.partial(self.norms.need, norm)
+        if is_on_device:
+            place.copy_(gradient)
+            ticket = None if norm is None else Copy(self.norms, WorkLane.HOST_WORK)
+        else:
+            ticket = self._streams.to_host(gradient, place, chunk.under_way, holds=holds, is_beside=is_held)
+        if ticket is not None:
+            chunk.note(ticket)
+        tensor.gradient_norm = norm
         tensor.gradient = _PARAM
         nbytes, tensor.crossing_nbytes = tensor.crossing_nbytes, 0
         self._emit(GradientStored(chunk.spec.index, tensor.spec.index, nbytes))
@@ -181,12 +200,13 @@ class Gradients:
         chunk, is_first, norm = tensor.chunk, tensor.gradient is _NONE, None
         place = tensor.view(self._list(chunk))
         if self._leaves_beside(chunk, gradient) and gradient.stride() == place.stride():
+            norms = Norms(self._streams.device)
             if self.records_norms and self.completes_step:
-                norm = torch.zeros((), dtype=chunk.state_dtype, device="cpu")  # may fail: before anything is added
+                norm = norms.add(place, chunk.state_dtype)
             for ticket in self._ring.add(gradient, place, is_first=is_first):
                 chunk.note(ticket)
             if norm is not None:
-                self._fill_norm_beside(norm, chunk, place)
+                chunk.note(self._streams.on_host(norms.fill))  # when it has added the last gradient
         else:
             chunk.wait()
             if is_first:
@@ -198,34 +218,9 @@ class Gradients:
         nbytes, tensor.crossing_nbytes = tensor.crossing_nbytes, 0
         self._emit(GradientStored(chunk.spec.index, tensor.spec.index, nbytes))
 
-    def norm(self, gradient: torch.Tensor, dtype: torch.dtype, norm_type: float = 2.0) -> torch.Tensor:
-        """The norm of one gradient, where it is.
-
-        Without an accelerator it has the bits of ``torch.nn.utils.get_total_norm``. With one, plain torch would compute
-        it on the device, with other bits than on the host.
-
-        Args:
-            gradient: The gradient.
-            dtype: The type of the norm: that of the optimizer's states.
-            norm_type: Order of the norm.
-        """
-        is_beside = gradient.is_cpu and self._streams.device.type != "cpu"
-        if is_beside and norm_type == 2.0 and gradient.numel() > _BLOCK_NUMEL:
-            return norm_in_blocks(gradient, dtype)
-        return gradient_norm(gradient, dtype, norm_type)
-
-    def _fill_norm_beside(self, norm: torch.Tensor, chunk: Chunk, place: torch.Tensor) -> None:
-        """Lets the host's thread compute the norm of a sum, when it has added the last gradient."""
-
-        def work() -> None:
-            with torch.no_grad():
-                norm.copy_(self.norm(place, chunk.state_dtype))
-
-        chunk.note(self._streams.on_host(work))
-
     def _leaves_beside(self, chunk: Chunk, gradient: torch.Tensor) -> bool:
         """Whether a gradient goes to its list through the ring, which comes after all lists."""
-        if chunk.home is Tier.DEVICE or not self._streams.copies_beside(gradient, chunk.payloads["param"]):
+        if chunk.home is Tier.DEVICE or not self._streams.copies_beside(gradient, chunk.home_param):
             return False
         self._has_all_lists |= all(other.has_list(GRADIENT) for other in self._chunks if other.spec.trainable)
         return self._has_all_lists and self._ring.open()
@@ -292,6 +287,7 @@ class Gradients:
         for tensor in tensors:
             if tensor.deferred_gradient is not None:
                 self.place_deferred(tensor)
+        self.norms.fill()
 
     def place_deferred(self, tensor: ManagedParameter) -> None:
         """Finds a place for a deferred gradient; if there is no room the gradient stays deferred."""
@@ -583,35 +579,3 @@ def consumed(tensor: ManagedParameter, why: str) -> str:
         "optimizer.zero_grad() after the step, read gradients before it, or set keep_gradients=true, which takes 4 "
         "bytes per trainable parameter"
     )
-
-
-def norm_in_blocks(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The 2-norm of a gradient on the host, on all cores.
-
-    torch's own norm takes one core: on 16 cores 0.48 s for 525 M elements in bf16, which it widens in new memory first.
-    It also adds up all squares in a few numbers; of 67 M values in fp32 its result was 0.5 % too small.
-
-    Args:
-        gradient: The gradient.
-        dtype: The type of the norm.
-    """
-    norms = []
-    for part in gradient.reshape(-1).split(_PART_BLOCKS * _BLOCK_NUMEL):
-        numel = part.numel() // _BLOCK_NUMEL * _BLOCK_NUMEL
-        norms.append(torch.linalg.vector_norm(part[:numel].view(-1, _BLOCK_NUMEL), dim=1, dtype=dtype))
-        if numel < part.numel():
-            norms.append(torch.linalg.vector_norm(part[numel:], dtype=dtype).view(1))
-    return torch.linalg.vector_norm(torch.cat(norms))
-
-
-def gradient_norm(gradient: torch.Tensor, dtype: torch.dtype, norm_type: float = 2.0) -> torch.Tensor:
-    """The norm of one gradient, by the kernel that ``torch.nn.utils.get_total_norm`` uses on its device.
-
-    Args:
-        gradient: The gradient.
-        dtype: The type of the norm: that of the optimizer's states.
-        norm_type: Order of the norm.
-    """
-    if not gradient.is_cpu:
-        return torch._foreach_norm([gradient], norm_type, dtype=dtype)[0]
-    return torch.linalg.vector_norm(gradient, norm_type, dtype=dtype)

@@ -22,6 +22,7 @@ from hf_patrickstar.dist.order import Order
 from hf_patrickstar.dist.sharing import Held, Sharing
 from hf_patrickstar.events import Listener
 from hf_patrickstar.layout.specs import TensorSpec
+from hf_patrickstar.memory.driver import Pending
 from hf_patrickstar.memory.meters import Meter
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.memory.pool import PayloadPool
@@ -84,6 +85,7 @@ class ChunkManager:
         model_lock: Held by the thread that runs a forward, a backward or an update.
         frames: The forwards that run on this thread.
         has_new_groups: Whether param groups were changed, so that parameters may need other lists.
+        overlaps_updates: Whether chunks at home on the host are updated beside what comes next.
     """
 
     def __init__(
@@ -161,8 +163,8 @@ class ChunkManager:
         )
         self.tensors, self.by_index = self.parameters.tensors, self.parameters.by_index
         self.has_new_groups = False
-        self._overlaps_updates = policy.overlaps_updates
-        self._last_update: Copy | None = None  # on the host, beside what comes next
+        self.overlaps_updates = policy.overlaps_updates and streams.works_beside
+        self._last_updates: list[Copy] = []  # on the host, beside what comes next
 
     def find(self, parameter: torch.Tensor) -> ManagedParameter | None:
         """See ``Parameters.find``."""
@@ -386,10 +388,11 @@ class ChunkManager:
             Exception: What the update of a chunk raised, if all updates have ended and nobody has got the error. What
                 begins may use that chunk late, or not at all.
         """
-        update = self._last_update
-        if update is not None and update.is_done:
-            self._last_update = None
-            update.wait()
+        updates = self._last_updates
+        if updates and all(update.is_done for update in updates):
+            self._last_updates = []
+            for update in updates:
+                update.wait()
         self.abandon_failed_backward()
 
     def abandon_failed_backward(self) -> None:
@@ -451,32 +454,50 @@ class ChunkManager:
             self.gradient_mirrors.refresh(tensor)
         self.gradients.move_to_list(tensor)
 
-    def update(self, chunks: Sequence[Chunk], update: Update, *, may_run_beside: bool) -> None:
-        """The optimizer updates chunks that have the same home; see [Note: an update under way].
+    def update(self, updates: Sequence[Update], updated: Container[int], *, keeps: bool, runs_beside: bool) -> None:
+        """The optimizer updates chunks; see [Note: an update under way].
 
         Args:
-            chunks: The chunks.
-            update: What it does.
-            may_run_beside: Whether it may run in another thread, beside what comes next.
+            updates: What it does, in the order in which chunks are needed next.
+            updated: Indices of the parameters that the optimizer has.
+            keeps: Whether their gradients stay, in the accumulation list.
+            runs_beside: Whether updates on the host may run in other threads, beside what comes next.
 
         Raises:
-            Exception: What the update of one of these chunks raised, or an earlier one of theirs.
+            Exception: What the update of one of the chunks raised, or an earlier one of theirs.
         """
-        is_beside = self._overlaps_updates and may_run_beside and chunks[0].home is Tier.HOST
+        pending: dict[int, Pending] = {}
+        left = dict(enumerate(updates))
         try:
-            if is_beside:
-                after = [other for chunk in chunks for other in chunk.under_way]
-                self._last_update = self._streams.on_host(update, after, update.give_up)
-                for chunk in chunks:
-                    chunk.update = self._last_update
-            else:
-                for chunk in chunks:
+            for number, update in enumerate(updates):
+                if runs_beside and self.overlaps_updates and update.chunks[0].home is Tier.HOST:
+                    after = [other for chunk in update.chunks for other in chunk.under_way]
+                    ticket = self._streams.on_host(update, after, update.give_up)
+                    for chunk in update.chunks:
+                        chunk.update = ticket
+                    if ticket is not None:
+                        self._last_updates.append(ticket)
+                    del left[number]
+                    continue
+                for chunk in update.chunks:
                     if chunk.update is not None or chunk.tickets:
                         chunk.wait()
-                update.run()
-        except BaseException:  # it was not done, or not to its end, and can be done again
-            update.take_back()
-            raise
+                found = update.run()
+                if found is None:
+                    del left[number]
+                else:
+                    pending[number] = found
+            for number, found in pending.items():
+                found.wait()
+                del left[number]
+        finally:
+            for number, update in list(left.items()):  # not done, or not to its end, and can be done again
+                if number in pending and pending[number].cancel():
+                    del left[number]
+                else:
+                    update.take_back()
+            done = [chunk for number, update in enumerate(updates) if number not in left for chunk in update.chunks]
+            self.chunks_updated(done, updated, keeps=keeps)
 
     @phase
     def chunks_updated(self, chunks: Sequence[Chunk], updated: Container[int], *, keeps: bool) -> None:

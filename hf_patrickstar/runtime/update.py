@@ -1,7 +1,10 @@
 """An update of chunks that is prepared and can run later."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from hf_patrickstar.memory.driver import Pending, Work
+from hf_patrickstar.runtime.chunk import Chunk
 
 
 def _do_nothing() -> None:
@@ -13,18 +16,20 @@ class Update:
     """What the optimizer does to chunks that have the same home; see [Note: an update under way].
 
     Attributes:
-        run: Computes with the payloads at home.
+        chunks: The chunks.
+        run: Computes with the payloads at home, or has workers do so, which it returns then.
         take_back: Takes back what was counted when the update was prepared, because it fails or is not done.
         restore: Writes values from their masters, over gradients that stand in their places.
     """
 
-    run: Callable[[], None]
+    chunks: Sequence[Chunk]
+    run: Work
     take_back: Callable[[], None] = _do_nothing
     restore: Callable[[], None] = _do_nothing
 
-    def __call__(self) -> None:
+    def __call__(self) -> Pending | None:
         """See ``run``."""
-        self.run()
+        return self.run()
 
     def give_up(self) -> None:
         """Leaves the chunks as after a step that did not update them: values are the masters, gradients are lost."""

@@ -27,6 +27,7 @@ class Kernel:
         flops: Floating-point operations of matrix products.
         nbytes: Bytes read and written.
         dtype: The type that it computes in.
+        kind: The kind of product; see ``Machine.kernel_ns``.
         place: Where the host waits for its result; empty if it does not.
         measured_ns: How long it took on the machine that was planned; ``None`` if the rates of a machine say it.
     """
@@ -35,6 +36,7 @@ class Kernel:
     flops: int
     nbytes: int
     dtype: str
+    kind: str = ""
     place: str = ""
     measured_ns: int | None = None
 
@@ -44,7 +46,9 @@ class Kernel:
         Args:
             machine: Where it runs.
         """
-        return machine.kernel_ns(self.flops, self.nbytes, self.dtype) if self.measured_ns is None else self.measured_ns
+        if self.measured_ns is not None:
+            return self.measured_ns
+        return machine.kernel_ns(self.flops, self.nbytes, self.dtype, self.kind)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -42,41 +42,50 @@ class Cost(NamedTuple):
         flops: Floating-point operations of matrix products.
         nbytes: Bytes read and written.
         dtype: The type that it computes in, without ``torch.``.
+        kind: The kind of its products; see ``Machine.kernel_ns``.
     """
 
     flops: int
     nbytes: int
     dtype: str
+    kind: str = ""
 
 
-def _attention(query: Any, key: Any, value: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    return int(sdpa_flop_count(query.shape, *_repeated(query, key, value)))
+_ATTENTION = "aten::_scaled_dot_product_"
+_MATRICES = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.baddbmm: 1}
+"""Products of two matrices, and the place of the first one among their arguments."""
 
 
-def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, out_val: Any = None, **kw: Any) -> int:
-    return int(sdpa_backward_flop_count(grad.shape, query.shape, *_repeated(query, key, value)))
+def _attention(operator: Any, args: Any, kwargs: dict[str, Any]) -> int:
+    """Operations of attention; where it is causal, no kernel computes with the keys that come after a query."""
+    given = dict(zip((argument.name for argument in operator._schema.arguments), args, strict=False)) | kwargs
+    query, key, value = (given[name].shape for name in ("query", "key", "value"))
+    # Keys and values with as many heads as the query has: torch 2.11 counts no others.
+    shapes = query, *(shape[:1] + query[1:2] + shape[2:] for shape in (key, value))
+    is_backward = operator._schema.name.endswith("_backward")
+    flops = sdpa_backward_flop_count(args[0].shape, *shapes) if is_backward else sdpa_flop_count(*shapes)
+    num_queries, num_keys = query[-2], key[-2]
+    num_pairs = num_queries * num_keys
+    if given.get("is_causal"):
+        first = min(num_queries, num_keys)
+        flops = flops * (first * (first + 1) // 2 + (num_queries - first) * num_keys) // num_pairs
+    return int(flops)
 
 
-def _repeated(query: Any, *others: Any) -> list[torch.Size]:
-    """Shapes of keys and values with as many heads as the query has; torch 2.11 counts no others."""
-    return [other.shape[:1] + query.shape[1:2] + other.shape[2:] for other in others]
+def _layout(packet: Any, args: Any) -> str:
+    """Which operands of a product are transposed, as in "NT"; empty where none is, or for other operators."""
+    first = _MATRICES.get(packet)
+    matrices = () if first is None else args[first : first + 2]
+    found = "".join("NT"[matrix.stride(-1) != 1 and matrix.stride(-2) == 1] for matrix in matrices)
+    return "" if found == "NN" else found
 
 
-_FLOPS: dict[Any, Callable[..., Any]] = {
-    **flop_registry,
-    # torch counts these on accelerators alone.
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    GROUPED: grouped_flops,
-}
+_FLOPS: dict[Any, Callable[..., Any]] = {**flop_registry, GROUPED: grouped_flops}
 
 
 def _products(left: Any, right: Any, shape: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
     """Those of a product with a packed weight, which has its true shape beside it."""
     return int(2 * left.numel() * shape[0])
-
-
-_FLOPS_OF_OTHERS: dict[str, Callable[..., Any]] = {PACKED_PRODUCT: _products}
 
 
 def cost_of(operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Cost | None:
@@ -97,12 +106,16 @@ def cost_of(operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Co
     made = [tensor for tensor in tensors_among(result) if id(tensor) not in given]
     made_nbytes = _nbytes(made)
     read_nbytes = made_nbytes + _nbytes(read[1:]) if packet in READS_ROWS else _nbytes(read)
-    count = _FLOPS.get(packet) or _FLOPS_OF_OTHERS.get(operator._schema.name)
-    flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
+    if operator._schema.name.startswith(_ATTENTION):
+        flops, kind = _attention(operator, args, kwargs), "attention"
+    else:
+        count = _products if operator._schema.name == PACKED_PRODUCT else _FLOPS.get(packet)
+        flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
+        kind = _layout(packet, args)
     written_nbytes = _nbytes(written) * (1 if writes_over(operator) else 2)
     if packet in ADAMS:
         written_nbytes -= _nbytes(args[1])  # gradients, which change only where the kernel unscales them
-    return Cost(flops, read_nbytes + written_nbytes + made_nbytes, _dtype_of((*read, *written, *made)))
+    return Cost(flops, read_nbytes + written_nbytes + made_nbytes, _dtype_of((*read, *written, *made)), kind)
 
 
 @functools.cache

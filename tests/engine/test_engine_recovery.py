@@ -5,6 +5,7 @@ import torch
 from engine.pairs import Pair
 from engine.same import assert_same, copied, values_of
 from engine.small import WIDTH, Stack, adamw, batch, loss_of, sgd
+from simulated import simulated_streams
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -96,6 +97,35 @@ def test_a_failure_anywhere_changes_nothing(budget, dtype, accumulation, shares)
         assert_same(found[2], expected[2])
         assert found[3]["retries"] >= 3
         assert found[3]["steps"] == 3
+
+
+@pytest.mark.parametrize("held_nbytes", [0, 3 * WIDTH * WIDTH * 4, 10**6])
+def test_a_norm_that_has_no_memory_is_computed_anew(held_nbytes, monkeypatch):
+    """Whether it is computed as the gradient comes, when that can be held no longer, or at the end of backward."""
+    compute, failures = torch.linalg.vector_norm, []
+
+    def fail(*args, **kwargs):
+        if failures:
+            raise failures.pop()
+        return compute(*args, **kwargs)
+
+    monkeypatch.setattr(torch.linalg, "vector_norm", fail)
+    found = []
+    for is_failing in (False, True):
+        with simulated_streams():
+            pair = Pair(Noisy, "moving")
+            pair.engine.resources.streams.hold_at_most(held_nbytes)
+            for seed in range(3):
+                if is_failing and seed:
+                    failures.append(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"))
+                pair.engine.attempt(lambda seed=seed, pair=pair: loss_of(pair.ours, seed).backward())
+                assert not failures, "no norm was asked for"
+                pair.optimizer.clip_grad_norm_(None, 0.5)
+                pair.optimizer.step()
+                pair.optimizer.zero_grad()
+            assert pair.engine.stats()["retries"] == 2 * is_failing
+            found.append(values_of(pair.ours))
+    assert_same(*found)
 
 
 def test_other_optimizers_and_no_clipping():

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import traceback
 import warnings
+from unittest import mock
 
 import fake_device
 import fused_losses
@@ -21,10 +22,14 @@ import torch
 from models import make_batch, make_model
 from reference import Reference
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import Adafactor
 
 from hf_patrickstar import DeviceMemoryError, EngineError, PatrickStarEngine, deferred_weights, units
+from hf_patrickstar.memory import meters
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.optim.clipping import _stack
 from hf_patrickstar.optim.scaler import ChunkedGradScaler
 from hf_patrickstar.runtime.chunked_loss import chunk_losses, find_heads
 from hf_patrickstar.runtime.live_parameter import set_raw_data
@@ -318,6 +323,92 @@ def optimizer_of_all_at_once(tight):
     compare("bert", make_optimizer=FlatSGD, tight=tight)
 
 
+@case(1 << 20, 1)
+@case(40_000, 4)
+@case(0, 40)
+@case("all is at home on the device", 1)
+def norms_of_many_gradients(most_held, num_calls):
+    """Norms are computed together, from the first clipping on; for its norm no gradient stays on the device."""
+    calls, peaks, compute, memory = [], [], torch._foreach_norm, fake_device.MEMORY
+
+    def count(tensors, *args, **kwargs):
+        calls.append(len(tensors))
+        return compute(tensors, *args, **kwargs)
+
+    def do(model, optimizer):
+        seen = []
+        for step in range(4):
+            gc.collect()
+            memory.restart()
+            calls.clear()
+            seen.append(run_backward(model, "gpt2", step))
+            peaks.append(memory.peak)
+            if step >= 2:
+                clip = getattr(optimizer, "clip_grad_norm_", torch.nn.utils.clip_grad_norm_)
+                seen.append(clip(model.parameters(), MAX_NORM).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    plain = plain_model("gpt2")
+    expected = do(plain, adamw(plain.parameters()))
+    model, engine = make_engine("gpt2", tight=isinstance(most_held, int))
+    if isinstance(most_held, int):
+        engine.resources.streams.hold_at_most(most_held)
+    with mock.patch.object(torch, "_foreach_norm", count):
+        assert do(model, engine.optimizer) == expected
+    assert_same(model, plain.state_dict())
+    assert (len(calls), sum(calls)) == (num_calls, 40)
+    assert peaks[-1] <= peaks[-2] + 4 * 40
+
+
+@case()
+def leaving_the_device_before_norms_are_asked_for():
+    """The memory of a chunk with gradients is free when the chunk has left."""
+    model, engine = margin()
+    manager, freed = engine.manager, []
+
+    def leave(*_):
+        gc.collect()
+        before = fake_device.MEMORY.current, manager.ledger.used(Tier.DEVICE)
+        manager.placement.leave_margin()
+        after = fake_device.MEMORY.current, manager.ledger.used(Tier.DEVICE)
+        freed.extend(was - now for was, now in zip(before, after, strict=True))
+
+    handle = model.transformer.h[0].register_full_backward_pre_hook(leave)
+    run_backward(model, "gpt2", 0)
+    handle.remove()
+    engine.optimizer.clip_grad_norm_(model.parameters(), MAX_NORM)
+    engine.optimizer.step()
+    assert freed[1] > 0
+    assert freed[0] >= freed[1] - 4 * 40
+
+
+@case()
+def norms_of_two_devices():
+    """They meet on the first one's device, in order, and cross in one copy."""
+    for places in ((SIM, "cpu", "cpu", SIM, "cpu"), ("cpu", SIM, "cpu", SIM)):
+        norms = [torch.tensor(float(number), device=place) for number, place in enumerate(places)]
+        with CrossingCopies() as mode:
+            found = _stack(norms)
+        assert mode.count == 1
+        assert found.device == norms[0].device
+        assert found.tolist() == list(range(len(places)))
+
+
+class CrossingCopies(TorchDispatchMode):
+    """Counts operators that bring values to another device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        operands = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+        is_made = func is torch.ops.aten.lift_fresh.default  # of numbers in Python
+        self.count += len({operand.device for operand in operands}) > 1 or (is_made and result.device.type == SIM)
+        return result
+
+
 @case()
 def clipping_some_and_by_value():
     """Gradients of some parameters are clipped by their norm, then all by their values."""
@@ -547,6 +638,24 @@ def out_of_memory():
     assert len(losses) == 2
     engine.optimizer.step()
     assert_same(model, plain.state_dict())
+
+
+@case()
+def seldom_asked():
+    """A step that follows its plan asks the allocator where copies take more memory than before, not at each move."""
+    model, engine = make_engine("gpt2")
+    asked, allocated_nbytes = [], meters.allocated_nbytes
+
+    def ask(*args):
+        asked.append(args)
+        return allocated_nbytes(*args)
+
+    with mock.patch.object(meters, "allocated_nbytes", ask):
+        for _ in range(3):
+            before = engine.stats()["chunk_evictions"]
+            asked.clear()
+            train("gpt2", model, engine.optimizer, engine.optimizer.clip_grad_norm_, steps=1)
+    assert 0 < len(asked) < (engine.stats()["chunk_evictions"] - before) / 2
 
 
 @case()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from models import make_batch, make_model
-from on_gpu import DEVICE, MIB, STEPS, adamw, batch_of, capped, free, needs_cuda
+from on_gpu import DEVICE, MIB, STEPS, adamw, batch_of, capped, free, needs_cuda, warm_up
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.memory.tiers import Tier
@@ -48,6 +48,42 @@ def test_page_locked_memory_is_booked_as_what_is_taken(at_home_on_host, caplog):
     assert all(chunk.param.is_pinned() for chunk in engine.manager.chunks if chunk.home is Tier.HOST)
     engine.detach()
     free()
+
+
+@needs_cuda
+def test_a_budget_near_the_end_of_the_device_works_with_activations_that_come_and_go(at_home_on_host, exact):
+    """Under a cap that leaves 64 MiB beside the budget for what an allocator rounds up; losses are those without."""
+    width, budget = 2048, 256 * MIB  # 16 MiB in each of 24 chunks
+
+    def run(cap_nbytes):
+        free()
+        warm_up()
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(24)))
+        taken, total = torch.cuda.memory_reserved(), torch.cuda.get_device_properties(DEVICE).total_memory
+        config = {"device_budget": torch.cuda.memory_allocated() + budget, "chunk_numel": width**2, "placement": "host"}
+        engine = PatrickStarEngine(model, config, adamw(model.parameters()), device=DEVICE)
+        torch.cuda.set_per_process_memory_fraction(min((taken + cap_nbytes) / total, 1.0))
+        losses = []
+        try:
+            for rows in (256, 32, 320, 64, 256, 320):
+                x = torch.randn(rows, width, generator=torch.Generator().manual_seed(rows)).to(DEVICE)
+
+                def once(x=x):
+                    loss = model(x).square().mean()
+                    loss.backward()
+                    return loss.item()
+
+                losses.append(engine.attempt(once))
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+            assert engine.stats()["chunk_evictions"] > 0
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+            engine.detach()
+        return losses
+
+    assert run(budget + 64 * MIB) == run(2**60)
 
 
 @pytest.mark.parametrize("is_estimated", [True, False])

@@ -151,6 +151,10 @@ class VirtualDriver:
         begun.set_result(begin(stream))
         return begun
 
+    def finish(self) -> None:
+        """See ``Driver``."""
+        self.clock.wait(self.clock.end_of(Lane.HOST_WORK), caller())
+
     def close(self) -> None:
         """See ``Driver``."""
 

@@ -228,7 +228,6 @@ def clipped(steps, accumulation=1, *, evaluates=True, **config):
 def overlapped_one_by_one(folder):
     """So it is with large chunks: copies are started of values that are not updated yet."""
     run = Run(prefetch_depth=2)
-    run.optimizer.kernel.batch_numel = 0
     run.train(4)
     return run.end()
 
@@ -248,7 +247,6 @@ def looking_at_states(folder):
 def updated_by_the_caller(folder):
     """Somebody looks into the state of the last chunk, while those before it are updated in the same workspace."""
     run = Run(dtype="bf16", num_chunks=16, device_budget=10**6)
-    run.optimizer.kernel.batch_numel = 0
     run.train(1)
     held = run.optimizer.state[run.manager.chunks[-1].owned[-1].parameter]["exp_avg"]
     run.train(2)

@@ -1,5 +1,6 @@
 """``hf-patrickstar env``: what it prints, the file that it writes, and its exit status."""
 
+import dataclasses
 import importlib.metadata
 
 import pytest
@@ -54,6 +55,10 @@ def test_rates_are_printed_and_the_file_is_read_back(h100, tmp_path, capsys):
     assert out.endswith(f"\n{path}: written\n")
     rows = rows_of(out)
     assert {name: rows[name] for name in RATES} == RATES
+    h100 = MACHINES["h100"]
+    rates = env.rates(dataclasses.replace(h100, flops={**h100.flops, "float32 NT": 5e9, "bfloat16 attention": 6e9}))
+    assert rates["NT products in float32"] == "5 GFLOP/s"
+    assert rates["attention in bfloat16"] == "6 GFLOP/s"
     rates = env.rates(find_machine("8xh100"))
     assert rates["between processes"].endswith(" GB/s")
     assert rates["message"] == f"{find_machine('8xh100').message_s * 1e6:.4g} us"

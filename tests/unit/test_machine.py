@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import MACHINES, Machine, find_machine, machine_of, peak
+from hf_patrickstar.schedule.script import Kernel
 
 fast = settings(deadline=None, max_examples=100, database=None, derandomize=True)
 GIB = 2**30
@@ -52,6 +53,24 @@ POSITIVE = [
 )
 def test_a_kernel_takes_the_longest_of_three(flops, nbytes, dtype, nanoseconds):
     assert ROUND.kernel_ns(flops, nbytes, dtype) == nanoseconds
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "nanoseconds"),
+    [
+        ("bfloat16", "NT", 500_000),
+        ("float16", "NT", 500_000),  # as fast as the other 16-bit type in this, too
+        ("bfloat16", "TN", 250_000),  # as fast as other products
+        ("bfloat16", "attention", 500_000),  # half as fast as products
+        ("float32", "attention", 4_000_000),
+        ("float64", "attention", 4_000_000),
+    ],
+)
+def test_kinds_of_products_have_rates_of_their_own(dtype, kind, nanoseconds):
+    rates = {"bfloat16 NT": 2e12, "float32 attention": 0.25e12}
+    machine = dataclasses.replace(ROUND, flops={**ROUND.flops, **rates})
+    assert machine.kernel_ns(10**9, 0, dtype, kind) == nanoseconds
+    assert Kernel("product", 10**9, 0, dtype, kind).duration_ns(machine) == nanoseconds
 
 
 @pytest.mark.parametrize(
@@ -190,6 +209,7 @@ def test_every_rate_and_size_is_a_positive_number():
     ("change", "said"),
     [
         ({"flops": {"float32": 1.0, "bfloat16": -2.0}}, "flops['bfloat16'] is -2.0; it must be a positive number"),
+        ({"flops": {"float32": 1.0, "float32 NT": 0}}, "flops['float32 NT'] is 0; it must be a positive number"),
         ({"flops": {"bfloat16": 1.0}}, "flops has no 'float32', which other types fall back to; add it"),
         ({"flops": 3.0}, "flops is 3.0; it must be rates by type"),
         ({"name": 5}, "machine: name is 5; it must be text"),

@@ -2,6 +2,7 @@
 
 import contextlib
 import types
+import weakref
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from hf_patrickstar.memory import accelerator
 from hf_patrickstar.memory.accelerator import (
     allocator_settings,
+    choose_segments,
     device_name,
     grow_segments,
     is_fragmented,
@@ -88,6 +90,70 @@ def test_where_it_cannot_be_set_the_user_is_advised(allocator, monkeypatch):
     assert f"this torch cannot set it now: {advice}" in grow_segments(CUDA)
     monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", refuse)
     assert allocator_settings() == {}
+
+
+# Segments of chunks
+
+
+class Cuda:
+    """``torch.cuda`` of a device that is not there, and its pools of memory that somebody holds."""
+
+    def __init__(self):
+        self.pools, self.inside = weakref.WeakSet(), None
+        self.init = lambda: None
+        self.device = contextlib.nullcontext
+
+    def MemPool(self):
+        pool = type("Pool", (), {})()
+        self.pools.add(pool)
+        return pool
+
+    @contextlib.contextmanager
+    def use_mem_pool(self, pool, device):
+        self.inside = pool
+        try:
+            yield
+        finally:
+            self.inside = None
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    made = Cuda()
+    monkeypatch.setattr(torch, "cuda", made)
+    return made
+
+
+def test_large_chunks_have_segments_of_their_own_where_those_of_torch_do_not_grow(allocator, cuda):
+    allocator.reserved = 1
+    segment, said = choose_segments(CUDA)
+    assert "is off" in said
+    assert said.endswith("chunks have segments of their own")
+    for nbytes, has_own in ((10 * MIB, True), (10 * MIB - 1, False)):
+        with segment(nbytes):
+            assert (cuda.inside is not None) is has_own
+        assert cuda.inside is None
+        assert not cuda.pools, "torch gives free memory of a pool back only when nobody holds the pool"
+
+
+def test_chunks_share_segments_that_grow(allocator, cuda):
+    segment, said = choose_segments(CUDA)
+    assert said.endswith("in pieces; chunks share them with activations")
+    with segment(10 * MIB):
+        assert cuda.inside is None
+    assert choose_segments(CPU)[1] is None
+
+
+@pytest.mark.parametrize("error", [AttributeError("no MemPool"), RuntimeError("does not yet support pools")])
+def test_where_torch_has_no_pools_chunks_are_allocated_as_before(allocator, cuda, error):
+    def fail():
+        raise error
+
+    allocator.reserved, cuda.MemPool = 1, fail
+    segment, said = choose_segments(CUDA)
+    assert said.endswith(f"chunks share them with activations, since torch has no pools: {error}")
+    with segment(10 * MIB):
+        assert cuda.inside is None
 
 
 # Memory in pieces

@@ -1,5 +1,6 @@
 """Work of the host's thread: its order, its failures, its end."""
 
+import os
 import threading
 import time
 
@@ -8,6 +9,7 @@ import pytest
 from hf_patrickstar.memory.driver import HostThread
 from hf_patrickstar.memory.lanes import WorkLane
 from hf_patrickstar.memory.streams import Copy, StreamCopy
+from hf_patrickstar.optim.workers import HostWorkers
 
 
 class Gate:
@@ -81,10 +83,57 @@ def test_a_copy_after_work_that_failed_is_made_and_raises_the_error(thread):
     assert copy.is_done
 
 
+@pytest.fixture
+def workers():
+    workers = HostWorkers(2)
+    yield workers
+    workers.close()
+
+
+def test_work_of_workers_is_waited_for_by_its_own_event_alone(thread, workers):
+    gate, done, threads = threading.Event(), [], []
+    first = thread.on_host(lambda: workers.submit(lambda item: gate.wait(10), [0]), [])
+    second = host_work(thread.on_host(lambda: done.append(2), []))
+    copy = thread.begin_after(first, "stream", lambda stream: threads.append(threading.current_thread().name))
+    second.wait()
+    assert (done, first.query(), copy.done(), threads) == ([2], False, False, [])
+    gate.set()
+    host_work(first).wait()
+    copy.result(10)
+    assert threads[0].startswith("hf_patrickstar-host"), "a worker has the next share to compute"
+
+
+def test_what_a_worker_failed_with_is_raised_once_after_what_is_done_in_place_of_its_work(thread, workers):
+    done = []
+
+    def fail(item):
+        raise ValueError("a reason")
+
+    def work():
+        return workers.submit(fail, range(3))
+
+    ticket = host_work(thread.on_host(work, [], lambda: done.append("not 1")))
+    with pytest.raises(ValueError, match="a reason"):
+        ticket.wait()
+    ticket.wait()
+    assert done == ["not 1"]
+
+
+def test_its_end_and_a_fork_come_after_the_work_of_workers(thread, workers):
+    done = []
+    thread.on_host(lambda: workers.submit(lambda item: time.sleep(0.1) or done.append(item), [1]), [])
+    if os.fork() == 0:
+        os._exit(int(done != [1]))
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+    thread.on_host(lambda: workers.submit(lambda item: time.sleep(0.1) or done.append(item), [2]), [])
+    thread.close()
+    assert done == [1, 2]
+
+
 def test_it_prepares_itself_once_ends_after_its_work_and_can_begin_again():
     before, prepared, done = set(threading.enumerate()), [], []
     thread = HostThread(lambda: prepared.append(threading.current_thread()))
-    thread.on_host(lambda: (time.sleep(0.05), done.append(1)), [])
+    thread.on_host(lambda: time.sleep(0.05) or done.append(1), [])
     thread.on_host(lambda: done.append(2), [])
     (started,) = set(threading.enumerate()) - before
     thread.close()

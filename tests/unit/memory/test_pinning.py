@@ -165,7 +165,7 @@ from hf_patrickstar.optim.workers import HostWorkers
 pinning.lock_pages = pinning.unlock_pages = lambda *_: None
 kept = pinning.PagePinning(torch.device("cuda", 0)).empty(10, dtype=torch.float32)
 workers = HostWorkers(2)
-workers.submit(lambda number, item: None, range(4)).wait()
+workers.submit(lambda item: None, range(4)).wait()
 print("done")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)

@@ -1,6 +1,9 @@
 """Buffers that are reused, pinned, or refused; tests/property compares the book of a pool with what is out."""
 
+import contextlib
+import itertools
 import logging
+import weakref
 
 import pytest
 import torch
@@ -59,6 +62,21 @@ def test_no_more_kept_buffers_go_than_must_and_the_oldest_kind_first():
         assert pool.allocate(DEVICE, numel, FP32, "param").data_ptr() == buffers[numel].data_ptr()
 
 
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_free_memory_grows_together_from_the_highest_address(order):
+    """Whatever the order in which buffers came back: large tensors find room there."""
+    pool = make_pool()
+    buffers = sorted((pool.allocate(DEVICE, 50, FP32, "param") for _ in range(3)), key=torch.Tensor.data_ptr)
+    lowest, highest = buffers[0].data_ptr(), weakref.ref(buffers[2].untyped_storage())
+    for place in order:
+        pool.release(DEVICE, buffers[place], "param")
+    del buffers
+    assert pool.allocate(DEVICE, 50, FP32, "param").data_ptr() == lowest
+    pool.allocate(DEVICE, 101, FP32, "master")  # one of the kept buffers is in the way
+    assert highest() is None
+    assert pool.ledger.owners(DEVICE)[CACHE_OWNER] == 200
+
+
 def test_a_kept_buffer_is_taken_again_where_memory_is_measured_by_what_is_not_booked():
     """As on CUDA: unbooking a buffer that is still there makes it non-model data, and leaves no room to book it."""
     allocated = [60]
@@ -113,6 +131,31 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch, "empty", make)
     monkeypatch.setattr(pool_module, "empty_cache", lambda: None)
     return pool
+
+
+def test_buffers_of_a_device_are_allocated_where_they_are_to_lie(gpu, monkeypatch):
+    """That is left before the allocator's cache is emptied: inside of a pool nothing else would be freed."""
+    inside, seen, failures = [], [], [torch.OutOfMemoryError("CUDA out of memory.")]
+
+    @contextlib.contextmanager
+    def segment(nbytes):
+        inside.append(nbytes)
+        try:
+            yield
+        finally:
+            inside.clear()
+
+    def attempt():
+        seen.append(tuple(inside))
+        if failures:
+            raise failures.pop()
+
+    gpu._segment = segment
+    gpu.attempts.append(attempt)
+    monkeypatch.setattr(pool_module, "empty_cache", lambda: seen.append(tuple(inside)))
+    gpu.allocate(DEVICE, 50, FP32, "param")
+    gpu.allocate(HOST, 50, FP32, "param")
+    assert seen == [(200,), (), (200,), ()]
 
 
 @pytest.mark.parametrize("is_in_pieces", [True, False])

@@ -1,7 +1,6 @@
 """The threads of updates on the host: who does what, with how many cores, and how they end."""
 
 import concurrent.futures
-import contextlib
 import os
 import signal
 import threading
@@ -65,18 +64,16 @@ def in_a_thread(ask):
 def test_all_workers_work_at_the_same_time_on_every_item_once_and_record_nothing(workers):
     together, seen, done = threading.Barrier(3, timeout=20), set(), []
 
-    def work(number, item):
+    def work(item):
         together.wait()
-        seen.add((number, threading.current_thread().name, torch.is_grad_enabled()))
+        seen.add((threading.current_thread().name, torch.is_grad_enabled()))
         done.append(item)
 
     for _ in range(5):
         workers.submit(work, range(3)).wait()
     assert sorted(done) == sorted([0, 1, 2] * 5)
-    assert {number for number, *_ in seen} == {0, 1, 2}
-    assert len(seen) == 3, "each has a number of its own, the same at any time"
-    assert {name for _, name, _ in seen} == set(alive())
-    assert not any(is_recorded for *_, is_recorded in seen)
+    assert {name for name, _ in seen} == set(alive())
+    assert not any(is_recorded for _, is_recorded in seen)
     assert workers.submit(work, []).is_done
 
 
@@ -86,7 +83,7 @@ def test_all_workers_work_at_the_same_time_on_every_item_once_and_record_nothing
 def test_a_worker_computes_alone_and_all_others_as_before(workers, two_threads):
     together, seen, teams = threading.Barrier(3, timeout=20), [], []
 
-    def work(number, item):
+    def work(item):
         together.wait()
         before = len(os.listdir("/proc/self/task")) if HAS_PROC else 0
         torch.ones(2**20).add_(1)  # torch may set the number of a thread when it computes for the first time
@@ -95,7 +92,7 @@ def test_a_worker_computes_alone_and_all_others_as_before(workers, two_threads):
         seen.append(torch.get_num_threads())
 
     torch.ones(2**20).add_(1)  # the team of this thread
-    workers.submit(lambda number, item: None, range(3)).wait()
+    workers.submit(lambda item: None, range(3)).wait()
     workers.submit(work, range(3)).wait()
     assert (torch.get_num_threads(), in_a_thread(torch.get_num_threads)) == (2, 2)
     torch.set_num_threads(4)
@@ -109,21 +106,21 @@ def test_a_worker_computes_alone_and_all_others_as_before(workers, two_threads):
 def test_an_error_reaches_the_caller_and_nothing_more_is_begun(workers):
     begun = []
 
-    def work(number, item):
+    def work(item):
         begun.append(item)
         raise ValueError(f"item {item}")
 
     with pytest.raises(ValueError, match="item"):
         workers.submit(work, range(1000)).wait()
     assert len(begun) <= 3
-    workers.submit(lambda number, item: begun.append("after"), [0]).wait()
+    workers.submit(lambda item: begun.append("after"), [0]).wait()
     assert begun[-1] == "after"
 
 
 def test_an_error_is_raised_when_the_others_have_ended(workers):
     together, done = threading.Barrier(2, timeout=20), []
 
-    def work(number, item):
+    def work(item):
         together.wait()
         if item == 0:
             raise ValueError("item 0")
@@ -133,7 +130,7 @@ def test_an_error_is_raised_when_the_others_have_ended(workers):
     with pytest.raises(ValueError, match="item 0"):
         workers.submit(work, range(2)).wait()
     assert done == [1]
-    gate, ticket = threading.Event(), workers.submit(lambda number, item: (gate.wait(10), 1 / 0), range(100))
+    gate, ticket = threading.Event(), workers.submit(lambda item: (gate.wait(10), 1 / 0), range(100))
     threading.Timer(0.05, gate.set).start()
     ticket.cancel()
     assert ticket.is_done, "what is cancelled ends with the items that were begun, and raises nothing"
@@ -142,7 +139,7 @@ def test_an_error_is_raised_when_the_others_have_ended(workers):
 def test_who_interrupts_the_wait_gets_it_when_nobody_works_any_more(workers):
     begun, ended = [], []
 
-    def work(number, item):
+    def work(item):
         begun.append(item)
         time.sleep(0.2)  # by then the other thread waits: a signal that comes just before wakes nobody
         if item == 0:
@@ -171,33 +168,57 @@ def test_workers_that_cannot_start_leave_none_behind(monkeypatch, two_threads):
 
     monkeypatch.setattr(threading.Thread, "start", start_one)
     with pytest.raises(RuntimeError, match="can't start new thread"):
-        workers.submit(lambda number, item: None, [0])
+        workers.submit(lambda item: None, [0])
     assert (alive(), torch.get_num_threads()) == ([], 2)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("cannot schedule new futures after shutdown"), KeyboardInterrupt()])
-def test_work_that_only_some_workers_were_given_is_waited_for(error, workers, monkeypatch):
-    """The program begins to exit, or the user interrupts, between the first worker and the second."""
-    workers.submit(lambda number, item: None, [0]).wait()
-    give, given, begun, done = concurrent.futures.ThreadPoolExecutor.submit, [], threading.Event(), []
+def test_work_that_only_some_workers_were_given_is_done(workers, monkeypatch):
+    """The program begins to exit between the first worker and the second."""
+    workers.submit(lambda item: None, [0]).wait()
+    give, given, done = concurrent.futures.ThreadPoolExecutor.submit, [], []
 
     def give_one(pool, work):
         if given:
-            assert begun.wait(20)
-            raise error
+            raise RuntimeError("cannot schedule new futures after shutdown")
         given.append(work)
         return give(pool, work)
 
-    def work(number, item):
-        begun.set()
-        time.sleep(0.1)
-        done.append((item, threading.current_thread().name))
-
     monkeypatch.setattr(concurrent.futures.ThreadPoolExecutor, "submit", give_one)
-    with contextlib.nullcontext() if isinstance(error, RuntimeError) else pytest.raises(KeyboardInterrupt):
-        workers.submit(work, range(3)).wait()
-    assert [item for item, _ in done] == (list(range(3)) if isinstance(error, RuntimeError) else [0])
-    assert len({thread for _, thread in done}) == 1, "the caller would use the memory of a worker"
+    workers.submit(done.append, range(3)).wait()
+    assert sorted(done) == [0, 1, 2]
+
+
+def test_no_worker_waits_while_anything_is_left_of_whatever_was_submitted(workers):
+    """One that has ended its item goes on with what was submitted later, although others are still at the first."""
+    gates = [threading.Event() for _ in range(2)]
+    first = workers.submit(lambda gate: gate.wait(20), gates)
+    done = []
+    later = [workers.submit(done.append, range(start, start + 3)) for start in (0, 3, 6)]
+    for ticket in later:
+        ticket.wait()
+    assert done == [*range(9)], "in the order in which they were submitted"
+    assert not first.is_done
+    gates[0].set()
+    after = workers.submit(done.append, [9])
+    after.wait()
+    assert not first.is_done, "it counts down its own items alone"
+    gates[1].set()
+    first.wait()
+
+
+def test_an_error_skips_what_is_left_of_its_own_work_alone(workers):
+    gate, done = threading.Event(), []
+
+    def fail(item):
+        assert gate.wait(20)
+        raise ValueError("a reason")
+
+    bad, good = workers.submit(fail, range(100)), workers.submit(done.append, range(5))
+    gate.set()
+    good.wait()
+    with pytest.raises(ValueError, match="a reason"):
+        bad.wait()
+    assert (sorted(done), bad.cancel(), good.cancel()) == ([*range(5)], False, True)
 
 
 # What is given to them

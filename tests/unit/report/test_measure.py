@@ -16,6 +16,14 @@ TINY = Effort(nbytes=2**20, most_rows=128, calls=5, repetitions=2, seconds=0.05)
 SLOW = Effort(nbytes=4_000, most_rows=256, calls=10, repetitions=3, seconds=10.0)
 
 
+def rates_of(rows, seconds):
+    """Rates of all types and kinds, of a layer with a quarter as many inputs, and of attention of half as many."""
+    layer, half = 2 * rows * rows * (rows // 4), rows // 2
+    attention = 7 * 2 * (half * (half + 1) // 2) * 128  # one head; two products in forward and five in backward
+    kinds = {"": layer, " NT": layer, " TN": layer, " attention": attention}
+    return {dtype + kind: flops / seconds for dtype in DTYPES for kind, flops in kinds.items()}
+
+
 @pytest.fixture
 def timed(monkeypatch):
     """Measures with an effort; work takes the given seconds in turns, by name of the figure if it is one of them."""
@@ -44,7 +52,7 @@ def timed(monkeypatch):
 
 def test_figures_are_work_by_time(timed, monkeypatch):
     machine, _ = timed(operator_s=(0.75, 0.25))
-    assert machine.flops == dict.fromkeys(DTYPES, 2 * 256**3 / 0.25)
+    assert machine.flops == rates_of(256, 0.25)
     assert machine.host_flops == machine.flops["float32"]
     assert machine.device_bandwidth == 2 * 4_000 / 0.25, "read and written"
     assert machine.to_device_bandwidth == machine.to_host_bandwidth == machine.pageable_bandwidth == 4_000 / 0.25
@@ -61,7 +69,9 @@ def test_figures_are_work_by_time(timed, monkeypatch):
 
 
 def test_how_often_and_how_large(timed, monkeypatch):
-    assert timed(dataclasses.replace(SLOW, seconds=1.0))[0].flops == dict.fromkeys(DTYPES, 2 * 128**3 / 0.25), "slow"
+    assert timed(dataclasses.replace(SLOW, seconds=1.0))[0].flops == rates_of(128, 0.25), "slow"
+    machine, calls = timed(dataclasses.replace(SLOW, repetitions=1, seconds=20.0))
+    assert machine.flops == rates_of(256, 0.25 / 10), "fast ones are called often"
     _, calls = timed(dataclasses.replace(SLOW, seconds=-1.0))
     assert (calls["pageable_bandwidth"], calls["products in float32"]) == (1, 2), "one to find the size"
     assert timed(seconds=(9.0, 1.0, 2.0))[0].pageable_bandwidth == 4_000 / 2.0, "the median counts"
@@ -76,12 +86,25 @@ def test_how_often_and_how_large(timed, monkeypatch):
 @pytest.mark.parametrize("refused", ["float16", "float32"])
 def test_a_type_that_cannot_be_multiplied_is_missing(refused, timed, monkeypatch):
     real, fails = measure._product, lambda: torch.mm(torch.zeros(1), torch.zeros(1))
-    monkeypatch.setattr(measure, "_product", lambda *given: fails if given[2] == refused else real(*given))
+    monkeypatch.setattr(measure, "_product", lambda *given: (fails, 1) if given[2] == refused else real(*given))
     if refused == "float32":
         with pytest.raises(RuntimeError, match="must be a matrix"):
             timed()
     else:
-        assert list(timed()[0].flops) == ["float32", "bfloat16"]
+        assert list(timed()[0].flops) == [key for key in rates_of(256, 1.0) if not key.startswith(refused)]
+
+
+def test_a_kind_of_product_that_fails_is_charged_as_others(timed, monkeypatch):
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def attend(query, *others, **kwargs):
+        return real(query, *others, **kwargs) if query.dtype is torch.float32 else torch.mm(query, query)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    machine, _ = timed()
+    assert set(rates_of(256, 1.0)) - set(machine.flops) == {"bfloat16 attention", "float16 attention"}
+    numbers = 10**15, 0, "bfloat16"
+    assert machine.kernel_ns(*numbers, "attention") == 2 * machine.kernel_ns(*numbers)
 
 
 def test_an_accelerator(timed, monkeypatch):
@@ -99,7 +122,7 @@ def test_an_accelerator(timed, monkeypatch):
         machine, _ = timed()
     assert (machine.name, machine.device_nbytes, machine.has_accelerator) == ("Fake 1000", 99_000, True)
     assert machine.to_device_bandwidth == machine.to_host_bandwidth == 2_000 / 0.25, "an eighth of what is free"
-    assert machine.host_flops == machine.flops["float32"] == 2 * 256**3 / 0.25
+    assert machine.host_flops == machine.flops["float32"] == 2 * 256 * 256 * 64 / 0.25
     assert machine.kernel_s == 0.25 / 10
     assert len(waited) == 2 * SLOW.repetitions, "launches are timed with an empty queue"
 
@@ -117,10 +140,9 @@ def test_a_sweep_follows_each_module_in_both_directions_changes_nothing_and_is_l
     assert made.seconds == 6.0
     assert (made._swept == 6.0).all(), "each goes through all of the buffer"
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    measurement = measure._Measurement(CPU, SLOW)
-    seconds = measurement._host_seconds(lambda: [made.sweep() for _ in range(3)], made)
-    assert seconds == 4.0, "a sweep takes a second, and so does all that is before and after one"
-    measurement.streams.close()
+    for _ in range(2):
+        seconds = made.host_seconds(lambda: [made.sweep() for _ in range(3)])
+        assert seconds == 4.0, "a sweep takes a second, and so does all that is before and after one"
     monkeypatch.setattr(measure, "is_accelerator", lambda device: True)
     none = Sweeps(CPU)
     none.between([torch.nn.Linear(2, 2)])(torch.ones(1, 2)).sum().backward()

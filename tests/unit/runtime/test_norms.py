@@ -1,11 +1,9 @@
 """Norms of gradients on the host beside an accelerator, which are computed in blocks."""
 
-import types
-
 import pytest
 import torch
 
-from hf_patrickstar.runtime.gradients import Gradients, gradient_norm, norm_in_blocks
+from hf_patrickstar.runtime.norms import Norms, norm_in_blocks
 
 NUMEL = 2**22 + 2**17 + 37  # more than one part; the last block is not full
 
@@ -21,14 +19,15 @@ def test_blocks_come_as_close_to_the_norm_as_the_type_allows(dtype, shape):
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
 def test_only_large_2_norms_beside_an_accelerator_are_computed_in_blocks(norm_type):
-    def norm_on(device, gradient):
-        gradients = Gradients.__new__(Gradients)
-        gradients._streams = types.SimpleNamespace(device=torch.device(device))
-        return gradients.norm(gradient, torch.float32, norm_type)
+    def norm_of(gradient, device):
+        norms = Norms(torch.device(device))
+        found = norms.add(gradient, torch.float32, norm_type)
+        norms.fill()
+        return found
 
     large, small = torch.rand(NUMEL, generator=torch.Generator().manual_seed(0)), torch.rand(2**16)
-    of_torch, in_blocks = gradient_norm(large, torch.float32, norm_type), norm_in_blocks(large, torch.float32)
+    of_torch, in_blocks = torch.linalg.vector_norm(large, norm_type), norm_in_blocks(large, torch.float32)
     assert of_torch != in_blocks, "the sums are in another order"
-    assert norm_on("cpu", large) == of_torch
-    assert norm_on("cuda", large) == (in_blocks if norm_type == 2.0 else of_torch)
-    assert norm_on("cuda", small) == gradient_norm(small, torch.float32, norm_type)
+    assert norm_of(large, "cpu") == of_torch
+    assert norm_of(large, "cuda") == (in_blocks if norm_type == 2.0 else of_torch)
+    assert norm_of(small, "cuda") == torch.linalg.vector_norm(small, norm_type)

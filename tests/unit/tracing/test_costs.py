@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_patrickstar.tracing.costs import cost_of
 from hf_patrickstar.tracing.grouped import grouped_result
@@ -11,6 +12,20 @@ aten = torch.ops.aten
 
 def cost(operator, *args, **kwargs):
     return cost_of(operator, args, kwargs, operator(*args, **kwargs))
+
+
+class Costs(TorchDispatchMode):
+    """What operators cost, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        found = cost_of(func, args, kwargs or {}, result)
+        self.found += [] if found is None else [found]
+        return result
 
 
 def zeros(*shape, **kwargs):
@@ -57,10 +72,37 @@ def test_views_and_empty_memory_cost_nothing(operator, args):
 
 
 @pytest.mark.parametrize("key_heads", [4, 2])
-def test_attention_of_the_cpu_counts_as_that_of_devices(key_heads):
-    query, key = zeros(2, 4, 16, 8), zeros(2, key_heads, 16, 8)
-    found = cost(aten._scaled_dot_product_flash_attention_for_cpu.default, query, key, key)
-    assert found.flops == 2 * 2 * (2 * 4 * 16 * 16 * 8)
+@pytest.mark.parametrize(
+    ("kwargs", "num_pairs"), [({}, 16 * 24), ({"is_causal": True}, sum(range(1, 17)))], ids=["all", "causal"]
+)
+def test_attention_counts_the_pairs_that_attend_in_both_directions(key_heads, kwargs, num_pairs):
+    query, key = zeros(2, 4, 16, 8, requires_grad=True), zeros(2, key_heads, 24, 8)
+    with Costs() as costs:
+        made = torch.nn.functional.scaled_dot_product_attention(query, key, key, enable_gqa=key_heads != 4, **kwargs)
+        made.sum().backward()
+    found = [one.flops for one in costs.found if one.kind == "attention"]
+    assert found == [2 * (2 * 2 * 4 * num_pairs * 8), 5 * (2 * 2 * 4 * num_pairs * 8)], "two and five products"
+
+
+@pytest.mark.parametrize("name", ["flash", "cudnn"])
+def test_causal_attention_of_devices_counts_alike(name):
+    """Nobody calls the operator here: it is given to the count as a device would call it."""
+    operator = getattr(aten, f"_scaled_dot_product_{name}_attention").default
+    query, masks = zeros(2, 4, 16, 8), {"flash": (), "cudnn": (None, True)}[name]
+    for is_causal, num_pairs in ((False, 16 * 16), (True, 16 * 17 // 2)):
+        found = cost_of(operator, (query, query, query, *masks, 0.0, is_causal), {}, query)
+        assert (found.flops, found.kind) == (2 * (2 * 2 * 4 * num_pairs * 8), "attention")
+
+
+def test_products_of_a_linear_layer_tell_which_operands_are_transposed():
+    layer, inputs = torch.nn.Linear(3, 5), zeros(7, 3, requires_grad=True)
+    with Costs() as costs:
+        layer(inputs).square().sum().backward()
+    found = [(one.flops, one.kind) for one in costs.found if one.flops]
+    assert found == [(2 * 7 * 3 * 5, kind) for kind in ("NT", "", "TN")], "forward; gradients of inputs and of weights"
+    batch = zeros(2, 3, 5)
+    assert cost(aten.baddbmm.default, zeros(2, 3, 3), batch, batch.transpose(1, 2)).kind == "NT"
+    assert cost(aten.mm.default, zeros(1, 5), zeros(5, 1)).kind == "", "a row, and a column"
 
 
 ENDS = torch.tensor([4, 8], dtype=torch.int32)
