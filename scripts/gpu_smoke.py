@@ -201,7 +201,7 @@ class HostAdam:
         """Begins to update all elements; returns a ticket."""
         return self.workers.submit(self._update, range(0, self.numel, SHARE_NUMEL))
 
-    def _update(self, _, at):
+    def _update(self, at):
         self.script(
             [Range(*self.lists, at, min(SHARE_NUMEL, self.numel - at), self._rule, False)], fused=True, factor=None
         )
@@ -218,7 +218,7 @@ def adam_on_the_host(device, numel):
     """Adam on all cores, and what the launch of a kernel takes meanwhile: whether workers hold Python's lock."""
     adam, step, x = HostAdam(numel), torch.tensor(1.0), torch.zeros(8, device=device)
 
-    def from_python(_, at):
+    def from_python(at):
         masters, firsts, seconds, gradients, values = ([values[at : at + TILE_NUMEL]] for values in adam.lists)
         torch_adam(masters, [gradients[0].float()], firsts, seconds, step, ADAMW, fused=True, decoupled=True)
         torch._foreach_copy_(values, masters)
