@@ -1,15 +1,20 @@
-"""Training of models that are too large for the device: tokens per second and peaks, beside other ways to train them.
+"""Training of models that are too large for the device: seconds per step, memory, and where the seconds went.
 
 A Llama with random weights in bf16 under autocast, with fp32 masters, AdamW, gradient checkpointing and clipping to a
-norm of 1.0. ``--kind plain`` has fp32 weights and states on the device, as the stock Trainer with ``--bf16`` does,
-``--kind fsdp2`` is FSDP2 with CPU offload, and ``--kind zero3`` DeepSpeed ZeRO-3 with parameters and optimizer on the
-CPU, if DeepSpeed is installed; both compute in bf16 without autocast, in one process. Where one of these does not fit,
-the result says so, and that is no failure. Under this package and DeepSpeed the largest model is loaded in bf16, since
-its fp32 values beside its chunks would be more than most hosts have.
+norm of 1.0. ``--kind trainer`` is the same by the Trainer with ``patrickstar=True``. ``--kind plain`` has fp32 weights
+and states on the device, as the stock Trainer with ``--bf16`` does, ``--kind fsdp2`` is FSDP2 with CPU offload, and
+``--kind zero3`` DeepSpeed ZeRO-3 with parameters and optimizer on the CPU, if DeepSpeed is installed; both compute in
+bf16 without autocast, in one process. Where one of these does not fit, the result says so, and that is no failure.
+Under this package and DeepSpeed the largest model is loaded in bf16, since its fp32 values beside its chunks would be
+more than most hosts have.
 
-``--record FILE`` trains nothing: it simulates the same training under this package, on any machine, and
-writes it to a file. A run with ``--plan FILE`` reads it, and puts its time at the rates of ``--rates``, and the planned
-peak of the device, beside what was measured.
+A step is timed from an idle device to an idle device. The host may update chunks until later, beside the next step:
+``seconds_after_steps`` says for how long after the last one. One more step is traced, and its trace is summarized
+(``trace_summary.py``).
+
+``--replay RECORD`` trains nothing: for each row of a record of ``scripts/gpu_check.py`` it simulates the step with the
+homes, lookups and activations that ran, at the rates in the record, so that what differs is the model of time. It needs
+no device.
 
 ``--shares`` measures the CPU tier instead: step time against plain torch where copies of chunks may be some shares of
 the parameters' bytes, with ``overlap_optimizer`` and without. A GPT-2 trains on the same batches under all of them in
@@ -17,13 +22,17 @@ turns, and losses must be equal bit for bit. (On the CPU tier the cores that upd
 is done when the step returns, with either setting.)
 """
 
+import argparse
+import concurrent.futures
 import contextlib
+import functools
 import itertools
 import json
+import multiprocessing
 import pathlib
-import pickle
 import resource
 import statistics
+import tempfile
 import time
 import traceback
 
@@ -31,18 +40,18 @@ import bench_overhead
 import common
 import peers
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from trace_summary import STEP, summarize
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainerCallback
 
-from hf_patrickstar import PatrickStarEngine
-from hf_patrickstar.cores import own_cores
-from hf_patrickstar.integrations.trainer_report import LaneWatch
-from hf_patrickstar.machine import find_machine, machine_of
-from hf_patrickstar.memory.accelerator import device_name, memory_info
-from hf_patrickstar.memory.tiers import DEVICE_SHARE, available_host_nbytes
+from hf_patrickstar import PatrickStarEngine, PatrickStarTrainer, PatrickStarTrainingArguments
+from hf_patrickstar.cores import usable_cores
+from hf_patrickstar.errors import BudgetError
+from hf_patrickstar.machine import Machine, machine_of
+from hf_patrickstar.memory.accelerator import memory_info
+from hf_patrickstar.memory.lanes import WorkLane
+from hf_patrickstar.memory.tiers import Tier, available_host_nbytes
 from hf_patrickstar.planner.planning import make_adamw
-from hf_patrickstar.planner.simulation import Trained
-from hf_patrickstar.planner.simulation import simulate as simulate_step
-from hf_patrickstar.schedule.replay import replay
+from hf_patrickstar.planner.simulation import Ran, Trained, simulate
 from hf_patrickstar.tracing.fake import FakeTensors
 from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
 
@@ -59,10 +68,16 @@ MORE = {
 }
 
 
-KINDS = ("patrickstar", "plain", "fsdp2", "zero3")
-FROM_BF16 = ("patrickstar", "zero3")
+OURS = ("patrickstar", "trainer")
+KINDS = (*OURS, "plain", "fsdp2", "zero3")
+FROM_BF16 = (*OURS, "zero3")
 """Kinds that make fp32 masters themselves, so that a model may be loaded in bf16."""
 SETTINGS = '{"dtype": "bf16"}'
+COUNTED = ("chunk_loads", "host_to_device_nbytes", "device_to_host_nbytes")
+"""Figures of the engine that a replay is compared with."""
+MORE_BUDGET = (1.0, 1.02, 1.05, 1.1, 1.2, 1.5)
+"""A replay has so many times the device's budget, the first with which the homes that ran have room."""
+phase = torch.profiler.record_function
 
 
 def config_of(size, length):
@@ -97,38 +112,28 @@ def make_llama(size, length, dtype):
 
 
 def make_our_step(model, device, settings):
-    """The step of the engine, and a function that gives its figures after one more step."""
+    """The step of the engine, and its engine."""
     engine = PatrickStarEngine(
         model, settings, torch.optim.AdamW(model.parameters(), fused=True, **peers.ADAMW), device=device
     )
 
     def step(batch):
         def micro_batch():
-            loss = model(**batch).loss
-            loss.backward()
+            with phase("forward"):
+                loss = model(**batch).loss
+            with phase("backward"):
+                loss.backward()
             return loss.detach()
 
         loss = engine.attempt(micro_batch)
-        engine.optimizer.clip_grad_norm_(model.parameters(), MAX_NORM)
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
+        with phase("clip"):
+            engine.optimizer.clip_grad_norm_(model.parameters(), MAX_NORM)
+        with phase("update"):
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
         return loss
 
-    def figures(one_more_step):
-        stats = {key: value for key, value in engine.stats().items() if isinstance(value, (int, float, str))}
-        watch = LaneWatch(engine)
-        watch.begin_step()
-        one_more_step()
-        return {"stats": stats, "busy_shares": busy_shares(watch.begin_step()), "reasons": engine.reasons}
-
-    return step, figures
-
-
-def busy_shares(timeline):
-    """Which part of a step each lane worked; ``None`` if the step was recorded, or had too much in it."""
-    if timeline is None:
-        return None
-    return {str(lane): busy / timeline.duration_ns for lane, busy in timeline.busy_ns().items() if busy}
+    return step, engine
 
 
 def make_plain_step(model, device):
@@ -137,15 +142,18 @@ def make_plain_step(model, device):
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **peers.ADAMW)
 
     def step(batch):
-        with torch.autocast(device.type, torch.bfloat16):
+        with phase("forward"), torch.autocast(device.type, torch.bfloat16):
             loss = model(**batch).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
+        with phase("backward"):
+            loss.backward()
+        with phase("clip"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        with phase("update"):
+            optimizer.step()
+            optimizer.zero_grad()
         return loss.detach()
 
-    return step, lambda one_more_step: {}
+    return step
 
 
 def make_batch(number, options, device):
@@ -153,24 +161,175 @@ def make_batch(number, options, device):
     return common.make_batch(number, options.batch_size, options.length, MORE[options.size]["vocab_size"], device)
 
 
-def measure(step, device, options):
-    """Seconds and losses of steps; those of the warm-up, in which the engine records, are not timed."""
-    seconds, losses = [], []
-    for number in range(options.warmup + options.steps):
-        batch = make_batch(number, options, device)
-        if number == options.warmup and device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        common.synchronize(device)
-        begin = time.perf_counter()
-        loss = step(batch)
-        common.synchronize(device)
-        taken = time.perf_counter() - begin
-        if number >= options.warmup:
-            seconds.append(taken)
-        losses.append(loss.item())
+class Steps:
+    """Times the steps after the warm-up, in which the engine records; then traces two more, and summarizes the second:
+    the updates of the first run on beside it, as beside every step.
+
+    Args:
+        device: The device.
+        options: Those of the benchmark.
+        engine: The engine, if there is one.
+
+    Attributes:
+        num: How many steps there are.
+        measured: What came of the timed ones; empty until they are done.
+        traced: What came of the others.
+    """
+
+    def __init__(self, device, options, engine=None):
+        self.engine, self.measured, self.traced = engine, {}, {}
+        self.num = options.warmup + options.steps + 2
+        self._device, self._options = device, options
+        self._seconds, self._losses, self._before = [], [], {}
+        self._begun = self._since_ns = 0
+        self._profiler, self._range = torch.profiler.profile(), contextlib.ExitStack()
+        self._times = None
+
+    def begin(self):
+        """A step begins."""
+        common.synchronize(self._device)
+        number, is_cuda = len(self._losses), self._device.type == "cuda"
+        if number == self._options.warmup:
+            if is_cuda:
+                torch.cuda.reset_peak_memory_stats(self._device)
+            self._before = self._counts()
+        elif number == self.num - 2:
+            self.measured = self._measured()
+            self._times = self.engine and self.engine.resources.streams.begin_timing()
+            self._profiler.start()
+        elif number == self.num - 1:
+            self._before, self._since_ns = self._counts(), time.perf_counter_ns()
+            self._range.enter_context(phase(STEP))
+        if self._options.kind != "trainer" or not number:
+            self._begun = time.perf_counter()
+
+    def end(self, loss):
+        """It has ended.
+
+        Args:
+            loss: Its loss.
+        """
+        common.synchronize(self._device)
+        self._range.close()
+        now, number = time.perf_counter(), len(self._losses)
+        if self._options.warmup <= number < self.num - 2:
+            self._seconds.append(now - self._begun)
+        self._losses.append(loss.item())
         # At once: there may be no time for the rest.
-        print(f"step {number}: {taken:.4f} s, loss {losses[-1]:.4f}", flush=True)
-    return seconds, losses
+        print(f"step {number}: {now - self._begun:.4f} s, loss {self._losses[-1]:.4f}", flush=True)
+        self._begun = now  # the Trainer does more between two steps
+        if number == self.num - 1:
+            self.traced = {"trace": self._summary()}
+
+    def _counts(self):
+        """What is counted, of the engine and of torch's allocator."""
+        counts = {name: self.engine.stats()[name] for name in COUNTED} if self.engine else {}
+        if self._device.type == "cuda":
+            stats = torch.cuda.memory_stats(self._device)
+            counts |= {name: stats.get(name, 0) for name in ("num_alloc_retries", "num_sync_all_streams", "num_ooms")}
+        return counts
+
+    def _gained(self):
+        return {name: count - self._before[name] for name, count in self._counts().items()}
+
+    def _measured(self):
+        begin = time.perf_counter()
+        for chunk in self.engine.manager.chunks if self.engine else ():
+            chunk.wait_for_update()
+        found = {
+            "seconds_per_step": self._seconds,
+            "seconds_after_steps": time.perf_counter() - begin,
+            "tokens_per_second": self._options.batch_size * self._options.length / statistics.median(self._seconds),
+            "losses": list(self._losses),
+            "host_peak_nbytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # of KiB, on Linux
+            "in_timed_steps": self._gained(),
+        }
+        if self._device.type == "cuda":
+            found["device_peak_nbytes"] = torch.cuda.max_memory_allocated(self._device)
+            found["device_reserved_peak_nbytes"] = torch.cuda.max_memory_reserved(self._device)
+            found["page_locked_by_torch_peak_nbytes"] = torch.cuda.host_memory_stats().get("allocated_bytes.peak")
+        return found
+
+    def _summary(self):
+        self._profiler.stop()
+        counted = self._gained()
+        with tempfile.TemporaryDirectory() as folder:
+            path = self._options.profile or f"{folder}/trace.json"
+            self._profiler.export_chrome_trace(path)
+            events = json.loads(pathlib.Path(path).read_text())["traceEvents"]
+        updates = []
+        if self._times is not None:
+            self.engine.resources.streams.end_timing()
+            began = max(event["ts"] for event in events if event.get("name") == STEP and event.get("ph") == "X")
+            of_trace = lambda ns: began + (ns - self._since_ns) / 1e3  # noqa: E731
+            works = [work for work in self._times.works() if work.lane is WorkLane.HOST_WORK]
+            updates = [(of_trace(work.begin_ns), of_trace(work.end_ns)) for work in works]
+        return {**summarize(events, updates), "counted": counted}
+
+
+class Rows(torch.utils.data.IterableDataset):
+    """The rows of the batches, one after the other."""
+
+    def __init__(self, options):
+        self._options = options
+
+    def __iter__(self):
+        for number in itertools.count():
+            batch = make_batch(number, self._options, torch.device("cpu"))
+            for row in range(self._options.batch_size):
+                yield {name: values[row] for name, values in batch.items()}
+
+
+class Clock(TrainerCallback):
+    """Tells when steps of a Trainer begin and end."""
+
+    def __init__(self, steps):
+        self._steps = steps
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        """Called by the Trainer."""
+        self._steps.engine = model.patrickstar_engine
+        self._steps.begin()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """Called by the Trainer."""
+        self._steps.end(self.loss)
+
+
+class TimedTrainer(PatrickStarTrainer):
+    """Tells the loss of each step."""
+
+    def training_step(self, *args, **kwargs):
+        """See ``Trainer``."""
+        self.clock.loss = super().training_step(*args, **kwargs)
+        return self.clock.loss
+
+
+def run_trainer(model, options, steps):
+    """Trains with the Trainer, as ``--bf16 --patrickstar`` does."""
+    config = {name: value for name, value in options.settings.items() if name != "dtype"}
+    with tempfile.TemporaryDirectory() as folder:
+        args = PatrickStarTrainingArguments(
+            output_dir=folder,
+            **{"patrickstar": True, "patrickstar_config": config, "patrickstar_report": False, "bf16": True},
+            **{"use_cpu": options.device == "cpu", "max_steps": steps.num, "max_grad_norm": MAX_NORM},
+            **{"per_device_train_batch_size": options.batch_size, "optim": "adamw_torch_fused"},
+            **{"learning_rate": peers.ADAMW["lr"], "weight_decay": peers.ADAMW["weight_decay"]},
+            **{"lr_scheduler_type": "constant", "logging_steps": 1, "save_strategy": "no", "report_to": []},
+            disable_tqdm=True,
+        )
+        clock = Clock(steps)
+        trainer = TimedTrainer(model=model, args=args, train_dataset=Rows(options), callbacks=[clock])
+        trainer.clock = clock
+        trainer.train()
+
+
+def run_loop(made, device, options, steps):
+    """Trains with a step."""
+    for number in range(steps.num):
+        batch = make_batch(number, options, device)
+        steps.begin()
+        steps.end(made(batch))
 
 
 def train(options, device):
@@ -182,64 +341,56 @@ def train(options, device):
         "parameters": model.num_parameters(),
         "max_norm": MAX_NORM,
         "loaded_in": str(dtype).removeprefix("torch."),
+        **{name: getattr(options, name) for name in ("size", "kind", "settings", "batch_size", "length")},
+        "fits": True,
     }
-    result |= {"batch_size": options.batch_size, "length": options.length, "fits": True}
     why = peers.shortage_of_host(options.kind, result["parameters"], available_host_nbytes())
     if why:
         return {**result, "fits": False, "why": why}
-    model = make_llama(options.size, options.length, dtype)
-    make = {
-        "patrickstar": lambda model, device: make_our_step(model, device, options.settings),
-        "plain": make_plain_step,
-        "fsdp2": lambda model, device: peers.make_fsdp2_step(model, device, MAX_NORM),
-        "zero3": lambda model, device: peers.make_zero3_step(model, device, MAX_NORM, options.batch_size),
-    }[options.kind]
+    model, steps = make_llama(options.size, options.length, dtype), Steps(device, options)
     try:
-        step, figures = make(model, device)
-        seconds, losses = measure(step, device, options)
+        if options.kind == "trainer":
+            run_trainer(model, options, steps)
+        else:
+            step, steps.engine, more = make_step(model, device, options)
+            result |= more
+            run_loop(step, device, options, steps)
     except RuntimeError as error:
-        if options.kind == "patrickstar" or not is_shortage(error):
+        if not steps.measured and (options.kind in OURS or not is_shortage(error)):
             raise
-        return {**result, "fits": False, "why": str(error).splitlines()[0]}
-    peaks = {}
-    if device.type == "cuda":  # before one more step, whose lanes are measured
-        peaks["device_peak_nbytes"] = torch.cuda.max_memory_allocated(device)
-        peaks["device_reserved_peak_nbytes"] = torch.cuda.max_memory_reserved(device)
-        peaks["page_locked_by_torch_peak_nbytes"] = torch.cuda.host_memory_stats().get("allocated_bytes.peak")
-    # ru_maxrss is in KiB on Linux.
-    result |= {
-        "seconds_per_step": seconds,
-        "tokens_per_second": options.batch_size * options.length / statistics.median(seconds),
-        "losses": losses,
-        "host_peak_nbytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        **peaks,
+        if not steps.measured:
+            return {**result, "fits": False, "why": str(error).splitlines()[0]}
+        traceback.print_exc()  # what was measured before counts
+        steps.traced = {"trace_error": f"{type(error).__name__}: {error}"}
+    return {**result, **steps.measured, **steps.traced, **(facts_of(steps.engine) if steps.engine else {})}
+
+
+def make_step(model, device, options):
+    """A step, its engine if there is one, and what else is to be said of it."""
+    if options.kind == "patrickstar":
+        return *make_our_step(model, device, options.settings), {}
+    if options.kind == "plain":
+        return make_plain_step(model, device), None, {}
+    if options.kind == "fsdp2":
+        step, more = peers.make_fsdp2_step(model, device, MAX_NORM)
+    else:
+        step, more = peers.make_zero3_step(model, device, MAX_NORM, options.batch_size)
+    return step, None, more
+
+
+def facts_of(engine):
+    """Figures of the engine, what was decided, and what a replay has to know."""
+    manager, stats = engine.manager, engine.stats()
+    return {
+        "stats": {key: value for key, value in stats.items() if isinstance(value, (int, float, str))},
+        "reasons": engine.reasons,
+        "ran": {
+            "homed": [chunk.spec.index for chunk in manager.chunks if chunk.home is Tier.DEVICE],
+            "lookups": manager.placement.lookups,
+            "num_offloaded": max((made.num_offloaded for made in manager.tracer.traces.values()), default=0),
+            "prefetch_depth": engine.prefetch_depth,
+        },
     }
-
-    def one_more_step():
-        return step(make_batch(0, options, device))
-
-    result |= found_or_error("figures", lambda: figures(one_more_step))
-    if options.profile:
-        result |= found_or_error("profile", lambda: profile(one_more_step, device, options.profile))
-    return result
-
-
-def profile(one_more_step, device, path):
-    """Writes what host threads and the device did in one more step, for ``chrome://tracing`` or Perfetto."""
-    with torch.profiler.profile() as profiler:
-        one_more_step()
-        common.synchronize(device)
-    profiler.export_chrome_trace(path)
-    return {"profile": pathlib.Path(path).name}
-
-
-def found_or_error(what, find):
-    """What a function has found, or its error: nothing that comes after it may cost what was measured before."""
-    try:
-        return find()
-    except Exception as error:
-        traceback.print_exc()
-        return {f"{what}_error": f"{type(error).__name__}: {error}"}
 
 
 def is_shortage(error):
@@ -247,13 +398,37 @@ def is_shortage(error):
     return isinstance(error, torch.OutOfMemoryError) or "CUDA error: out of memory" in str(error)
 
 
-def record(options):
-    """Simulates the training, and writes that to a file.
+def replay_all(options):
+    """Replays the rows of a record beside each other, and prints and writes what comes of it."""
+    record = json.loads(pathlib.Path(options.replay).read_text())
+    results = {name: part.get("result") or {} for name, part in record["parts"].items()}
+    rows = {name: result for name, result in results.items() if "ran" in result}
+    machine = Machine.from_dict(results["rates"]) if results.get("rates") else machine_of(record["device"])
+    found, num = {}, max(min(len(rows), len(usable_cores()) // 2), 1)
+    with concurrent.futures.ProcessPoolExecutor(num, multiprocessing.get_context("spawn")) as pool:
+        replays = {name: pool.submit(replay_row, result, machine) for name, result in rows.items()}
+        for name, replayed in replays.items():
+            try:
+                row = found[name] = replayed.result()
+            except Exception as error:  # no row hides the others
+                traceback.print_exc()
+                found[name] = {"error": f"{type(error).__name__}: {error}"}
+                continue
+            print(f"{name}: {row['seconds']:.4f} s, {row['over_measured']:.3f} of what was measured", flush=True)
+    common.finish(
+        "bench_offload_replay", options, {"machine": machine.name, "rates": "rates" in results, "rows": found}
+    )
 
-    The device has the bytes that ``device_budget="auto"`` takes of an empty one, unless the settings say otherwise. On
-    a device with fewer bytes the plan has no time.
+
+def replay_row(result, machine):
+    """The step of a row as it ran, on the clock of a machine, beside what was measured.
+
+    Args:
+        result: What was measured.
+        machine: Whose rates count.
     """
-    machine = find_machine(options.machine)
+    torch.set_num_threads(1)
+    options, ran, stats = argparse.Namespace(**result), result["ran"], result["stats"]
 
     def make_model():
         config = config_of(options.size, options.length)
@@ -265,41 +440,35 @@ def record(options):
         tokens = torch.zeros((options.batch_size, options.length), dtype=torch.long)
         return {"input_ids": tokens, "labels": tokens}
 
-    config = {"device_budget": int(machine.device_nbytes * DEVICE_SHARE), **options.settings}
+    config = {**options.settings, "chunk_numel": stats["chunk_numel"], "prefetch_depth": ran["prefetch_depth"]}
+    config |= {name: stats[f"{name}_nbytes"] for name in ("device_budget", "host_budget")}
 
+    @functools.cache
     def ops_of(looked_up):
         micro_batch = MicroBatch(make_model, make_inputs, lambda model, inputs: model(**inputs).loss, config)
         with FakeTensors():
-            return trace(micro_batch, looked_up=looked_up)
+            return trace(micro_batch, looked_up=looked_up, has_accelerator=machine.has_accelerator)
 
-    simulated = simulate_step(Trained(make_model, make_adamw, config, max_norm=MAX_NORM), machine, ops_of)
-    path = pathlib.Path(options.record)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(pickle.dumps(simulated))
-    print(f"{path}: {simulated.timeline.duration_ns / 1e9:.4f} s per step on {machine.name}")
-
-
-def simulate(options, device, found):
-    """The training that was simulated beforehand, at other rates, with the bytes of the device of the one that ran.
-
-    Args:
-        options: Those of the benchmark.
-        device: Where it trained.
-        found: What was measured.
-    """
-    told = pickle.loads(pathlib.Path(options.plan).read_bytes())
-    is_measured = options.rates is not None and pathlib.Path(options.rates).exists()
-    machine = find_machine(options.rates) if is_measured else machine_of(device_name(device)).with_cores(own_cores(1))
-    plans = told.rules.plans(told.traces, found["stats"]["device_budget_nbytes"])
-    timeline = replay(told.script, plans, told.loads, machine)
-    simulated_s = timeline.duration_ns / 1e9
+    lookups = {int(index): place for index, place in ran["lookups"].items()}
+    chosen = Ran(frozenset(ran["homed"]), lookups, ran["num_offloaded"])
+    for share in MORE_BUDGET:  # the run has measured its activations, and a trace counts them
+        config["device_budget"] = int(share * stats["device_budget_nbytes"])
+        try:
+            told = simulate(Trained(make_model, make_adamw, config, max_norm=MAX_NORM), machine, ops_of, chosen)
+            break
+        except BudgetError:
+            if share == MORE_BUDGET[-1]:
+                raise
+    seconds = told.timeline.duration_ns / 1e9
+    counted = dict(zip(COUNTED[1:], told.moved_nbytes, strict=True))
     return {
-        "simulated_seconds_per_step": simulated_s,
-        "simulated_over_measured": simulated_s / statistics.median(found["seconds_per_step"]),
-        "simulated_busy_shares": busy_shares(timeline),
-        "simulated_on": f"{machine.name}, {'measured' if is_measured else 'known'} rates",
-        "planned_homes": told.survey.reasons[-1],
-        "planned_device_peak_nbytes": told.device_nbytes,
+        "seconds": seconds,
+        "over_measured": seconds / statistics.median(result["seconds_per_step"]),
+        "busy": {str(lane): busy / 1e9 for lane, busy in told.timeline.busy_ns().items() if busy},
+        "counted": {COUNTED[0]: sum(plan.num_loads for plan in told.plans), **counted},
+        "device_peak_nbytes": told.device_nbytes,
+        "budget_share": share,
+        "is_same_layout": told.layout["num_chunks"] == stats["num_chunks"],
     }
 
 
@@ -360,13 +529,10 @@ def main():
     parser.add_argument("--repeats", type=int, default=2, help="for --shares")
     parser.add_argument("--size", choices=list(SIZES), default="3b")
     parser.add_argument("--kind", choices=KINDS, default="patrickstar")
-    parser.add_argument("--settings", type=json.loads, default=SETTINGS, metavar="JSON", help="for --kind patrickstar")
-    parser.add_argument("--record", metavar="FILE", help="simulate instead of training, and write that to a file")
-    parser.add_argument("--machine", default="h100", help="for --record: a known machine, or a JSON file of rates")
-    parser.add_argument("--plan", metavar="FILE", help="for --kind patrickstar: what --record has written")
-    parser.add_argument("--rates", metavar="FILE", help="for --plan: rates; without it those of the known device")
+    parser.add_argument("--settings", type=json.loads, default=SETTINGS, metavar="JSON", help="of the engine")
+    parser.add_argument("--replay", metavar="RECORD", help="simulate the steps of a record of gpu_check.py instead")
     parser.add_argument("--cap_gib", type=float, help="let torch take no more of a CUDA device, as on a smaller one")
-    parser.add_argument("--profile", metavar="FILE.json.gz", help="write a trace of torch's profiler of one more step")
+    parser.add_argument("--profile", metavar="FILE.json", help="keep the trace of torch's profiler there")
     parser.add_argument("--batch_size", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--warmup", type=int, default=3)
@@ -376,8 +542,8 @@ def main():
         options.device = "cpu"
         compare_shares(options)
         return
-    if options.record:
-        record(options)
+    if options.replay:
+        replay_all(options)
         return
     run_kind(options, torch.device(options.device))
 
@@ -403,9 +569,6 @@ def run_kind(options, device):
         f"{name}: {result['tokens_per_second']:.0f} tokens per second, {seconds:.4f} s per step, losses "
         f"{losses[0]:.4f} to {losses[-1]:.4f}"
     )
-    if options.plan and options.kind == "patrickstar":
-        result |= found_or_error("simulation", lambda: simulate(options, device, result))
-        print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in result.items() if key.startswith("simul")))
     common.finish(name, options, result)
 
 

@@ -92,13 +92,11 @@ def make_fsdp2_step(model, device, max_norm):
         optimizer.zero_grad()
         return loss.detach()
 
-    def figures(one_more_step):
-        return {
-            "sharded_modules": sum(isinstance(module, FSDPModule) for module in model.modules()),
-            "parameters_on": " ".join(sorted({parameter.device.type for parameter in model.parameters()})),
-        }
-
-    return step, figures
+    more = {
+        "sharded_modules": sum(isinstance(module, FSDPModule) for module in model.modules()),
+        "parameters_on": " ".join(sorted({parameter.device.type for parameter in model.parameters()})),
+    }
+    return step, more
 
 
 def make_zero3_step(model, device, max_norm, batch_size):
@@ -126,7 +124,7 @@ def make_zero3_step(model, device, max_norm, batch_size):
         engine.step()
         return loss.detach()
 
-    return step, lambda one_more_step: {"optimizer": type(engine.basic_optimizer).__name__}
+    return step, {"optimizer": type(engine.basic_optimizer).__name__}
 
 
 def zero3_config(is_bf16, batch_size, max_norm, adamw, is_pinned=False):

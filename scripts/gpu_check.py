@@ -1,20 +1,25 @@
-"""Checks the package on a GPU, in stages that fit into minutes, and writes what came of every part at once.
+"""Checks the package on a GPU, in parts that fit into two calls of less than ten minutes.
 
-Stage ``one`` tells whether the package works on this device (smoke, all tests that need a GPU, overhead, races, rates),
-stage ``two`` how fast it is beside plain torch and FSDP2. Stage ``plan`` needs no device: it makes the plans whose time
-stage two compares with what it measures. ``--rehearse`` runs all three on the CPU tier with tiny sizes.
+The parts tell whether the package works on this device (smoke, tests, races, two processes), how fast it is beside
+plain torch and the stock Trainer, where the seconds of a step went, and what the planner says of it at the device's own
+rates. ``--rehearse`` runs all of them on the CPU tier with tiny sizes.
 
-A part is a command of its own with a limit of time, and all parts together have another one. A part that fails, hangs
-or cannot start is reported, and the others run all the same. The record (JSON) and the log of a stage are written after
-every part, to ``$OUT`` if that is set and else to ``benchmarks/results``; git is not needed. Exit code 0: every part
-passed, or was skipped for a reason that the record names; 1: a part did not pass; 2: this machine has no accelerator.
+A part is a command of its own with a limit of time. A part that fails, hangs or cannot start is reported, and the
+others run all the same. The record (JSON) and the log are written after every part, to ``$OUT`` if that is set and else
+to ``benchmarks/results``; git is not needed, and ``$COMMIT`` may say what git would. A call ends by itself: it begins
+no part for which too little time is left. The same command then goes on with the parts that have not passed, those that
+failed last. It finds the record of this device and of these sources in its folder, in ``build/gpu_check`` and in
+``benchmarks/results``.
+
+Exit code 0: every part passed, or was skipped for a reason that the record names; 1: a part did not pass, or is left;
+2: this machine has no accelerator.
 """
 
 import argparse
 import contextlib
 import dataclasses
 import datetime
-import importlib.util
+import hashlib
 import json
 import os
 import pathlib
@@ -25,20 +30,15 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib import metadata
-from typing import TextIO
+from typing import Any, TextIO
 
 BEGIN_S = time.monotonic()
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-MACHINE = ROOT / "benchmarks" / "machines" / "h200_16_cores.json"
-"""What plans are made for: the machine of the first record, at its measured rates. For a device with less memory pass
-another one, since a plan that needs more memory than the run has cannot be timed."""
-SECONDS = {"plan": 300.0, "one": 285.0, "two": 420.0}
-"""Seconds for all parts of a stage; a start of the machine, stage one and stage two fit into fifteen minutes."""
+CALL_S = 570.0
+"""Seconds of a call, so that it ends before ten minutes have passed."""
 REHEARSAL_S = 240.0
-LEAST_S = 15.0
-"""A part that has less time left is not begun: that much is gone before Python has imported torch."""
 TAIL_CHARS = {True: 700, False: 1700}
 """What the console shows of a part: of one that is fine, and of one that is not."""
 KEPT_CHARS = 6000
@@ -54,30 +54,45 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",  # the name of the machine may lead nowhere
     "NCCL_SOCKET_IFNAME": "lo",
 }
+NAME = "record.json"
+FINE = ("passed", "skipped")
 PACKAGES = (
     *("torch", "transformers", "accelerate", "datasets", "peft", "trl", "numpy", "safetensors", "nvidia-ml-py"),
     "bitsandbytes",
     *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis"),
 )
-OVERHEAD = {
-    # The device is busy all the time there: a smaller model would measure the host, which is what --deep is for.
-    "bf16": "--layers 12 --hidden 1536 --batch_size 4 --length 1024 --steps 10 --repeats 1 --limit 1.05",
-    "fp32": "--layers 12 --hidden 1024 --batch_size 8 --length 512 --steps 10 --repeats 1 --limit 1.05",
-}
+# The device is busy all the time there: a smaller model would measure the host, which is what --deep is for.
+OVERHEAD = "--layers 12 --hidden 1536 --batch_size 4 --length 1024 --steps 10 --repeats 1 --limit 1.05"
 TINY_OVERHEAD = "--layers 2 --hidden 64 --batch_size 2 --length 16 --steps 2 --repeats 1 --limit 99"
+DEEP, TINY_DEEP = "--deep 300 --steps 5 --repeats 1", "--deep 10 --steps 2 --repeats 1"
 TINY_OFFLOAD = "--size tiny --batch_size 2 --length 16 --warmup 3 --steps 2"
-LONG, CHUNKED = "--batch_size 1 --length 32768 --warmup 2 --steps 2", {"chunked_loss": True}
+# 0.95 of a device of 24 GiB, as "auto" takes, where torch's allocator gets 23 GiB: the libraries take the rest.
+IN_24_GIB, CAP_24, CHUNKED = {"device_budget": "22.8GiB"}, "--cap_gib 23", {"chunked_loss": True}
+IN_80_GB, CAP_80 = {"device_budget": "75GiB"}, "--cap_gib 76"
 OFFLOAD = (
-    ("3b_plain", "plain", "--size 3b --warmup 2 --steps 3", {}, 70),
-    # 0.95 of the device, as "auto" takes; torch's allocator may cache no more than a device of 24 GiB has.
-    ("3b_24GiB", "patrickstar", "--size 3b --warmup 3 --steps 3 --cap_gib 24", {"device_budget": "22.8GiB"}, 110),
+    ("3b_24GiB", "patrickstar", f"--size 3b --warmup 3 --steps 3 {CAP_24}", IN_24_GIB, 52),
+    ("3b_24GiB_chunked", "patrickstar", f"--size 3b --warmup 3 --steps 3 {CAP_24}", {**IN_24_GIB, **CHUNKED}, 52),
+    # Twice, so that a difference in the sixth digit of a loss can be told from the device's own.
+    ("3b_plain", "plain", "--size 3b --warmup 2 --steps 3", {}, 26),
+    ("3b_plain_again", "plain", "--size 3b --warmup 2 --steps 3", {}, 26),
+    ("3b_auto", "patrickstar", "--size 3b --warmup 3 --steps 3", {}, 38),
+    ("8b_auto", "patrickstar", "--size 8b --warmup 3 --steps 2", {}, 90),
+    ("8b_16k", "patrickstar", f"--size 8b --batch_size 1 --length 16384 --warmup 2 --steps 2 {CAP_80}", IN_80_GB, 95),
+    ("3b_trainer", "trainer", f"--size 3b --warmup 3 --steps 3 {CAP_24}", IN_24_GIB, 55),
     # Activations that leave, and logits that are never whole: without them the batch has no room in 24 GiB.
-    ("3b_32k_24GiB", "patrickstar", f"--size 3b {LONG} --cap_gib 24", {"device_budget": "22.8GiB", **CHUNKED}, 80),
-    ("3b_fsdp2", "fsdp2", "--size 3b --warmup 1 --steps 3", {}, 110),
-    ("3b_auto", "patrickstar", "--size 3b --warmup 3 --steps 3", {}, 90),
-    ("8b_auto", "patrickstar", "--size 8b --warmup 3 --steps 2", {}, 200),  # last, since 128 GiB of host just suffice
+    (
+        *("3b_32k_24GiB", "patrickstar", f"--size 3b --batch_size 1 --length 32768 --warmup 2 --steps 2 {CAP_24}"),
+        *({**IN_24_GIB, **CHUNKED}, 65),
+    ),
+    ("3b_fsdp2", "fsdp2", "--size 3b --warmup 1 --steps 3", {}, 80),
 )
-"""Stage two: name, way to train, words for ``bench_offload.py``, settings of the engine, and the limit in seconds."""
+"""Rows of ``bench_offload.py``: name, way to train, its words, settings of the engine, and the seconds it takes."""
+PLANNED = (
+    "llama:hidden_size=3072,intermediate_size=8192,num_hidden_layers=28,num_attention_heads=24,num_key_value_heads=8,"
+    "vocab_size=128256,tie_word_embeddings=true"
+)
+PLAN = f"{PLANNED} --batch-size 4 --seq-len 2048 --gradient-checkpointing --device-memory 22.8GiB"
+TINY_PLAN = "gpt2:n_layer=2,n_embd=64,n_head=2,vocab_size=256 --seq-len 16 --device-memory 64MiB"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,18 +103,25 @@ class Part:
         name: Its name in the record.
         command: What is run; ``{output}`` stands for a file that the command may write its own JSON to, ``{junit}`` for
             one that pytest writes its report to, and ``{trace}`` for a trace of torch's profiler beside the record.
-        limit_s: The most seconds that it may take.
+        seconds: What it takes. It is not begun if less is left, and may take twice as long and a little more.
         environment: Environment variables beside those of all parts, likewise.
         races: Whether a report of a race in its output is a failure, whatever its exit code is.
         skip: Why it is not run here; empty if it is.
+        is_optional: Whether it runs only if it is named.
     """
 
     name: str
     command: tuple[str, ...]
-    limit_s: float
+    seconds: float
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     races: bool = False
     skip: str = ""
+    is_optional: bool = False
+
+    @property
+    def limit_s(self) -> float:
+        """The most seconds that it may take."""
+        return 2 * self.seconds + 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,19 +130,13 @@ class Place:
 
     Attributes:
         device: The device.
-        folder: A folder for results of parts. Plans are in a folder of their own in it, which can be carried to a
-            machine without the rest.
+        folder: A folder for results and traces of parts, and for a copy of the record.
         is_rehearsal: Whether sizes are tiny.
     """
 
     device: str
     folder: pathlib.Path
     is_rehearsal: bool
-
-    @property
-    def plans(self) -> pathlib.Path:
-        """Where plans are."""
-        return self.folder / "plans"
 
     def file(self, name: str) -> pathlib.Path:
         """What a part has written."""
@@ -131,89 +147,59 @@ HERE = Place("cuda:0", ROOT / "build" / "gpu_check", False)
 REHEARSAL = Place("cpu", ROOT / "build" / "gpu_rehearsal", True)
 
 
-def parts_of(stage: str, place: Place, machine: str = str(MACHINE)) -> list[Part]:
-    """The parts of a stage, the most telling first; those of stage two read what the stages before have left.
-
-    Args:
-        stage: ``one``, ``two`` or ``plan``.
-        place: Where they run.
-        machine: For stage ``plan``: whose rates and sizes plans are made for.
-    """
-    if stage == "one":
-        return stage_one(place)
-    parts, rates = [], place.file("rates")
-    for name, kind, words, settings, limit_s in OFFLOAD:
-        if place.is_rehearsal:
-            words, settings = TINY_OFFLOAD, {**settings, **({"device_budget": "1MiB"} if settings else {})}
-        plan, is_ours = place.plans / name, kind == "patrickstar"
-        command = [sys.executable, "benchmarks/bench_offload.py", "--device", place.device, *words.split()]
-        command += ["--kind", kind, "--settings", json.dumps({"dtype": "bf16", **settings})]
-        if stage == "plan":
-            if is_ours:
-                parts.append(Part(name, (*command, "--record", str(plan), "--machine", machine), 100))
-            continue
-        if is_ours:
-            command += ["--plan", str(plan), "--rates", str(rates), "--profile", "{trace}"]
-        parts.append(Part(name, (*command, "--output", "{output}"), limit_s))
-    return parts if stage == "plan" else [liger(place), *parts]
-
-
-def liger(place: Place) -> Part:
-    """Trains with the kernels of Liger, among them its fused loss, where they are installed."""
-    skip = "its kernels need CUDA" if place.is_rehearsal else ""
-    if importlib.util.find_spec("liger_kernel") is None:
-        skip = "liger_kernel is not installed"
-    command = (sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-vv", "--tb=short")
-    return Part(
-        "liger",
-        (*command, "--junitxml", "{junit}", "tests/gpu/test_gpu_liger.py"),
-        60,
-        {"GPU_TESTS_DEVICE": place.device},
-        skip=skip,
-    )
-
-
-def stage_one(place: Place) -> list[Part]:
-    """The parts of stage one."""
-    here, python = {"GPU_TESTS_DEVICE": place.device}, sys.executable
+def parts_of(place: Place) -> list[Part]:
+    """The parts, in their order."""
+    here, python, is_tiny = {"GPU_TESTS_DEVICE": place.device}, sys.executable, place.is_rehearsal
     tests = ("-m", "gpu", "-p", "no:cacheprovider", "-vv", "-rfEs", "--tb=short", "--junitxml", "{junit}")
-    pytest = (python, "-m", "pytest", *tests)
-    # Less than the limit of the part, so that a test that hangs is named.
-    most = {seconds: () if place.is_rehearsal else ("-o", f"timeout={seconds}") for seconds in (30, 45, 60)}
-    measured, workers = "tests/gpu/test_measure_cuda.py", "2" if place.is_rehearsal else "4"
-    growing = {} if place.is_rehearsal else {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    numel = ("--numel", str(2**20 if place.is_rehearsal else 2**28))
+
+    def pytest(name: str, seconds: float, most: int, *words: str, **others: Any) -> Part:
+        # Less than the limit of the part, so that a test that hangs is named.
+        limit = () if is_tiny else ("-o", f"timeout={most}")
+        environment = {**here, **others.pop("environment", {})}
+        return Part(name, (python, "-m", "pytest", *tests, *limit, *words), seconds, environment, **others)
+
+    def overhead(name: str, seconds: float, words: str) -> Part:
+        command = (python, "benchmarks/bench_overhead.py", "--device", place.device, *words.split())
+        return Part(name, (*command, "--output", "{output}"), seconds)
+
+    def offload(name: str, kind: str, words: str, settings: Mapping[str, Any], seconds: float) -> Part:
+        if is_tiny:
+            words, settings = TINY_OFFLOAD, {**settings, **({"device_budget": "1MiB"} if settings else {})}
+        command = [python, "benchmarks/bench_offload.py", "--device", place.device, "--kind", kind, *words.split()]
+        command += ["--settings", json.dumps({"dtype": "bf16", **settings})]
+        command += ["--profile", "{trace}"] if kind == "patrickstar" else []
+        return Part(name, (*command, "--output", "{output}"), seconds, is_optional=kind == "fsdp2")
+
+    rows = {name: offload(name, *others) for name, *others in OFFLOAD}
+    first = rows.keys() - {"3b_trainer", "3b_32k_24GiB"}
+    measured, together = "tests/gpu/test_measure_cuda.py", "tests/gpu/test_gpu_processes.py"
+    numel = ("--numel", str(2**20 if is_tiny else 2**28))
     smoke = (python, "scripts/gpu_smoke.py", "--device", place.device, *numel, "--output", "{output}")
-    races = ("tests/gpu/test_gpu_races.py", "-k", "gpt2 and plain")
-    no_streams = "torch's sanitizer needs the streams of CUDA" if place.is_rehearsal else ""
-    overhead = {
-        f"overhead_{dtype}": Part(
-            f"overhead_{dtype}",
-            (
-                *(python, "benchmarks/bench_overhead.py", "--device", place.device, "--dtype", dtype),
-                *(TINY_OVERHEAD if place.is_rehearsal else words).split(),
-                *("--output", "{output}"),
-            ),
-            40,
-        )
-        for dtype, words in OVERHEAD.items()
-    }
+    growing = {} if is_tiny else {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    no_streams = "torch's sanitizer needs the streams of CUDA" if is_tiny else ""
+    plan = (python, "-m", "hf_patrickstar", "plan", *(TINY_PLAN if is_tiny else PLAN).split())
     return [
-        Part("smoke", smoke, 75),
+        Part("smoke", smoke, 45),
+        pytest("rates", 25, 45, measured, environment={"MACHINE_JSON": "{output}"}),
+        *(part for name, part in rows.items() if name in first),
+        overhead("overhead_bf16", 32, f"--dtype bf16 {TINY_OVERHEAD if is_tiny else OVERHEAD}"),
+        overhead("overhead_deep", 30, TINY_DEEP if is_tiny else DEEP),
+        *(part for name, part in rows.items() if name not in first),
+        pytest("two_processes", 35, 60, together),
         # Engines of a training have segments that grow; in these processes others take memory first.
-        Part("tests", (*pytest, *most[60], "tests/gpu", "--ignore", measured, "-n", workers), 130, {**here, **growing}),
-        overhead["overhead_bf16"],
+        pytest(
+            *("tests", 60, 60, "tests/gpu", "--ignore", measured, "--ignore", together, "-n", "2" if is_tiny else "4"),
+            environment=growing,
+        ),
         # torch's own sanitizer knows streams and events: it finds uses of memory that no event orders.
-        Part(
-            "races",
-            (*pytest, *most[30], *races),
-            45,
-            {**here, "TORCH_CUDA_SANITIZER": "1"},
+        pytest(
+            *("races", 27, 30, "tests/gpu/test_gpu_races.py", "-k", "gpt2 and plain"),
+            environment={"TORCH_CUDA_SANITIZER": "1"},
             races=True,
             skip=no_streams,
         ),
-        Part("rates", (*pytest, *most[45], measured), 60, {**here, "MACHINE_JSON": "{output}"}),
-        overhead["overhead_fp32"],
+        Part("plan", (*plan, "--machine", "this", "--no-advice", "--json", "{output}"), 30),
+        Part("replays", (python, "benchmarks/bench_offload.py", "--replay", "{record}", "--output", "{output}"), 40),
     ]
 
 
@@ -230,10 +216,10 @@ def run_part(part: Part, limit_s: float, place: Place, log: TextIO) -> dict:
         What came of it. ``outcome`` is ``passed``, ``failed``, ``timed out`` or ``skipped``, and ``why`` says why.
     """
     files = {"{output}": place.file(part.name), "{junit}": place.folder / f"{part.name}.xml"}
-    files["{trace}"] = pathlib.Path(log.name).with_suffix(f".{part.name}.trace.json.gz")
+    files["{trace}"] = place.folder / f"{part.name}.trace.json"
     for file in files.values():
         file.unlink(missing_ok=True)
-    words = {name: str(file) for name, file in files.items()}
+    words = {name: str(file) for name, file in files.items()} | {"{record}": str(place.folder / NAME)}
     environment = {**os.environ, **ENVIRONMENT, **part.environment}
     environment = {key: words.get(value, value) for key, value in environment.items()}
     log.write(f"\n===== {part.name}\n")
@@ -300,62 +286,107 @@ def read_junit(text: str) -> dict:
     return found
 
 
-def run_stage(
-    stage: str, parts: Iterable[Part], deadline_s: float, place: Place, folder: pathlib.Path, *, is_whole: bool = True
+def run_parts(
+    parts: Sequence[Part],
+    deadline_s: float,
+    place: Place,
+    folder: pathlib.Path,
+    *,
+    named: Collection[str] = (),
+    is_new: bool = False,
 ) -> bool:
     """Runs one part after the other, whatever comes of each, and writes the record and the log after every one.
 
     Args:
-        stage: Its name.
-        parts: Its parts.
-        deadline_s: When all have to be done, by ``time.monotonic``; a part that finds too little time left has failed.
+        parts: All parts.
+        deadline_s: When all have to be done, by ``time.monotonic``.
         place: Where they run.
         folder: Where the record and the log go.
-        is_whole: Whether these are all of its parts; otherwise the record gets another name.
+        named: Run these, whether they have passed or not; by default those that have not passed.
+        is_new: Whether no record is gone on with.
 
     Returns:
-        Whether every part passed or was skipped.
+        Whether every part that was to run passed, or was skipped.
     """
-    begin, machine, records = time.monotonic(), describe_machine(needs_device(stage, place)), {}
-    name = re.sub(r"\W+", "_", str(machine["device"])).strip("_").lower()
-    target = folder / f"gpu_check_{stage}_{name}{'' if is_whole else '_only'}.json"
-    for each in (folder, place.plans):
+    begin, machine = time.monotonic(), describe_machine(not place.is_rehearsal)
+    head = {"check": "gpu_check", "device": machine["device"], "sources": digest(), "is_rehearsal": place.is_rehearsal}
+    target, copy = folder / name_of(machine["device"]), place.folder / NAME
+    known = () if is_new else (target, copy, ROOT / "benchmarks" / "results" / target.name)
+    before = find_record(known, head)
+    records = {part.name: {"outcome": "left", "why": "", "seconds": 0.0} for part in parts if not part.is_optional}
+    records |= before.get("parts", {})
+    for each in (folder, place.folder):
         each.mkdir(parents=True, exist_ok=True)
-    head = {"check": "gpu_check", "stage": stage, "is_whole": is_whole, "is_rehearsal": place.is_rehearsal}
-    head["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
     def is_ok() -> bool:
-        return all(record["outcome"] in ("passed", "skipped") for record in records.values())
+        return all(record["outcome"] in FINE for record in records.values())
 
     def write() -> None:
-        seconds = round(time.monotonic() - begin, 1)
-        record = {**head, "ok": is_ok(), "seconds": seconds, **machine, "parts": records}
-        new = target.with_suffix(".new")
-        new.write_text(json.dumps(record, indent=1) + "\n")
-        new.replace(target)  # whatever ends this process, the record is whole
+        seconds = round(before.get("seconds", 0.0) + time.monotonic() - begin, 1)
+        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        record = {**head, "date": date, "ok": is_ok(), "seconds": seconds, **machine, "parts": records}
+        for path in (target, copy):
+            new = path.with_suffix(".new")
+            new.write_text(json.dumps(record, indent=1) + "\n")
+            new.replace(path)  # whatever ends this process, the record is whole
 
-    with open(target.with_suffix(".log"), "w", errors="replace") as log:
-        for part in parts:
+    def is_tried(part: Part) -> bool:
+        return part.name in records and records[part.name]["outcome"] != "left"
+
+    chosen = [part for part in parts if (part.name in named if named else not part.is_optional)]
+    if not named:
+        chosen = [part for part in chosen if records[part.name]["outcome"] not in FINE]
+        chosen.sort(key=is_tried)  # what failed, or has ended the check, stands in the way of no other
+    with open(target.with_suffix(".log"), "a" if before else "w", errors="replace") as log:
+        for part in chosen:
             left = deadline_s - time.monotonic()
-            records[part.name] = {"outcome": "begun", "why": "the check ended before the part", "seconds": 0.0}
-            write()
             if part.skip:
-                records[part.name] |= {"outcome": "skipped", "why": part.skip}
-            elif left < LEAST_S:
-                records[part.name] |= {"outcome": "failed", "why": "no time was left for it"}
+                records[part.name] = {"outcome": "skipped", "why": part.skip, "seconds": 0.0}
+            elif left < part.seconds and not place.is_rehearsal:
+                break  # another call is soon begun, and what comes later may read what this part leaves
             else:
+                records[part.name] = {"outcome": "begun", "why": "the check ended before the part", "seconds": 0.0}
+                write()
                 # A rehearsal is no measurement: a machine that does other work has more time.
-                limit_s = max(part.limit_s, 150) if place.is_rehearsal else part.limit_s
+                limit_s = max(part.limit_s, 400) if place.is_rehearsal else part.limit_s
                 records[part.name] = run_part(part, min(limit_s, left), place, log)
             write()
             show(part.name, records[part.name])
-    print(f"gpu_check: stage {stage} {'ok' if is_ok() else 'failed'}, written to {target}", flush=True)
-    return is_ok()
+    write()
+    left_over = [name for name, record in records.items() if record["outcome"] == "left"]
+    more = f"; run the same command again for {', '.join(left_over)}" if left_over else ""
+    print(f"gpu_check: {'ok' if is_ok() else 'not ok'}, written to {target}{more}", flush=True)
+    return all(records[part.name]["outcome"] in FINE for part in chosen)
+
+
+def name_of(device: str) -> str:
+    """The name of the record of a device."""
+    return f"gpu_check_{re.sub(r'[^a-z0-9]+', '_', device.lower()).strip('_')}.json"
+
+
+def find_record(paths: Iterable[pathlib.Path], head: Mapping[str, Any]) -> dict:
+    """The latest record of these sources and this device; an empty one if there is none."""
+    found: list[dict] = [{}]
+    for path in paths:
+        with contextlib.suppress(OSError, ValueError):
+            record = json.loads(path.read_text())
+            if all(record.get(key) == value for key, value in head.items()):
+                found.append(record)
+    return max(found, key=lambda record: record.get("date", ""))
+
+
+def digest() -> str:
+    """A number of what is checked; git may not be here, and does not tell changes that are in no commit apart."""
+    found = hashlib.sha256()
+    for folder in ("hf_patrickstar", "benchmarks", "scripts", "tests"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            found.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
+    return found.hexdigest()[:16]
 
 
 def show(name: str, record: Mapping) -> None:
     """Prints what came of a part."""
-    is_fine = record["outcome"] in ("passed", "skipped")
+    is_fine = record["outcome"] in FINE
     why = f" ({record['why']})" if record["why"] else ""
     print(f"== {name}: {record['outcome']}{why} in {record['seconds']} s")
     print(record.get("tail", "")[-TAIL_CHARS[is_fine] :].strip(), flush=True)
@@ -388,19 +419,13 @@ def describe_machine(asks_device: bool) -> dict:
     return {**found, "cores": cores, "versions": versions, "commit": os.environ["COMMIT"]}
 
 
-def find_commit(place: Place) -> str:
-    """The commit by git, or else the one that the plans were made of, which are carried to machines without git."""
+def find_commit() -> str:
+    """The commit by git, or else what the environment says."""
     words = ("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
-    kept = place.plans / "commit"
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=20)
         return done.stdout.strip()
-    return os.environ.get("COMMIT") or (f"{kept.read_text()} (of the plans)" if kept.exists() else "unknown")
-
-
-def needs_device(stage: str, place: Place) -> bool:
-    """Whether a stage runs on an accelerator."""
-    return stage != "plan" and not place.is_rehearsal
+    return os.environ.get("COMMIT", "unknown")
 
 
 def why_not() -> str:
@@ -415,44 +440,33 @@ def why_not() -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the check; returns the exit code."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--stage", choices=list(SECONDS), default="one", help="by default 'one'")
-    options.add_argument("--rehearse", action="store_true", help="all stages with tiny sizes on the CPU tier")
-    options.add_argument("--seconds", type=float, help=f"for all parts; by default {SECONDS}")
-    options.add_argument("--only", nargs="+", metavar="PART", help="these parts alone")
+    options.add_argument("--rehearse", action="store_true", help="all parts with tiny sizes on the CPU tier, anew")
+    options.add_argument("--seconds", type=float, help=f"of this call; by default {CALL_S:g}")
+    options.add_argument("--only", nargs="+", metavar="PART", help="these parts alone, also if they have passed")
+    options.add_argument("--anew", action="store_true", help="go on with no earlier record")
     options.add_argument("--dry-run", action="store_true", help="say what would be run, on any machine")
     options.add_argument("--output", type=pathlib.Path, help="the folder of the record and the log")
-    options.add_argument("--machine", default=str(MACHINE), help="for stage plan: a known machine, or a file of rates")
     chosen = options.parse_args(arguments)
     place = REHEARSAL if chosen.rehearse else HERE
-    os.environ["COMMIT"] = find_commit(place)
-    stages = list(SECONDS) if chosen.rehearse else [chosen.stage]
-    if chosen.only:
-        known = [part.name for stage in stages for part in parts_of(stage, place)]
-        unknown = sorted(set(chosen.only) - set(known))
-        if unknown:
-            options.error(f"no part is called {', '.join(unknown)}; there are {', '.join(dict.fromkeys(known))}")
+    os.environ["COMMIT"] = find_commit()
+    parts = parts_of(place)
+    unknown = sorted({*(chosen.only or ())} - {part.name for part in parts})
+    if unknown:
+        options.error(f"no part is called {', '.join(unknown)}; there are {', '.join(part.name for part in parts)}")
     if chosen.dry_run:
-        for part in (part for stage in stages for part in parts_of(stage, place, chosen.machine)):
+        for part in parts:
             words = [f"{key}={value}" for key, value in part.environment.items()]
-            print(f"{part.name} ({part.limit_s:g} s): {' '.join([*words, *part.command])}")
+            about = "optional, " * part.is_optional
+            print(f"{part.name} ({about}{part.seconds:g} s): {' '.join([*words, *part.command])}")
         return 0
-    on_device = needs_device(chosen.stage, place)
-    reason = why_not() if on_device else ""
+    reason = "" if place.is_rehearsal else why_not()
     if reason:
         print(f"gpu_check: {reason}", file=sys.stderr)
         return 2
-    folder = os.environ.get("OUT") or (ROOT / "benchmarks" / "results" if on_device else place.folder)
-    deadline_s, is_ok = BEGIN_S + (chosen.seconds or (REHEARSAL_S if chosen.rehearse else SECONDS[chosen.stage])), True
-    for stage in stages:
-        parts = parts_of(stage, place, chosen.machine)  # now, since it depends on what the stages before have left
-        parts = [part for part in parts if not chosen.only or part.name in chosen.only]
-        if not parts:
-            continue
-        target = pathlib.Path(chosen.output or folder)
-        is_ok &= run_stage(stage, parts, deadline_s, place, target, is_whole=not chosen.only)
-        if stage == "plan":
-            (place.plans / "commit").write_text(os.environ["COMMIT"])
-    return 0 if is_ok else 1
+    folder = os.environ.get("OUT") or (place.folder if place.is_rehearsal else ROOT / "benchmarks" / "results")
+    deadline_s = BEGIN_S + (chosen.seconds or (REHEARSAL_S if place.is_rehearsal else CALL_S))
+    how = {"named": chosen.only or (), "is_new": chosen.anew or place.is_rehearsal}
+    return 0 if run_parts(parts, deadline_s, place, pathlib.Path(chosen.output or folder), **how) else 1
 
 
 if __name__ == "__main__":

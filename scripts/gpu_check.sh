@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Checks the package on a GPU in less than five minutes (--stage one), or beside plain torch and FSDP2 in seven more
-# (--stage two). See scripts/gpu_check.py, which takes the options.
+# Checks the package on a GPU: two calls of less than ten minutes. See scripts/gpu_check.py, which takes the options.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}

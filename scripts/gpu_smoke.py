@@ -5,9 +5,9 @@ memory of the device: only then ``expandable_segments`` is set, as in a training
 """
 
 import argparse
-import collections
 import concurrent.futures
 import functools
+import importlib.util
 import itertools
 import json
 import logging
@@ -19,6 +19,7 @@ import traceback
 
 import torch
 from models import make_batch, make_model
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hf_patrickstar.homes
 from hf_patrickstar import PatrickStarEngine
@@ -32,14 +33,18 @@ from hf_patrickstar.memory.accelerator import (
 )
 from hf_patrickstar.memory.pages import new_on_host
 from hf_patrickstar.memory.pinning import TorchPinning, make_pinning
-from hf_patrickstar.memory.streams import make_streams
+from hf_patrickstar.memory.streams import make_streams, seconds_of
 from hf_patrickstar.optim.adam_script import Range, adam_script, rule_of, torch_adam
 from hf_patrickstar.optim.elementwise import SHARE_NUMEL, TILE_NUMEL
-from hf_patrickstar.optim.workers import SMALL_NUMEL, HostWorkers
+from hf_patrickstar.optim.workers import HostWorkers
 
 CHECKS = []
 HUGE_PAGES = pathlib.Path("/sys/kernel/mm/transparent_hugepage")
 FILES = ("/proc/version", "/proc/meminfo", HUGE_PAGES / "enabled", HUGE_PAGES / "shmem_enabled", HUGE_PAGES / "defrag")
+NUMS_OF_WORKERS = (8, 12, 16)
+ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+LENGTHS, LENGTHS_OF_CPU = (4096, 16384, 65536), (64, 128)
+HEADS, HEAD_DIM = 8, 128
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.01, "eps": 1e-8, "maximize": False}
 
 
@@ -179,50 +184,138 @@ def streams(device, numel):
     return {"was_done_at_once": is_early, "works": len(times.works()), "stops": len(times.stops())}
 
 
+class HostAdam:
+    """Adam on the host, in one call for each share, by so many workers."""
+
+    def __init__(self, numel, num_workers=None):
+        self.workers, self.script, self.numel = HostWorkers(num_workers), adam_script(), numel
+        self.lists = [torch.zeros(numel) for _ in range(3)] + [
+            torch.zeros(numel, dtype=torch.bfloat16) for _ in range(2)
+        ]
+        self._rule = rule_of(ADAMW, 0, True)
+        if self.script is None:
+            raise RuntimeError("the scripted update has other bits than torch's Adam")
+        self.submit().wait()
+
+    def submit(self):
+        """Begins to update all elements; returns a ticket."""
+        return self.workers.submit(self._update, range(0, self.numel, SHARE_NUMEL))
+
+    def _update(self, at):
+        self.script(
+            [Range(*self.lists, at, min(SHARE_NUMEL, self.numel - at), self._rule, False)], fused=True, factor=None
+        )
+
+    def g_parameters_s(self):
+        """Billions of parameters in a second."""
+        begin = time.perf_counter()
+        self.submit().wait()
+        return self.numel / (time.perf_counter() - begin) / 1e9
+
+
 @check(needs_device=False)
 def adam_on_the_host(device, numel):
     """Adam on all cores, and what the launch of a kernel takes meanwhile: whether workers hold Python's lock."""
-    workers, script, step, x = HostWorkers(), adam_script(), torch.tensor(1.0), torch.zeros(8, device=device)
-    lists = [torch.zeros(numel) for _ in range(3)] + [torch.zeros(numel, dtype=torch.bfloat16) for _ in range(2)]
-    rule = rule_of(ADAMW, 0, True)
-    if script is None:
-        raise RuntimeError("the scripted update has other bits than torch's Adam")
+    adam, step, x = HostAdam(numel), torch.tensor(1.0), torch.zeros(8, device=device)
 
-    def in_one_call(_, at, most=SHARE_NUMEL):
-        script([Range(*lists, at, min(most, numel - at), rule, False)], fused=True, factor=None)
-
-    def from_python(_, at):
-        masters, firsts, seconds, gradients, values = ([values[at : at + TILE_NUMEL]] for values in lists)
+    def from_python(at):
+        masters, firsts, seconds, gradients, values = ([values[at : at + TILE_NUMEL]] for values in adam.lists)
         torch_adam(masters, [gradients[0].float()], firsts, seconds, step, ADAMW, fused=True, decoupled=True)
         torch._foreach_copy_(values, masters)
 
-    found = {"workers": workers.num, "launch_us_alone": launch_us(x, lambda number: number < 20_000)}
-    for update, most in ((in_one_call, SHARE_NUMEL), (from_python, TILE_NUMEL)):
-        workers.submit(update, range(0, numel, most)).wait()
+    found = {"workers": adam.workers.num, "launch_us_alone": launch_us(x, lambda number: number < 20_000)}
+    tiles = range(0, numel, TILE_NUMEL)
+    ways = {"in_one_call": adam.submit, "from_python": lambda: adam.workers.submit(from_python, tiles)}
+    for name, submit in ways.items():
+        submit().wait()
         begin = time.perf_counter()
-        workers.submit(update, range(0, numel, most)).wait()
-        found[f"{update.__name__}_g_parameters_s"] = numel / (time.perf_counter() - begin) / 1e9
-        ticket = workers.submit(update, range(0, numel, most))
-        found[f"{update.__name__}_launch_us"] = launch_us(x, lambda _, ticket=ticket: not ticket.is_done)
+        submit().wait()
+        found[f"{name}_g_parameters_s"] = numel / (time.perf_counter() - begin) / 1e9
+        ticket = submit()
+        found[f"{name}_launch_us"] = launch_us(x, lambda _, ticket=ticket: not ticket.is_done)
         ticket.wait()
-    for batch_numel, num_ahead in itertools.product((numel // 16, numel // 4), (0, 1)):
-        found[f"batches_of_{batch_numel}_{num_ahead}_ahead_g_parameters_s"] = (
-            numel / 1e9 / seconds_in_batches(workers, in_one_call, numel, batch_numel, num_ahead)
-        )
+    for num in NUMS_OF_WORKERS:
+        found[f"{num}_workers_g_parameters_s"] = HostAdam(numel, num).g_parameters_s()
     return found
 
 
-def seconds_in_batches(workers, update, numel, batch_numel, num_ahead):
-    """Seconds of updates that are waited for batch by batch, with so many batches begun ahead."""
-    tickets, begin = collections.deque(), time.perf_counter()
-    for start in range(0, numel, batch_numel):
-        share = max(batch_numel // workers.num // 64 * 64, SMALL_NUMEL)
-        tickets.append(workers.submit(functools.partial(update, most=share), range(start, start + batch_numel, share)))
-        if len(tickets) > num_ahead:
-            tickets.popleft().wait()
-    for ticket in tickets:
-        ticket.wait()
-    return time.perf_counter() - begin
+@check(needs_device=True)
+def bus(device, numel):
+    """Copies each way alone, both ways at once, and both ways beside Adam on the host, which slows down, too."""
+    lanes = {}
+    for way in ("to_device", "to_host"):
+        host, there = torch.empty(numel, pin_memory=True), torch.empty(numel, device=device)
+        target, source = (there, host) if way == "to_device" else (host, there)
+        lanes[way] = target, source, torch.cuda.Stream(device)
+    found = {
+        f"{way}_alone_gb_s": copy_rates({way: lane}, lambda number: number < 4)[way] for way, lane in lanes.items()
+    }
+    found |= {f"{way}_both_gb_s": rate for way, rate in copy_rates(lanes, lambda number: number < 4).items()}
+    adam = HostAdam(numel)
+    found["adam_alone_g_parameters_s"] = adam.g_parameters_s()
+    begin, tickets = time.perf_counter(), [adam.submit() for _ in range(4)]
+    beside = copy_rates(lanes, lambda _: not tickets[-1].is_done)
+    found |= {f"{way}_beside_adam_gb_s": rate for way, rate in beside.items()}
+    found["adam_beside_g_parameters_s"] = len(tickets) * numel / (time.perf_counter() - begin) / 1e9
+    return found
+
+
+def copy_rates(lanes, goes_on):
+    """GB/s of copies that are started together, one in each lane, again and again."""
+    seconds, number = dict.fromkeys(lanes, 0.0), 0
+    while not number or goes_on(number):
+        moments = {way: [torch.cuda.Event(enable_timing=True) for _ in range(2)] for way in lanes}
+        for way, (target, source, stream) in lanes.items():
+            moments[way][0].record(stream)
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+            moments[way][1].record(stream)
+        for way, (begin, end) in moments.items():
+            end.synchronize()
+            seconds[way] += begin.elapsed_time(end) / 1e3
+        number += 1
+    return {way: number * lanes[way][0].nbytes / seconds[way] / 1e9 for way in lanes}
+
+
+@check(needs_device=False)
+def update_in_8_bits(device, numel):
+    """AdamW of bitsandbytes with 8-bit states, on the device and on the host."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return {"outcome": "skipped", "why": "bitsandbytes is not installed"}
+    import bitsandbytes
+
+    found = {"bitsandbytes": bitsandbytes.__version__}
+    for where, num in {device: numel, torch.device("cpu"): numel // 16}.items():
+        parameter = torch.nn.Parameter(torch.zeros(num, device=where))
+        parameter.grad = torch.ones_like(parameter)
+        optimizer = bitsandbytes.optim.AdamW8bit([parameter])
+        optimizer.step()
+        found[f"{where.type}_g_parameters_s"] = num / seconds_of(where, optimizer.step) / 1e9
+    return found
+
+
+@check(needs_device=False)
+def attention(device, numel):
+    """Causal attention in bf16, forward and backward, by each backend of torch: TFLOP/s, or why there are none."""
+    found, is_cuda = {}, is_accelerator(device)
+    for length, backend in itertools.product(LENGTHS if is_cuda else LENGTHS_OF_CPU, ATTENTION):
+        make = functools.partial(torch.randn, 1, HEADS, length, HEAD_DIM, device=device, dtype=torch.bfloat16)
+        given, slope = [make(requires_grad=True) for _ in range(3)], make()
+
+        def train(given=given, slope=slope):
+            out = torch.nn.functional.scaled_dot_product_attention(*given, is_causal=True)
+            torch.autograd.grad(out, given, slope)
+
+        name = f"{backend.name.removesuffix('_ATTENTION').lower()}_{length}"
+        try:
+            with sdpa_kernel(backend):
+                train()
+                seconds = seconds_of(device, lambda train=train: [train() for _ in range(3)]) / 3
+            # Two products forward and five backward, of which half of the pairs of tokens count.
+            found[name] = 7 * HEADS * HEAD_DIM * length**2 / seconds / 1e12
+        except RuntimeError as error:  # no memory for all pairs, or no such backend
+            found[name] = str(error).splitlines()[0][:120]
+    return found
 
 
 def launch_us(x, goes_on):

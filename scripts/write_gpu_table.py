@@ -10,27 +10,25 @@ RESULTS = ROOT / "benchmarks" / "results"
 MARKS = "<!-- From here: python scripts/write_gpu_table.py -->\n", "<!-- to here -->"
 RATES = {
     "3 B here, 24 GiB": "3b_24GiB",
+    "3 B Trainer here, 24 GiB": "3b_trainer",
     "3 B here": "3b_auto",
     "3 B plain": "3b_plain",
     "3 B FSDP2": "3b_fsdp2",
     "8 B here": "8b_auto",
+    "8 B here, 16 K tokens, 80 GB": "8b_16k",
 }
-"""Titles of columns with tokens per second, and the parts of stage two that measure them."""
+"""Titles of columns with tokens per second, and the parts that measure them."""
 NONE = "No record has been committed yet.\n"
 
 
 def read_records(folder: pathlib.Path) -> list[dict]:
-    """The records of stages that ran on a device."""
+    """The records of a device. The first ones are of one of two stages."""
     records = [json.loads(path.read_text()) for path in sorted(folder.glob("gpu_check_*.json"))]
-    return [
-        record
-        for record in records
-        if record["stage"] in ("one", "two") and record["is_whole"] and not record["is_rehearsal"]
-    ]
+    return [record for record in records if not record["is_rehearsal"]]
 
 
 def table(records: Iterable[Mapping]) -> str:
-    """A row for each device and commit, from the records of both stages alone.
+    """A row for each device and commit, from the records alone.
 
     Args:
         records: What ``gpu_check.py`` has written.
@@ -53,7 +51,7 @@ def table(records: Iterable[Mapping]) -> str:
 
 def rate_of(part: Mapping | None) -> str:
     """Tokens per second of a part, or why there are none."""
-    if part is None:
+    if part is None or part["outcome"] == "left":
         return "not run"
     result = part.get("result", {})
     if result.get("fits") is False:

@@ -36,7 +36,6 @@ from hf_patrickstar.schedule.bounds import ADAM_NBYTES, OTHERS_NBYTES, update_nb
 from hf_patrickstar.schedule.clock import Timeline
 from hf_patrickstar.schedule.estimate import Estimate
 from hf_patrickstar.schedule.known import KnownTraces
-from hf_patrickstar.schedule.offload import Asked
 from hf_patrickstar.schedule.op_trace import LookedUp, OpTrace
 from hf_patrickstar.schedule.placement import Lookups, plan_lookups
 from hf_patrickstar.schedule.plan import Plan, chunkable_nbytes, repeated_plans
@@ -82,6 +81,21 @@ Known = tuple[ModelNumbers, UpdateCost, list[object]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Ran:
+    """What a run has chosen by other rates, or in the course of time, in place of what would be chosen.
+
+    Attributes:
+        homed: Chunks that are at home on the device.
+        lookups: See ``KnownTraces``.
+        num_offloaded: How many activations of a micro-batch leave the device.
+    """
+
+    homed: frozenset[int]
+    lookups: Mapping[int, str]
+    num_offloaded: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Simulation:
     """A step of training by plans, one for each micro-batch: the update of the last one, then forward and backward.
 
@@ -101,7 +115,9 @@ class Simulation:
         host_owners: Bytes of each kind on the host.
         known: The traces, of updates too, for a run of the same training.
         precision: The type of most parameters on the device, without ``torch.``.
-        rules: How plans are made.
+        fixed: Bytes of the device that are no copies of chunks, by kind.
+        static: Chunks that never move, nor their gradients.
+        may_offload: Whether activations may leave the device.
     """
 
     script: tuple[Entry, ...]
@@ -119,7 +135,9 @@ class Simulation:
     host_owners: Mapping[str, int]
     known: KnownTraces
     precision: str
-    rules: "PlanRules"
+    fixed: Mapping[str, int]
+    static: frozenset[int]
+    may_offload: bool
 
     def _fullest(self) -> tuple[Trace, int, int]:
         """The moment with the most bytes on the device: its trace, its place there, and the bytes of copies then."""
@@ -145,7 +163,7 @@ class Simulation:
         """Bytes of each kind on the device at the moment with the most bytes."""
         made, place, copies = self._fullest()
         visit = made.visits[place]
-        fixed = dict(self.rules.fixed)
+        fixed = dict(self.fixed)
         fixed["param"] = fixed.get("param", 0) + copies
         return fixed | {GRADIENTS: visit.gradient_nbytes, NON_MODEL: visit.non_model_nbytes}
 
@@ -179,8 +197,7 @@ class Simulation:
     @property
     def least_activation_nbytes(self) -> int:
         """See ``Speed``."""
-        may_leave = self.rules.offload is not False
-        made = (trace.offloading(len(trace.activations)) if may_leave else trace for trace in self.traces)
+        made = (trace.offloading(len(trace.activations)) if self.may_offload else trace for trace in self.traces)
         return max(trace.non_model_peak_nbytes for trace in made)
 
     @property
@@ -195,64 +212,22 @@ class Simulation:
         return gathered + sum(entry.nbytes for entry in self.script if isinstance(entry, Reduce))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PlanRules:
-    """How plans of a step are made.
-
-    Attributes:
-        fixed: Bytes of the device that are no copies of chunks, by kind.
-        chunk_nbytes: Bytes that chunks may take on the device at most, or ``None``.
-        asked: What else ``repeated_plans`` is given, by its names.
-        offload: The setting ``activation_offload``.
-    """
-
-    fixed: Mapping[str, int]
-    chunk_nbytes: int | None
-    asked: Mapping[str, Any]
-    offload: Asked
-
-    @property
-    def fixed_nbytes(self) -> int:
-        """Bytes of the device that are no copies of chunks."""
-        return sum(self.fixed.values())
-
-    def capacities(self, made: Trace, device_nbytes: int) -> tuple[int, ...]:
-        """Bytes that moving chunks may take at each moment.
-
-        Args:
-            made: The trace of a micro-batch.
-            device_nbytes: Bytes for chunks and non-model data.
-        """
-        most = None if self.chunk_nbytes is None else self.chunk_nbytes - self.fixed_nbytes
-        return chunkable_nbytes(made, device_nbytes - self.fixed_nbytes, most)
-
-    def plans(self, traces: Sequence[Trace], device_nbytes: int) -> list[Plan]:
-        """The plans of a step's micro-batches.
-
-        Args:
-            traces: Those of all micro-batches.
-            device_nbytes: Bytes for chunks and non-model data.
-
-        Raises:
-            BudgetError: If the chunks in use at one moment do not fit.
-        """
-        return repeated_plans(traces, [self.capacities(made, device_nbytes) for made in traces], **self.asked)
-
-
-def simulate(trained: Trained, machine: Machine, ops_of: OpsOf) -> Simulation:
+def simulate(trained: Trained, machine: Machine, ops_of: OpsOf, ran: Ran | None = None) -> Simulation:
     """Simulates a step of training; see [Note: one model of a step].
 
     Args:
         trained: What is trained.
         machine: Where; its memory is the budget unless the settings say otherwise.
         ops_of: Finds what a micro-batch does.
+        ran: What a run of this training has chosen, whose step is put on the clock of the machine; the settings have
+            its ``chunk_numel`` and ``prefetch_depth``.
 
     Raises:
         ConfigError: If a setting cannot work, or the machine has fewer devices than there are processes.
         BudgetError: If a budget is too small.
     """
     machine.check_processes(trained.world_size)
-    return _Simulator(trained, machine).run(ops_of)
+    return _Simulator(trained, machine).run(ops_of, ran)
 
 
 def model_data(trained: Trained, machine: Machine) -> tuple[int, int]:
@@ -307,9 +282,15 @@ class _Simulator:
         others = resources.has_lanes, is_alone, self._config.state_dtype
         return make_kernel(optimizer, resources.pool, False, None, None, *others)
 
-    def run(self, ops_of: OpsOf) -> Simulation:
+    def run(self, ops_of: OpsOf, ran: Ran | None) -> Simulation:
+        if ran is not None:
+            ops, traces, _ = self._looked_up_by(ops_of, ran.lookups, ran.homed)
+            known = self._known_traces(traces, ran.lookups).offloading(ran.num_offloaded)
+            estimate = self.decisions.estimate(self._situation, known, self.decisions.rules(self._situation))
+            with no_collections():  # a plan is some hundred thousand small objects, none of which is garbage
+                return self._planned(ops, known, estimate, ran.homed, [])
         ops, traces, lookups, reasons = self._looked_up(ops_of, self.decisions.homes.device_homed)
-        with no_collections():  # a plan is some hundred thousand small objects, none of which is garbage
+        with no_collections():
             return self._decided(ops, traces, lookups, reasons)
 
     def _decided(
@@ -337,10 +318,7 @@ class _Simulator:
     ) -> tuple[OpTrace, Sequence[Trace], dict[int, str], list[str]]:
         """What micro-batches do and visit, and where embeddings are looked up for which that was to be decided."""
         decisions, chunk_of = self.decisions, self._places.chunk_of
-        asked = [index for index in decisions.embeddings.tensor_indices if chunk_of[index] not in homed]
-        names = {index: decisions.tensors[index].name for index in asked}
-        ops = ops_of(frozenset(names.values()))
-        traces = traces_of(ops, self._places, self._rules(frozenset()))
+        ops, traces, asked = self._looked_up_by(ops_of, {}, homed)
         if decisions.embeddings.is_final or not asked:
             return ops, traces, {}, []
         rows: dict[int, int] = {}
@@ -356,9 +334,17 @@ class _Simulator:
             room,
         )
         if any(place == "device" for place in lookups.values()):
-            ops = ops_of(frozenset(names[index] for index in asked if lookups.get(index) != "device"))
-            traces = traces_of(ops, self._places, self._rules(frozenset()))
+            ops, traces, _ = self._looked_up_by(ops_of, lookups, homed)
         return ops, traces, lookups, [reason]
+
+    def _looked_up_by(
+        self, ops_of: OpsOf, lookups: Mapping[int, str], homed: frozenset[int]
+    ) -> tuple[OpTrace, Sequence[Trace], list[int]]:
+        """What micro-batches do and visit with these lookups, and which embeddings are looked up on the host."""
+        asked = [index for index in self.decisions.embeddings.tensor_indices if lookups.get(index) != "device"]
+        asked = [index for index in asked if self._places.chunk_of[index] not in homed]
+        ops = ops_of(frozenset(self.decisions.tensors[index].name for index in asked))
+        return ops, traces_of(ops, self._places, self._rules(frozenset())), asked
 
     def _rules(self, homed: frozenset[int]) -> StepRules:
         kernel, overlaps = self._kernel, self._config.overlap_optimizer
@@ -410,8 +396,18 @@ class _Simulator:
     ) -> Simulation:
         trained, tensors, layout = self._trained, self.decisions.tensors, self._layout
         (traces,) = steps_of(known.traces.values(), self._num_micro_batches)
-        rules = self._plan_rules(estimate, homed)
-        plans = rules.plans(traces, estimate.device_nbytes)
+        fixed, static = self._fixed(homed, Tier.DEVICE), homed if trained.world_size == 1 else frozenset()
+        free, most = estimate.device_nbytes - sum(fixed.values()), self._resources.ledger.chunk_budget
+        most = None if most is None else most - sum(fixed.values())
+        plans = repeated_plans(
+            traces,
+            [chunkable_nbytes(made, free, most) for made in traces],
+            self._config.eviction,
+            dropped_after=estimate.updated,
+            static=static,
+            prefetch_depth=0 if self._config.debug_evict_all else self.decisions.prefetch_depth,
+            reshard_after_forward=self._config.reshard_after_forward and trained.world_size > 1,
+        )
         told = self._rules(homed)
         script = whole_step(ops, self._places, told, [made.kind for made in traces])
         loads = tuple(
@@ -437,28 +433,14 @@ class _Simulator:
                 "chunk_numel": layout.chunk_numel,
                 "chunk_utilisation": layout.utilisation,
             },
-            survey=self._survey(traces, plans, homed, estimate.device_nbytes - rules.fixed_nbytes, reasons),
+            survey=self._survey(traces, plans, homed, free, reasons),
             host_owners=self._on_host(homed, traces),
             known=known,
             precision=str(self.decisions.precision.dtype).removeprefix("torch."),
-            rules=rules,
+            fixed=fixed,
+            static=static,
+            may_offload=self._config.activation_offload is not False,
         )
-
-    def _plan_rules(self, estimate: Estimate, homed: frozenset[int]) -> PlanRules:
-        alone = self._trained.world_size == 1
-        asked: dict[str, Any] = {
-            "policy": self._config.eviction,
-            "dropped_after": estimate.updated,
-            "static": homed if alone else frozenset(),
-            "prefetch_depth": self._depth,
-            "reshard_after_forward": self._config.reshard_after_forward and not alone,
-        }
-        fixed, chunk_nbytes = self._fixed(homed, Tier.DEVICE), self._resources.ledger.chunk_budget
-        return PlanRules(fixed, chunk_nbytes, asked, self._config.activation_offload)
-
-    @property
-    def _depth(self) -> int:
-        return 0 if self._config.debug_evict_all else self.decisions.prefetch_depth
 
     # Bytes
 

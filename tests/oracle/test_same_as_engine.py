@@ -70,7 +70,7 @@ def check(told, done, in_order=lambda found: found, most_more=0.05, seconds=0.13
     """
     assert told.layout == done.layout
     assert {index for index, load in enumerate(told.loads) if load.is_here} == done.at_home
-    assert told.rules.asked["static"] == done.static
+    assert told.static == done.static
     assert told.num_on_host == done.num_on_host
     assert told.known.lookups == done.lookups
     assert [plan.moments for plan in told.plans] == [plan.moments for plan in done.plans]

@@ -18,7 +18,7 @@ from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.torch_kernel import OWN_STATE
 from hf_patrickstar.planner.planning import make_adamw
-from hf_patrickstar.planner.simulation import Simulation, Trained, simulate
+from hf_patrickstar.planner.simulation import Ran, Simulation, Trained, simulate
 from hf_patrickstar.runtime.tracer import Step
 from hf_patrickstar.schedule.clock import Timeline
 from hf_patrickstar.schedule.known import KnownTraces
@@ -61,8 +61,8 @@ class Training:
         with FakeTensors():
             return trace(self.micro_batch, looked_up=looked_up, has_accelerator=machine.has_accelerator)
 
-    def simulate(self, machine: Machine) -> Simulation:
-        """The step as plans have it."""
+    def simulate(self, machine: Machine, ran: Ran | None = None) -> Simulation:
+        """The step as plans have it, or as a run has chosen."""
 
         def ops_of(looked_up: frozenset[str]) -> OpTrace:
             found = self.trace(machine, looked_up)
@@ -70,7 +70,7 @@ class Training:
             return found
 
         made = self.make_model, self.make_optimizer, self.config
-        return simulate(Trained(*made, self.num_micro_batches, self.max_norm, self.world_size), machine, ops_of)
+        return simulate(Trained(*made, self.num_micro_batches, self.max_norm, self.world_size), machine, ops_of, ran)
 
 
 def make_training(

@@ -104,7 +104,7 @@ def assert_exact(subject, given, plan, recording):
             assert all(there.non_model_nbytes <= most.non_model_nbytes for there, most in pairs)
         else:
             assert known == planned
-    assert recording.rules.asked["static"] == {chunk.spec.index for chunk in engine.manager.chunks if chunk.is_static}
+    assert recording.static == {chunk.spec.index for chunk in engine.manager.chunks if chunk.is_static}
     assert recording.moved_nbytes == moved
     assert sum(moved) > 0
     assert plan.tier(Tier.DEVICE).need_nbytes == stats["device_total_step_peak_nbytes"]

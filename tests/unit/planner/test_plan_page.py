@@ -41,7 +41,7 @@ def test_the_tide_is_what_the_engine_had_on_the_device(planned):
         assert tide.copies == tuple(moved.chunk_nbytes)
         assert tide.others == tuple(visit.non_model_nbytes for visit in trace.visits)
         assert tide.limit_nbytes >= max(tide.totals)
-        assert tide.fixed_nbytes == recording.rules.fixed_nbytes
+        assert tide.fixed_nbytes == sum(recording.fixed.values())
         assert tide.forward_ends == trace.forward_ends
 
 
