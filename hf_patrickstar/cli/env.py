@@ -102,7 +102,7 @@ def rates(machine: Machine) -> dict[str, str]:
     }
     if machine.num_devices > 1:
         bandwidths["between processes"] = machine.link_bandwidth
-        times |= {"shortest gather": machine.link_latency_s, "message": machine.message_s}
+        times |= {"shortest collective": machine.link_latency_s, "message": machine.message_s}
     return {
         **{name_of_products(key): f"{rate / 1e9:.4g} GFLOP/s" for key, rate in machine.flops.items()},
         "products on the host": f"{machine.host_flops / 1e9:.4g} GFLOP/s",

@@ -370,9 +370,9 @@ def measure_together(
     """Measures the machine as each of several processes has it while all of them work, and their links.
 
     All processes of the default group call it, and measure each figure at the same time: cores, memory and buses that
-    they share are then shared as in training. The figures are medians over the processes. Gathers have the sizes of
-    large chunks, and of the smallest one; messages are those with which the processes agree on what they do. Each
-    process takes the mean of many.
+    they share are then shared as in training. The figures are medians over the processes. Gathers and reductions take
+    turns, with the sizes of large chunks, and of the smallest one; messages are those with which the processes agree on
+    what they do. Each process takes the mean of many; see [Note: cold caches].
 
     Args:
         effort: How much work goes into it.
@@ -390,14 +390,24 @@ def measure_together(
         size, links = collectives.world_size, dict[str, float]()
         numel = align(max(effort.nbytes // (4 * size), 1))
 
-        def gathering(numel: int) -> Callable[[], object]:
-            buffer = torch.ones(size * numel, device=device)
-            return lambda: collectives.all_gather(buffer, "what is measured").join()
+        sweeps = Sweeps(device, min(SWEPT_NBYTES, effort.nbytes))
+
+        def collective_s(numel: int, calls: int) -> float:
+            """Seconds of a gather or a reduction of so many elements of each process."""
+            numels = size * numel, *collectives.staging_numel(numel, torch.float32)
+            buffer, *staging = (torch.ones(each, device=device) for each in numels)
+
+            def both() -> None:
+                collectives.all_gather(buffer, what).join()
+                collectives.reduce_scatter(buffer, (staging[0], staging[1]), what).join()
+
+            what = "what is measured"
+            return _mean(device, both, calls, sweeps) / 2
 
         measures: dict[str, Callable[[], float]] = {
-            "link_bandwidth": lambda: (size - 1) * numel * 4 / _mean(device, gathering(numel), effort.repetitions),
-            "link_latency_s": lambda: _mean(device, gathering(ALIGNMENT_NUMEL), effort.calls),
-            "message_s": lambda: _mean(_CPU, lambda: collectives.exchange([0], "measures messages"), effort.calls),
+            "link_bandwidth": lambda: (size - 1) * numel * 4 / collective_s(numel, effort.repetitions),
+            "link_latency_s": lambda: collective_s(ALIGNMENT_NUMEL, effort.calls),
+            "message_s": lambda: _mean(_CPU, lambda: collectives.exchange([0], "measures"), effort.calls, sweeps),
         }
 
         def at_once(names: Sequence[str]) -> Iterator[str]:
@@ -414,13 +424,20 @@ def measure_together(
         return _median_of(collectives.exchange(machine, "compares what was measured"))
 
 
-def _mean(device: torch.device, work: Callable[[], object], calls: int) -> float:
+def _mean(device: torch.device, work: Callable[[], object], calls: int, sweeps: Sweeps) -> float:
     """Seconds of work that a step does often, the mean of so many calls; in all processes equally often.
 
     Now and then one process waits long for another. A step contains such waits, and a median leaves them out.
     """
+
+    def repeat() -> None:
+        for _ in range(calls):
+            sweeps.sweep()
+            work()
+
     work()
-    return seconds_of(device, lambda: [work() for _ in range(calls)]) / calls
+    sweeps.seconds = 0.0
+    return max((seconds_of(device, repeat) - sweeps.seconds) / calls, _LEAST_S)
 
 
 def _median_of(machines: Sequence[Machine]) -> Machine:

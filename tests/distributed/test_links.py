@@ -15,7 +15,7 @@ from hf_patrickstar.integrations.launched import measure_launched, threads_of_ea
 from hf_patrickstar.machine import find_machine
 from hf_patrickstar.memory.tiers import total_host_nbytes
 from hf_patrickstar.report import measure as measuring
-from hf_patrickstar.report.measure import Effort, measure_together
+from hf_patrickstar.report.measure import Effort, Sweeps, measure_together
 
 pytestmark = pytest.mark.xdist_group("distributed")
 
@@ -34,8 +34,9 @@ def measure(rank):
 
 
 def measure_by_hand(rank, seconds):
-    """Each thing that is timed takes so many seconds."""
+    """Each thing that is timed takes so many seconds, and a sweep of the caches a hundredth of one of them."""
     measuring.seconds_of = lambda device, work, before=None: (work(), seconds[rank])[1]
+    measuring.Sweeps.sweep = lambda sweeps: setattr(sweeps, "seconds", sweeps.seconds + 0.01)
     return measure_together(TINY)
 
 
@@ -54,16 +55,21 @@ def test_two_processes_measure_their_links_and_agree(pair):
 def test_links_are_bytes_by_time_in_the_middle_of_both_processes(pair):
     machine, other = pair.run(measure_by_hand, [0.25, 0.75])
     assert machine == other
-    sent = 2**16 // 2
-    assert machine.link_bandwidth == pytest.approx(TINY.repetitions * (sent / 0.25 + sent / 0.75) / 2)
-    assert (machine.link_latency_s, machine.message_s) == (0.5 / TINY.calls, 0.5 / TINY.calls), "several at a time"
+    sent, sweeps = 2**16 // 2, 0.01 * TINY.repetitions
+    both = 2 * sent  # a gather and a reduction
+    each = [both / (seconds - sweeps) for seconds in (0.25, 0.75)]
+    assert machine.link_bandwidth == pytest.approx(TINY.repetitions * sum(each) / 2)
+    assert machine.message_s == pytest.approx(0.5 / TINY.calls - 0.01), "several at a time, without the sweeps between"
+    assert machine.link_latency_s == pytest.approx(machine.message_s / 2)
 
 
 def test_what_a_step_does_often_takes_the_mean(monkeypatch):
     """One call of four takes long; one more comes before all."""
     took, seconds = iter([9.0, 1.0, 1.0, 5.0, 1.0]), []
     monkeypatch.setattr(measuring, "seconds_of", lambda device, work: (seconds.clear(), work(), sum(seconds))[2])
-    assert measuring._mean(torch.device("cpu"), lambda: seconds.append(next(took)), 4) == 2.0
+    monkeypatch.setattr(Sweeps, "sweep", lambda sweeps: None)
+    cpu = torch.device("cpu")
+    assert measuring._mean(cpu, lambda: seconds.append(next(took)), 4, Sweeps(cpu)) == 2.0
     assert not list(took)
 
 
