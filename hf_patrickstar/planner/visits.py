@@ -1,17 +1,13 @@
 """What the engine's own work costs the host where a module uses a chunk, on the machine at hand."""
 
-import functools
 import statistics
-import time
-from collections.abc import Callable
 
 import torch
 
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.events import ChunkVisited, Event, Listener
-from hf_patrickstar.memory.accelerator import find_device, is_accelerator
-from hf_patrickstar.memory.streams import synchronize
+from hf_patrickstar.memory.accelerator import find_device
 from hf_patrickstar.report.measure import Sweeps
 
 _NUM_LAYERS = 32
@@ -40,7 +36,7 @@ def seconds_of_a_visit() -> float:
     device = find_device(None)
     sweeps = Sweeps(device)
     plain, ours = _make_model(sweeps).to(device), _make_model(sweeps)
-    num_visits = 0
+    inputs, num_visits = torch.ones(1, _WIDTH, device=device), 0
 
     def count(event: Event) -> None:
         nonlocal num_visits
@@ -54,9 +50,13 @@ def seconds_of_a_visit() -> float:
     try:
         differences = []
         for number in range(_NUM_WARMUP + _NUM_STEPS):
-            own = _seconds(device, plain, sweeps, functools.partial(plain.zero_grad, set_to_none=True))
+            own = sweeps.host_seconds(lambda: plain(inputs).sum().backward())
+            plain.zero_grad(set_to_none=True)
             num_visits = 0
-            over = _seconds(device, ours, sweeps, functools.partial(_end_step, engine))
+            over = sweeps.host_seconds(lambda: ours(inputs).sum().backward())
+            for optimizer in engine.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
             if number >= _NUM_WARMUP:
                 differences.append((over - own) / max(num_visits, 1))
     finally:
@@ -64,23 +64,5 @@ def seconds_of_a_visit() -> float:
     return max(statistics.median(differences), _LEAST_S)
 
 
-def _end_step(engine: PatrickStarEngine) -> None:
-    for optimizer in engine.optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def _make_model(sweeps: Sweeps) -> torch.nn.Module:
     return sweeps.between(torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(_NUM_LAYERS))
-
-
-def _seconds(device: torch.device, model: torch.nn.Module, sweeps: Sweeps, end_step: Callable[[], object]) -> float:
-    """Seconds of the host for forward and backward, without sweeps; what ends the step is left out."""
-    inputs = torch.ones(1, _WIDTH, device=device)
-    if is_accelerator(device):
-        synchronize(device)
-    sweeps.seconds, begin = 0.0, time.perf_counter()
-    model(inputs).sum().backward()
-    seconds = time.perf_counter() - begin - sweeps.seconds
-    end_step()
-    return seconds

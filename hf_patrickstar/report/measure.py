@@ -99,7 +99,7 @@ class Sweeps(torch.nn.Module):
 
     def __init__(self, device: torch.device, nbytes: int = SWEPT_NBYTES) -> None:
         super().__init__()
-        self.seconds = 0.0
+        self.seconds, self._device = 0.0, device
         self._swept = None if is_accelerator(device) else numpy.zeros(nbytes // 4, numpy.float32)
 
     def sweep(self) -> None:
@@ -108,6 +108,13 @@ class Sweeps(torch.nn.Module):
             begin = time.perf_counter()
             self._swept += 1.0
             self.seconds += time.perf_counter() - begin
+
+    def host_seconds(self, work: Callable[[], object]) -> float:
+        """Seconds of the host for work, which begins on an idle device, without the sweeps in it."""
+        if is_accelerator(self._device):
+            synchronize(self._device)
+        self.seconds = 0.0
+        return seconds_of(_CPU, work) - self.seconds
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Sweeps in forward, and once more in backward."""
@@ -288,13 +295,8 @@ class _Measurement:
             counts.append(counting.num_operators)
         # A pass without blocks is measured in turns with one of blocks, and subtracted. It brings code that both share
         # back to the caches, so the figure is rather too low than too high.
-        seconds = self._repeated(lambda: self._host_seconds(passes[1], sweeps) - self._host_seconds(passes[0], sweeps))
+        seconds = self._repeated(lambda: sweeps.host_seconds(passes[1]) - sweeps.host_seconds(passes[0]))
         return max(seconds / (counts[1] - counts[0]), _LEAST_S)
-
-    def _host_seconds(self, work: Callable[[], object], sweeps: Sweeps) -> float:
-        wait = functools.partial(synchronize, self._device) if is_accelerator(self._device) else (lambda: None)
-        sweeps.seconds = 0.0
-        return seconds_of(_CPU, work, wait) - sweeps.seconds
 
     def _kernel(self) -> float:
         def seconds(numel: int) -> float:
@@ -335,21 +337,17 @@ def _product(device: torch.device, rows: int, dtype: str, kind: str = "") -> tup
     gradient of the inputs, which has no transposed operand, or that of the weight (``TN``). Attention is causal, over
     half of the tokens, with forward and backward.
     """
-    make, inputs, half = functools.partial(_random, device, dtype), rows // 4, rows // 2
+    inputs, half = rows // 4, rows // 2
+    heads: list[tuple[int, ...]] = [(1, -(-half // _HEAD_NUMEL), half, _HEAD_NUMEL)] * 3
+    shapes = heads if kind == "attention" else [(rows, rows), (rows, inputs)]
+    operands = [torch.rand(shape, device=device).to(getattr(torch, dtype)) for shape in shapes]
     if kind == "attention":
-        operands = [make(1, -(-half // _HEAD_NUMEL), half, _HEAD_NUMEL).requires_grad_() for _ in range(3)]
-        return functools.partial(_attend, *operands), 7 * operands[0].numel() * (half + 1)
-    left, right = {
-        "": lambda: (make(rows, rows), make(rows, inputs)),
-        "NT": lambda: (make(rows, inputs), make(rows, inputs).t()),
-        "TN": lambda: (make(rows, rows).t(), make(rows, inputs)),
-    }[kind]()
-    out = left.new_zeros(left.shape[0], right.shape[1])
+        attend = functools.partial(_attend, *(operand.requires_grad_() for operand in operands))
+        return attend, 7 * operands[0].numel() * (half + 1)
+    outer, inner = operands
+    left, right = {"": (outer, inner), "NT": (inner, inner.t()), "TN": (outer.t(), inner)}[kind]
+    out = left.new_zeros(rows, right.shape[1])
     return functools.partial(torch.mm, left, right, out=out), 2 * rows * rows * inputs
-
-
-def _random(device: torch.device, dtype: str, *shape: int) -> torch.Tensor:
-    return torch.rand(shape, device=device).to(getattr(torch, dtype))
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> object:

@@ -144,19 +144,22 @@ class Player:
             Its end.
         """
         self.clock.follow(Lane.GATHERS, self.clock.end_of(Lane.TO_DEVICE))
-        return self._collective(Lane.GATHERS, nbytes, "gather")
+        end = self._collective(Lane.GATHERS, nbytes, "gather")
+        if not self.machine.has_accelerator:  # threads of gloo take a core, which would compute meanwhile
+            self.clock.host(self.machine.collective_ns(nbytes) // self.machine.num_cores, "a core gathers")
+        return end
 
     def reduce(self, work: Reduce) -> Mark:
         """The host starts a reduce-scatter; returns its end."""
         self.clock.follow(Lane.REDUCTIONS, self.clock.end_of(Lane.COMPUTE))
-        return self._collective(Lane.REDUCTIONS, work.nbytes, "reduce")
+        end = self._collective(Lane.REDUCTIONS, work.nbytes, "reduce")
+        if not self.machine.has_accelerator:
+            self.clock.wait(end, "a reduction")  # on gloo the thread that computes adds what it receives
+        return end
 
     def _collective(self, lane: Lane, nbytes: int, what: str) -> Mark:
-        machine, cost = self.machine, self.machine.collective_ns(nbytes)
-        self.clock.host(machine.operator_ns, f"start to {what}")
-        if not machine.has_accelerator:  # threads of gloo take a core, which would compute meanwhile
-            self.clock.host(cost // machine.num_cores, f"a core sends what it has to {what}")
-        return self.clock.put(lane, cost, f"{what}, {nbytes} bytes sent")
+        self.clock.host(self.machine.operator_ns, f"start to {what}")
+        return self.clock.put(lane, self.machine.collective_ns(nbytes), f"{what}, {nbytes} bytes sent")
 
     def message(self) -> None:
         """The host exchanges a message with all other processes."""

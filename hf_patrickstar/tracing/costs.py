@@ -51,11 +51,7 @@ class Cost(NamedTuple):
     kind: str = ""
 
 
-_ATTENTION = frozenset(
-    getattr(_aten, f"_scaled_dot_product_{name}{end}")
-    for name in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
-    for end in ("", "_backward")
-)
+_ATTENTION = "aten::_scaled_dot_product_"
 _MATRICES = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.baddbmm: 1}
 """Products of two matrices, and the place of the first one among their arguments."""
 
@@ -92,9 +88,6 @@ def _products(left: Any, right: Any, shape: Any, *args: Any, out_val: Any = None
     return int(2 * left.numel() * shape[0])
 
 
-_FLOPS_OF_OTHERS: dict[str, Callable[..., Any]] = {PACKED_PRODUCT: _products}
-
-
 def cost_of(operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Cost | None:
     """The cost of one call of an operator; ``None`` if it touches no memory.
 
@@ -113,10 +106,10 @@ def cost_of(operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Co
     made = [tensor for tensor in tensors_among(result) if id(tensor) not in given]
     made_nbytes = _nbytes(made)
     read_nbytes = made_nbytes + _nbytes(read[1:]) if packet in READS_ROWS else _nbytes(read)
-    if packet in _ATTENTION:
+    if operator._schema.name.startswith(_ATTENTION):
         flops, kind = _attention(operator, args, kwargs), "attention"
     else:
-        count = _FLOPS.get(packet) or _FLOPS_OF_OTHERS.get(operator._schema.name)
+        count = _products if operator._schema.name == PACKED_PRODUCT else _FLOPS.get(packet)
         flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
         kind = _layout(packet, args)
     written_nbytes = _nbytes(written) * (1 if writes_over(operator) else 2)

@@ -11,8 +11,8 @@ import pytest
 from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.schedule.plan import Actions, Plan
-from hf_patrickstar.schedule.replay import replay
-from hf_patrickstar.schedule.script import Begin, Keep, Kernel, Load, Part, Reach, Restore, Send
+from hf_patrickstar.schedule.replay import Player, replay
+from hf_patrickstar.schedule.script import Begin, Join, Keep, Kernel, Load, Part, Reach, Reduce, Restore, Send
 
 MACHINE = dataclasses.replace(
     MACHINES["h100"],
@@ -97,6 +97,19 @@ def test_the_last_one_of_all_that_leave_is_needed_out_of_order():
     backward = [Begin(Part.BACKWARD), Restore(0), compute("e"), Restore(2), compute("f"), Restore(1), compute("g")]
     found = spans_of([*FORWARD, *backward], plan_of(50, 50, 50))
     assert [what for lane, what, *_ in found if lane is TO_DEVICE] == ["activation 0", "activation 2", "activation 1"]
+
+
+@pytest.mark.parametrize("num_cores", [1, 4])
+def test_a_collective_of_the_cpu_takes_its_time_once(num_cores):
+    """The thread that computes adds what it receives. A gather takes one of its cores."""
+    links = {"link_bandwidth": 1e9, "link_latency_s": 10e-9}
+    machine = dataclasses.replace(MACHINE, has_accelerator=False, num_cores=num_cores, num_devices=2, **links)
+    script = [Begin(Part.FORWARD), compute("a"), Reduce(90), Join(0), compute("b")]
+    begins = {span.what: span.begin_ns for span in replay(script, [plan_of()], [], machine).own_spans}
+    assert (begins["reduce, 90 bytes sent"], begins["b"]) == (102, 203)
+    player = Player(machine)
+    assert player.gather(90).time_ns == 101
+    assert player.clock.now_ns == 1 + 100 // num_cores
 
 
 def test_each_micro_batch_has_a_plan_of_its_own():
