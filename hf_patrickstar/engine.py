@@ -464,7 +464,7 @@ class PatrickStarEngine:
         """
         total = 0
         for chunk in self.manager.chunks:
-            per_element = sum(payload.dtype.itemsize for payload in chunk.payloads.values())
+            per_element = sum(payload.dtype.itemsize for payload in chunk.held.values())
             total += sum(tensor.own_numel for tensor in chunk.owned) * per_element
         return total + sum(self.ledger.owners(tier).get(OWN_STATE, 0) for tier in Tier)
 

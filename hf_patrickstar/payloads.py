@@ -10,7 +10,7 @@ from hf_patrickstar.decisions import Decisions
 from hf_patrickstar.errors import PatrickStarError
 from hf_patrickstar.homes import chunk_bytes, lists_of, widened_by
 from hf_patrickstar.layout.packing import ChunkSpec
-from hf_patrickstar.layout.specs import TensorSpec
+from hf_patrickstar.layout.specs import MASTER, TensorSpec
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import Kernel
@@ -94,12 +94,17 @@ class Payloads:
 
     def _make_chunk(self, spec: ChunkSpec, home: Tier) -> Chunk:
         chunk = Chunk(spec, home, self._rank)
+        chunk.lists.fill = self._fill
         moves = home is Tier.HOST and not spec.on_host
         chunk.param = self._new(home, spec.chunk_numel, torch_dtype(spec.types.param), "param", pinned=moves)
         try:
             for name in lists_of(spec, self._decisions.lists):
                 dtype, block_numel = spec.types.of_list(name)
-                chunk.lists[name] = self._new(home, -(-spec.chunk_numel // block_numel), torch_dtype(dtype), name)
+                numel, kind = -(-spec.chunk_numel // block_numel), torch_dtype(dtype)
+                if name == MASTER:
+                    chunk.lists[name] = self._new(home, numel, kind, name)
+                else:
+                    chunk.lists.fresh[name] = self._pool.allocate(home, numel, kind, name)
         except PatrickStarError:
             self._stop_zeroing()
             chunk.give_back(self._pool)
@@ -114,6 +119,13 @@ class Payloads:
         if is_apart:
             self._zeroing.append(self._workers.submit(_fill_with_zeros, payload.split(_PART_NUMEL)))
         return payload
+
+    def _fill(self, payload: torch.Tensor) -> None:
+        """Fills a payload with zeros, when somebody asks for it."""
+        if self._workers.suits(payload, payload.numel()):
+            self._workers.submit(_fill_with_zeros, payload.split(_PART_NUMEL)).wait()
+        else:
+            payload.zero_()
 
     @contextlib.contextmanager
     def _zeros(self) -> Iterator[None]:

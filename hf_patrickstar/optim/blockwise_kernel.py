@@ -172,10 +172,11 @@ class BlockwiseKernel(ElementwiseKernel):
 
     def own_state(self, tensor: ManagedParameter) -> dict[str, Any]:
         """See ``Kernel``. It has the names and the order of the library's."""
-        places = self.state_places(tensor)
+        tensor.chunk.wait_for_update()
         step = self._steps.get(tensor.spec.index)
         if step is None:
             return {}
+        places = self.state_places(tensor)
         state: dict[str, Any] = {"step": int(step)}
         for name in self._states:
             state[name] = places[name]

@@ -225,7 +225,7 @@ class Gradients:
 
     def _leaves_beside(self, chunk: Chunk, gradient: torch.Tensor) -> bool:
         """Whether a gradient goes to its list through the ring, which comes after all lists."""
-        if chunk.home is Tier.DEVICE or not self._streams.copies_beside(gradient, chunk.payloads["param"]):
+        if chunk.home is Tier.DEVICE or not self._streams.copies_beside(gradient, chunk.home_param):
             return False
         self._has_all_lists |= all(other.has_list(GRADIENT) for other in self._chunks if other.spec.trainable)
         return self._has_all_lists and self._ring.open()

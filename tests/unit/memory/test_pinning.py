@@ -1,6 +1,5 @@
 """Page-locked memory: how much of it is taken, with stand-ins for torch's allocator and the driver."""
 
-import array
 import gc
 import os
 import subprocess
@@ -9,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from buffers import are_there
 
 from hf_patrickstar.memory import pinning
 from hf_patrickstar.memory.pinning import PagePinning, TorchPinning, make_pinning
@@ -17,13 +17,6 @@ CUDA = torch.device("cuda", 0)
 KIB, MIB = 2**10, 2**20
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux about pages")
-
-
-def are_there(address, nbytes):
-    """For each page whether the system has given it to this process."""
-    with open("/proc/self/pagemap", "rb") as file:
-        file.seek(address // (4 * KIB) * 8)
-        return [bool(entry >> 63) for entry in array.array("Q", file.read(nbytes // (4 * KIB) * 8))]
 
 
 class Host:
