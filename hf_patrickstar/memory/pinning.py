@@ -2,8 +2,7 @@
 
 Where the driver can be asked, it locks pages of the engine's own, which threads have had the system make: that is eight
 times as fast as torch's allocator, and can go on beside whoever writes to them. Torch's allocator rounds page-locked
-allocations up to a power of two, which wastes a third where chunks have a bad size, and keeps what was freed, which is
-memory that nobody has booked; newer versions can be told not to.
+allocations up to a power of two, which wastes a third where chunks have a bad size, and keeps what was freed.
 """
 
 import contextlib
@@ -15,20 +14,9 @@ from collections.abc import Callable
 import torch
 
 from hf_patrickstar.cores import own_cores
-from hf_patrickstar.memory.accelerator import (
-    allocator_settings,
-    configure_allocator,
-    empty_host_cache,
-    host_cache_nbytes,
-    lock_pages,
-    unlock_pages,
-)
+from hf_patrickstar.memory.accelerator import empty_host_cache, lock_pages, unlock_pages
 from hf_patrickstar.memory.pages import fresh_pages, populate
-from hf_patrickstar.units import MIB
 
-_ROUND_UP_TO = "pinned_max_round_threshold_mb"
-_KEEP_UP_TO = "pinned_max_cached_size_mb"
-_LARGEST_PROBE_MB = 64
 _PAGE_NBYTES = mmap.PAGESIZE
 _WIPE_ON_FORK = 18
 """``MADV_WIPEONFORK`` of Linux, for which Python has no name."""
@@ -37,19 +25,10 @@ _MOST_THREADS = 8
 
 
 class TorchPinning:
-    """Page-locked memory of torch's allocator.
-
-    Args:
-        exact_above_nbytes: Larger buffers take what they need; smaller ones, and all with ``None``, a power of two.
-    """
-
-    def __init__(self, exact_above_nbytes: int | None = None) -> None:
-        self._exact_above_nbytes = exact_above_nbytes
+    """Page-locked memory of torch's allocator."""
 
     def nbytes(self, nbytes: int) -> int:
         """Bytes that a buffer of so many bytes takes."""
-        if self._exact_above_nbytes is not None and nbytes > self._exact_above_nbytes:
-            return nbytes
         return 1 << (nbytes - 1).bit_length() if nbytes > 0 else 0
 
     def begin(self, numel: int, dtype: torch.dtype, *, zero: bool) -> tuple[torch.Tensor, Callable[[], None]]:
@@ -124,7 +103,7 @@ Pinning = TorchPinning | PagePinning
 
 
 def make_pinning(device: torch.device) -> tuple[Pinning, str]:
-    """Finds out how page-locked memory can be had here without waste.
+    """Finds out how page-locked memory can be had here.
 
     Args:
         device: The accelerator.
@@ -132,35 +111,9 @@ def make_pinning(device: torch.device) -> tuple[Pinning, str]:
     Returns:
         Where it comes from, and a clause that says so.
     """
-    told = allocator_settings()
-    if _ROUND_UP_TO not in told:  # else the user wants torch's allocator
-        pages = PagePinning(device)
-        try:
-            pages.begin(1, torch.uint8, zero=False)[1]()
-        except RuntimeError:
-            pass
-        else:
-            return pages, "whole pages, locked by the driver"
-    wanted = {key: "1" for key in (_ROUND_UP_TO, _KEEP_UP_TO) if key not in told}
-    can_be_told = not wanted or configure_allocator(wanted)
-    value = told.get(_ROUND_UP_TO, "1")
-    exact_above_mb = int(value) if value.isdigit() else _LARGEST_PROBE_MB + 1
-    if can_be_told and exact_above_mb <= _LARGEST_PROBE_MB and _is_exact_above(exact_above_mb * MIB):
-        return TorchPinning(exact_above_mb * MIB), "exactly as large as chunks"
-    return TorchPinning(), "rounded up to powers of two by torch"
-
-
-def _is_exact_above(threshold_nbytes: int) -> bool:
-    """Whether torch's allocator takes for more than so many bytes what it needs, which no version tells beforehand."""
-    nbytes = (1 << threshold_nbytes.bit_length()) + MIB
-    if host_cache_nbytes() is None:  # torch may have no such allocator for this device, and crash if it is asked more
-        return False
-    empty_host_cache()
-    before = host_cache_nbytes() or 0
+    pages = PagePinning(device)
     try:
-        probe = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        pages.begin(1, torch.uint8, zero=False)[1]()
     except RuntimeError:
-        return False
-    after = host_cache_nbytes()
-    del probe
-    return after is not None and 0 < after - before < nbytes + MIB
+        return TorchPinning(), "rounded up to powers of two by torch"
+    return pages, "whole pages, locked by the driver"

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -20,6 +21,8 @@ _IN_FLIGHT_NBYTES = 256 * MIB
 """Bytes of gradients whose copies the compute stream does not wait for: some milliseconds of the bus."""
 _LEAST_IN_FLIGHT = 2
 """Gradients that may be larger than that together: with one alone, computation would stand still for its copy."""
+_STAGES = 4
+"""Copies by way of page-locked memory that are under way at once, each through its part of that."""
 _UNMEASURED = contextlib.nullcontext()
 
 
@@ -243,6 +246,16 @@ class Streams:
             times.of_work(copy, WorkLane.TO_HOST, source.nbytes, is_ahead=False)()
         return None
 
+    def copy_through(self, source: torch.Tensor, target: torch.Tensor, stage: torch.Tensor) -> None:
+        """Copies between the tiers, and waits: pageable memory of the host by way of page-locked memory.
+
+        Args:
+            source: A contiguous tensor on either tier.
+            target: One of the same type and shape on the other.
+            stage: Page-locked memory that is overwritten, if copies to and from it run beside the host.
+        """
+        target.copy_(source)
+
     def on_host(
         self, work: Callable[[], None], after: Iterable[Copy] = (), otherwise: Callable[[], None] | None = None
     ) -> Copy | None:
@@ -384,6 +397,37 @@ class DeviceStreams(Streams):
         if holds:
             self._hold(source, ticket)
         return ticket
+
+    def copy_through(self, source: torch.Tensor, target: torch.Tensor, stage: torch.Tensor) -> None:
+        """See ``Streams``."""
+        to_device = self._driver.is_on_device(target)
+        if self._driver.is_on_device(source) is to_device or not self._driver.is_pinned(stage):
+            target.copy_(source)
+            return
+        one, other, locked = (tensor.view(torch.uint8) for tensor in (source, target, stage))
+        nbytes = max(stage.nbytes // _STAGES, 1)
+        slots = locked.split(nbytes)[:_STAGES]
+        under_way: collections.deque[tuple[Copy, torch.Tensor, torch.Tensor]] = collections.deque()
+
+        def finish() -> None:
+            copy, slot, place = under_way.popleft()
+            copy.wait()
+            if not to_device:
+                place.copy_(slot)
+
+        try:
+            for part, place, whole in zip(one.split(nbytes), other.split(nbytes), itertools.cycle(slots), strict=False):
+                if len(under_way) == len(slots):
+                    finish()
+                slot = whole[: part.numel()]
+                if to_device:
+                    copy = self._copy(WorkLane.TO_DEVICE, slot.copy_(part), place, ())
+                else:
+                    copy = self._copy(WorkLane.TO_HOST, part, slot, ())
+                under_way.append((copy, slot, place))
+        finally:
+            while under_way:
+                finish()
 
     def on_host(
         self, work: Callable[[], None], after: Iterable[Copy] = (), otherwise: Callable[[], None] | None = None

@@ -172,7 +172,7 @@ class BlockwiseKernel(ElementwiseKernel):
 
     def own_state(self, tensor: ManagedParameter) -> dict[str, Any]:
         """See ``Kernel``. It has the names and the order of the library's."""
-        tensor.chunk.wait_for_update()
+        lists = tensor.chunk.lists
         step = self._steps.get(tensor.spec.index)
         if step is None:
             return {}
@@ -180,8 +180,8 @@ class BlockwiseKernel(ElementwiseKernel):
         state: dict[str, Any] = {"step": int(step)}
         for name in self._states:
             state[name] = places[name]
-            if places[name].dtype is torch.uint8:
-                state[_table_of(name)] = self._table(name, places[name].device)
+            if lists[name].dtype is torch.uint8:
+                state[_table_of(name)] = self._table(name, lists[name].device)
         return state | places
 
     def state_places(self, tensor: ManagedParameter) -> dict[str, torch.Tensor]:

@@ -482,13 +482,13 @@ class Chunk:
         """Whether somebody looks into one of these lists at home, and so sees what is there at any moment.
 
         Args:
-            names: The lists.
+            names: The lists, ``param`` among them or not.
         """
         update = self.update
         if update is not None and not update.is_done:
             return False  # to get at them is to wait for it; but its own views of them count as users
         for name in names:
-            payload = self.home_lists.get(name)
+            payload = self.home_param if name == "param" else self.home_lists.get(name)
             # The list itself is one user of its storage, and the object that is made here to ask for it another.
             if type(payload) is torch.Tensor and _use_count(payload.untyped_storage()._cdata) > 2:
                 return True

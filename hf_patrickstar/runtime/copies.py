@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -211,7 +211,7 @@ class Copies:
             self._drop(chunk)  # a copy with the chunks of others stays true
         lists, name = chunk.home_lists, f"move home to the {home.value} of"
         with lists.lock, named(name, chunk.spec.index), _as_it_is(chunk.home_param):
-            new = self._copy_lists(chunk.held, lists.fresh, home)
+            new = self._copy_lists(chunk, home)
             if chunk.is_static:
                 del self._by_storage[chunk.clear_compute()[1]]
             chunk.give_back(self._pool)
@@ -238,18 +238,28 @@ class Copies:
 
     # Inside
 
-    def _copy_lists(
-        self, lists: Mapping[str, torch.Tensor], fresh: Container[str], home: Tier
-    ) -> dict[str, torch.Tensor]:
-        """The same on another tier, without the values of those that have none; all or none."""
-        new: dict[str, torch.Tensor] = {}
+    def _copy_lists(self, chunk: Chunk, home: Tier) -> dict[str, torch.Tensor]:
+        """The lists on another tier, without the values of those that have none; all or none.
+
+        The host's ``param`` list may be page-locked: the others go through it, before its own values come there or
+        after they have left it.
+        """
+        old, new, fresh = chunk.held, dict[str, torch.Tensor](), chunk.home_lists.fresh
+        to_host, is_lent, is_overwritten = home is Tier.HOST, chunk.is_lent(("param",)), False
         try:
-            for name, payload in lists.items():
-                pinned = home is Tier.HOST and name == "param"
+            for name, payload in old.items():
+                pinned = to_host and name == "param"
                 new[name] = self._pool.allocate(home, payload.numel(), payload.dtype, name, pinned=pinned)
-                if name not in fresh:
-                    new[name].copy_(payload)
+            names = [name for name in old if name not in fresh]
+            for name in sorted(names, key=lambda name: (name == "param") is to_host):
+                if name == "param" or (is_lent and not to_host):
+                    new[name].copy_(old[name])
+                else:
+                    is_overwritten = not to_host
+                    self._streams.copy_through(old[name], new[name], (new if to_host else old)["param"])
         except BaseException:
+            if is_overwritten:
+                old["param"].copy_(new["param"])
             for name, payload in new.items():
                 self._pool.release(home, payload, name, keep=False)
             raise

@@ -10,10 +10,12 @@ from buffers import are_there
 from engine.pairs import Pair, engine_of
 from engine.same import assert_same_states
 from engine.small import Stack, adamw, batch, make, step_of, trainable
+from simulated import simulated_streams
 from torch import nn
 
 from hf_patrickstar.events import ChunkRehomed
 from hf_patrickstar.memory.pool import PayloadPool
+from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.runtime.copies import Copies
 
 MOVING = {"device_budget": 26000}
@@ -134,6 +136,7 @@ def test_a_thread_that_looks_at_a_state_takes_nothing_away(garbage):
     assert not chunk.lists["exp_avg"][4:].any()
 
 
+@pytest.mark.own_streams
 def test_only_values_and_masters_are_copied_when_chunks_first_move(monkeypatch):
     moved, copied, real, rehome = [], [], torch.Tensor.copy_, Copies.rehome
 
@@ -155,6 +158,37 @@ def test_only_values_and_masters_are_copied_when_chunks_first_move(monkeypatch):
     assert sum(copied) == 6 * 320 * len(moved)
 
 
+@pytest.mark.own_streams
+@pytest.mark.parametrize("looks", [True, False])
+def test_values_outlive_a_move_that_is_interrupted(monkeypatch, looks):
+    """Masters go by way of the memory of values; also where somebody looks into that."""
+    real = DeviceStreams.copy_through
+
+    def interrupt(self, *args):
+        real(self, *args)
+        raise KeyboardInterrupt
+
+    with simulated_streams():
+        pair = Pair(lambda: Stack(10), "resident", dtype="bf16", settings=MOVING)
+        chunks = pair.engine.manager.chunks
+        homes = [chunk.home_param.view(-1) for chunk in chunks]  # views count as somebody who looks
+        before = [home.tolist() for home in homes]
+        if not looks:
+            homes = [chunk.home_param for chunk in chunks]
+            with monkeypatch.context() as patch:
+                patch.setattr(DeviceStreams, "copy_through", interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    pair.ours(batch().bfloat16())
+            assert before == [chunk.home_param.tolist() for chunk in chunks]
+        pair.ours(batch().bfloat16())
+        assert bool(pair.engine.stats()["chunk_moves"]) == looks
+        assert before == [home.tolist() for home in (homes if looks else (chunk.home_param for chunk in chunks))]
+        del homes
+        pair.check()
+        pair.engine.detach()
+
+
+@pytest.mark.own_streams
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux about pages")
 def test_the_system_gives_memory_for_states_when_they_are_needed():
     """Not for those that move, where they were first; and the memory of a step that has updated is all there."""

@@ -1,4 +1,4 @@
-"""Page-locked memory: how much of it is taken, with stand-ins for torch's allocator and the driver."""
+"""Page-locked memory: how much of it is taken, with a stand-in for the driver."""
 
 import gc
 import os
@@ -20,22 +20,10 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux about 
 
 
 class Host:
-    """An allocator and a driver: which settings a version knows, what was allocated and which pages are locked."""
+    """A driver, and which pages are locked."""
 
-    def __init__(self, knows=True, tells=True, locks=True):
-        self.knows, self.tells, self.locks = knows, tells, locks
-        self.told, self.taken, self.locked = {}, 0, {}
-
-    def configure(self, settings):
-        self.told.update(settings)
-        return True
-
-    def empty(self, numel, *, dtype=None, device="cpu", pin_memory=False):
-        if pin_memory:
-            nbytes = numel * dtype.itemsize
-            threshold = int(self.told.get("pinned_max_round_threshold_mb", 10**6)) * MIB if self.knows else 10**12
-            self.taken += nbytes if nbytes > threshold else 1 << (nbytes - 1).bit_length()
-        return self.real_empty(numel, dtype=dtype)
+    def __init__(self, locks=True):
+        self.locks, self.locked = locks, {}
 
     def lock(self, device, address, nbytes):
         if not self.locks:
@@ -49,60 +37,31 @@ class Host:
 @pytest.fixture
 def host(monkeypatch):
     found = Host()
-    found.real_empty = torch.empty
-    monkeypatch.setattr(pinning, "allocator_settings", lambda: dict(found.told))
-    monkeypatch.setattr(pinning, "configure_allocator", found.configure)
-    monkeypatch.setattr(pinning, "empty_host_cache", lambda: None)
-    monkeypatch.setattr(pinning, "host_cache_nbytes", lambda: found.taken if found.tells else None)
     monkeypatch.setattr(pinning, "lock_pages", found.lock)
     monkeypatch.setattr(pinning, "unlock_pages", found.unlock)
-    monkeypatch.setattr(pinning.torch, "empty", found.empty)
     yield found
     gc.collect()  # pages are unlocked by the stand-in
 
 
-def test_torch_rounds_up_to_a_power_of_two_below_the_threshold():
+def test_torch_rounds_up_to_a_power_of_two():
     for nbytes, taken in ((0, 0), (1, 1), (2, 2), (3, 4), (1000, 1024), (1024, 1024), (1025, 2048)):
-        assert TorchPinning().nbytes(nbytes) == TorchPinning(2048).nbytes(nbytes) == taken
-    assert [TorchPinning(2048).nbytes(nbytes) for nbytes in (2049, 3 * MIB)] == [2049, 3 * MIB]
+        assert TorchPinning().nbytes(nbytes) == taken
 
 
 @pytest.mark.parametrize(
-    ("changes", "threshold", "kind", "taken", "how"),
+    ("locks", "kind", "taken", "how"),
     [
-        ({}, None, PagePinning, [3 * MIB + 4 * KIB, 8 * KIB], "whole pages, locked by the driver"),
-        ({"locks": False}, None, TorchPinning, [3 * MIB + 1, 8 * KIB], "exactly as large as chunks"),
-        (
-            {"knows": False, "locks": False},
-            None,
-            TorchPinning,
-            [4 * MIB, 8 * KIB],
-            "rounded up to powers of two by torch",
-        ),
-        (
-            {"tells": False, "locks": False},
-            None,
-            TorchPinning,
-            [4 * MIB, 8 * KIB],
-            "rounded up to powers of two by torch",
-        ),
-        ({}, "2", TorchPinning, [3 * MIB + 1, 8 * KIB], "exactly as large as chunks"),
-        ({}, "1000", TorchPinning, [4 * MIB, 8 * KIB], "rounded up to powers of two by torch"),
+        (True, PagePinning, [3 * MIB + 4 * KIB, 8 * KIB], "whole pages, locked by the driver"),
+        (False, TorchPinning, [4 * MIB, 8 * KIB], "rounded up to powers of two by torch"),
     ],
-    ids=["driver", "told", "rounds all the same", "says nothing", "a threshold of the user", "too large to try"],
 )
-def test_where_memory_comes_from_and_what_buffers_take(host, changes, threshold, kind, taken, how):
-    """What cannot be tried is not trusted: too much is booked, never too little."""
-    vars(host).update(changes)
-    if threshold is not None:
-        host.told["pinned_max_round_threshold_mb"] = threshold
+def test_where_memory_comes_from_and_what_buffers_take(host, locks, kind, taken, how):
+    host.locks = locks
     source, said = make_pinning(CUDA)
     gc.collect()
     assert not host.locked, "the page that it was tried with is given back"
     assert (type(source), said) == (kind, how)
     assert [source.nbytes(nbytes) for nbytes in (3 * MIB + 1, 5 * KIB)] == taken
-    if kind is TorchPinning:
-        assert host.told == {"pinned_max_round_threshold_mb": threshold or "1", "pinned_max_cached_size_mb": "1"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
