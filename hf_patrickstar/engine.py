@@ -464,7 +464,7 @@ class PatrickStarEngine:
         """
         total = 0
         for chunk in self.manager.chunks:
-            per_element = sum(payload.dtype.itemsize for payload in chunk.payloads.values())
+            per_element = sum(payload.dtype.itemsize for payload in chunk.held.values())
             total += sum(tensor.own_numel for tensor in chunk.owned) * per_element
         return total + sum(self.ledger.owners(tier).get(OWN_STATE, 0) for tier in Tier)
 
@@ -546,7 +546,7 @@ class PatrickStarEngine:
         for buffer in buffers_of(self.model):
             self._buffer_devices.append((buffer, buffer.device))
             set_raw_data(buffer, buffer.data.to(self.device))
-        with self.manager.gradients.lock:  # other threads may read parameters
+        with self.manager.gradients.lock, self.resources.pool.locking_beside():  # other threads may read parameters
             self._first_values.move_in(buffers_of(self.model), self.hooks.bind)
         self._workers.close()  # a process that is forked before the first update starts threads of its own
 

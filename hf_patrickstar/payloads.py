@@ -1,24 +1,22 @@
 """Allocates chunks and makes managed parameters according to the decisions, and computes the bytes of chunks."""
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from hf_patrickstar.checkpoint.progress import shown
 from hf_patrickstar.decisions import Decisions
 from hf_patrickstar.errors import PatrickStarError
 from hf_patrickstar.homes import chunk_bytes, lists_of, widened_by
 from hf_patrickstar.layout.packing import ChunkSpec
-from hf_patrickstar.layout.specs import TensorSpec
+from hf_patrickstar.layout.specs import MASTER, TensorSpec
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import Kernel
-from hf_patrickstar.optim.workers import HostWorkers, WorkTicket
+from hf_patrickstar.optim.workers import HostWorkers
 from hf_patrickstar.resources import Resources
 from hf_patrickstar.runtime.chunk import Chunk, ManagedParameter, torch_dtype
 from hf_patrickstar.schedule.placement import ChunkBytes
-from hf_patrickstar.units import format_nbytes
 
 _PART_NUMEL = 2**21
 """Elements that a worker fills with zeros before it takes the next part: a few milliseconds of work."""
@@ -31,7 +29,7 @@ class Payloads:
         resources: What the engine runs on.
         decisions: The decisions for the model.
         kernels: The kernels that update chunks, one for each optimizer; the list may grow.
-        workers: They fill new payloads with zeros.
+        workers: They fill payloads with zeros.
     """
 
     def __init__(
@@ -43,7 +41,6 @@ class Payloads:
         self._decisions = decisions
         self._kernels = kernels
         self._workers = workers
-        self._zeroing: list[WorkTicket] = []
 
     @unseen()
     def allocate(self) -> list[Chunk]:
@@ -55,18 +52,13 @@ class Payloads:
         decisions = self._decisions
         chunks: list[Chunk] = []
         try:
-            with self._zeros():
-                specs = decisions.choice.layout.chunks
-                bar = shown(specs, "Allocating chunks", "chunks", is_first=self._rank == 0)
-                for spec in bar:
-                    home = Tier.DEVICE if spec.index in decisions.homes.device_homed else Tier.HOST
-                    chunks.append(self._make_chunk(spec, home))
-                    locked_nbytes = 0 if bar.disable else self._pool.pinned_nbytes
-                    if locked_nbytes:
-                        bar.set_postfix_str(f"{format_nbytes(locked_nbytes)} locked", refresh=False)
-                self.reserve(chunks)
+            for spec in decisions.choice.layout.chunks:
+                home = Tier.DEVICE if spec.index in decisions.homes.device_homed else Tier.HOST
+                chunks.append(self.make_chunk(spec, home, locks_later=True))
+            self.reserve(chunks)
         except PatrickStarError:
-            chunks.clear()
+            while chunks:
+                chunks.pop().give_back(self._pool)
             raise
         placements = decisions.choice.layout.placements
         lookup = "home" if decisions.embeddings.is_final else "auto"
@@ -79,58 +71,38 @@ class Payloads:
                 chunk.add(tensor)
         return chunks
 
-    def make_chunk(self, spec: ChunkSpec, home: Tier) -> Chunk:
+    def make_chunk(self, spec: ChunkSpec, home: Tier, *, locks_later: bool = False) -> Chunk:
         """Allocates the payloads of one chunk.
 
         Args:
             spec: The chunk's spec.
             home: The tier of its home.
+            locks_later: See ``PayloadPool.allocate``.
 
         Raises:
             BudgetError: If there is no room.
         """
-        with self._zeros():
-            return self._make_chunk(spec, home)
-
-    def _make_chunk(self, spec: ChunkSpec, home: Tier) -> Chunk:
-        chunk = Chunk(spec, home, self._rank)
-        moves = home is Tier.HOST and not spec.on_host
-        chunk.param = self._new(home, spec.chunk_numel, torch_dtype(spec.types.param), "param", pinned=moves)
+        chunk, allocate = Chunk(spec, home, self._rank), functools.partial(self._pool.allocate, home)
+        chunk.lists.fill = self._fill
+        numel, moves = spec.chunk_numel, home is Tier.HOST and not spec.on_host
+        kind = torch_dtype(spec.types.param)
+        chunk.param = allocate(numel, kind, "param", pinned=moves, zero=True, locks_later=locks_later)
         try:
             for name in lists_of(spec, self._decisions.lists):
                 dtype, block_numel = spec.types.of_list(name)
-                chunk.lists[name] = self._new(home, -(-spec.chunk_numel // block_numel), torch_dtype(dtype), name)
+                lists, is_zero = (chunk.lists, True) if name == MASTER else (chunk.lists.fresh, False)
+                lists[name] = allocate(-(-numel // block_numel), torch_dtype(dtype), name, zero=is_zero)
         except PatrickStarError:
-            self._stop_zeroing()
             chunk.give_back(self._pool)
             raise
         return chunk
 
-    def _new(self, home: Tier, numel: int, dtype: torch.dtype, owner: str, *, pinned: bool = False) -> torch.Tensor:
-        """A payload of zeros; workers may write them while the caller page-locks the next one."""
-        device = self._device if home is Tier.DEVICE else torch.device("cpu")
-        is_apart = self._workers.suits_new(device, numel)
-        payload = self._pool.allocate(home, numel, dtype, owner, pinned=pinned, zero=not is_apart)
-        if is_apart:
-            self._zeroing.append(self._workers.submit(_fill_with_zeros, payload.split(_PART_NUMEL)))
-        return payload
-
-    @contextlib.contextmanager
-    def _zeros(self) -> Iterator[None]:
-        """When the block has ended, all payloads that were made in it are filled with zeros."""
-        try:
-            yield
-            for ticket in self._zeroing:
-                ticket.wait()
-        finally:
-            self._stop_zeroing()
-
-    def _stop_zeroing(self) -> None:
-        for ticket in self._zeroing:
-            ticket.skip()  # all of them, before one is waited for
-        for ticket in self._zeroing:
-            ticket.cancel()
-        self._zeroing.clear()
+    def _fill(self, payload: torch.Tensor) -> None:
+        """Fills a payload with zeros, when somebody asks for it."""
+        if self._workers.suits(payload, payload.numel()):
+            self._workers.submit(_fill_with_zeros, payload.split(_PART_NUMEL)).wait()
+        else:
+            payload.zero_()
 
     def make_tensor(self, spec: TensorSpec, parameter: torch.nn.Parameter, offset_numel: int) -> ManagedParameter:
         """Makes a managed parameter; it is in no chunk yet.

@@ -1,5 +1,6 @@
 """Which memory is a buffer of a pool, and on which tier: what streams that stand in for those of a device must know."""
 
+import array
 import contextlib
 from unittest import mock
 
@@ -22,3 +23,10 @@ def told_of_buffers(take, free):
 
     with mock.patch.multiple(PayloadPool, allocate=allocate_and_tell, _forget=forget_and_tell):
         yield
+
+
+def are_there(address, nbytes):
+    """For each page whether the system has given it to this process."""
+    with open("/proc/self/pagemap", "rb") as file:
+        file.seek(address // (4096) * 8)
+        return [bool(entry >> 63) for entry in array.array("Q", file.read(nbytes // (4096) * 8))]

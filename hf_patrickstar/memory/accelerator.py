@@ -267,16 +267,6 @@ def empty_host_cache() -> None:
         give_back()
 
 
-def host_cache_nbytes() -> int | None:
-    """Bytes of page-locked memory that torch's allocator has taken from the system; ``None`` if it does not say."""
-    device = torch.accelerator.current_accelerator(check_available=True)
-    stats: dict[str, Any] = {}
-    if device is not None:
-        stats = getattr(torch.get_device_module(device), "host_memory_stats", dict)()
-    taken = stats.get("allocated_bytes.current")
-    return None if taken is None else int(taken)
-
-
 def lock_pages(device: torch.device, address: int, nbytes: int) -> None:
     """Has the driver lock whole pages of the host for copies to and from a device.
 

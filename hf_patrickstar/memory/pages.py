@@ -1,12 +1,17 @@
-"""Huge pages, which make the first touch of a large buffer on the host cheap.
+"""Memory of the host that comes fresh from the system: huge pages of zeros.
 
 The system gives memory to a process when it is touched for the first time, a page at a time, and fills each page with
 zeros. With pages of 4 KiB that takes several times as long as to write the memory again. Many systems use huge pages
 (2 MiB) only where a program asks for them, and go back to small ones where no huge page is free.
+
+So zeros cost nothing before they are used, and whoever writes to them first, in several threads say, has the system
+make them.
 """
 
+import concurrent.futures
 import ctypes
 import mmap
+from typing import TypeVar
 
 import torch
 
@@ -14,6 +19,12 @@ from hf_patrickstar.units import MIB
 
 _HUGE_NBYTES = 2 * MIB
 """The size of a huge page on x86-64 and on most other machines; advice for parts of larger ones changes nothing."""
+_POPULATE_WRITE = 23
+"""``MADV_POPULATE_WRITE`` of Linux, for which Python has no name."""
+_PART_NBYTES = 32 * MIB
+"""Bytes whose pages a thread asks for before it takes the next part: some milliseconds of work."""
+
+_Pages = TypeVar("_Pages", bound=mmap.mmap)
 
 
 def advise_huge_pages(buffer: torch.Tensor) -> int:
@@ -38,6 +49,24 @@ def advise_huge_pages(buffer: torch.Tensor) -> int:
     return 0 if failed else nbytes
 
 
+def populate(buffer: torch.Tensor, num_threads: int) -> None:
+    """Has the system give all pages of a buffer now, to several threads; what has been written to it stays.
+
+    Args:
+        buffer: A buffer on the host that begins with a page. Where the system cannot be asked, it gives pages later.
+        num_threads: How many threads ask, at most.
+    """
+    system = ctypes.CDLL(None)
+
+    def ask(part: torch.Tensor) -> None:
+        address, nbytes = ctypes.c_void_p(part.data_ptr()), ctypes.c_size_t(part.nbytes)
+        system.madvise(address, nbytes, ctypes.c_int(_POPULATE_WRITE))
+
+    parts = buffer.view(torch.uint8).split(_PART_NBYTES)
+    with concurrent.futures.ThreadPoolExecutor(min(len(parts), num_threads), "hf_patrickstar-touch") as threads:
+        list(threads.map(ask, parts))
+
+
 def new_on_host(numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A buffer on the host that is not initialised, in huge pages where the system has them.
 
@@ -53,7 +82,36 @@ def new_on_host(numel: int, *, dtype: torch.dtype, device: torch.device) -> torc
 
 
 def zeros_on_host(numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A buffer on the host that is filled with zeros; see ``new_on_host``."""
-    if torch._C._len_torch_dispatch_stack():  # whoever looks at operators sees one, as on other devices
+    """A buffer on the host that is filled with zeros; a large one is memory that nobody has touched.
+
+    Raises:
+        RuntimeError: If the system has no memory for it.
+    """
+    is_seen = torch._C._len_torch_dispatch_stack() > 0  # whoever looks at operators sees one, as on other devices
+    if is_seen or numel * dtype.itemsize < _HUGE_NBYTES or not hasattr(mmap, "MAP_PRIVATE"):
         return torch.zeros(numel, dtype=dtype, device=device)
-    return new_on_host(numel, dtype=dtype, device=device).zero_()
+    return fresh_pages(numel, dtype, mmap.mmap)[0]
+
+
+def fresh_pages(numel: int, dtype: torch.dtype, kind: type[_Pages]) -> tuple[torch.Tensor, _Pages]:
+    """Pages of zeros that nobody has touched, private to the process, since few systems make shared pages huge.
+
+    Args:
+        numel: Number of elements of the buffer, at least one.
+        dtype: Type of the elements.
+        kind: The class of what has the pages until no tensor looks into them any more.
+
+    Returns:
+        The buffer, and what has its pages.
+
+    Raises:
+        RuntimeError: If the system has none.
+    """
+    nbytes = -(-numel * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
+    try:
+        pages = kind(-1, nbytes, flags=mmap.MAP_PRIVATE)
+    except OSError as error:
+        raise RuntimeError(f"can't allocate memory: {nbytes} bytes: {error}") from error
+    buffer = torch.frombuffer(pages, dtype=dtype, count=numel)
+    advise_huge_pages(buffer)
+    return buffer, pages

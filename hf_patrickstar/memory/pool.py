@@ -1,9 +1,10 @@
 """The payload pool: allocates and reuses the buffers that chunks live in, and books every one in the ledger."""
 
 import bisect
+import concurrent.futures
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ class PayloadPool:
         self._device = device
         self._pinning = pinning
         self._can_pin = True
+        self._unlocked: dict[int, Callable[[], None]] = {}  # address of a storage -> what locks its pages
         self._pinned: set[int] = set()  # addresses of storages
         self._may_be_cached = False  # whether pinned memory was freed that its allocator may keep
         self._kept: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}  # by kind, the highest address at the end
@@ -85,6 +87,7 @@ class PayloadPool:
         *,
         pinned: bool = False,
         zero: bool = False,
+        locks_later: bool = False,
         ahead_nbytes: int = 0,
     ) -> torch.Tensor:
         """Allocates a buffer.
@@ -96,6 +99,7 @@ class PayloadPool:
             owner: Whose bytes they are in the ledger.
             pinned: Ask for page-locked memory (host tier only).
             zero: Fill with zeros.
+            locks_later: Leave it to ``locking_beside`` to lock the pages.
             ahead_nbytes: Bytes that the same owner will ask for next, for the error.
 
         Returns:
@@ -118,9 +122,10 @@ class PayloadPool:
             if self._may_be_cached:
                 self._pinning.empty_cache()  # what is not booked any more must not be there beside what is booked now
                 self._may_be_cached = False
-            locked = self._allocate_pinned(self._pinning, numel, dtype, owner) if pinned and self._can_pin else None
-            if locked is not None:
-                return locked.zero_() if zero else locked
+            if pinned and self._can_pin:
+                locked = self._allocate_pinned(self._pinning, numel, dtype, owner, zero, locks_later)
+                if locked is not None:
+                    return locked
         self.ledger.book(tier, owner, nbytes, ahead_nbytes=ahead_nbytes)
         return self._new(tier, numel, dtype, owner, zero)
 
@@ -177,21 +182,61 @@ class PayloadPool:
             if not self._kept[key]:
                 del self._kept[key]
 
-    def _allocate_pinned(self, pinning: Pinning, numel: int, dtype: torch.dtype, owner: str) -> torch.Tensor | None:
+    def _allocate_pinned(
+        self, pinning: Pinning, numel: int, dtype: torch.dtype, owner: str, zero: bool, locks_later: bool
+    ) -> torch.Tensor | None:
         """A page-locked buffer, or ``None``, with one warning, where pinning fails (limits, virtual machines)."""
         nbytes = pinning.nbytes(numel * dtype.itemsize)
         self.ledger.book(Tier.HOST, owner, nbytes)
+        locks: list[Callable[[], None]] = []
+
+        def make(numel: int) -> torch.Tensor:
+            buffer, lock = pinning.begin(numel, dtype, zero=zero)
+            locks.append(lock)
+            if not locks_later:
+                lock()
+            return buffer
+
         try:
-            buffer = self._make(nbytes, pinning.empty, numel, dtype=dtype)
+            buffer = self._make(nbytes, make, numel)
         except RuntimeError as error:
             self.ledger.unbook(Tier.HOST, owner, nbytes)
-            if not is_not_pinned(error):
-                raise
-            self._can_pin = False
-            logger.warning("cannot pin host memory (%s); copies will be slower and synchronous", error)
+            self._note_refusal(error)
             return None
-        self._pinned.add(buffer.untyped_storage()._cdata)
+        key = buffer.untyped_storage()._cdata
+        self._pinned.add(key)
+        if locks_later:
+            self._unlocked[key] = locks[0]
         return buffer
+
+    @contextlib.contextmanager
+    def locking_beside(self) -> Iterator[None]:
+        """A thread locks the pages that were left to it, while the caller writes to them in the block."""
+        with concurrent.futures.ThreadPoolExecutor(1, "hf_patrickstar-lock") as thread:
+            done = thread.submit(self._lock) if self._unlocked else None
+            try:
+                yield
+            except BaseException:
+                self._unlocked.clear()
+                raise
+            if done is not None:
+                done.result()
+
+    def _lock(self) -> None:
+        while self._unlocked:
+            key, lock = self._unlocked.popitem()
+            try:
+                lock()
+            except RuntimeError as error:
+                self._pinned -= {key, *self._unlocked}
+                self._unlocked.clear()
+                self._note_refusal(error)
+
+    def _note_refusal(self, error: RuntimeError) -> None:
+        if not is_not_pinned(error):
+            raise error
+        self._can_pin = False
+        logger.warning("cannot pin host memory (%s); copies will be slower and synchronous", error)
 
     def _new(self, tier: Tier, numel: int, dtype: torch.dtype, owner: str, zero: bool) -> torch.Tensor:
         """A new buffer for bytes that are booked; if the system has none, they are taken out of the book again."""
@@ -233,6 +278,7 @@ class PayloadPool:
         del self._taken[key]
         self._may_be_cached = self._may_be_cached or key in self._pinned
         self._pinned.discard(key)
+        self._unlocked.pop(key, None)
 
     def _make(self, nbytes: int, make: Callable[..., torch.Tensor], numel: int, **kwargs: Any) -> torch.Tensor:
         self._is_allocating = True

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -22,6 +23,8 @@ _LEAST_IN_FLIGHT = 2
 """Gradients that may be larger than that together: with one alone, computation would stand still for its copy."""
 Hold = bool | Callable[[], object]
 """Whether a tensor is held while it is copied, and perhaps what is called before its memory can be used again."""
+_STAGES = 4
+"""Copies by way of page-locked memory that are under way at once, each through its part of that."""
 
 
 class Copy:
@@ -267,6 +270,16 @@ class Streams:
             times.of_work(copy, WorkLane.TO_HOST, source.nbytes, is_ahead=False)()
         return None
 
+    def copy_through(self, source: torch.Tensor, target: torch.Tensor, stage: torch.Tensor) -> None:
+        """Copies between the tiers, and waits: pageable memory of the host by way of page-locked memory.
+
+        Args:
+            source: A contiguous tensor on either tier.
+            target: One of the same type and shape on the other.
+            stage: Page-locked memory that is overwritten, if copies to and from it run beside the host.
+        """
+        target.copy_(source)
+
     def on_host(
         self, work: Work, after: Iterable[Copy] = (), otherwise: Callable[[], None] | None = None
     ) -> Copy | None:
@@ -429,6 +442,37 @@ class DeviceStreams(Streams):
         elif holds:
             ticket.join()
         return ticket
+
+    def copy_through(self, source: torch.Tensor, target: torch.Tensor, stage: torch.Tensor) -> None:
+        """See ``Streams``."""
+        to_device = self._driver.is_on_device(target)
+        if self._driver.is_on_device(source) is to_device or not self._driver.is_pinned(stage):
+            target.copy_(source)
+            return
+        one, other, locked = (tensor.view(torch.uint8) for tensor in (source, target, stage))
+        nbytes = max(stage.nbytes // _STAGES, 1)
+        slots = locked.split(nbytes)[:_STAGES]
+        under_way: collections.deque[tuple[Copy, torch.Tensor, torch.Tensor]] = collections.deque()
+
+        def finish() -> None:
+            copy, slot, place = under_way.popleft()
+            copy.wait()
+            if not to_device:
+                place.copy_(slot)
+
+        try:
+            for part, place, whole in zip(one.split(nbytes), other.split(nbytes), itertools.cycle(slots), strict=False):
+                if len(under_way) == len(slots):
+                    finish()
+                slot = whole[: part.numel()]
+                if to_device:
+                    copy = self._copy(WorkLane.TO_DEVICE, slot.copy_(part), place, ())
+                else:
+                    copy = self._copy(WorkLane.TO_HOST, part, slot, ())
+                under_way.append((copy, slot, place))
+        finally:
+            while under_way:
+                finish()
 
     def on_host(
         self, work: Work, after: Iterable[Copy] = (), otherwise: Callable[[], None] | None = None

@@ -172,15 +172,16 @@ class BlockwiseKernel(ElementwiseKernel):
 
     def own_state(self, tensor: ManagedParameter) -> dict[str, Any]:
         """See ``Kernel``. It has the names and the order of the library's."""
-        places = self.state_places(tensor)
+        lists = tensor.chunk.lists
         step = self._steps.get(tensor.spec.index)
         if step is None:
             return {}
+        places = self.state_places(tensor)
         state: dict[str, Any] = {"step": int(step)}
         for name in self._states:
             state[name] = places[name]
-            if places[name].dtype is torch.uint8:
-                state[_table_of(name)] = self._table(name, places[name].device)
+            if lists[name].dtype is torch.uint8:
+                state[_table_of(name)] = self._table(name, lists[name].device)
         return state | places
 
     def state_places(self, tensor: ManagedParameter) -> dict[str, torch.Tensor]:

@@ -279,8 +279,9 @@ class ElementwiseKernel(Kernel):
             self._steps[tensor.spec.index] = int(state["step"])
             return
         self._steps.pop(tensor.spec.index, None)
-        for place in self.state_places(tensor).values():
-            place.zero_()
+        if not tensor.chunk.home_lists.keys().isdisjoint(self.list_names[1:]):  # else they are zeros already
+            for place in self.state_places(tensor).values():
+                place.zero_()
 
 
 def _round(segments: Iterable[Segment]) -> None:

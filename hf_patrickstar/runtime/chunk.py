@@ -10,6 +10,13 @@ one in the copy, on every rank, and one at home, on its owner. With one process 
 of the next forward. So nobody may meet values of before: who asks a chunk for a list at home waits for the update of
 that chunk, whatever the list is wanted for. The copies to the device name the update as what they come after, and the
 kernel that updates has the payloads from ``payloads``.
+
+[Note: lists of zeros]
+Optimizer states are zeros until somebody writes them. Until then a list of states is only memory, whose content means
+nothing, apart from the lists that can be found (``Lists.fresh``). Who asks for such a list gets it filled with zeros,
+and from then on it is a list as any other. So nobody can have written to a list that is still apart, and a chunk that
+moves its home before its first update needs no copy of it. The system gives memory when it is touched for the first
+time, so memory of states is taken when they are needed, where they are needed.
 """
 
 import bisect
@@ -26,6 +33,7 @@ import torch
 from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import MASTER, TensorSpec
 from hf_patrickstar.memory.lanes import Ticket, WorkLane
+from hf_patrickstar.memory.operators import as_it_is
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import Copy
 from hf_patrickstar.memory.tiers import Tier
@@ -86,6 +94,43 @@ class GradientPlace(enum.Enum):
     APART = "apart"
 
     __hash__ = object.__hash__  # members are compared by identity; Enum's own is a Python function
+
+
+class Lists(dict[str, torch.Tensor]):
+    """The payloads of a chunk at home but ``param``, by the name of the list; see [Note: lists of zeros].
+
+    Attributes:
+        fresh: Those that nobody has asked for: all zeros, whatever is in their memory. Only their sizes and places are
+            of use. ``lists[name]`` finds them, too, and takes them out of here.
+        fill: Fills a payload with zeros.
+        lock: Held while one is filled, and while all get other memory.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fresh: dict[str, torch.Tensor] = {}
+        self.fill: Callable[[torch.Tensor], object] = torch.Tensor.zero_
+        self.lock = threading.Lock()
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        with self.lock:  # a second thread would take away what the first has written
+            if name not in self:
+                payload = self.fresh[name]
+                with as_it_is():
+                    self.fill(payload)
+                self[name] = payload
+                del self.fresh[name]
+            return self[name]
+
+    @property
+    def held(self) -> dict[str, torch.Tensor]:
+        """All of them, for their sizes and places: nobody may read values here, or write them."""
+        return {**self.fresh, **self}  # in this order: another thread may take one out meanwhile
+
+    def clear(self) -> None:
+        """Forgets all of them."""
+        super().clear()
+        self.fresh.clear()
 
 
 AT_HOME = frozenset({GradientPlace.PARAM, GradientPlace.LIST})
@@ -320,7 +365,7 @@ class Chunk:
     # The payloads at home.
     home_param: torch.Tensor = dataclasses.field(init=False)  # read it after ``update``, as ``param`` does
     is_pinned: bool | None = None  # whether ``param`` is page-locked, once that was asked
-    home_lists: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    home_lists: Lists = dataclasses.field(default_factory=Lists)
     tickets: dict[WorkLane, Copy] = dataclasses.field(default_factory=dict)  # out of and into them, the last of a lane
     update: Copy | None = None  # of the optimizer, which may still write to them
     reader: threading.Event | None = None  # of a checkpoint that is being written from the fp32 lists
@@ -378,7 +423,7 @@ class Chunk:
 
     def give_back(self, pool: PayloadPool) -> None:
         """Gives the payloads at home back to where they come from."""
-        for name, payload in self.payloads.items():
+        for name, payload in self.held.items():
             pool.release(self.home, payload, name, keep=False)
 
     def retire(self) -> None:
@@ -404,21 +449,21 @@ class Chunk:
         self.home_param, self.is_pinned = payload, None
 
     @property
-    def lists(self) -> dict[str, torch.Tensor]:
-        """All other payloads at home, by the name of the list."""
+    def lists(self) -> Lists:
+        """The other payloads at home, by the name of the list; see [Note: lists of zeros]."""
         if self.update is not None:
             self.wait_for_update()
         return self.home_lists
 
-    @lists.setter
-    def lists(self, lists: dict[str, torch.Tensor]) -> None:
-        """Gives the chunk others."""
-        self.home_lists = lists
-
     @property
     def payloads(self) -> dict[str, torch.Tensor]:
-        """All payloads at home; the caller reads no values, or comes after the update itself."""
-        return {"param": self.home_param, **self.home_lists}
+        """All payloads at home; the caller comes after the update itself."""
+        return {"param": self.home_param, **{name: self.home_lists[name] for name in self.home_lists.held}}
+
+    @property
+    def held(self) -> dict[str, torch.Tensor]:
+        """All payloads at home, for their sizes and places; see ``Lists.held``."""
+        return {"param": self.home_param, **self.home_lists.held}
 
     @property
     def home_device(self) -> torch.device:
@@ -428,23 +473,23 @@ class Chunk:
     @property
     def state_nbytes(self) -> int:
         """Bytes of all lists but ``param``."""
-        return sum(payload.nbytes for payload in self.home_lists.values())
+        return sum(payload.nbytes for payload in self.home_lists.held.values())
 
     def has_list(self, name: str) -> bool:
         """Whether the chunk has a list of a name."""
-        return name in self.home_lists
+        return name in self.home_lists.fresh or name in self.home_lists
 
     def is_lent(self, names: Iterable[str]) -> bool:
         """Whether somebody looks into one of these lists at home, and so sees what is there at any moment.
 
         Args:
-            names: The lists.
+            names: The lists, ``param`` among them or not.
         """
         update = self.update
         if update is not None and not update.is_done:
             return False  # to get at them is to wait for it; but its own views of them count as users
         for name in names:
-            payload = self.home_lists.get(name)
+            payload = self.home_param if name == "param" else self.home_lists.get(name)
             # The list itself is one user of its storage, and the object that is made here to ask for it another.
             if type(payload) is torch.Tensor and _use_count(payload.untyped_storage()._cdata) > 2:
                 return True

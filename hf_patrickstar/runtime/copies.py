@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ class Copies:
         Raises:
             DeviceMemoryError: If the device has no room.
         """
-        home, begin = chunk.payloads["param"], time.perf_counter()  # the copy comes after an update that is under way
+        home, begin = chunk.home_param, time.perf_counter()  # the copy comes after an update that is under way
         name = "bring in ahead" if ahead else "load"
         with named(name, chunk.spec.index) if _profiler_enabled() else _NOTHING, _as_it_is(home):
             payload = self._begin(chunk)
@@ -121,7 +121,7 @@ class Copies:
         Raises:
             DeviceMemoryError: If the device has no room.
         """
-        home = chunk.payloads["param"]
+        home = chunk.home_param
         with _as_it_is(home):
             payload = self._begin(chunk)
             try:
@@ -196,6 +196,8 @@ class Copies:
     def rehome(self, chunk: Chunk, home: Tier) -> None:
         """Moves a chunk, with all its lists, to another tier. None of its tensors may be in use.
 
+        Lists of zeros are not copied; see [Note: lists of zeros].
+
         Args:
             chunk: The chunk.
             home: Where it shall live.
@@ -207,23 +209,23 @@ class Copies:
         chunk.wait_for_reader()
         if chunk.compute is not None and not (chunk.is_static or chunk.is_group):
             self._drop(chunk)  # a copy with the chunks of others stays true
-        old = chunk.payloads
-        with named(f"move home to the {home.value} of", chunk.spec.index), _as_it_is(old["param"]):
-            new = self._copy_lists(old, home)
-        if chunk.is_static:
-            del self._by_storage[chunk.clear_compute()[1]]
-        for name, payload in old.items():
-            self._pool.release(chunk.home, payload, name, keep=False)
-        chunk.param = new["param"]
-        chunk.lists = {name: payload for name, payload in new.items() if name != "param"}
-        chunk.live_on(home)
+        lists, name = chunk.home_lists, f"move home to the {home.value} of"
+        with lists.lock, named(name, chunk.spec.index), _as_it_is(chunk.home_param):
+            new = self._copy_lists(chunk, home)
+            if chunk.is_static:
+                del self._by_storage[chunk.clear_compute()[1]]
+            chunk.give_back(self._pool)
+            chunk.param = new["param"]
+            lists.update({name: new[name] for name in lists})
+            lists.fresh.update({name: new[name] for name in lists.fresh})
+            chunk.live_on(home)
         self.note_chunks()
         nbytes = sum(payload.nbytes for payload in new.values())
         self._emit(ChunkRehomed(chunk.spec.index, to_device=home is Tier.DEVICE, nbytes=nbytes))
 
     def pin(self, chunk: Chunk) -> None:
         """Moves a chunk that is at home on the host into pinned memory, if that is wanted and there is room for it."""
-        if self._pool.pins_memory and not chunk.payloads["param"].is_pinned():
+        if self._pool.pins_memory and not chunk.home_param.is_pinned():
             with contextlib.suppress(BudgetError):  # copies are slower then, and right
                 self.rehome(chunk, Tier.HOST)
 
@@ -236,15 +238,28 @@ class Copies:
 
     # Inside
 
-    def _copy_lists(self, lists: Mapping[str, torch.Tensor], home: Tier) -> dict[str, torch.Tensor]:
-        """The same on another tier; all or none."""
-        new: dict[str, torch.Tensor] = {}
+    def _copy_lists(self, chunk: Chunk, home: Tier) -> dict[str, torch.Tensor]:
+        """The lists on another tier, without the values of those that have none; all or none.
+
+        The host's ``param`` list may be page-locked: the others go through it, before its own values come there or
+        after they have left it.
+        """
+        old, new, fresh = chunk.held, dict[str, torch.Tensor](), chunk.home_lists.fresh
+        to_host, is_lent, is_overwritten = home is Tier.HOST, chunk.is_lent(("param",)), False
         try:
-            for name, payload in lists.items():
-                pinned = home is Tier.HOST and name == "param"
+            for name, payload in old.items():
+                pinned = to_host and name == "param"
                 new[name] = self._pool.allocate(home, payload.numel(), payload.dtype, name, pinned=pinned)
-                new[name].copy_(payload)
+            names = [name for name in old if name not in fresh]
+            for name in sorted(names, key=lambda name: (name == "param") is to_host):
+                if name == "param" or (is_lent and not to_host):
+                    new[name].copy_(old[name])
+                else:
+                    is_overwritten = not to_host
+                    self._streams.copy_through(old[name], new[name], (new if to_host else old)["param"])
         except BaseException:
+            if is_overwritten:
+                old["param"].copy_(new["param"])
             for name, payload in new.items():
                 self._pool.release(home, payload, name, keep=False)
             raise

@@ -56,7 +56,7 @@ class Forecast:
         copies = sum(chunk.copy_nbytes for chunk in self._chunks if chunk.compute is not None and not chunk.is_static)
         fixed = self._pool.in_use(Tier.DEVICE) - copies
         static = sum(
-            payload.nbytes for chunk in self._chunks if chunk.home is Tier.DEVICE for payload in chunk.payloads.values()
+            payload.nbytes for chunk in self._chunks if chunk.home is Tier.DEVICE for payload in chunk.held.values()
         )
         static = max(static - ledger.spilled_nbytes, 0)  # the host has no room for those, whatever the device has
         # What is held of gradients is a part of the need, unless more groups wait than it has room for.

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from hf_patrickstar.errors import EngineError
-from hf_patrickstar.memory.operators import unseen
+from hf_patrickstar.memory.operators import as_it_is, unseen
 from hf_patrickstar.runtime.autograd import Autograd, may_keep, refuse_reentrant
 from hf_patrickstar.runtime.chunk import GradientPlace, ManagedParameter
 from hf_patrickstar.runtime.frames import Frames
@@ -26,7 +26,6 @@ from hf_patrickstar.runtime.live_parameter import (
 )
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.quantized import is_packed
-from hf_patrickstar.runtime.values import as_it_is
 from hf_patrickstar.states import Stage
 
 _Tensor: Any = torch.Tensor
@@ -518,7 +517,7 @@ def cannot_share(tensor: ManagedParameter) -> str:
 def _places(tensor: ManagedParameter) -> set[int]:
     """The storages of the chunk that a parameter is in."""
     chunk = tensor.chunk
-    payloads = [*chunk.payloads.values(), *([chunk.compute] if chunk.compute is not None else [])]
+    payloads = [*chunk.held.values(), *([chunk.compute] if chunk.compute is not None else [])]
     return {storage_key(payload) for payload in payloads}
 
 

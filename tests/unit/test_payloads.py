@@ -1,31 +1,39 @@
-"""New payloads: workers fill them with zeros, and stop when one does not fit."""
+"""New payloads: who fills them with zeros and locks their pages, and what is left of them after an error."""
 
+import gc
 import threading
-import time
+import weakref
 
 import pytest
 import torch
 
-from hf_patrickstar import BudgetError, PatrickStarEngine, payloads
+from hf_patrickstar import BudgetError, PatrickStarEngine, payloads, resources
+from hf_patrickstar.checkpoint.first_values import FirstValues
+from hf_patrickstar.memory import pinning
+from hf_patrickstar.memory.pinning import PagePinning
 from hf_patrickstar.memory.pool import PayloadPool
+from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.workers import SMALL_NUMEL
 
 CONFIG = {"host_threads": 2, "chunk_numel": 2**18}
 
 
-def make_engine(config=CONFIG):
+def make_model():
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(4)])
+    return torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(4)])
+
+
+def make_engine(config=CONFIG, model=None):
+    model = model or make_model()
     return PatrickStarEngine(model, config, torch.optim.AdamW(model.parameters()), device="cpu")
 
 
 @pytest.fixture
 def zeroed(monkeypatch):
-    """The threads that filled each part, slowly."""
+    """The threads that filled each part."""
     found, real = [], payloads._fill_with_zeros
 
     def fill(worker, part):
-        time.sleep(0.05)
         real(worker, part)
         found.append(threading.current_thread())
 
@@ -33,27 +41,69 @@ def zeroed(monkeypatch):
     return found
 
 
-def test_workers_fill_all_parts_before_the_values_come(zeroed):
+def test_workers_fill_states_when_they_are_asked_for(zeroed):
     engine = make_engine()
-    large = [chunk for chunk in engine.manager.chunks if chunk.spec.chunk_numel > SMALL_NUMEL]
-    assert len(zeroed) == sum(len(chunk.payloads) for chunk in large) > 0
+    assert not zeroed
+    (chunk, *_) = [chunk for chunk in engine.manager.chunks if chunk.spec.chunk_numel > SMALL_NUMEL]
+    assert not chunk.lists["exp_avg"].any()
+    assert len(zeroed) == 1
     assert threading.current_thread() not in zeroed
-    assert not any(chunk.lists["exp_avg"].any() for chunk in engine.manager.chunks)
 
 
-def test_nobody_writes_after_a_payload_that_does_not_fit(zeroed, monkeypatch):
-    real, given = PayloadPool.allocate, []
+def test_memory_is_free_after_a_payload_that_does_not_fit(monkeypatch):
+    real, pools, given = PayloadPool.allocate, [], []
 
     def allocate(self, tier, numel, dtype, owner, **kwargs):
         if len(given) == 7:
             raise BudgetError("no room for one more")
-        given.append(owner)
-        return real(self, tier, numel, dtype, owner, **kwargs)
+        buffer = real(self, tier, numel, dtype, owner, **kwargs)
+        given.append(weakref.ref(buffer.untyped_storage()))
+        pools.append(self)
+        return buffer
 
     monkeypatch.setattr(PayloadPool, "allocate", allocate)
     with pytest.raises(BudgetError, match="one more"):
         make_engine()
-    num = len(zeroed)
-    assert num < len(given)  # what was not begun is not done
-    time.sleep(0.2)
-    assert len(zeroed) == num
+    assert [pools[0].ledger.used(tier) for tier in Tier] == [0, 0]
+    gc.collect()
+    assert not any(storage() for storage in given)
+
+
+@pytest.mark.parametrize("refusal", [None, "cannot pin 4096 bytes: the driver answers 2", "an illegal memory access"])
+def test_pages_are_locked_beside_the_first_values(monkeypatch, caplog, refusal):
+    """The driver locks all, refuses more than some, or is broken; the model has its values, or is as it was."""
+    locked, writing, move_in = [], threading.Event(), FirstValues.move_in
+
+    def lock(device, address, nbytes):
+        assert writing.wait(5), "values come at the same time"
+        if len(locked) == 2 and refusal:
+            raise RuntimeError(refusal)
+        locked.append(address)
+
+    def begin(*args):
+        writing.set()
+        move_in(*args)
+
+    monkeypatch.setattr(FirstValues, "move_in", begin)
+    monkeypatch.setattr(pinning, "lock_pages", lock)
+    monkeypatch.setattr(pinning, "unlock_pages", lambda device, address: locked.remove(address))
+    monkeypatch.setattr(resources, "can_pin_memory", lambda: True)
+    monkeypatch.setattr(resources, "make_pinning", lambda device: (PagePinning(device), "pages"))
+    config = {**CONFIG, "pin_memory": True, "placement": "host", "chunk_budget": "4MiB"}
+    expected, engine = make_model().state_dict(), None
+    if refusal is not None and "illegal" in refusal:
+        model = make_model()
+        with pytest.raises(RuntimeError, match=refusal):
+            make_engine(config, model)
+    else:
+        engine = make_engine(config)
+        model, pool = engine.model, engine.resources.pool
+        places = {chunk.param.data_ptr() for chunk in engine.manager.chunks}
+        assert set(locked) < places if refusal else set(locked) == places
+        assert pool.pins_memory == (refusal is None)
+        engine.detach()
+        assert [pool.ledger.used(tier) for tier in Tier] == [0, 0]
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    del engine, model
+    gc.collect()
+    assert not locked

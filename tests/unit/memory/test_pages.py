@@ -57,7 +57,8 @@ def test_buffers_of_the_engine_ask_for_them(make, monkeypatch):
     if make == "locked":
         monkeypatch.setattr(pinning, "lock_pages", lambda *_: None)
         monkeypatch.setattr(pinning, "unlock_pages", lambda *_: None)
-        buffer = PagePinning(CPU).empty(40 * MIB, dtype=torch.uint8)
+        buffer, lock = PagePinning(CPU).begin(40 * MIB, torch.uint8, zero=False)
+        lock()
     else:
         pool = PayloadPool(Ledger(dict.fromkeys(Tier, 64 * MIB)), CPU, None)
         buffer = pool.allocate(Tier.HOST, 40 * MIB, torch.uint8, "param", zero=make == "pool, zeros")

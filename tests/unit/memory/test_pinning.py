@@ -1,6 +1,5 @@
-"""Page-locked memory: how much of it is taken, with stand-ins for torch's allocator and the driver."""
+"""Page-locked memory: how much of it is taken, with a stand-in for the driver."""
 
-import array
 import gc
 import os
 import subprocess
@@ -9,8 +8,9 @@ import threading
 
 import pytest
 import torch
+from buffers import are_there
 
-from hf_patrickstar.memory import pinning
+from hf_patrickstar.memory import pages, pinning
 from hf_patrickstar.memory.pinning import PagePinning, TorchPinning, make_pinning
 
 CUDA = torch.device("cuda", 0)
@@ -19,30 +19,11 @@ KIB, MIB = 2**10, 2**20
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux about pages")
 
 
-def are_there(address, nbytes):
-    """For each page whether the system has given it to this process."""
-    with open("/proc/self/pagemap", "rb") as file:
-        file.seek(address // (4 * KIB) * 8)
-        return [bool(entry >> 63) for entry in array.array("Q", file.read(nbytes // (4 * KIB) * 8))]
-
-
 class Host:
-    """An allocator and a driver: which settings a version knows, what was allocated and which pages are locked."""
+    """A driver, and which pages are locked."""
 
-    def __init__(self, knows=True, tells=True, locks=True):
-        self.knows, self.tells, self.locks = knows, tells, locks
-        self.told, self.taken, self.locked = {}, 0, {}
-
-    def configure(self, settings):
-        self.told.update(settings)
-        return True
-
-    def empty(self, numel, *, dtype=None, device="cpu", pin_memory=False):
-        if pin_memory:
-            nbytes = numel * dtype.itemsize
-            threshold = int(self.told.get("pinned_max_round_threshold_mb", 10**6)) * MIB if self.knows else 10**12
-            self.taken += nbytes if nbytes > threshold else 1 << (nbytes - 1).bit_length()
-        return self.real_empty(numel, dtype=dtype)
+    def __init__(self, locks=True):
+        self.locks, self.locked = locks, {}
 
     def lock(self, device, address, nbytes):
         if not self.locks:
@@ -56,59 +37,40 @@ class Host:
 @pytest.fixture
 def host(monkeypatch):
     found = Host()
-    found.real_empty = torch.empty
-    monkeypatch.setattr(pinning, "allocator_settings", lambda: dict(found.told))
-    monkeypatch.setattr(pinning, "configure_allocator", found.configure)
-    monkeypatch.setattr(pinning, "empty_host_cache", lambda: None)
-    monkeypatch.setattr(pinning, "host_cache_nbytes", lambda: found.taken if found.tells else None)
     monkeypatch.setattr(pinning, "lock_pages", found.lock)
     monkeypatch.setattr(pinning, "unlock_pages", found.unlock)
-    monkeypatch.setattr(pinning.torch, "empty", found.empty)
     yield found
     gc.collect()  # pages are unlocked by the stand-in
 
 
-def test_torch_rounds_up_to_a_power_of_two_below_the_threshold():
+def test_torch_rounds_up_to_a_power_of_two():
     for nbytes, taken in ((0, 0), (1, 1), (2, 2), (3, 4), (1000, 1024), (1024, 1024), (1025, 2048)):
-        assert TorchPinning().nbytes(nbytes) == TorchPinning(2048).nbytes(nbytes) == taken
-    assert [TorchPinning(2048).nbytes(nbytes) for nbytes in (2049, 3 * MIB)] == [2049, 3 * MIB]
+        assert TorchPinning().nbytes(nbytes) == taken
 
 
 @pytest.mark.parametrize(
-    ("changes", "threshold", "kind", "taken", "how"),
+    ("locks", "kind", "taken", "how"),
     [
-        ({}, None, TorchPinning, [3 * MIB + 1, 8 * KIB], "exactly as large as chunks"),
-        ({"knows": False}, None, PagePinning, [3 * MIB + 4 * KIB, 8 * KIB], "whole pages, locked by the driver"),
-        ({"tells": False}, None, PagePinning, [3 * MIB + 4 * KIB, 8 * KIB], "whole pages, locked by the driver"),
-        (
-            {"knows": False, "locks": False},
-            None,
-            TorchPinning,
-            [4 * MIB, 8 * KIB],
-            "rounded up to powers of two by torch",
-        ),
-        ({}, "2", TorchPinning, [3 * MIB + 1, 8 * KIB], "exactly as large as chunks"),
-        ({}, "1000", TorchPinning, [4 * MIB, 8 * KIB], "rounded up to powers of two by torch"),
+        (True, PagePinning, [3 * MIB + 4 * KIB, 8 * KIB], "whole pages, locked by the driver"),
+        (False, TorchPinning, [4 * MIB, 8 * KIB], "rounded up to powers of two by torch"),
     ],
-    ids=["told", "rounds all the same", "says nothing", "nothing helps", "a threshold of the user", "too large to try"],
 )
-def test_where_memory_comes_from_and_what_buffers_take(host, changes, threshold, kind, taken, how):
-    """What cannot be tried is not trusted: too much is booked, never too little."""
-    vars(host).update(changes)
-    if threshold is not None:
-        host.told["pinned_max_round_threshold_mb"] = threshold
+def test_where_memory_comes_from_and_what_buffers_take(host, locks, kind, taken, how):
+    host.locks = locks
     source, said = make_pinning(CUDA)
     gc.collect()
     assert not host.locked, "the page that it was tried with is given back"
     assert (type(source), said) == (kind, how)
     assert [source.nbytes(nbytes) for nbytes in (3 * MIB + 1, 5 * KIB)] == taken
-    assert host.told == {"pinned_max_round_threshold_mb": threshold or "1", "pinned_max_cached_size_mb": "1"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
 def test_pages_are_locked_as_long_as_a_tensor_looks_into_them(host, dtype):
     source = PagePinning(CUDA)
-    buffer = source.empty(3000, dtype=dtype)
+    buffer, lock = source.begin(3000, dtype, zero=False)
+    assert not host.locked
+    lock()
+    del lock
     assert (buffer.shape, buffer.dtype) == ((3000,), dtype)
     assert buffer.data_ptr() % (4 * KIB) == 0
     assert list(host.locked.items()) == [(buffer.data_ptr(), source.nbytes(buffer.nbytes))]
@@ -123,27 +85,36 @@ def test_pages_are_locked_as_long_as_a_tensor_looks_into_them(host, dtype):
 
 
 @on_linux
-def test_threads_touch_all_pages_before_the_driver_locks_them(host, monkeypatch):
-    """Two are at it at the same time."""
-    both, zero = threading.Barrier(2), torch.Tensor.zero_
+def test_threads_make_all_pages_before_the_driver_locks_them_and_keep_what_is_there(host, monkeypatch):
+    """Two are at it at the same time, beside whoever has begun to write."""
+    both, real = threading.Barrier(2), pages.ctypes.CDLL(None)
 
-    def zero_together(part):
-        both.wait(timeout=60)
-        return zero(part)
+    class System:
+        def madvise(self, *args):
+            if args[-1].value == pages._POPULATE_WRITE:
+                both.wait(timeout=60)
+            return real.madvise(*args)
 
+    monkeypatch.setattr(pages.ctypes, "CDLL", lambda _: System())
     monkeypatch.setattr(pinning, "own_cores", lambda num_sharers: 2)
-    monkeypatch.setattr(torch.Tensor, "zero_", zero_together)
     found = []
     monkeypatch.setattr(pinning, "lock_pages", lambda device, *pages: found.append(are_there(*pages)))
     monkeypatch.setattr(pinning, "unlock_pages", lambda *_: None)
-    PagePinning(CUDA).empty(60 * MIB + 1, dtype=torch.uint8)
+    buffer, lock = PagePinning(CUDA).begin(60 * MIB + 1, torch.uint8, zero=True)
+    assert sum(are_there(buffer.data_ptr(), 60 * MIB)) < 600
+    buffer[5 * MIB] = 3
+    lock()
     assert found == [[True] * (60 * 256 + 1)]
+    assert buffer.sum() == 3
 
 
 @on_linux
 def test_a_forked_process_neither_copies_nor_unlocks_pages(host):
     """It has zeros of its own there, so that it may do with them what it likes."""
-    buffer = PagePinning(CUDA).empty(3000, dtype=torch.float32).fill_(3)
+    buffer, lock = PagePinning(CUDA).begin(3000, torch.float32, zero=True)
+    lock()
+    del lock
+    buffer.fill_(3)
     pid = os.fork()
     if not pid:
         try:
@@ -160,10 +131,11 @@ def test_a_forked_process_neither_copies_nor_unlocks_pages(host):
 def test_a_program_ends_in_silence_with_pages_locked_and_workers_idle():
     program = """
 import torch
-from hf_patrickstar.memory import pinning
+from hf_patrickstar.memory import pages, pinning
 from hf_patrickstar.optim.workers import HostWorkers
 pinning.lock_pages = pinning.unlock_pages = lambda *_: None
-kept = pinning.PagePinning(torch.device("cuda", 0)).empty(10, dtype=torch.float32)
+kept, lock = pinning.PagePinning(torch.device("cuda", 0)).begin(10, torch.float32, zero=False)
+lock()
 workers = HostWorkers(2)
 workers.submit(lambda item: None, range(4)).wait()
 print("done")

@@ -166,3 +166,32 @@ def test_values_that_are_on_the_tier_of_another_tensor_do_not_cross(device):
     assert device.streams.on_device(there) is there
     assert device.streams.on_device(here).data_ptr() != here.data_ptr()
     assert device.streams.on_device(there, copy=True).data_ptr() != there.data_ptr()
+
+
+# By way of page-locked memory
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("numel", [1, 7, 64, 257])
+@pytest.mark.parametrize("to_device", [True, False])
+def test_what_goes_by_way_of_locked_memory_arrives_whole(seed, numel, to_device):
+    """Several parts are on their way at the same time; no part is overwritten before it has left."""
+    driver = SimulatedDriver(seed)
+    streams = DeviceStreams(CPU, driver)
+    tiers = (Tier.HOST, Tier.DEVICE) if to_device else (Tier.DEVICE, Tier.HOST)
+    source, target, stage = torch.randn(numel), torch.zeros(numel), torch.zeros(32, dtype=torch.bfloat16)
+    for buffer, tier in ((source, tiers[0]), (target, tiers[1]), (stage, Tier.HOST)):
+        driver.take(buffer, tier, "param")
+    expected = source.clone()
+    streams.copy_through(source, target, stage)
+    assert driver.num_copies == -(-numel * 4 // 16)
+    assert torch.equal(target, expected)
+    assert torch.equal(source, expected)
+
+
+def test_what_stays_on_its_tier_goes_straight(device):
+    stage = device.buffer(8)
+    device.home.fill_(3)
+    device.streams.copy_through(device.home, device.other_home, stage)
+    assert device.other_home.tolist() == [3.0] * 4
+    assert (stage.any(), device.driver.num_copies) == (False, 0)
