@@ -458,7 +458,10 @@ class Chunk:
     @property
     def payloads(self) -> dict[str, torch.Tensor]:
         """All payloads at home; the caller comes after the update itself."""
-        return {"param": self.home_param, **{name: self.home_lists[name] for name in self.home_lists.held}}
+        lists = self.home_lists
+        for name in [*lists.fresh]:
+            lists[name]  # which fills it
+        return {"param": self.home_param, **lists}
 
     @property
     def held(self) -> dict[str, torch.Tensor]:
