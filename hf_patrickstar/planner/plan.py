@@ -71,6 +71,7 @@ class Speed:
         sent_nbytes: Bytes of parameters and gradients that one process sends to others; 0 with one process.
         least_activation_nbytes: What activations take on the device at least: if all leave it between forward and
             backward that may.
+        start: Seconds from the engine to the end of the first step, by what they are for.
     """
 
     seconds: float
@@ -83,6 +84,7 @@ class Speed:
     to_host_nbytes: int
     sent_nbytes: int
     least_activation_nbytes: int
+    start: Mapping[str, float]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -324,6 +324,7 @@ def _speed(subject: Subject, given: TrainingSetup, simulation: Simulation) -> Sp
         *simulation.moved_nbytes,
         simulation.sent_nbytes,
         simulation.least_activation_nbytes,
+        simulation.start,
     )
 
 

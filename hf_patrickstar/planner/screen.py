@@ -6,6 +6,7 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse
 from hf_patrickstar.planner.search import Found, Goal
 from hf_patrickstar.runtime.activations import ACTIVATIONS
+from hf_patrickstar.schedule.start import describe_start
 from hf_patrickstar.units import format_count, format_nbytes
 
 _WIDTH = 10
@@ -204,6 +205,7 @@ def _speed(speed: Speed, plan: Plan, *, is_verbose: bool) -> list[str]:
         *_rows("limit", [limit]),
         *_rows("busy", ["; ".join(f"{name} {share:.0%}" for name, share in busy if share >= 0.005)] * is_verbose),
         *_rows("copies", [f"{to_device} to the device and {to_host} to the host per step{sent}"]),
+        *_rows("start", [describe_start(speed.start, plan.machine)]),
     ]
 
 

@@ -18,7 +18,7 @@ from hf_patrickstar.decisions import Decisions, decide_for, inspect
 from hf_patrickstar.dist.order import Room
 from hf_patrickstar.homes import ModelNumbers, Situation, can_move_homes, lists_of
 from hf_patrickstar.layout.packing import ChunkSpec
-from hf_patrickstar.layout.specs import GRADIENT
+from hf_patrickstar.layout.specs import GRADIENT, MASTER
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.membership import holders
 from hf_patrickstar.memory.tiers import Tier
@@ -41,6 +41,7 @@ from hf_patrickstar.schedule.placement import Lookups, plan_lookups
 from hf_patrickstar.schedule.plan import Plan, chunkable_nbytes, repeated_plans
 from hf_patrickstar.schedule.replay import replay
 from hf_patrickstar.schedule.script import Entry, HostWork, Load, Reduce, Send
+from hf_patrickstar.schedule.start import StartBytes, seconds_to_first_step
 from hf_patrickstar.schedule.step import Places, StepRules, traces_of, whole_step
 from hf_patrickstar.schedule.step_estimate import steps_of
 from hf_patrickstar.schedule.trace import StepKind, Trace, Visit, trace_key
@@ -118,6 +119,7 @@ class Simulation:
         fixed: Bytes of the device that are no copies of chunks, by kind.
         static: Chunks that never move, nor their gradients.
         may_offload: Whether activations may leave the device.
+        start: See ``Speed``.
     """
 
     script: tuple[Entry, ...]
@@ -138,6 +140,7 @@ class Simulation:
     fixed: Mapping[str, int]
     static: frozenset[int]
     may_offload: bool
+    start: Mapping[str, float]
 
     def _fullest(self) -> tuple[Trace, int, int]:
         """The moment with the most bytes on the device: its trace, its place there, and the bytes of copies then."""
@@ -417,12 +420,14 @@ class _Simulator:
         on_host = [spec for spec in layout.chunks if spec.is_updated and spec.index not in homed]
         num_on_host = sum(self._own_numel(spec.index) for spec in on_host)
         updated = sum(self._update_work(spec, False).nbytes for spec in on_host)
+        timeline = replay(script, plans, loads, self._machine)
+        first, step_s = self.decisions.homes.device_homed, timeline.duration_ns / 1e9
         return Simulation(
             script=script,
             traces=tuple(traces),
             plans=tuple(plans),
             loads=loads,
-            timeline=replay(script, plans, loads, self._machine),
+            timeline=timeline,
             world_size=trained.world_size,
             num_parameters=sum(spec.numel for spec in tensors if spec.trainable),
             num_all_parameters=sum(spec.num_parameters for spec in tensors),
@@ -440,9 +445,18 @@ class _Simulator:
             fixed=fixed,
             static=static,
             may_offload=self._config.activation_offload is not False,
+            start=seconds_to_first_step(self._start_nbytes(), first, homed, self._machine, step_s),
         )
 
     # Bytes
+
+    def _start_nbytes(self) -> list[StartBytes]:
+        found = []
+        for spec, size in zip(self._layout.chunks, self.decisions.chunk_nbytes, strict=True):
+            has_master = MASTER in lists_of(spec, self.decisions.lists)
+            master = spec.types.list_nbytes(MASTER, spec.chunk_numel) if has_master else 0
+            found.append(StartBytes(size.param_nbytes, master, size.state_nbytes - master))
+        return found
 
     def _fixed(self, homed: frozenset[int], tier: Tier) -> dict[str, int]:
         """Bytes on a tier that do not change in a step, by owner."""

@@ -1,10 +1,14 @@
 """What an engine counts from its events, and what a training log says of it under documented names."""
 
+import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from hf_patrickstar import events
 from hf_patrickstar.units import format_nbytes
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "patrickstar/"
 PER_STEP = (
@@ -47,6 +51,7 @@ class Statistics:
     """Counts bytes and events; ``record`` is a listener of the runtime."""
 
     def __init__(self) -> None:
+        self._begun: float | None = time.perf_counter()
         self._sums: dict[str, float] = dict.fromkeys((*PER_STEP, *_COUNTED, *_UNLOGGED), 0)
 
     def record(self, event: events.Event) -> None:
@@ -63,6 +68,9 @@ class Statistics:
             sums[f"moved_home_to_{'device' if event.to_device else 'host'}_nbytes"] += event.nbytes
         elif isinstance(event, events.StepFinished):
             sums["skipped_steps" if event.skipped else "steps"] += 1
+            if self._begun is not None:
+                seconds, self._begun = time.perf_counter() - self._begun, None
+                logger.info("patrickstar: %.1f s from the engine to the end of the first step", seconds)
 
     def summary(self) -> dict[str, float]:
         """Bytes moved by direction, and how often each thing happened."""

@@ -1,6 +1,8 @@
 """From the engine to the first step: states cost nothing until somebody writes them, and no write is lost."""
 
 import copy
+import logging
+import re
 import sys
 import threading
 
@@ -205,3 +207,11 @@ def test_the_system_gives_memory_for_states_when_they_are_needed():
     engine.model(torch.randn(2, 2048)).sum().backward()
     engine.optimizer.step()
     assert min(share(payload) for payload in chunk.payloads.values()) > 0.9
+
+
+def test_the_log_says_once_how_long_it_took(caplog):
+    with caplog.at_level(logging.INFO):
+        Pair(Stack, "moving").train(3)
+    said = [record.getMessage() for record in caplog.records if "to the end of the first step" in record.getMessage()]
+    assert len(said) == 1
+    assert re.fullmatch(r"patrickstar: \d+\.\d s from the engine to the end of the first step", said[0])

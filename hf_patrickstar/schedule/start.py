@@ -1,0 +1,76 @@
+"""How long it takes from an engine to the end of its first step, by the rates of a machine and numbers of bytes."""
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+
+from hf_patrickstar.machine import Machine
+
+_PAGES_PER_CORE = 1.6e9
+"""Bytes per second that the system gives to each core that asks for memory: 16 of an H200's host got 25.6 GB/s."""
+_LOCKED = 21e9
+"""Bytes per second that the driver locks; measured there."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StartBytes:
+    """The bytes of one chunk.
+
+    Attributes:
+        param_nbytes: Those of its values.
+        master_nbytes: Those of its masters.
+        state_nbytes: Those of lists that are zeros until they are used.
+    """
+
+    param_nbytes: int
+    master_nbytes: int
+    state_nbytes: int
+
+
+def seconds_to_first_step(
+    chunks: Sequence[StartBytes], first: Collection[int], homed: Collection[int], machine: Machine, step_s: float
+) -> dict[str, float]:
+    """Seconds of what follows each other.
+
+    Weights come from the page cache; what tracing takes, and other programs that are loaded, is not counted.
+
+    Args:
+        chunks: All chunks.
+        first: Those that are at home on the device when the engine is made, by index.
+        homed: Those that are when the first step begins.
+        machine: The machine.
+        step_s: Seconds of a step.
+    """
+    pages = min(machine.num_cores * _PAGES_PER_CORE, machine.host_bandwidth)
+    locked = _LOCKED if machine.has_accelerator else float("inf")
+
+    def moved(indices: Collection[int], rate: float) -> float:
+        """Masters are copied on the host, too, on their way."""
+        masters = sum(chunks[index].master_nbytes for index in indices)
+        nbytes = masters + sum(chunks[index].param_nbytes for index in indices)
+        return max(nbytes / rate, 2 * masters / machine.host_bandwidth)
+
+    values = [chunk.param_nbytes + chunk.master_nbytes for chunk in chunks]
+    made = sum(nbytes for index, nbytes in enumerate(values) if index not in first)
+    param = sum(chunk.param_nbytes for index, chunk in enumerate(chunks) if index not in first)
+    leaving, staying = set(first) - set(homed), set(range(len(chunks))) - set(homed)
+    taken = sum(values[index] for index in leaving) / pages
+    return {
+        "weights": max(made / pages, param / locked, machine.host_ns(0, 2 * made) / 1e9)
+        + (sum(values) - made) / machine.pageable_bandwidth,
+        "moving home": taken
+        + moved(set(homed) - set(first), machine.to_device_bandwidth)
+        + moved(leaving, machine.to_host_bandwidth),
+        "first step": step_s + sum(chunks[index].state_nbytes for index in staying) / pages,
+    }
+
+
+def describe_start(seconds: Mapping[str, float], machine: str) -> str:
+    """What ``seconds_to_first_step`` returned, in a sentence.
+
+    Args:
+        seconds: What it returned.
+        machine: The name of the machine.
+    """
+    parts = ", ".join(f"{name} {taken:.1f} s" for name, taken in seconds.items())
+    total = sum(seconds.values())
+    return f"about {total:.1f} s from the engine to the end of the first step ({parts}) at the rates of '{machine}'"
