@@ -176,22 +176,17 @@ class Decisions(Arrangement):
             return self.homes
         kept, reason = self.homes.device_homed - spilled, self.homes.reason
         found = estimate.spilled(kept)
-        if leaves and kept and self._may_settle(situation) and estimate.room_beside(kept | found) < 0:
+        if leaves and kept and can_move_homes(situation) and estimate.room_beside(kept | found) < 0:
             # A first step without a plan would not let activations leave.
             reason, kept = left_device(len(kept), "beside what else a step takes"), frozenset()
             found = estimate.spilled(kept)
         homed = kept | found
         return self.homes if homed == self.homes.device_homed else HomePlan(homed, reason, found)
 
-    @staticmethod
-    def _may_settle(situation: Situation) -> bool:
-        """Whether chunks find other homes once a step is known."""
-        return can_move_homes(situation) and not situation.config.debug_evict_all
-
     def _choose_offload(self, situation: Situation, known: KnownTraces, rules: PlacementRules) -> tuple[int, int, str]:
         """How many activations leave, how many may, and why."""
         estimate = self.estimate(situation, known, rules)
-        moves = self._may_settle(situation)
+        moves = can_move_homes(situation)
 
         @functools.cache
         def homes(num: int) -> HomePlan | None:

@@ -383,13 +383,14 @@ def staging_nbytes(collectives: Collectives, chunk_numel: int, name: str) -> int
 
 
 def can_move_homes(situation: Situation) -> bool:
-    """Whether chunks that live on the device can leave it later.
+    """Whether chunks find other homes once a step is known.
 
     Args:
         situation: What decisions depend on.
     """
     config = situation.config
-    return config.placement != "host" and all(kernel.follows_homes for kernel in situation.kernels)
+    is_fixed = config.placement == "host" or config.debug_evict_all
+    return not is_fixed and all(kernel.follows_homes for kernel in situation.kernels)
 
 
 def chunk_bytes(

@@ -17,7 +17,7 @@ from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.decisions import Decisions, decide_for, inspect
 from hf_patrickstar.dist.order import Room
 from hf_patrickstar.homes import ModelNumbers, Situation, can_move_homes, lists_of
-from hf_patrickstar.layout.packing import ChunkSpec
+from hf_patrickstar.layout.packing import ChunkSpec, Layout
 from hf_patrickstar.layout.specs import GRADIENT
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.membership import holders
@@ -96,7 +96,7 @@ class Simulation:
         num_all_parameters: Trainable and frozen ones.
         num_on_host: Parameters that this process updates on the host.
         updated_nbytes: Bytes that it reads and writes for that, at least; see ``update_nbytes``.
-        layout: ``num_chunks``, ``chunk_numel``, ``chunk_utilisation`` as of ``PatrickStarEngine.stats``.
+        layout: Where parameters are.
         survey: Which parameter lives where, what is on the device at each moment, and what was decided.
         host_owners: Bytes of each kind on the host.
         known: The traces, of updates too, for a run of the same training.
@@ -114,7 +114,7 @@ class Simulation:
     num_all_parameters: int
     num_on_host: int
     updated_nbytes: int
-    layout: Mapping[str, Any]
+    layout: Layout
     survey: Survey
     host_owners: Mapping[str, int]
     known: KnownTraces
@@ -216,16 +216,6 @@ class PlanRules:
         """Bytes of the device that are no copies of chunks."""
         return sum(self.fixed.values())
 
-    def capacities(self, made: Trace, device_nbytes: int) -> tuple[int, ...]:
-        """Bytes that moving chunks may take at each moment.
-
-        Args:
-            made: The trace of a micro-batch.
-            device_nbytes: Bytes for chunks and non-model data.
-        """
-        most = None if self.chunk_nbytes is None else self.chunk_nbytes - self.fixed_nbytes
-        return chunkable_nbytes(made, device_nbytes - self.fixed_nbytes, most)
-
     def plans(self, traces: Sequence[Trace], device_nbytes: int) -> list[Plan]:
         """The plans of a step's micro-batches.
 
@@ -236,7 +226,9 @@ class PlanRules:
         Raises:
             BudgetError: If the chunks in use at one moment do not fit.
         """
-        return repeated_plans(traces, [self.capacities(made, device_nbytes) for made in traces], **self.asked)
+        most = None if self.chunk_nbytes is None else self.chunk_nbytes - self.fixed_nbytes
+        capacities = [chunkable_nbytes(made, device_nbytes - self.fixed_nbytes, most) for made in traces]
+        return repeated_plans(traces, capacities, **self.asked)
 
 
 def simulate(trained: Trained, machine: Machine, ops_of: OpsOf) -> Simulation:
@@ -300,7 +292,10 @@ class _Simulator:
                 return inspect(model, "no", situation)[0], _cost_of(kernel, optimizer), computation
 
         numbers, cost, self._computation = trained.keep(look)
-        return numbers, cost, made[0] if made else self._kernel_of(trained.make_optimizer([_a_parameter()]))
+        if not made:
+            alone = torch.nn.Parameter(torch.tensor([0.0], device="cpu"))
+            made.append(self._kernel_of(trained.make_optimizer([alone])))
+        return numbers, cost, made[0]
 
     def _kernel_of(self, optimizer: torch.optim.Optimizer) -> Kernel:
         resources, is_alone = self._resources, self._trained.world_size == 1
@@ -320,7 +315,7 @@ class _Simulator:
         placement = decisions.rules(situation)
         decisions, offloading = decisions.with_tide(situation, known, placement)
         estimate, homed = decisions.estimate(situation, offloading, placement), decisions.homes.device_homed
-        if can_move_homes(situation) and not self._config.debug_evict_all:
+        if can_move_homes(situation):
             homed, settled = estimate.settled(homed, decisions.homes.spilled)
             reasons += settled
         simulation = self._planned(ops, offloading, estimate, homed, [*decisions.reasons.values(), *reasons])
@@ -432,11 +427,7 @@ class _Simulator:
             num_all_parameters=sum(spec.num_parameters for spec in tensors),
             num_on_host=num_on_host,
             updated_nbytes=updated if isinstance(self._kernel, ElementwiseKernel) else OTHERS_NBYTES * num_on_host,
-            layout={
-                "num_chunks": len(layout.chunks) * trained.world_size,
-                "chunk_numel": layout.chunk_numel,
-                "chunk_utilisation": layout.utilisation,
-            },
+            layout=layout,
             survey=self._survey(traces, plans, homed, estimate.device_nbytes - rules.fixed_nbytes, reasons),
             host_owners=self._on_host(homed, traces),
             known=known,
@@ -450,15 +441,11 @@ class _Simulator:
             "policy": self._config.eviction,
             "dropped_after": estimate.updated,
             "static": homed if alone else frozenset(),
-            "prefetch_depth": self._depth,
+            "prefetch_depth": 0 if self._config.debug_evict_all else self.decisions.prefetch_depth,
             "reshard_after_forward": self._config.reshard_after_forward and not alone,
         }
         fixed, chunk_nbytes = self._fixed(homed, Tier.DEVICE), self._resources.ledger.chunk_budget
         return PlanRules(fixed, chunk_nbytes, asked, self._config.activation_offload)
-
-    @property
-    def _depth(self) -> int:
-        return 0 if self._config.debug_evict_all else self.decisions.prefetch_depth
 
     # Bytes
 
@@ -513,10 +500,6 @@ class _Simulator:
             for spec in self._layout.chunks
         )
         return Survey.of(chunks, ledger, by_kind.values(), reasons)
-
-
-def _a_parameter() -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.tensor([0.0], device="cpu"))
 
 
 def _cost_of(kernel: Kernel, optimizer: torch.optim.Optimizer) -> UpdateCost:

@@ -8,6 +8,7 @@ when a chunk has been visited for the last time, and the optimizer reads and wri
 script is run by the same ``replay`` as that of a recorded step.
 """
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -169,9 +170,7 @@ def _micro_batch(
         yield Begin(part)
         kernels: dict[int, Kernel] = {}  # by chunk: a player knows how long a kernel takes that it has met before
         visits = trace.visits[begin:stop]
-        counts: dict[int, int] = {}
-        for visit in visits:
-            counts[visit.chunk_index] = counts.get(visit.chunk_index, 0) + 1
+        counts = collections.Counter(visit.chunk_index for visit in visits)
         for moment, visit in enumerate(visits, begin):
             index, work = visit.chunk_index, works[visit.chunk_index]
             yield Reach(index)

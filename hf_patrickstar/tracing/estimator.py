@@ -199,7 +199,7 @@ class StepEstimator:
         is_apart = self._device.type != "cpu"
         limit = _time_limit(is_first=self._rank == 0)
         # The time that another thread traces is not counted.
-        with TRACE_LOCK, limit as check_time, unobserved(self._model), FakeTensors(), masks, as_on(self._device):
+        with TRACE_LOCK, limit as check_time, unobserved(), FakeTensors(), masks, as_on(self._device):
             ops = trace(
                 what,
                 looked_up=looked_up,

@@ -56,11 +56,8 @@ _LOGS_ONCE = ("warning_once", "info_once", "warning_advice")
 
 
 @contextlib.contextmanager
-def unobserved(model: torch.nn.Module | None = None) -> Iterator[None]:
+def unobserved() -> Iterator[None]:
     """Lets nobody see what runs inside; see [Note: unobserved]. ``FakeTensorMode`` is entered inside of it.
-
-    Args:
-        model: The model whose copy runs. What its code changes outside of it is restored.
 
     Raises:
         TraceError: If the calls cannot be hidden: inside of ``torch.func``, or where the code uses a file.
@@ -79,8 +76,7 @@ def unobserved(model: torch.nn.Module | None = None) -> Iterator[None]:
         # Inside of ``parametrize.cached()`` torch finds values by the addresses of modules, and other modules may get
         # those of the copy's.
         stack.enter_context(mock.patch.multiple(parametrize, _cache_enabled=0, _cache={}))
-        if model is not None:
-            stack.enter_context(own_variables())
+        stack.enter_context(own_variables())
         yield
 
 

@@ -116,7 +116,7 @@ class Recording:
     on_host: Mapping[str, int]
     moved_nbytes: tuple[int, int]
     sent_nbytes: int
-    layout: Mapping[str, Any]
+    layout: tuple[float, ...]
     lookups: Mapping[int, str]
 
 
@@ -253,6 +253,6 @@ def _note(
         on_host={name: nbytes for name, nbytes in engine.ledger.owners(Tier.HOST).items() if nbytes},
         moved_nbytes=(gained["host_to_device_nbytes"], gained["device_to_host_nbytes"]),
         sent_nbytes=gained["sent_nbytes"],
-        layout={name: stats[name] for name in ("num_chunks", "chunk_numel", "chunk_utilisation")},
+        layout=tuple(stats[name] for name in ("num_chunks", "chunk_numel", "chunk_utilisation")),
         lookups=dict(engine.manager.placement.lookups),
     )
