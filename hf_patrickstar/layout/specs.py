@@ -7,7 +7,6 @@ from typing import Any
 
 from hf_patrickstar.units import ALIGNMENT_NUMEL
 
-
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "int8": 1}
 MASTER = "master"
 GRADIENT = "grad"

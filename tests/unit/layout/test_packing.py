@@ -1,10 +1,9 @@
 """Where tensors lie, in examples by hand; tests/property has laws of all layouts."""
 
 import pytest
-from unit.spec_builders import make_modules, make_tensors, placed
+from unit.spec_builders import make_modules, make_tensors, pack, placed
 
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.layout.packing import pack
 from hf_patrickstar.units import ALIGNMENT_NUMEL, align
 
 
