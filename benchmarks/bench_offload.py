@@ -45,6 +45,7 @@ from hf_patrickstar.planner.simulation import simulate as simulate_step
 from hf_patrickstar.schedule.replay import replay
 from hf_patrickstar.tracing.fake import FakeTensors
 from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
+from hf_patrickstar.tracing.recorder import Setting
 
 MAX_NORM = 1.0
 SIZES = {
@@ -270,7 +271,7 @@ def record(options):
     def ops_of(looked_up):
         micro_batch = MicroBatch(make_model, make_inputs, lambda model, inputs: model(**inputs).loss, config)
         with FakeTensors():
-            return trace(micro_batch, looked_up=looked_up)
+            return trace(micro_batch, Setting(looked_up))
 
     simulated = simulate_step(Trained(make_model, make_adamw, config, max_norm=MAX_NORM), machine, ops_of)
     path = pathlib.Path(options.record)

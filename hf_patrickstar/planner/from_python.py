@@ -64,6 +64,4 @@ def plan(
     found, _ = plan_for_runs(subject, training)
     if not advice:
         return found
-    return dataclasses.replace(
-        advise(subject, training, found), largest=largest_that_fit(found, subject, training)
-    )
+    return dataclasses.replace(advise(subject, training, found), largest=largest_that_fit(found, subject, training))

@@ -34,6 +34,7 @@ from hf_patrickstar.schedule.op_trace import OpTrace
 from hf_patrickstar.tracing.fake import FakeTensors, fused_attention
 from hf_patrickstar.tracing.masks import masks_of_batches
 from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
+from hf_patrickstar.tracing.recorder import Setting
 from hf_patrickstar.tracing.timing import OperatorTimes
 from hf_patrickstar.units import format_nbytes, format_need, parse_budget
 
@@ -452,19 +453,15 @@ def _explained(subject: Subject, given: TrainingSetup) -> Iterator[None]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Silences what the model and the engine say of the training, which does not take place."""
-    level = transformers.logging.get_verbosity()
-    before = {name: logging.getLogger(name).level for name in _LOGGERS}
-    transformers.logging.set_verbosity_error()
-    for name, quiet in _LOGGERS.items():
-        logging.getLogger(name).setLevel(quiet)
-    try:
-        with warnings.catch_warnings(), no_bars():
-            warnings.simplefilter("ignore")  # of the model's code, about nothing that a plan could change
-            yield
-    finally:
-        transformers.logging.set_verbosity(level)
-        for name, usual in before.items():
-            logging.getLogger(name).setLevel(usual)
+    with contextlib.ExitStack() as stack, no_bars(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the model's code, about nothing that a plan could change
+        stack.callback(transformers.logging.set_verbosity, transformers.logging.get_verbosity())
+        transformers.logging.set_verbosity_error()
+        for name, level in _LOGGERS.items():
+            logger = logging.getLogger(name)
+            stack.callback(logger.setLevel, logger.level)
+            logger.setLevel(level)
+        yield
 
 
 def model_data_nbytes(subject: Subject, given: TrainingSetup) -> tuple[int, int]:
@@ -517,12 +514,7 @@ def _ops_of(subject: Subject, given: TrainingSetup, settings: dict[str, Any], sa
     def find(looked_up: frozenset[str]) -> OpTrace:
         def make() -> OpTrace | None:
             with without_modes(), FakeTensors():
-                return trace(
-                    micro_batch,
-                    looked_up=looked_up,
-                    has_accelerator=given.machine.has_accelerator,
-                    times=given.times,
-                )
+                return trace(micro_batch, Setting(looked_up, given.machine.has_accelerator, given.times))
 
         found = kept("micro_batches", subject, (*same, sorted(looked_up)), is_measured, make)
         if found is None:

@@ -304,21 +304,16 @@ class _Simulator:
 
     def run(self, ops_of: OpsOf) -> Simulation:
         ops, traces, lookups, reasons = self._looked_up(ops_of, self.decisions.homes.device_homed)
-        with no_collections():  # a plan is some hundred thousand small objects, none of which is garbage
-            return self._decided(ops, traces, lookups, reasons)
-
-    def _decided(
-        self, ops: OpTrace, traces: Sequence[Trace], lookups: Mapping[int, str], reasons: list[str]
-    ) -> Simulation:
         decisions, situation = self.decisions, self._situation
-        known = self._known_traces(traces, lookups)
-        placement = decisions.rules(situation)
-        decisions, offloading = decisions.with_tide(situation, known, placement)
-        estimate, homed = decisions.estimate(situation, offloading, placement), decisions.homes.device_homed
-        if can_move_homes(situation):
-            homed, settled = estimate.settled(homed, decisions.homes.spilled)
-            reasons += settled
-        simulation = self._planned(ops, offloading, estimate, homed, [*decisions.reasons.values(), *reasons])
+        with no_collections():  # a plan is some hundred thousand small objects, none of which is garbage
+            known = self._known_traces(traces, lookups)
+            placement = decisions.rules(situation)
+            decisions, offloading = decisions.with_tide(situation, known, placement)
+            estimate, homed = decisions.estimate(situation, offloading, placement), decisions.homes.device_homed
+            if can_move_homes(situation):
+                homed, settled = estimate.settled(homed, decisions.homes.spilled)
+                reasons += settled
+            simulation = self._planned(ops, offloading, estimate, homed, [*decisions.reasons.values(), *reasons])
         return dataclasses.replace(simulation, known=known)  # of which an engine decides anew
 
     def _known_traces(self, traces: Sequence[Trace], lookups: Mapping[int, str]) -> KnownTraces:

@@ -67,16 +67,19 @@ class OperatorCall:
         """The call of an overload; its tensors need no bytes."""
         return cls(str(operator), *tree_map_only(torch.Tensor, Operand.of, (args, kwargs)))
 
-    def make(self, device: torch.device) -> Callable[[], Any]:
+    def make(self, device: torch.device, operator: Any = None) -> Callable[[], Any]:
         """What makes the call, on operands that are made once.
 
         Args:
             device: Where they are.
+            operator: The overload; by default that of the name.
 
         Raises:
             Exception: What an operator raises that does not take such values.
         """
-        found: Any = functools.reduce(getattr, self.name.split("."), torch.ops)
+        found: Any = operator
+        if found is None:
+            found = functools.reduce(getattr, self.name.split("."), torch.ops)
         args, kwargs = tree_map_only(Operand, lambda operand: operand.make(device), (self.args, self.kwargs))
         if found._overloadpacket is _aten._grouped_mm:  # its groups end at these rows
             rows, ends = args[0].shape[0], args[2]

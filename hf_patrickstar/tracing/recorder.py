@@ -62,7 +62,6 @@ class Setting:
     """How the operators of a micro-batch run.
 
     Attributes:
-        casting: The types that forwards compute in.
         looked_up: Names of the weights whose embeddings read their rows at home.
         has_accelerator: Whether the device has memory of its own.
         times: What operators take, if the machine is the one at hand; else its rates say it.
@@ -71,7 +70,6 @@ class Setting:
             a plausible one will not do.
     """
 
-    casting: Casting
     looked_up: Collection[str] = ()
     has_accelerator: bool = True
     times: OperatorTimes | None = None
@@ -86,6 +84,7 @@ def record(
     *,
     specs: Sequence[TensorSpec],
     inputs: Iterable[torch.Tensor],
+    casting: Casting,
     setting: Setting,
 ) -> OpTrace | None:
     """Runs a micro-batch, and notes what it does; called under fake tensors.
@@ -99,6 +98,7 @@ def record(
         backward: Runs the backward of what ``forward`` has returned; ``None`` for a forward alone.
         specs: The parameters of the model as numbers.
         inputs: The tensors of the batch.
+        casting: The types that forwards compute in.
         setting: How operators run.
 
     Returns:
@@ -107,17 +107,22 @@ def record(
     Raises:
         TraceError: If the model communicates, asks for a value that only bytes have, or takes too long.
     """
-    return _Recorder(model, specs, setting, inputs).run(forward, backward)
+    return _Recorder(model, specs, inputs, casting, setting).run(forward, backward)
 
 
 class _Recorder(AnsweringMode):
     """Hooks of one model, for one micro-batch."""
 
     def __init__(
-        self, model: torch.nn.Module, specs: Sequence[TensorSpec], setting: Setting, inputs: Iterable[torch.Tensor]
+        self,
+        model: torch.nn.Module,
+        specs: Sequence[TensorSpec],
+        inputs: Iterable[torch.Tensor],
+        casting: Casting,
+        setting: Setting,
     ) -> None:
         super().__init__()
-        self._model = model
+        self._model, self._casting = model, casting
         self._setting = setting
         parameters = named_parameters(model)
         self._watched = {id(parameters[spec.name]): Watched(spec, parameters[spec.name]) for spec in specs}
@@ -165,7 +170,7 @@ class _Recorder(AnsweringMode):
             for name, module in self._model.named_modules():
                 if module not in inside and any(True for _ in module.parameters()):
                     self._attach_module(module, name or type(self._model).__name__, stack)
-            if self._setting.casting.inputs is not None:
+            if self._casting.inputs is not None:
                 for root in roots_of(self._model):
                     stack.callback(root.register_forward_pre_hook(self._cast_inputs, with_kwargs=True).remove)
             stack.callback(self._unwind)
@@ -221,7 +226,7 @@ class _Recorder(AnsweringMode):
     # Forward
 
     def _cast_inputs(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return self._setting.casting.narrow(args, kwargs)
+        return self._casting.narrow(args, kwargs)
 
     def _enter_outermost(self, frame: Frame, name: str, args: Any, kwargs: dict[str, Any]) -> None:
         is_recomputed = frame.stage is Stage.BACKWARD
@@ -237,7 +242,7 @@ class _Recorder(AnsweringMode):
             self._notes.enter_forward(shapes, present, is_inner=self._is_inner(frame))
             frame.saved_tensors = self._autograd.kept_as_numbers()
             frame.saved_tensors.__enter__()
-        frame.autocast = self._setting.casting.autocast(is_recomputed=is_recomputed)
+        frame.autocast = self._casting.autocast(is_recomputed=is_recomputed)
         if frame.autocast is not None:
             frame.autocast.__enter__()
 
@@ -264,7 +269,7 @@ class _Recorder(AnsweringMode):
             self._notes.release(watched)  # type: ignore[arg-type]
         for lookup in frame.lookups.values():
             self._end_lookup(frame, lookup, output)
-        result = output if frame.autocast is None else self._setting.casting.widen(output)
+        result = output if frame.autocast is None else self._casting.widen(output)
         frame.leave_contexts()
         if not self._stack and frame.stage is not Stage.BACKWARD:
             self._notes.add(LeaveForward(self._is_inner(frame)))

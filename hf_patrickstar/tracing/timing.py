@@ -76,18 +76,18 @@ class OperatorTimes:
         if key not in self._known:
             operands = (leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Operand))
             fits = sum(operand.nbytes for operand in operands) <= self._most_nbytes
-            self._known[key] = self._time(call) if fits else None
+            self._known[key] = self._time(call, operator) if fits else None
         return self._known[key]
 
-    def _time(self, call: OperatorCall) -> int | None:
+    def _time(self, call: OperatorCall, operator: Any) -> int | None:
         try:
             with as_they_are(self._device):
-                work = call.make(self._device)
+                work = call.make(self._device, operator)
                 made: list[Any] = []  # results stay until backward
                 with self._companions.calling(call):
                     seconds = self._median(lambda: made.append(work()))
         except Exception as error:  # an operator may refuse any values
-            logger.debug("patrickstar: operator '%s' is charged by the rates of the machine: %s", call.name, error)
+            logger.debug("patrickstar: operator '%s' is charged by the rates of the machine: %s", operator, error)
             return None
         return max(round((seconds - self._call_s) * _NS), 0)
 
