@@ -197,6 +197,18 @@ class _Run(NamedTuple):
         """Elements of the last chunk, which is cut to what it holds."""
         return max(self.before[-1] - self.before[cuts[-2]], ALIGNMENT_NUMEL)
 
+    def chunks(self, chunk_numel: int) -> list[Group]:
+        """Its chunks with one process."""
+        cuts, before = self.cuts(chunk_numel), self.before
+        ends = itertools.pairwise(cuts)
+        made = [Group(self.kind, chunk_numel, [self.pieces[i:j]], [before[j] - before[i]]) for i, j in ends]
+        made[-1].chunk_numel = self.last_numel(cuts)
+        return made
+
+    def groups(self, chunk_numel: int, world_size: int) -> list[Group]:
+        """Its groups with several processes; see [Note: communication groups]."""
+        return close_last(fill_groups(self.kind, self.pieces, chunk_numel, world_size), self.pieces, chunk_numel)
+
 
 class Packer:
     """Packs the tensors of a model into chunks of any size, in model order (PatrickStar section 6.1).
@@ -262,8 +274,11 @@ class Packer:
     def fill(self, chunk_numel: int) -> list[Group]:
         """The chunks or groups of a size, in no order; kept until another size is asked for."""
         if self._filled is None or self._filled[0] != chunk_numel:
-            filled = self._fill_chunks(chunk_numel) if self.world_size == 1 else self._fill_groups(chunk_numel)
-            self._filled = (chunk_numel, filled)
+            alone, _, runs = self._split_at(chunk_numel)
+            groups = [*alone]
+            for run in runs:
+                groups += run.chunks(chunk_numel) if self.world_size == 1 else run.groups(chunk_numel, self.world_size)
+            self._filled = (chunk_numel, groups)
         return self._filled[1]
 
     def outline(self, chunk_numel: int) -> Outline:
@@ -301,26 +316,6 @@ class Packer:
             own = (trainable, group.on_host, self.world_size, optimizer_index, types)
             chunks.append(ChunkSpec(index, group.capacity_numel, used, indices, *own))
         return Layout(tuple(tensors), tuple(chunks), tuple(p for p in placements if p is not None), chunk_numel)
-
-    def _fill_chunks(self, chunk_numel: int) -> list[Group]:
-        alone, _, runs = self._split_at(chunk_numel)
-        groups = [*alone]
-        for run in runs:
-            cuts = run.cuts(chunk_numel)
-            for start, stop in itertools.pairwise(cuts):
-                taken = run.before[stop] - run.before[start]
-                groups.append(Group(run.kind, chunk_numel, [run.pieces[start:stop]], [taken]))
-            groups[-1].chunk_numel = run.last_numel(cuts)
-        return groups
-
-    def _fill_groups(self, chunk_numel: int) -> list[Group]:
-        """See [Note: communication groups]."""
-        alone, _, runs = self._split_at(chunk_numel)
-        groups = [*alone]
-        for run in runs:
-            filled = fill_groups(run.kind, run.pieces, chunk_numel, self.world_size)
-            groups += close_last(filled, run.pieces, chunk_numel)
-        return groups
 
     def _split_at(self, chunk_numel: int) -> tuple[list[Group], Outline, list[_Run]]:
         """Tensors that are alone, what these come to, and those that are together; kept until other ones are larger."""

@@ -113,17 +113,12 @@ def largest_that_fit(
     """
     if plan.fits or plan.tier(Tier.HOST).missing_nbytes or plan.shortage is not None:
         return None  # smaller batches need as much of the host, and chunks as much of the device
-    found = {}
+    found: dict[str, Any] = {}
     if plan.batch_size > 1:
-        found["batch_size"] = _number(search_below(Goal.MAX_BATCH, subject, given, progress).answer)
+        found["batch_size"] = search_below(Goal.MAX_BATCH, subject, given, progress).answer
     if plan.length > 1 and subject.task != "image-classification":
-        found["length"] = _number(search_below(Goal.MAX_LENGTH, subject, given, progress).answer)
+        found["length"] = search_below(Goal.MAX_LENGTH, subject, given, progress).answer
     return found or None
-
-
-def _number(answer: int | str | None) -> int | None:
-    assert not isinstance(answer, str)
-    return answer
 
 
 def changes(subject: Subject, given: TrainingSetup, plan: Plan) -> Iterator[Change]:

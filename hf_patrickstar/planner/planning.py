@@ -234,7 +234,6 @@ def _share(given: int | str | None, nbytes: int, share: float, name: str) -> int
 
 def plan_and_simulate(subject: Subject, training: TrainingSetup) -> tuple[Plan, Simulation | None]:
     """Plans the training of a model that was found already; returns the step of the plan, too, if it fits."""
-    is_measured = training.times is not None
 
     def make() -> tuple[Plan, Simulation | None]:
         try:
@@ -244,12 +243,11 @@ def plan_and_simulate(subject: Subject, training: TrainingSetup) -> tuple[Plan, 
         plan = _plan_of(subject, training, simulation)
         return plan, simulation if plan.fits else None
 
-    return kept("simulations", subject, training, is_measured, make)
+    return kept("simulations", subject, training, training.times is not None, make)
 
 
 def plan_if_fits(subject: Subject, training: TrainingSetup) -> Plan | None:
     """Plans as ``plan_and_simulate`` does; ``None`` if it does not fit, without finding out by how much."""
-    is_measured = training.times is not None
 
     def make() -> Plan | None:
         try:
@@ -258,7 +256,7 @@ def plan_if_fits(subject: Subject, training: TrainingSetup) -> Plan | None:
             return None
         return plan if plan.fits else None
 
-    return kept("plans", subject, training, is_measured, make)
+    return kept("plans", subject, training, training.times is not None, make)
 
 
 def _plan_of(subject: Subject, given: TrainingSetup, simulation: Simulation) -> Plan:

@@ -400,10 +400,10 @@ class _Simulator:
     ) -> Simulation:
         trained, tensors, layout = self._trained, self.decisions.tensors, self._layout
         (traces,) = steps_of(known.traces.values(), self._num_micro_batches)
+        offloaded = max(trace.offloaded_nbytes for trace in traces)
         rules = self._plan_rules(estimate, homed)
         plans = rules.plans(traces, estimate.device_nbytes)
-        told = self._rules(homed)
-        script = whole_step(ops, self._places, told, [made.kind for made in traces])
+        script = whole_step(ops, self._places, self._rules(homed), [made.kind for made in traces])
         loads = tuple(
             Load(size.param_nbytes, (trained.world_size - 1) * size.param_nbytes, size.chunk_index in homed)
             for size in self.decisions.chunk_nbytes
@@ -424,7 +424,7 @@ class _Simulator:
             updated_nbytes=updated if isinstance(self._kernel, ElementwiseKernel) else OTHERS_NBYTES * num_on_host,
             layout=layout,
             survey=self._survey(traces, plans, homed, estimate.device_nbytes - rules.fixed_nbytes, reasons),
-            host_owners=self._on_host(homed, traces),
+            host_owners=self._fixed(homed, Tier.HOST) | ({ACTIVATIONS: offloaded} if offloaded else {}),
             known=known,
             precision=str(self.decisions.precision.dtype).removeprefix("torch."),
             rules=rules,
@@ -473,11 +473,6 @@ class _Simulator:
             free = self._resources.ledger.limit(Tier.HOST) - sum(nbytes.values())
             nbytes[gradient_ring.OWNER] = gradient_ring.planned_nbytes(lists, free)
         return nbytes
-
-    def _on_host(self, homed: frozenset[int], traces: Sequence[Trace]) -> dict[str, int]:
-        """Bytes on the host, by owner."""
-        offloaded = max(trace.offloaded_nbytes for trace in traces)
-        return self._fixed(homed, Tier.HOST) | ({ACTIVATIONS: offloaded} if offloaded else {})
 
     def _survey(
         self, traces: Sequence[Trace], plans: Sequence[Plan], homed: frozenset[int], free: int, reasons: Sequence[str]

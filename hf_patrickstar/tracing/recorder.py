@@ -34,14 +34,7 @@ from hf_patrickstar.runtime.hooks import has_hooks_of_user, is_embedding, places
 from hf_patrickstar.runtime.live_parameter import LiveMixin, raw_data, released_type, storage_key, take_raw_grad
 from hf_patrickstar.runtime.quantized import PackedLayers, buffers_of, named_parameters
 from hf_patrickstar.runtime.together import roots_of
-from hf_patrickstar.schedule.op_trace import (
-    LeaveBackward,
-    LeaveForward,
-    LookedUp,
-    Need,
-    OpTrace,
-    Wanted,
-)
+from hf_patrickstar.schedule import op_trace
 from hf_patrickstar.schedule.script import Begin, Part
 from hf_patrickstar.schedule.trace import input_shapes
 from hf_patrickstar.states import Stage
@@ -86,7 +79,7 @@ def record(
     inputs: Iterable[torch.Tensor],
     casting: Casting,
     setting: Setting,
-) -> OpTrace | None:
+) -> op_trace.OpTrace | None:
     """Runs a micro-batch, and notes what it does; called under fake tensors.
 
     A forward under ``torch.no_grad()`` is an evaluation.
@@ -137,7 +130,7 @@ class _Recorder(AnsweringMode):
         )
         self._stack = self._notes.frames.stack
 
-    def run(self, forward: Callable[[], Any], backward: Callable[[Any], Any] | None) -> OpTrace | None:
+    def run(self, forward: Callable[[], Any], backward: Callable[[Any], Any] | None) -> op_trace.OpTrace | None:
         """See ``record``."""
         with self._attached():
             self._notes.add(Begin(Part.FORWARD))
@@ -272,7 +265,7 @@ class _Recorder(AnsweringMode):
         result = output if frame.autocast is None else self._casting.widen(output)
         frame.leave_contexts()
         if not self._stack and frame.stage is not Stage.BACKWARD:
-            self._notes.add(LeaveForward(self._is_inner(frame)))
+            self._notes.add(op_trace.LeaveForward(self._is_inner(frame)))
         return result
 
     def _replace(self, frame: Frame) -> None:
@@ -308,7 +301,7 @@ class _Recorder(AnsweringMode):
 
     def _end_lookup(self, frame: Frame, lookup: Lookup, output: Any) -> None:
         counts = frame.stage is Stage.FORWARD and isinstance(output, torch.Tensor)
-        self._notes.add(LookedUp(lookup.tensor.spec.index, output.nbytes if counts else 0))
+        self._notes.add(op_trace.LookedUp(lookup.tensor.spec.index, output.nbytes if counts else 0))
         if lookup.leaf._version != lookup.version:  # an embedding with ``max_norm`` has changed its rows
             self._notes.is_odd = True
 
@@ -334,15 +327,15 @@ class _Recorder(AnsweringMode):
 
     def _unpack(self, saved: Any) -> torch.Tensor:
         if isinstance(saved, Activation):
-            self._notes.add(Wanted(saved.number))
+            self._notes.add(op_trace.Wanted(saved.number))
             return saved.tensor
-        self._notes.add(Need(saved.watched.spec.index))
+        self._notes.add(op_trace.Need(saved.watched.spec.index))
         self._notes.note_use(saved.watched)
         view = saved.view()
         return view.clone() if torch.is_grad_enabled() else view  # type: ignore[no-any-return]
 
     def _end_backward(self) -> None:
-        self._notes.add(LeaveBackward())
+        self._notes.add(op_trace.LeaveBackward())
 
     def _store_gradient(self, parameter: torch.Tensor) -> None:
         self._autograd.notice_backward()
