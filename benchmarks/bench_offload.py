@@ -54,6 +54,7 @@ from hf_patrickstar.planner.planning import make_adamw
 from hf_patrickstar.planner.simulation import Ran, Trained, simulate
 from hf_patrickstar.tracing.fake import FakeTensors
 from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
+from hf_patrickstar.tracing.recorder import Setting
 
 MAX_NORM = 1.0
 SIZES = {
@@ -447,7 +448,7 @@ def replay_row(result, machine):
     def ops_of(looked_up):
         micro_batch = MicroBatch(make_model, make_inputs, lambda model, inputs: model(**inputs).loss, config)
         with FakeTensors():
-            return trace(micro_batch, looked_up=looked_up, has_accelerator=machine.has_accelerator)
+            return trace(micro_batch, Setting(looked_up, machine.has_accelerator))
 
     lookups = {int(index): place for index, place in ran["lookups"].items()}
     chosen = Ran(frozenset(ran["homed"]), lookups, ran["num_offloaded"])
@@ -468,7 +469,7 @@ def replay_row(result, machine):
         "counted": {COUNTED[0]: sum(plan.num_loads for plan in told.plans), **counted},
         "device_peak_nbytes": told.device_nbytes,
         "budget_share": share,
-        "is_same_layout": told.layout["num_chunks"] == stats["num_chunks"],
+        "is_same_layout": len(told.layout.chunks) == stats["num_chunks"],
     }
 
 

@@ -34,6 +34,7 @@ from hf_patrickstar.schedule.bounds import bounds_of
 from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.tracing.fake import FakeTensors
 from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
+from hf_patrickstar.tracing.recorder import Setting
 from hf_patrickstar.units import GIB, format_nbytes
 
 VOCABULARY = 32_000
@@ -83,7 +84,7 @@ def simulation_of(name, num_tokens, num_micro_batches, num_processes, machine, o
 def traced(name, num_tokens, num_micro_batches, chunked_loss, looked_up):
     """What a model does in a micro-batch, which is the same on every machine."""
     with FakeTensors():
-        return trace(micro_batch_of(name, num_tokens, num_micro_batches, chunked_loss), looked_up=looked_up)
+        return trace(micro_batch_of(name, num_tokens, num_micro_batches, chunked_loss), Setting(looked_up))
 
 
 def micro_batch_of(name, num_tokens, num_micro_batches, chunked_loss=None):
@@ -195,7 +196,7 @@ def simulate_paper(name: str, batch_size: int):
     def ops_of(looked_up):
         make_inputs = functools.partial(zeros, (batch_size, PAPER_LENGTH))
         with FakeTensors():
-            return trace(MicroBatch(make_model, make_inputs, loss_of, config), looked_up=looked_up)
+            return trace(MicroBatch(make_model, make_inputs, loss_of, config), Setting(looked_up))
 
     return simulate(Trained(make_model, make_adamw, config), MACHINES["v100"], ops_of)
 

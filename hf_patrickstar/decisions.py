@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import logging
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from hf_patrickstar.homes import (
     nbytes_in_use,
     staging_nbytes,
 )
-from hf_patrickstar.layout.packing import ChunkSpec, Layout
+from hf_patrickstar.layout.packing import Layout
 from hf_patrickstar.layout.specs import GRADIENT, MASTER, ModuleSpec, TensorSpec, collect_specs
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import Kernel
@@ -40,6 +40,7 @@ from hf_patrickstar.schedule.margin import StepCost, needed_nbytes
 from hf_patrickstar.schedule.offload import choose_offload, describe_offload, most_that_fit
 from hf_patrickstar.schedule.pace import choose_depth
 from hf_patrickstar.schedule.placement import HomePlan
+from hf_patrickstar.schedule.step import Places
 from hf_patrickstar.schedule.step_estimate import ChunkWork
 from hf_patrickstar.units import format_nbytes, format_seconds
 
@@ -176,22 +177,17 @@ class Decisions(Arrangement):
             return self.homes
         kept, reason = self.homes.device_homed - spilled, self.homes.reason
         found = estimate.spilled(kept)
-        if leaves and kept and self._may_settle(situation) and estimate.room_beside(kept | found) < 0:
+        if leaves and kept and can_move_homes(situation) and estimate.room_beside(kept | found) < 0:
             # A first step without a plan would not let activations leave.
             reason, kept = left_device(len(kept), "beside what else a step takes"), frozenset()
             found = estimate.spilled(kept)
         homed = kept | found
         return self.homes if homed == self.homes.device_homed else HomePlan(homed, reason, found)
 
-    @staticmethod
-    def _may_settle(situation: Situation) -> bool:
-        """Whether chunks find other homes once a step is known."""
-        return can_move_homes(situation) and not situation.config.debug_evict_all
-
     def _choose_offload(self, situation: Situation, known: KnownTraces, rules: PlacementRules) -> tuple[int, int, str]:
         """How many activations leave, how many may, and why."""
         estimate = self.estimate(situation, known, rules)
-        moves = self._may_settle(situation)
+        moves = can_move_homes(situation)
 
         @functools.cache
         def homes(num: int) -> HomePlan | None:
@@ -223,11 +219,13 @@ class Decisions(Arrangement):
     def estimate(self, situation: Situation, known: KnownTraces, rules: PlacementRules) -> Estimate:
         """What is known of a step before chunks are allocated; see ``estimate_cost``."""
         resources, chunks, looked_up = situation.resources, self.choice.layout.chunks, self._looked_up(known)
+        own_numel = Places.of(self.choice.layout, resources.collectives.rank).own_numel
+        own = [[(self.tensors[index], own_numel[index]) for index in spec.tensor_indices] for spec in chunks]
         return Estimate(
             [*known.traces.values()],
             situation.num_micro_batches,
             self.chunk_nbytes,
-            [ChunkWork.of(spec, self._own(spec, resources.collectives.rank), looked_up) for spec in chunks],
+            [ChunkWork.of(spec, tensors, looked_up) for spec, tensors in zip(chunks, own, strict=True)],
             frozenset(spec.index for spec in chunks if spec.is_updated),
             resources.collectives.world_size > 1,
             resources.ledger.limit(Tier.HOST),
@@ -242,13 +240,6 @@ class Decisions(Arrangement):
         of_plan = {} if self.embeddings.is_final else known.lookups
         placements = self.choice.layout.placements
         return frozenset(i for i in asked if of_plan.get(i) != "device" and placements[i].chunk_index not in homed)
-
-    def _own(self, spec: ChunkSpec, rank: int) -> Iterator[tuple[TensorSpec, int]]:
-        """The tensors of a chunk, and how many elements of each a process has at home."""
-        for index in spec.tensor_indices:
-            tensor, placement = self.tensors[index], self.choice.layout.placements[index]
-            begin, end = spec.parts_of(tensor.numel, placement.offset_numel)[rank]
-            yield tensor, end - begin
 
     def expected(self, situation: Situation, known: KnownTraces, estimated: StepCost | None) -> str:
         """What this process will need for model data, and for a step, in one line.

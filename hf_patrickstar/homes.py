@@ -12,7 +12,7 @@ from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import BudgetError, ConfigError
 from hf_patrickstar.layout.embedding import EmbeddingChoice, choose_embeddings
-from hf_patrickstar.layout.packing import ChunkSpec, branches_nbytes
+from hf_patrickstar.layout.packing import ChunkSpec, Packer, branches_nbytes
 from hf_patrickstar.layout.search import ChunkSizeChoice, fixed_layout, search_layout
 from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec
 from hf_patrickstar.memory.accelerator import is_accelerator
@@ -287,16 +287,16 @@ class Arranger:
         splits = world_size > 1 and all(kernel.splits_tensors for kernel in self.situation.kernels)
         if config.chunk_numel != "auto":
             numel = int(config.chunk_numel)
-            return fixed_layout(tensors, modules, numel, limit, apart, limits, world_size, staging, splits)
+            return fixed_layout(Packer(tensors, apart, world_size, splits), modules, numel, limit, limits, staging)
         if world_size > 1:
             # Whole tensors make the fewest groups. If they waste much, or leave little room, large ones are spread.
             with contextlib.suppress(BudgetError):
-                room = int(limit * _WHOLE_SHARE)
-                choice = search_layout(tensors, modules, room, apart, limits, world_size, staging, exposed_ns=exposed)
+                room, whole = int(limit * _WHOLE_SHARE), Packer(tensors, apart, world_size)
+                choice = search_layout(whole, modules, room, limits, staging, exposed)
                 if not splits or choice.layout.utilisation >= _WELL_USED:
                     return choice
         most = None if everything_fits and world_size == 1 else limit
-        return search_layout(tensors, modules, most, apart, limits, world_size, staging, splits, exposed)
+        return search_layout(Packer(tensors, apart, world_size, splits), modules, most, limits, staging, exposed)
 
     def _limits(self) -> list[Limit]:
         """The settings that limit what chunks may take on the device, for errors."""
@@ -383,13 +383,14 @@ def staging_nbytes(collectives: Collectives, chunk_numel: int, name: str) -> int
 
 
 def can_move_homes(situation: Situation) -> bool:
-    """Whether chunks that live on the device can leave it later.
+    """Whether chunks find other homes once a step is known.
 
     Args:
         situation: What decisions depend on.
     """
     config = situation.config
-    return config.placement != "host" and all(kernel.follows_homes for kernel in situation.kernels)
+    is_fixed = config.placement == "host" or config.debug_evict_all
+    return not is_fixed and all(kernel.follows_homes for kernel in situation.kernels)
 
 
 def chunk_bytes(

@@ -22,7 +22,7 @@ from hf_patrickstar.checkpoint.weights import ChunkWeights
 from hf_patrickstar.decisions import Decisions, collect, with_state_types
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import BudgetError, EngineError
-from hf_patrickstar.layout.packing import ChunkSpec, Layout, Placement, pack
+from hf_patrickstar.layout.packing import ChunkSpec, Layout, Packer, Placement
 from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.memory.tiers import Tier
@@ -238,7 +238,8 @@ class Membership:
         placements: list[Placement] = []
         for piece in pieces:
             local = [dataclasses.replace(spec, index=place) for place, spec in enumerate(piece)]
-            layout, begin = pack(local, chunk_numel, frozenset(), world_size, splits), first + len(chunks)
+            layout = Packer(local, world_size=world_size, splits=splits).layout(chunk_numel)
+            begin = first + len(chunks)
             placements += [
                 Placement(piece[found.tensor_index].index, begin + found.chunk_index, found.offset_numel)
                 for found in layout.placements

@@ -14,6 +14,7 @@ from hf_patrickstar import (
     PatrickStarTrainingArguments,
 )
 from hf_patrickstar.config import PatrickStarConfig
+from hf_patrickstar.layout.packing import Packer
 from hf_patrickstar.layout.search import find_candidates
 from hf_patrickstar.layout.specs import collect_specs
 from hf_patrickstar.precision import choose_precision
@@ -57,7 +58,7 @@ def smallest_budget(model, precision="no", checkpointing=False, **settings):
     tensors, modules, parameters = collect_specs(model, is_recomputed, parameters_of=parameters_of)
     types = choose_precision(model, PatrickStarConfig(**settings), precision, parameters)
     tensors = types.assign(model, tensors, parameters)
-    return min(found.need_nbytes for found in find_candidates(tensors, modules))
+    return min(found.need_nbytes for found in find_candidates(Packer(tensors), modules, lambda numel, dtype: 0))
 
 
 def arguments(cls, tmp_path, **kwargs):

@@ -74,8 +74,8 @@ def _with_tried(plan: Plan, subject: Subject, given: TrainingSetup, words: Calla
     tried = advice.advise(subject, given, plan, shown)
     with _showing("searching what fits") as progress:
         largest = advice.largest_that_fit(plan, subject, given, progress)
-    changes = tuple(dataclasses.replace(change, text=words(change.text)) for change in tried.changes)
-    return dataclasses.replace(plan, changes=changes, failed=tried.failed, largest=largest)
+    changes = tuple(dataclasses.replace(change, text=words(change.text)) for change in tried.changes or ())
+    return dataclasses.replace(tried, changes=changes, largest=largest)
 
 
 def _search(options: argparse.Namespace, subject: Subject, given: TrainingSetup) -> int:

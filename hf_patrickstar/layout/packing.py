@@ -110,15 +110,6 @@ class Layout:
         capacity = sum(chunk.capacity_numel for chunk in self.chunks)
         return sum(chunk.used_numel for chunk in self.chunks) / capacity if capacity else 1.0
 
-    @property
-    def gradients_nbytes(self) -> int:
-        """Bytes of gradients that wait on the device for the rest of their group.
-
-        0 with one process, where each gradient goes home at once; else the bytes of two groups, since backward begins
-        the next group before the last gradients of the group before have come.
-        """
-        return gradients_nbytes(self.chunks)
-
     def describe(self) -> str:
         """How many chunks or groups there are, and of how many elements."""
         largest = [max([self.tensors[i].numel for i in chunk.tensor_indices], default=0) for chunk in self.chunks]
@@ -156,7 +147,11 @@ def branches_nbytes(chunks: Iterable[ChunkSpec]) -> int:
 
 
 def gradients_nbytes(chunks: Iterable[ChunkSpec | Group]) -> int:
-    """See ``Layout.gradients_nbytes``."""
+    """Bytes of gradients that wait on the device for the rest of their group.
+
+    0 with one process, where each gradient goes home at once; else the bytes of two groups, since backward begins the
+    next group before the last gradients of the group before have come.
+    """
     sizes = sorted(chunk.nbytes for chunk in chunks if chunk.trainable and chunk.world_size > 1)
     return sum(sizes[-2:])
 
@@ -202,16 +197,46 @@ class _Run(NamedTuple):
         """Elements of the last chunk, which is cut to what it holds."""
         return max(self.before[-1] - self.before[cuts[-2]], ALIGNMENT_NUMEL)
 
+    def chunks(self, chunk_numel: int) -> list[Group]:
+        """Its chunks with one process."""
+        cuts, before = self.cuts(chunk_numel), self.before
+        ends = itertools.pairwise(cuts)
+        made = [Group(self.kind, chunk_numel, [self.pieces[i:j]], [before[j] - before[i]]) for i, j in ends]
+        made[-1].chunk_numel = self.last_numel(cuts)
+        return made
+
+    def groups(self, chunk_numel: int, world_size: int) -> list[Group]:
+        """Its groups with several processes; see [Note: communication groups]."""
+        return close_last(fill_groups(self.kind, self.pieces, chunk_numel, world_size), self.pieces, chunk_numel)
+
 
 class Packer:
-    """Packs the tensors of a model into chunks of any size; the arguments are those of ``pack``.
+    """Packs the tensors of a model into chunks of any size, in model order (PatrickStar section 6.1).
+
+    Trainable and frozen tensors go to different chunks, since only the former have masters and optimizer states, and so
+    do tensors of different optimizers and of different types. A tensor larger than a chunk, and a tensor computed on
+    the host, gets a chunk of its own size. The last chunk of each kind is cut to what it holds. For several processes
+    see [Note: communication groups].
 
     A search looks at hundreds of sizes, which are multiples of the alignment. ``fill`` and ``outline`` tell of one of
     them without the objects of a ``Layout``; with one process running sums tell where chunks end.
 
+    Args:
+        tensors: The specs in model order.
+        on_host: Indices of embeddings that may be looked up on the host; each has a chunk of its own.
+        world_size: Processes that share the model data: so many chunks are a group.
+        splits: Whether a tensor may be spread over the chunks of a group of its own: the optimizer updates elements
+            without looking at the rest of their tensor.
+
     Attributes:
-        world_size: Processes that share the model data.
+        tensors: See above.
+        world_size: See above.
+        splits: See above.
         used_numel: Elements of all tensors.
+        padded_numel: Elements of all tensors but those on the host, with padding.
+
+    Raises:
+        ConfigError: If ``world_size`` is not positive, or if there are both several processes and tensors on the host.
     """
 
     def __init__(
@@ -225,13 +250,15 @@ class Packer:
             raise ConfigError(f"world_size: expected a positive number of processes, got {world_size}")
         if world_size > 1 and on_host:
             raise ConfigError(f"cpu_embedding: not supported with {world_size} processes; set it to false")
-        self._tensors = tensors
+        self.tensors = tensors
         self.world_size = world_size
+        self.splits = splits
         # Of how many bins a large tensor is alone in; 0 if it is not alone.
         self._parts = world_size if splits or world_size == 1 else 0
         # Of a group one rank owns the offset of an empty tensor, so it takes some elements.
         least = 0 if world_size == 1 else ALIGNMENT_NUMEL
         self.used_numel = sum(spec.numel for spec in tensors)
+        self.padded_numel = sum(align(spec.numel) for spec in tensors if spec.index not in on_host)
         self._hosted: list[Group] = []
         self._kinds: dict[Kind, list[Piece]] = {}
         for spec in tensors:
@@ -247,8 +274,11 @@ class Packer:
     def fill(self, chunk_numel: int) -> list[Group]:
         """The chunks or groups of a size, in no order; kept until another size is asked for."""
         if self._filled is None or self._filled[0] != chunk_numel:
-            filled = self._fill_chunks(chunk_numel) if self.world_size == 1 else self._fill_groups(chunk_numel)
-            self._filled = (chunk_numel, filled)
+            alone, _, runs = self._split_at(chunk_numel)
+            groups = [*alone]
+            for run in runs:
+                groups += run.chunks(chunk_numel) if self.world_size == 1 else run.groups(chunk_numel, self.world_size)
+            self._filled = (chunk_numel, groups)
         return self._filled[1]
 
     def outline(self, chunk_numel: int) -> Outline:
@@ -266,8 +296,14 @@ class Packer:
         return Outline(num, capacity, largest)
 
     def layout(self, chunk_numel: int) -> Layout:
-        """The chunk list of a size."""
-        tensors = self._tensors
+        """The chunk list of a size, which is rounded up to the alignment.
+
+        Raises:
+            ConfigError: If the size is not positive.
+        """
+        if chunk_numel < 1:
+            raise ConfigError(f"chunk_numel: expected a positive number of elements, got {chunk_numel}")
+        chunk_numel, tensors = align(chunk_numel), self.tensors
         placements: list[Placement | None] = [None] * len(tensors)
         chunks = []
         for index, group in enumerate(sorted(self.fill(chunk_numel), key=lambda group: group.pieces[0])):
@@ -280,26 +316,6 @@ class Packer:
             own = (trainable, group.on_host, self.world_size, optimizer_index, types)
             chunks.append(ChunkSpec(index, group.capacity_numel, used, indices, *own))
         return Layout(tuple(tensors), tuple(chunks), tuple(p for p in placements if p is not None), chunk_numel)
-
-    def _fill_chunks(self, chunk_numel: int) -> list[Group]:
-        alone, _, runs = self._split_at(chunk_numel)
-        groups = [*alone]
-        for run in runs:
-            cuts = run.cuts(chunk_numel)
-            for start, stop in itertools.pairwise(cuts):
-                taken = run.before[stop] - run.before[start]
-                groups.append(Group(run.kind, chunk_numel, [run.pieces[start:stop]], [taken]))
-            groups[-1].chunk_numel = run.last_numel(cuts)
-        return groups
-
-    def _fill_groups(self, chunk_numel: int) -> list[Group]:
-        """See [Note: communication groups]."""
-        alone, _, runs = self._split_at(chunk_numel)
-        groups = [*alone]
-        for run in runs:
-            filled = fill_groups(run.kind, run.pieces, chunk_numel, self.world_size)
-            groups += close_last(filled, run.pieces, chunk_numel)
-        return groups
 
     def _split_at(self, chunk_numel: int) -> tuple[list[Group], Outline, list[_Run]]:
         """Tensors that are alone, what these come to, and those that are together; kept until other ones are larger."""
@@ -327,34 +343,3 @@ def _alone(kind: Kind, piece: Piece, num_parts: int, *, on_host: bool = False) -
     group.bins[0].append(piece)
     group.on_host = on_host
     return group
-
-
-def pack(
-    tensors: Sequence[TensorSpec],
-    chunk_numel: int,
-    on_host: frozenset[int] = frozenset(),
-    world_size: int = 1,
-    splits: bool = False,
-) -> Layout:
-    """Packs tensors into chunks, in model order (PatrickStar section 6.1).
-
-    Trainable and frozen tensors go to different chunks, since only the former have masters and optimizer states, and so
-    do tensors of different optimizers and of different types. A tensor larger than a chunk, and a tensor computed on
-    the host, gets a chunk of its own size. The last chunk of each kind is cut to what it holds. For several processes
-    see [Note: communication groups].
-
-    Args:
-        tensors: The specs in model order.
-        chunk_numel: Elements per chunk, of which a group has ``world_size``; rounded up to the alignment.
-        on_host: Indices of embeddings that may be looked up on the host; each has a chunk of its own.
-        world_size: Processes that share the model data.
-        splits: Whether a tensor may be spread over the chunks of a group of its own: the optimizer updates elements
-            without looking at the rest of their tensor.
-
-    Raises:
-        ConfigError: If ``chunk_numel`` or ``world_size`` is not positive, or if there are both several processes and
-            tensors on the host.
-    """
-    if chunk_numel < 1:
-        raise ConfigError(f"chunk_numel: expected a positive number of elements, got {chunk_numel}")
-    return Packer(tensors, on_host, world_size, splits).layout(align(chunk_numel))

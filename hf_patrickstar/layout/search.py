@@ -7,10 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from hf_patrickstar.errors import BudgetError, ConfigError
 from hf_patrickstar.layout.groups import Group, Kind
-from hf_patrickstar.layout.packing import ChunkSpec, Layout, Outline, Packer, gradients_nbytes, pack
-from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec
+from hf_patrickstar.layout.packing import ChunkSpec, Layout, Outline, Packer, gradients_nbytes
+from hf_patrickstar.layout.specs import ModuleSpec
 from hf_patrickstar.shortage import Limit, Shortage
 from hf_patrickstar.units import ALIGNMENT_NUMEL, align, format_need
+
+StagingNbytes = Callable[[int, str], int]
+"""Tells the bytes of scratch space to reduce groups, from the elements of a chunk and their type."""
 
 MAX_CANDIDATES = 512
 _MAX_CHUNK_NUMEL = 2**26
@@ -61,9 +64,8 @@ def check_fits(
     layout: Layout,
     modules: Sequence[ModuleSpec],
     device_nbytes: int | None,
-    limits: Sequence[Limit] = (),
-    world_size: int = 1,
-    staging_nbytes: Callable[[int, str], int] = lambda chunk_numel, dtype: 0,
+    limits: Sequence[Limit],
+    staging_nbytes: StagingNbytes,
     *,
     is_smallest: bool = False,
 ) -> int:
@@ -73,9 +75,8 @@ def check_fits(
         layout: The layout to check.
         modules: The modules that own parameters.
         device_nbytes: Bytes that chunks may take on the device, or ``None`` if there is no limit.
-        limits: The settings that ``device_nbytes`` comes from, for the error; ``device_budget`` alone by default.
-        world_size: Processes that share the chunks of the layout, for the error.
-        staging_nbytes: Bytes of scratch space to reduce groups, from the elements of a chunk and their type.
+        limits: The settings that ``device_nbytes`` comes from, for the error.
+        staging_nbytes: See ``StagingNbytes``.
         is_smallest: Whether no other chunks need less.
 
     Returns:
@@ -88,10 +89,11 @@ def check_fits(
     gradients = _gradient_nbytes(layout.chunks, staging_nbytes)
     need = chunks + gradients
     if device_nbytes is not None and need > device_nbytes and module is not None:
+        world_size = layout.chunks[0].world_size
         what = "chunks" if world_size == 1 else f"groups of {world_size} chunks"
         beside = f" beside {format_need(gradients)} of gradients" if gradients else ""
         own = sum(layout.tensors[index].nbytes for index in module.tensor_indices)
-        short = Shortage.of((limit, need) for limit in limits or (Limit("device_budget", device_nbytes),))
+        short = Shortage.of((limit, need) for limit in limits)
         raise BudgetError(
             f"{short.subject} for module '{module.name}' ({module.class_name}): its {what} need "
             f"{format_need(need - gradients)} on the compute device at once{beside}, {format_need(device_nbytes)} are "
@@ -107,15 +109,12 @@ def check_fits(
 
 
 def fixed_layout(
-    tensors: Sequence[TensorSpec],
+    packer: Packer,
     modules: Sequence[ModuleSpec],
     chunk_numel: int,
     device_nbytes: int | None,
-    on_host: frozenset[int] = frozenset(),
-    limits: Sequence[Limit] = (),
-    world_size: int = 1,
-    staging_nbytes: Callable[[int, str], int] = lambda chunk_numel, dtype: 0,
-    splits: bool = False,
+    limits: Sequence[Limit],
+    staging_nbytes: StagingNbytes,
 ) -> ChunkSizeChoice:
     """The layout for a chunk size that the user chose.
 
@@ -128,8 +127,8 @@ def fixed_layout(
             f"chunk_numel={chunk_numel} is smaller than the alignment of {ALIGNMENT_NUMEL} elements; "
             "use 'auto' or a larger number"
         )
-    layout = pack(tensors, chunk_numel, on_host, world_size, splits)
-    need = check_fits(layout, modules, device_nbytes, limits, world_size, staging_nbytes)
+    layout = packer.layout(chunk_numel)
+    need = check_fits(layout, modules, device_nbytes, limits, staging_nbytes)
     return ChunkSizeChoice(layout, 1, need)
 
 
@@ -140,7 +139,7 @@ class Candidate:
         chunk_numel: The size.
         packer: Packs tensors.
         together: The sets of tensors that modules need on the device at once, and what finds their groups.
-        staging_nbytes: As for ``check_fits``.
+        staging_nbytes: See ``StagingNbytes``.
     """
 
     def __init__(
@@ -148,7 +147,7 @@ class Candidate:
         chunk_numel: int,
         packer: Packer,
         together: Mapping[tuple[int, ...], Callable[[Mapping[int, int]], tuple[int, ...]]],
-        staging_nbytes: Callable[[int, str], int],
+        staging_nbytes: StagingNbytes,
     ) -> None:
         self.chunk_numel = chunk_numel
         self._packer = packer
@@ -196,40 +195,29 @@ class Candidate:
         return num_chunks * nbytes + _staged_nbytes(largest, self._staging_nbytes)
 
 
-def find_candidates(
-    tensors: Sequence[TensorSpec],
-    modules: Sequence[ModuleSpec],
-    on_host: frozenset[int] = frozenset(),
-    world_size: int = 1,
-    staging_nbytes: Callable[[int, str], int] = lambda chunk_numel, dtype: 0,
-    splits: bool = False,
-) -> list[Candidate]:
+def find_candidates(packer: Packer, modules: Sequence[ModuleSpec], staging_nbytes: StagingNbytes) -> list[Candidate]:
     """The sizes that a search compares, smallest chunks first.
 
     Candidates are the model's size divided by 1, 2, 3, ... and by the number of processes, and the sizes of single
     tensors. The arguments are those of ``search_layout``.
     """
-    total = _total_numel(tensors, on_host)
+    tensors, world_size = packer.tensors, packer.world_size
     # Packing costs time in proportion to tensors x candidates: fewer candidates for models of very many tensors.
     num_candidates = min(MAX_CANDIDATES, max(32, _MAX_PLACED_TENSORS // max(len(tensors) * world_size, 1)))
-    sizes = {align(max(1, -(-total // (parts * world_size)))) for parts in range(1, num_candidates + 1)}
+    sizes = {align(max(1, -(-packer.padded_numel // (parts * world_size)))) for parts in range(1, num_candidates + 1)}
     sizes |= {align(spec.numel) for spec in tensors if spec.numel}
     most = max(_MAX_CHUNK_NUMEL, min(sizes))
-    packer = Packer(tensors, on_host, world_size, splits)
     # One index is written twice, since of a single one ``itemgetter`` would return no tuple.
     together = {own: operator.itemgetter(*own, own[0]) for own in (module.tensor_indices for module in modules) if own}
     return [Candidate(size, packer, together, staging_nbytes) for size in sorted(sizes) if size <= most]
 
 
 def search_layout(
-    tensors: Sequence[TensorSpec],
+    packer: Packer,
     modules: Sequence[ModuleSpec],
     device_nbytes: int | None,
-    on_host: frozenset[int] = frozenset(),
-    limits: Sequence[Limit] = (),
-    world_size: int = 1,
-    staging_nbytes: Callable[[int, str], int] = lambda chunk_numel, dtype: 0,
-    splits: bool = False,
+    limits: Sequence[Limit],
+    staging_nbytes: StagingNbytes,
     exposed_ns: Callable[[int, int], int] | None = None,
 ) -> ChunkSizeChoice:
     """Finds a chunk size.
@@ -243,35 +231,32 @@ def search_layout(
     times, the largest, since larger copies use the bus better.
 
     Args:
-        tensors: The specs in model order.
+        packer: Packs the tensors; sizes are of one chunk of a group.
         modules: The modules that own parameters.
         device_nbytes: Bytes that chunks may take on the device, or ``None`` if there is no limit.
-        on_host: Indices of tensors that are computed on the host.
         limits: As for ``check_fits``.
-        world_size: Processes that share the model data; sizes are of one chunk of a group.
-        staging_nbytes: As for ``check_fits``.
-        splits: As for ``pack``.
+        staging_nbytes: See ``StagingNbytes``.
         exposed_ns: What copies and updates add to a step, from the number of chunks and their size; ``None`` if nothing
             runs beside computation.
 
     Raises:
         BudgetError: If no size fits the device.
     """
-    found = find_candidates(tensors, modules, on_host, world_size, staging_nbytes, splits)
+    found = find_candidates(packer, modules, staging_nbytes)
     fitting = [item for item in found if item.fits(device_nbytes)]
     if not fitting:
         smallest = min(found, key=lambda item: item.need_nbytes)
-        check_fits(smallest.layout(), modules, device_nbytes, limits, world_size, staging_nbytes, is_smallest=True)
+        check_fits(smallest.layout(), modules, device_nbytes, limits, staging_nbytes, is_smallest=True)
     if device_nbytes is not None:
-        itemsize = _mean_itemsize(tensors)
-        most_numel = max(_total_numel(tensors, on_host) // _MODEL_SHARE, ALIGNMENT_NUMEL)
+        itemsize = sum(spec.nbytes for spec in packer.tensors) / max(packer.used_numel, 1)  # the mean
+        world_size, most_numel = packer.world_size, max(packer.padded_numel // _MODEL_SHARE, ALIGNMENT_NUMEL)
         share = min(device_nbytes // _BUDGET_SHARE, most_numel * itemsize)
         if world_size > 1:
             share = max(share, _least_group_nbytes(fitting, itemsize, world_size))
         several = [item for item in fitting if item.chunk_numel * world_size * itemsize <= share]
         fitting = several or [min(fitting, key=lambda item: (item.need_nbytes, item.chunk_numel))]
     best = max(item.utilisation for item in fitting)
-    enough = best - (_SPREAD_TOLERANCE if splits else _TOLERANCE)
+    enough = best - (_SPREAD_TOLERANCE if packer.splits else _TOLERANCE)
     well_used = [item for item in fitting if item.utilisation >= enough]
     if exposed_ns is None:
         chosen = max(well_used, key=lambda item: item.chunk_numel)
@@ -281,28 +266,18 @@ def search_layout(
     return ChunkSizeChoice(chosen.layout(), len(found), chosen.need_nbytes, times[chosen.chunk_numel])
 
 
-def _gradient_nbytes(chunks: Sequence[ChunkSpec | Group], staging_nbytes: Callable[[int, str], int]) -> int:
+def _gradient_nbytes(chunks: Sequence[ChunkSpec | Group], staging_nbytes: StagingNbytes) -> int:
     """Bytes of gradients that are on the device until their group is reduced, and of the space to reduce them in."""
     return gradients_nbytes(chunks) + _staged_nbytes(Outline.of(chunks).largest, staging_nbytes)
 
 
-def _staged_nbytes(largest: Mapping[Kind, int], staging_nbytes: Callable[[int, str], int]) -> int:
+def _staged_nbytes(largest: Mapping[Kind, int], staging_nbytes: StagingNbytes) -> int:
     """Bytes of the space to reduce gradients of each type in, from the largest chunks by kind."""
     by_type: dict[str, int] = {}
     for (trainable, _, types), numel in largest.items():
         if trainable:
             by_type[types.param] = max(numel, by_type.get(types.param, 0))
     return sum(staging_nbytes(numel, dtype) for dtype, numel in by_type.items())
-
-
-def _total_numel(tensors: Sequence[TensorSpec], on_host: frozenset[int]) -> int:
-    """Elements of all tensors that chunks are searched for, with padding."""
-    return sum(align(spec.numel) for spec in tensors if spec.index not in on_host)
-
-
-def _mean_itemsize(tensors: Sequence[TensorSpec]) -> float:
-    """Bytes per element, over all tensors."""
-    return sum(spec.nbytes for spec in tensors) / max(sum(spec.numel for spec in tensors), 1)
 
 
 def _least_group_nbytes(candidates: Sequence[Candidate], itemsize: float, world_size: int) -> float:

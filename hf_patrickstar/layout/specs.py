@@ -3,18 +3,9 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from hf_patrickstar.units import ALIGNMENT_NUMEL
-
-
-class ModuleLike(Protocol):
-    """The part of ``torch.nn.Module`` that a layout needs."""
-
-    def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Iterable[Any]:
-        """Qualified names and modules, each module once unless ``remove_duplicate`` is false."""
-        ...
-
 
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "int8": 1}
 MASTER = "master"
@@ -149,7 +140,7 @@ def _registered(module: Any) -> list[tuple[Any, str, str]]:
 
 
 def collect_specs(
-    model: ModuleLike,
+    model: Any,
     is_recomputed: Callable[[Any], bool] = lambda module: False,
     is_left_out: Callable[[Any], bool] = lambda parameter: False,
     parameters_of: Callable[[Any], Iterable[tuple[Any, str, str]]] = _registered,

@@ -16,7 +16,7 @@ from hf_patrickstar.planner.optimizers import optimizer_name
 from hf_patrickstar.planner.plan import Plan, TriedChange
 from hf_patrickstar.planner.planning import TrainingSetup, arrange_machine, plan_if_fits
 from hf_patrickstar.planner.search import Goal, Progress, search_below
-from hf_patrickstar.planner.subject import Subject, with_batch
+from hf_patrickstar.planner.subject import Subject
 from hf_patrickstar.schedule.bounds import ADAM
 from hf_patrickstar.units import GIB, MIB, format_nbytes
 
@@ -57,27 +57,13 @@ class Change:
         )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Advice:
-    """What was tried.
-
-    Attributes:
-        changes: The changes that are worth most, the best first.
-        failed: Options with which the training does not fit, where it does not fit without; no option is both here and
-            in ``changes``.
-    """
-
-    changes: tuple[TriedChange, ...]
-    failed: tuple[str, ...] = ()
-
-
 def advise(
     subject: Subject,
     training: TrainingSetup,
     plan: Plan,
     progress: Callable[[list[Change]], Iterable[Change]] = lambda changes: changes,
-) -> Advice:
-    """Plans changes and returns those that are worth most, the best first.
+) -> Plan:
+    """Plans changes, and returns the plan with those that are worth most, the best first.
 
     Where a training does not fit, pairs of changes are tried if no single one makes it fit, and more memory is tried.
 
@@ -111,7 +97,7 @@ def advise(
     if not plan.fits:
         tried(list(_more_memory(plan)))
     best = sorted(found, key=lambda change: -change.tokens_per_s)[:MOST]
-    return Advice(tuple(best), () if plan.fits else tuple(failed))
+    return dataclasses.replace(plan, changes=tuple(best), failed=() if plan.fits else tuple(failed))
 
 
 def largest_that_fit(
@@ -127,17 +113,12 @@ def largest_that_fit(
     """
     if plan.fits or plan.tier(Tier.HOST).missing_nbytes or plan.shortage is not None:
         return None  # smaller batches need as much of the host, and chunks as much of the device
-    found = {}
+    found: dict[str, Any] = {}
     if plan.batch_size > 1:
-        found["batch_size"] = _number(search_below(Goal.MAX_BATCH, subject, given, progress).answer)
+        found["batch_size"] = search_below(Goal.MAX_BATCH, subject, given, progress).answer
     if plan.length > 1 and subject.task != "image-classification":
-        found["length"] = _number(search_below(Goal.MAX_LENGTH, subject, given, progress).answer)
+        found["length"] = search_below(Goal.MAX_LENGTH, subject, given, progress).answer
     return found or None
-
-
-def _number(answer: int | str | None) -> int | None:
-    assert not isinstance(answer, str)
-    return answer
 
 
 def changes(subject: Subject, given: TrainingSetup, plan: Plan) -> Iterator[Change]:
@@ -149,13 +130,13 @@ def changes(subject: Subject, given: TrainingSetup, plan: Plan) -> Iterator[Chan
         plan: Its plan.
     """
     batch, num = subject.batch_size, given.num_micro_batches
-    recomputes = Change("recompute activations", "--gradient-checkpointing", _checkpointing(True))
+    recomputes = Change("recompute activations", "--gradient-checkpointing", _subject(checkpointing=True))
     if not subject.checkpointing:
         yield recomputes
         if plan.fits:
             yield recomputes + _with_batch(2 * batch)
     elif plan.fits:
-        yield Change("keep all activations", "without --gradient-checkpointing", _checkpointing(False))
+        yield Change("keep all activations", "without --gradient-checkpointing", _subject(checkpointing=False))
     if given.settings.get("activation_offload") is False:
         on = _training(settings={**given.settings, "activation_offload": "auto"})
         yield Change("let activations leave the device for the host", "--set activation_offload=auto", on)
@@ -214,15 +195,8 @@ def _training(**fields: Any) -> Callable[[Setup], Setup]:
     return lambda setup: (setup[0], dataclasses.replace(setup[1], **fields))
 
 
-def _checkpointing(is_on: bool) -> Callable[[Setup], Setup]:
-    return _subject(checkpointing=is_on)
-
-
 def _with_batch(size: int) -> Change:
-    def apply(setup: Setup) -> Setup:
-        return with_batch(setup[0], size, setup[0].length), setup[1]
-
-    return Change(f"use micro-batches of {size}", f"--batch-size {size}", apply)
+    return Change(f"use micro-batches of {size}", f"--batch-size {size}", _subject(batch_size=size))
 
 
 def _accumulating(num: int) -> Change:

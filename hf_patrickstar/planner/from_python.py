@@ -64,5 +64,4 @@ def plan(
     found, _ = plan_for_runs(subject, training)
     if not advice:
         return found
-    tried, largest = advise(subject, training, found), largest_that_fit(found, subject, training)
-    return dataclasses.replace(found, changes=tried.changes, failed=tried.failed, largest=largest)
+    return dataclasses.replace(advise(subject, training, found), largest=largest_that_fit(found, subject, training))

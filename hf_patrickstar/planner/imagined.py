@@ -1,5 +1,6 @@
 """What an engine would run on: a machine, and processes, that are not here. Nothing is allocated, moved or sent."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -38,10 +39,7 @@ def resources_of(machine: Machine, config: PatrickStarConfig, world_size: int) -
         config: The settings.
         world_size: How many processes train together.
     """
-
-    def connect(device: torch.device, emit: Listener, reduce_dtype: str) -> Collectives:
-        return _ImaginedCollectives(world_size, machine, device, reduce_dtype)
-
+    connect = functools.partial(_ImaginedCollectives, world_size, machine)
     no_driver: Any = _NoDriver()
     streams = DeviceStreams(torch.device("cpu"), no_driver)
     if not machine.has_accelerator:
@@ -59,7 +57,9 @@ class _NoDriver:
 class _ImaginedCollectives(Collectives):
     """Those of processes that are not here: each says what this one says."""
 
-    def __init__(self, world_size: int, machine: Machine, device: torch.device, reduce_dtype: str) -> None:
+    def __init__(
+        self, world_size: int, machine: Machine, device: torch.device, emit: Listener, reduce_dtype: str
+    ) -> None:
         super().__init__(0, world_size, device, reduce_dtype=reduce_dtype)
         self._is_gloo = not machine.has_accelerator
 

@@ -34,6 +34,7 @@ from hf_patrickstar.schedule.op_trace import OpTrace
 from hf_patrickstar.tracing.fake import FakeTensors, fused_attention
 from hf_patrickstar.tracing.masks import masks_of_batches
 from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
+from hf_patrickstar.tracing.recorder import Setting
 from hf_patrickstar.tracing.timing import OperatorTimes
 from hf_patrickstar.units import format_nbytes, format_need, parse_budget
 
@@ -233,47 +234,38 @@ def _share(given: int | str | None, nbytes: int, share: float, name: str) -> int
 
 def plan_and_simulate(subject: Subject, training: TrainingSetup) -> tuple[Plan, Simulation | None]:
     """Plans the training of a model that was found already; returns the step of the plan, too, if it fits."""
-    is_measured = training.times is not None
-    return kept("simulations", subject, training, is_measured, lambda: _plan_and_simulate(subject, training))
 
+    def make() -> tuple[Plan, Simulation | None]:
+        try:
+            simulation = _simulate(subject, training)
+        except BudgetError:
+            return dataclasses.replace(_refusal(subject, training), settings=dict(training.settings)), None
+        plan = _plan_of(subject, training, simulation)
+        return plan, simulation if plan.fits else None
 
-def _plan_and_simulate(subject: Subject, training: TrainingSetup) -> tuple[Plan, Simulation | None]:
-    try:
-        simulation = _simulate(subject, training)
-    except BudgetError:
-        return dataclasses.replace(_refusal(subject, training), settings=dict(training.settings)), None
-    plan = _plan_of(subject, training, simulation)
-    return plan, simulation if plan.fits else None
+    return kept("simulations", subject, training, training.times is not None, make)
 
 
 def plan_if_fits(subject: Subject, training: TrainingSetup) -> Plan | None:
     """Plans as ``plan_and_simulate`` does; ``None`` if it does not fit, without finding out by how much."""
-    is_measured = training.times is not None
-    return kept("plans", subject, training, is_measured, lambda: _plan_if_fits(subject, training))
 
+    def make() -> Plan | None:
+        try:
+            plan = _plan_of(subject, training, _simulate(subject, training))
+        except BudgetError:
+            return None
+        return plan if plan.fits else None
 
-def _plan_if_fits(subject: Subject, training: TrainingSetup) -> Plan | None:
-    try:
-        plan = _plan_of(subject, training, _simulate(subject, training))
-    except BudgetError:
-        return None
-    return plan if plan.fits else None
+    return kept("plans", subject, training, training.times is not None, make)
 
 
 def _plan_of(subject: Subject, given: TrainingSetup, simulation: Simulation) -> Plan:
-    machine, owners = given.machine, _owners(given, simulation)
-    device_nbytes = simulation.device_nbytes + given.beside_nbytes
-    tiers = {
-        Tier.DEVICE.value: TierUse(
-            machine.device_nbytes, device_nbytes, owners[Tier.DEVICE.value], simulation.fullest_moment
-        ),
-        Tier.HOST.value: TierUse(machine.host_nbytes, simulation.host_nbytes, owners[Tier.HOST.value]),
-    }
-    return _plan(subject, given, simulation, tiers)
-
-
-def _plan(subject: Subject, given: TrainingSetup, simulation: Simulation, tiers: Mapping[str, TierUse]) -> Plan:
-    is_short = any(use.missing_nbytes for use in tiers.values())
+    machine, owners = given.machine, simulation.device_owners
+    if given.beside_nbytes:
+        owners[BESIDE] = given.beside_nbytes
+    on_device = TierUse(machine.device_nbytes, sum(owners.values()), owners, simulation.fullest_moment)
+    on_host = TierUse(machine.host_nbytes, simulation.host_nbytes, simulation.host_owners)
+    is_short = on_device.missing_nbytes > 0 or on_host.missing_nbytes > 0
     return Plan(
         model=subject.name,
         task=subject.task,
@@ -287,7 +279,7 @@ def _plan(subject: Subject, given: TrainingSetup, simulation: Simulation, tiers:
         world_size=given.world_size,
         settings=dict(given.settings),
         checkpointing=subject.checkpointing,
-        tiers=tiers,
+        tiers={Tier.DEVICE.value: on_device, Tier.HOST.value: on_host},
         chunks=None if is_short else _chunks(simulation),
         speed=None if is_short else _speed(subject, given, simulation),
         remarks=() if computes_in_type(given.machine, given) else (_NOT_COMPUTED.format(given.machine.name),),
@@ -298,9 +290,9 @@ def _plan(subject: Subject, given: TrainingSetup, simulation: Simulation, tiers:
 def _chunks(simulation: Simulation) -> Chunks:
     layout = simulation.layout
     return Chunks(
-        layout["num_chunks"],
-        layout["chunk_numel"],
-        layout["chunk_utilisation"],
+        len(layout.chunks) * simulation.world_size,
+        layout.chunk_numel,
+        layout.utilisation,
         simulation.world_size * sum(load.is_here for load in simulation.loads),
         sum(load.nbytes for load in simulation.loads),
         max((load.nbytes for load in simulation.loads), default=0),
@@ -337,12 +329,6 @@ _WORDS = {
 }
 _WORDS_OF_SEVERAL = {Lane.GATHERS: "gathers", Lane.REDUCTIONS: "reductions"}
 """What is called as in ``Bounds.binding``, and works where there are several processes alone."""
-
-
-def _owners(given: TrainingSetup, simulation: Simulation) -> Mapping[str, Mapping[str, int]]:
-    """The bytes of each kind at the fullest moment, by the name of the tier."""
-    beside = {BESIDE: given.beside_nbytes} if given.beside_nbytes else {}
-    return {Tier.DEVICE.value: {**simulation.device_owners, **beside}, Tier.HOST.value: simulation.host_owners}
 
 
 def _refusal(subject: Subject, given: TrainingSetup) -> Plan:
@@ -437,8 +423,10 @@ def _fits(subject: Subject, given: TrainingSetup, machine: Machine) -> Plan | No
 
 
 def _simulate(subject: Subject, given: TrainingSetup, **settings: Any) -> Simulation:
+    of_model, same = _same(given)
     with _explained(subject, given):
-        return _simulated(subject, given, settings)
+        trained = _trained(subject, given, settings, same)
+        return simulate(trained, given.machine_of_model(), _ops_of(subject, given, of_model, same))
 
 
 @contextlib.contextmanager
@@ -464,25 +452,15 @@ def _explained(subject: Subject, given: TrainingSetup) -> Iterator[None]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Silences what the model and the engine say of the training, which does not take place."""
-    level = transformers.logging.get_verbosity()
-    before = {name: logging.getLogger(name).level for name in _LOGGERS}
-    transformers.logging.set_verbosity_error()
-    for name, quiet in _LOGGERS.items():
-        logging.getLogger(name).setLevel(quiet)
-    try:
-        with warnings.catch_warnings(), no_bars():
-            warnings.simplefilter("ignore")  # of the model's code, about nothing that a plan could change
-            yield
-    finally:
-        transformers.logging.set_verbosity(level)
-        for name, usual in before.items():
-            logging.getLogger(name).setLevel(usual)
-
-
-def _simulated(subject: Subject, given: TrainingSetup, settings: Mapping[str, Any]) -> Simulation:
-    of_model, same = _same(given)
-    trained = _trained(subject, given, settings, same)
-    return simulate(trained, given.machine_of_model(), _ops_of(subject, given, of_model, same))
+    with contextlib.ExitStack() as stack, no_bars(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the model's code, about nothing that a plan could change
+        stack.callback(transformers.logging.set_verbosity, transformers.logging.get_verbosity())
+        transformers.logging.set_verbosity_error()
+        for name, level in _LOGGERS.items():
+            logger = logging.getLogger(name)
+            stack.callback(logger.setLevel, logger.level)
+            logger.setLevel(level)
+        yield
 
 
 def model_data_nbytes(subject: Subject, given: TrainingSetup) -> tuple[int, int]:
@@ -535,12 +513,7 @@ def _ops_of(subject: Subject, given: TrainingSetup, settings: dict[str, Any], sa
     def find(looked_up: frozenset[str]) -> OpTrace:
         def make() -> OpTrace | None:
             with without_modes(), FakeTensors():
-                return trace(
-                    micro_batch,
-                    looked_up=looked_up,
-                    has_accelerator=given.machine.has_accelerator,
-                    times=given.times,
-                )
+                return trace(micro_batch, Setting(looked_up, given.machine.has_accelerator, given.times))
 
         found = kept("micro_batches", subject, (*same, sorted(looked_up)), is_measured, make)
         if found is None:

@@ -17,7 +17,7 @@ from hf_patrickstar.planner.planning import (
     model_data_nbytes,
     plan_if_fits,
 )
-from hf_patrickstar.planner.subject import Subject, most_tokens, with_batch
+from hf_patrickstar.planner.subject import Subject, most_tokens
 from hf_patrickstar.runtime.activations import ACTIVATIONS
 
 LENGTH_STEP = 64
@@ -162,7 +162,7 @@ class _Scale:
 def _scale_of(goal: Goal, subject: Subject) -> _Scale:
     if goal is Goal.MAX_BATCH:
         first, most = subject.batch_size, _MOST_BATCH
-        return _Scale(lambda size: with_batch(subject, size, subject.length), first, 1, most, most)
+        return _Scale(lambda size: dataclasses.replace(subject, batch_size=size), first, 1, most, most)
     if goal is Goal.MAX_LENGTH:
         if subject.length == 1 or subject.task == "image-classification":
             raise ConfigError(
@@ -172,7 +172,7 @@ def _scale_of(goal: Goal, subject: Subject) -> _Scale:
         longest = min(most_tokens(subject.config) or _MOST_LENGTH, _MOST_LENGTH)
         step = LENGTH_STEP if longest >= LENGTH_STEP else 1
         first, most = max(subject.length // step, 1), -(-longest // step)
-        return _Scale(lambda length: with_batch(subject, subject.batch_size, length), first, step, most, longest)
+        return _Scale(lambda length: dataclasses.replace(subject, length=length), first, step, most, longest)
     if not subject.num_layers:
         raise ConfigError(
             f"search 'max-model': '{subject.name}' cannot have other layers: give MODEL, with a configuration that has "

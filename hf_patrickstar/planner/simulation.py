@@ -17,7 +17,7 @@ from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.decisions import Decisions, decide_for, inspect
 from hf_patrickstar.dist.order import Room
 from hf_patrickstar.homes import ModelNumbers, Situation, can_move_homes, lists_of
-from hf_patrickstar.layout.packing import ChunkSpec
+from hf_patrickstar.layout.packing import ChunkSpec, Layout
 from hf_patrickstar.layout.specs import GRADIENT, MASTER
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.membership import holders
@@ -111,7 +111,7 @@ class Simulation:
         num_all_parameters: Trainable and frozen ones.
         num_on_host: Parameters that this process updates on the host.
         updated_nbytes: Bytes that it reads and writes for that, at least; see ``update_nbytes``.
-        layout: ``num_chunks``, ``chunk_numel``, ``chunk_utilisation`` as of ``PatrickStarEngine.stats``.
+        layout: Where parameters are.
         survey: Which parameter lives where, what is on the device at each moment, and what was decided.
         host_owners: Bytes of each kind on the host.
         known: The traces, of updates too, for a run of the same training.
@@ -132,7 +132,7 @@ class Simulation:
     num_all_parameters: int
     num_on_host: int
     updated_nbytes: int
-    layout: Mapping[str, Any]
+    layout: Layout
     survey: Survey
     host_owners: Mapping[str, int]
     known: KnownTraces
@@ -278,7 +278,10 @@ class _Simulator:
                 return inspect(model, "no", situation)[0], _cost_of(kernel, optimizer), computation
 
         numbers, cost, self._computation = trained.keep(look)
-        return numbers, cost, made[0] if made else self._kernel_of(trained.make_optimizer([_a_parameter()]))
+        if not made:
+            alone = torch.nn.Parameter(torch.tensor([0.0], device="cpu"))
+            made.append(self._kernel_of(trained.make_optimizer([alone])))
+        return numbers, cost, made[0]
 
     def _kernel_of(self, optimizer: torch.optim.Optimizer) -> Kernel:
         resources, is_alone = self._resources, self._trained.world_size == 1
@@ -293,21 +296,16 @@ class _Simulator:
             with no_collections():  # a plan is some hundred thousand small objects, none of which is garbage
                 return self._planned(ops, known, estimate, ran.homed, [])
         ops, traces, lookups, reasons = self._looked_up(ops_of, self.decisions.homes.device_homed)
-        with no_collections():
-            return self._decided(ops, traces, lookups, reasons)
-
-    def _decided(
-        self, ops: OpTrace, traces: Sequence[Trace], lookups: Mapping[int, str], reasons: list[str]
-    ) -> Simulation:
         decisions, situation = self.decisions, self._situation
-        known = self._known_traces(traces, lookups)
-        placement = decisions.rules(situation)
-        decisions, offloading = decisions.with_tide(situation, known, placement)
-        estimate, homed = decisions.estimate(situation, offloading, placement), decisions.homes.device_homed
-        if can_move_homes(situation) and not self._config.debug_evict_all:
-            homed, settled = estimate.settled(homed, decisions.homes.spilled)
-            reasons += settled
-        simulation = self._planned(ops, offloading, estimate, homed, [*decisions.reasons.values(), *reasons])
+        with no_collections():  # a plan is some hundred thousand small objects, none of which is garbage
+            known = self._known_traces(traces, lookups)
+            placement = decisions.rules(situation)
+            decisions, offloading = decisions.with_tide(situation, known, placement)
+            estimate, homed = decisions.estimate(situation, offloading, placement), decisions.homes.device_homed
+            if can_move_homes(situation):
+                homed, settled = estimate.settled(homed, decisions.homes.spilled)
+                reasons += settled
+            simulation = self._planned(ops, offloading, estimate, homed, [*decisions.reasons.values(), *reasons])
         return dataclasses.replace(simulation, known=known)  # of which an engine decides anew
 
     def _known_traces(self, traces: Sequence[Trace], lookups: Mapping[int, str]) -> KnownTraces:
@@ -399,6 +397,7 @@ class _Simulator:
     ) -> Simulation:
         trained, tensors, layout = self._trained, self.decisions.tensors, self._layout
         (traces,) = steps_of(known.traces.values(), self._num_micro_batches)
+        offloaded = max(trace.offloaded_nbytes for trace in traces)
         fixed, static = self._fixed(homed, Tier.DEVICE), homed if trained.world_size == 1 else frozenset()
         free, most = estimate.device_nbytes - sum(fixed.values()), self._resources.ledger.chunk_budget
         most = None if most is None else most - sum(fixed.values())
@@ -433,13 +432,9 @@ class _Simulator:
             num_all_parameters=sum(spec.num_parameters for spec in tensors),
             num_on_host=num_on_host,
             updated_nbytes=updated if isinstance(self._kernel, ElementwiseKernel) else OTHERS_NBYTES * num_on_host,
-            layout={
-                "num_chunks": len(layout.chunks) * trained.world_size,
-                "chunk_numel": layout.chunk_numel,
-                "chunk_utilisation": layout.utilisation,
-            },
+            layout=layout,
             survey=self._survey(traces, plans, homed, free, reasons),
-            host_owners=self._on_host(homed, traces),
+            host_owners=self._fixed(homed, Tier.HOST) | ({ACTIVATIONS: offloaded} if offloaded else {}),
             known=known,
             precision=str(self.decisions.precision.dtype).removeprefix("torch."),
             fixed=fixed,
@@ -488,11 +483,6 @@ class _Simulator:
             nbytes[gradient_ring.OWNER] = gradient_ring.planned_nbytes(lists, free)
         return nbytes
 
-    def _on_host(self, homed: frozenset[int], traces: Sequence[Trace]) -> dict[str, int]:
-        """Bytes on the host, by owner."""
-        offloaded = max(trace.offloaded_nbytes for trace in traces)
-        return self._fixed(homed, Tier.HOST) | ({ACTIVATIONS: offloaded} if offloaded else {})
-
     def _survey(
         self, traces: Sequence[Trace], plans: Sequence[Plan], homed: frozenset[int], free: int, reasons: Sequence[str]
     ) -> Survey:
@@ -509,10 +499,6 @@ class _Simulator:
             for spec in self._layout.chunks
         )
         return Survey.of(chunks, ledger, by_kind.values(), reasons)
-
-
-def _a_parameter() -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.tensor([0.0], device="cpu"))
 
 
 def _cost_of(kernel: Kernel, optimizer: torch.optim.Optimizer) -> UpdateCost:

@@ -303,8 +303,3 @@ def most_tokens(config: PretrainedConfig) -> int | None:
     """The longest sequence that a model has positions for; ``None`` if its configuration does not say."""
     found = [getattr(config, key, None) for key in _POSITIONS]
     return next((number for number in found if number is not None and number > 0), None)
-
-
-def with_batch(subject: Subject, batch_size: int, length: int) -> Subject:
-    """The same model with other batches."""
-    return dataclasses.replace(subject, batch_size=batch_size, length=length)

@@ -10,7 +10,7 @@ end of a step, its critical path, can be read backwards.
 import collections
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 _new = tuple.__new__
@@ -107,10 +107,7 @@ class Timeline:
 
     def busy_ns(self) -> dict[Lane, int]:
         """How long each lane worked."""
-        busy = dict.fromkeys(Lane, 0)
-        for span in self.own_spans:
-            busy[span.lane] += span.duration_ns
-        return busy
+        return _by_lane(self.own_spans)
 
     def waits_by_place(self, lane: Lane = Lane.HOST) -> dict[str, int]:
         """How long the host, or another lane, stood still at each place, the longest first."""
@@ -137,10 +134,7 @@ class Timeline:
 
     def critical_ns(self) -> dict[Lane, int]:
         """How long the critical path is in each lane; what was begun before the timeline is left out."""
-        shares = dict.fromkeys(Lane, 0)
-        for span in self.critical_path():
-            shares[span.lane] += span.duration_ns
-        return shares
+        return _by_lane(self.critical_path())
 
 
 class Clock:
@@ -221,6 +215,14 @@ class Clock:
         end = self._free[lane] = _new(Mark, (end_ns, len(self.spans)))  # without the call that names its fields
         self.spans.append(_new(Span, (lane, begin_ns, end_ns, what, after)))
         return end
+
+
+def _by_lane(spans: Iterable[Span]) -> dict[Lane, int]:
+    """How long spans are in each lane."""
+    total = dict.fromkeys(Lane, 0)
+    for span in spans:
+        total[span.lane] += span.duration_ns
+    return total
 
 
 def _later(one: Mark, other: Mark) -> Mark:

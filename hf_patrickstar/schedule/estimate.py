@@ -184,11 +184,9 @@ class Estimate:
 
         Chunks that live there now and are no candidates change places with others, for which some of the host is free.
         """
-        on_host = [chunk for chunk in self.nbytes if chunk.chunk_index not in kept]
         exchanged = [self.nbytes[index].host_nbytes for index in current.difference(candidates)]
-        left = sum(chunk.host_nbytes for chunk in on_host) + self.rules.host_workspace_nbytes
-        left -= self.host_nbytes_for_chunks
-        left += 2 * max(exchanged, default=0)
+        need = self._on_host(kept) + self.rules.host_workspace_nbytes
+        left = need - self.host_nbytes_for_chunks + 2 * max(exchanged, default=0)
         for count, index in enumerate([*candidates, None]):
             if left <= 0:
                 return count
@@ -197,11 +195,8 @@ class Estimate:
 
     def _may_stay(self, current: frozenset[int], kept: frozenset[int]) -> bool:
         """Whether the host needs that chunks live on the device, and those that do are enough, and have room."""
-        on_host = [chunk for chunk in self.nbytes if chunk.chunk_index not in kept]
-        workspace = self.rules.host_workspace_nbytes
-        need = sum(chunk.host_nbytes for chunk in on_host) + workspace
-        left = need - sum(chunk.host_nbytes for chunk in on_host if chunk.chunk_index in current)
-        return left <= self.host_nbytes_for_chunks < need and self.room_beside(kept | current) >= 0
+        room = self.host_nbytes_for_chunks - self.rules.host_workspace_nbytes
+        return self._on_host(kept | current) <= room < self._on_host(kept) and self.room_beside(kept | current) >= 0
 
     def room_beside(self, at_home: frozenset[int]) -> int:
         """Bytes of the device that no moment of the traces needs, if these chunks are at home there.
@@ -218,9 +213,12 @@ class Estimate:
         Args:
             at_home: Chunks that are at home on the device.
         """
-        on_host = [chunk.host_nbytes for chunk in self.nbytes if chunk.chunk_index not in at_home]
-        workspace = self.rules.host_workspace_nbytes if on_host else 0
-        return self.host_nbytes_for_chunks - sum(on_host) - workspace
+        on_host = self._on_host(at_home)
+        return self.host_nbytes_for_chunks - on_host - (self.rules.host_workspace_nbytes if on_host else 0)
+
+    def _on_host(self, at_home: frozenset[int]) -> int:
+        """Bytes of the host that chunks take, if these are at home on the device."""
+        return sum(chunk.host_nbytes for chunk in self.nbytes if chunk.chunk_index not in at_home)
 
     def settled(self, homed: frozenset[int], spilled: frozenset[int]) -> tuple[frozenset[int], list[str]]:
         """Decides which chunks are at home on the device once a step is known, and why.

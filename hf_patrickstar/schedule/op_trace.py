@@ -180,25 +180,10 @@ class LeaveBackward:
     """The backward has ended."""
 
 
-Note = (
-    Kernel
-    | HostWork
-    | BlockingCopy
-    | Begin
-    | EnterForward
-    | LeaveForward
-    | Acquire
-    | Release
-    | Need
-    | LookedUp
-    | LetGo
-    | Allocate
-    | Free
-    | Kept
-    | Wanted
-    | Gradient
-    | LeaveBackward
-)
+_OfParameters = Acquire | Release | Need | LookedUp | LetGo | Gradient
+_OfMemory = Allocate | Free | Kept | Wanted
+_OfOperators = Kernel | HostWork | BlockingCopy
+Note = Begin | EnterForward | LeaveForward | LeaveBackward | _OfParameters | _OfMemory | _OfOperators
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

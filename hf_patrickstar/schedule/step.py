@@ -18,40 +18,7 @@ from typing import NamedTuple
 
 from hf_patrickstar.layout.packing import ChunkSpec, Layout
 from hf_patrickstar.layout.specs import TensorSpec
-from hf_patrickstar.schedule.op_trace import (
-    Acquire,
-    Allocate,
-    EnterForward,
-    Free,
-    Gradient,
-    Kept,
-    LeaveBackward,
-    LeaveForward,
-    LetGo,
-    LookedUp,
-    Need,
-    Note,
-    OpTrace,
-    Release,
-    Wanted,
-)
-from hf_patrickstar.schedule.script import (
-    Await,
-    Begin,
-    BlockingCopy,
-    Entry,
-    HostWork,
-    Join,
-    Keep,
-    Kernel,
-    Message,
-    Part,
-    Reach,
-    Reduce,
-    Restore,
-    Send,
-    ThreadWork,
-)
+from hf_patrickstar.schedule import op_trace, script
 from hf_patrickstar.schedule.trace import Activation, Shapes, StepKind, Trace, Visit, trace_key
 
 _LAUNCHES = 5
@@ -118,8 +85,11 @@ class StepRules:
     widens_sums: bool = False
     has_norms: bool = True
     device_homed: frozenset[int] = frozenset()
-    updates: Mapping[int, HostWork] = dataclasses.field(default_factory=dict)
+    updates: Mapping[int, script.HostWork] = dataclasses.field(default_factory=dict)
     overlaps_update: bool = True
+
+
+Entries = tuple[script.Entry, ...]
 
 
 class MicroBatch(NamedTuple):
@@ -131,11 +101,16 @@ class MicroBatch(NamedTuple):
     """
 
     trace: Trace
-    script: tuple[Entry, ...]
+    script: Entries
 
 
 def micro_batch(
-    ops: OpTrace, places: Places, rules: StepRules, kind: StepKind, numbers: Iterator[int] | None = None, name: str = ""
+    ops: op_trace.OpTrace,
+    places: Places,
+    rules: StepRules,
+    kind: StepKind,
+    numbers: Iterator[int] | None = None,
+    name: str = "",
 ) -> MicroBatch:
     """Translates what a model does into a trace and a script of chunks; see [Note: from operators to chunks].
 
@@ -169,7 +144,7 @@ class _Translation:
         self._accumulates = rules.num_micro_batches > 1
         self._is_metered = self._is_inner = False
         self._shapes: Shapes = ()
-        self._script: list[Entry] = []
+        self._script: list[script.Entry] = []
         self._visits: list[Visit] = []
         self._forward_ends: list[int] = []
         # What is in use
@@ -192,51 +167,51 @@ class _Translation:
         self._under_way: tuple[int, int] | None = None  # the group that is reduced, and the number of the reduction
         self._reduced: list[int] = []
 
-    def translate(self, notes: Iterable[Note]) -> MicroBatch:
+    def translate(self, notes: Iterable[op_trace.Note]) -> MicroBatch:
         for note in notes:
-            if self._is_inner and isinstance(note, (Acquire, Release)):
+            if self._is_inner and isinstance(note, (op_trace.Acquire, op_trace.Release)):
                 continue  # an evaluation is a step of its own
             match note:  # the most frequent first
-                case Kernel():
+                case script.Kernel():
                     self._script.append(note)
-                case Allocate(storages):
+                case op_trace.Allocate(storages):
                     self._allocate(storages)
-                case Free(storage):
+                case op_trace.Free(storage):
                     self._free(storage)
-                case Kept(storage, kept):
+                case op_trace.Kept(storage, kept):
                     self._keep(storage, kept)
-                case Wanted(kept):
+                case op_trace.Wanted(kept):
                     self._want(kept)
-                case Acquire(index):
+                case op_trace.Acquire(index):
                     if not any(self._chunk_of[used] == self._chunk_of[index] for used in self._users):
                         self._visit(index)  # else a module computes with the chunk already, and nothing is to be moved
                     self._users[index] += 1
-                case Release(index, is_seen):
+                case op_trace.Release(index, is_seen):
                     self._users[index] -= 1
                     if is_seen:
                         self._seen.add(index)
                     if not self._users[index]:
                         del self._users[index]
-                case Need(index):
+                case op_trace.Need(index):
                     self._visit(index)
                     self._seen.add(index)
-                case LetGo(index):
+                case op_trace.LetGo(index):
                     self._seen.discard(index)
-                case LookedUp(index):
-                    self._script.append(Await(self._chunk_of[index]))
-                case Gradient():
+                case op_trace.LookedUp(index):
+                    self._script.append(script.Await(self._chunk_of[index]))
+                case op_trace.Gradient():
                     self._take(note)
-                case EnterForward(is_inner=False):
+                case op_trace.EnterForward(is_inner=False):
                     self._begin(note)
-                case EnterForward(is_inner=True) | LeaveForward(is_inner=True):
-                    self._is_inner = isinstance(note, EnterForward)
-                case LeaveForward():
+                case op_trace.EnterForward(is_inner=True) | op_trace.LeaveForward(is_inner=True):
+                    self._is_inner = isinstance(note, op_trace.EnterForward)
+                case op_trace.LeaveForward():
                     self._forward_ends.append(len(self._visits))
                     if self._has_others:
-                        self._script.append(Message())
-                case LeaveBackward():
+                        self._script.append(script.Message())
+                case op_trace.LeaveBackward():
                     self._end()
-                case HostWork() | BlockingCopy() | Begin():
+                case script.HostWork() | script.BlockingCopy() | script.Begin():
                     self._script.append(note)
         self._close_moment()
         title = f"{self._kind}:{self._name}" if self._name else self._kind
@@ -246,13 +221,13 @@ class _Translation:
         trace = dataclasses.replace(trace, activations=tuple(self._activations[storage] for storage in leaving))
         return MicroBatch(trace, tuple(self._numbered(leaving)))
 
-    def _begin(self, note: EnterForward) -> None:
+    def _begin(self, note: op_trace.EnterForward) -> None:
         if self._is_metered:
             return  # another forward of the same step
         self._is_metered = True
         self._shapes = note.shapes
         if self._has_others:
-            self._script.append(Message())  # on what the step begins with
+            self._script.append(script.Message())  # on what the step begins with
         self._live = {storage: self._live[storage] for storage in note.others if storage in self._live}
         # A loop reads the batches of all micro-batches first, or keeps those that it has computed with.
         num_batches = {StepKind.MIDDLE: self._rules.num_micro_batches - 1, StepKind.LAST: self._rules.num_micro_batches}
@@ -266,7 +241,7 @@ class _Translation:
         self._close_moment()
         in_use = {self._chunk_of[used] for used in (*self._users, *self._seen)}
         self._visits.append(Visit(chunk, tuple(sorted(in_use - {chunk}))))
-        self._script.append(Reach(chunk))
+        self._script.append(script.Reach(chunk))
 
     def _close_moment(self) -> None:
         """Notes the peaks since the last visit."""
@@ -301,14 +276,14 @@ class _Translation:
         self._held[storage] += 1
         if storage not in self._activations and not self._forward_ends and self._kind.is_training:
             self._activations[storage] = Activation(place, self._live[storage], len(self._visits) - 1, -1, -1)
-            self._script.append(Keep(storage))
+            self._script.append(script.Keep(storage))
 
     def _want(self, kept: int) -> None:
         storage = self._kept.get(kept, -1)
         known = self._activations.get(storage)
         if known is not None and known.needed_at < 0:
             self._activations[storage] = dataclasses.replace(known, needed_at=len(self._visits) - 1)
-            self._script.append(Restore(storage))
+            self._script.append(script.Restore(storage))
 
     def _leaving(self, peak_nbytes: int) -> dict[int, int]:
         """The storages of activations that can leave the device, with their numbers, in the order of their places."""
@@ -322,10 +297,10 @@ class _Translation:
             del can_leave[-1]  # backward begins with it
         return {storage: number for number, storage in enumerate(can_leave)}
 
-    def _numbered(self, leaving: Mapping[int, int]) -> Iterator[Entry]:
+    def _numbered(self, leaving: Mapping[int, int]) -> Iterator[script.Entry]:
         """The script, with numbers of activations in place of storages, and without what does not leave."""
         for entry in self._script:
-            if not isinstance(entry, (Keep, Restore)):
+            if not isinstance(entry, (script.Keep, script.Restore)):
                 yield entry
             elif entry.number in leaving:
                 yield type(entry)(leaving[entry.number])
@@ -337,21 +312,21 @@ class _Translation:
 
     # Gradients
 
-    def _take(self, note: Gradient) -> None:
+    def _take(self, note: op_trace.Gradient) -> None:
         """A gradient is finished: it goes home, or to the buffer of its group."""
         spec = self._tensors[note.index]
         if self._chunks[self._chunk_of[note.index]].world_size > 1:
             self._store(spec, note.nbytes)
         elif note.is_at_home:
             if self._rules.has_norms and not self._accumulates:
-                self._script.append(HostWork("norm", 0, note.nbytes))
+                self._script.append(script.HostWork("norm", 0, note.nbytes))
         elif self._is_needed(note):
             self._held[note.storage] += 1
             self._deferred.setdefault(note.index, []).append((note.storage, note.nbytes))
         else:
             self._send_home(spec, note.storage, note.nbytes)
 
-    def _is_needed(self, note: Gradient) -> bool:
+    def _is_needed(self, note: op_trace.Gradient) -> bool:
         """Whether the value is still needed where the gradient would go over it."""
         if self._accumulates or self._kind is not StepKind.TRAINING:
             return False
@@ -361,15 +336,15 @@ class _Translation:
         """Takes a gradient, or this process's average, to its home; ``storage`` has it if it is non-model data."""
         chunk, dtype = self._chunk_of[spec.index], spec.types.param
         if self._rules.has_norms and not self._accumulates:
-            self._script.append(Kernel("norm", 0, nbytes, dtype))
+            self._script.append(script.Kernel("norm", 0, nbytes, dtype))
         numel = nbytes // spec.types.itemsize
         if chunk in self._rules.device_homed:
             reads = 0 if self._kind in (StepKind.TRAINING, StepKind.FIRST) else numel * _SUM_ITEMSIZE
             width = _SUM_ITEMSIZE if self._accumulates else spec.types.itemsize
-            self._script.append(Kernel("store a gradient", 0, nbytes + reads + numel * width, dtype))
+            self._script.append(script.Kernel("store a gradient", 0, nbytes + reads + numel * width, dtype))
             return
         number = next(self._numbers)
-        self._script.append(Send(chunk, nbytes, False))
+        self._script.append(script.Send(chunk, nbytes, False))
         if storage is not None:
             self._held[storage] += 1
             self._in_flight.append((storage, nbytes, number))
@@ -381,24 +356,24 @@ class _Translation:
     def _add(self, chunk: int, numel: int, nbytes: int, number: int) -> None:
         """The host's thread adds a gradient to its list."""
         is_first = self._kind is StepKind.FIRST
-        work = HostWork("add a gradient", 0, nbytes + numel * _SUM_ITEMSIZE * (1 if is_first else 2))
+        work = script.HostWork("add a gradient", 0, nbytes + numel * _SUM_ITEMSIZE * (1 if is_first else 2))
         works = [work]
         if self._kind is StepKind.LAST and self._rules.has_norms:
-            works.append(HostWork("norm", 0, numel * _SUM_ITEMSIZE))
+            works.append(script.HostWork("norm", 0, numel * _SUM_ITEMSIZE))
         next(self._numbers)
-        self._script.append(ThreadWork(tuple(works), frozenset(), (number,)))
+        self._script.append(script.ThreadWork(tuple(works), frozenset(), (number,)))
 
     def _wait_for_copies(self) -> None:
         most, least = self._rules.in_flight_nbytes, _LEAST_IN_FLIGHT if self._rules.in_flight_nbytes else 0
         while self._in_flight_nbytes > most and len(self._in_flight) > least:
             storage, nbytes, number = self._in_flight.popleft()
             self._in_flight_nbytes -= nbytes
-            self._script.append(Join(number))
+            self._script.append(script.Join(number))
             self._release(storage)
 
     def _release_in_flight(self) -> None:
         if self._in_flight:
-            self._script.append(Join(self._in_flight[-1][2]))
+            self._script.append(script.Join(self._in_flight[-1][2]))
         while self._in_flight:
             self._release(self._in_flight.popleft()[0])
         self._in_flight_nbytes = 0
@@ -411,7 +386,7 @@ class _Translation:
         self._buffers_peak = max(self._buffers_peak, sum(self._buffers.values()) + self._leaving_nbytes)
         stored = self._stored.setdefault(chunk, set())
         stored.add(spec.index)
-        self._script.append(Kernel("store a gradient", 0, 2 * nbytes, spec.types.param))
+        self._script.append(script.Kernel("store a gradient", 0, 2 * nbytes, spec.types.param))
         if len(stored) == sum(self._tensors[index].trainable for index in self._chunks[chunk].tensor_indices):
             self._reduce(chunk)
 
@@ -420,7 +395,7 @@ class _Translation:
         del self._stored[chunk]
         number = next(self._numbers)
         itemsize = _SUM_ITEMSIZE if self._rules.widens_sums else spec.types.itemsize
-        self._script.append(Reduce((spec.world_size - 1) * spec.chunk_numel * itemsize))
+        self._script.append(script.Reduce((spec.world_size - 1) * spec.chunk_numel * itemsize))
         self._reduced.append(chunk)
         self._receive()
         self._under_way = chunk, number
@@ -434,7 +409,7 @@ class _Translation:
             return
         (chunk, number), self._under_way = self._under_way, None
         self._leaving_nbytes = 0
-        self._script.append(Join(number))
+        self._script.append(script.Join(number))
         spec = self._chunks[chunk]
         for index in spec.tensor_indices:
             tensor, own_numel = self._tensors[index], self._own_numel[index]
@@ -445,7 +420,7 @@ class _Translation:
     def _end(self) -> None:
         """A backward has ended: what waited goes home."""
         if self._has_others:
-            self._script.append(Message())
+            self._script.append(script.Message())
         for chunk in sorted(self._stored):
             self._reduce(chunk)
         self._receive()
@@ -458,7 +433,7 @@ class _Translation:
         self._release_in_flight()
 
 
-def traces_of(ops: OpTrace, places: Places, rules: StepRules) -> list[Trace]:
+def traces_of(ops: op_trace.OpTrace, places: Places, rules: StepRules) -> list[Trace]:
     """The traces of all micro-batches of a step that do the same.
 
     Args:
@@ -477,7 +452,7 @@ def kinds_of(num_micro_batches: int) -> Sequence[StepKind]:
     return (StepKind.FIRST, *middle, StepKind.LAST)
 
 
-def whole_step(ops: OpTrace, places: Places, rules: StepRules, kinds: Iterable[StepKind]) -> tuple[Entry, ...]:
+def whole_step(ops: op_trace.OpTrace, places: Places, rules: StepRules, kinds: Iterable[StepKind]) -> Entries:
     """The script of a step, chunk by chunk: the update of the last one, then forward and backward.
 
     Args:
@@ -486,24 +461,28 @@ def whole_step(ops: OpTrace, places: Places, rules: StepRules, kinds: Iterable[S
         rules: What becomes of gradients.
         kinds: What each micro-batch is.
     """
-    script = list(_update(ops, places, rules))
-    numbers = itertools.count(sum(isinstance(entry, ThreadWork) for entry in script))
+    step = list(_update(ops, places, rules))
+    numbers = itertools.count(sum(isinstance(entry, script.ThreadWork) for entry in step))
     homed, chunks = rules.device_homed, places.chunks
     is_at_rest = len(homed) == len(chunks) and all(chunk.world_size == 1 for chunk in chunks)
     for kind in kinds:  # where all chunks are at home on the device, the engine has nothing to do at a visit
         entries = micro_batch(ops, places, rules, kind, numbers).script
-        script += (entry for entry in entries if not (is_at_rest and isinstance(entry, Reach)))
-    return tuple(script)
+        step += (entry for entry in entries if not (is_at_rest and isinstance(entry, script.Reach)))
+    return tuple(step)
 
 
-def _update(ops: OpTrace, places: Places, rules: StepRules) -> Iterator[Entry]:
+def _update(ops: op_trace.OpTrace, places: Places, rules: StepRules) -> Iterator[script.Entry]:
     """What ``optimizer.step()`` does, in the order in which forward comes to the chunks."""
-    yield Begin(Part.UPDATE)
+    yield script.Begin(script.Part.UPDATE)
     if rules.has_norms:
-        yield BlockingCopy(_SUM_ITEMSIZE, False, True, "the norm of all gradients")
+        yield script.BlockingCopy(_SUM_ITEMSIZE, False, True, "the norm of all gradients")
         if any(chunk.world_size > 1 for chunk in places.chunks):
-            yield Message()
-    visited = (places.chunk_of[note.index] for note in ops.notes if isinstance(note, (Acquire, Need, LookedUp)))
+            yield script.Message()
+    visited = (
+        places.chunk_of[note.index]
+        for note in ops.notes
+        if isinstance(note, (op_trace.Acquire, op_trace.Need, op_trace.LookedUp))
+    )
     order = dict.fromkeys(itertools.chain(visited, rules.updates))
     for index in order:
         work = rules.updates.get(index)
@@ -511,9 +490,9 @@ def _update(ops: OpTrace, places: Places, rules: StepRules) -> Iterator[Entry]:
             continue
         if index in rules.device_homed:
             dtype = places.chunks[index].types.state
-            yield from itertools.repeat(Kernel(work.name, 0, 0, dtype), max(work.num_calls, _LAUNCHES) - 1)
-            yield Kernel(work.name, work.flops, work.nbytes, dtype)
+            yield from itertools.repeat(script.Kernel(work.name, 0, 0, dtype), max(work.num_calls, _LAUNCHES) - 1)
+            yield script.Kernel(work.name, work.flops, work.nbytes, dtype)
         elif rules.overlaps_update:
-            yield ThreadWork((work,), frozenset({index}), ())
+            yield script.ThreadWork((work,), frozenset({index}), ())
         else:
             yield work

@@ -8,6 +8,7 @@ when a chunk has been visited for the last time, and the optimizer reads and wri
 script is run by the same ``replay`` as that of a recorded step.
 """
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -15,21 +16,8 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 
 from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import TensorSpec
+from hf_patrickstar.schedule import script
 from hf_patrickstar.schedule.bounds import ADAM_NBYTES, update_nbytes
-from hf_patrickstar.schedule.script import (
-    Await,
-    Begin,
-    Entry,
-    HostWork,
-    Keep,
-    Kernel,
-    Part,
-    Reach,
-    Reduce,
-    Restore,
-    Send,
-    ThreadWork,
-)
 from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace
 
 _ADDING_NBYTES = 8
@@ -124,7 +112,9 @@ def steps_of(traces: Iterable[Trace], num_micro_batches: int) -> list[list[Trace
     return steps
 
 
-def estimate_script(traces: Sequence[Trace], works: Sequence[ChunkWork], *, overlaps_update: bool) -> list[Entry]:
+def estimate_script(
+    traces: Sequence[Trace], works: Sequence[ChunkWork], *, overlaps_update: bool
+) -> list[script.Entry]:
     """The script of a step: the update of the last one, then forward and backward of every micro-batch.
 
     Args:
@@ -132,69 +122,72 @@ def estimate_script(traces: Sequence[Trace], works: Sequence[ChunkWork], *, over
         works: What is done with each chunk, by chunk index.
         overlaps_update: Whether the host updates chunks beside what follows.
     """
-    script: list[Entry] = [Begin(Part.UPDATE)]
+    entries: list[script.Entry] = [script.Begin(script.Part.UPDATE)]
     visited = dict.fromkeys(visit.chunk_index for trace in traces for visit in trace.visits)
     looked_up = [index for index, work in enumerate(works) if not (work.may_move or work.is_static)]
     looked_up = [index for index in looked_up if works[index].own_numel and index not in visited]
     order = [*looked_up, *visited]
-    script += [_update(index, works[index], overlaps=overlaps_update) for index in order if works[index].own_numel]
-    script += [Await(index) for index in looked_up]
-    number = itertools.count(len([entry for entry in script if isinstance(entry, ThreadWork)]))
+    entries += [_update(index, works[index], overlaps=overlaps_update) for index in order if works[index].own_numel]
+    entries += [script.Await(index) for index in looked_up]
+    number = itertools.count(len([entry for entry in entries if isinstance(entry, script.ThreadWork)]))
     for trace in traces:
-        script += _micro_batch(trace, works, number, accumulates=len(traces) > 1)
-    return script
+        entries += _micro_batch(trace, works, number, accumulates=len(traces) > 1)
+    return entries
 
 
-def _update(index: int, work: ChunkWork, *, overlaps: bool) -> Entry:
+def _update(index: int, work: ChunkWork, *, overlaps: bool) -> script.Entry:
     if work.is_static:
-        return Kernel("update", 0, ADAM_NBYTES * work.own_numel, "float32")
-    operator = HostWork("update", 0, work.update_nbytes * work.own_numel)
-    return ThreadWork((operator,), frozenset({index}), ()) if overlaps else operator
+        return script.Kernel("update", 0, ADAM_NBYTES * work.own_numel, "float32")
+    operator = script.HostWork("update", 0, work.update_nbytes * work.own_numel)
+    return script.ThreadWork((operator,), frozenset({index}), ()) if overlaps else operator
 
 
 def _micro_batch(
     trace: Trace, works: Sequence[ChunkWork], number: Iterator[int], *, accumulates: bool
-) -> Iterator[Entry]:
+) -> Iterator[script.Entry]:
     """``number`` counts copies, reductions and works of the thread, as ``Join`` does."""
     end = trace.forward_ends[-1] if trace.forward_ends else len(trace.visits)
     rows = num_rows(trace.shapes[0])
     by_plan = any(visit.reduced for visit in trace.visits)
     last = {visit.chunk_index: moment for moment, visit in enumerate(trace.visits)}
-    kept: dict[int, list[Entry]] = {}
+    kept: dict[int, list[script.Entry]] = {}
     for place, activation in enumerate(trace.activations):
-        kept.setdefault(activation.kept_at, []).append(Keep(place))
+        kept.setdefault(activation.kept_at, []).append(script.Keep(place))
     for place, activation in reversed([*enumerate(trace.activations)]):
-        kept.setdefault(activation.needed_at, []).append(Restore(place))
-    for part, begin, stop, products in ((Part.FORWARD, 0, end, 1), (Part.BACKWARD, end, len(trace.visits), 2)):
-        yield Begin(part)
-        kernels: dict[int, Kernel] = {}  # by chunk: a player knows how long a kernel takes that it has met before
+        kept.setdefault(activation.needed_at, []).append(script.Restore(place))
+    for part, begin, stop, products in (
+        (script.Part.FORWARD, 0, end, 1),
+        (script.Part.BACKWARD, end, len(trace.visits), 2),
+    ):
+        yield script.Begin(part)
+        kernels: dict[
+            int, script.Kernel
+        ] = {}  # by chunk: a player knows how long a kernel takes that it has met before
         visits = trace.visits[begin:stop]
-        counts: dict[int, int] = {}
-        for visit in visits:
-            counts[visit.chunk_index] = counts.get(visit.chunk_index, 0) + 1
+        counts = collections.Counter(visit.chunk_index for visit in visits)
         for moment, visit in enumerate(visits, begin):
             index, work = visit.chunk_index, works[visit.chunk_index]
-            yield Reach(index)
+            yield script.Reach(index)
             if index not in kernels:
                 share = work.matrix_numel // counts[index]
-                kernels[index] = Kernel("compute", 2 * products * rows * share, 0, work.dtype)
+                kernels[index] = script.Kernel("compute", 2 * products * rows * share, 0, work.dtype)
             yield kernels[index]
             yield from kept.get(moment, ())
-            if part is Part.BACKWARD:
+            if part is script.Part.BACKWARD:
                 done = visit.reduced if by_plan else (index,) * (last[index] == moment)
                 for leaving in done:
                     yield from _gradients(leaving, works[leaving], number, accumulates=accumulates)
 
 
-def _gradients(index: int, work: ChunkWork, number: Iterator[int], *, accumulates: bool) -> Iterator[Entry]:
+def _gradients(index: int, work: ChunkWork, number: Iterator[int], *, accumulates: bool) -> Iterator[script.Entry]:
     if work.sent_nbytes:
         next(number)
-        yield Reduce(work.sent_nbytes)
+        yield script.Reduce(work.sent_nbytes)
     if work.is_static or not work.own_numel:
         return
     sent = next(number)
-    yield Send(index, work.gradient_nbytes, False)
+    yield script.Send(index, work.gradient_nbytes, False)
     if accumulates:
         next(number)
-        adding = HostWork("add gradients", 0, work.gradient_nbytes + _ADDING_NBYTES * work.own_numel)
-        yield ThreadWork((adding,), frozenset(), (sent,))
+        adding = script.HostWork("add gradients", 0, work.gradient_nbytes + _ADDING_NBYTES * work.own_numel)
+        yield script.ThreadWork((adding,), frozenset(), (sent,))

@@ -46,6 +46,7 @@ from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace
 from hf_patrickstar.tracing.fake import FakeTensors, fused_attention
 from hf_patrickstar.tracing.masks import masks_of_batches
 from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
+from hf_patrickstar.tracing.recorder import Setting
 from hf_patrickstar.tracing.twins import OTHERS_CODE, copy_without_bytes
 from hf_patrickstar.tracing.unobserved import TRACE_LOCK, unobserved
 from hf_patrickstar.units import MIB
@@ -199,15 +200,9 @@ class StepEstimator:
         is_apart = self._device.type != "cpu"
         limit = _time_limit(is_first=self._rank == 0)
         # The time that another thread traces is not counted.
-        with TRACE_LOCK, limit as check_time, unobserved(self._model), FakeTensors(), masks, as_on(self._device):
-            ops = trace(
-                what,
-                looked_up=looked_up,
-                has_accelerator=is_apart,
-                check_time=check_time,
-                note_question=self._note_question,
-                is_checked=False,
-            )
+        with TRACE_LOCK, limit as check_time, unobserved(), FakeTensors(), masks, as_on(self._device):
+            setting = Setting(looked_up, is_apart, check_time=check_time, note_question=self._note_question)
+            ops = trace(what, setting, is_checked=False)
         return ops, tensors
 
     def _note_question(self) -> None:

@@ -6,10 +6,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
-from hf_patrickstar.tracing.twins import copy_without_bytes
+from hf_patrickstar.tracing.twins import copy_without_bytes, fake_mode
 
 
 class FakeTensors(FakeTensorMode):
@@ -38,9 +37,7 @@ def as_fake(module: torch.nn.Module) -> torch.nn.Module:
 
 def copying() -> FakeCopyMode:
     """Inside of it ``deepcopy`` makes fake tensors of ordinary ones."""
-    mode = detect_fake_mode()
-    assert mode is not None
-    return FakeCopyMode(mode)
+    return FakeCopyMode(fake_mode())
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ See [Note: micro-batches that are replayed] and [Note: blocks that repeat].
 
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from hf_patrickstar.schedule.script import Begin, Part
 from hf_patrickstar.tracing.answers import AnsweringMode
 from hf_patrickstar.tracing.recorder import Setting, record
 from hf_patrickstar.tracing.stacks import cut, find_stacks
-from hf_patrickstar.tracing.timing import OperatorTimes
 
 logger = logging.getLogger(__name__)
 
@@ -71,23 +70,15 @@ class MicroBatch:
 
 def trace(
     micro_batch: MicroBatch,
+    setting: Setting,
     *,
-    looked_up: Collection[str] = (),
-    has_accelerator: bool = True,
-    times: OperatorTimes | None = None,
-    check_time: Callable[[], None] | None = None,
-    note_question: Callable[[], None] | None = None,
     is_checked: bool = True,
 ) -> OpTrace | None:
     """Runs a micro-batch, and notes what it does; called under fake tensors.
 
     Args:
         micro_batch: What is traced.
-        looked_up: Names of the weights whose embeddings read their rows at home.
-        has_accelerator: Whether the device has memory of its own.
-        times: What operators take, if the machine is the one at hand; else its rates say it.
-        check_time: Called before each operator; raises where all of it takes too long.
-        note_question: See ``Setting``.
+        setting: How its operators run.
         is_checked: Whether it is run twice, to see that it does the same each time. A step that follows the trace would
             notice it, too.
 
@@ -111,8 +102,7 @@ def trace(
             for spec in specs:  # each has memory of its own, as in a chunk
                 parameter = parameters[spec.name]
                 parameter.data = parameter.new_empty(spec.shape, dtype=torch_dtype(spec.types.param))
-        setting = Setting(casting, looked_up, has_accelerator, times, check_time, note_question)
-        return _Ready(micro_batch, model, specs, setting)
+        return _Ready(micro_batch, model, specs, casting, setting)
 
     run = _Ready.record_twice if is_checked else _Ready.record
     with AnsweringMode():  # answers what an initialisation asks of values
@@ -160,6 +150,7 @@ class _Ready:
     what: MicroBatch
     model: torch.nn.Module
     specs: Sequence[TensorSpec]
+    casting: Casting
     setting: Setting
 
     @property
@@ -180,6 +171,7 @@ class _Ready:
                 what.run_backward if what.is_training and with_backward else None,
                 specs=self.specs,
                 inputs=[leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)],
+                casting=self.casting,
                 setting=self.setting,
             )
         if found is None or what.is_training:

@@ -11,18 +11,7 @@ from hf_patrickstar.memory.meters import storages_of
 from hf_patrickstar.runtime.autograd import KeptOperand
 from hf_patrickstar.runtime.frames import Frames
 from hf_patrickstar.runtime.live_parameter import raw_data, released_type
-from hf_patrickstar.schedule.op_trace import (
-    Acquire,
-    Allocate,
-    EnterForward,
-    Free,
-    Gradient,
-    Kept,
-    LetGo,
-    Note,
-    OpTrace,
-    Release,
-)
+from hf_patrickstar.schedule import op_trace
 from hf_patrickstar.schedule.trace import Shapes
 from hf_patrickstar.tracing.operands import storage_key, tensors_among
 
@@ -111,14 +100,14 @@ class Notes:
     def __init__(self, inputs: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor], owned: set[int]) -> None:
         self.is_odd = False
         self.frames = Frames()
-        self._notes: list[Note] = []
+        self._notes: list[op_trace.Note] = []
         self._inputs, self._buffers = set(map(storage_key, inputs)), set(map(storage_key, buffers))
         self._owned = owned
         self._live: dict[int, tuple[int, Any]] = {}  # storages -> their number, and who tells that they are free
         self._num_storages = 0
         self._seen: list[Watched] = []  # tensors may look into their memory
 
-    def end(self) -> OpTrace | None:
+    def end(self) -> op_trace.OpTrace | None:
         """Ends it.
 
         Returns:
@@ -126,9 +115,9 @@ class Notes:
         """
         self._look()
         self._live.clear()
-        return None if self.is_odd else OpTrace(tuple(self._notes))
+        return None if self.is_odd else op_trace.OpTrace(tuple(self._notes))
 
-    def add(self, note: Note) -> None:
+    def add(self, note: op_trace.Note) -> None:
         """Notes what was done just now."""
         self._look()
         self._notes.append(note)
@@ -142,7 +131,7 @@ class Notes:
                 if nbytes and not is_known:
                     made.append((self._take(owner, key), nbytes))
         if made:
-            self._notes.append(Allocate(tuple(made)))
+            self._notes.append(op_trace.Allocate(tuple(made)))
 
     def _take(self, owner: Any, key: int) -> int:
         """The number of a new storage, which is noted to be free when its owner is gone."""
@@ -153,7 +142,7 @@ class Notes:
         def forget(_: Any) -> None:
             this = notes()
             if live.pop(key, None) is not None and this is not None:
-                this._notes.append(Free(number))
+                this._notes.append(op_trace.Free(number))
 
         live[key] = number, weakref.ref(owner, forget)
         return number
@@ -170,10 +159,10 @@ class Notes:
         """
         found = None if stand_in is None else self._live.get(storage_key(operand))
         if found is None or stand_in is None:
-            self.add(Kept(-1, -1))
+            self.add(op_trace.Kept(-1, -1))
             return None
         number = self._take(stand_in.untyped_storage(), storage_key(stand_in))
-        self.add(Kept(found[0], number))
+        self.add(op_trace.Kept(found[0], number))
         return Activation(number, stand_in)
 
     def enter_forward(self, shapes: Shapes, present: Iterable[torch.Tensor], *, is_inner: bool) -> None:
@@ -191,11 +180,11 @@ class Notes:
                     others.append(self._live[key][0])
                 elif nbytes:
                     self.is_odd = True
-        self.add(EnterForward(shapes, tuple(others), sum(batch.values()), sum(buffers.values()), is_inner))
+        self.add(op_trace.EnterForward(shapes, tuple(others), sum(batch.values()), sum(buffers.values()), is_inner))
 
     def acquire(self, watched: Watched, *, is_alias: bool = False) -> None:
         """Somebody begins to compute with a parameter; an alias of it is no ordinary parameter to torch."""
-        self.add(Acquire(watched.spec.index))
+        self.add(op_trace.Acquire(watched.spec.index))
         if not is_alias:
             watched.parameter.__class__ = watched.original_type
         watched.users += 1
@@ -206,7 +195,7 @@ class Notes:
         if not watched.users:
             watched.parameter.__class__ = released_type(watched.original_type)
         is_seen = not watched.users and watched.is_aliased
-        self.add(Release(watched.spec.index, is_seen))
+        self.add(op_trace.Release(watched.spec.index, is_seen))
         if is_seen:
             self.note_use(watched)
 
@@ -221,10 +210,10 @@ class Notes:
         if found is None:
             self.is_odd = True
             return
-        self.add(Gradient(watched.spec.index, found[0], gradient.nbytes, is_at_home, watched.num_saved > 0))
+        self.add(op_trace.Gradient(watched.spec.index, found[0], gradient.nbytes, is_at_home, watched.num_saved > 0))
 
     def _look(self) -> None:
         """Looks which parameters nobody sees any more."""
         for watched in [watched for watched in self._seen if not watched.is_aliased]:
             self._seen.remove(watched)
-            self._notes.append(LetGo(watched.spec.index))
+            self._notes.append(op_trace.LetGo(watched.spec.index))

@@ -34,14 +34,7 @@ from hf_patrickstar.runtime.hooks import has_hooks_of_user, is_embedding, places
 from hf_patrickstar.runtime.live_parameter import LiveMixin, raw_data, released_type, storage_key, take_raw_grad
 from hf_patrickstar.runtime.quantized import PackedLayers, buffers_of, named_parameters
 from hf_patrickstar.runtime.together import roots_of
-from hf_patrickstar.schedule.op_trace import (
-    LeaveBackward,
-    LeaveForward,
-    LookedUp,
-    Need,
-    OpTrace,
-    Wanted,
-)
+from hf_patrickstar.schedule import op_trace
 from hf_patrickstar.schedule.script import Begin, Part
 from hf_patrickstar.schedule.trace import input_shapes
 from hf_patrickstar.states import Stage
@@ -62,7 +55,6 @@ class Setting:
     """How the operators of a micro-batch run.
 
     Attributes:
-        casting: The types that forwards compute in.
         looked_up: Names of the weights whose embeddings read their rows at home.
         has_accelerator: Whether the device has memory of its own.
         times: What operators take, if the machine is the one at hand; else its rates say it.
@@ -71,7 +63,6 @@ class Setting:
             a plausible one will not do.
     """
 
-    casting: Casting
     looked_up: Collection[str] = ()
     has_accelerator: bool = True
     times: OperatorTimes | None = None
@@ -86,8 +77,9 @@ def record(
     *,
     specs: Sequence[TensorSpec],
     inputs: Iterable[torch.Tensor],
+    casting: Casting,
     setting: Setting,
-) -> OpTrace | None:
+) -> op_trace.OpTrace | None:
     """Runs a micro-batch, and notes what it does; called under fake tensors.
 
     A forward under ``torch.no_grad()`` is an evaluation.
@@ -99,6 +91,7 @@ def record(
         backward: Runs the backward of what ``forward`` has returned; ``None`` for a forward alone.
         specs: The parameters of the model as numbers.
         inputs: The tensors of the batch.
+        casting: The types that forwards compute in.
         setting: How operators run.
 
     Returns:
@@ -107,17 +100,22 @@ def record(
     Raises:
         TraceError: If the model communicates, asks for a value that only bytes have, or takes too long.
     """
-    return _Recorder(model, specs, setting, inputs).run(forward, backward)
+    return _Recorder(model, specs, inputs, casting, setting).run(forward, backward)
 
 
 class _Recorder(AnsweringMode):
     """Hooks of one model, for one micro-batch."""
 
     def __init__(
-        self, model: torch.nn.Module, specs: Sequence[TensorSpec], setting: Setting, inputs: Iterable[torch.Tensor]
+        self,
+        model: torch.nn.Module,
+        specs: Sequence[TensorSpec],
+        inputs: Iterable[torch.Tensor],
+        casting: Casting,
+        setting: Setting,
     ) -> None:
         super().__init__()
-        self._model = model
+        self._model, self._casting = model, casting
         self._setting = setting
         parameters = named_parameters(model)
         self._watched = {id(parameters[spec.name]): Watched(spec, parameters[spec.name]) for spec in specs}
@@ -132,7 +130,7 @@ class _Recorder(AnsweringMode):
         )
         self._stack = self._notes.frames.stack
 
-    def run(self, forward: Callable[[], Any], backward: Callable[[Any], Any] | None) -> OpTrace | None:
+    def run(self, forward: Callable[[], Any], backward: Callable[[Any], Any] | None) -> op_trace.OpTrace | None:
         """See ``record``."""
         with self._attached():
             self._notes.add(Begin(Part.FORWARD))
@@ -165,7 +163,7 @@ class _Recorder(AnsweringMode):
             for name, module in self._model.named_modules():
                 if module not in inside and any(True for _ in module.parameters()):
                     self._attach_module(module, name or type(self._model).__name__, stack)
-            if self._setting.casting.inputs is not None:
+            if self._casting.inputs is not None:
                 for root in roots_of(self._model):
                     stack.callback(root.register_forward_pre_hook(self._cast_inputs, with_kwargs=True).remove)
             stack.callback(self._unwind)
@@ -221,7 +219,7 @@ class _Recorder(AnsweringMode):
     # Forward
 
     def _cast_inputs(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return self._setting.casting.narrow(args, kwargs)
+        return self._casting.narrow(args, kwargs)
 
     def _enter_outermost(self, frame: Frame, name: str, args: Any, kwargs: dict[str, Any]) -> None:
         is_recomputed = frame.stage is Stage.BACKWARD
@@ -237,7 +235,7 @@ class _Recorder(AnsweringMode):
             self._notes.enter_forward(shapes, present, is_inner=self._is_inner(frame))
             frame.saved_tensors = self._autograd.kept_as_numbers()
             frame.saved_tensors.__enter__()
-        frame.autocast = self._setting.casting.autocast(is_recomputed=is_recomputed)
+        frame.autocast = self._casting.autocast(is_recomputed=is_recomputed)
         if frame.autocast is not None:
             frame.autocast.__enter__()
 
@@ -264,10 +262,10 @@ class _Recorder(AnsweringMode):
             self._notes.release(watched)  # type: ignore[arg-type]
         for lookup in frame.lookups.values():
             self._end_lookup(frame, lookup, output)
-        result = output if frame.autocast is None else self._setting.casting.widen(output)
+        result = output if frame.autocast is None else self._casting.widen(output)
         frame.leave_contexts()
         if not self._stack and frame.stage is not Stage.BACKWARD:
-            self._notes.add(LeaveForward(self._is_inner(frame)))
+            self._notes.add(op_trace.LeaveForward(self._is_inner(frame)))
         return result
 
     def _replace(self, frame: Frame) -> None:
@@ -303,7 +301,7 @@ class _Recorder(AnsweringMode):
 
     def _end_lookup(self, frame: Frame, lookup: Lookup, output: Any) -> None:
         counts = frame.stage is Stage.FORWARD and isinstance(output, torch.Tensor)
-        self._notes.add(LookedUp(lookup.tensor.spec.index, output.nbytes if counts else 0))
+        self._notes.add(op_trace.LookedUp(lookup.tensor.spec.index, output.nbytes if counts else 0))
         if lookup.leaf._version != lookup.version:  # an embedding with ``max_norm`` has changed its rows
             self._notes.is_odd = True
 
@@ -329,15 +327,15 @@ class _Recorder(AnsweringMode):
 
     def _unpack(self, saved: Any) -> torch.Tensor:
         if isinstance(saved, Activation):
-            self._notes.add(Wanted(saved.number))
+            self._notes.add(op_trace.Wanted(saved.number))
             return saved.tensor
-        self._notes.add(Need(saved.watched.spec.index))
+        self._notes.add(op_trace.Need(saved.watched.spec.index))
         self._notes.note_use(saved.watched)
         view = saved.view()
         return view.clone() if torch.is_grad_enabled() else view  # type: ignore[no-any-return]
 
     def _end_backward(self) -> None:
-        self._notes.add(LeaveBackward())
+        self._notes.add(op_trace.LeaveBackward())
 
     def _store_gradient(self, parameter: torch.Tensor) -> None:
         self._autograd.notice_backward()

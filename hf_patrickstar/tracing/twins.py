@@ -20,6 +20,7 @@ import contextvars
 import copy
 import copyreg
 import functools
+import operator
 import sys
 import threading
 import types
@@ -167,7 +168,7 @@ def _is_of_library(hook: Any, seen: set[int]) -> bool:
     return all(_is_of_library(part, seen) for part in parts if isinstance(part, _CALLED))
 
 
-def _mode() -> FakeTensorMode:
+def fake_mode() -> FakeTensorMode:
     """What makes tensors without bytes."""
     mode = detect_fake_mode()
     assert mode is not None, "tensors are copied under FakeTensorMode"
@@ -271,7 +272,7 @@ class Copier:
         is_parameter, needs_grad = isinstance(tensor, torch.nn.Parameter), bool(tensor.requires_grad)
         made: Any
         if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
-            made = _mode().from_tensor(tensor, static_shapes=True)
+            made = fake_mode().from_tensor(tensor, static_shapes=True)
             return self._remember(tensor, made)  # type: ignore[no-any-return]
         dtype = self._dtype_of(tensor) if is_parameter and self._dtype_of is not None else tensor.dtype
         made = torch.zeros((), dtype=dtype, device=self._device or tensor.device)
@@ -345,7 +346,7 @@ class Copier:
     # Anything else
 
     def _by_own_method(self, value: Any, own: Callable[[Any, dict[int, Any]], Any]) -> Any:
-        with FakeCopyMode(_mode()):
+        with FakeCopyMode(fake_mode()):
             return self._remember(value, own(value, self._memo))
 
     def _object(self, value: Any) -> Any:
@@ -381,7 +382,7 @@ class Copier:
 
     def _tuple(self, value: tuple[Any, ...]) -> tuple[Any, ...]:
         items = [self.copy(item) for item in value]
-        return value if all(map(_is, items, value)) else self._memo.get(id(value), tuple(items))
+        return value if all(map(operator.is_, items, value)) else self._memo.get(id(value), tuple(items))
 
     def _reference(self, value: Any) -> Any:
         target = value()
@@ -389,9 +390,6 @@ class Copier:
 
     def _proxy(self, value: Any) -> Any:
         raise TraceError("the model has a weakref.proxy, which cannot refer to a copy; use weakref.ref in its place")
-
-    def _generator(self, value: torch.Generator) -> torch.Generator:
-        return value.clone_state()
 
     def _builtin(self, value: Any) -> Any:
         """A method of a list (``seen.append``), or a function of a module."""
@@ -449,7 +447,7 @@ class Copier:
                 self._memo[id(cell)].cell_contents = copied(value)
         made.__defaults__, made.__kwdefaults__ = copied(function.__defaults__), copied(function.__kwdefaults__)
         made.__dict__.update((name, copied(value)) for name, value in vars(function).items())
-        if variables is function.__globals__ and all(map(_is, _references(function), _references(made))):
+        if variables is function.__globals__ and all(map(operator.is_, _references(function), _references(made))):
             return function
         for name in ("__qualname__", "__module__", "__doc__", "__annotations__"):
             setattr(made, name, getattr(function, name))
@@ -466,13 +464,13 @@ class Copier:
         self._seen[id(value)] = value
         if type(value) in (list, tuple):
             items = [self._led_to_model(item) for item in value]
-            return value if all(map(_is, items, value)) else self._remember(value, type(value)(items))
+            return value if all(map(operator.is_, items, value)) else self._remember(value, type(value)(items))
         is_object = origin_of(value) in LIBRARIES and not isinstance(value, (type, torch.Tensor))
         state = value if type(value) is dict else getattr(value, "__dict__", None) if is_object else None
         if not isinstance(state, dict):
             return value
         found = {name: self._led_to_model(item) for name, item in state.items()}
-        if all(map(_is, found.values(), state.values())):
+        if all(map(operator.is_, found.values(), state.values())):
             return value
         if state is value:
             return self._remember(value, found)
@@ -482,16 +480,12 @@ class Copier:
         return made
 
 
-def _is(first: Any, second: Any) -> bool:
-    return first is second
-
-
 _MAKERS: dict[type, Callable[[Copier, Any], Any]] = {
     tuple: Copier._tuple,
     weakref.ReferenceType: Copier._reference,
     weakref.ProxyType: Copier._proxy,
     weakref.CallableProxyType: Copier._proxy,
-    torch.Generator: Copier._generator,
+    torch.Generator: lambda _, value: value.clone_state(),
     types.BuiltinFunctionType: Copier._builtin,
     types.MethodType: Copier._method,
     types.FunctionType: Copier._function,

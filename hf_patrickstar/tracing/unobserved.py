@@ -25,16 +25,7 @@ from unittest import mock
 
 import numpy
 import torch
-from torch._C._autograd import (
-    _enable_record_function,
-    _pop_saved_tensors_default_hooks,
-    _profiler_type,
-    _push_saved_tensors_default_hooks,
-    _saved_tensors_hooks_disable,
-    _saved_tensors_hooks_enable,
-    _saved_tensors_hooks_get_disabled_error_message,
-    _top_saved_tensors_default_hooks,
-)
+from torch._C import _autograd
 from torch._C._functorch import peek_interpreter_stack
 from torch._C._profiler import ActiveProfilerType
 from torch.nn.modules import module as torch_module
@@ -56,11 +47,8 @@ _LOGS_ONCE = ("warning_once", "info_once", "warning_advice")
 
 
 @contextlib.contextmanager
-def unobserved(model: torch.nn.Module | None = None) -> Iterator[None]:
+def unobserved() -> Iterator[None]:
     """Lets nobody see what runs inside; see [Note: unobserved]. ``FakeTensorMode`` is entered inside of it.
-
-    Args:
-        model: The model whose copy runs. What its code changes outside of it is restored.
 
     Raises:
         TraceError: If the calls cannot be hidden: inside of ``torch.func``, or where the code uses a file.
@@ -69,18 +57,17 @@ def unobserved(model: torch.nn.Module | None = None) -> Iterator[None]:
         raise TraceError("a model cannot be traced inside of torch.func (grad, vmap); trace it outside")
     with contextlib.ExitStack() as stack:
         stack.enter_context(TRACE_LOCK)
-        for context in (
+        for hide in (
             *(_quiet_warnings, _quiet_logs, _quiet_streams, _no_files, _without_modes, _without_saved_tensors_hooks),
-            *(_without_global_hooks, _no_hooks_of_tensors, same_state, _same_random_numbers, _same_settings),
-            *(_same_environment, _without_profile),
+            *(_without_global_hooks, _no_hooks_of_tensors, _same_random_numbers, _same_settings, _same_environment),
+            _without_profile,
         ):
-            stack.enter_context(context())
+            hide(stack)
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # graphs would be those of tensors without bytes
         # Inside of ``parametrize.cached()`` torch finds values by the addresses of modules, and other modules may get
         # those of the copy's.
         stack.enter_context(mock.patch.multiple(parametrize, _cache_enabled=0, _cache={}))
-        if model is not None:
-            stack.enter_context(own_variables())
+        stack.enter_context(own_variables())
         yield
 
 
@@ -97,23 +84,21 @@ class _InThread:
         return self._thread == threading.get_ident()
 
 
-@contextlib.contextmanager
-def _quiet_warnings() -> Iterator[None]:
+def _quiet_warnings(stack: contextlib.ExitStack) -> None:
     # ``catch_warnings`` would let Python forget which warnings it has shown: they would be shown again.
     ignore: Any = ("ignore", _InThread(), Warning, None, 0)
     warnings.filters.insert(0, ignore)  # type: ignore[attr-defined]
-    is_always = torch.is_warn_always_enabled()
-    torch.set_warn_always(True)  # else a warning that torch gives once would not be given again
-    try:
-        yield
-    finally:
-        torch.set_warn_always(is_always)
+
+    def stop() -> None:
         if ignore in warnings.filters:
             warnings.filters.remove(ignore)  # type: ignore[attr-defined]
 
+    stack.callback(stop)
+    stack.callback(torch.set_warn_always, torch.is_warn_always_enabled())
+    torch.set_warn_always(True)  # else a warning that torch gives once would not be given again
 
-@contextlib.contextmanager
-def _quiet_logs() -> Iterator[None]:
+
+def _quiet_logs(stack: contextlib.ExitStack) -> None:
     this = threading.get_ident()
 
     def quiet(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,12 +108,10 @@ def _quiet_logs() -> Iterator[None]:
 
         return log
 
-    with contextlib.ExitStack() as stack:
-        for name in ("_log", *_LOGS_ONCE):
-            method = getattr(logging.Logger, name, None)
-            if method is not None:
-                stack.enter_context(mock.patch.object(logging.Logger, name, quiet(method)))
-        yield
+    for name in ("_log", *_LOGS_ONCE):
+        method = getattr(logging.Logger, name, None)
+        if method is not None:
+            stack.enter_context(mock.patch.object(logging.Logger, name, quiet(method)))
 
 
 class _Stream:
@@ -148,17 +131,13 @@ class _Stream:
         return getattr(self._stream, name)
 
 
-@contextlib.contextmanager
-def _quiet_streams() -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for name in ("stdout", "stderr", "__stdout__", "__stderr__"):
-            stream = getattr(sys, name)  # there is none in a process without a console
-            stack.enter_context(mock.patch.object(sys, name, stream and _Stream(stream)))
-        yield
+def _quiet_streams(stack: contextlib.ExitStack) -> None:
+    for name in ("stdout", "stderr", "__stdout__", "__stderr__"):
+        stream = getattr(sys, name)  # there is none in a process without a console
+        stack.enter_context(mock.patch.object(sys, name, stream and _Stream(stream)))
 
 
-@contextlib.contextmanager
-def _no_files() -> Iterator[None]:
+def _no_files(stack: contextlib.ExitStack) -> None:
     """Lets the thread open no file to write to it."""
     this = threading.get_ident()
 
@@ -174,67 +153,53 @@ def _no_files() -> Iterator[None]:
 
         return open_file
 
-    with contextlib.ExitStack() as stack:
-        for module in (builtins, io):
-            stack.enter_context(mock.patch.object(module, "open", checked(open, "mode", set("wax+").intersection)))
-        numbers = checked(os.open, "flags", (os.O_WRONLY | os.O_RDWR).__and__)
-        stack.enter_context(mock.patch.object(os, "open", numbers))
-        yield
+    for module in (builtins, io):
+        stack.enter_context(mock.patch.object(module, "open", checked(open, "mode", set("wax+").intersection)))
+    numbers = checked(os.open, "flags", (os.O_WRONLY | os.O_RDWR).__and__)
+    stack.enter_context(mock.patch.object(os, "open", numbers))
 
 
 # Modes and hooks
 
 
-@contextlib.contextmanager
-def _without_modes() -> Iterator[None]:
+def _without_modes(stack: contextlib.ExitStack) -> None:
     """Takes modes off; the default device, which torch has as a mode, stays."""
     devices = [mode for mode in torch.overrides._get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
     context: Any = torch._GLOBAL_DEVICE_CONTEXT
     default = getattr(context, "device_context", None)
-    with without_modes():
-        for mode in devices:
-            torch._C._push_on_torch_function_stack(mode)
-        try:
-            yield
-        finally:
-            while torch._C._len_torch_function_stack():  # a forward may have changed the default device
-                torch._C._pop_torch_function_stack()
-            context.device_context = default
+
+    def restore() -> None:
+        while torch._C._len_torch_function_stack():  # a forward may have changed the default device
+            torch._C._pop_torch_function_stack()
+        context.device_context = default
+
+    stack.enter_context(without_modes())
+    stack.callback(restore)
+    for mode in devices:
+        torch._C._push_on_torch_function_stack(mode)
 
 
-@contextlib.contextmanager
-def _without_saved_tensors_hooks() -> Iterator[None]:
-    refused = _saved_tensors_hooks_get_disabled_error_message()
-    hooks: list[Any] = []
+def _without_saved_tensors_hooks(stack: contextlib.ExitStack) -> None:
+    refused = _autograd._saved_tensors_hooks_get_disabled_error_message()
     if refused is not None:
-        _saved_tensors_hooks_enable()
-    while (found := _top_saved_tensors_default_hooks(False)) is not None:
-        hooks.append(found)
-        _pop_saved_tensors_default_hooks()
-    try:
-        yield
-    finally:
-        for pair in reversed(hooks):
-            _push_saved_tensors_default_hooks(*pair)
-        if refused is not None:
-            _saved_tensors_hooks_disable(refused, False)
+        _autograd._saved_tensors_hooks_enable()
+        stack.callback(_autograd._saved_tensors_hooks_disable, refused, False)
+    while (hooks := _autograd._top_saved_tensors_default_hooks(False)) is not None:
+        _autograd._pop_saved_tensors_default_hooks()
+        stack.callback(_autograd._push_saved_tensors_default_hooks, *hooks)
 
 
-@contextlib.contextmanager
-def _without_global_hooks() -> Iterator[None]:
+def _without_global_hooks(stack: contextlib.ExitStack) -> None:
     """Takes hooks off that the user has registered for all modules; see ``is_of_library``."""
     is_full = torch_module._global_is_full_backward_hook
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(torch_module, "_global_is_full_backward_hook", is_full))
-        for name, hooks in vars(torch_module).items():
-            if name.startswith("_global_") and name.endswith("_hooks"):
-                kept = {key: hook for key, hook in hooks.items() if is_of_library(hook)}
-                stack.enter_context(mock.patch.dict(hooks, kept, clear=True))
-        yield
+    stack.enter_context(mock.patch.object(torch_module, "_global_is_full_backward_hook", is_full))
+    for name, hooks in vars(torch_module).items():
+        if name.startswith("_global_") and name.endswith("_hooks"):
+            kept = {key: hook for key, hook in hooks.items() if is_of_library(hook)}
+            stack.enter_context(mock.patch.dict(hooks, kept, clear=True))
 
 
-@contextlib.contextmanager
-def _no_hooks_of_tensors() -> Iterator[None]:
+def _no_hooks_of_tensors(stack: contextlib.ExitStack) -> None:
     """Lets the thread register no hooks of the user's on tensors: they would be called with tensors without bytes."""
     this = threading.get_ident()
 
@@ -247,68 +212,55 @@ def _no_hooks_of_tensors() -> Iterator[None]:
 
         return add_hook
 
-    with contextlib.ExitStack() as stack:
-        for name in ("register_hook", "register_post_accumulate_grad_hook"):
-            method = getattr(torch.Tensor, name)
-            stack.enter_context(mock.patch.object(torch.Tensor, name, checked(method)))
-        yield
+    for name in ("register_hook", "register_post_accumulate_grad_hook"):
+        method = getattr(torch.Tensor, name)
+        stack.enter_context(mock.patch.object(torch.Tensor, name, checked(method)))
 
 
-@contextlib.contextmanager
-def _without_profile() -> Iterator[None]:
+def _without_profile(stack: contextlib.ExitStack) -> None:
     """Lets a profiler that is on see nothing."""
-    is_on = _profiler_type() is not ActiveProfilerType.NONE
-    if is_on:
-        _enable_record_function(False)
-    try:
-        yield
-    finally:
-        if is_on:
-            _enable_record_function(True)
+    if _autograd._profiler_type() is not ActiveProfilerType.NONE:
+        _autograd._enable_record_function(False)
+        stack.callback(_autograd._enable_record_function, True)
 
 
 # State of the process
 
 
-@contextlib.contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    before = random.getstate(), numpy.random.get_state()
+def _same_random_numbers(stack: contextlib.ExitStack) -> None:
+    stack.enter_context(same_state())  # of an accelerator
+    stack.callback(random.setstate, random.getstate())
+    stack.callback(numpy.random.set_state, numpy.random.get_state())
     generator = torch.default_generator.clone_state()
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        numpy.random.set_state(before[1])
-        torch.default_generator.set_state(generator.get_state())
+    stack.callback(lambda: torch.default_generator.set_state(generator.get_state()))
 
 
-@contextlib.contextmanager
-def _same_environment() -> Iterator[None]:
+def _same_environment(stack: contextlib.ExitStack) -> None:
     before = dict(os.environ)
-    try:
-        yield
-    finally:
+
+    def restore() -> None:
         for name in {*before, *os.environ}:
             if name not in before:
                 del os.environ[name]
             elif os.environ.get(name) != before[name]:
                 os.environ[name] = before[name]
 
+    stack.callback(restore)
 
-@contextlib.contextmanager
-def _same_settings() -> Iterator[None]:
+
+def _same_settings(stack: contextlib.ExitStack) -> None:
     """What a forward may set for the whole process, or for its thread, is as it was."""
-    before = [(put, get()) for get, put in _SETTINGS]
-    is_cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)  # the user's autocast would keep copies without bytes
-    try:
-        with torch.set_grad_enabled(torch.is_grad_enabled()):
-            yield
-    finally:
-        torch.set_autocast_cache_enabled(is_cached)
-        for (get, _), (put, values) in zip(_SETTINGS, before, strict=True):
+    before = [get() for get, _ in _SETTINGS]
+
+    def restore() -> None:
+        for (get, put), values in zip(_SETTINGS, before, strict=True):
             if get() != values:
                 put(*values)
+
+    stack.callback(restore)
+    stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+    torch.set_autocast_cache_enabled(False)  # the user's autocast would keep copies without bytes
+    stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
 
 
 _CUDNN: Any = torch.backends.cudnn

@@ -20,10 +20,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._guards import detect_fake_mode
 
 from hf_patrickstar.memory.operators import without_modes
-from hf_patrickstar.tracing.twins import Copier, is_of_user, origin_of, own_code, reported
+from hf_patrickstar.tracing.twins import Copier, fake_mode, is_of_user, origin_of, own_code, reported
 
 _OWN = "its own"
 """The key of what a module's stand-in keeps: no name that code has."""
@@ -100,8 +99,7 @@ class _Copier(Copier):
     """Copies what variables refer to."""
 
     def make_tensor(self, tensor: Any, shape: Sequence[int]) -> torch.Tensor:
-        mode = detect_fake_mode()
-        assert mode is not None
+        mode = fake_mode()
         with without_modes(), mode:  # nobody shall take it for an operator of the forward
             return super().make_tensor(tensor, shape)
 

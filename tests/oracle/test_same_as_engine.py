@@ -68,7 +68,8 @@ def check(told, done, in_order=lambda found: found, most_more=0.05, seconds=0.13
     With several processes the simulator has a part of at most ``most_more`` more on the device. ``seconds`` is the part
     by which seconds may differ.
     """
-    assert told.layout == done.layout
+    layout = told.layout
+    assert (len(layout.chunks) * told.world_size, layout.chunk_numel, layout.utilisation) == done.layout
     assert {index for index, load in enumerate(told.loads) if load.is_here} == done.at_home
     assert told.static == done.static
     assert told.num_on_host == done.num_on_host

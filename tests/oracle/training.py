@@ -27,6 +27,7 @@ from hf_patrickstar.schedule.plan import Plan
 from hf_patrickstar.schedule.trace import Trace
 from hf_patrickstar.tracing.fake import FakeTensors
 from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
+from hf_patrickstar.tracing.recorder import Setting
 
 SMALL = {"dtype": "bf16", "chunk_numel": 700, "device_budget": "1GiB"}
 _MOST_STEPS = 8
@@ -59,7 +60,7 @@ class Training:
     def trace(self, machine: Machine, looked_up: frozenset[str] = frozenset()) -> OpTrace | None:
         """What a micro-batch does, or ``None`` if that cannot be told."""
         with FakeTensors():
-            return trace(self.micro_batch, looked_up=looked_up, has_accelerator=machine.has_accelerator)
+            return trace(self.micro_batch, Setting(looked_up, machine.has_accelerator))
 
     def simulate(self, machine: Machine, ran: Ran | None = None) -> Simulation:
         """The step as plans have it, or as a run has chosen."""
@@ -116,7 +117,7 @@ class Recording:
     on_host: Mapping[str, int]
     moved_nbytes: tuple[int, int]
     sent_nbytes: int
-    layout: Mapping[str, Any]
+    layout: tuple[float, ...]
     lookups: Mapping[int, str]
 
 
@@ -253,6 +254,6 @@ def _note(
         on_host={name: nbytes for name, nbytes in engine.ledger.owners(Tier.HOST).items() if nbytes},
         moved_nbytes=(gained["host_to_device_nbytes"], gained["device_to_host_nbytes"]),
         sent_nbytes=gained["sent_nbytes"],
-        layout={name: stats[name] for name in ("num_chunks", "chunk_numel", "chunk_utilisation")},
+        layout=tuple(stats[name] for name in ("num_chunks", "chunk_numel", "chunk_utilisation")),
         lookups=dict(engine.manager.placement.lookups),
     )

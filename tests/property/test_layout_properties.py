@@ -5,12 +5,10 @@ import re
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.spec_builders import make_modules, make_tensors
+from unit.spec_builders import fixed_layout, make_modules, make_tensors, pack, search_layout
 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.layout import groups
-from hf_patrickstar.layout.packing import pack
-from hf_patrickstar.layout.search import fixed_layout, search_layout
 from hf_patrickstar.units import ALIGNMENT_NUMEL, align
 
 fast = settings(deadline=None, max_examples=150, database=None, derandomize=True)

@@ -1,8 +1,12 @@
 """Specs made by hand, for tests of everything that decides on numbers."""
 
 import dataclasses
+import functools
 
+from hf_patrickstar.layout import search
+from hf_patrickstar.layout.packing import Packer
 from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec, Types
+from hf_patrickstar.shortage import Limit
 
 BF16 = Types("bfloat16", "float32")
 FP32 = Types()
@@ -29,3 +33,19 @@ def placed(layout):
     """Every tensor's chunk and offset, and every chunk's capacity: a layout in two literals."""
     places = [(place.chunk_index, place.offset_numel) for place in layout.placements]
     return places, [chunk.capacity_numel for chunk in layout.chunks]
+
+
+def pack(tensors, chunk_numel, on_host=frozenset(), world_size=1, splits=False):
+    """The layout of tensors for a chunk size."""
+    return Packer(tensors, on_host, world_size, splits).layout(chunk_numel)
+
+
+def _found(search, tensors, modules, *sizes, staging_nbytes=lambda chunk_numel, dtype: 0, exposed_ns=None, **packing):
+    limits = [Limit("device_budget", sizes[-1])] if sizes[-1] is not None else []
+    others = {} if exposed_ns is None else {"exposed_ns": exposed_ns}
+    return search(Packer(tensors, **packing), modules, *sizes, limits, staging_nbytes, **others)
+
+
+search_layout = functools.partial(_found, search.search_layout)
+fixed_layout = functools.partial(_found, search.fixed_layout)
+"""As the functions of these names, from tensors instead of a packer; ``device_budget`` is the only limit."""

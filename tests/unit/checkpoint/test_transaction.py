@@ -7,6 +7,7 @@ import threading
 import pytest
 import safetensors.torch
 import torch
+from unit.spec_builders import pack
 
 from hf_patrickstar.checkpoint import storage, transaction
 from hf_patrickstar.checkpoint.safetensors_file import Unwritten
@@ -14,7 +15,6 @@ from hf_patrickstar.checkpoint.training_state import shard_name
 from hf_patrickstar.checkpoint.transaction import BackgroundWrite, Transactions
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import CheckpointError
-from hf_patrickstar.layout.packing import pack
 from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk

@@ -1,10 +1,10 @@
 """Where tensors lie, in examples by hand; tests/property has laws of all layouts."""
 
 import pytest
-from unit.spec_builders import make_modules, make_tensors, placed
+from unit.spec_builders import make_modules, make_tensors, pack, placed
 
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.layout.packing import pack
+from hf_patrickstar.layout.packing import gradients_nbytes
 from hf_patrickstar.units import ALIGNMENT_NUMEL, align
 
 
@@ -79,4 +79,4 @@ def test_the_working_set_is_that_of_the_module_with_most_bytes_and_counts_each_c
 )
 def test_gradients_that_wait_on_the_device(numels, frozen, world_size, numel):
     layout = pack(make_tensors(*numels, frozen=frozen), 128, world_size=world_size)
-    assert layout.gradients_nbytes == numel * 2
+    assert gradients_nbytes(layout.chunks) == numel * 2

@@ -6,11 +6,10 @@ import re
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
-from unit.spec_builders import make_modules, make_tensors, typed
+from unit.spec_builders import fixed_layout, make_modules, make_tensors, pack, search_layout, typed
 
 from hf_patrickstar.errors import BudgetError, ConfigError
-from hf_patrickstar.layout.packing import pack
-from hf_patrickstar.layout.search import check_fits, fixed_layout, search_layout
+from hf_patrickstar.layout.search import check_fits
 from hf_patrickstar.layout.specs import TensorSpec, collect_specs
 from hf_patrickstar.shortage import Limit
 
@@ -114,14 +113,17 @@ def test_a_search_keeps_room_to_reduce_gradients_in():
 
 
 def test_an_error_for_groups_counts_them_whole_and_gradients_beside_them():
+    def no_staging(chunk_numel, dtype):
+        return 0
+
     layout, modules = pack(make_tensors(*[64] * 6), 64, world_size=2), make_modules((0,), (1, 2))
-    assert check_fits(layout, modules, 1024, world_size=2) == 1024
+    assert check_fits(layout, modules, 1024, [], no_staging) == 1024
     message = (
         r"module 'm1' \(Block\): its groups of 2 chunks need 512 B \(512 bytes\) .* beside 512 B \(512 bytes\) of "
         r"gradients, 1023 B \(1023 bytes\) are available.*Raise device_budget to at least 1280 bytes"
     )
     with pytest.raises(BudgetError, match=message):
-        check_fits(layout, modules, 1023, [Limit("device_budget", 1023, usable=0.8)], world_size=2)
+        check_fits(layout, modules, 1023, [Limit("device_budget", 1023, usable=0.8)], no_staging)
 
 
 def test_a_fixed_size_is_kept_or_refused_with_what_is_enough():

@@ -20,7 +20,7 @@ from hf_patrickstar.cli.main import main
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import MACHINES, find_machine
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.planner.advice import Advice, advise
+from hf_patrickstar.planner.advice import advise
 from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse, TriedChange
 from hf_patrickstar.planner.planning import arrange, plan_and_simulate, plan_if_fits
 from hf_patrickstar.planner.screen import describe, describe_changes
@@ -381,7 +381,7 @@ def test_the_plan_is_there_before_changes_are_tried(capsys, monkeypatch):
 
     def advise(subject, training, plan, progress):
         told.append(describe(plan) in capsys.readouterr().out)
-        return Advice(())
+        return dataclasses.replace(plan, changes=())
 
     monkeypatch.setattr("hf_patrickstar.planner.advice.advise", advise)
     command = [word for word in COMMAND if word != "--no-advice"]

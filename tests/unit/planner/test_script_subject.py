@@ -18,7 +18,6 @@ from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner.planning import BESIDE, plan_and_simulate, plan_if_fits
 from hf_patrickstar.planner.script_subject import arrange_script
-from hf_patrickstar.planner.subject import with_batch
 from hf_patrickstar.units import MIB
 
 CHUNKS = ("--patrickstar", "--patrickstar_config", '{"chunk_numel": 8192}')
@@ -232,7 +231,7 @@ make_rows = lambda *_: rows
     assert (subject.batch_size, subject.length) == (1, 9)
     shapes = {key: tuple(value.shape) for key, value in subject.make_inputs().items()}
     assert shapes == {"input_ids": (1, 9), "labels": (1, 9)}
-    other = with_batch(subject, 4, 18)
+    other = dataclasses.replace(subject, batch_size=4, length=18)
     assert {tuple(value.shape) for value in other.make_inputs().values()} == {(4, 18)}
     assert other.num_tokens == 4 * 18
     assert plan_subject(dataclasses.replace(other, checkpointing=True), given).checkpointing

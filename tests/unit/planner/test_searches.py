@@ -12,7 +12,6 @@ from hf_patrickstar.planner import search as searching
 from hf_patrickstar.planner.planning import arrange, plan_if_fits
 from hf_patrickstar.planner.screen import describe_found
 from hf_patrickstar.planner.search import Found, Goal, answered, search, search_below
-from hf_patrickstar.planner.subject import with_batch
 from hf_patrickstar.units import MIB
 
 MODEL = "gpt2:n_layer=2,n_embd=64,n_head=2,vocab_size=512,n_positions=1024"
@@ -47,8 +46,8 @@ def test_the_largest_batch_fits_and_one_more_does_not():
     assert found.refused == found.answer + 1
     assert found.plan.fits
     assert found.plan.batch_size == found.answer
-    assert plan_if_fits(with_batch(subject, found.answer, 64), given) == found.plan
-    assert not fits(with_batch(subject, found.refused, 64), given)
+    assert plan_if_fits(dataclasses.replace(subject, batch_size=found.answer, length=64), given) == found.plan
+    assert not fits(dataclasses.replace(subject, batch_size=found.refused, length=64), given)
     assert found.num_plans <= 8
 
 
@@ -58,7 +57,7 @@ def test_the_longest_sequence_is_searched_in_steps_of_64():
     assert found.answer % 64 == 0
     assert found.refused == found.answer + 64
     assert found.plan.length == found.answer
-    assert not fits(with_batch(subject, 1, found.refused), given)
+    assert not fits(dataclasses.replace(subject, batch_size=1, length=found.refused), given)
     again, same = answered(found, subject, given)
     assert (again.length, again.batch_size, same) == (found.answer, 1, given)
 
@@ -66,12 +65,12 @@ def test_the_longest_sequence_is_searched_in_steps_of_64():
 @pytest.mark.parametrize(("limit", "length"), [(1, 8), (63, 60), (63, 64), (0, 8)])
 def test_shorter_sequences_are_tried_where_64_tokens_do_not_fit(limit, length, monkeypatch):
     subject, given = small(length=length, batch_size=1)
-    plan = plan_if_fits(with_batch(subject, 1, 8), given)
+    plan = plan_if_fits(dataclasses.replace(subject, batch_size=1, length=8), given)
     tried = fit_up_to(limit, lambda subject: subject.length, plan, monkeypatch)
     found = search(Goal.MAX_LENGTH, subject, given)
     assert (found.answer, found.refused) == (limit or None, limit + 1)
     assert len(tried) == len(set(tried)) == found.num_plans
-    below = search_below(Goal.MAX_LENGTH, with_batch(subject, 1, 50), given)
+    below = search_below(Goal.MAX_LENGTH, dataclasses.replace(subject, batch_size=1, length=50), given)
     assert below.answer == (min(limit, 49) or None)
     assert max(tried[found.num_plans :]) < 50
     if not limit:
@@ -115,7 +114,7 @@ def test_nothing_fits_where_one_sequence_is_too_much():
 def test_any_limit_is_found_whatever_plans_say(limit, first, monkeypatch):
     """Bytes that do not tell where the limit is cost plans, not the answer."""
     subject, given = small(batch_size=first)
-    plan = plan_if_fits(with_batch(subject, 1, 64), given)
+    plan = plan_if_fits(dataclasses.replace(subject, batch_size=1, length=64), given)
     tried = fit_up_to(limit, lambda subject: subject.batch_size, plan, monkeypatch)
     found = search(Goal.MAX_BATCH, subject, given)
     assert found.answer == min(limit, 2**16)
@@ -126,7 +125,7 @@ def test_any_limit_is_found_whatever_plans_say(limit, first, monkeypatch):
 def test_below_what_was_asked_for():
     subject, given = small(batch_size=4096)
     found = search_below(Goal.MAX_BATCH, subject, given)
-    assert found.answer == search(Goal.MAX_BATCH, with_batch(subject, 2, 64), given).answer
+    assert found.answer == search(Goal.MAX_BATCH, dataclasses.replace(subject, batch_size=2, length=64), given).answer
     one, given = small(batch_size=1, device_memory=MIB // 2)
     assert search_below(Goal.MAX_BATCH, one, given) == Found(Goal.MAX_BATCH, None, None, None, 0)
 

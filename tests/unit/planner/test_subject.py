@@ -1,12 +1,13 @@
 """Models as people write them, and their batches."""
 
+import dataclasses
 import json
 
 import pytest
 from transformers import BertConfig, GPT2Config, LlamaConfig, T5Config
 
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.planner.subject import TASKS, find_subject, with_batch
+from hf_patrickstar.planner.subject import TASKS, find_subject
 
 SMALL = {"batch_size": 2, "length": 8, "checkpointing": False}
 
@@ -57,7 +58,7 @@ def test_a_batch_gives_a_loss(task):
     assert loss.shape == ()
     loss.backward()
     assert subject.num_tokens == (2 if task == "image-classification" else 16)
-    larger = with_batch(subject, 3, 4)
+    larger = dataclasses.replace(subject, batch_size=3, length=4)
     assert {len(value) for value in larger.make_inputs().values()} == {3}
     assert larger.config is subject.config
 

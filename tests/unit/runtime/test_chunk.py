@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from unit.spec_builders import pack
 
-from hf_patrickstar.layout.packing import pack
 from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk, ManagedParameter

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from unit.spec_builders import BF16, FP32
+from unit.spec_builders import BF16, FP32, pack
 
 from hf_patrickstar.errors import CheckpointError
-from hf_patrickstar.layout.packing import pack
 from hf_patrickstar.layout.specs import MASTER, TensorSpec
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.pool import PayloadPool

@@ -1,7 +1,6 @@
 """What is recorded of a plain model, and what is refused; tests/oracle compares recordings with what engines do."""
 
 import contextlib
-import dataclasses
 
 import pytest
 import torch
@@ -20,19 +19,19 @@ from hf_patrickstar.tracing.recorder import Setting, record
 
 SIZE = 8
 CPU = torch.device("cpu")
-PLAIN = Setting(Casting(CPU, None, None))
+PLAIN = {"casting": Casting(CPU, None, None), "setting": Setting()}
 
 
 def total(model, x):
     return model(x).sum()
 
 
-def record_one(model, shape=(3, SIZE), setting=PLAIN, backward=torch.Tensor.backward, loss=total):
+def record_one(model, shape=(3, SIZE), how=PLAIN, backward=torch.Tensor.backward, loss=total):
     """What a micro-batch of a model does that is made under fake tensors."""
     specs, _, _ = collect(model, {})
     x = torch.zeros(shape)
     with torch.set_grad_enabled(backward is not None):
-        return record(model, lambda: loss(model, x), backward, specs=specs, inputs=[x], setting=setting)
+        return record(model, lambda: loss(model, x), backward, specs=specs, inputs=[x], **how)
 
 
 @pytest.fixture
@@ -133,7 +132,7 @@ def state_of(model):
     )
 
 
-AUTOCAST = Setting(Casting(CPU, torch.bfloat16, None))
+AUTOCAST = {**PLAIN, "casting": Casting(CPU, torch.bfloat16, None)}
 ENDS = {
     "whole": (Reader, total, PLAIN, None, ""),
     "values": (
@@ -144,18 +143,18 @@ ENDS = {
         r"operator 'aten.nonzero.default', whose result depends on values",
     ),
     "interrupted": (Segmented, stop, AUTOCAST, KeyboardInterrupt, ""),
-    "too long": (TwoLayers, total, dataclasses.replace(PLAIN, check_time=give_up), TooLongError, ""),
+    "too long": (TwoLayers, total, {**PLAIN, "setting": Setting(check_time=give_up)}, TooLongError, ""),
     "reentrant": (Reentrant, total, PLAIN, EngineError, "use_reentrant=False"),
 }
 
 
-@pytest.mark.parametrize(("make", "loss", "setting", "error", "message"), ENDS.values(), ids=ENDS)
-def test_the_model_is_as_it_was_however_a_recording_ends(fake, make, loss, setting, error, message):
+@pytest.mark.parametrize(("make", "loss", "how", "error", "message"), ENDS.values(), ids=ENDS)
+def test_the_model_is_as_it_was_however_a_recording_ends(fake, make, loss, how, error, message):
     model = make()
     before = state_of(model)
     for _ in range(2):
         with contextlib.nullcontext() if error is None else pytest.raises(error, match=message or None):
-            record_one(model, setting=setting, loss=loss)
+            record_one(model, how=how, loss=loss)
         assert state_of(model) == before
 
 
@@ -175,11 +174,13 @@ def test_a_copy_of_a_model_is_traced_like_the_model():
     with FakeTensors():
         copied = as_fake(model)
         makers = (lambda: as_fake(copied)), (lambda: make_model("gpt2").train())
-        found, expected = (trace(MicroBatch(make, make_inputs, loss_of, {"dtype": "bf16"})) for make in makers)
+        found, expected = (
+            trace(MicroBatch(make, make_inputs, loss_of, {"dtype": "bf16"}), Setting()) for make in makers
+        )
     assert found == expected is not None
     assert {parameter.dtype for parameter in copied.parameters()} == {torch.float32}, "copies of it were given types"
     with FakeTensors(), pytest.raises(TooLongError):
-        trace(MicroBatch(makers[1], make_inputs, loss_of, {}), check_time=give_up)
+        trace(MicroBatch(makers[1], make_inputs, loss_of, {}), Setting(check_time=give_up))
 
 
 def test_a_product_with_a_packed_weight_takes_the_memory_of_its_values():

@@ -35,7 +35,7 @@ THIS = sys.modules[__name__]
 
 def trace(model, *args, **kwargs):
     """Runs a copy of a model once, forward and backward; returns it."""
-    with unobserved(model), FakeTensorMode():
+    with unobserved(), FakeTensorMode():
         twin, args, kwargs = copy_without_bytes((model, args, kwargs))
         output = twin(*args, **kwargs)
         loss = getattr(output, "loss", output).sum()
