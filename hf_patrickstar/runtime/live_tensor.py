@@ -17,6 +17,7 @@ from hf_patrickstar.runtime.live_parameter import (
     RAW,
     WITHOUT_VALUE,
     Access,
+    Live,
     raw_data,
     raw_grad,
     requires_grad,
@@ -66,30 +67,24 @@ class LiveWeights(Protocol):
 
     def read(self, tensor: ManagedParameter) -> torch.Tensor:
         """The parameter's value, on the host, in the type that the model was loaded in."""
-        ...
 
     @property
     def needs_all(self) -> bool:
         """Whether all processes must read together."""
-        ...
 
     def hand_out(self, tensor: ManagedParameter) -> torch.Tensor:
         """The parameter's value, on the host, that stays the same as the value."""
-        ...
 
     def streamed(self, *, is_reader: bool) -> contextlib.AbstractContextManager[None]:
         """Saves the model piece by piece, the other processes following the one that reads."""
-        ...
 
     def opened(
         self, tensors: Iterable[ManagedParameter], writeback: bool, with_grads: bool
     ) -> contextlib.AbstractContextManager[None]:
         """Gives parameters their full value, as ordinary tensors on the host, for the length of a block."""
-        ...
 
     def deferred(self, tensor: ManagedParameter) -> torch.Tensor | None:
         """A parameter as it is read while the model is saved piece by piece, or ``None``."""
-        ...
 
 
 def computes(tensor: Any, frames: Frames, func: Any) -> bool:
@@ -107,7 +102,7 @@ def computes(tensor: Any, frames: Frames, func: Any) -> bool:
     return bool(is_running) and (func not in WITHOUT_GRAPH or is_packed(tensor.parameter))
 
 
-class LiveTensor:
+class LiveTensor(Live):
     """Answers for one parameter; see ``Live``.
 
     Args:
