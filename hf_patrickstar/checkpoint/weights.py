@@ -236,7 +236,7 @@ class ChunkWeights:
             self._manager.writes.apply(tensor, value)
         if not with_grads or (handed is not None and gradient is handed[0] and gradient._version == handed[1]):
             return
-        self._manager.gradient_mirrors.drop(tensor)
+        self._manager.gradient_mirrors.forget(tensor)
         if gradient is None:
             self._manager.gradients.drop(tensor)
         else:

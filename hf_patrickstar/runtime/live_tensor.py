@@ -262,7 +262,7 @@ class LiveTensor(Live):
             set_raw_grad(tensor.parameter, gradient)
             return
         if gradient is None:
-            manager.gradient_mirrors.drop(tensor)
+            manager.gradient_mirrors.forget(tensor)
             manager.gradients.drop(tensor)
             return
         if isinstance(gradient, ConsumedGradient):

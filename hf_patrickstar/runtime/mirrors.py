@@ -121,15 +121,6 @@ class Mirrors:
         self._recent: list[ManagedParameter] = []  # the last two that were asked for
         self._scan_at = _SCAN_AT
 
-    def __len__(self) -> int:
-        """Of how many parameters something is handed out."""
-        return len(self.by_tensor)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all that is handed out."""
-        return sum(mirror.value.nbytes for mirrors in self.by_tensor.values() for mirror in mirrors)
-
     def _enter(self, mirror: Mirror) -> Mirror:
         key = mirror.storage._cdata
         self._num_own[key] = self._num_own.get(key, 0) + 1
@@ -191,8 +182,10 @@ class Mirrors:
 
     def forget(self, tensor: ManagedParameter) -> None:
         """Forgets what was handed out of a parameter; code that has it keeps it."""
-        for mirror in list(self.by_tensor.get(tensor.spec.index, ())):
-            self._leave(mirror)
+        if tensor.spec.index in self.by_tensor:
+            with self._lock:
+                for mirror in list(self.by_tensor.get(tensor.spec.index, ())):
+                    self._leave(mirror)
 
     def close(self) -> None:
         """Forgets everything."""
@@ -421,9 +414,3 @@ class GradientMirrors(Mirrors):
         with self._lock:
             mirror = self.of(tensor) if self.follows else None
             return None if mirror is None or not self._is_used(mirror) else mirror.value
-
-    def drop(self, tensor: ManagedParameter) -> None:
-        """Forgets a gradient that was handed out; code that has it keeps it."""
-        if tensor.spec.index in self.by_tensor:
-            with self._lock:
-                self.forget(tensor)

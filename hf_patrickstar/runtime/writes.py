@@ -214,5 +214,5 @@ class Writes:
 
     def _drop(self, tensor: ManagedParameter) -> None:
         self._mirrors.drop(tensor)
-        self._gradient_mirrors.drop(tensor)
+        self._gradient_mirrors.forget(tensor)
         self._gradients.drop(tensor)
