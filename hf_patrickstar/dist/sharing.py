@@ -28,6 +28,7 @@ class Held(NamedTuple):
             after the last, flat, on the host; not used on a rank that has no elements.
         dtype: The type to read it in, the same on all ranks that read.
         number: The number that identifies it in messages; by default the parameter's index.
+        shape: Its shape, where it is a state, which need not have that of the parameter.
     """
 
     spec: TensorSpec
@@ -35,24 +36,7 @@ class Held(NamedTuple):
     source: torch.Tensor | Callable[[int, int], torch.Tensor] | None
     dtype: torch.dtype
     number: int | None = None
-
-
-class SharedState(NamedTuple):
-    """One tensor of an optimizer's state, which one rank has, or several have parts of.
-
-    Attributes:
-        spec: The parameter that it belongs to.
-        key: Its name in the state.
-        shape: Its shape.
-        dtype: Its type.
-        parts: The elements that each rank has.
-    """
-
-    spec: TensorSpec
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    parts: Parts
+    shape: tuple[int, ...] = ()
 
 
 class Sharing:
@@ -195,7 +179,7 @@ class Sharing:
         self, held: Held, start: int, stop: int, what: str, readers: list[int]
     ) -> tuple[torch.Tensor, Sequence[Callable[[], None]]]:
         """Starts to send a piece; returns it, and functions that wait until it is complete."""
-        _, parts, source, dtype, _ = held
+        _, parts, source, dtype, *_ = held
         first, last = parts[self.rank]
         if readers == [self.rank] and first <= start and stop <= last and source is not None:
             return _elements(source, start - first, stop - first).to(device="cpu", dtype=dtype), ()
@@ -245,20 +229,24 @@ class Sharing:
             place_of: Gives the parameter of an index, and the elements of it that each rank has.
 
         Returns:
-            The states by index, the same on all ranks: a ``SharedState`` for a tensor, anything else as it is.
+            The states by index, the same on all ranks: what this rank has of a tensor, which one rank has or several
+            have parts of, numbered; anything else as it is.
         """
         outlines = {index: {key: _outline(value) for key, value in state.items()} for index, state in own.items()}
         states: dict[int, dict[str, Any]] = {}
+        numbers = itertools.count()
         for rank, found in enumerate(self._collectives.exchange(outlines, _READING_STATES)):
             for index, state in found.items():
                 spec, parts = place_of(index)
                 for key, (shape, value) in state.items():
-                    place = spec.shape, parts
-                    if shape is not None and not (_is_split(parts) and shape == (parts[rank][1] - parts[rank][0],)):
-                        numels = [math.prod(shape) if other == rank else 0 for other in range(len(parts))]
-                        place = shape, [(0, numel) for numel in numels]
-                    shared = value if shape is None else SharedState(spec, key, place[0], value, place[1])
-                    states.setdefault(index, {})[key] = shared
+                    if shape is not None:
+                        place = parts, spec.shape
+                        if not (_is_split(parts) and shape == (parts[rank][1] - parts[rank][0],)):
+                            numels = [math.prod(shape) if other == rank else 0 for other in range(len(parts))]
+                            place = [(0, numel) for numel in numels], shape
+                        source = own.get(index, {}).get(key)
+                        value = Held(spec, place[0], source, value, next(numbers), place[1])
+                    states.setdefault(index, {})[key] = value
         return dict(sorted(states.items()))
 
     def states(
@@ -279,12 +267,11 @@ class Sharing:
             return {index: dict(state) for index, state in own.items()}
         self.enter(_READING_STATES)
         states = self.outline_states(own, place_of)
-        for index, state in states.items():
+        for state in states.values():
             for key, item in state.items():
-                if isinstance(item, SharedState):
-                    held = Held(item.spec, item.parts, own.get(index, {}).get(key), item.dtype)
+                if isinstance(item, Held):
                     numel, everyone = math.prod(item.shape), list(range(self._collectives.world_size))
-                    (value,) = self._pieces(held, (0, numel), max(numel, 1), _READING_STATES, everyone)
+                    (value,) = self._pieces(item, (0, numel), max(numel, 1), _READING_STATES, everyone)
                     state[key] = value.view(item.shape) if keep else None
         return states if keep else {}
 
