@@ -113,8 +113,8 @@ class ChunkWeights:
                 "process that saves"
             )
         is_prompt = False if self.is_streaming else None  # the others have come to save, and a disk may be slow
-        place = (start, stop)
-        return self._manager.sharing.parts(self._held(tensor), place, piece_numel, "the value", is_prompt=is_prompt)
+        held = self._held(tensor)
+        return self._manager.sharing.parts(held, "the value", start, stop, piece_numel, is_prompt=is_prompt)
 
     @contextlib.contextmanager
     def collected(self, *, keep: bool) -> Iterator[None]:

@@ -85,31 +85,32 @@ class Sharing:
             name: What is read of the parameter, for errors.
         """
         numel = held.spec.numel
-        (value,) = self.parts(held, (0, numel), max(numel, 1), name)
+        (value,) = self.parts(held, name, 0, numel, max(numel, 1))
         source = held.source
         if isinstance(source, torch.Tensor) and value.untyped_storage()._cdata == source.untyped_storage()._cdata:
             value = value.clone()
         return value.view(held.spec.shape).data  # no view, which would keep its base alive as well
 
     def parts(
-        self, held: Held, place: tuple[int, int], piece_numel: int, name: str, *, is_prompt: bool | None = None
+        self, held: Held, name: str, start: int, stop: int, piece_numel: int, *, is_prompt: bool | None = None
     ) -> Generator[torch.Tensor, None, None]:
         """Reads what the owners of a parameter have, in pieces. To skip the rest, close the generator.
 
         Args:
             held: The parameter, and what this rank has of it.
-            place: The first element of the flattened parameter, and one after the last.
-            piece_numel: Elements of a piece.
             name: What is read of the parameter, for errors.
+            start: The first element of the flattened parameter.
+            stop: One after the last element.
+            piece_numel: Elements of a piece.
             is_prompt: Whether the other processes may not come; see ``Order.agree``.
 
         Yields:
             Flat tensors on the host, which may alias the source; one empty tensor if there are no elements.
         """
         what = _reading(held, name)
-        asked = (held.spec.index if held.number is None else held.number, *place, piece_numel, held.dtype)
+        asked = (held.spec.index if held.number is None else held.number, start, stop, piece_numel, held.dtype)
         readers = self._order.agree(Subject.READ, asked, what, is_prompt=is_prompt)
-        yield from self._pieces(held, place, piece_numel, what, readers)
+        yield from self._pieces(held, start, stop, piece_numel, what, readers)
 
     @contextlib.contextmanager
     def led(self, held_of: Callable[[int], Held], *, is_reader: bool) -> Iterator[None]:
@@ -148,7 +149,7 @@ class Sharing:
                 return
             number, start, stop, piece_numel, dtype = payload
             held = held_of(number)._replace(dtype=dtype)
-            for _ in self._pieces(held, (start, stop), piece_numel, _reading(held, "the value"), readers):
+            for _ in self._pieces(held, start, stop, piece_numel, _reading(held, "the value"), readers):
                 pass
 
     def _leave(self, *, has_failed: bool) -> None:
@@ -156,10 +157,9 @@ class Sharing:
         self._order.agree(Subject.LEAVE, (has_failed,), "has saved the model")
 
     def _pieces(
-        self, held: Held, place: tuple[int, int], piece_numel: int, what: str, readers: list[int]
+        self, held: Held, start: int, stop: int, piece_numel: int, what: str, readers: list[int]
     ) -> Generator[torch.Tensor, None, None]:
         """Yields one piece after the other; the next piece is sent while the caller uses the one before."""
-        start, stop = place
 
         def begin_piece(begin: int) -> tuple[torch.Tensor, Sequence[Callable[[], None]]]:
             return self._begin_piece(held, begin, min(begin + piece_numel, stop), what, readers)
@@ -271,7 +271,7 @@ class Sharing:
             for key, item in state.items():
                 if isinstance(item, Held):
                     numel, everyone = math.prod(item.shape), list(range(self._collectives.world_size))
-                    (value,) = self._pieces(item, (0, numel), max(numel, 1), _READING_STATES, everyone)
+                    (value,) = self._pieces(item, 0, numel, max(numel, 1), _READING_STATES, everyone)
                     state[key] = value.view(item.shape) if keep else None
         return states if keep else {}
 
