@@ -99,8 +99,7 @@ class Live:
 
     def get_grad(self) -> torch.Tensor | None:
         """The gradient."""
-        gradient: torch.Tensor | None = self._become_ordinary().grad
-        return gradient
+        return self._become_ordinary().grad
 
     def set_grad(self, gradient: torch.Tensor | None) -> None:
         """Replaces the gradient, or drops it."""
@@ -124,8 +123,7 @@ class Live:
 
     def host_value(self) -> torch.Tensor:
         """The value on the host, in the type that the model was loaded in; it may alias the chunk."""
-        value: torch.Tensor = self._become_ordinary().detach()
-        return value
+        return self._become_ordinary().detach()
 
     def copied_value(self) -> torch.Tensor:
         """A copy of ``host_value``."""
@@ -134,7 +132,7 @@ class Live:
     def view_whole(self, func: Any) -> torch.Tensor:
         """A view of the whole parameter in the graph of autograd, made by ``func(parameter, parameter)``."""
         parameter = self._become_ordinary()
-        return func(parameter, parameter)  # type: ignore[no-any-return]
+        return func(parameter, parameter)
 
     def value_for(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """The value for a tensor that was exchanged with the parameter; ``None`` for the parameter itself."""
@@ -311,8 +309,7 @@ class ReleasedMixin(LiveMixin):
     def shape(self) -> torch.Size:
         """As of any tensor."""
         with RAW():
-            found: torch.Size = _Base.shape.__get__(self)
-            return found
+            return _Base.shape.__get__(self)
 
     @property
     def requires_grad(self) -> bool:
@@ -392,8 +389,7 @@ def can_answer(parameter: torch.Tensor) -> bool:
 def raw_data(parameter: torch.Tensor) -> torch.Tensor:
     """``parameter.data`` as torch has it."""
     with RAW():
-        value: torch.Tensor = _get_data(parameter)
-        return value
+        return _get_data(parameter)
 
 
 def set_raw_data(parameter: torch.Tensor, value: torch.Tensor) -> None:
@@ -444,8 +440,7 @@ def _refuse_gradient(_: Any) -> None:
 def raw_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     """``parameter.grad`` as autograd has it."""
     with RAW():
-        gradient: torch.Tensor | None = GET_GRAD(parameter)
-        return gradient
+        return GET_GRAD(parameter)
 
 
 def set_raw_grad(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
@@ -456,10 +451,9 @@ def set_raw_grad(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None
 
 def take_raw_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     """``parameter.grad`` as autograd has it; it has none afterwards."""
-    with RAW():
-        gradient: torch.Tensor | None = GET_GRAD(parameter)
-        SET_GRAD(parameter, None)
-        return gradient
+    gradient = raw_grad(parameter)
+    set_raw_grad(parameter, None)
+    return gradient
 
 
 def requires_grad(parameter: Any) -> bool:

@@ -344,15 +344,12 @@ class _InsideAccess(Access):
         """A copy: the chunks of all parameters of a call may be more than fit."""
         if self._is_held:
             self.value = self.value.clone()
-            self._release()
+            self.end()
 
     def note_returned(self) -> None:
         self._is_kept = True
 
     def end(self) -> None:
-        self._release()
-
-    def _release(self) -> None:
         if not self._is_held:
             return
         self._is_held = False
@@ -464,10 +461,9 @@ class _ValueAccess(Access):
             self._changes_shape = func in _CHANGES_OF_SHAPE
             if self._is_private:
                 self._use(manager.mirrors.hand_out(tensor, is_held=func in _ADDRESSES))
-            elif self._changes_shape:
-                self._use(manager.values.look(tensor).clone())
             else:
-                self._use(manager.values.look(tensor))
+                value = manager.values.look(tensor)
+                self._use(value.clone() if self._changes_shape else value)
         except BaseException:
             self._lock.release()
             raise
