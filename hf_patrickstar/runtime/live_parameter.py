@@ -162,7 +162,8 @@ def _unseen(method: Callable[..., Any]) -> Callable[..., Any]:
         with unseen():
             result = method(*args, **kwargs)
             if isinstance(result, Access):
-                return _Unseen(_made_private(result) if _makes_views(args[0]) else result)
+                looks_into_it = getattr(args[0], "__name__", "") in _VIEWS
+                return _Unseen(_made_private(result) if looks_into_it else result)
             return result
 
     return call
@@ -178,15 +179,6 @@ def _made_private(access: Access) -> Access:
     return access
 
 
-def unseen_by_modes(live: Live) -> Live:
-    """What answers for a parameter where modes are on: those of users do not see what it does.
-
-    Args:
-        live: What answers.
-    """
-    return cast(Live, _Unseen(live)) if has_modes_of_users() else live
-
-
 _VIEWS = frozenset(
     (
         *("__get__", "__getitem__", "__iter__", "__reversed__", "adjoint", "as_strided", "broadcast_to", "chunk"),
@@ -196,11 +188,7 @@ _VIEWS = frozenset(
         *("unsafe_chunk", "unsafe_split", "unsqueeze", "view", "view_as", "vsplit"),
     )
 )
-
-
-def _makes_views(func: Any) -> bool:
-    """Whether a function of torch returns what looks into its operand, by the function's name."""
-    return getattr(func, "__name__", "") in _VIEWS
+"""The names of functions of torch that return what looks into their operand."""
 
 
 class LiveMixin:
@@ -242,8 +230,8 @@ def _live_of(parameter: Any) -> Live:
     live: Live | None = parameter.__dict__.get("_live")
     if live is None:
         return Live(parameter)
-    if _len_torch_dispatch_stack() or _len_torch_function_stack():
-        live = unseen_by_modes(live)
+    if (_len_torch_dispatch_stack() or _len_torch_function_stack()) and has_modes_of_users():
+        live = cast(Live, _Unseen(live))
     value = live.value_for(parameter)
     if value is None:
         return live

@@ -54,7 +54,8 @@ class Fingerprint:
     def renew(self, value: torch.Tensor) -> None:
         """Takes the tensor as it is now for the parameter's value."""
         if self._has_checksum:
-            self._checksum = checksum_of(value)
+            flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            self._checksum = zlib.crc32(flat.numpy().data)
 
     def has_changed(self, value: torch.Tensor) -> bool:
         """Whether the tensor was written to since; a second call answers for the time after the first."""
@@ -72,12 +73,6 @@ class Fingerprint:
         if chunk.is_static and chunk.has_list(MASTER):  # what is computed with is at home, and may be this very tensor
             return self._tensor.view(chunk.lists[MASTER]).to(dtype)
         return self._values.own_part(self._tensor, dtype)
-
-
-def checksum_of(value: torch.Tensor) -> int:
-    """A checksum of a tensor's bits."""
-    flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return zlib.crc32(flat.numpy().data)
 
 
 @dataclasses.dataclass(eq=False)
