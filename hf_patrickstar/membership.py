@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import logging
 import sys
+import traceback
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -380,9 +381,4 @@ class Membership:
 def _is_functional_call() -> bool:
     """Whether ``torch.func.functional_call`` has put other tensors in place of the parameters for one call."""
     code = torch.nn.utils.stateless._functional_call.__code__
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is code:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    return any(frame.f_code is code for frame, _ in traceback.walk_stack(sys._getframe(1)))
