@@ -280,10 +280,9 @@ class ValueMirrors(Mirrors):
 
     def drop(self, tensor: ManagedParameter) -> None:
         """Takes over what was written to a parameter's mirrors; from now on they are tensors of their own."""
-        if tensor.spec.index in self.by_tensor:
-            with self._lock:
-                self.sync_one(tensor)
-                self.forget(tensor)
+        with self._lock:
+            self.sync_one(tensor)
+            self.forget(tensor)
 
 
 class GradientMirrors(Mirrors):
@@ -314,10 +313,9 @@ class GradientMirrors(Mirrors):
             tensor: A parameter that has a gradient.
         """
         with self._lock, as_it_is(), torch.no_grad():
-            mirror = self.of(tensor)
-            if mirror is not None and not self.follows:
+            if not self.follows:
                 self.sync_one(tensor)
-                mirror = self.of(tensor)
+            mirror = self.of(tensor)
             if mirror is None or not self.follows:
                 mirror = self._copy_of(tensor, mirror)
             return mirror.value
