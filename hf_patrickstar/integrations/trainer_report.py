@@ -220,9 +220,7 @@ class Run:
         if last is not None and last[0] == step:
             return None
         if self._recorder is not None:
-            timeline = self._lanes.begin_step()
-            if timeline is not None:
-                self._recorder.note_timeline(timeline)
+            self._recorder.timeline = self._lanes.begin_step() or self._recorder.timeline
         now, stats = self._elapsed, self._trainer.patrickstar_stats()
         self._begun = (step, int(stats["recorded_steps"]), now)
         if self._is_told or last is None or last[1] != self._begun[1]:
@@ -265,8 +263,7 @@ class Run:
         fingerprint = (self._length, self._lanes.is_over, manager.tracer.version, homes, plans, *peaks)
         if fingerprint != self._fingerprint:
             self._fingerprint = fingerprint
-            if self._length:
-                self._recorder.note_length(self._length)
+            self._recorder.length = self._length
             self._recorder.note_survey(engine.survey())
         self._recorder.note_step(row)
 
