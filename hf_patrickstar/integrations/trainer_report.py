@@ -184,7 +184,6 @@ class Run:
         self._begun: tuple[int, int, float] | None = None  # a step, steps recorded before it, and when it began
         self._is_told = False
         self._logged = (state.global_step, state.num_input_tokens_seen, 0.0)  # step, tokens, seconds at the last log
-        self._length = 0  # of the longest sequence
         self._fingerprint: tuple[Any, ...] = ()
         self._lanes = LaneWatch(trainer.patrickstar_engine)
         self._recorder: RunRecorder | None = None
@@ -216,7 +215,7 @@ class Run:
         """
         step, last = self._trainer.state.global_step, self._begun
         if self._recorder is not None:
-            self._length = max(self._length, _length_of(inputs))
+            self._recorder.length = max(self._recorder.length, _length_of(inputs))
         if last is not None and last[0] == step:
             return None
         if self._recorder is not None:
@@ -260,10 +259,9 @@ class Run:
         homes = tuple(chunk.home for chunk in manager.chunks)
         plans = tuple((trace.key, room) for trace, _, room in manager.steps.followed)
         # To compare it is less work than to survey.
-        fingerprint = (self._length, self._lanes.is_over, manager.tracer.version, homes, plans, *peaks)
+        fingerprint = (self._recorder.length, self._lanes.is_over, manager.tracer.version, homes, plans, *peaks)
         if fingerprint != self._fingerprint:
             self._fingerprint = fingerprint
-            self._recorder.length = self._length
             self._recorder.note_survey(engine.survey())
         self._recorder.note_step(row)
 
