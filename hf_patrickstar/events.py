@@ -4,15 +4,21 @@ import dataclasses
 from collections.abc import Callable
 
 
+class Event:
+    """What the runtime tells its listeners."""
+
+    __slots__ = ()
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
-class ModelDecided:
+class ModelDecided(Event):
     """It was decided where model data will live; nothing is allocated yet. ``text``: what it will take, in one line."""
 
     text: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ChunkLoaded:
+class ChunkLoaded(Event):
     """A chunk was copied from its home on the host to the compute device; ``ahead`` of being needed, perhaps.
 
     ``waited_s``: how long the host was busy with a copy that had not been started ahead.
@@ -25,7 +31,7 @@ class ChunkLoaded:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ChunkVisited:
+class ChunkVisited(Event):
     """A chunk was needed on the device, and is there now.
 
     ``is_hit``: it is one that moves, was there already, and nobody had to wait for it. ``waited_s``: how long the host
@@ -38,7 +44,7 @@ class ChunkVisited:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ChunkEvicted:
+class ChunkEvicted(Event):
     """The device copy of a chunk was dropped; it was clean, so nothing was copied."""
 
     chunk_index: int
@@ -46,7 +52,7 @@ class ChunkEvicted:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ChunkInvalidated:
+class ChunkInvalidated(Event):
     """The device copy of a chunk was dropped because the optimizer changed its home."""
 
     chunk_index: int
@@ -54,7 +60,7 @@ class ChunkInvalidated:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ChunkRehomed:
+class ChunkRehomed(Event):
     """A chunk moved its home, with all its lists: to the device, or back to the host."""
 
     chunk_index: int
@@ -63,7 +69,7 @@ class ChunkRehomed:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class GradientStored:
+class GradientStored(Event):
     """A gradient reached the home of its chunk. ``nbytes`` crossed from device to host (0 if nothing crossed)."""
 
     chunk_index: int
@@ -72,7 +78,7 @@ class GradientStored:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ValueRestored:
+class ValueRestored(Event):
     """A parameter's value was written again over its gradient, from ``master``.
 
     ``nbytes`` crossed from host to device, because a device copy of the chunk had to follow.
@@ -84,21 +90,21 @@ class ValueRestored:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ActivationLeft:
+class ActivationLeft(Event):
     """Memory that autograd keeps began to leave the device for the host."""
 
     nbytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ActivationReturned:
+class ActivationReturned(Event):
     """Memory that autograd keeps began to come back to the device, for backward."""
 
     nbytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class StepFinished:
+class StepFinished(Event):
     """The optimizer finished a step (or dropped it: ``skipped``, an overflow in fp16)."""
 
     step: int
@@ -106,21 +112,21 @@ class StepFinished:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class StepRecorded:
+class StepRecorded(Event):
     """A step was recorded; its trace has this key."""
 
     key: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class StepDiverged:
+class StepDiverged(Event):
     """A step has differed from the trace with this key, and goes on without a plan."""
 
     key: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class MicroBatchRepeated:
+class MicroBatchRepeated(Event):
     """A micro-batch is repeated, because the device had run out of memory; the first repetition is number 1.
 
     ``is_defragmented``: the memory was there in pieces, so the budget is as before.
@@ -131,43 +137,24 @@ class MicroBatchRepeated:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class SlicesGathered:
+class SlicesGathered(Event):
     """This rank sent ``nbytes`` of parameters in an all-gather: one slice to every other rank, as many as in a ring."""
 
     nbytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class SlicesReduced:
+class SlicesReduced(Event):
     """This rank sent ``nbytes`` of gradients in a reduce-scatter, counted as for ``SlicesGathered``."""
 
     nbytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class MessageExchanged:
+class MessageExchanged(Event):
     """The processes told each other something short."""
 
 
-Event = (
-    ModelDecided
-    | ChunkLoaded
-    | ChunkVisited
-    | ChunkEvicted
-    | ChunkInvalidated
-    | ChunkRehomed
-    | GradientStored
-    | ValueRestored
-    | ActivationLeft
-    | ActivationReturned
-    | StepFinished
-    | StepRecorded
-    | StepDiverged
-    | MicroBatchRepeated
-    | SlicesGathered
-    | SlicesReduced
-    | MessageExchanged
-)
 Listener = Callable[[Event], None]
 
 

@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import logging
 import sys
+import traceback
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -84,10 +85,11 @@ class _Change:
     gone: list[ManagedParameter]
 
 
+@dataclasses.dataclass(eq=False)
 class Membership:
     """Follows changes of the model; see [Note: following the model].
 
-    Args:
+    Attributes:
         model: The model.
         manager: The manager of the model's chunks.
         hooks: The model's hooks.
@@ -96,24 +98,21 @@ class Membership:
         optimizers: The optimizers over chunks; the list may grow.
         collectives: The processes that share the model data.
         decisions: The decisions with which the engine was made.
+        layout: Where each parameter is.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        manager: ChunkManager,
-        hooks: ModelHooks,
-        weights: ChunkWeights,
-        payloads: Payloads,
-        optimizers: Sequence[ChunkedOptimizer],
-        collectives: Collectives,
-        decisions: Decisions,
-    ) -> None:
-        self._model, self._manager, self._hooks, self._weights = model, manager, hooks, weights
-        self._payloads, self._optimizers, self._collectives = payloads, optimizers, collectives
-        self._decisions = decisions
-        self._next_index = len(decisions.tensors)
-        self.layout: Layout = decisions.choice.layout
+    model: torch.nn.Module
+    manager: ChunkManager
+    hooks: ModelHooks
+    weights: ChunkWeights
+    payloads: Payloads
+    optimizers: Sequence[ChunkedOptimizer]
+    collectives: Collectives
+    decisions: Decisions
+
+    def __post_init__(self) -> None:
+        self._next_index = len(self.decisions.tensors)
+        self.layout: Layout = self.decisions.choice.layout
 
     @torch.no_grad()
     def follow(self, *, is_training: bool) -> bool:
@@ -131,7 +130,7 @@ class Membership:
             EngineError: If a new parameter cannot be managed.
             ConfigError: If a new module cannot, or the model was compiled as a whole.
         """
-        if not self._hooks.may_have_changed(is_training) or _is_functional_call():
+        if not self.hooks.may_have_changed(is_training) or _is_functional_call():
             return False
         self._follow(is_training)
         return True
@@ -140,23 +139,23 @@ class Membership:
     def _follow(self, is_training: bool) -> None:
         change = self._compare(is_training)
         if change.new or change.gone:
-            with Gate(self._model.modules(), STATE_DICT) as gate:
+            with Gate(self.model.modules(), STATE_DICT) as gate:
                 gate.wait("change what is in chunks")
-                with self._manager.gradients.lock:  # other threads may read parameters
+                with self.manager.gradients.lock:  # other threads may read parameters
                     self._adapt(change)
-        elif any(self._manager.by_index[spec.index].spec != spec for spec in change.specs):
+        elif any(self.manager.by_index[spec.index].spec != spec for spec in change.specs):
             self._rename(change)
-        self._hooks.refresh()
+        self.hooks.refresh()
 
     def _compare(self, is_training: bool) -> _Change:
-        manager = self._manager
-        check_modules(self._model)
+        manager = self.manager
+        check_modules(self.model)
         for swapped in [tensor for tensor in manager.tensors if not tensor.is_ours]:
             manager.writes.give_up_swapped(swapped)
-        held = holders(item.inner for item in self._optimizers)
-        specs, modules, parameters = collect(self._model, held, manager.find)
-        specs = self._decisions.precision.assign(self._model, specs, parameters, self._loaded)
-        specs = with_state_types(specs, parameters, [item.kernel for item in self._optimizers])
+        held = holders(item.inner for item in self.optimizers)
+        specs, modules, parameters = collect(self.model, held, manager.find)
+        specs = self.decisions.precision.assign(self.model, specs, parameters, self._loaded)
+        specs = with_state_types(specs, parameters, [item.kernel for item in self.optimizers])
         found: list[TensorSpec] = []
         new: list[int] = []
         for place, (spec, parameter) in enumerate(zip(specs, parameters, strict=True)):
@@ -174,7 +173,7 @@ class Membership:
 
     def _loaded(self, parameter: torch.nn.Parameter) -> torch.dtype:
         """The type that a parameter was loaded in."""
-        tensor = self._manager.find(parameter)
+        tensor = self.manager.find(parameter)
         return parameter.dtype if tensor is None else tensor.original_dtype
 
     @staticmethod
@@ -185,15 +184,15 @@ class Membership:
         return spec.trainable and spec.optimizer_index >= 0 and spec.optimizer_index != tensor.spec.optimizer_index
 
     def _rename(self, change: _Change) -> None:
-        by_index = self._manager.by_index
+        by_index = self.manager.by_index
         for spec in change.specs:
             by_index[spec.index].spec = spec
-        self._manager.parameters.index([by_index[spec.index] for spec in change.specs])
+        self.manager.parameters.index([by_index[spec.index] for spec in change.specs])
 
     # Adapting
 
     def _adapt(self, change: _Change) -> None:
-        manager = self._manager
+        manager = self.manager
         for place in change.new:
             check_values([change.specs[place].name], [change.parameters[place]])
         manager.begin_change()
@@ -219,7 +218,7 @@ class Membership:
         for spec, tensor in zip(change.specs, tensors, strict=True):
             tensor.spec = spec
         manager.parameters.index(tensors)
-        manager.end_change(self._payloads.nbytes_of(chunk.spec for chunk in manager.chunks))
+        manager.end_change(self.payloads.nbytes_of(chunk.spec for chunk in manager.chunks))
         self._update_layout()
 
     def _pack(self, specs: Sequence[TensorSpec], *, apart: bool) -> Layout:
@@ -229,11 +228,11 @@ class Membership:
             specs: The parameters.
             apart: Whether each module gets its own chunks, so that as few chunks as possible are needed at once.
         """
-        first, pieces = len(self._manager.chunks), [list(specs)]
+        first, pieces = len(self.manager.chunks), [list(specs)]
         if apart:
             pieces = [list(own) for _, own in itertools.groupby(specs, key=lambda spec: spec.owners[:1])]
-        world_size, chunk_numel = self._collectives.world_size, self._decisions.choice.layout.chunk_numel
-        splits = world_size > 1 and self._payloads.splits_tensors
+        world_size, chunk_numel = self.collectives.world_size, self.decisions.choice.layout.chunk_numel
+        splits = world_size > 1 and self.payloads.splits_tensors
         chunks: list[ChunkSpec] = []
         placements: list[Placement] = []
         for piece in pieces:
@@ -267,47 +266,47 @@ class Membership:
         try:
             self._check_working_sets(layout, change)
             self._fill(chunks, layout, change)
-            self._payloads.reserve_anew([*self._manager.chunks, *chunks])
+            self.payloads.reserve_anew([*self.manager.chunks, *chunks])
         except BudgetError as too_large:
             error = too_large
         if not self._agree(error is None):
             for chunk in chunks:
-                self._manager.retire(chunk)
-            self._payloads.reserve_anew(self._manager.chunks)
+                self.manager.retire(chunk)
+            self.payloads.reserve_anew(self.manager.chunks)
             raise error or BudgetError(
                 "another process has no room for parameters of the model that are new; look at its own error"
             )
-        self._manager.add_chunks(chunks)
+        self.manager.add_chunks(chunks)
         return layout, chunks
 
     def _agree(self, is_possible: bool) -> bool:
         """Whether something is possible on all processes."""
-        rows = self._collectives.exchange([int(is_possible)], "places new parameters")
+        rows = self.collectives.exchange([int(is_possible)], "places new parameters")
         return all(found[0] for found in rows)
 
     def _fill(self, chunks: list[Chunk], layout: Layout, change: _Change) -> None:
         """Allocates the chunks of a layout, on the device if all other chunks live there and these fit."""
-        manager = self._manager
-        need = sum(found.device_nbytes for found in self._payloads.nbytes_of(layout.chunks))
+        manager = self.manager
+        need = sum(found.device_nbytes for found in self.payloads.nbytes_of(layout.chunks))
         is_static = all(chunk.is_static for chunk in manager.chunks if chunk.tensors)
         is_static = is_static and need <= manager.ledger.available(Tier.DEVICE)
         with_gradients = {
             change.specs[place].index for place in change.new if self._brings_gradient(change.parameters[place])
         }
         for spec in layout.chunks:
-            chunk = self._payloads.make_chunk(spec, Tier.DEVICE if is_static else Tier.HOST)
+            chunk = self.payloads.make_chunk(spec, Tier.DEVICE if is_static else Tier.HOST)
             chunks.append(chunk)
             if not with_gradients.isdisjoint(spec.tensor_indices):
                 manager.gradients.reserve(chunk)
 
     def _brings_gradient(self, parameter: torch.nn.Parameter) -> bool:
-        tensor = self._manager.find(parameter)
-        is_there = tensor is not None and self._manager.gradients.has(tensor)
+        tensor = self.manager.find(parameter)
+        is_there = tensor is not None and self.manager.gradients.has(tensor)
         return is_there or raw_grad(parameter) is not None
 
     def _check_working_sets(self, layout: Layout, change: _Change) -> None:
         """Makes sure that every module's chunks fit the device together."""
-        manager, ledger = self._manager, self._manager.ledger
+        manager, ledger = self.manager, self.manager.ledger
         sizes = {chunk.spec.index: chunk.copy_nbytes for chunk in manager.chunks}
         sizes |= {spec.index: spec.nbytes for spec in layout.chunks}
         places = {tensor.spec.index: tensor.chunk.spec.index for tensor in manager.tensors}
@@ -330,7 +329,7 @@ class Membership:
 
     def _give_back(self, tensor: ManagedParameter) -> None:
         """Makes a parameter an ordinary one, with its value, gradient and state of the optimizer."""
-        manager = self._manager
+        manager = self.manager
         optimizer = self._optimizer_of(tensor)
         if optimizer is not None:
             optimizer.give_back_state(tensor)
@@ -338,8 +337,8 @@ class Membership:
             gradient = raw_grad(tensor.parameter)  # from a graph older than its place for one
             if manager.gradients.has(tensor):
                 gradient = manager.read_gradient(tensor, tensor.original_dtype).to(tensor.placeholder.device)
-            value = self._weights.read(tensor).to(tensor.placeholder.device)
-            self._hooks.release(tensor)
+            value = self.weights.read(tensor).to(tensor.placeholder.device)
+            self.hooks.release(tensor)
             set_raw_data(tensor.parameter, value)
             tensor.unbind()
             tensor.parameter.grad = gradient
@@ -349,14 +348,14 @@ class Membership:
         self, spec: TensorSpec, parameter: torch.nn.Parameter, placement: Placement, chunk: Chunk
     ) -> ManagedParameter:
         """Moves a parameter into its place in a chunk, with its value, gradient and optimizer state."""
-        manager = self._manager
+        manager = self.manager
         before = manager.find(parameter)
         if before is not None:
             self._give_back(before)
         gradient, parameter.grad = parameter.grad, None
-        tensor = self._payloads.make_tensor(spec, parameter, placement.offset_numel)
+        tensor = self.payloads.make_tensor(spec, parameter, placement.offset_numel)
         chunk.add(tensor)
-        FirstValues([tensor], self._collectives, self._weights.piece_numel).move_in((), self._hooks.take_in)
+        FirstValues([tensor], self.collectives, self.weights.piece_numel).move_in((), self.hooks.take_in)
         optimizer = self._optimizer_of(tensor)
         if optimizer is not None:
             optimizer.take_inner_state(tensor)
@@ -366,10 +365,10 @@ class Membership:
 
     def _optimizer_of(self, tensor: ManagedParameter) -> ChunkedOptimizer | None:
         spec = tensor.chunk.spec
-        return self._optimizers[spec.optimizer_index] if spec.is_updated else None
+        return self.optimizers[spec.optimizer_index] if spec.is_updated else None
 
     def _update_layout(self) -> None:
-        manager = self._manager
+        manager = self.manager
         live = [chunk.spec for chunk in manager.chunks if chunk.tensors]
         placements = [
             Placement(tensor.spec.index, tensor.chunk.spec.index, tensor.offset_numel) for tensor in manager.tensors
@@ -381,9 +380,4 @@ class Membership:
 def _is_functional_call() -> bool:
     """Whether ``torch.func.functional_call`` has put other tensors in place of the parameters for one call."""
     code = torch.nn.utils.stateless._functional_call.__code__
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is code:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    return any(frame.f_code is code for frame, _ in traceback.walk_stack(sys._getframe(1)))

@@ -52,15 +52,14 @@ class Shortage:
         return cls(tuple(short) or (min(needs, key=lambda item: item[0].nbytes - item[1]),))
 
     @property
-    def is_of_machine(self) -> bool:
-        """Whether the machine has no more, so that no setting helps."""
-        return any(limit.is_auto for limit, _ in self.needs)
+    def _of_machine(self) -> Limit | None:
+        """The limit that is all that the machine has, so that no setting helps; ``None`` if there is none such."""
+        return next((limit for limit, _ in self.needs if limit.is_auto), None)
 
     @property
     def subject(self) -> str:
         """What is too small: the beginning of a sentence."""
-        if self.is_of_machine:
-            auto = next(limit for limit, _ in self.needs if limit.is_auto)
+        if (auto := self._of_machine) is not None:
             return f"{_PLACES[auto.setting]} has too little memory"
         names = [limit.setting for limit, _ in self.needs]
         return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} too small"
@@ -71,9 +70,8 @@ class Shortage:
         Args:
             otherwise: What helps beside a larger setting, as an imperative.
         """
-        if self.is_of_machine:
-            auto = next(limit.setting for limit, _ in self.needs if limit.is_auto)
-            return f"{auto}=auto is all that the machine has to give, so {otherwise}."
+        if (auto := self._of_machine) is not None:
+            return f"{auto.setting}=auto is all that the machine has to give, so {otherwise}."
         values = [(limit, limit.value_for(need)) for limit, need in self.needs]
         plain = " and ".join(
             f"{limit.setting} to at least {name_budget(value)}"

@@ -32,7 +32,7 @@ from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor, Read
 from hf_patrickstar.checkpoint.storage import NewFile, damaged, replace_file, write_tensor
 from hf_patrickstar.checkpoint.training_state import INDEX_NAME, SavedState
 from hf_patrickstar.checkpoint.weight_files import load_torch_file
-from hf_patrickstar.dist.sharing import Held, SharedState, Sharing
+from hf_patrickstar.dist.sharing import Held
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.optim.optimizer_set import OptimizerSet
@@ -79,13 +79,12 @@ def save_torch_state(
     owned = (tensor for chunk in manager.chunks if chunk.spec.is_updated for tensor in chunk.owned)
     own = {tensor.spec.index: state for tensor in owned if (state := optimizers.own_state(tensor))}
     states = sharing.outline_states(own, manager.place_of)
-    held: list[Held] = []
+    held: dict[int | None, Held] = {}
     for state in states.values():
         for key, item in state.items():
-            if isinstance(item, SharedState):
-                source = own.get(item.spec.index, {}).get(key)
-                held.append(Held(item.spec, item.parts, source, item.dtype, len(held)))
-                stream = functools.partial(_parts, sharing, held[-1], key)
+            if isinstance(item, Held):
+                held[item.number] = item
+                stream = functools.partial(sharing.parts, item, f"'{key}'", is_prompt=False)
                 state[key] = DeferredTensor.make(StreamedSource(item.shape, item.dtype, stream))
     with sharing.led(lambda number: held[number], is_reader=is_writer):
         if is_writer:
@@ -116,10 +115,6 @@ def open_torch_state(optimizers: OptimizerSet, directory: str | os.PathLike[str]
         except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(damaged(f"'{path}' is not the state of an optimizer: {error!r}")) from error
     return functools.partial(optimizers.load_state_dicts, found)
-
-
-def _parts(sharing: Sharing, held: Held, key: str, start: int, stop: int, piece_numel: int) -> Any:
-    return sharing.parts(held, (start, stop), piece_numel, f"'{key}'", is_prompt=False)
 
 
 class _Record(NamedTuple):
@@ -195,8 +190,7 @@ def torch_state_dict(directory: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         CheckpointError: If a file is missing or damaged.
     """
-    found: dict[str, Any] = tree_map_only(DeferredTensor, Reader().read_whole, SavedState(directory).state_dicts()[0])
-    return found
+    return tree_map_only(DeferredTensor, Reader().read_whole, SavedState(directory).state_dicts()[0])
 
 
 def export(directory: str | os.PathLike[str], output: str | os.PathLike[str] | None = None) -> list[Path]:

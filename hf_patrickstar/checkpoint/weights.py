@@ -113,8 +113,8 @@ class ChunkWeights:
                 "process that saves"
             )
         is_prompt = False if self.is_streaming else None  # the others have come to save, and a disk may be slow
-        place = (start, stop)
-        return self._manager.sharing.parts(self._held(tensor), place, piece_numel, "the value", is_prompt=is_prompt)
+        held = self._held(tensor)
+        return self._manager.sharing.parts(held, "the value", start, stop, piece_numel, is_prompt=is_prompt)
 
     @contextlib.contextmanager
     def collected(self, *, keep: bool) -> Iterator[None]:
@@ -236,7 +236,7 @@ class ChunkWeights:
             self._manager.writes.apply(tensor, value)
         if not with_grads or (handed is not None and gradient is handed[0] and gradient._version == handed[1]):
             return
-        self._manager.gradient_mirrors.drop(tensor)
+        self._manager.gradient_mirrors.forget(tensor)
         if gradient is None:
             self._manager.gradients.drop(tensor)
         else:

@@ -41,7 +41,7 @@ class Collectives:
     """Sends data and messages between the processes that train one model together.
 
     All ranks call the same methods in the same order. A failed call raises ``CollectiveError``, which names the missing
-    ranks; the process group cannot be used afterwards. With one process, methods send nothing and count nothing.
+    ranks; the process group cannot be used afterwards. With one process, messages and tensors stay where they are, and there are no slices.
 
     Make one with ``connect``.
 
@@ -174,8 +174,6 @@ class Collectives:
         Returns:
             The ticket to wait for.
         """
-        if self.world_size == 1:
-            return GlooTicket(what, self._wait)
         ticket = GlooTicket(what, self._wait, buffer)  # before the slices, which it would count as users of the buffer
         slices = self._slices(buffer)
         with self._guarded(what):
@@ -223,8 +221,6 @@ class Collectives:
         Returns:
             The ticket to wait for; on gloo it is done.
         """
-        if self.world_size == 1:
-            return GlooTicket(what, self._wait)
         own = self._slices(buffer)[self.rank]
         numels = self.staging_numel(own.numel(), own.dtype)
         spaces = zip(staging, numels, strict=True)

@@ -43,6 +43,7 @@ import torch
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.dist.messages import DOES, disagreement
 from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace, common_trace
+from hf_patrickstar.states import Stage
 
 _ABOUT = "what comes next"
 """The subject of all messages of an order for ``Collectives``; these are about a ``Subject`` each."""
@@ -66,14 +67,6 @@ class Subject(enum.IntEnum):
     LEAVE = 9
     ENTER = 10
     MEET = 11
-
-
-class Phase(enum.IntEnum):
-    """The part of a step that has ended."""
-
-    FORWARD = 1
-    BACKWARD = 2
-    EVALUATION = 3
 
 
 _ASKING = frozenset({Subject.GATHER, Subject.REDUCE, Subject.END})
@@ -118,23 +111,6 @@ class Beginning:
     shapes: Shapes
     is_traced: bool
     room: Room
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Ending:
-    """What a process says when a phase has ended on it.
-
-    Attributes:
-        phase: The phase.
-        is_diverged: Whether the process left its trace.
-        indices: Tensors that got a gradient on this process.
-        is_recorded: Whether the process records a trace of the step.
-    """
-
-    phase: Phase
-    is_diverged: bool = False
-    indices: Sequence[int] = ()
-    is_recorded: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -266,17 +242,20 @@ class Order:
         what = f"needs group {index} ({subject.name.lower()}) for {who}"
         return self._wanted(self._exchange(subject, (index,), what, _ASKING, is_prompt=not is_in_step))
 
-    def end(self, ending: Ending) -> Ended:
+    def end(self, phase: Stage, indices: Sequence[int] = (), *, is_diverged: bool, is_recorded: bool) -> Ended:
         """Ends a forward, a backward or an evaluation, if all processes end it; see ``Ended.collectives``.
 
         Args:
-            ending: How the phase ended on this process.
+            phase: What has ended on this process.
+            indices: Tensors that got a gradient on this process.
+            is_diverged: Whether this process left its trace.
+            is_recorded: Whether this process records a trace of the step.
 
         Raises:
             CollectiveError: If another process ended something else, or has executed other collectives.
         """
-        what, bits = f"has ended its {ending.phase.name.lower()}", _to_bits(ending.indices)
-        own = int(ending.phase), self._checksum, ending.is_diverged, ending.is_recorded, bits
+        what, bits = f"has ended its {phase.value}", _to_bits(indices)
+        own = phase.value, self._checksum, is_diverged, is_recorded, bits
         messages = self._exchange(Subject.END, own, what, _ASKING)
         if any(message[0] != Subject.END for message in messages):
             return Ended(self._wanted(messages))

@@ -28,6 +28,7 @@ class Held(NamedTuple):
             after the last, flat, on the host; not used on a rank that has no elements.
         dtype: The type to read it in, the same on all ranks that read.
         number: The number that identifies it in messages; by default the parameter's index.
+        shape: Its shape, where it is a state, which need not have that of the parameter.
     """
 
     spec: TensorSpec
@@ -35,24 +36,7 @@ class Held(NamedTuple):
     source: torch.Tensor | Callable[[int, int], torch.Tensor] | None
     dtype: torch.dtype
     number: int | None = None
-
-
-class SharedState(NamedTuple):
-    """One tensor of an optimizer's state, which one rank has, or several have parts of.
-
-    Attributes:
-        spec: The parameter that it belongs to.
-        key: Its name in the state.
-        shape: Its shape.
-        dtype: Its type.
-        parts: The elements that each rank has.
-    """
-
-    spec: TensorSpec
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    parts: Parts
+    shape: tuple[int, ...] = ()
 
 
 class Sharing:
@@ -101,31 +85,32 @@ class Sharing:
             name: What is read of the parameter, for errors.
         """
         numel = held.spec.numel
-        (value,) = self.parts(held, (0, numel), max(numel, 1), name)
+        (value,) = self.parts(held, name, 0, numel, max(numel, 1))
         source = held.source
         if isinstance(source, torch.Tensor) and value.untyped_storage()._cdata == source.untyped_storage()._cdata:
             value = value.clone()
         return value.view(held.spec.shape).data  # no view, which would keep its base alive as well
 
     def parts(
-        self, held: Held, place: tuple[int, int], piece_numel: int, name: str, *, is_prompt: bool | None = None
+        self, held: Held, name: str, start: int, stop: int, piece_numel: int, *, is_prompt: bool | None = None
     ) -> Generator[torch.Tensor, None, None]:
         """Reads what the owners of a parameter have, in pieces. To skip the rest, close the generator.
 
         Args:
             held: The parameter, and what this rank has of it.
-            place: The first element of the flattened parameter, and one after the last.
-            piece_numel: Elements of a piece.
             name: What is read of the parameter, for errors.
+            start: The first element of the flattened parameter.
+            stop: One after the last element.
+            piece_numel: Elements of a piece.
             is_prompt: Whether the other processes may not come; see ``Order.agree``.
 
         Yields:
             Flat tensors on the host, which may alias the source; one empty tensor if there are no elements.
         """
         what = _reading(held, name)
-        asked = (held.spec.index if held.number is None else held.number, *place, piece_numel, held.dtype)
+        asked = (held.spec.index if held.number is None else held.number, start, stop, piece_numel, held.dtype)
         readers = self._order.agree(Subject.READ, asked, what, is_prompt=is_prompt)
-        yield from self._pieces(held, place, piece_numel, what, readers)
+        yield from self._pieces(held, start, stop, piece_numel, what, readers)
 
     @contextlib.contextmanager
     def led(self, held_of: Callable[[int], Held], *, is_reader: bool) -> Iterator[None]:
@@ -164,7 +149,7 @@ class Sharing:
                 return
             number, start, stop, piece_numel, dtype = payload
             held = held_of(number)._replace(dtype=dtype)
-            for _ in self._pieces(held, (start, stop), piece_numel, _reading(held, "the value"), readers):
+            for _ in self._pieces(held, start, stop, piece_numel, _reading(held, "the value"), readers):
                 pass
 
     def _leave(self, *, has_failed: bool) -> None:
@@ -172,10 +157,9 @@ class Sharing:
         self._order.agree(Subject.LEAVE, (has_failed,), "has saved the model")
 
     def _pieces(
-        self, held: Held, place: tuple[int, int], piece_numel: int, what: str, readers: list[int]
+        self, held: Held, start: int, stop: int, piece_numel: int, what: str, readers: list[int]
     ) -> Generator[torch.Tensor, None, None]:
         """Yields one piece after the other; the next piece is sent while the caller uses the one before."""
-        start, stop = place
 
         def begin_piece(begin: int) -> tuple[torch.Tensor, Sequence[Callable[[], None]]]:
             return self._begin_piece(held, begin, min(begin + piece_numel, stop), what, readers)
@@ -195,7 +179,7 @@ class Sharing:
         self, held: Held, start: int, stop: int, what: str, readers: list[int]
     ) -> tuple[torch.Tensor, Sequence[Callable[[], None]]]:
         """Starts to send a piece; returns it, and functions that wait until it is complete."""
-        _, parts, source, dtype, _ = held
+        _, parts, source, dtype, *_ = held
         first, last = parts[self.rank]
         if readers == [self.rank] and first <= start and stop <= last and source is not None:
             return _elements(source, start - first, stop - first).to(device="cpu", dtype=dtype), ()
@@ -245,20 +229,24 @@ class Sharing:
             place_of: Gives the parameter of an index, and the elements of it that each rank has.
 
         Returns:
-            The states by index, the same on all ranks: a ``SharedState`` for a tensor, anything else as it is.
+            The states by index, the same on all ranks: what this rank has of a tensor, which one rank has or several
+            have parts of, numbered; anything else as it is.
         """
         outlines = {index: {key: _outline(value) for key, value in state.items()} for index, state in own.items()}
         states: dict[int, dict[str, Any]] = {}
+        numbers = itertools.count()
         for rank, found in enumerate(self._collectives.exchange(outlines, _READING_STATES)):
             for index, state in found.items():
                 spec, parts = place_of(index)
                 for key, (shape, value) in state.items():
-                    place = spec.shape, parts
-                    if shape is not None and not (_is_split(parts) and shape == (parts[rank][1] - parts[rank][0],)):
-                        numels = [math.prod(shape) if other == rank else 0 for other in range(len(parts))]
-                        place = shape, [(0, numel) for numel in numels]
-                    shared = value if shape is None else SharedState(spec, key, place[0], value, place[1])
-                    states.setdefault(index, {})[key] = shared
+                    if shape is not None:
+                        place = parts, spec.shape
+                        if not (_is_split(parts) and shape == (parts[rank][1] - parts[rank][0],)):
+                            numels = [math.prod(shape) if other == rank else 0 for other in range(len(parts))]
+                            place = [(0, numel) for numel in numels], shape
+                        source = own.get(index, {}).get(key)
+                        value = Held(spec, place[0], source, value, next(numbers), place[1])
+                    states.setdefault(index, {})[key] = value
         return dict(sorted(states.items()))
 
     def states(
@@ -279,12 +267,11 @@ class Sharing:
             return {index: dict(state) for index, state in own.items()}
         self.enter(_READING_STATES)
         states = self.outline_states(own, place_of)
-        for index, state in states.items():
+        for state in states.values():
             for key, item in state.items():
-                if isinstance(item, SharedState):
-                    held = Held(item.spec, item.parts, own.get(index, {}).get(key), item.dtype)
+                if isinstance(item, Held):
                     numel, everyone = math.prod(item.shape), list(range(self._collectives.world_size))
-                    (value,) = self._pieces(held, (0, numel), max(numel, 1), _READING_STATES, everyone)
+                    (value,) = self._pieces(item, 0, numel, max(numel, 1), _READING_STATES, everyone)
                     state[key] = value.view(item.shape) if keep else None
         return states if keep else {}
 

@@ -1,5 +1,6 @@
 """Collectives that are under way: what to wait for before their buffers are used."""
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -61,44 +62,36 @@ class GlooTicket:
         return 0 if self._storage is None else torch._C._storage_Use_Count(self._storage._cdata)
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class DeviceTicket:
     """A collective on a stream of the device.
 
-    Args:
+    Attributes:
         work: What torch.distributed gave.
         device: The device.
         what: What the data is, for errors.
         fail: Makes the error of a collective that failed.
         finish: What is left to do with the result. The stream that joins the ticket does it, once, and no other stream
             may join.
+        is_finished: Whether that was done.
     """
 
-    __slots__ = ("_device", "_fail", "_finish", "_is_finished", "_what", "_work")
-
-    def __init__(
-        self,
-        work: Any,
-        device: torch.device,
-        what: str,
-        fail: Callable[[str, Exception], CollectiveError],
-        finish: Callable[[], None] | None = None,
-    ) -> None:
-        self._finish = finish
-        self._is_finished = False
-        self._work = work
-        self._device = device
-        self._what = what
-        self._fail = fail
+    work: Any
+    device: torch.device
+    what: str
+    fail: Callable[[str, Exception], CollectiveError]
+    finish: Callable[[], None] | None = None
+    is_finished: bool = False
 
     @property
     def is_done(self) -> bool:
         """Whether it is complete, as far as the host can tell."""
-        return bool(self._work.is_completed())
+        return bool(self.work.is_completed())
 
     def wait(self) -> None:
         """Blocks until the host may use the buffer."""
         self.join()
-        synchronize(self._device)
+        synchronize(self.device)
 
     def join(self) -> None:
         """Lets all later work of the device wait for the collective.
@@ -106,12 +99,12 @@ class DeviceTicket:
         Raises:
             CollectiveError: If the collective failed.
         """
-        if self._is_finished:
+        if self.is_finished:
             return
         try:
-            self._work.wait()
+            self.work.wait()
         except RuntimeError as error:
-            raise self._fail(self._what, error) from error
-        if self._finish is not None:
-            self._is_finished = True
-            self._finish()
+            raise self.fail(self.what, error) from error
+        if self.finish is not None:
+            self.is_finished = True
+            self.finish()

@@ -184,7 +184,6 @@ class Run:
         self._begun: tuple[int, int, float] | None = None  # a step, steps recorded before it, and when it began
         self._is_told = False
         self._logged = (state.global_step, state.num_input_tokens_seen, 0.0)  # step, tokens, seconds at the last log
-        self._length = 0  # of the longest sequence
         self._fingerprint: tuple[Any, ...] = ()
         self._lanes = LaneWatch(trainer.patrickstar_engine)
         self._recorder: RunRecorder | None = None
@@ -216,13 +215,11 @@ class Run:
         """
         step, last = self._trainer.state.global_step, self._begun
         if self._recorder is not None:
-            self._length = max(self._length, _length_of(inputs))
+            self._recorder.length = max(self._recorder.length, _length_of(inputs))
         if last is not None and last[0] == step:
             return None
         if self._recorder is not None:
-            timeline = self._lanes.begin_step()
-            if timeline is not None:
-                self._recorder.note_timeline(timeline)
+            self._recorder.timeline = self._lanes.begin_step() or self._recorder.timeline
         now, stats = self._elapsed, self._trainer.patrickstar_stats()
         self._begun = (step, int(stats["recorded_steps"]), now)
         if self._is_told or last is None or last[1] != self._begun[1]:
@@ -262,11 +259,9 @@ class Run:
         homes = tuple(chunk.home for chunk in manager.chunks)
         plans = tuple((trace.key, room) for trace, _, room in manager.steps.followed)
         # To compare it is less work than to survey.
-        fingerprint = (self._length, self._lanes.is_over, manager.tracer.version, homes, plans, *peaks)
+        fingerprint = (self._recorder.length, self._lanes.is_over, manager.tracer.version, homes, plans, *peaks)
         if fingerprint != self._fingerprint:
             self._fingerprint = fingerprint
-            if self._length:
-                self._recorder.note_length(self._length)
             self._recorder.note_survey(engine.survey())
         self._recorder.note_step(row)
 

@@ -91,7 +91,7 @@ def clip_by_norm(
     gradients = manager.gradients
     chosen = {item.spec.index for item in items if isinstance(item, ManagedParameter)}
     left_out = any(gradients.has(tensor) for tensor in manager.tensors if tensor.spec.index not in chosen)
-    is_at_once = left_out or len(manager.gradient_mirrors) > 0
+    is_at_once = left_out or bool(manager.gradient_mirrors.by_tensor)
     for item in items:
         if not isinstance(item, ManagedParameter):
             if item.grad is not None:

@@ -369,7 +369,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         manager = self._manager
         self.follow_groups()
         manager.gradient_mirrors.sync()
-        if not (self._is_beside_others or len(manager.gradient_mirrors) > 0):
+        if not (self._is_beside_others or manager.gradient_mirrors.by_tensor):
             manager.gradients.inverse_scale = inverse_scale
             return self.grad_norm()
         for tensor in self._tensors:

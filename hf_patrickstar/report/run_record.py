@@ -79,29 +79,27 @@ class RunRecorder:
         output_dir: The run's output directory.
         about: What the run is; see ``Run``.
         is_resumed: Whether the run goes on where an earlier one in the same directory has ended.
+
+    Attributes:
+        timeline: The lanes of a step that was measured, which are written with the next survey; ``None`` for none.
+        length: The length of the longest sequence so far, which is written with the next survey; 0 for none.
     """
 
     def __init__(self, output_dir: str | os.PathLike[str], about: Mapping[str, Any], *, is_resumed: bool) -> None:
         self._output_dir = os.path.realpath(output_dir)
         self._about = dict(about)
         self._written = ""
-        self._timeline: Timeline | None = None
+        self.timeline: Timeline | None = None
+        self.length = 0
         self._is_on = True
         self._mode = "a" if is_resumed else "w"
         self._before = "\n" if is_resumed else ""  # ends a line that a kill has cut short
 
-    def note_timeline(self, timeline: Timeline) -> None:
-        """Takes the lanes of a step that was measured, which are written with the next survey."""
-        self._timeline = timeline
-
-    def note_length(self, length: int) -> None:
-        """Takes the length of the longest sequence so far, which is written with the next survey."""
-        self._about["length"] = length
-
     def note_survey(self, survey: Survey) -> None:
         """Writes a survey, if it is another one than the last."""
-        timeline = None if self._timeline is None else dataclasses.asdict(self._timeline)
-        values = {"format": FORMAT, "output_dir": self._output_dir, "about": self._about, "survey": survey.to_dict()}
+        timeline = None if self.timeline is None else dataclasses.asdict(self.timeline)
+        about = self._about | ({"length": self.length} if self.length else {})
+        values = {"format": FORMAT, "output_dir": self._output_dir, "about": about, "survey": survey.to_dict()}
         text = json.dumps({**values, "timeline": timeline})
         if text != self._written:
             self._written = text

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 
 from hf_patrickstar.dist.collectives import Collectives
-from hf_patrickstar.dist.order import Collective, Ending, Order, Phase, Subject
+from hf_patrickstar.dist.order import Collective, Order, Subject
 from hf_patrickstar.memory.lanes import Ticket
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import Streams
@@ -25,6 +25,7 @@ from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.mirrors import GradientMirrors
 from hf_patrickstar.runtime.ranges import named
 from hf_patrickstar.runtime.tracer import Step, Tracer
+from hf_patrickstar.states import Stage
 
 
 class Groups:
@@ -231,7 +232,7 @@ class Groups:
             tensor.crossing_nbytes += average.nbytes
         self._gradient_mirrors.sync_one(tensor)
         self._gradients.add(tensor, average)
-        self._gradient_mirrors.drop(tensor)
+        self._gradient_mirrors.forget(tensor)
 
     def _release_leaving(self) -> None:
         """Gives back the buffer of averages that are on their way to the host, when they have arrived."""
@@ -243,7 +244,7 @@ class Groups:
 
     # The end of a phase
 
-    def end_phase(self, phase: Phase) -> frozenset[int]:
+    def end_phase(self, phase: Stage) -> frozenset[int]:
         """Ends a forward, a backward or an evaluation together with the other processes.
 
         Args:
@@ -252,27 +253,26 @@ class Groups:
         Returns:
             The tensors that got a gradient anywhere.
         """
-        step, is_backward = self._tracer.step, phase is Phase.BACKWARD
+        step, is_backward = self._tracer.step, phase is Stage.BACKWARD
         if step is not None and step.plan is not None:
-            self._execute_until(step, self._end_of_phase(step, phase is Phase.FORWARD))
-            if phase is not Phase.FORWARD:  # what the last visit of a forward is followed by is not complete yet
+            self._execute_until(step, self._end_of_phase(step, phase is Stage.FORWARD))
+            if phase is not Stage.FORWARD:  # what the last visit of a forward is followed by is not complete yet
                 self._reduce_due(step)
         while is_backward and self._buffers:  # what others ask for at the same time is done too
             self._ask(Subject.REDUCE, min(self._buffers), "gradients that no plan expects")
-        is_recorded = step is not None and step.is_recorded
+        is_diverged, is_recorded = step is not None and step.is_diverged, step is not None and step.is_recorded
         indices = sorted(self.found) if is_backward else []
-        ending = Ending(phase, step is not None and step.is_diverged, indices, is_recorded)
-        while (ended := self._order.end(ending)).collectives:
+        while (ended := self._order.end(phase, indices, is_diverged=is_diverged, is_recorded=is_recorded)).collectives:
             self.perform(ended.collectives)
         if step is not None:
             step.diverged_anywhere |= ended.is_diverged
-        if step is not None and phase is not Phase.FORWARD:
+        if step is not None and phase is not Stage.FORWARD:
             step.is_diverged = ended.is_diverged  # anywhere: traces are recorded anew by all or by none
         return ended.indices
 
     def end_backward(self) -> frozenset[int]:
         """Ends a backward: all gradients are reduced and stored; returns the tensors that got one anywhere."""
-        anywhere = self.end_phase(Phase.BACKWARD)
+        anywhere = self.end_phase(Stage.BACKWARD)
         self._store_averages()
         self._release_leaving()
         for tensor, average in self._held:

@@ -16,11 +16,7 @@ from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.quantized import parameters_of
 from hf_patrickstar.runtime.together import roots_of
 
-_HOOK_DICTIONARIES = (
-    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks"),
-    *("_forward_pre_hooks_with_kwargs", "_state_dict_hooks", "_load_state_dict_pre_hooks", "_backward_hooks"),
-    *("_load_state_dict_post_hooks", "_backward_pre_hooks", "_state_dict_pre_hooks"),
-)
+_HOOK_DICTIONARIES = tuple(name for name in vars(torch.nn.Module()) if "_hooks" in name)
 
 
 class LiveModel:
@@ -167,9 +163,7 @@ class LiveModel:
         self._read_cache[tensor.spec.index] = (self._manager.values.version, weakref.ref(value))
         return value
 
-    # Saving
-
-    # Merging
+    # Merging, generating and saving
 
     def _merge(self, module: torch.nn.Module, merge: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Merges an adapter into a layer, or takes it out, with all bits of the weights and not those computed with.

@@ -15,7 +15,7 @@ import copy
 import functools
 import sys
 from collections.abc import Callable, Collection
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
@@ -68,14 +68,24 @@ class Access:
         """Lets go of the value; called once, whatever happened."""
 
 
-class Live(Protocol):
-    """What answers for one parameter.
+class Live:
+    """What answers for one parameter; this base class answers for one that was made from a live one.
+
+    Such a parameter has its own value, and becomes an ordinary one.
+
+    Args:
+        parameter: The parameter.
 
     Attributes:
-        tensor: The ``ManagedParameter`` of the parameter.
+        tensor: The ``ManagedParameter`` of the parameter, if it is in a chunk.
     """
 
-    tensor: Any
+    __slots__ = ("_parameter",)
+
+    tensor: Any = None
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self._parameter = parameter
 
     def access(self, func: Any, *, is_graph: bool, writes: bool = False) -> Access:
         """Begins the access of one call.
@@ -85,47 +95,54 @@ class Live(Protocol):
             is_graph: Whether autograd will record the call.
             writes: Whether it may write to the value.
         """
-        ...
+        return Access(self._become_ordinary())
 
     def get_grad(self) -> torch.Tensor | None:
         """The gradient."""
-        ...
+        return self._become_ordinary().grad
 
     def set_grad(self, gradient: torch.Tensor | None) -> None:
         """Replaces the gradient, or drops it."""
-        ...
+        self._become_ordinary().grad = gradient
 
     def assign(self, value: torch.Tensor) -> None:
         """What ``parameter.data = value`` means."""
-        ...
+        self._become_ordinary().data = value
 
     def note_data_is_out(self) -> None:
         """Called when ``.data`` is read while the parameter is computed with."""
-        ...
 
     def copy_from(self, source: torch.Tensor, is_graph: bool) -> bool:
         """Does ``parameter.copy_(source)`` if that must do more than write the parameter; returns whether it did."""
-        ...
+        self._become_ordinary()
+        return False
 
     def detached_for_state_dict(self) -> torch.Tensor:
-        """What ``_save_to_state_dict`` gets; it is replaced later."""
-        ...
+        """What ``_save_to_state_dict`` gets; where the value is in a chunk, it is replaced later."""
+        return self.host_value()
 
     def host_value(self) -> torch.Tensor:
         """The value on the host, in the type that the model was loaded in; it may alias the chunk."""
-        ...
+        return self._become_ordinary().detach()
 
     def copied_value(self) -> torch.Tensor:
         """A copy of ``host_value``."""
-        ...
+        return self.host_value().clone()
 
     def view_whole(self, func: Any) -> torch.Tensor:
         """A view of the whole parameter in the graph of autograd, made by ``func(parameter, parameter)``."""
-        ...
+        parameter = self._become_ordinary()
+        return func(parameter, parameter)
 
     def value_for(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """The value for a tensor that was exchanged with the parameter; ``None`` for the parameter itself."""
-        ...
+        return None
+
+    def _become_ordinary(self) -> Any:
+        parameter: Any = self._parameter
+        parameter.__class__ = original_type(type(parameter))
+        parameter.__dict__.pop("_live", None)
+        return parameter
 
 
 class _Unseen:
@@ -145,7 +162,8 @@ def _unseen(method: Callable[..., Any]) -> Callable[..., Any]:
         with unseen():
             result = method(*args, **kwargs)
             if isinstance(result, Access):
-                return _Unseen(_made_private(result) if _makes_views(args[0]) else result)
+                looks_into_it = getattr(args[0], "__name__", "") in _VIEWS
+                return _Unseen(_made_private(result) if looks_into_it else result)
             return result
 
     return call
@@ -161,15 +179,6 @@ def _made_private(access: Access) -> Access:
     return access
 
 
-def unseen_by_modes(live: Live) -> Live:
-    """What answers for a parameter where modes are on: those of users do not see what it does.
-
-    Args:
-        live: What answers.
-    """
-    return cast(Live, _Unseen(live)) if has_modes_of_users() else live
-
-
 _VIEWS = frozenset(
     (
         *("__get__", "__getitem__", "__iter__", "__reversed__", "adjoint", "as_strided", "broadcast_to", "chunk"),
@@ -179,11 +188,7 @@ _VIEWS = frozenset(
         *("unsafe_chunk", "unsafe_split", "unsqueeze", "view", "view_as", "vsplit"),
     )
 )
-
-
-def _makes_views(func: Any) -> bool:
-    """Whether a function of torch returns what looks into its operand, by the function's name."""
-    return getattr(func, "__name__", "") in _VIEWS
+"""The names of functions of torch that return what looks into their operand."""
 
 
 class LiveMixin:
@@ -224,13 +229,13 @@ def _live_of(parameter: Any) -> Live:
     """What answers for it: not what ``swap_tensors`` brought here, nor an engine that a thread has just detached."""
     live: Live | None = parameter.__dict__.get("_live")
     if live is None:
-        return _Orphan(parameter)
-    if _len_torch_dispatch_stack() or _len_torch_function_stack():
-        live = unseen_by_modes(live)
+        return Live(parameter)
+    if (_len_torch_dispatch_stack() or _len_torch_function_stack()) and has_modes_of_users():
+        live = cast(Live, _Unseen(live))
     value = live.value_for(parameter)
     if value is None:
         return live
-    orphan = _Orphan(parameter)
+    orphan = Live(parameter)
     with unseen():
         orphan.host_value()
         set_raw_data(parameter, value)
@@ -292,8 +297,7 @@ class ReleasedMixin(LiveMixin):
     def shape(self) -> torch.Size:
         """As of any tensor."""
         with RAW():
-            found: torch.Size = _Base.shape.__get__(self)
-            return found
+            return _Base.shape.__get__(self)
 
     @property
     def requires_grad(self) -> bool:
@@ -373,8 +377,7 @@ def can_answer(parameter: torch.Tensor) -> bool:
 def raw_data(parameter: torch.Tensor) -> torch.Tensor:
     """``parameter.data`` as torch has it."""
     with RAW():
-        value: torch.Tensor = _get_data(parameter)
-        return value
+        return _get_data(parameter)
 
 
 def set_raw_data(parameter: torch.Tensor, value: torch.Tensor) -> None:
@@ -425,8 +428,7 @@ def _refuse_gradient(_: Any) -> None:
 def raw_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     """``parameter.grad`` as autograd has it."""
     with RAW():
-        gradient: torch.Tensor | None = GET_GRAD(parameter)
-        return gradient
+        return GET_GRAD(parameter)
 
 
 def set_raw_grad(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
@@ -437,10 +439,9 @@ def set_raw_grad(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None
 
 def take_raw_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     """``parameter.grad`` as autograd has it; it has none afterwards."""
-    with RAW():
-        gradient: torch.Tensor | None = GET_GRAD(parameter)
-        SET_GRAD(parameter, None)
-        return gradient
+    gradient = raw_grad(parameter)
+    set_raw_grad(parameter, None)
+    return gradient
 
 
 def requires_grad(parameter: Any) -> bool:
@@ -581,55 +582,6 @@ def detach(parameter: Any) -> torch.Tensor:
         return value
     # ``nn.Parameter(parameter)`` insists on the type that it was given, and returns this.
     return torch.Tensor._make_subclass(type(parameter), value)
-
-
-class _Orphan:
-    """Answers for a parameter that was made from a live one: it has its own value, and becomes an ordinary one."""
-
-    tensor = None
-
-    def __init__(self, parameter: torch.Tensor) -> None:
-        self._parameter = parameter
-
-    def access(self, func: Any, *, is_graph: bool, writes: bool = False) -> Access:
-        return Access(self._become_ordinary())
-
-    def get_grad(self) -> torch.Tensor | None:
-        return self._become_ordinary().grad
-
-    def set_grad(self, gradient: torch.Tensor | None) -> None:
-        self._become_ordinary().grad = gradient
-
-    def assign(self, value: torch.Tensor) -> None:
-        self._become_ordinary().data = value
-
-    def copy_from(self, source: torch.Tensor, is_graph: bool) -> bool:
-        self._become_ordinary()
-        return False
-
-    def host_value(self) -> torch.Tensor:
-        return self._become_ordinary().detach()
-
-    detached_for_state_dict = host_value
-
-    def copied_value(self) -> torch.Tensor:
-        return self.host_value().clone()
-
-    def view_whole(self, func: Any) -> torch.Tensor:
-        parameter = self._become_ordinary()
-        return func(parameter, parameter)
-
-    def note_data_is_out(self) -> None:
-        pass
-
-    def value_for(self, parameter: torch.Tensor) -> None:
-        pass
-
-    def _become_ordinary(self) -> Any:
-        parameter: Any = self._parameter
-        parameter.__class__ = original_type(type(parameter))
-        parameter.__dict__.pop("_live", None)
-        return parameter
 
 
 def _copy_(parameter: Any, source: Any, *args: Any, **kwargs: Any) -> Any:

@@ -17,6 +17,7 @@ from hf_patrickstar.runtime.live_parameter import (
     RAW,
     WITHOUT_VALUE,
     Access,
+    Live,
     raw_data,
     raw_grad,
     requires_grad,
@@ -65,30 +66,24 @@ class LiveWeights(Protocol):
 
     def read(self, tensor: ManagedParameter) -> torch.Tensor:
         """The parameter's value, on the host, in the type that the model was loaded in."""
-        ...
 
     @property
     def needs_all(self) -> bool:
         """Whether all processes must read together."""
-        ...
 
     def hand_out(self, tensor: ManagedParameter) -> torch.Tensor:
         """The parameter's value, on the host, that stays the same as the value."""
-        ...
 
     def streamed(self, *, is_reader: bool) -> contextlib.AbstractContextManager[None]:
         """Saves the model piece by piece, the other processes following the one that reads."""
-        ...
 
     def opened(
         self, tensors: Iterable[ManagedParameter], writeback: bool, with_grads: bool
     ) -> contextlib.AbstractContextManager[None]:
         """Gives parameters their full value, as ordinary tensors on the host, for the length of a block."""
-        ...
 
     def deferred(self, tensor: ManagedParameter) -> torch.Tensor | None:
         """A parameter as it is read while the model is saved piece by piece, or ``None``."""
-        ...
 
 
 def computes(tensor: Any, frames: Frames, func: Any) -> bool:
@@ -106,7 +101,7 @@ def computes(tensor: Any, frames: Frames, func: Any) -> bool:
     return bool(is_running) and (func not in WITHOUT_GRAPH or is_packed(tensor.parameter))
 
 
-class LiveTensor:
+class LiveTensor(Live):
     """Answers for one parameter; see ``Live``.
 
     Args:
@@ -266,7 +261,7 @@ class LiveTensor:
             set_raw_grad(tensor.parameter, gradient)
             return
         if gradient is None:
-            manager.gradient_mirrors.drop(tensor)
+            manager.gradient_mirrors.forget(tensor)
             manager.gradients.drop(tensor)
             return
         if isinstance(gradient, ConsumedGradient):
@@ -348,15 +343,12 @@ class _InsideAccess(Access):
         """A copy: the chunks of all parameters of a call may be more than fit."""
         if self._is_held:
             self.value = self.value.clone()
-            self._release()
+            self.end()
 
     def note_returned(self) -> None:
         self._is_kept = True
 
     def end(self) -> None:
-        self._release()
-
-    def _release(self) -> None:
         if not self._is_held:
             return
         self._is_held = False
@@ -468,10 +460,9 @@ class _ValueAccess(Access):
             self._changes_shape = func in _CHANGES_OF_SHAPE
             if self._is_private:
                 self._use(manager.mirrors.hand_out(tensor, is_held=func in _ADDRESSES))
-            elif self._changes_shape:
-                self._use(manager.values.look(tensor).clone())
             else:
-                self._use(manager.values.look(tensor))
+                value = manager.values.look(tensor)
+                self._use(value.clone() if self._changes_shape else value)
         except BaseException:
             self._lock.release()
             raise

@@ -367,7 +367,7 @@ class ChunkManager:
                 tensor = self.by_index[index]
                 if not tensor.is_owned:
                     self.gradients.note_remote(tensor)
-                self.gradient_mirrors.drop(tensor)
+                self.gradient_mirrors.forget(tensor)
             self.executor.in_backward = False
             self.gradients.settle_deferred(self.tensors)
             self._streams.release_in_flight()
@@ -637,7 +637,7 @@ class ChunkManager:
                         continue
                 self.gradient_mirrors.sync_one(tensor)
                 if not (to_zero and self.gradient_mirrors.zero(tensor)):
-                    self.gradient_mirrors.drop(tensor)
+                    self.gradient_mirrors.forget(tensor)
                 self.gradients.drop(tensor, to_zero=to_zero)
 
     def undo_attempt(self) -> None:

@@ -55,7 +55,8 @@ class Fingerprint:
     def renew(self, value: torch.Tensor) -> None:
         """Takes the tensor as it is now for the parameter's value."""
         if self._has_checksum:
-            self._checksum = checksum_of(value)
+            flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            self._checksum = zlib.crc32(flat.numpy().data)
 
     def has_changed(self, value: torch.Tensor) -> bool:
         """Whether the tensor was written to since; a second call answers for the time after the first."""
@@ -73,12 +74,6 @@ class Fingerprint:
         if chunk.is_static and chunk.has_list(MASTER):  # what is computed with is at home, and may be this very tensor
             return self._tensor.view(chunk.lists[MASTER]).to(dtype)
         return self._values.own_part(self._tensor, dtype)
-
-
-def checksum_of(value: torch.Tensor) -> int:
-    """A checksum of a tensor's bits."""
-    flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return zlib.crc32(flat.numpy().data)
 
 
 @dataclasses.dataclass(eq=False)
@@ -121,15 +116,6 @@ class Mirrors:
         self._num_own = num_own
         self._recent: list[ManagedParameter] = []  # the last two that were asked for
         self._scan_at = _SCAN_AT
-
-    def __len__(self) -> int:
-        """Of how many parameters something is handed out."""
-        return len(self.by_tensor)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all that is handed out."""
-        return sum(mirror.value.nbytes for mirrors in self.by_tensor.values() for mirror in mirrors)
 
     def _enter(self, mirror: Mirror) -> Mirror:
         key = mirror.storage._cdata
@@ -192,8 +178,10 @@ class Mirrors:
 
     def forget(self, tensor: ManagedParameter) -> None:
         """Forgets what was handed out of a parameter; code that has it keeps it."""
-        for mirror in list(self.by_tensor.get(tensor.spec.index, ())):
-            self._leave(mirror)
+        if tensor.spec.index in self.by_tensor:
+            with self._lock:
+                for mirror in list(self.by_tensor.get(tensor.spec.index, ())):
+                    self._leave(mirror)
 
     def close(self) -> None:
         """Forgets everything."""
@@ -293,10 +281,9 @@ class ValueMirrors(Mirrors):
 
     def drop(self, tensor: ManagedParameter) -> None:
         """Takes over what was written to a parameter's mirrors; from now on they are tensors of their own."""
-        if tensor.spec.index in self.by_tensor:
-            with self._lock:
-                self.sync_one(tensor)
-                self.forget(tensor)
+        with self._lock:
+            self.sync_one(tensor)
+            self.forget(tensor)
 
 
 class GradientMirrors(Mirrors):
@@ -327,10 +314,9 @@ class GradientMirrors(Mirrors):
             tensor: A parameter that has a gradient.
         """
         with self._lock, as_it_is(), torch.no_grad():
-            mirror = self.of(tensor)
-            if mirror is not None and not self.follows:
+            if not self.follows:
                 self.sync_one(tensor)
-                mirror = self.of(tensor)
+            mirror = self.of(tensor)
             if mirror is None or not self.follows:
                 mirror = self._copy_of(tensor, mirror)
             return mirror.value
@@ -422,9 +408,3 @@ class GradientMirrors(Mirrors):
         with self._lock:
             mirror = self.of(tensor) if self.follows else None
             return None if mirror is None or not self._is_used(mirror) else mirror.value
-
-    def drop(self, tensor: ManagedParameter) -> None:
-        """Forgets a gradient that was handed out; code that has it keeps it."""
-        if tensor.spec.index in self.by_tensor:
-            with self._lock:
-                self.forget(tensor)

@@ -183,7 +183,7 @@ class Parameters:
         # Under fake tensors a view is a fake one, and no other must be beside it.
         if not (peek_interpreter_stack() or torch.is_inference_mode_enabled() or torch._C._get_dispatch_mode(_FAKE)):
             executor, users = self._executor, (threading.get_ident(),)
-            mirrored = self._writes.mirrored
+            mirrored = self._writes.mirrors.by_tensor
             type_of: Callable[[type], type] = acquired_type
             if threading.active_count() != self._model_lock.num_threads or self._model_lock.others_read:
                 type_of = self.type_of

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_patrickstar.dist.order import Beginning, Order, Phase, Room
+from hf_patrickstar.dist.order import Beginning, Order, Room
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.memory.meters import Meter
 from hf_patrickstar.memory.pool import PayloadPool
@@ -23,6 +23,7 @@ from hf_patrickstar.runtime.tracer import Step, Tracer
 from hf_patrickstar.schedule.plan import Plan, chunkable_nbytes, make_plan
 from hf_patrickstar.schedule.script import Part
 from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace
+from hf_patrickstar.states import Stage
 
 logger = logging.getLogger(__name__)
 
@@ -314,7 +315,7 @@ class Steps:
             is_whole: Whether it came to its end; else what was recorded of it is dropped.
         """
         if is_whole and self._groups is not None:
-            self._groups.end_phase(Phase.EVALUATION)
+            self._groups.end_phase(Stage.EVALUATION)
         self.tracer.end_nested_evaluation(is_whole=is_whole)
         step = self.tracer.step
         if step is None or not step.is_metered:
@@ -325,7 +326,7 @@ class Steps:
     def end_forward(self) -> None:
         """Ends an outermost forward of training."""
         if self._groups is not None:
-            self._groups.end_phase(Phase.FORWARD)
+            self._groups.end_phase(Stage.FORWARD)
         self.durations.end_forward()
         if self._activations.has_begun:
             self._activations.end_forward()

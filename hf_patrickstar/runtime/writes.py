@@ -6,6 +6,7 @@ its use, leaves no trace; ``watch`` finds it by comparison. Other copies that us
 an assignment (``parameter.data = x``) earlier graphs keep the value that they need, as torch keeps the memory.
 """
 
+import dataclasses
 from collections.abc import Iterable
 
 import torch
@@ -18,41 +19,30 @@ from hf_patrickstar.runtime.mirrors import Fingerprint, GradientMirrors, ValueMi
 from hf_patrickstar.runtime.values import Values
 
 
+@dataclasses.dataclass(eq=False)
 class Writes:
     """Brings a value that is written to a parameter to every place of this value.
 
-    Args:
+    Attributes:
         values: Writes values.
         gradients: Has the gradients.
         mirrors: Copies of values that users have; they follow each write.
         gradient_mirrors: Copies of gradients that users have.
-
-    Attributes:
-        mirrored: Indices of the parameters that users have copies of; see ``ValueMirrors``.
         watched: Parameters whose value on the device is compared when they are released; see ``watch``.
     """
 
-    def __init__(
-        self,
-        values: Values,
-        gradients: Gradients,
-        mirrors: ValueMirrors,
-        gradient_mirrors: GradientMirrors,
-    ) -> None:
-        self._values = values
-        self._gradients = gradients
-        self._mirrors = mirrors
-        self._gradient_mirrors = gradient_mirrors
-        self._lock = values.lock
-        self.mirrored = mirrors.by_tensor
-        self.watched: dict[ManagedParameter, Fingerprint] = {}
+    values: Values
+    gradients: Gradients
+    mirrors: ValueMirrors
+    gradient_mirrors: GradientMirrors
+    watched: dict[ManagedParameter, Fingerprint] = dataclasses.field(default_factory=dict)
 
     # Known writes
 
     def apply(self, tensor: ManagedParameter, value: torch.Tensor, *, voids_graphs: bool = True) -> None:
         """Changes the value of a parameter, in every place where it is; see ``Values.write``."""
-        self._values.write(tensor, value, voids_graphs=voids_graphs)
-        self._mirrors.refresh(tensor)
+        self.values.write(tensor, value, voids_graphs=voids_graphs)
+        self.mirrors.refresh(tensor)
 
     def follow_master(self, tensor: ManagedParameter) -> None:
         """Lets the value of a parameter follow a change of its fp32 master."""
@@ -68,12 +58,12 @@ class Writes:
         if tuple(value.shape) != tensor.spec.shape:
             self.give_up(tensor, value)
             return
-        with self._lock:
-            self._mirrors.drop(tensor)
+        with self.values.lock:
+            self.mirrors.drop(tensor)
             self._end_epoch(tensor)
             self.apply(tensor, value, voids_graphs=False)
             if value.dtype == tensor.chunk.dtype:
-                self._mirrors.add(tensor, value)
+                self.mirrors.add(tensor, value)
 
     def take_back(self, tensor: ManagedParameter) -> None:
         """Takes the value away from a parameter, and takes over what was written to it meanwhile."""
@@ -102,7 +92,7 @@ class Writes:
         """Keeps the value that earlier graphs need, as torch keeps the memory that a parameter had."""
         epoch = None if tensor.epoch is None else tensor.epoch()
         if epoch is not None:
-            epoch.value = self._values.look(tensor).clone()
+            epoch.value = self.values.look(tensor).clone()
             tensor.epoch = None
 
     # Writes without a trace
@@ -114,12 +104,12 @@ class Writes:
         """
         compute = tensor.chunk.compute
         if compute is not None and tensor not in self.watched:
-            self.watched[tensor] = Fingerprint(self._values, tensor, tensor.view_copy(compute))
+            self.watched[tensor] = Fingerprint(self.values, tensor, tensor.view_copy(compute))
             tensor.chunk.num_watched += 1
 
     def settle_watched(self) -> None:
         """Compares what no module computes with any more, so that its copies may leave."""
-        with self._lock:
+        with self.values.lock:
             for tensor in [tensor for tensor in self.watched if not tensor.users]:
                 self._compare(tensor)
 
@@ -143,11 +133,11 @@ class Writes:
     def sync(self) -> None:
         """Takes over what users wrote without a trace, before values are used."""
         if self.watched:
-            with self._lock:
+            with self.values.lock:
                 for tensor in list(self.watched):
                     self._compare(tensor)
-        self._mirrors.sync()
-        self._gradient_mirrors.sync()
+        self.mirrors.sync()
+        self.gradient_mirrors.sync()
 
     def take_over(self, tensor: ManagedParameter, *, keeps_unused: bool = False) -> None:
         """Takes over what users wrote to one parameter: to what was handed out, or around torch's functions.
@@ -158,7 +148,7 @@ class Writes:
         """
         if not tensor.is_as_left:
             self._take_over_data(tensor)
-        self._mirrors.sync_one(tensor, keeps_unused=keeps_unused)
+        self.mirrors.sync_one(tensor, keeps_unused=keeps_unused)
 
     def take_over_all(self, tensors: Iterable[ManagedParameter]) -> None:
         """Does the same for several parameters."""
@@ -168,7 +158,7 @@ class Writes:
                 (isinstance(parameter, LiveMixin) or not tensor.is_bound)
                 and (tensor.is_materialized or storage_key(parameter) == tensor.placeholder_key)
             )
-            if not is_as_left or tensor.spec.index in self.mirrored:
+            if not is_as_left or tensor.spec.index in self.mirrors.by_tensor:
                 self.take_over(tensor)
 
     def _take_over_data(self, tensor: ManagedParameter) -> None:
@@ -203,8 +193,8 @@ class Writes:
             tensor: The managed tensor of the parameter.
         """
         if not tensor.is_given_up:
-            self._mirrors.sync_one(tensor)
-            tensor.live.kept = self._values.read(tensor, tensor.original_dtype).to(tensor.device)
+            self.mirrors.sync_one(tensor)
+            tensor.live.kept = self.values.read(tensor, tensor.original_dtype).to(tensor.device)
             self.give_up(tensor, raw_data(tensor.parameter))
 
     def forget(self, tensor: ManagedParameter) -> None:
@@ -213,6 +203,6 @@ class Writes:
         self._unwatch(tensor)
 
     def _drop(self, tensor: ManagedParameter) -> None:
-        self._mirrors.drop(tensor)
-        self._gradient_mirrors.drop(tensor)
-        self._gradients.drop(tensor)
+        self.mirrors.drop(tensor)
+        self.gradient_mirrors.forget(tensor)
+        self.gradients.drop(tensor)

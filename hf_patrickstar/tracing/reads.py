@@ -12,6 +12,7 @@ from hf_patrickstar.runtime.autograd import Autograd, may_keep, refuse_reentrant
 from hf_patrickstar.runtime.live_parameter import (
     RAW,
     Access,
+    Live,
     raw_data,
     raw_grad,
     requires_grad,
@@ -23,7 +24,7 @@ from hf_patrickstar.states import Stage
 from hf_patrickstar.tracing.notes import Notes, Watched
 
 
-class Reads:
+class Reads(Live):
     """Answers for one parameter; see ``Live``.
 
     Args:
@@ -63,9 +64,6 @@ class Reads:
         """See ``Live``; the parameter stays as it is, since the model is not the recording's to change."""
         self._notes.is_odd |= value is not self._watched.parameter
 
-    def note_data_is_out(self) -> None:
-        """See ``Live``."""
-
     def copy_from(self, source: torch.Tensor, is_graph: bool) -> bool:
         """See ``Live``."""
         return False
@@ -75,21 +73,11 @@ class Reads:
         self._notes.is_odd = True
         return raw_data(self._watched.parameter)
 
-    detached_for_state_dict = host_value
-
-    def copied_value(self) -> torch.Tensor:
-        """See ``Live``."""
-        return self.host_value().clone()
-
     def view_whole(self, func: Any) -> torch.Tensor:
         """See ``Live``."""
         with torch.enable_grad(), RAW():
             result: torch.Tensor = func(self._watched.parameter, self._watched.parameter)
             return result
-
-    def value_for(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """See ``Live``."""
-        return None
 
 
 class _InsideAccess(Access):

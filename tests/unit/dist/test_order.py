@@ -7,9 +7,10 @@ import pytest
 import torch
 from unit.dist.ranks import Exchange, ThreadCollectives, in_threads
 
-from hf_patrickstar.dist.order import Beginning, Collective, Ending, Order, Phase, Room, Subject
+from hf_patrickstar.dist.order import Beginning, Collective, Order, Room, Subject
 from hf_patrickstar.errors import CollectiveError
 from hf_patrickstar.schedule.trace import Trace, Visit
+from hf_patrickstar.states import Stage
 
 ROOM = Room(1000, None, 10, (3, 1))
 SHAPES = ((4, 128), (4,))
@@ -43,9 +44,9 @@ class Rank:
         self.order.check(Collective(subject, index), dtype, numel)
         self.do([Collective(subject, index)])
 
-    def end(self, phase=Phase.FORWARD, is_diverged=False, indices=(), is_recorded=False):
-        ending = Ending(phase, is_diverged, list(indices), is_recorded)
-        while (ended := self.order.end(ending)).collectives:
+    def end(self, phase=Stage.FORWARD, is_diverged=False, indices=(), is_recorded=False):
+        flags = {"is_diverged": is_diverged, "is_recorded": is_recorded}
+        while (ended := self.order.end(phase, list(indices), **flags)).collectives:
             self.do(ended.collectives)
         return ended.is_diverged, ended.indices
 
@@ -172,7 +173,7 @@ DOINGS = {
         "is about to reduce group 3, as planned (8 elements of torch.float32)",
     ),
     "ends": (lambda rank: rank.end(), "has ended its forward"),
-    "ends backward": (lambda rank: rank.end(Phase.BACKWARD), "has ended its backward"),
+    "ends backward": (lambda rank: rank.end(Stage.BACKWARD), "has ended its backward"),
 }
 
 
@@ -232,7 +233,7 @@ def test_one_process_agrees_with_itself():
     assert order.begin("training", SHAPES, 7, ROOM, 0) == Beginning(SHAPES, True, ROOM)
     order.check(wanted, torch.float32, 8)
     assert order.ask(wanted, "layer 3", is_in_step=True) == (wanted,)
-    ended = order.end(Ending(Phase.BACKWARD, is_diverged=True, indices=[2, 5]))
+    ended = order.end(Stage.BACKWARD, [2, 5], is_diverged=True, is_recorded=False)
     assert (ended.collectives, ended.is_diverged, ended.indices) == ((), True, frozenset({2, 5}))
     assert order.agree(Subject.READ, [3], "reads") == [0]
     assert (order.agree_on_trace(trace), list(order.agree_on_estimated([trace]))) == (trace, [trace])
@@ -290,15 +291,15 @@ def test_what_processes_estimate_is_one_trace_of_each_kind_or_nothing():
 def evaluate(rank):
     rank.begin("evaluation:inner")
     rank.gather(1)
-    rank.end(Phase.EVALUATION)
+    rank.end(Stage.EVALUATION)
 
 
 def train(rank):
     rank.begin("training first")
     rank.gather(1)
-    rank.end(Phase.FORWARD)
+    rank.end(Stage.FORWARD)
     rank.reduce(1)
-    rank.end(Phase.BACKWARD)
+    rank.end(Stage.BACKWARD)
 
 
 def read_between_steps(rank):

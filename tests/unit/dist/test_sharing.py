@@ -62,12 +62,12 @@ def test_one_process_gets_a_copy_and_reads_pieces_in_place():
     value = sharing.tensor(hold(5, source=source), "the value")
     value.zero_()
     assert (value.untyped_storage().nbytes(), source.tolist()) == (20, [0.0, 1.0, 2.0, 3.0, 4.0])
-    pieces = list(sharing.parts(hold(5, source=source), (1, 5), 3, "the value"))
+    pieces = list(sharing.parts(hold(5, source=source), "the value", 1, 5, 3))
     assert numbers(pieces) == [[1.0, 2.0, 3.0], [4.0]]
     assert pieces[0].data_ptr() == source[1:].data_ptr()
-    assert next(sharing.parts(hold(5, source=source, dtype=torch.float64), (0, 1), 3, "")).dtype is torch.float64
+    assert next(sharing.parts(hold(5, source=source, dtype=torch.float64), "", 0, 1, 3)).dtype is torch.float64
     empty = hold(0, 2, source=torch.zeros(0, 2))
-    assert numbers(sharing.parts(empty, (0, 0), 4, "the value")) == [[]]
+    assert numbers(sharing.parts(empty, "the value", 0, 0, 4)) == [[]]
     assert sharing.tensor(empty, "the value").shape == (0, 2)
 
 
@@ -78,8 +78,8 @@ def test_one_process_gets_a_copy_and_reads_pieces_in_place():
 def test_pieces_of_a_tensor_that_is_spread_come_to_all_in_order(piece_numel):
     def work(process):
         held = process.hold(6, chunk_numel=2)(0)
-        pieces = numbers(process.sharing.parts(held, (0, 6), piece_numel, "the gradient"))
-        return pieces, numbers(process.sharing.parts(held, (1, 3), 10, "")), process.collectives.whats[0]
+        pieces = numbers(process.sharing.parts(held, "the gradient", 0, 6, piece_numel))
+        return pieces, numbers(process.sharing.parts(held, "", 1, 3, 10)), process.collectives.whats[0]
 
     whole = [float(number) for number in range(6)]
     pieces = [whole[place : place + piece_numel] for place in range(0, 6, piece_numel)]
@@ -91,7 +91,7 @@ def test_pieces_of_a_tensor_that_is_spread_come_to_all_in_order(piece_numel):
 def test_who_does_not_want_the_rest_lets_the_others_have_it():
     def work(process):
         held = process.hold(6, chunk_numel=3)(0)
-        pieces = process.sharing.parts(held, (0, 6), 1, "the value")
+        pieces = process.sharing.parts(held, "the value", 0, 6, 1)
         found = [next(pieces).tolist()]
         if process.rank == 0:
             pieces.close()

@@ -143,7 +143,7 @@ def test_the_command(tmp_path, capsys):
     path = tmp_path / "_patrickstar_report.html"
     assert capsys.readouterr().out.startswith(f"{path}: 1 log")
     assert "trace.json" not in path.read_text(encoding="utf-8"), "no step was measured"
-    recorder.note_timeline(TIMELINE)
+    recorder.timeline = TIMELINE
     recorder.note_survey(SURVEY)
     page = tmp_path / "a.html"
     assert main(["report", str(tmp_path), "--html", str(page), "--plan", str(tmp_path / "plan.json")]) == 0

@@ -46,8 +46,8 @@ def test_what_was_recorded_is_read(tmp_path):
     assert not (record_folder(tmp_path) / RUN).exists(), "it is the same survey"
     spans = (Span(Lane.HOST, 0, 5, "forward"), Span(Lane.COMPUTE, 1, 9, "backward", 0))
     timeline = Timeline(0, 9, spans, 0, (Wait(5, 2, "a copy", Lane.COMPUTE),), has_causes=False)
-    recorder.note_timeline(timeline)
-    recorder.note_length(16)
+    recorder.timeline = timeline
+    recorder.length = 16
     recorder.note_survey(SURVEY)
     run = read_run(tmp_path)
     assert (run.timeline, run.about["length"]) == (timeline, 16)
