@@ -9,6 +9,7 @@ from unit.spec_builders import fixed_layout, make_modules, make_tensors, pack, s
 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.layout import groups
+from hf_patrickstar.layout.packing import gradients_nbytes
 from hf_patrickstar.units import ALIGNMENT_NUMEL, align
 
 fast = settings(deadline=None, max_examples=150, database=None, derandomize=True)
@@ -60,7 +61,7 @@ def test_every_tensor_lies_aligned_as_a_whole_in_the_part_of_one_rank_of_one_chu
     assert 0 <= layout.utilisation <= 1
     own = [chunk.capacity_numel for chunk in layout.chunks if chunk.trainable]
     waiting = 2 * max(map(sum, itertools.combinations([*own, 0, 0], 2)))
-    assert layout.gradients_nbytes == (waiting if layout.chunks and layout.chunks[0].world_size > 1 else 0)
+    assert gradients_nbytes(layout.chunks) == (waiting if layout.chunks and layout.chunks[0].world_size > 1 else 0)
 
 
 @fast
@@ -112,5 +113,5 @@ def test_a_search_keeps_to_the_budget_or_names_one_that_is_enough(case, chunk_nu
             assert budget is None or choice.working_set_nbytes <= budget
         layout = choice.layout
         scratch = settings["staging_nbytes"](max(chunk.chunk_numel for chunk in layout.chunks), "")
-        beside = layout.gradients_nbytes + scratch
+        beside = gradients_nbytes(layout.chunks) + scratch
         assert choice.working_set_nbytes == layout.working_set_nbytes(modules)[0] + beside
