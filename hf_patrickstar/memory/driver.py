@@ -20,11 +20,9 @@ class Pending(Protocol):
 
     def wait(self) -> None:
         """Blocks until it has ended; raises its error."""
-        ...
 
     def cancel(self) -> bool:
         """Blocks until nobody is at it, without what has not begun; returns whether all of it was done."""
-        ...
 
 
 Work = Callable[[], Pending | None]

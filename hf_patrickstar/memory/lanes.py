@@ -54,15 +54,12 @@ class Ticket(Protocol):
     @property
     def is_done(self) -> bool:
         """Whether it is complete, as far as the host can tell."""
-        ...
 
     def wait(self) -> None:
         """Blocks until the host may read the target, or overwrite the source; raises what the work raised."""
-        ...
 
     def join(self) -> None:
         """Makes whatever the compute device does next come after the work."""
-        ...
 
 
 class TimedCopy(NamedTuple):

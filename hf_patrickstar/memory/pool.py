@@ -60,11 +60,6 @@ class PayloadPool:
         """Whether buffers asked for as ``pinned`` are page-locked; false after the system has refused one."""
         return self._pinning is not None and self._can_pin
 
-    @property
-    def pinned_nbytes(self) -> int:
-        """Bytes that page-locked buffers take."""
-        return sum(self._taken[key] for key in self._pinned)
-
     def host_nbytes(self, nbytes: int, *, pinned: bool) -> int:
         """Bytes that a buffer takes on the host.
 
