@@ -131,17 +131,6 @@ class HostThread:
         self._under_way: set[Done] = set()
         self._follows_forks = False
 
-    def submit(self, work: Callable[[], None]) -> Done:
-        """Gives the thread work; all who wait for its event get its error."""
-        done = Done()
-
-        def task() -> None:
-            done.fulfil(work)
-            self._under_way.discard(done)
-
-        self._give(done, task)
-        return done
-
     def on_host(self, work: Work, after: Iterable[Any], otherwise: Callable[[], None] | None = None) -> Done:
         """Has the thread begin work when events have come; see ``Streams.on_host``.
 

@@ -147,40 +147,28 @@ class LaneTimes:
         finally:
             self._waits.append(Stop(lane, begin, time.perf_counter_ns(), True))
 
-    def of_work(
-        self, work: Callable[[], object], lane: WorkLane, nbytes: int, *, is_ahead: bool = True
-    ) -> Callable[[], None]:
-        """The same work for a thread, which measures it."""
-
-        def timed() -> None:
-            begin = time.perf_counter_ns()
-            try:
-                work()
-            finally:
-                self._works.append(TimedCopy(lane, begin, time.perf_counter_ns(), nbytes, is_ahead))
-
-        return timed
-
-    def of_host_work(self, work: Work) -> Work:
-        """The same work for the host's thread, which measures it, with what its workers do."""
+    def of_work(self, work: Callable[[], Any], lane: WorkLane, nbytes: int = 0, *, is_ahead: bool = True) -> Work:
+        """The same work for a thread, which measures it, with what its workers do."""
 
         def timed() -> Pending | None:
-            begin, pending = time.perf_counter_ns(), None
+            begin, future = time.perf_counter_ns(), None
 
             def end(_: object = None) -> None:
-                now = time.perf_counter_ns()
-                # Workers have one queue: an update begins when the one before it has ended.
-                self._works.append(TimedCopy(WorkLane.HOST_WORK, max(begin, self._worked_until_ns), now, 0, True))
-                self._worked_until_ns = now
+                now, since = time.perf_counter_ns(), begin
+                if lane is WorkLane.HOST_WORK:  # workers have one queue: an update begins when the one before has ended
+                    since, self._worked_until_ns = max(begin, self._worked_until_ns), now
+                self._works.append(TimedCopy(lane, since, now, nbytes, is_ahead))
 
             try:
                 pending = work()
+                future = getattr(pending, "future", None)
             finally:
-                if pending is None:
+                if future is None:
                     end()
-            if pending is not None:
-                pending.future.add_done_callback(end)
-            return pending
+            if future is None:
+                return None
+            future.add_done_callback(end)
+            return pending  # type: ignore[no-any-return]
 
         return timed
 

@@ -174,10 +174,10 @@ class Streams:
         # One memcpy: torch's own copy would start a second team of threads beside that of the computation. The list
         # is emptied by the copy itself: when it is done nothing looks into the buffers any more.
         arrays = [tensor.view(torch.uint8).numpy() for tensor in (target, source)]
-        work: Callable[[], None] = functools.partial(copy_bytes, arrays)
+        work: Work = functools.partial(copy_bytes, arrays)
         if times is not None:
             work = times.of_work(work, WorkLane.TO_DEVICE, source.nbytes)
-        return Copy(self._thread.submit(work), WorkLane.TO_DEVICE, times)
+        return Copy(self._thread.on_host(work, ()), WorkLane.TO_DEVICE, times)
 
     def fetch_anew(self, source: torch.Tensor, after: Iterable[Copy] = ()) -> tuple[torch.Tensor, Copy | None]:
         """Does the same to new memory of the device, which is non-model data.
@@ -481,7 +481,7 @@ class DeviceStreams(Streams):
         events = [other.event for other in after if other.lane is not WorkLane.HOST_WORK]
         times = self._times
         if times is not None:
-            work = times.of_host_work(work)
+            work = times.of_work(work, WorkLane.HOST_WORK)
         return Copy(self._driver.on_host(work, events, otherwise), WorkLane.HOST_WORK, times)
 
     def on_tier_of(self, source: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ _Item = TypeVar("_Item")
 
 
 class WorkTicket:
-    """Work that ``HostWorkers`` have been given, a ``Ticket``: it counts down the items that have not ended.
+    """Work that ``HostWorkers`` have been given: it counts down the items that have not ended.
 
     Args:
         num: How many items there are.
@@ -59,8 +59,6 @@ class WorkTicket:
         except BaseException:  # the user may have interrupted: nobody may write to chunks any more when this is left
             self.cancel()
             raise
-
-    join = wait
 
     def skip(self) -> None:
         """Lets workers begin no further item."""

@@ -264,8 +264,6 @@ class Groups:
         indices = sorted(self.found) if is_backward else []
         while (ended := self._order.end(phase, indices, is_diverged=is_diverged, is_recorded=is_recorded)).collectives:
             self.perform(ended.collectives)
-        if step is not None:
-            step.diverged_anywhere |= ended.is_diverged
         if step is not None and phase is not Stage.FORWARD:
             step.is_diverged = ended.is_diverged  # anywhere: traces are recorded anew by all or by none
         return ended.indices

@@ -33,7 +33,6 @@ class Step:
         dropped_after: Chunks whose device copies are void when it has ended.
         cursor: Its place in the trace that it follows; ``None`` if it is recorded, or has diverged.
         is_diverged: Whether it has left its trace.
-        diverged_anywhere: Whether any process had left its trace when a phase of the step ended.
         plan: What to move at each moment, if there is a plan. A diverged step keeps it: other processes execute it too.
         is_metered: Whether non-model data is measured while it runs.
         is_measured: Whether it is the first that follows a trace made beforehand: what it takes corrects the trace.
@@ -47,7 +46,6 @@ class Step:
     dropped_after: frozenset[int]
     cursor: Cursor | None = None
     is_diverged: bool = False
-    diverged_anywhere: bool = False
     plan: Plan | None = None
     is_metered: bool = True
     is_measured: bool = False
