@@ -7,12 +7,13 @@ threads, of torch and of the engine's workers alike. ``--before DIR`` measures a
 The yardstick is what no engine can do without, done with numpy in as many threads: every byte of the files is read once
 (2 per parameter), and every byte of model data is written once to fresh memory (14 per parameter: value, master and two
 states). Printed are medians and the median ratio of the engine's construction to the yardstick of its own round. The
-files are in the page cache. Before the clock starts each process touches as much memory as it will need and gives it
-back, since a virtual machine gets memory from its host when it is touched for the first time. Chunks must have the same
-bits in all processes; ``peak`` is the most memory of a process over its yardstick's 14 bytes per parameter.
+files are in the page cache. ``first_step_s`` is from the engine to the end of the first step; with ``--device_budget``
+chunks move home in it (``moves``). Before the clock starts each process touches as much memory as it will need and
+gives it back, since a virtual machine gets memory from its host when it is touched for the first time. Chunks must have
+the same bits in all processes after the step; ``peak`` is the most memory of a process over its yardstick's 14 bytes
+per parameter.
 
-The last lines are simulated: the same for a model that does not fit this machine, from rates: ``--disk_rate`` and
-``--pin_rate`` are bytes per second, the others are those of a machine that is simulated, which also has the step.
+The last line is simulated: the same for a model that does not fit this machine, as ``hf-patrickstar plan`` says it.
 
     python benchmarks/bench_construction.py [--threads 1 2] [--rounds 5] [--before DIR] [--simulate 8b]
 """
@@ -108,7 +109,7 @@ def peak_nbytes(*, reset=False):
         return 0
 
 
-def measure_here(folder, way, threads, num_parameters):
+def measure_here(folder, way, threads, num_parameters, budget):
     """Loads the model, makes the engine and takes a step in this process."""
     from hf_patrickstar import PatrickStarEngine, deferred_weights
 
@@ -120,27 +121,28 @@ def measure_here(folder, way, threads, num_parameters):
         model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).train()
     clocks.append(time.perf_counter())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    engine = PatrickStarEngine(model, {"dtype": "bf16", "host_threads": threads}, optimizer, device="cpu")
-    clocks.append(time.perf_counter())
-    peak = peak_nbytes() - resting
-    bits = [
-        sum(int(p.view(torch.int16).sum(dtype=torch.int64)) for p in chunk.payloads.values())
-        for chunk in engine.manager.chunks
-    ]
+    config = {"dtype": "bf16", "host_threads": threads, "device_budget": budget}
+    engine = PatrickStarEngine(model, config, optimizer, device="cpu")
     clocks.append(time.perf_counter())
     engine.optimizer.zero_grad()  # as the Trainer does: gradients need not stay after the step
     model(**common.make_batch(0, 1, TOKENS, VOCABULARY, torch.device("cpu"))).loss.backward()
     engine.optimizer.step()
     clocks.append(time.perf_counter())
-    load, construction, _, step = (end - begin for begin, end in itertools.pairwise(clocks))
-    return {"load": load, "engine": construction, "step": step, "bound": bound, "peak": peak, "bits": bits}
+    load, construction, step = (end - begin for begin, end in itertools.pairwise(clocks))
+    peak, moves = peak_nbytes() - resting, engine.stats()["chunk_moves"]
+    bits = [
+        sum(int(p.view(torch.int16).sum(dtype=torch.int64)) for p in chunk.payloads.values())
+        for chunk in engine.manager.chunks
+    ]
+    times = {"load": load, "engine": construction, "step": step, "bound": bound}
+    return {**times, "peak": peak, "moves": moves, "bits": bits}
 
 
 def measure(options, folder, version, way, threads, num_parameters):
     """The same in a process of its own, with a checkout of the package."""
     paths = [str(version), str(common.ROOT / "benchmarks")]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(paths)}
-    asked = json.dumps([str(folder), way, threads, num_parameters])
+    asked = json.dumps([str(folder), way, threads, num_parameters, options.device_budget])
     done = subprocess.run(
         [sys.executable, __file__, "--child", asked], env=environment, capture_output=True, text=True, check=False
     )
@@ -156,39 +158,25 @@ def make_row(key, samples, num_parameters):
     for name in ("load", "engine", "step", "bound"):
         row[f"{name}_s"] = statistics.median(sample[name] for sample in samples)
     row["total_s"] = statistics.median(sample["load"] + sample["engine"] + sample["step"] for sample in samples)
+    row["first_step_s"] = statistics.median(sample["engine"] + sample["step"] for sample in samples)
+    row["moves"] = statistics.median(sample["moves"] for sample in samples)
     row["to_bound"] = statistics.median(sample["engine"] / sample["bound"] for sample in samples)
     row["peak"] = statistics.median(sample["peak"] for sample in samples) / (num_parameters * WRITTEN_NBYTES)
     return row
 
 
 def simulate(options):
-    """Seconds until the first step has ended on a machine that is not here: phases that follow each other."""
+    """Seconds until the first step has ended on a machine that is not here."""
     from bench_timeline import simulation_of
 
     from hf_patrickstar.machine import find_machine
+    from hf_patrickstar.schedule.start import describe_start
 
     machine = find_machine(options.machine)
     simulated = simulation_of(options.simulate, 4096, 1, 1, machine, placement="host")
-    numel = simulated.num_parameters
-    written = machine.host_ns(0, numel * WRITTEN_NBYTES) / 1e9
-    pinned = numel * READ_NBYTES / options.pin_rate
-    disk = numel * READ_NBYTES / options.disk_rate
-    # A piece comes from the page cache (read, written), is widened (read, written) and rounded (read, written).
-    converted = machine.host_ns(0, numel * (2 + 2 + 2 + 4 + 4 + 2)) / 1e9
-    phases = {
-        "zeros beside page-locking": max(written, pinned),
-        "reading beside conversion": max(disk, converted),
-        "step": simulated.timeline.duration_ns / 1e9,
-    }
-    print(
-        f"simulated: {machine.name}, {options.simulate} with {numel / 1e9:.2f} B parameters, "
-        f"{options.disk_rate / 1e9:.1f} GB/s from the disk, {options.pin_rate / 1e9:.1f} GB/s page-locked: "
-        + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases.items())
-        + f"; together {sum(phases.values()):.1f} s"
-    )
-    terms = {"written_s": written, "pinned_s": pinned, "disk_s": disk, "converted_s": converted}
-    rates = {"disk_rate": options.disk_rate, "pin_rate": options.pin_rate, "machine": machine.name}
-    return {"model": options.simulate, "parameters": numel, **rates, **terms, "phases_s": phases}
+    print(f"simulated: {options.simulate}, {describe_start(simulated.start, machine.name)}")
+    parameters = simulated.num_parameters
+    return {"model": options.simulate, "parameters": parameters, "machine": machine.name, "phases_s": simulated.start}
 
 
 def make_parser():
@@ -196,14 +184,13 @@ def make_parser():
     parser = common.parser(__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=12, help="12 make 748 M parameters, which need 11 GB")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--device_budget", default="auto", help="a part of the memory, to which chunks move home")
     parser.add_argument("--weights", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--before", metavar="DIR", help="another checkout, measured in turns with this one")
     parser.add_argument("--folder", help="where the model is written; by default a folder that is removed afterwards")
     parser.add_argument("--simulate", metavar="MODEL", help="a model of bench_timeline.py")
     parser.add_argument("--machine", default="h100", help="the machine of the simulation")
-    parser.add_argument("--disk_rate", type=float, default=2e9, help="bytes per second, for the simulation")
-    parser.add_argument("--pin_rate", type=float, default=4e9, help="bytes per second, for the simulation")
     parser.add_argument("--child", help="what one process measures")
     return parser
 
@@ -235,11 +222,11 @@ def main():
             raise SystemExit(f"bench_construction: chunks differ between processes ({way})")
     rows = [make_row(key, samples[key], num_parameters) for key in keys]
     print(f"{num_parameters / 1e6:.0f} M parameters, bf16; medians of {options.rounds} rounds; the same bits in all")
-    names = ("load_s", "engine_s", "step_s", "total_s", "bound_s")
-    heads = "".join(f"{name:>10s}" for name in names)
+    names = ("load_s", "engine_s", "step_s", "first_step_s", "total_s", "bound_s")
+    heads = "".join(f"{name:>13s}" for name in names)
     print(f"{'':8s}{'weights':>10s}{'threads':>8s}{heads}{'to bound':>10s}{'peak':>7s}")
     for row in rows:
-        figures = "".join(f"{row[name]:10.2f}" for name in names)
+        figures = "".join(f"{row[name]:13.2f}" for name in names)
         head = f"{row['version']:8s}{row['weights']:>10s}{row['threads']:8d}"
         print(f"{head}{figures}{row['to_bound']:10.2f}{row['peak']:7.2f}")
     result = {"parameters": num_parameters, "rounds": options.rounds, "same_bits": True, "rows": rows}

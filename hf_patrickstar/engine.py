@@ -126,7 +126,7 @@ class PatrickStarEngine:
         expected = self._decisions.expected(situation, known, self.estimated)
         logger.info("patrickstar: %s", expected)
         self._emit(ModelDecided(expected))
-        self._payloads = Payloads(self.resources, self._decisions, self._kernels, self._workers)
+        self._payloads = Payloads(self.resources, self._decisions, self._kernels)
         self.manager = self._make_manager(self._payloads.allocate(), known)
         self.weights = ChunkWeights(self.manager)
         self.optimizers: list[ChunkedOptimizer] = []

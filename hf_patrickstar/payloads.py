@@ -13,13 +13,9 @@ from hf_patrickstar.layout.specs import MASTER, TensorSpec
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import Kernel
-from hf_patrickstar.optim.workers import HostWorkers
 from hf_patrickstar.resources import Resources
 from hf_patrickstar.runtime.chunk import Chunk, ManagedParameter, torch_dtype
 from hf_patrickstar.schedule.placement import ChunkBytes
-
-_PART_NUMEL = 2**21
-"""Elements that a worker fills with zeros before it takes the next part: a few milliseconds of work."""
 
 
 class Payloads:
@@ -29,18 +25,14 @@ class Payloads:
         resources: What the engine runs on.
         decisions: The decisions for the model.
         kernels: The kernels that update chunks, one for each optimizer; the list may grow.
-        workers: They fill payloads with zeros.
     """
 
-    def __init__(
-        self, resources: Resources, decisions: Decisions, kernels: Sequence[Kernel], workers: HostWorkers
-    ) -> None:
+    def __init__(self, resources: Resources, decisions: Decisions, kernels: Sequence[Kernel]) -> None:
         self._device = resources.device
         self._pool = resources.pool
         self._rank = resources.collectives.rank
         self._decisions = decisions
         self._kernels = kernels
-        self._workers = workers
 
     @unseen()
     def allocate(self) -> list[Chunk]:
@@ -83,26 +75,18 @@ class Payloads:
             BudgetError: If there is no room.
         """
         chunk, allocate = Chunk(spec, home, self._rank), functools.partial(self._pool.allocate, home)
-        chunk.lists.fill = self._fill
         numel, moves = spec.chunk_numel, home is Tier.HOST and not spec.on_host
         kind = torch_dtype(spec.types.param)
         chunk.param = allocate(numel, kind, "param", pinned=moves, zero=True, locks_later=locks_later)
         try:
             for name in lists_of(spec, self._decisions.lists):
                 dtype, block_numel = spec.types.of_list(name)
-                lists, is_zero = (chunk.lists, True) if name == MASTER else (chunk.lists.fresh, False)
-                lists[name] = allocate(-(-numel // block_numel), torch_dtype(dtype), name, zero=is_zero)
+                lists = chunk.lists if name == MASTER else chunk.lists.fresh
+                lists[name] = allocate(-(-numel // block_numel), torch_dtype(dtype), name, zero=True)
         except PatrickStarError:
             chunk.give_back(self._pool)
             raise
         return chunk
-
-    def _fill(self, payload: torch.Tensor) -> None:
-        """Fills a payload with zeros, when somebody asks for it."""
-        if self._workers.suits(payload, payload.numel()):
-            self._workers.submit(_fill_with_zeros, payload.split(_PART_NUMEL)).wait()
-        else:
-            payload.zero_()
 
     def make_tensor(self, spec: TensorSpec, parameter: torch.nn.Parameter, offset_numel: int) -> ManagedParameter:
         """Makes a managed parameter; it is in no chunk yet.
@@ -150,7 +134,3 @@ class Payloads:
     def splits_tensors(self) -> bool:
         """Whether a parameter may be spread over processes."""
         return all(kernel.splits_tensors for kernel in self._kernels)
-
-
-def _fill_with_zeros(part: torch.Tensor) -> None:
-    part.zero_()

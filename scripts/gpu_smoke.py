@@ -120,8 +120,8 @@ def pinning(device, numel):
     found, nbytes = {"how": how, **locking(device, numel)}, 4 * numel
     for name, source in (("ours", ours), ("torch", TorchPinning())):
         begin = time.perf_counter()
-        host, lock = source.begin(nbytes, torch.uint8, zero=False)
-        lock()
+        host = source.begin(nbytes, torch.uint8, zero=False)
+        source.lock(host)
         found[f"{name}_lock_gb_s"] = nbytes / (time.perf_counter() - begin) / 1e9
         there = torch.empty(nbytes, dtype=torch.uint8, device=device)
         for way, (target, origin) in {"to_device": (there, host), "to_host": (host, there)}.items():
@@ -134,7 +134,7 @@ def pinning(device, numel):
             seconds = time.perf_counter() - begin
             found[f"{name}_{way}_gb_s"] = nbytes / seconds / 1e9
             found[f"{name}_{way}_is_asynchronous"] = is_back < seconds / 4
-        del host, lock, there, target, origin
+        del host, there, target, origin
     torch.zeros(8, device=device).add_(1)
     torch.accelerator.synchronize(device)
     return found

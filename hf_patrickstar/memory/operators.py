@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -54,21 +53,6 @@ def without_modes() -> Iterator[None]:
         for mode in reversed(modes):
             if isinstance(mode, OperatorMode) and mode.sees_all:
                 stack.enter_context(mode)
-        yield
-
-
-def as_it_is() -> contextlib.AbstractContextManager[None]:
-    """Leaves inference mode, function transforms and whatever else looks on: no meter counts this work."""
-    has_modes = torch._C._len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0
-    has_modes = has_modes or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-    if has_modes or torch.is_inference_mode_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
-        return _as_it_is()
-    return contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _as_it_is() -> Iterator[None]:
-    with torch.inference_mode(False), temporarily_clear_interpreter_stack(), without_modes():
         yield
 
 

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import torch
 
+from hf_patrickstar.cores import own_cores
 from hf_patrickstar.units import MIB
 
 _HUGE_NBYTES = 2 * MIB
@@ -23,6 +24,8 @@ _POPULATE_WRITE = 23
 """``MADV_POPULATE_WRITE`` of Linux, for which Python has no name."""
 _PART_NBYTES = 32 * MIB
 """Bytes whose pages a thread asks for before it takes the next part: some milliseconds of work."""
+_MOST_THREADS = 8
+"""More of them would wait for memory, and processes that share a machine take memory at the same time."""
 
 _Pages = TypeVar("_Pages", bound=mmap.mmap)
 
@@ -49,47 +52,39 @@ def advise_huge_pages(buffer: torch.Tensor) -> int:
     return 0 if failed else nbytes
 
 
-def populate(buffer: torch.Tensor, num_threads: int) -> None:
-    """Has the system give all pages of a buffer now, to several threads; what has been written to it stays.
+def populate(buffer: torch.Tensor) -> None:
+    """Has the system give all pages of a large buffer of the host now, to several threads; what is in them stays.
 
-    Args:
-        buffer: A buffer on the host that begins with a page. Where the system cannot be asked, it gives pages later.
-        num_threads: How many threads ask, at most.
+    Where the system cannot be asked, it gives pages when they are used.
     """
-    system = ctypes.CDLL(None)
+    if type(buffer) is not torch.Tensor or not buffer.is_cpu or buffer.nbytes < _HUGE_NBYTES:
+        return
+    begin, end, system = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes, ctypes.CDLL(None)
 
-    def ask(part: torch.Tensor) -> None:
-        address, nbytes = ctypes.c_void_p(part.data_ptr()), ctypes.c_size_t(part.nbytes)
-        system.madvise(address, nbytes, ctypes.c_int(_POPULATE_WRITE))
+    def ask(address: int) -> None:
+        nbytes = ctypes.c_size_t(min(_PART_NBYTES, end - address))
+        system.madvise(ctypes.c_void_p(address), nbytes, ctypes.c_int(_POPULATE_WRITE))
 
-    parts = buffer.view(torch.uint8).split(_PART_NBYTES)
-    with concurrent.futures.ThreadPoolExecutor(min(len(parts), num_threads), "hf_patrickstar-touch") as threads:
-        list(threads.map(ask, parts))
+    num = min(-(-buffer.nbytes // _PART_NBYTES), _MOST_THREADS, own_cores(1))
+    with concurrent.futures.ThreadPoolExecutor(num, "hf_patrickstar-touch") as threads:
+        list(threads.map(ask, range(begin, end, _PART_NBYTES)))
 
 
-def new_on_host(numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A buffer on the host that is not initialised, in huge pages where the system has them.
+def new_on_host(numel: int, *, dtype: torch.dtype, device: torch.device, zero: bool = False) -> torch.Tensor:
+    """A buffer on the host; a large one is zeros in huge pages that nobody has touched.
 
     Args:
         numel: Number of elements.
         dtype: Type of the elements.
         device: The host.
-    """
-    buffer = torch.empty(numel, dtype=dtype, device=device)
-    if type(buffer) is torch.Tensor:  # a fake tensor has no memory
-        advise_huge_pages(buffer)
-    return buffer
-
-
-def zeros_on_host(numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A buffer on the host that is filled with zeros; a large one is memory that nobody has touched.
+        zero: Whether a small one is zeros, too; else it is not initialised.
 
     Raises:
         RuntimeError: If the system has no memory for it.
     """
     is_seen = torch._C._len_torch_dispatch_stack() > 0  # whoever looks at operators sees one, as on other devices
     if is_seen or numel * dtype.itemsize < _HUGE_NBYTES or not hasattr(mmap, "MAP_PRIVATE"):
-        return torch.zeros(numel, dtype=dtype, device=device)
+        return (torch.zeros if zero else torch.empty)(numel, dtype=dtype, device=device)
     return fresh_pages(numel, dtype, mmap.mmap)[0]
 
 

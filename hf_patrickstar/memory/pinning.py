@@ -13,15 +13,12 @@ from collections.abc import Callable
 
 import torch
 
-from hf_patrickstar.cores import own_cores
 from hf_patrickstar.memory.accelerator import empty_host_cache, lock_pages, unlock_pages
 from hf_patrickstar.memory.pages import fresh_pages, populate
 
 _PAGE_NBYTES = mmap.PAGESIZE
 _WIPE_ON_FORK = 18
 """``MADV_WIPEONFORK`` of Linux, for which Python has no name."""
-_MOST_THREADS = 8
-"""More of them would wait for memory, and processes that share a machine touch pages at the same time."""
 
 
 class TorchPinning:
@@ -31,8 +28,8 @@ class TorchPinning:
         """Bytes that a buffer of so many bytes takes."""
         return 1 << (nbytes - 1).bit_length() if nbytes > 0 else 0
 
-    def begin(self, numel: int, dtype: torch.dtype, *, zero: bool) -> tuple[torch.Tensor, Callable[[], None]]:
-        """A buffer, and a function that locks its pages, which any thread may call while others write to the buffer.
+    def begin(self, numel: int, dtype: torch.dtype, *, zero: bool) -> torch.Tensor:
+        """A buffer that ``lock`` makes page-locked.
 
         Args:
             numel: Number of elements.
@@ -40,10 +37,13 @@ class TorchPinning:
             zero: Fill it with zeros.
 
         Raises:
-            RuntimeError: If the system does not lock as much; so does the function.
+            RuntimeError: If the system does not lock as much; so does ``lock``.
         """
         buffer = torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
-        return buffer.zero_() if zero else buffer, lambda: None
+        return buffer.zero_() if zero else buffer
+
+    def lock(self, buffer: torch.Tensor) -> None:
+        """Locks the pages of a buffer; any thread may do so, while others write to it."""
 
     def empty_cache(self) -> None:
         """Gives back to the system what was freed and is kept for reuse."""
@@ -78,22 +78,23 @@ class PagePinning:
         """See ``TorchPinning``."""
         return -(-nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
 
-    def begin(self, numel: int, dtype: torch.dtype, *, zero: bool) -> tuple[torch.Tensor, Callable[[], None]]:
+    def begin(self, numel: int, dtype: torch.dtype, *, zero: bool) -> torch.Tensor:
         """See ``TorchPinning``. The pages are zeros anyway."""
         if not numel:
-            return torch.empty(numel, dtype=dtype, device="cpu"), lambda: None
+            return torch.empty(numel, dtype=dtype, device="cpu")
         buffer, pages = fresh_pages(numel, dtype, _LockedPages)
         with contextlib.suppress(OSError):  # a system that does not know the advice copies the pages
             pages.madvise(_WIPE_ON_FORK)
-        address, nbytes = buffer.data_ptr(), len(pages)
+        vars(buffer)["pages"] = pages
+        return buffer
 
-        def lock() -> None:
-            # The driver would ask for one page after the other.
-            populate(buffer, min(_MOST_THREADS, own_cores(1)))
-            lock_pages(self._device, address, nbytes)
+    def lock(self, buffer: torch.Tensor) -> None:
+        """See ``TorchPinning``. The driver would ask for one page after the other."""
+        pages, address = vars(buffer).pop("pages", None), buffer.data_ptr()
+        if pages is not None:
+            populate(buffer)
+            lock_pages(self._device, address, len(pages))
             pages.locked = (os.getpid(), self._device, address)
-
-        return buffer, lock
 
     def empty_cache(self) -> None:
         """Nothing is kept."""
@@ -113,7 +114,7 @@ def make_pinning(device: torch.device) -> tuple[Pinning, str]:
     """
     pages = PagePinning(device)
     try:
-        pages.begin(1, torch.uint8, zero=False)[1]()
+        pages.lock(pages.begin(1, torch.uint8, zero=False))
     except RuntimeError:
         return TorchPinning(), "rounded up to powers of two by torch"
     return pages, "whole pages, locked by the driver"

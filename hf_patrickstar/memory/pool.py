@@ -3,6 +3,7 @@
 import bisect
 import concurrent.futures
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from hf_patrickstar.errors import BudgetError, DeviceMemoryError
 from hf_patrickstar.memory.accelerator import empty_cache, is_accelerator, is_device_full, is_full, is_not_pinned
 from hf_patrickstar.memory.ledger import Ledger
-from hf_patrickstar.memory.pages import new_on_host, zeros_on_host
+from hf_patrickstar.memory.pages import new_on_host
 from hf_patrickstar.memory.pinning import Pinning
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.units import format_need
@@ -183,13 +184,11 @@ class PayloadPool:
         """A page-locked buffer, or ``None``, with one warning, where pinning fails (limits, virtual machines)."""
         nbytes = pinning.nbytes(numel * dtype.itemsize)
         self.ledger.book(Tier.HOST, owner, nbytes)
-        locks: list[Callable[[], None]] = []
 
         def make(numel: int) -> torch.Tensor:
-            buffer, lock = pinning.begin(numel, dtype, zero=zero)
-            locks.append(lock)
+            buffer = pinning.begin(numel, dtype, zero=zero)
             if not locks_later:
-                lock()
+                pinning.lock(buffer)
             return buffer
 
         try:
@@ -201,7 +200,7 @@ class PayloadPool:
         key = buffer.untyped_storage()._cdata
         self._pinned.add(key)
         if locks_later:
-            self._unlocked[key] = locks[0]
+            self._unlocked[key] = functools.partial(pinning.lock, buffer)
         return buffer
 
     @contextlib.contextmanager
@@ -236,9 +235,9 @@ class PayloadPool:
     def _new(self, tier: Tier, numel: int, dtype: torch.dtype, owner: str, zero: bool) -> torch.Tensor:
         """A new buffer for bytes that are booked; if the system has none, they are taken out of the book again."""
         device = self._device if tier is Tier.DEVICE else torch.device("cpu")
-        new: Callable[..., torch.Tensor] = new_on_host if device.type == "cpu" else torch.empty
-        if zero:
-            new = zeros_on_host if device.type == "cpu" else torch.zeros
+        new: Callable[..., torch.Tensor] = torch.zeros if zero else torch.empty
+        if device.type == "cpu":
+            new = functools.partial(new_on_host, zero=zero)
 
         def make() -> torch.Tensor:
             with self._segment(numel * dtype.itemsize) if is_accelerator(device) else contextlib.nullcontext():

@@ -127,17 +127,9 @@ class HostWorkers:
             payload: The buffer.
             numel: How many of its elements are worked on.
         """
-        return type(payload) is torch.Tensor and self.suits_new(payload.device, numel)
-
-    def suits_new(self, device: torch.device, numel: int) -> bool:
-        """Whether operators on a buffer that is still to be made are to run here; see ``suits``.
-
-        Args:
-            device: Where it will be.
-            numel: How many of its elements are worked on.
-        """
         is_faster = numel > SMALL_NUMEL and (self.num > 1 or torch.get_num_threads() > 1)
-        return device.type == "cpu" and torch._C._len_torch_dispatch_stack() == 0 and is_faster
+        is_plain = type(payload) is torch.Tensor and payload.device.type == "cpu"
+        return is_plain and torch._C._len_torch_dispatch_stack() == 0 and is_faster
 
     def submit(self, work: Callable[[_Item], None], items: Iterable[_Item]) -> WorkTicket:
         """Starts work, without recording it for autograd.

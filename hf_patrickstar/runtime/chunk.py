@@ -12,11 +12,10 @@ that chunk, whatever the list is wanted for. The copies to the device name the u
 kernel that updates has the payloads from ``payloads``.
 
 [Note: lists of zeros]
-Optimizer states are zeros until somebody writes them. Until then a list of states is only memory, whose content means
-nothing, apart from the lists that can be found (``Lists.fresh``). Who asks for such a list gets it filled with zeros,
-and from then on it is a list as any other. So nobody can have written to a list that is still apart, and a chunk that
-moves its home before its first update needs no copy of it. The system gives memory when it is touched for the first
-time, so memory of states is taken when they are needed, where they are needed.
+Optimizer states are zeros until somebody writes them. Until somebody asks for it, a list of states is apart from the
+others (``Lists.fresh``). So nobody can have written to it, and a chunk that moves its home before its first update
+needs no copy of it. The system gives memory when it is touched for the first time: memory of states is taken when they
+are needed, where they are needed.
 """
 
 import bisect
@@ -33,7 +32,7 @@ import torch
 from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import MASTER, TensorSpec
 from hf_patrickstar.memory.lanes import Ticket, WorkLane
-from hf_patrickstar.memory.operators import as_it_is
+from hf_patrickstar.memory.pages import populate
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import Copy
 from hf_patrickstar.memory.tiers import Tier
@@ -100,25 +99,21 @@ class Lists(dict[str, torch.Tensor]):
     """The payloads of a chunk at home but ``param``, by the name of the list; see [Note: lists of zeros].
 
     Attributes:
-        fresh: Those that nobody has asked for: all zeros, whatever is in their memory. Only their sizes and places are
-            of use. ``lists[name]`` finds them, too, and takes them out of here.
-        fill: Fills a payload with zeros.
-        lock: Held while one is filled, and while all get other memory.
+        fresh: Those that nobody has asked for, which are zeros. ``lists[name]`` finds them, too, and takes them out of
+            here.
+        lock: Held while that happens, and while all get other memory.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.fresh: dict[str, torch.Tensor] = {}
-        self.fill: Callable[[torch.Tensor], object] = torch.Tensor.zero_
         self.lock = threading.Lock()
 
     def __missing__(self, name: str) -> torch.Tensor:
-        with self.lock:  # a second thread would take away what the first has written
+        with self.lock:
             if name not in self:
-                payload = self.fresh[name]
-                with as_it_is():
-                    self.fill(payload)
-                self[name] = payload
+                populate(self.fresh[name])  # an update reads before it writes, for which pages would be small
+                self[name] = self.fresh[name]
                 del self.fresh[name]
             return self[name]
 

@@ -249,7 +249,8 @@ class Copies:
         try:
             for name, payload in old.items():
                 pinned = to_host and name == "param"
-                new[name] = self._pool.allocate(home, payload.numel(), payload.dtype, name, pinned=pinned)
+                kind, is_zero = payload.dtype, name in fresh
+                new[name] = self._pool.allocate(home, payload.numel(), kind, name, pinned=pinned, zero=is_zero)
             names = [name for name in old if name not in fresh]
             for name in sorted(names, key=lambda name: (name == "param") is to_host):
                 if name == "param" or (is_lent and not to_host):

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from hf_patrickstar.errors import EngineError
-from hf_patrickstar.memory.operators import as_it_is, unseen
+from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.runtime.autograd import Autograd, may_keep, refuse_reentrant
 from hf_patrickstar.runtime.chunk import GradientPlace, ManagedParameter
 from hf_patrickstar.runtime.frames import Frames
@@ -27,6 +27,7 @@ from hf_patrickstar.runtime.live_parameter import (
 )
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.quantized import is_packed
+from hf_patrickstar.runtime.values import as_it_is
 from hf_patrickstar.states import Stage
 
 _Tensor: Any = torch.Tensor

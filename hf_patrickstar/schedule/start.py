@@ -1,7 +1,7 @@
 """How long it takes from an engine to the end of its first step, by the rates of a machine and numbers of bytes."""
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from hf_patrickstar.machine import Machine
 
@@ -27,7 +27,7 @@ class StartBytes:
 
 
 def seconds_to_first_step(
-    chunks: Sequence[StartBytes], first: Collection[int], homed: Collection[int], machine: Machine, step_s: float
+    chunks: Sequence[StartBytes], first: frozenset[int], homed: frozenset[int], machine: Machine, step_s: float
 ) -> dict[str, float]:
     """Seconds of what follows each other.
 
@@ -43,24 +43,20 @@ def seconds_to_first_step(
     pages = min(machine.num_cores * _PAGES_PER_CORE, machine.host_bandwidth)
     locked = _LOCKED if machine.has_accelerator else float("inf")
 
-    def moved(indices: Collection[int], rate: float) -> float:
-        """Masters are copied on the host, too, on their way."""
-        masters = sum(chunks[index].master_nbytes for index in indices)
-        nbytes = masters + sum(chunks[index].param_nbytes for index in indices)
-        return max(nbytes / rate, 2 * masters / machine.host_bandwidth)
+    def nbytes(indices: Iterable[int]) -> tuple[int, int, int]:
+        found = [chunks[index] for index in indices]
+        param, master = sum(chunk.param_nbytes for chunk in found), sum(chunk.master_nbytes for chunk in found)
+        return param, param + master, sum(chunk.state_nbytes for chunk in found)
 
-    values = [chunk.param_nbytes + chunk.master_nbytes for chunk in chunks]
-    made = sum(nbytes for index, nbytes in enumerate(values) if index not in first)
-    param = sum(chunk.param_nbytes for index, chunk in enumerate(chunks) if index not in first)
-    leaving, staying = set(first) - set(homed), set(range(len(chunks))) - set(homed)
-    taken = sum(values[index] for index in leaving) / pages
+    all_of_them = frozenset(range(len(chunks)))
+    param, made, _ = nbytes(all_of_them - first)
+    _, there, _ = nbytes(first)
+    _, moved, _ = nbytes(first ^ homed)
     return {
         "weights": max(made / pages, param / locked, machine.host_ns(0, 2 * made) / 1e9)
-        + (sum(values) - made) / machine.pageable_bandwidth,
-        "moving home": taken
-        + moved(set(homed) - set(first), machine.to_device_bandwidth)
-        + moved(leaving, machine.to_host_bandwidth),
-        "first step": step_s + sum(chunks[index].state_nbytes for index in staying) / pages,
+        + there / machine.pageable_bandwidth,
+        "moving home": moved / min(machine.to_device_bandwidth, machine.to_host_bandwidth, machine.host_bandwidth / 2),
+        "first step": step_s + nbytes(all_of_them - homed)[2] / pages,
     }
 
 

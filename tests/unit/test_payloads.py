@@ -1,4 +1,4 @@
-"""New payloads: who fills them with zeros and locks their pages, and what is left of them after an error."""
+"""New payloads: who locks their pages, and what is left of them after an error."""
 
 import gc
 import threading
@@ -7,13 +7,12 @@ import weakref
 import pytest
 import torch
 
-from hf_patrickstar import BudgetError, PatrickStarEngine, payloads, resources
+from hf_patrickstar import BudgetError, PatrickStarEngine, resources
 from hf_patrickstar.checkpoint.first_values import FirstValues
 from hf_patrickstar.memory import pinning
 from hf_patrickstar.memory.pinning import PagePinning
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.optim.workers import SMALL_NUMEL
 
 CONFIG = {"host_threads": 2, "chunk_numel": 2**18}
 
@@ -26,28 +25,6 @@ def make_model():
 def make_engine(config=CONFIG, model=None):
     model = model or make_model()
     return PatrickStarEngine(model, config, torch.optim.AdamW(model.parameters()), device="cpu")
-
-
-@pytest.fixture
-def zeroed(monkeypatch):
-    """The threads that filled each part."""
-    found, real = [], payloads._fill_with_zeros
-
-    def fill(worker, part):
-        real(worker, part)
-        found.append(threading.current_thread())
-
-    monkeypatch.setattr(payloads, "_fill_with_zeros", fill)
-    return found
-
-
-def test_workers_fill_states_when_they_are_asked_for(zeroed):
-    engine = make_engine()
-    assert not zeroed
-    (chunk, *_) = [chunk for chunk in engine.manager.chunks if chunk.spec.chunk_numel > SMALL_NUMEL]
-    assert not chunk.lists["exp_avg"].any()
-    assert len(zeroed) == 1
-    assert threading.current_thread() not in zeroed
 
 
 def test_memory_is_free_after_a_payload_that_does_not_fit(monkeypatch):

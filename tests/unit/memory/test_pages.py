@@ -9,7 +9,7 @@ import torch
 
 from hf_patrickstar.memory import pages, pinning
 from hf_patrickstar.memory.ledger import Ledger
-from hf_patrickstar.memory.pages import advise_huge_pages, zeros_on_host
+from hf_patrickstar.memory.pages import advise_huge_pages, new_on_host
 from hf_patrickstar.memory.pinning import PagePinning
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
@@ -57,8 +57,9 @@ def test_buffers_of_the_engine_ask_for_them(make, monkeypatch):
     if make == "locked":
         monkeypatch.setattr(pinning, "lock_pages", lambda *_: None)
         monkeypatch.setattr(pinning, "unlock_pages", lambda *_: None)
-        buffer, lock = PagePinning(CPU).begin(40 * MIB, torch.uint8, zero=False)
-        lock()
+        source = PagePinning(CPU)
+        buffer = source.begin(40 * MIB, torch.uint8, zero=False)
+        source.lock(buffer)
     else:
         pool = PayloadPool(Ledger(dict.fromkeys(Tier, 64 * MIB)), CPU, None)
         buffer = pool.allocate(Tier.HOST, 40 * MIB, torch.uint8, "param", zero=make == "pool, zeros")
@@ -71,4 +72,4 @@ def test_small_buffers_and_systems_that_take_no_advice_keep_small_pages(monkeypa
         assert advise_huge_pages(torch.empty(nbytes, dtype=torch.uint8)) == 0
     monkeypatch.delattr(pages.mmap, "MADV_HUGEPAGE", raising=False)
     assert advise_huge_pages(torch.empty(8 * MIB, dtype=torch.uint8)) == 0
-    assert not zeros_on_host(8 * MIB, dtype=torch.uint8, device=CPU).any()
+    assert not new_on_host(8 * MIB, dtype=torch.uint8, device=CPU).any()

@@ -67,10 +67,9 @@ def test_where_memory_comes_from_and_what_buffers_take(host, locks, kind, taken,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
 def test_pages_are_locked_as_long_as_a_tensor_looks_into_them(host, dtype):
     source = PagePinning(CUDA)
-    buffer, lock = source.begin(3000, dtype, zero=False)
+    buffer = source.begin(3000, dtype, zero=False)
     assert not host.locked
-    lock()
-    del lock
+    source.lock(buffer)
     assert (buffer.shape, buffer.dtype) == ((3000,), dtype)
     assert buffer.data_ptr() % (4 * KIB) == 0
     assert list(host.locked.items()) == [(buffer.data_ptr(), source.nbytes(buffer.nbytes))]
@@ -96,14 +95,15 @@ def test_threads_make_all_pages_before_the_driver_locks_them_and_keep_what_is_th
             return real.madvise(*args)
 
     monkeypatch.setattr(pages.ctypes, "CDLL", lambda _: System())
-    monkeypatch.setattr(pinning, "own_cores", lambda num_sharers: 2)
+    monkeypatch.setattr(pages, "own_cores", lambda num_sharers: 2)
     found = []
     monkeypatch.setattr(pinning, "lock_pages", lambda device, *pages: found.append(are_there(*pages)))
     monkeypatch.setattr(pinning, "unlock_pages", lambda *_: None)
-    buffer, lock = PagePinning(CUDA).begin(60 * MIB + 1, torch.uint8, zero=True)
+    source = PagePinning(CUDA)
+    buffer = source.begin(60 * MIB + 1, torch.uint8, zero=True)
     assert sum(are_there(buffer.data_ptr(), 60 * MIB)) < 600
     buffer[5 * MIB] = 3
-    lock()
+    source.lock(buffer)
     assert found == [[True] * (60 * 256 + 1)]
     assert buffer.sum() == 3
 
@@ -111,9 +111,9 @@ def test_threads_make_all_pages_before_the_driver_locks_them_and_keep_what_is_th
 @on_linux
 def test_a_forked_process_neither_copies_nor_unlocks_pages(host):
     """It has zeros of its own there, so that it may do with them what it likes."""
-    buffer, lock = PagePinning(CUDA).begin(3000, torch.float32, zero=True)
-    lock()
-    del lock
+    source = PagePinning(CUDA)
+    buffer = source.begin(3000, torch.float32, zero=True)
+    source.lock(buffer)
     buffer.fill_(3)
     pid = os.fork()
     if not pid:
@@ -134,8 +134,9 @@ import torch
 from hf_patrickstar.memory import pages, pinning
 from hf_patrickstar.optim.workers import HostWorkers
 pinning.lock_pages = pinning.unlock_pages = lambda *_: None
-kept, lock = pinning.PagePinning(torch.device("cuda", 0)).begin(10, torch.float32, zero=False)
-lock()
+source = pinning.PagePinning(torch.device("cuda", 0))
+kept = source.begin(10, torch.float32, zero=False)
+source.lock(kept)
 workers = HostWorkers(2)
 workers.submit(lambda item: None, range(4)).wait()
 print("done")

@@ -243,13 +243,9 @@ def test_they_suit_where_the_caller_would_compute_with_another_number(num, torch
 
 
 def test_they_do_not_suit_where_a_mode_of_the_caller_counts(workers):
-    cpu, meta = torch.device("cpu"), torch.device("meta")
     with FakeTensorMode():
         fake = torch.ones(1)
-        assert not workers.suits_new(cpu, LARGE)
     with OwnMode():
         assert not workers.suits(torch.ones(1), LARGE)
     assert not workers.suits(fake, LARGE)
-    assert not workers.suits(torch.ones(1, device=meta), LARGE)
-    suit = [workers.suits_new(device, numel) for device, numel in ((cpu, LARGE), (cpu, SMALL_NUMEL), (meta, LARGE))]
-    assert suit == [True, False, False]
+    assert not workers.suits(torch.ones(1, device="meta"), LARGE)
