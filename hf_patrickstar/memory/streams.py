@@ -132,9 +132,6 @@ class Streams:
         most_in_flight_nbytes: The most bytes of gradients that are held; see ``hold_at_most``.
     """
 
-    works_beside = False
-    """Whether the host's thread works while the caller goes on."""
-
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.most_in_flight_nbytes = 0
@@ -357,8 +354,6 @@ class DeviceStreams(Streams):
         device: The compute device.
         driver: Where streams come from.
     """
-
-    works_beside = True
 
     def __init__(self, device: torch.device, driver: Driver) -> None:
         super().__init__(device)

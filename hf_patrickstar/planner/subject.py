@@ -104,8 +104,7 @@ class Subject:
 
     def compute_loss(self, model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
         """Computes the loss of a micro-batch with the model; called under fake tensors."""
-        loss: torch.Tensor = model(**inputs).loss
-        return loss
+        return model(**inputs).loss
 
     def find_optimizer(self, name: str) -> MakeOptimizer | None:
         """What makes the optimizer; see ``find_optimizer``."""

@@ -65,8 +65,7 @@ def round_masters(masters: Sequence[torch.Tensor], places: Sequence[torch.Tensor
 
 def torch_dtype(name: str) -> torch.dtype:
     """The torch type with this name."""
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+    return getattr(torch, name)
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -111,8 +111,7 @@ _whole_logits = _with_values(functional.linear)
 
 @_with_values
 def _cross_entropy_sum(hidden: Any, weight: Any, bias: Any, target: Any) -> torch.Tensor:
-    found: torch.Tensor = _CrossEntropySum.apply(hidden, weight, bias, target)  # type: ignore[no-untyped-call]
-    return found
+    return _CrossEntropySum.apply(hidden, weight, bias, target)  # type: ignore[no-untyped-call]
 
 
 _IGNORED = -100

@@ -26,7 +26,7 @@ from hf_patrickstar.memory.driver import Pending
 from hf_patrickstar.memory.meters import Meter
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.memory.pool import PayloadPool
-from hf_patrickstar.memory.streams import Copy, Streams
+from hf_patrickstar.memory.streams import Copy, DeviceStreams, Streams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.activations import Activations, KeptActivation
 from hf_patrickstar.runtime.autograd import drop_failed_graph
@@ -163,7 +163,7 @@ class ChunkManager:
         )
         self.tensors, self.by_index = self.parameters.tensors, self.parameters.by_index
         self.has_new_groups = False
-        self.overlaps_updates = policy.overlaps_updates and streams.works_beside
+        self.overlaps_updates = policy.overlaps_updates and isinstance(streams, DeviceStreams)
         self._last_updates: list[Copy] = []  # on the host, beside what comes next
 
     def find(self, parameter: torch.Tensor) -> ManagedParameter | None:

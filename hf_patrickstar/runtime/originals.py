@@ -37,7 +37,6 @@ class Origin(Protocol):
         Raises:
             PatrickStarError: If they are not there any more; the message says why.
         """
-        ...
 
 
 class _Kept:

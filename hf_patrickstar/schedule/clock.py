@@ -150,11 +150,6 @@ class Clock:
         self.waits: list[Wait] = []
         self._free = dict.fromkeys(Lane, Mark())
 
-    @property
-    def now_ns(self) -> int:
-        """The time of the host."""
-        return self._free[Lane.HOST].time_ns
-
     def end_of(self, lane: Lane) -> Mark:
         """The point at which a lane has done all that it was given."""
         return self._free[lane]
@@ -192,11 +187,6 @@ class Clock:
         if mark.time_ns > now.time_ns:
             self.waits.append(Wait(now.time_ns, mark.time_ns - now.time_ns, place))
             self._free[Lane.HOST] = mark
-
-    def wait_for_all(self, place: str) -> None:
-        """Stops the host until all lanes have done what they were given."""
-        for lane in Lane:
-            self.wait(self._free[lane], place)
 
     def timeline(self, begin_ns: int = 0, first: int = 0) -> Timeline:
         """What happened since a moment.

@@ -76,8 +76,7 @@ class Reads(Live):
     def view_whole(self, func: Any) -> torch.Tensor:
         """See ``Live``."""
         with torch.enable_grad(), RAW():
-            result: torch.Tensor = func(self._watched.parameter, self._watched.parameter)
-            return result
+            return func(self._watched.parameter, self._watched.parameter)
 
 
 class _InsideAccess(Access):

@@ -42,7 +42,7 @@ class VirtualEvent:
 
     def query(self) -> bool:
         """Whether the host's time is past it."""
-        return self.mark.time_ns <= self._driver.clock.now_ns
+        return self.mark.time_ns <= self._driver.clock.end_of(Lane.HOST).time_ns
 
     def synchronize(self) -> None:
         """Stops the host until it comes."""
@@ -228,13 +228,15 @@ class VirtualDriver:
         """A timeline begins; what was put into lanes before is done."""
         known = [chunk for chunk in chunks if not chunk.is_retired]
         self._chunks = {storage_key(chunk.payloads["param"]): chunk.spec.index for chunk in known}
-        self.clock.wait_for_all("the beginning")
-        self._begin = (self.clock.now_ns, len(self.clock.spans))
+        for lane in Lane:
+            self.clock.wait(self.clock.end_of(lane), "the beginning")
+        self._begin = (self.clock.end_of(Lane.HOST).time_ns, len(self.clock.spans))
 
     def end(self) -> Timeline:
         """The timeline since ``begin``, up to the end of all that was put into lanes."""
         timeline = self.clock.timeline(*self._begin)
-        self.clock.wait_for_all("the end")
+        for lane in Lane:
+            self.clock.wait(self.clock.end_of(lane), "the end")
         return timeline
 
 

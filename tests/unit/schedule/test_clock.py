@@ -19,11 +19,12 @@ def test_places_begin_with_the_longest_and_a_later_timeline_has_what_came_since(
     for place, duration in (("short", 2), ("long", 3), ("long", 4)):
         clock.wait(clock.put(Lane.COMPUTE, duration, "kernel"), place)
     assert list(clock.timeline().waits_by_place().items()) == [("long", 7), ("short", 2)]
-    begin_ns, first = clock.now_ns, len(clock.spans)
+    begin_ns, first = clock.end_of(Lane.HOST).time_ns, len(clock.spans)
     clock.host(1, "launch")
     clock.put(Lane.COMPUTE, 3, "new")
     clock.put(Lane.TO_HOST, 3, "of two that end together the later one is critical")
-    clock.wait_for_all("new")
+    for lane in Lane:
+        clock.wait(clock.end_of(lane), "new")
     timeline = clock.timeline(begin_ns, first)
     assert (timeline.begin_ns, timeline.end_ns, timeline.duration_ns) == (9, 13, 4)
     assert len(list(timeline.own_spans)) == 3
@@ -91,7 +92,7 @@ def test_the_critical_path_goes_from_the_beginning_to_the_end_without_a_gap(prog
 def test_the_host_works_or_waits(program):
     clock = run(program)
     timeline = clock.timeline()
-    assert timeline.busy_ns()[Lane.HOST] + sum(timeline.waits_by_place().values()) == clock.now_ns
+    assert timeline.busy_ns()[Lane.HOST] + sum(timeline.waits_by_place().values()) == clock.end_of(Lane.HOST).time_ns
     pieces = [(span.begin_ns, span.end_ns) for span in clock.spans if span.lane is Lane.HOST and span.duration_ns]
     pieces += [(wait.begin_ns, wait.begin_ns + wait.duration_ns) for wait in clock.waits]
     assert all(wait.duration_ns > 0 for wait in clock.waits)
@@ -106,5 +107,6 @@ def test_less_to_wait_for_is_never_later_and_waiting_after_each_call_takes_the_s
     clock = Clock()
     for call in program:
         run([call], clock)
-        clock.wait_for_all("each")
-    assert clock.timeline().duration_ns == sum(clock.timeline().busy_ns().values()) == clock.now_ns
+        for lane in Lane:
+            clock.wait(clock.end_of(lane), "each")
+    assert clock.timeline().duration_ns == sum(clock.timeline().busy_ns().values()) == clock.end_of(Lane.HOST).time_ns
