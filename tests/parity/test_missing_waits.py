@@ -653,7 +653,7 @@ ELSEWHERE = {
         *("runtime/groups.py", "dist/collectives.py", "dist/tickets.py", "dist/watchdog.py"),
     ],
     "to measure, with nobody beside it": ["memory/lanes.py", "report/measure.py", "memory/accelerator.py"],
-    "in virtual time": ["schedule/clock.py", "schedule/replay.py"],
+    "in virtual time": ["schedule/replay.py"],
     "not: it joins words": ["cli/run.py", "schedule/repeats.py"],
 }
 """Modules that wait for something else, by what they wait for."""
