@@ -199,13 +199,14 @@ def _speed(speed: Speed, plan: Plan, *, is_verbose: bool) -> list[str]:
         limit = f"Python and launches on the host; then {limit}"
     if clipped is not None:
         limit = f"{limit}. With gradient clipping a step takes at least {clipped:.3g} s"
+    start = f"; {sum(speed.start.values()):.2g} s from the engine to the end of the first step"
     busy = sorted(speed.busy.items(), key=lambda item: -item[1])
     return [
-        *_rows("speed", [f"{speed.seconds:.3g} s per step, {speed.tokens_per_s:,.0f} {plan.unit} per second"]),
+        *_rows("speed", [f"{speed.seconds:.3g} s per step, {speed.tokens_per_s:,.0f} {plan.unit} per second{start}"]),
         *_rows("limit", [limit]),
         *_rows("busy", ["; ".join(f"{name} {share:.0%}" for name, share in busy if share >= 0.005)] * is_verbose),
         *_rows("copies", [f"{to_device} to the device and {to_host} to the host per step{sent}"]),
-        *_rows("start", [describe_start(speed.start, plan.machine)]),
+        *_rows("start", [describe_start(speed.start, plan.machine)] * is_verbose),
     ]
 
 

@@ -268,7 +268,7 @@ def test_the_command_prints_a_screen_and_writes_json(tight, tmp_path, capsys):
     assert first.startswith("gpt2:... (0.7 M parameters), causal-lm, bf16, 2 x 64 tokens, all activations kept, on rtx")
     assert verdict == "fits"
     assert describe(tight) in out
-    assert len(others) < 9
+    assert len(others) < 8
     assert main([*COMMAND, "--device-memory", "6MiB", "--verbose"]) == 0
     assert describe(tight, is_verbose=True) in capsys.readouterr().out
     found = json.loads(path.read_text())
