@@ -1,11 +1,11 @@
 """How much slower Python becomes while workers update chunks on the host: whether they hold the interpreter's lock.
 
 A thread calls an operator on eight elements again and again, as one that launches the kernels of a forward does. Beside
-it workers do nothing; or add to a buffer, each with one operator over its part, which moves the bytes of an update with
-hardly any Python; or update chunks as ``optimizer.step()`` has them updated. The three take turns, so that what other
-programs do meets all of them. ``slower`` is how much longer a call takes beside updates than beside additions, and so
-leaves out that cores are shared; the median of all rounds. With more workers than cores it tells of the lock alone.
-``waiting`` is the part of the time of an update, from the first share to the last, in which workers have no share.
+it workers do nothing; or add to a buffer, each share with one operator and for as long as an update takes, with hardly
+any Python; or update chunks as ``optimizer.step()`` has them updated. The three take turns, so that what other programs
+do meets all of them. ``slower`` is how much longer a call takes beside updates than beside additions, and so leaves out
+that cores are shared; the median of all rounds. With more workers than cores it tells of the lock alone. ``waiting`` is
+the part of the time of an update, from the first share to the last, in which workers have no share.
 
 Updates run in one call for each share of a chunk, and for comparison as torch's Adam called from Python, tile by tile.
 
@@ -23,7 +23,7 @@ import torch
 from bench_adam import NBYTES, TENSOR_NUMEL, Weights
 
 from hf_patrickstar import PatrickStarEngine
-from hf_patrickstar.optim.elementwise import ElementwiseKernel
+from hf_patrickstar.optim.elementwise import SHARE_NUMEL, ElementwiseKernel
 from hf_patrickstar.optim.workers import HostWorkers
 
 WINDOW_S = 0.4
@@ -73,7 +73,7 @@ class Updates:
 
 
 class Additions:
-    """In-place additions over as many bytes as updates read and write.
+    """In-place additions that keep the workers as busy as an update does, with hardly any Python.
 
     Args:
         numel: How many parameters the updates have.
@@ -81,12 +81,24 @@ class Additions:
     """
 
     def __init__(self, numel, workers):
-        self._parts = torch.zeros(numel * NBYTES // 8).chunk(workers)
+        self._parts = list(torch.zeros(numel * NBYTES // 8).chunk(max(workers, numel // SHARE_NUMEL)))
         self._workers = HostWorkers(workers)
 
     def __call__(self):
-        """Adds to every part once."""
+        """Adds to every part, as often as ``last_as_long_as`` has found."""
         self._workers.submit(lambda part: part.add_(1), self._parts).wait()
+
+    def last_as_long_as(self, update):
+        """Repeats parts until all take as long as an update: workers that end sooner would leave cores to Python."""
+        seconds = {work: min(seconds_of(work) for _ in range(3)) for work in (self, update)}
+        self._parts *= max(round(seconds[update] / seconds[self]), 1)
+
+
+def seconds_of(work):
+    """The seconds that a call takes."""
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
 
 
 def calls_per_second(work, stands):
@@ -125,6 +137,7 @@ def measure(gradients, workers, rounds):
     numel, stands = sum(gradient.numel() for gradient in gradients), torch.zeros(8)
     additions = Additions(numel, workers)
     updates = {way: Updates(gradients, workers, script) for way, script in WAYS.items()}
+    additions.last_as_long_as(updates["one call"])
     samples, waits = {way: [] for way in WAYS}, {way: [] for way in WAYS}
     for number in range(rounds + 1):
         alone, _ = calls_per_second(None, stands)
