@@ -84,7 +84,10 @@ def new_on_host(numel: int, *, dtype: torch.dtype, device: torch.device, zero: b
     """
     is_seen = torch._C._len_torch_dispatch_stack() > 0  # whoever looks at operators sees one, as on other devices
     if is_seen or numel * dtype.itemsize < _HUGE_NBYTES or not hasattr(mmap, "MAP_PRIVATE"):
-        return (torch.zeros if zero else torch.empty)(numel, dtype=dtype, device=device)
+        buffer = (torch.zeros if zero else torch.empty)(numel, dtype=dtype, device=device)
+        if type(buffer) is torch.Tensor:  # a fake tensor has no memory
+            advise_huge_pages(buffer)
+        return buffer
     return fresh_pages(numel, dtype, mmap.mmap)[0]
 
 
