@@ -40,13 +40,11 @@ def advise_huge_pages(buffer: torch.Tensor) -> int:
         Bytes that the advice covers: 0 for a small buffer, and on a system that takes no such advice.
     """
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    if advice is None or buffer.nbytes < _HUGE_NBYTES:
+    if type(buffer) is not torch.Tensor or advice is None or buffer.nbytes < _HUGE_NBYTES:  # fake ones have no memory
         return 0
     address = buffer.data_ptr()
     begin = -(-address // _HUGE_NBYTES) * _HUGE_NBYTES
     nbytes = (address + buffer.nbytes) // _HUGE_NBYTES * _HUGE_NBYTES - begin
-    if nbytes <= 0:
-        return 0
     system = ctypes.CDLL(None)
     failed = system.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), ctypes.c_int(advice))
     return 0 if failed else nbytes
@@ -85,8 +83,7 @@ def new_on_host(numel: int, *, dtype: torch.dtype, device: torch.device, zero: b
     is_seen = torch._C._len_torch_dispatch_stack() > 0  # whoever looks at operators sees one, as on other devices
     if is_seen or numel * dtype.itemsize < _HUGE_NBYTES or not hasattr(mmap, "MAP_PRIVATE"):
         buffer = (torch.zeros if zero else torch.empty)(numel, dtype=dtype, device=device)
-        if type(buffer) is torch.Tensor:  # a fake tensor has no memory
-            advise_huge_pages(buffer)
+        advise_huge_pages(buffer)
         return buffer
     return fresh_pages(numel, dtype, mmap.mmap)[0]
 
