@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from hf_patrickstar.errors import BudgetError
@@ -37,6 +38,7 @@ class Placement:
 
     Attributes:
         in_margin: Indices of the chunks that live in the margin: of those that the host has no room for, too.
+        stays: Is held while an update is prepared and done, which writes to lists where they were: no home moves.
         nbytes: The bytes of each chunk, over all lists.
         reasons: What was decided last, a sentence each: about lookups, and about the margin.
         estimated: What a step costs as chunks live now, by the rates of the machine; ``None`` if it is not known.
@@ -55,6 +57,7 @@ class Placement:
         activations: Activations,
     ) -> None:
         self.in_margin: set[int] = set()
+        self.stays = threading.Lock()
         self.reasons: dict[str, str] = {}
         self.estimated: StepCost | None = None
         self._chunks = chunks
@@ -196,9 +199,11 @@ class Placement:
         If none is there, chunks leave that have been at home on the device from the start, because it seemed that
         everything fits, as far as the host has room.
         """
+        self._seen_version = -1  # decide anew after this step, whether it is recorded or not
+        if self.stays.locked():
+            return False
         before = len(self.in_margin)
         self._move_out(set(self.in_margin))
-        self._seen_version = -1  # decide anew after this step, whether it is recorded or not
         return len(self.in_margin) < before or self._leave_device("a step ran out of memory")
 
     def _leave_device(self, why: str) -> bool:

@@ -18,6 +18,7 @@ from torch import nn
 from hf_patrickstar.events import ChunkRehomed
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import DeviceStreams
+from hf_patrickstar.optim.elementwise import ElementwiseKernel
 from hf_patrickstar.runtime.copies import Copies
 
 MOVING = {"device_budget": 26000}
@@ -215,3 +216,18 @@ def test_the_log_says_once_how_long_it_took(caplog):
     said = [record.getMessage() for record in caplog.records if "to the end of the first step" in record.getMessage()]
     assert len(said) == 1
     assert re.fullmatch(r"patrickstar: \d+\.\d s from the engine to the end of the first step", said[0])
+
+
+def test_chunks_stay_while_their_update_is_prepared(monkeypatch):
+    """Other code may need memory meanwhile: an update that writes to lists where they were would be lost."""
+    real = ElementwiseKernel.prepare
+
+    def prepare(self, chunks, *args, **kwargs):
+        updates = real(self, chunks, *args, **kwargs)
+        pair.engine.manager.placement.leave_margin()
+        return updates
+
+    pair = Pair(lambda: Stack(10), "resident", settings=MOVING)
+    monkeypatch.setattr(ElementwiseKernel, "prepare", prepare)
+    pair.train(3)
+    assert pair.engine.stats()["chunk_moves"]
