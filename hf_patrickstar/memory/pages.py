@@ -45,8 +45,7 @@ def advise_huge_pages(buffer: torch.Tensor) -> int:
     address = buffer.data_ptr()
     begin = -(-address // _HUGE_NBYTES) * _HUGE_NBYTES
     nbytes = (address + buffer.nbytes) // _HUGE_NBYTES * _HUGE_NBYTES - begin
-    system = ctypes.CDLL(None)
-    failed = system.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), ctypes.c_int(advice))
+    failed = ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), ctypes.c_int(advice))
     return 0 if failed else nbytes
 
 

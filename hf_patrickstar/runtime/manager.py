@@ -466,13 +466,13 @@ class ChunkManager:
         Raises:
             Exception: What the update of one of the chunks raised, or an earlier one of theirs.
         """
-        pending: dict[int, Pending] = {}
+        pending: dict[int, Pending | None] = {}
         left = dict(enumerate(updates))
         try:
             for number, update in enumerate(updates):
                 if runs_beside and self.overlaps_updates and update.chunks[0].home is Tier.HOST:
                     after = [other for chunk in update.chunks for other in chunk.under_way]
-                    ticket = self._streams.on_host(update, after, update.give_up)
+                    ticket = self._streams.on_host(update.run, after, update.give_up)
                     for chunk in update.chunks:
                         chunk.update = ticket
                     if ticket is not None:
@@ -482,17 +482,14 @@ class ChunkManager:
                 for chunk in update.chunks:
                     if chunk.update is not None or chunk.tickets:
                         chunk.wait()
-                found = update.run()
-                if found is None:
-                    del left[number]
-                else:
-                    pending[number] = found
+                pending[number] = update.run()
             for number, found in pending.items():
-                found.wait()
+                if found is not None:
+                    found.wait()
                 del left[number]
         finally:
             for number, update in list(left.items()):  # not done, or not to its end, and can be done again
-                if number in pending and pending[number].cancel():
+                if number in pending and ((found := pending[number]) is None or found.cancel()):
                     del left[number]
                 else:
                     update.take_back()

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from hf_patrickstar.memory.driver import Pending, Work
+from hf_patrickstar.memory.driver import Work
 from hf_patrickstar.runtime.chunk import Chunk
 
 
@@ -26,10 +26,6 @@ class Update:
     run: Work
     take_back: Callable[[], None] = _do_nothing
     restore: Callable[[], None] = _do_nothing
-
-    def __call__(self) -> Pending | None:
-        """See ``run``."""
-        return self.run()
 
     def give_up(self) -> None:
         """Leaves the chunks as after a step that did not update them: values are the masters, gradients are lost."""
