@@ -26,7 +26,7 @@ def around_hand_over(patched, begin, end=lambda: None):
     on_host = DelayedDriver.on_host
 
     def interrupted(thread, work, *args):
-        if not isinstance(work, Update):
+        if not isinstance(getattr(args[-1], "__self__", None), Update):  # what is done if it fails
             return on_host(thread, work, *args)
         begin()
         event = on_host(thread, work, *args)
