@@ -264,6 +264,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             with held_back(), named("update"), gradients.lock, phases.placement.stays:
                 updates = kernel.prepare(batch, self.group_numbers, factors, keeps=keeps)
                 phases.update(updates, self.group_numbers, keeps=keeps, runs_beside=kernel.runs_beside)
+                del updates  # they refer to lists, whose memory is to be free at once when chunks move
             for chunk in lent:  # somebody looks into its states
                 chunk.wait_for_update()
         phases.update_end()

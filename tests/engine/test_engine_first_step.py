@@ -5,6 +5,7 @@ import logging
 import re
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -231,3 +232,20 @@ def test_chunks_stay_while_their_update_is_prepared(monkeypatch):
     monkeypatch.setattr(ElementwiseKernel, "prepare", prepare)
     pair.train(3)
     assert pair.engine.stats()["chunk_moves"]
+
+
+def test_memory_of_lists_that_move_is_free_at_once(monkeypatch):
+    """What updated them has ended: whoever still had it would keep both homes of all that move."""
+    real, num_kept = Copies.rehome, []
+
+    def rehome(self, chunk, home):
+        before = [weakref.ref(payload) for payload in chunk.held.values()]
+        real(self, chunk, home)
+        num_kept.append(sum(payload() is not None for payload in before))
+
+    monkeypatch.setattr(Copies, "rehome", rehome)
+    pair = Pair(lambda: Stack(10), "resident", settings=MOVING)
+    for step, size in enumerate((2, 2, 24, 24, 2, 2)):
+        pair.check(step_of, step, size)
+    assert len(num_kept) > 4
+    assert set(num_kept) == {0}
