@@ -19,6 +19,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 import pytest
 import torch
 import transformers
+from accelerate.state import AcceleratorState, GradientState
 from processes import Workers
 from simulated import streams_of
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
@@ -52,6 +53,14 @@ def _modes():
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _accelerate():
+    """Accelerate forgets the precision and the device that a test chose, which later tests would be refused for."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,6 @@ import shlex
 import sys
 
 import pytest
-from accelerate.state import AcceleratorState, GradientState
 from transformers import HfArgumentParser, TrainingArguments
 
 import hf_patrickstar
@@ -71,17 +70,8 @@ PAGES_THAT_RUN = sorted({block.page for block in BLOCKS if block.runs})
 # Blocks that run
 
 
-@pytest.fixture
-def own_accelerate():
-    """What the blocks make Accelerate remember is forgotten after them."""
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-
-
 @pytest.mark.parametrize("page", PAGES_THAT_RUN, ids=lambda page: page.name)
-def test_marked_blocks_run_one_after_the_other(page, tmp_path, monkeypatch, capsys, own_accelerate):
+def test_marked_blocks_run_one_after_the_other(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "documented"}
     for block in (block for block in read_blocks(page) if block.runs):

@@ -171,14 +171,8 @@ def test_a_trainer_that_does_not_train_in_chunks_is_refused(tmp_path):
 
 
 def test_compilers_of_accelerate_are_refused():
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(True)
-    try:
-        with pytest.raises(ConfigError, match="remove the dynamo backend"):
-            PatrickStarAccelerator(cpu=True, dynamo_backend="eager")
-    finally:
-        AcceleratorState._reset_state(True)
+    with pytest.raises(ConfigError, match="remove the dynamo backend"):
+        PatrickStarAccelerator(cpu=True, dynamo_backend="eager")
 
 
 def test_a_lazy_module_gets_a_sentence(tmp_path):
