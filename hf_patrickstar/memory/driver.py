@@ -17,6 +17,8 @@ class Pending(Protocol):
     """Work that goes on in other threads when the call that began it has returned."""
 
     future: "concurrent.futures.Future[None]"
+    is_begun: bool
+    """Whether a part of it has been begun."""
 
     def wait(self) -> None:
         """Blocks until it has ended; raises its error."""
@@ -222,11 +224,14 @@ class HostThread:
 
     def _launch(self, begin: Callable[[], None]) -> None:
         """Has the thread begin what follows the work of a worker, which has the next share to compute."""
+        pool = self._pool
         try:
-            assert self._pool is not None
-            self._pool.submit(begin)
+            if pool is not None:
+                pool.submit(begin)
+                return
         except RuntimeError:  # the program exits
-            begin()
+            pass
+        begin()
 
     def _end(self, done: Done, error: BaseException | None) -> list[Callable[[], None]]:
         """Lets the event of work come; returns what begins then."""

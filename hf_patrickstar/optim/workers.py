@@ -34,12 +34,13 @@ class WorkTicket:
 
     Attributes:
         future: Comes when no item is left and no worker is at one; it has the error that one of them ended with.
+        is_begun: Whether a worker has been at an item.
         is_skipped: Whether no further item is begun: one has failed, or nobody wants the rest.
     """
 
     def __init__(self, num: int) -> None:
         self.future: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self.is_skipped = False
+        self.is_begun = self.is_skipped = False
         self._num_left = num
         self._is_whole = True
         self._error: BaseException | None = None
@@ -77,6 +78,7 @@ class WorkTicket:
     def do(self, work: Callable[[], None]) -> None:
         """Does an item, unless no further one is to be begun."""
         if not self.is_skipped:
+            self.is_begun = True
             try:
                 work()
                 return
@@ -146,11 +148,9 @@ class HostWorkers:
         ticket = WorkTicket(len(items))
         with self._lock:  # the host's thread and that of a step may both be the first
             threads = self._threads = self._threads or self._start()
-            self._queue.extend([(ticket, functools.partial(work, item)) for item in items])
-            del items  # what a worker has done is referred to no more
             is_ending = False
             try:
-                for _ in range(min(self.num - self._num_at_work, len(self._queue))):
+                for _ in range(min(self.num - self._num_at_work, len(self._queue) + len(items))):
                     threads.submit(self._work)
                     self._num_at_work += 1
             except RuntimeError as error:
@@ -158,9 +158,9 @@ class HostWorkers:
                     raise
                 is_ending = True  # the program exits, which begins nothing in threads any more
                 self._num_at_work += 1
-            except BaseException:  # the user has interrupted
-                ticket.skip()
-                raise
+            # Last: if the user interrupts before, nothing is begun of what nobody has a ticket for.
+            self._queue.extend([(ticket, functools.partial(work, item)) for item in items])
+            del items  # what a worker has done is referred to no more
         if is_ending:
             self._work()
         return ticket

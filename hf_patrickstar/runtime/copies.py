@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from hf_patrickstar.errors import BudgetError, DeviceMemoryError
 from hf_patrickstar.events import ChunkEvicted, ChunkInvalidated, ChunkLoaded, ChunkRehomed, Listener
+from hf_patrickstar.interrupts import held_back
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
@@ -210,7 +211,8 @@ class Copies:
         if chunk.compute is not None and not (chunk.is_static or chunk.is_group):
             self._drop(chunk)  # a copy with the chunks of others stays true
         lists, name = chunk.home_lists, f"move home to the {home.value} of"
-        with lists.lock, named(name, chunk.spec.index), _as_it_is(chunk.home_param):
+        # Ctrl-C waits: the old ``param`` list may have been overwritten before the new one takes its place.
+        with held_back(), lists.lock, named(name, chunk.spec.index), _as_it_is(chunk.home_param):
             new = self._copy_lists(chunk, home)
             if chunk.is_static:
                 del self._by_storage[chunk.clear_compute()[1]]

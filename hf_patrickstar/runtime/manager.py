@@ -471,6 +471,8 @@ class ChunkManager:
         try:
             for number, update in enumerate(updates):
                 if runs_beside and self.overlaps_updates and update.chunks[0].home is Tier.HOST:
+                    for chunk in update.chunks:
+                        chunk.wait_for_update()  # the workers of an earlier one may be at it
                     after = [other for chunk in update.chunks for other in chunk.under_way]
                     ticket = self._streams.on_host(update.run, after, update.give_up)
                     for chunk in update.chunks:
@@ -487,12 +489,19 @@ class ChunkManager:
                 if found is not None:
                     found.wait()
                 del left[number]
+        except Exception:
+            for found in filter(None, pending.values()):
+                found.future.exception()  # what has been begun is done to its end, unless it fails, too
+            raise
         finally:
-            for number, update in list(left.items()):  # not done, or not to its end, and can be done again
-                if number in pending and ((found := pending[number]) is None or found.cancel()):
-                    del left[number]
-                else:
+            for number, update in list(left.items()):
+                found = pending.get(number)
+                if number not in pending or (found is not None and not found.cancel()):
                     update.take_back()
+                    if found is None or not found.is_begun:
+                        continue  # it can be done again
+                    update.restore()
+                del left[number]
             done = [chunk for number, update in enumerate(updates) if number not in left for chunk in update.chunks]
             self.chunks_updated(done, updated, keeps=keeps)
 

@@ -674,6 +674,7 @@ UNNOTICED = {
     "runtime/manager.py ChunkManager.close: chunk.wait_for_reader()": _HELD,
     "runtime/manager.py ChunkManager.retire: chunk.wait_for_reader()": _HELD,
     "runtime/manager.py ChunkManager.settle_failures: update.wait()": "asks for the error of work that has ended",
+    "runtime/manager.py ChunkManager.update: chunk.wait_for_update()": "there are no workers beside modes of operators",
     "runtime/manager.py ChunkManager.update: found.wait()": "there are no workers beside modes of operators",
     "runtime/executor.py Executor._await_gathers: self._copies.wait(...)": _GROUP,
     "runtime/values.py Values.own_part: chunk.wait()": "only on the CPU tier is a value written where it is",

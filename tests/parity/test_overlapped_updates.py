@@ -468,6 +468,68 @@ def test_a_forward_begins_when_the_first_chunk_is_updated(streams, monkeypatch):
         assert all(thread.startswith(WORKERS) for thread in threads)
 
 
+def test_no_worker_waits_while_a_chunk_is_left_of_a_step(monkeypatch):
+    """One of two workers does not get on with a share of the first chunk: the other one updates all other chunks."""
+    with streams_of("pooled"):
+        run = Run(host_threads=2)
+        plain(run)
+        run.model.state_dict()  # waits for all updates
+        first, *others = run.engine.manager.in_order_of_use
+        opened, begun, update_share = threading.Event(), [], AdamKernel._update_share
+
+        def update_share_late(kernel, job, share):
+            if share[0].chunk is first and not begun:
+                begun.append(share)
+                assert opened.wait(60)
+            update_share(kernel, job, share)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(AdamKernel, "_update_share", update_share_late)
+            run.backward(3)
+            run.optimizer.step()
+            limit = time.monotonic() + 30
+            while run.num_under_way > 1 and time.monotonic() < limit:
+                time.sleep(0.001)
+            under_way = [chunk for chunk in (first, *others) if not chunk.update.is_done]
+            opened.set()
+        run.end()
+    assert begun
+    assert len(others) > 3
+    assert under_way == [first]
+
+
+def test_a_second_step_updates_a_chunk_after_the_first_one(monkeypatch):
+    """Gradients are kept, so two steps may follow each other; one worker is late with a share of the first step."""
+
+    def train(look=lambda run: None):
+        run = Run(host_threads=2, keep_gradients=True)
+        plain(run)
+        run.model.state_dict()  # waits for all updates
+        run.backward(3)
+        look(run)
+        run.optimizer.step()
+        run.optimizer.step()
+        run.keep_state(run.optimizer.state_dict())
+        return run.end()
+
+    under_way, together, update_share = collections.Counter(), [], AdamKernel._update_share
+
+    def update_share_late(kernel, job, share):
+        chunk, is_first = share[0].chunk.spec.index, share[0].step == 3
+        under_way[chunk, is_first] += 1
+        together.append(not is_first and under_way[chunk, True] > 0)
+        if is_first and len(together) < 3:
+            time.sleep(0.2)
+        update_share(kernel, job, share)
+        under_way[chunk, is_first] -= 1
+
+    with streams_of("pooled"):
+        found = train(lambda _: monkeypatch.setattr(AdamKernel, "_update_share", update_share_late))
+    assert not any(together)
+    assert len(together) > 4
+    assert_same(train(), found)
+
+
 class LastFirst(torch.nn.Module):
     """Its modules run in the opposite order of that in which they were made; one never runs."""
 
@@ -641,6 +703,46 @@ def test_a_step_that_failed_counts_for_no_chunk_that_it_left_out(overlap, monkey
         return run.end()
 
     assert_same(train(False), train(True, overlap_optimizer=overlap))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_an_error_in_one_chunk_leaves_no_other_half_updated(dtype, monkeypatch):
+    """Workers are at several chunks when a share fails; the step waits for all of them."""
+
+    def train(index=None):
+        torch.manual_seed(0)
+        run = Run(dtype=dtype, autocast=False, host_threads=3, overlap_optimizer=False)
+        run.step(0)
+        run.backward(1)
+        first, begun, compute = run.engine.manager.in_order_of_use[0], threading.Event(), AdamKernel._update_by_script
+
+        def fail(kernel, job, rules, share):
+            if share[0].chunk is not first:
+                begun.set()
+                time.sleep(0.01)
+            elif share[0].start == index:
+                assert begun.wait(30)
+                raise ArithmeticError("a worker failed")
+            compute(kernel, job, rules, share)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(AdamKernel, "_update_by_script", fail)
+            with contextlib.nullcontext() if index is None else pytest.raises(ArithmeticError):
+                run.optimizer.step()
+        run.optimizer.zero_grad()
+        return [[chunk.param.clone(), *map(torch.clone, chunk.lists.values())] for chunk in run.engine.manager.chunks]
+
+    with streams_of("pooled"):
+        done, failed = train(), train(0)
+    different = [index for index, (one, other) in enumerate(zip(done, failed, strict=True)) if not all_equal(one, other)]
+    assert len(different) == 1
+    (index,) = different
+    param, master = failed[index][:2]
+    assert torch.equal(param, master.to(param.dtype)), "no gradients stand in the places of values"
+
+
+def all_equal(one, other):
+    return all(map(torch.equal, one, other))
 
 
 def threads_of_engines():

@@ -188,6 +188,25 @@ def test_work_that_only_some_workers_were_given_is_done(workers, monkeypatch):
     assert sorted(done) == [0, 1, 2]
 
 
+def test_of_work_whose_submission_is_interrupted_nothing_is_begun(workers, monkeypatch):
+    """The user interrupts between the first worker and the second: nobody has a ticket to wait for."""
+    workers.submit(lambda item: None, [0]).wait()
+    give, given, done = concurrent.futures.ThreadPoolExecutor.submit, [], []
+
+    def give_one(pool, work):
+        if given:
+            raise KeyboardInterrupt
+        given.append(work)
+        return give(pool, work)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(concurrent.futures.ThreadPoolExecutor, "submit", give_one)
+        with pytest.raises(KeyboardInterrupt):
+            workers.submit(lambda item: done.append("interrupted"), range(3))
+    workers.submit(done.append, range(20)).wait()
+    assert done == [*range(20)]
+
+
 def test_no_worker_waits_while_anything_is_left_of_whatever_was_submitted(workers):
     """One that has ended its item goes on with what was submitted later, although others are still at the first."""
     gates = [threading.Event() for _ in range(2)]
