@@ -14,11 +14,15 @@ from hf_patrickstar.interrupts import held_back
 
 
 class Pending(Protocol):
-    """Work that goes on in other threads when the call that began it has returned."""
+    """Work that goes on in other threads when the call that began it has returned.
+
+    Attributes:
+        future: Comes when it has ended, with its error.
+        is_begun: Whether a part of it has been begun.
+    """
 
     future: "concurrent.futures.Future[None]"
     is_begun: bool
-    """Whether a part of it has been begun."""
 
     def wait(self) -> None:
         """Blocks until it has ended; raises its error."""
@@ -226,12 +230,9 @@ class HostThread:
         """Has the thread begin what follows the work of a worker, which has the next share to compute."""
         pool = self._pool
         try:
-            if pool is not None:
-                pool.submit(begin)
-                return
+            begin() if pool is None else pool.submit(begin)
         except RuntimeError:  # the program exits
-            pass
-        begin()
+            begin()
 
     def _end(self, done: Done, error: BaseException | None) -> list[Callable[[], None]]:
         """Lets the event of work come; returns what begins then."""

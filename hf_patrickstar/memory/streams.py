@@ -233,10 +233,6 @@ class Streams:
         """Whether a tensor on the host can be copied to beside computation."""
         return False
 
-    def copies_beside(self, source: torch.Tensor, target: torch.Tensor) -> bool:
-        """Whether ``to_host`` would return before the copy is complete."""
-        return self.is_on_device(source) and self.is_pinned(target)
-
     def to_host(
         self,
         source: torch.Tensor,
@@ -254,7 +250,7 @@ class Streams:
             after: Copies that come before it; if the copy is not made beside, the host must have waited for them.
             holds: If false, the caller holds ``source`` until it has joined the copy. What is called may be called at
                 once; if it fails, nothing has been written.
-            is_beside: What ``copies_beside`` says, if the caller knows.
+            is_beside: Whether ``source`` is on the device and ``target`` page-locked, if the caller knows.
 
         Returns:
             A ticket to wait for before the host reads ``target``, or ``None`` if the copy is complete.
@@ -422,7 +418,9 @@ class DeviceStreams(Streams):
         is_beside: bool | None = None,
     ) -> Copy | None:
         """See ``Streams``."""
-        if not (self.copies_beside(source, target) if is_beside is None else is_beside):
+        if is_beside is None:
+            is_beside = self.is_on_device(source) and self.is_pinned(target)
+        if not is_beside:
             target.copy_(source)
             return None
         if holds:

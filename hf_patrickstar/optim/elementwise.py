@@ -54,6 +54,7 @@ class Segment:
         rule: Which settings hold for it, as a number.
         step: How many steps have updated it.
         place: Where its gradient is.
+        fresh: The lists that are used for the first time; see [Note: lists of zeros].
     """
 
     chunk: Chunk
@@ -63,6 +64,7 @@ class Segment:
     rule: int
     step: int
     place: GradientPlace
+    fresh: Sequence[str] = ()
 
     def part(self, name: str) -> torch.Tensor:
         """The range of a list, by the list's name."""
@@ -161,6 +163,7 @@ class ElementwiseKernel(Kernel):
         most = {Tier.HOST: SHARE_NUMEL, Tier.DEVICE: sys.maxsize if self._has_lanes else SHARE_NUMEL}
         steps = self._steps
         for chunk in chunks:
+            fresh = tuple(chunk.home_lists.fresh)
             parts, payloads, last = places[chunk.home], chunk.payloads, None
             if not parts or parts[-1].numel >= most[chunk.home]:
                 parts.append(_Part())
@@ -178,7 +181,7 @@ class ElementwiseKernel(Kernel):
                 if last is not None and (last.stop, last.rule, last.step, last.place) == (start, rule, step, place):
                     last.stop = stop
                 elif stop > start:
-                    last = Segment(chunk, payloads, start, stop, rule, step, place)
+                    last = Segment(chunk, payloads, start, stop, rule, step, place, fresh)
                     part.segments.append(last)
         updates = []
         for parts in filter(None, places.values()):
@@ -190,8 +193,9 @@ class ElementwiseKernel(Kernel):
                 run = functools.partial(self._run, job, part.segments, done, left)
                 take_back = functools.partial(self._count, part.indices, -1)
                 updates.append(Update(part.chunks, run, take_back, functools.partial(_round, part.segments)))
-                self._count(part.indices, 1)
                 done, left = done + part.numel, left - part.numel
+        for part in itertools.chain(*places.values()):  # when nothing can fail any more
+            self._count(part.indices, 1)
         return updates
 
     def _rules(
@@ -246,6 +250,9 @@ class ElementwiseKernel(Kernel):
     def _update_share(self, job: Job, share: Sequence[Segment]) -> None:
         """Updates ranges in the thread of one worker."""
         try:
+            for segment in share:
+                for name in segment.fresh:  # whose pages the system gives now; if they were read first, they were small
+                    segment.part(name).zero_()
             self._update(job, share)
         except Exception as error:
             error.add_note(f"while the optimizer updated {_named(share)}")

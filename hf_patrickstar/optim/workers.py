@@ -61,17 +61,13 @@ class WorkTicket:
             self.cancel()
             raise
 
-    def skip(self) -> None:
-        """Lets workers begin no further item."""
-        self.is_skipped = True
-
     def cancel(self) -> bool:
         """Begins no further item, and blocks until no worker is at this work any more; errors are not raised.
 
         Returns:
             Whether all of it was done.
         """
-        self.skip()
+        self.is_skipped = True
         concurrent.futures.wait([self.future])
         return self._is_whole
 
@@ -84,7 +80,7 @@ class WorkTicket:
                 return
             except BaseException as error:
                 self._error = self._error or error
-                self.skip()
+                self.is_skipped = True
         self._is_whole = False
 
     def count(self) -> None:

@@ -41,7 +41,7 @@ from hf_patrickstar.schedule.placement import Lookups, plan_lookups
 from hf_patrickstar.schedule.plan import Plan, chunkable_nbytes, repeated_plans
 from hf_patrickstar.schedule.replay import replay
 from hf_patrickstar.schedule.script import Entry, HostWork, Load, Reduce, Send
-from hf_patrickstar.schedule.start import StartBytes, seconds_to_first_step
+from hf_patrickstar.schedule.start import seconds_to_first_step
 from hf_patrickstar.schedule.step import Places, StepRules, traces_of, whole_step
 from hf_patrickstar.schedule.step_estimate import steps_of
 from hf_patrickstar.schedule.trace import StepKind, Trace, Visit, trace_key
@@ -421,6 +421,9 @@ class _Simulator:
         updated = sum(self._update_work(spec, False).nbytes for spec in on_host)
         timeline = replay(script, plans, loads, self._machine)
         first, step_s = self.decisions.homes.device_homed, timeline.duration_ns / 1e9
+        sizes, lists = self.decisions.chunk_nbytes, self.decisions.lists
+        with_masters = [spec.chunk_numel if MASTER in lists_of(spec, lists) else 0 for spec in layout.chunks]
+        masters = [s.types.list_nbytes(MASTER, num) for s, num in zip(layout.chunks, with_masters, strict=True)]
         return Simulation(
             script=script,
             traces=tuple(traces),
@@ -440,18 +443,10 @@ class _Simulator:
             fixed=fixed,
             static=static,
             may_offload=self._config.activation_offload is not False,
-            start=seconds_to_first_step(self._start_nbytes(), first, homed, self._machine, step_s),
+            start=seconds_to_first_step(sizes, masters, first, homed, self._machine, step_s),
         )
 
     # Bytes
-
-    def _start_nbytes(self) -> list[StartBytes]:
-        found = []
-        for spec, size in zip(self._layout.chunks, self.decisions.chunk_nbytes, strict=True):
-            has_master = MASTER in lists_of(spec, self.decisions.lists)
-            master = spec.types.list_nbytes(MASTER, spec.chunk_numel) if has_master else 0
-            found.append(StartBytes(size.param_nbytes, master, size.state_nbytes - master))
-        return found
 
     def _fixed(self, homed: frozenset[int], tier: Tier) -> dict[str, int]:
         """Bytes on a tier that do not change in a step, by owner."""

@@ -32,7 +32,6 @@ import torch
 from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import MASTER, TensorSpec
 from hf_patrickstar.memory.lanes import Ticket, WorkLane
-from hf_patrickstar.memory.pages import populate
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import Copy
 from hf_patrickstar.memory.tiers import Tier
@@ -111,7 +110,6 @@ class Lists(dict[str, torch.Tensor]):
     def __missing__(self, name: str) -> torch.Tensor:
         with self.lock:
             if name not in self:
-                populate(self.fresh[name])  # an update reads before it writes, for which pages would be small
                 self[name] = self.fresh[name]
                 del self.fresh[name]
             return self[name]

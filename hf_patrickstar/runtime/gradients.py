@@ -172,9 +172,7 @@ class Gradients:
             place = tensor.view(chunk.param)
         else:
             place = tensor.view(chunk.home_param)
-            if chunk.is_pinned is None:
-                chunk.is_pinned = self._streams.is_pinned(place)
-            is_held = chunk.is_pinned and self._streams.is_on_device(gradient)
+            is_held = self._crosses_beside(chunk, gradient)
             if not is_held:
                 chunk.wait()  # the host writes to the home, which a copy may be reading
         norm: torch.Tensor | None = None
@@ -218,9 +216,15 @@ class Gradients:
         nbytes, tensor.crossing_nbytes = tensor.crossing_nbytes, 0
         self._emit(GradientStored(chunk.spec.index, tensor.spec.index, nbytes))
 
+    def _crosses_beside(self, chunk: Chunk, gradient: torch.Tensor) -> bool:
+        """Whether a copy of a gradient to the chunk's home on the host runs beside the host."""
+        if chunk.is_pinned is None:
+            chunk.is_pinned = self._streams.is_pinned(chunk.home_param)
+        return chunk.is_pinned and self._streams.is_on_device(gradient)
+
     def _leaves_beside(self, chunk: Chunk, gradient: torch.Tensor) -> bool:
         """Whether a gradient goes to its list through the ring, which comes after all lists."""
-        if chunk.home is Tier.DEVICE or not self._streams.copies_beside(gradient, chunk.home_param):
+        if chunk.home is Tier.DEVICE or not self._crosses_beside(chunk, gradient):
             return False
         self._has_all_lists |= all(other.has_list(GRADIENT) for other in self._chunks if other.spec.trainable)
         return self._has_all_lists and self._ring.open()

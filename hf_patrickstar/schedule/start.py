@@ -1,9 +1,9 @@
 """How long it takes from an engine to the end of its first step, by the rates of a machine and numbers of bytes."""
 
-import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from hf_patrickstar.machine import Machine
+from hf_patrickstar.schedule.placement import ChunkBytes
 
 _PAGES_PER_CORE = 1.6e9
 """Bytes per second that the system gives to each core that asks for memory: 16 of an H200's host got 25.6 GB/s."""
@@ -11,30 +11,21 @@ _LOCKED = 21e9
 """Bytes per second that the driver locks; measured there."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class StartBytes:
-    """The bytes of one chunk.
-
-    Attributes:
-        param_nbytes: Those of its values.
-        master_nbytes: Those of its masters.
-        state_nbytes: Those of lists that are zeros until they are used.
-    """
-
-    param_nbytes: int
-    master_nbytes: int
-    state_nbytes: int
-
-
 def seconds_to_first_step(
-    chunks: Sequence[StartBytes], first: frozenset[int], homed: frozenset[int], machine: Machine, step_s: float
+    chunks: Sequence[ChunkBytes],
+    masters: Sequence[int],
+    first: frozenset[int],
+    homed: frozenset[int],
+    machine: Machine,
+    step_s: float,
 ) -> dict[str, float]:
     """Seconds of what follows each other.
 
     Weights come from the page cache; what tracing takes, and other programs that are loaded, is not counted.
 
     Args:
-        chunks: All chunks.
+        chunks: The bytes of all chunks; states are zeros until they are used.
+        masters: How many of those of its states are a chunk's masters.
         first: Those that are at home on the device when the engine is made, by index.
         homed: Those that are when the first step begins.
         machine: The machine.
@@ -43,10 +34,9 @@ def seconds_to_first_step(
     pages = min(machine.num_cores * _PAGES_PER_CORE, machine.host_bandwidth)
     locked = _LOCKED if machine.has_accelerator else float("inf")
 
-    def nbytes(indices: Iterable[int]) -> tuple[int, int, int]:
-        found = [chunks[index] for index in indices]
-        param, master = sum(chunk.param_nbytes for chunk in found), sum(chunk.master_nbytes for chunk in found)
-        return param, param + master, sum(chunk.state_nbytes for chunk in found)
+    def nbytes(indices: frozenset[int]) -> tuple[int, int, int]:
+        param, master = sum(chunks[index].param_nbytes for index in indices), sum(masters[index] for index in indices)
+        return param, param + master, sum(chunks[index].state_nbytes for index in indices) - master
 
     all_of_them = frozenset(range(len(chunks)))
     param, made, _ = nbytes(all_of_them - first)
