@@ -143,10 +143,8 @@ def _norm_of(manager: ChunkManager, tensor: ManagedParameter, norm_type: float) 
 
 def _stack(norms: Sequence[torch.Tensor]) -> torch.Tensor:
     """Scalars of several devices as one vector on the first one's, in order; one copy per other device."""
-    first = norms[0].device
-    others: dict[torch.device, list[torch.Tensor]] = {}
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
     for norm in norms:
-        if norm.device != first:
-            others.setdefault(norm.device, []).append(norm)
-    moved = {device: iter(torch.stack(some).to(first).unbind()) for device, some in others.items()}
-    return torch.stack([norm if norm.device == first else next(moved[norm.device]) for norm in norms])
+        by_device.setdefault(norm.device, []).append(norm)
+    moved = {device: iter(torch.stack(some).to(norms[0].device).unbind()) for device, some in by_device.items()}
+    return torch.stack([next(moved[norm.device]) for norm in norms])

@@ -163,8 +163,8 @@ class ElementwiseKernel(Kernel):
         most = {Tier.HOST: SHARE_NUMEL, Tier.DEVICE: sys.maxsize if self._has_lanes else SHARE_NUMEL}
         steps = self._steps
         for chunk in chunks:
-            fresh = tuple(chunk.home_lists.fresh)
-            parts, payloads, last = places[chunk.home], chunk.payloads, None
+            # ``payloads`` takes lists out of those that are fresh.
+            fresh, parts, payloads, last = tuple(chunk.home_lists.fresh), places[chunk.home], chunk.payloads, None
             if not parts or parts[-1].numel >= most[chunk.home]:
                 parts.append(_Part())
             part = parts[-1]
@@ -250,9 +250,8 @@ class ElementwiseKernel(Kernel):
     def _update_share(self, job: Job, share: Sequence[Segment]) -> None:
         """Updates ranges in the thread of one worker."""
         try:
-            for segment in share:
-                for name in segment.fresh:  # whose pages the system gives now; if they were read first, they were small
-                    segment.part(name).zero_()
+            if fresh := [segment.part(name) for segment in share for name in segment.fresh]:
+                torch._foreach_zero_(fresh)  # the system gives huge pages for them, and small ones if they were read first
             self._update(job, share)
         except Exception as error:
             error.add_note(f"while the optimizer updated {_named(share)}")

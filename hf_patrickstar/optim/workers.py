@@ -48,11 +48,6 @@ class WorkTicket:
         if not num:
             self.future.set_result(None)
 
-    @property
-    def is_done(self) -> bool:
-        """Whether the workers have ended, also if one of them did with an error."""
-        return self.future.done()
-
     def wait(self) -> None:
         """Blocks until no worker is at this work any more, and raises the error that one of them ended with."""
         try:

@@ -422,8 +422,7 @@ class _Simulator:
         timeline = replay(script, plans, loads, self._machine)
         first, step_s = self.decisions.homes.device_homed, timeline.duration_ns / 1e9
         sizes, lists = self.decisions.chunk_nbytes, self.decisions.lists
-        with_masters = [spec.chunk_numel if MASTER in lists_of(spec, lists) else 0 for spec in layout.chunks]
-        masters = [s.types.list_nbytes(MASTER, num) for s, num in zip(layout.chunks, with_masters, strict=True)]
+        masters = [s.types.list_nbytes(MASTER, s.chunk_numel * (MASTER in lists_of(s, lists))) for s in layout.chunks]
         return Simulation(
             script=script,
             traces=tuple(traces),

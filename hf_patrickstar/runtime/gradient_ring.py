@@ -69,7 +69,6 @@ class GradientRing:
         self._streams = streams
         self._most_nbytes = most_nbytes
         self._buffer: torch.Tensor | None = None
-        self._is_pinned = False
         self._by_dtype: dict[torch.dtype, torch.Tensor] = {}
         self._next = 0
         self._lent: collections.deque[tuple[int, int, Copy]] = collections.deque()
@@ -85,7 +84,6 @@ class GradientRing:
                 self._buffer = self._pool.allocate(Tier.HOST, nbytes, torch.uint8, OWNER, pinned=True)
             except BudgetError:  # memory of this kind is taken in larger pieces than was asked for
                 return False
-            self._is_pinned = self._streams.is_pinned(self._buffer)
         return True
 
     def add(self, gradient: torch.Tensor, place: torch.Tensor, *, is_first: bool) -> Iterator[Copy]:
@@ -122,7 +120,7 @@ class GradientRing:
 
     def _send(self, source: torch.Tensor, target: torch.Tensor, is_first: bool) -> Copy:
         begin, end, piece = self._piece(source.numel(), source.dtype)
-        arrival = self._streams.to_host(source, piece, is_beside=self._is_pinned)
+        arrival = self._streams.to_host(source, piece, is_beside=True)  # if it cannot be, the call waits
         ticket = self._streams.on_host(_adder(piece, target, is_first), () if arrival is None else (arrival,))
         assert ticket is not None  # gradients leave through it where there are streams alone
         self._lent.append((begin, end, ticket))

@@ -58,5 +58,5 @@ def describe_start(seconds: Mapping[str, float], machine: str) -> str:
         machine: The name of the machine.
     """
     parts = ", ".join(f"{name} {taken:.1f} s" for name, taken in seconds.items())
-    total = sum(seconds.values())
-    return f"about {total:.1f} s from the engine to the end of the first step ({parts}) at the rates of '{machine}'"
+    total = f"about {sum(seconds.values()):.1f} s from the engine to the end of the first step"
+    return f"{total} ({parts}) at the rates of '{machine}'"

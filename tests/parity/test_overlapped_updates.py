@@ -737,9 +737,8 @@ def test_an_error_in_one_chunk_leaves_no_other_half_updated(dtype, monkeypatch):
 
     with streams_of("pooled"):
         done, failed = train(), train(0)
-    different = [
-        index for index, (one, other) in enumerate(zip(done, failed, strict=True)) if not all_equal(one, other)
-    ]
+    pairs = enumerate(zip(done, failed, strict=True))
+    different = [index for index, pair in pairs if not all(map(torch.equal, *pair))]
     assert len(different) == 1
     (index,) = different
     param, master = failed[index][:2]

@@ -74,7 +74,7 @@ def test_all_workers_work_at_the_same_time_on_every_item_once_and_record_nothing
     assert sorted(done) == sorted([0, 1, 2] * 5)
     assert {name for name, _ in seen} == set(alive())
     assert not any(is_recorded for _, is_recorded in seen)
-    assert workers.submit(work, []).is_done
+    assert workers.submit(work, []).future.done()
 
 
 # One thread in a worker
@@ -133,7 +133,7 @@ def test_an_error_is_raised_when_the_others_have_ended(workers):
     gate, ticket = threading.Event(), workers.submit(lambda item: (gate.wait(10), 1 / 0), range(100))
     threading.Timer(0.05, gate.set).start()
     ticket.cancel()
-    assert ticket.is_done, "what is cancelled ends with the items that were begun, and raises nothing"
+    assert ticket.future.done(), "what is cancelled ends with the items that were begun, and raises nothing"
 
 
 def test_who_interrupts_the_wait_gets_it_when_nobody_works_any_more(workers):
@@ -216,11 +216,11 @@ def test_no_worker_waits_while_anything_is_left_of_whatever_was_submitted(worker
     for ticket in later:
         ticket.wait()
     assert done == [*range(9)], "in the order in which they were submitted"
-    assert not first.is_done
+    assert not first.future.done()
     gates[0].set()
     after = workers.submit(done.append, [9])
     after.wait()
-    assert not first.is_done, "it counts down its own items alone"
+    assert not first.future.done(), "it counts down its own items alone"
     gates[1].set()
     first.wait()
 
