@@ -26,7 +26,7 @@ def summarize(events, updates=()):
         direction, ``gaps`` (the longest that took more than a millisecond without any kernel, each with what the host
         did), ``gap_seconds`` and ``short_gap_seconds``, ``unexplained`` (in gaps, where the trace does not say what the
         host did), ``updates``, from the last kernel of backward to the first update, and from the last update of the
-        step before to the next kernel.
+        step before to the first kernel after the copy to the device that follows it.
     """
     spans = [_Span(event) for event in events if event.get("ph") == "X" and "dur" in event]
     ranges = [span for span in spans if span.kind in _RANGES]
@@ -64,11 +64,11 @@ def summarize(events, updates=()):
         "short_gap_seconds": _seconds(_length(gaps) - _length(long)),
         "unexplained": {what: _seconds(us) for what, us in unexplained.items()},
         "unexplained_share": round(sum(unexplained.values()) / (step.end - step.begin), 4),
-        **_of_updates(sorted(updates), step, phases, by_phase["backward"], busy),
+        **_of_updates(sorted(updates), step, phases, by_phase["backward"], kernels, copies["to_device"]),
     }
 
 
-def _of_updates(updates, step, phases, backward, busy):
+def _of_updates(updates, step, phases, backward, kernels, copies):
     """When chunks were updated, and what was waited for before and after."""
     begun = max((span.begin for span in phases if span.name == "update"), default=step.end)
     own = [begin for begin, _ in updates if begin >= begun]
@@ -77,9 +77,10 @@ def _of_updates(updates, step, phases, backward, busy):
     computed = [kernel.end for kernel in backward if kernel.end <= step.end]
     if own and computed:
         found["backward_to_update"] = _seconds(own[0] - max(computed))
-    later = [begin for begin, _ in busy if before and begin >= max(before)]
+    arrivals = [copy.end for copy in copies if before and copy.begin >= max(before)]
+    later = [kernel.begin for kernel in kernels if arrivals and kernel.begin >= min(arrivals)]
     if later:
-        found["update_to_kernel"] = _seconds(later[0] - max(before))
+        found["update_to_kernel"] = _seconds(min(later) - max(before))
     return found
 
 

@@ -41,7 +41,8 @@ class Collectives:
     """Sends data and messages between the processes that train one model together.
 
     All ranks call the same methods in the same order. A failed call raises ``CollectiveError``, which names the missing
-    ranks; the process group cannot be used afterwards. With one process, messages and tensors stay where they are, and there are no slices.
+    ranks; the process group cannot be used afterwards. With one process, messages and tensors stay where they are, and
+    there are no slices.
 
     Make one with ``connect``.
 

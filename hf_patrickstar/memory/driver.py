@@ -39,7 +39,8 @@ class Series:
     """Work of the host's thread up to an error, which is raised once, for the first who waits.
 
     Attributes:
-        failure: The error. Work that has something to be done in its place is not begun after it.
+        failure: The error. Once it is known, work that has something to be done in its place is not begun; what workers
+            have been given by then goes on.
         is_reported: Whether somebody has got it.
     """
 

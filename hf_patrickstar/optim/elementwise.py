@@ -36,8 +36,8 @@ TILE_NUMEL = 2**19
 _DEVICE_TILE_NUMEL = 2**24
 """The same on a device, which only pays for launching kernels; its 16-bit gradients are widened in scratch space."""
 _MANY_WORKERS = 16
-"""With more of them shares are longer, so that they still end half a millisecond after each other: a worker that ends
-one needs the interpreter's lock."""
+"""Shares are longer by their own length for each further 16 workers, so that they still end half a millisecond after
+each other: a worker that ends one needs the interpreter's lock."""
 _SHORT_SHARES = 8
 """The first and the last shares of a step are that part as long as others; see ``_rooms``."""
 
@@ -251,7 +251,7 @@ class ElementwiseKernel(Kernel):
         """Updates ranges in the thread of one worker."""
         try:
             if fresh := [segment.part(name) for segment in share for name in segment.fresh]:
-                torch._foreach_zero_(fresh)  # the system gives huge pages for them, and small ones if they were read first
+                torch._foreach_zero_(fresh)  # the system gives huge pages here, and small ones to who reads first
             self._update(job, share)
         except Exception as error:
             error.add_note(f"while the optimizer updated {_named(share)}")

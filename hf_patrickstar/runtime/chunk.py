@@ -6,10 +6,10 @@ the copy, that holds the chunks of all ranks; the lists at home hold only this r
 one in the copy, on every rank, and one at home, on its owner. With one process both are the same.
 
 [Note: an update under way]
-``optimizer.step()`` settles what it does and returns; a thread of the host then updates chunk after chunk, in the order
-of the next forward. So nobody may meet values of before: who asks a chunk for a list at home waits for the update of
-that chunk, whatever the list is wanted for. The copies to the device name the update as what they come after, and the
-kernel that updates has the payloads from ``payloads``.
+``optimizer.step()`` settles what it does and returns; workers of the host then update chunks, in the order of the next
+forward, with several of them under way at a time. So nobody may meet values of before: who asks a chunk for a list at
+home waits for the update of that chunk, whatever the list is wanted for. The copies to the device name the update as
+what they come after, and the kernel that updates has the payloads from ``payloads``.
 
 [Note: lists of zeros]
 Optimizer states are zeros until somebody writes them. Until somebody asks for it, a list of states is apart from the

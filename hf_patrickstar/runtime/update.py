@@ -13,7 +13,7 @@ def _do_nothing() -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Update:
-    """What the optimizer does to chunks that have the same home; see [Note: an update under way].
+    """What the optimizer does to chunks; see [Note: an update under way].
 
     Attributes:
         chunks: The chunks.

@@ -625,7 +625,7 @@ def rounded_masters(run):
 
 @pytest.mark.parametrize(("streams", "dtype"), [("simulated", "bf16"), ("delayed", "fp32"), ("pooled", "bf16")])
 def test_an_error_in_a_worker_names_the_chunk_at_the_next_use(streams, dtype, monkeypatch):
-    """Values are the masters then: gradients stood in their places, and later updates were not done."""
+    """Values are the masters then, also those of chunks that were not updated: gradients stood in their places."""
     with streams_of(streams):
         run = Run(dtype=dtype, host_threads=3, autocast=False)
         run.step(0)
