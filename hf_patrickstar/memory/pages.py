@@ -6,10 +6,15 @@ zeros. With pages of 4 KiB that takes several times as long as to write the memo
 
 So zeros cost nothing before they are used, and whoever writes to them first, in several threads say, has the system
 make them.
+
+Large buffers begin at different pages of huge ones (``_next_shift``). If the lists that an update reads together began
+at the same one, they would use the same sets of the caches and the same banks of memory: Adam took 1.9 times as long
+then on two cores of an EPYC.
 """
 
 import concurrent.futures
 import ctypes
+import itertools
 import mmap
 from typing import TypeVar
 
@@ -26,6 +31,9 @@ _PART_NBYTES = 32 * MIB
 """Bytes whose pages a thread asks for before it takes the next part: some milliseconds of work."""
 _MOST_THREADS = 8
 """More of them would wait for memory, and processes that share a machine take memory at the same time."""
+
+_SHIFTS = range(0, 16 * mmap.PAGESIZE, mmap.PAGESIZE)
+_next_shift = itertools.cycle(_SHIFTS)
 
 _Pages = TypeVar("_Pages", bound=mmap.mmap)
 
@@ -50,12 +58,10 @@ def advise_huge_pages(buffer: torch.Tensor) -> int:
 
 
 def populate(buffer: torch.Tensor) -> None:
-    """Has the system give all pages of a large buffer of the host now, to several threads; what is in them stays.
+    """Has the system give all pages of a buffer of ``fresh_pages`` now, to several threads; what is in them stays.
 
-    Where the system cannot be asked, it gives pages when they are used.
+    Where the system cannot be asked (Linux before 5.14), it gives pages when they are used.
     """
-    if type(buffer) is not torch.Tensor or not buffer.is_cpu or buffer.nbytes < _HUGE_NBYTES:
-        return
     begin, end, system = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes, ctypes.CDLL(None)
 
     def ask(address: int) -> None:
@@ -101,11 +107,11 @@ def fresh_pages(numel: int, dtype: torch.dtype, kind: type[_Pages]) -> tuple[tor
     Raises:
         RuntimeError: If the system has none.
     """
-    nbytes = -(-numel * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
+    nbytes, shift = -(-numel * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE, next(_next_shift)
     try:
-        pages = kind(-1, nbytes, flags=mmap.MAP_PRIVATE)
+        pages = kind(-1, _SHIFTS.stop + nbytes, flags=mmap.MAP_PRIVATE)
     except OSError as error:
         raise RuntimeError(f"can't allocate memory: {nbytes} bytes: {error}") from error
-    buffer = torch.frombuffer(pages, dtype=dtype, count=numel)
+    buffer = torch.frombuffer(pages, dtype=dtype, count=numel, offset=shift)
     advise_huge_pages(buffer)
     return buffer, pages

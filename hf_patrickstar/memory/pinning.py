@@ -93,7 +93,7 @@ class PagePinning:
         pages, address = vars(buffer).pop("pages", None), buffer.data_ptr()
         if pages is not None:
             populate(buffer)
-            lock_pages(self._device, address, len(pages))
+            lock_pages(self._device, address, self.nbytes(buffer.nbytes))
             pages.locked = (os.getpid(), self._device, address)
 
     def empty_cache(self) -> None:

@@ -32,7 +32,6 @@ def seconds_to_first_step(
         step_s: Seconds of a step.
     """
     pages = min(machine.num_cores * _PAGES_PER_CORE, machine.host_bandwidth)
-    locked = _LOCKED if machine.has_accelerator else float("inf")
 
     def nbytes(indices: frozenset[int]) -> tuple[int, int, int]:
         param, master = sum(chunks[index].param_nbytes for index in indices), sum(masters[index] for index in indices)
@@ -43,7 +42,7 @@ def seconds_to_first_step(
     _, there, _ = nbytes(first)
     _, moved, _ = nbytes(first ^ homed)
     return {
-        "weights": max(made / pages, param / locked, machine.host_ns(0, 2 * made) / 1e9)
+        "weights": max(made / pages, machine.has_accelerator * param / _LOCKED, machine.host_ns(0, 2 * made) / 1e9)
         + there / machine.pageable_bandwidth,
         "moving home": moved / min(machine.to_device_bandwidth, machine.to_host_bandwidth, machine.host_bandwidth / 2),
         "first step": step_s + nbytes(all_of_them - homed)[2] / pages,

@@ -1,6 +1,7 @@
 """Huge pages: which part of a buffer the system is asked for, and that buffers are what they would be without."""
 
 import contextlib
+import functools
 import pathlib
 import re
 import sys
@@ -75,6 +76,19 @@ def test_buffers_of_the_engine_ask_for_them(make, monkeypatch):
             buffer = pool.allocate(Tier.HOST, 40 * MIB, torch.uint8, "param", zero=make == "pool, zeros")
     assert advised_nbytes(buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes) >= 36 * MIB
     assert make != "pool, zeros" or not buffer.any()
+
+
+@pytest.mark.parametrize("kind", ["pool", "locked"])
+def test_lists_that_are_used_together_begin_at_different_places_of_huge_pages(kind, monkeypatch):
+    """Else their lines are in the same sets of the caches: Adam over four lists took twice as long on an EPYC."""
+    monkeypatch.setattr(pinning, "lock_pages", lambda *_: None)
+    monkeypatch.setattr(pinning, "unlock_pages", lambda *_: None)
+    make = PagePinning(CPU).begin if kind == "locked" else functools.partial(new_on_host, device=CPU)
+    buffers = [make(8 * MIB, dtype=torch.float32, zero=True) for _ in range(8)]
+    places = {buffer.data_ptr() % (2 * MIB) for buffer in buffers}
+    assert len(places) == len(buffers)
+    assert all(place % 4096 == 0 for place in places), "the driver locks whole pages"
+    assert not any(buffer.any() for buffer in buffers)
 
 
 def test_small_buffers_and_systems_that_take_no_advice_keep_small_pages(monkeypatch):
