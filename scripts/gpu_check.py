@@ -38,7 +38,7 @@ BEGIN_S = time.monotonic()
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CALL_S = 570.0
 """Seconds of a call, so that it ends before ten minutes have passed."""
-REHEARSAL_S = 240.0
+REHEARSAL_S = 900.0
 TAIL_CHARS = {True: 700, False: 1700}
 """What the console shows of a part: of one that is fine, and of one that is not."""
 KEPT_CHARS = 6000

@@ -30,7 +30,7 @@ run() {
                 tests/live/test_live_{changes,gradients,writing}.py
             ;;
         # The check of a GPU, with tiny sizes on the CPU tier.
-        rehearsal) .venv/bin/python scripts/gpu_check.py --rehearse --seconds 900 ;;
+        rehearsal) .venv/bin/python scripts/gpu_check.py --rehearse ;;
         # The lowest versions that setup.cfg allows.
         oldest) bash scripts/test_oldest.sh tests/integration tests/gpu ;;
         *)
