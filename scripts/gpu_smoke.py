@@ -233,7 +233,7 @@ def adam_on_the_host(device, numel):
         submit().wait()
         found[f"{name}_g_parameters_s"] = numel / (time.perf_counter() - begin) / 1e9
         ticket = submit()
-        found[f"{name}_launch_us"] = launch_us(x, lambda _, ticket=ticket: not ticket.is_done)
+        found[f"{name}_launch_us"] = launch_us(x, lambda _, ticket=ticket: not ticket.future.done())
         ticket.wait()
     for num in NUMS_OF_WORKERS:
         found[f"{num}_workers_g_parameters_s"] = HostAdam(numel, num).g_parameters_s()
@@ -255,7 +255,7 @@ def bus(device, numel):
     adam = HostAdam(numel)
     found["adam_alone_g_parameters_s"] = adam.g_parameters_s()
     begin, tickets = time.perf_counter(), [adam.submit() for _ in range(4)]
-    beside = copy_rates(lanes, lambda _: not tickets[-1].is_done)
+    beside = copy_rates(lanes, lambda _: not tickets[-1].future.done())
     found |= {f"{way}_beside_adam_gb_s": rate for way, rate in beside.items()}
     found["adam_beside_g_parameters_s"] = len(tickets) * numel / (time.perf_counter() - begin) / 1e9
     return found
