@@ -471,7 +471,7 @@ class ChunkManager:
         try:
             for number, update in enumerate(updates):
                 if runs_beside and self.overlaps_updates and update.chunks[0].home is Tier.HOST:
-                    for chunk in update.chunks:
+                    for chunk in [chunk for chunk in update.chunks if chunk.update is not None]:
                         chunk.wait_for_update()  # the workers of an earlier one may be at it
                     after = [other for chunk in update.chunks for other in chunk.under_way]
                     ticket = self._streams.on_host(update.run, after, update.give_up)
