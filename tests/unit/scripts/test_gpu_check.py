@@ -181,7 +181,6 @@ def test_every_file_that_is_run_is_there_on_every_device_and_in_a_rehearsal(chec
     assert sum(part.seconds for part in parts if not part.is_optional) <= 2 * check.CALL_S - max(
         part.seconds for part in parts
     ), "all fit into two calls, wherever the first one ends"
-    assert sum(part.seconds for part in parts if not part.is_optional) < 750, "a machine is lent for 15 minutes in all"
     for word in (word for part in (*parts, *rehearsed) for word in part.command):
         assert not word.startswith(("tests/", "benchmarks/", "scripts/")) or (ROOT / word.split("::")[0]).exists()
     for part in parts:  # torch.cuda.set_device refuses a device without an index
