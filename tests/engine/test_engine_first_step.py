@@ -19,6 +19,7 @@ from torch import nn
 from hf_patrickstar.events import ChunkRehomed
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import DeviceStreams
+from hf_patrickstar.optim.adam_kernel import AdamKernel
 from hf_patrickstar.optim.elementwise import ElementwiseKernel
 from hf_patrickstar.runtime.copies import Copies
 
@@ -194,8 +195,8 @@ def test_values_outlive_a_move_that_is_interrupted(monkeypatch, looks):
 
 @pytest.mark.own_streams
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux about pages")
-def test_the_system_gives_memory_for_states_when_they_are_needed():
-    """Not for those that move, where they were first; and the memory of a step that has updated is all there."""
+def test_the_system_gives_memory_for_states_when_they_are_needed(monkeypatch):
+    """Not for those that move, where they were first; and all of it before an update reads them, in small pages."""
     engine = engine_of(make(lambda: nn.Linear(2048, 1024)), "resident", settings={"chunk_numel": 2**21})
     (chunk,) = [chunk for chunk in engine.manager.chunks if chunk.spec.chunk_numel >= 2**21]
     states = [payload for name, payload in chunk.held.items() if name.startswith("exp_avg")]
@@ -205,9 +206,18 @@ def test_the_system_gives_memory_for_states_when_they_are_needed():
         pages = are_there(begin, payload.nbytes - 8192)
         return sum(pages) / len(pages)
 
+    found, update = [], AdamKernel._update
+
+    def look_and_update(kernel, job, ranges):
+        lists = [segment.part(name) for segment in ranges for name in ("exp_avg", "exp_avg_sq")]
+        found.extend(share(payload) for payload in lists if payload.nbytes >= 2**20)
+        update(kernel, job, ranges)
+
+    monkeypatch.setattr(AdamKernel, "_update", look_and_update)
     assert max(map(share, states)) < 0.1
     engine.model(torch.randn(2, 2048)).sum().backward()
     engine.optimizer.step()
+    assert min(found) > 0.9
     assert min(share(payload) for payload in chunk.payloads.values()) > 0.9
 
 
