@@ -33,7 +33,6 @@ from hf_patrickstar.runtime.admission import check_model, check_values, is_left_
 from hf_patrickstar.runtime.chunk import torch_dtype
 from hf_patrickstar.runtime.live_parameter import LiveMixin
 from hf_patrickstar.runtime.quantized import parameters_of
-from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.estimate import Estimate, PlacementRules, left_device
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.margin import StepCost, needed_nbytes
@@ -458,8 +457,6 @@ def collect(
 def _check(
     model: torch.nn.Module, tensors: list[TensorSpec], parameters: list[torch.nn.Parameter], *, is_training: bool
 ) -> None:
-    if any("patrickstar_engine" in root.__dict__ for root in roots_of(model)):
-        raise EngineError("an engine is attached to this model already; call its detach() first")
     if is_training and not tensors and any(map(is_left_out, model.parameters())):
         raise EngineError(
             "every parameter of the model is lazy and has no shape yet; run one forward (under torch.no_grad()) before "

@@ -45,6 +45,7 @@ from hf_patrickstar.runtime.executor import MovePolicy
 from hf_patrickstar.runtime.gate import FORWARD, STATE_DICT, Gate
 from hf_patrickstar.runtime.hooks import ModelHooks
 from hf_patrickstar.runtime.live_parameter import set_raw_data
+from hf_patrickstar.runtime.live_tensor import managers_of
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.quantized import buffers_of
 from hf_patrickstar.runtime.recovery import MAX_RETRIES, Recovery
@@ -63,6 +64,8 @@ class PatrickStarEngine:
 
     The model is changed in place and stays the user's model: same class, same modules, same ``Parameter`` objects.
     While the engine is attached, a parameter has its shape and type, but storage only while a module computes with it.
+    A parameter is in one engine. Another engine is detached if its model is a part of this one, or this one a part of
+    it, or if it has parameters of the optimizer; its own optimizers go on as torch's.
 
     Args:
         model: The model, on the host or on the compute device; several that share an optimizer are given as one
@@ -84,8 +87,8 @@ class PatrickStarEngine:
     Raises:
         ConfigError: If a setting cannot work for this model.
         BudgetError: If a budget is too small; the message says for what, and by how much.
-        EngineError: If the model cannot be managed (no trainable parameter, meta parameters, an engine attached), or an
-            optimizer is not one over its parameters.
+        EngineError: If the model cannot be managed (no trainable parameter, meta parameters), or an optimizer is not
+            one over its parameters.
     """
 
     def __init__(
@@ -106,12 +109,13 @@ class PatrickStarEngine:
         self._statistics = Statistics()
         self.figures = Figures()  # remembers the last log
         self._emit = self._statistics.record if listener is None else both(self._statistics.record, listener)
-        self.resources = Resources.find(self.config, device, process_group, self._make_room, self._emit)
-        self.device, self.collectives = self.resources.device, self.resources.collectives
-        self.ledger = self.resources.ledger
         given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*(optimizer or ())]
         check_optimizers(model, given)
         self._heads = find_heads(model) if self.config.chunked_loss is True else []
+        gradients = _take_over(model, given)
+        self.resources = Resources.find(self.config, device, process_group, self._make_room, self._emit)
+        self.device, self.collectives = self.resources.device, self.resources.collectives
+        self.ledger = self.resources.ledger
         num_threads, said = choose_threads(self.config.host_threads, self.collectives.num_core_sharers, os.environ)
         logger.info("patrickstar: %s", said)
         self._workers = HostWorkers(num_threads)
@@ -128,6 +132,7 @@ class PatrickStarEngine:
         self._emit(ModelDecided(expected))
         self._payloads = Payloads(self.resources, self._decisions, self._kernels)
         self.manager = self._make_manager(self._payloads.allocate(), known)
+        self.manager.engine = self
         self.weights = ChunkWeights(self.manager)
         self.optimizers: list[ChunkedOptimizer] = []
         self._attached = True
@@ -140,6 +145,8 @@ class PatrickStarEngine:
         self.hooks.note_structure()  # without the gate
         for part in (model, *roots_of(model)):
             part.__dict__["patrickstar_engine"] = self
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
         self._decisions.explain(situation)
 
     @property
@@ -549,6 +556,30 @@ class PatrickStarEngine:
         with self.manager.gradients.lock, self.resources.pool.locking_beside():  # other threads may read parameters
             self._first_values.move_in(buffers_of(self.model), self.hooks.bind)
         self._workers.close()  # a process that is forked before the first update starts threads of its own
+
+
+def _take_over(
+    model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]
+) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """Detaches the engines of models that are parts of a model or around it, and of what the optimizers hold.
+
+    An engine that merely shares frozen parameters keeps them.
+
+    Returns:
+        Copies of gradients that no step has used yet.
+    """
+    gradients, held = [], holders(optimizers)
+    for manager in managers_of(model.parameters()):
+        other = manager.engine.model
+        inside = ({*around.modules()}.intersection(roots_of(part)) for around, part in ((model, other), (other, model)))
+        if not any(inside) and not any(id(tensor.parameter) in held for tensor in manager.tensors):
+            continue
+        waiting = [tensor.parameter for tensor in manager.tensors if manager.gradients.has(tensor)]
+        found = ((parameter, parameter.grad) for parameter in waiting)
+        gradients += [(parameter, gradient.clone()) for parameter, gradient in found if gradient is not None]
+        logger.info("patrickstar: detached the engine of %s, whose parameters are in this model", type(other).__name__)
+        manager.engine.detach()
+    return gradients
 
 
 def initialize_engine(

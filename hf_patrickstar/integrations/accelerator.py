@@ -231,7 +231,7 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
             self._point(prepared)
 
     def _engage(self, models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
-        """Makes one engine train these models with these optimizers; other engines of the models are detached."""
+        """Makes one engine train these models with these optimizers."""
         engines = engines_of(models)
         if len(engines) == 1 and {*map(id, roots_of(engines[0].model))} == {*map(id, models)}:
             engine = engines[0]
@@ -244,9 +244,6 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
                 for optimizer in new:
                     engine.add_optimizer(optimizer)
                 return
-        gradients = [pair for engine in engines for pair in _gradients_of(engine)]
-        for engine in engines:
-            engine.detach()
         PatrickStarEngine(
             models[0] if len(models) == 1 else Together(models),
             self.patrickstar_config,
@@ -256,8 +253,6 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
             precision=self._patrickstar_precision,
             listener=self._patrickstar_listener,
         )
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
 
     def _chunked(self, optimizer: torch.optim.Optimizer) -> ChunkedOptimizer | None:
         """The ``ChunkedOptimizer`` of a user's optimizer, or ``None``."""
@@ -322,10 +317,3 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
         self.unscale_gradients([item for item in self._optimizers if not wanted.isdisjoint(held_by(item))])
         found = [e for e in engines_of(self._models) if any(map(e.manager.find, parameters))]
         return parameters, found[0].optimizer if len(found) == 1 else None
-
-
-def _gradients_of(engine: PatrickStarEngine) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """Copies of the gradients that no step has used yet; usually there are none."""
-    waiting = [tensor.parameter for tensor in engine.manager.tensors if engine.manager.gradients.has(tensor)]
-    found = ((parameter, parameter.grad) for parameter in waiting)
-    return [(parameter, gradient.clone()) for parameter, gradient in found if gradient is not None]

@@ -16,6 +16,8 @@ from hf_patrickstar.errors import EngineError
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.runtime.live_parameter import RAW, LiveMixin, storage_key
 
+_PACKAGE = __name__.partition(".")[0]
+
 
 class KeptOperand:
     """What autograd keeps in place of an operand that is, or looks into, the value of a parameter."""
@@ -98,11 +100,19 @@ class Autograd:
     def _around(
         self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
     ) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
-        """Hooks that call the user's hooks, with detached values, since a parameter may be a placeholder by then."""
+        """Hooks that call those around them, with detached values, since a parameter may be a placeholder by then.
+
+        Those of another engine, in whose forward this model is called, get no parameter of this one: they keep versions
+        of tensors, and chunks are written whenever they come.
+        """
+        place = getattr(pack, "__module__", None) or ""
+        is_engine = place.startswith(_PACKAGE) and place != __name__  # here it calls the user's
 
         def pack_both(view: torch.Tensor) -> Any:
             with RAW():
                 shown = view.detach() if isinstance(view, LiveMixin) else view
+            if is_engine and isinstance(mine := self.pack(view), KeptOperand):
+                return _Kept(mine)
             theirs = pack(shown)
             if theirs is shown:
                 return _Kept(_without_version(self.pack(view)))

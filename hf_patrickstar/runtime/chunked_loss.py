@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._pytree import tree_map_only
@@ -61,9 +60,10 @@ class _CrossEntropySum(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         hidden, weight, bias, target = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a graph of this backward is asked for
+            return _whole_gradients(ctx.saved_tensors, ctx.needs_input_grad, grad)
         of_inputs = zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
         grads = [torch.zeros_like(tensor) if is_needed else None for tensor, is_needed in of_inputs]
         grad_hidden, grad_weight, grad_bias = grads
@@ -73,7 +73,8 @@ class _CrossEntropySum(torch.autograd.Function):
             counts = labels != _IGNORED
             columns = torch.where(counts, labels, 0).unsqueeze(1)
             wide.scatter_add_(1, columns, wide.new_full(columns.shape, -1.0))
-            of_logits = wide.mul_((counts * grad).unsqueeze(1)).to(hidden.dtype)
+            # The gradient is infinite if no label counts and the loss is a mean: zero times it is not zero.
+            of_logits = wide.mul_(torch.where(counts, grad, 0).unsqueeze(1)).to(hidden.dtype)
             del wide
             if grad_hidden is not None:
                 torch.mm(of_logits, weight, out=grad_hidden[begin : begin + len(part)])
@@ -83,6 +84,17 @@ class _CrossEntropySum(torch.autograd.Function):
                 grad_bias += of_logits.sum(0)
             begin += len(part)
         return (*grads, None)
+
+
+def _whole_gradients(saved: Sequence[Any], is_needed: Sequence[bool], grad: torch.Tensor) -> tuple[Any, ...]:
+    """The gradients of ``_CrossEntropySum`` with a graph, for second derivatives."""
+    _tell_whole("create_graph=True")
+    *inputs, target = saved
+    logits = functional.linear(*inputs).to(grad.dtype)
+    loss = functional.cross_entropy(logits, target, ignore_index=_IGNORED, reduction="sum")
+    asked = [tensor for tensor, needed in zip(inputs, is_needed, strict=False) if needed]
+    found = iter(torch.autograd.grad(loss, asked, grad, create_graph=True))
+    return tuple(next(found) if needed else None for needed in is_needed)
 
 
 def _chunks(hidden: torch.Tensor, target: torch.Tensor, weight: torch.Tensor) -> Iterable[tuple[Any, Any]]:

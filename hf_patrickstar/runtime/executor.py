@@ -200,7 +200,7 @@ class Executor:
     def expect(self, step: Step | None, moment: int | None = None) -> None:
         """Tells the ledger what non-model data will need until the next moment, or to be cautious without a trace."""
         ledger = self._ledger
-        if step is None:
+        if step is None or (step.cursor is not None and not step.cursor.trace.visits):  # no parameter is used
             ledger.is_cautious, ledger.reserved_nbytes = False, 0
         elif step.cursor is None or (step.is_measured and step.plan is None):
             # A trace that was made beforehand may estimate too much: if no plan fits, what is measured decides.

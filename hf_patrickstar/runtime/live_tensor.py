@@ -102,6 +102,16 @@ def computes(tensor: Any, frames: Frames, func: Any) -> bool:
     return bool(is_running) and (func not in WITHOUT_GRAPH or is_packed(tensor.parameter))
 
 
+def managers_of(parameters: Iterable[torch.Tensor]) -> list[ChunkManager]:
+    """The managers that have any of some parameters, each once.
+
+    Args:
+        parameters: Of a model, maybe of several engines or of none.
+    """
+    lives = (parameter.__dict__.get("_live") for parameter in parameters)
+    return list(dict.fromkeys(live.manager for live in lives if isinstance(live, LiveTensor)))
+
+
 class LiveTensor(Live):
     """Answers for one parameter; see ``Live``.
 

@@ -13,7 +13,7 @@ gradients, and after the optimizer has changed a home its device copy is stale a
 import contextlib
 import functools
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -82,6 +82,7 @@ class ChunkManager:
         known: Traces of a plan, if there is one.
 
     Attributes:
+        engine: The engine, for those who find its parameters in a model.
         model_lock: Held by the thread that runs a forward, a backward or an update.
         frames: The forwards that run on this thread.
         has_new_groups: Whether param groups were changed, so that parameters may need other lists.
@@ -109,6 +110,7 @@ class ChunkManager:
         checks_all: bool,
         known: KnownTraces,
     ) -> None:
+        self.engine: Any = None
         self.chunks, self.ledger = chunks, pool.ledger
         self._pool, self._meter, self._streams = pool, meter, streams
         order = Order(collectives, checks_all=checks_all)
@@ -710,6 +712,7 @@ class ChunkManager:
                 chunk.wait_for_reader()
                 chunk.give_back(self._pool)
                 chunk.lists.clear()
-                chunk.compute = None
+                chunk.compute, chunk.is_updated = None, False
+            self.parameters.index([])  # optimizers go on with parameters like any others
             self._pool.trim()
             self._streams.close()

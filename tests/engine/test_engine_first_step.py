@@ -12,7 +12,7 @@ import torch
 from buffers import are_there
 from engine.pairs import Pair, engine_of
 from engine.same import assert_same_states
-from engine.small import Stack, adamw, batch, make, step_of, trainable
+from engine.small import WIDTH, Stack, adamw, batch, make, step_of, trainable
 from simulated import simulated_streams
 from torch import nn
 
@@ -259,3 +259,48 @@ def test_memory_of_lists_that_move_is_free_at_once(monkeypatch):
         pair.check(step_of, step, size)
     assert len(num_kept) > 4
     assert set(num_kept) == {0}
+
+
+class Few(nn.Module):
+    """Uses none of its parameters, one module, or both."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.drop = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
+
+    def forward(self, x, which="both"):
+        if which == "none":
+            return self.drop(x) * 2
+        x = self.first(x)
+        return x if which == "one" else self.second(x)
+
+
+def evaluate(model, optimizer, which):
+    with torch.no_grad():
+        return model(batch(), which)
+
+
+def forward_alone(model, optimizer, which):
+    return model(batch(), which).detach()
+
+
+def learn(model, optimizer, which):
+    loss = model(batch().requires_grad_(), which).square().sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("frozen", ["", "first"])
+@pytest.mark.parametrize("which", ["none", "one"])
+@pytest.mark.parametrize("first", [evaluate, forward_alone, learn])
+def test_a_forward_that_uses_little_or_nothing_comes_first(first, which, frozen):
+    def make_few():
+        model = Few()
+        model.first.requires_grad_(frozen != "first")
+        return model
+
+    pair = Pair(make_few, "moving")
+    for run, uses in [(first, which), (first, which), (learn, "both"), (first, which), (evaluate, "none")]:
+        pair.check(run, uses)

@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from engine.pairs import Pair, alike, config_of, engine_of
-from engine.small import WIDTH, Stack, Tied, adamw, batch, loss_of, make, step_of, tokens, trainable
+from engine.pairs import Pair, alike, engine_of
+from engine.small import WIDTH, Stack, Tied, batch, loss_of, make, step_of, tokens
 from simulated import delayed_streams, simulated_streams
 from torch import nn
-
-from hf_patrickstar import EngineError, PatrickStarEngine
 
 
 @pytest.mark.parametrize(
@@ -173,13 +171,6 @@ def test_the_model_stays_the_users_own(budget):
     assert all(isinstance(parameter, nn.Parameter) and parameter.is_leaf for parameter in parameters.values())
     assert model.head.weight is model.embedding.weight
     assert model.patrickstar_engine is engine
-
-
-def test_an_engine_on_a_model_that_has_one_is_refused():
-    model = make(Stack)
-    engine_of(model)
-    with pytest.raises(EngineError, match="detach"):
-        PatrickStarEngine(model, config_of("moving"), adamw(trainable(model)), device="cpu")
 
 
 def test_copies_that_are_too_large_to_be_made_at_once():

@@ -156,6 +156,39 @@ def test_backward_can_run_twice_and_over_a_scaled_loss():
         assert (one.grad - two.grad).norm() <= 1e-5 * one.grad.norm()
 
 
+@pytest.mark.parametrize("ignored", ["all", "the last rows", "all of a micro-batch", "all, in a sum"])
+def test_rows_without_a_label_have_gradients_of_zero(ignored):
+    """Of a mean over none of them the loss is NaN, and its gradient infinite: no weight may become NaN by it."""
+    model, other = make_llama(), chunked(make_llama())
+    batches = [tokens(), tokens(2)] if ignored == "all of a micro-batch" else [tokens()]
+    labels = batches[0]["labels"] = batches[0]["labels"].clone()
+    labels.flatten()[200 if ignored == "the last rows" else 0 :].fill_(-100)
+    if ignored == "all, in a sum":
+        batches[0]["num_items_in_batch"] = torch.tensor(0)
+    for each in (model, other):
+        for batch in batches:
+            learn(each, batch)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert (one.grad - two.grad).norm() <= 1e-5 * one.grad.norm()
+
+
+@pytest.mark.parametrize("in_chunks", [False, True])
+def test_a_gradient_penalty_has_its_second_derivatives(in_chunks, caplog):
+    def penalised(model):
+        embedded = model.get_input_embeddings()(tokens(shape=(2, 16))["input_ids"]).detach().requires_grad_(True)
+        loss = model(inputs_embeds=embedded, labels=tokens(shape=(2, 16))["input_ids"]).loss
+        (gradient,) = torch.autograd.grad(loss, embedded, create_graph=True)
+        (loss + 10 * gradient.pow(2).sum()).backward()
+        return Case(loss.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None])
+
+    model = make_llama(attn_implementation="eager")
+    expected, other = penalised(copy.deepcopy(model)), chunked(model)
+    if in_chunks:
+        PatrickStarEngine(other, {"chunked_loss": True, "debug_evict_all": True}, torch.optim.SGD(other.parameters()))
+    assert_close(expected, penalised(other))
+    assert any("create_graph" in text for text in said(caplog))
+
+
 def test_rows_of_a_chunk_follow_the_published_rule():
     assert rows_of_chunk(4096, 128256, 4096) == 128
     assert rows_of_chunk(65536, 128256, 4096) == 2048

@@ -379,6 +379,25 @@ def test_adapters_under_the_trainer(trainers, kind):
     trainers(script)
 
 
+@pytest.mark.parametrize("keeps_trainers", [False, True])
+def test_a_trained_model_gets_adapters_is_merged_and_trained_again(trainers, keeps_trainers):
+    def script(make, note):
+        model, kept = make_model("gpt2"), []
+        for number in range(3):
+            kept.append(make(model, max_steps=2))
+            kept[-1].train()
+            note_run(note, kept[-1])
+            if not keeps_trainers:
+                kept.clear()
+            if number == 0:
+                model = peft.get_peft_model(model, lora())
+            elif number == 1:
+                model = model.merge_and_unload().requires_grad_(True)
+        note("weights", model.state_dict())
+
+    trainers(script)
+
+
 # TRL: each case is a class, its arguments, rows, a model, and more for the trainer and its arguments.
 
 
