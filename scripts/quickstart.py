@@ -3,7 +3,7 @@
 Builds a corpus from the standard library's own sources, trains a tokenizer, makes a small "pretrained" GPT-2
 checkpoint, fine-tunes it with recipes/finetune_clm.py, plain and with --patrickstar, and compares; a few more steps
 without the plan show what the plan saves. Everything runs on the CPU, where runs can be compared bit for bit; the
-compute tier is a budgeted part of its memory. ``--short`` takes a smaller model and fewer steps, and leaves out
+device is a budgeted part of its memory. ``--short`` takes a smaller model and fewer steps, and leaves out
 those without the plan.
 """
 
@@ -161,8 +161,8 @@ def make_table(plain: dict, ours: dict, unplanned: dict | None, numel: int, budg
     rows = [
         ("model data", format_nbytes(model_data), format_nbytes(stats["model_data_nbytes"])),
         ("16-bit parameters alone", format_nbytes(FP16_NBYTES * numel), format_nbytes(FP16_NBYTES * numel)),
-        ("model data on the compute tier: budget", "none", format_nbytes(budget)),
-        ("model data on the compute tier: peak", format_nbytes(model_data), format_nbytes(stats["device_peak_nbytes"])),
+        ("model data on the device: budget", "none", format_nbytes(budget)),
+        ("model data on the device: peak", format_nbytes(model_data), format_nbytes(stats["device_peak_nbytes"])),
         ("model data on the host tier: peak", "0 B", format_nbytes(stats["host_peak_nbytes"])),
         ("moved host -> device per step", "0 B", per_step(ours, "host_to_device_nbytes")),
         *([("    without the plan", "0 B", per_step(unplanned, "host_to_device_nbytes"))] if unplanned else []),
@@ -267,7 +267,7 @@ def main() -> None:
         "the loss went down": plain["losses"][-1] < plain["losses"][0],
         "the saved weights are the same, bit for bit": same_weights(plain["output"], ours["output"]),
         "the budget is smaller than the 16-bit parameters": budget < FP16_NBYTES * numel,
-        "the compute tier stayed within its budget": 0 < peak <= budget,
+        "the device stayed within its budget": 0 < peak <= budget,
     }
     if unplanned is not None:
         moved = [run["stats"]["host_to_device_nbytes"] / run["stats"]["steps"] for run in (ours, unplanned)]

@@ -26,7 +26,7 @@ def no_bars() -> Iterator[None]:
 def shown(items: Iterable[Any], what: str, unit: str, *, is_first: bool, total: int | None = None) -> Any:
     """Iterates over items and shows how many are done, as a bar on stderr.
 
-    Nothing is shown where ``transformers.utils.logging.disable_progress_bar`` was called.
+    Nothing is shown where ``transformers.utils.logging.disable_progress_bar`` was called, or stderr is a file.
 
     Args:
         items: The items.
@@ -40,4 +40,5 @@ def shown(items: Iterable[Any], what: str, unit: str, *, is_first: bool, total: 
     """
     logging = sys.modules.get("transformers.utils.logging")  # a program that does not use it has not disabled its bars
     is_hidden = _are_hidden.get() or not is_first or not (logging is None or logging.is_progress_bar_enabled())
-    return tqdm(items, desc=what, unit=f" {unit}", total=total, delay=PROGRESS_AFTER_S, disable=is_hidden)
+    # None: hidden where stderr is a file, which would get a line at each change.
+    return tqdm(items, desc=what, unit=f" {unit}", total=total, delay=PROGRESS_AFTER_S, disable=is_hidden or None)

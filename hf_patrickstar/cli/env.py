@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> None:
         if options.measure:
             measure = measure_together if num_launched() > 1 else measure_machine
             bar = {"desc": "measuring", "unit": "figure", "leave": False, "delay": PROGRESS_AFTER_S}
-            progress = functools.partial(tqdm, disable=not is_first, **bar)
+            progress = functools.partial(tqdm, disable=not is_first or None, **bar)
             machine = measure(progress=progress, visit=seconds_of_a_visit)
     if machine is None or not is_first:
         return

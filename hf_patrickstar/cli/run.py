@@ -12,7 +12,7 @@ from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import ConfigError, PatrickStarError
 from hf_patrickstar.integrations import inherited
 from hf_patrickstar.integrations.program import find_program, run_program
-from hf_patrickstar.integrations.unchanged import Defaults, install, places_of
+from hf_patrickstar.integrations.unchanged import Defaults, install
 
 HELP = (
     "run a training script that does not know this package; its parser then knows --patrickstar. Its Trainer and "
@@ -73,9 +73,6 @@ def run(options: argparse.Namespace) -> int:
     program = find_program(options.script or [])
     defaults = Defaults(options.patrickstar, config)
     install(defaults)
-    if int(os.environ.get("RANK", "0")) == 0:
-        puts = ", ".join(f"{base} into {module}.{name}" for module, name, base in places_of(defaults))
-        print(f"hf-patrickstar run: puts {puts}, when they are imported", file=sys.stderr, flush=True)
     if options.inherit:
         _let_inherit(defaults)
     try:

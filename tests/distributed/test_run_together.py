@@ -42,6 +42,5 @@ def test_two_processes_train_a_stock_script_together(tmp_path):
     assert (plain["size"], plain["is_chunked"]) == (2, False)
     assert (chunked["size"], chunked["is_chunked"]) == (2, True)
     assert chunked["losses"] == plain["losses"]
-    assert done.stderr.count("hf-patrickstar run: puts") == 1, "one process says it"
     told = re.findall(r"patrickstar: \d+ steps?, .*; peak ", done.stdout + done.stderr)
     assert len(told) == 1, "one process says what the run came to"

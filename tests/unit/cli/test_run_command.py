@@ -12,6 +12,7 @@ import pytest
 from quantized import saved
 from safetensors.torch import load_file
 from stock_scripts import trl_arguments, write_stock_scripts, write_trl_inputs
+from user_scripts import write_script
 
 from hf_patrickstar.cli import run as run_command
 from hf_patrickstar.cli.main import main
@@ -26,7 +27,7 @@ COMMON += ["--learning_rate", "5e-3", "--report_to", "none", "--disable_tqdm", "
 
 
 def start(words, folder, **variables):
-    search = os.pathsep.join([str(TESTS.parent), str(TESTS), *filter(None, [variables.pop("search", None)])])
+    search = os.pathsep.join([*filter(None, [variables.pop("search", None)]), str(TESTS.parent), str(TESTS)])
     quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home"), "PYTHONPATH": search}
     return subprocess.Popen(
         [sys.executable, *map(str, words)],
@@ -58,7 +59,42 @@ def test_a_script_is_the_same_to_the_bit_with_the_flag_and_without(tmp_path):
     plain, chunked = told(out)
     assert not plain["is_chunked"]
     assert chunked == {**plain, "is_chunked": True}
-    assert err.count("hf-patrickstar run: puts") == 1
+    assert "hf-patrickstar run" not in err
+
+
+INTERRUPT = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)"
+IN_A_STEP = f"""
+class Interrupts(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        {INTERRUPT}
+
+
+callbacks.append(Interrupts())
+"""
+
+
+@pytest.mark.parametrize("when", ["libraries are imported", "a script runs", "it trains", "a plan is made"])
+def test_ctrl_c_ends_a_command_with_one_line(when, tmp_path):
+    words, search = ["-m", "hf_patrickstar", "plan", "gpt2", "--machine", "h100"], None
+    if when == "libraries are imported":
+        (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+        search = str(tmp_path)
+    elif when == "a plan is made":
+        (tmp_path / "sitecustomize.py").write_text(
+            "import sys\nclass Finder:\n  def find_spec(self, name, path=None, target=None):\n"
+            f"    if name == 'hf_patrickstar.planner.planning': {INTERRUPT.replace('; ', ';')}\n"
+            "sys.meta_path.insert(0, Finder())"
+        )
+        search = str(tmp_path)
+    else:
+        more = INTERRUPT if when == "a script runs" else IN_A_STEP
+        script = write_script(tmp_path, more)
+        words = [*RUN, script, "--output_dir", "out", *COMMON, "--patrickstar", *SETTINGS]
+    process = start(words, tmp_path, search=search)
+    _, err = process.communicate(timeout=170)
+    assert process.returncode == 130, err[-3000:]
+    own = [line for line in err.splitlines() if "kernels-community" not in line]  # which bitsandbytes says
+    assert own == ["", "hf-patrickstar: interrupted"]
 
 
 @pytest.mark.long
