@@ -93,8 +93,8 @@ def test_ctrl_c_ends_a_command_with_one_line(when, tmp_path):
     process = start(words, tmp_path, search=search)
     _, err = process.communicate(timeout=170)
     assert process.returncode == 130, err[-3000:]
-    own = [line for line in err.splitlines() if "kernels-community" not in line]  # which bitsandbytes says
-    assert own == ["", "hf-patrickstar: interrupted"]
+    assert err.endswith("\nhf-patrickstar: interrupted\n")  # before it is what other libraries say
+    assert "Traceback" not in err
 
 
 @pytest.mark.long
