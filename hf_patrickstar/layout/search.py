@@ -47,9 +47,9 @@ class ChunkSizeChoice:
         reason = ""
         if self.num_candidates > 1:
             quality = "largest" if self.exposed_ns is None else "fastest"
-            reason = f"; of {self.num_candidates} sizes the {quality} of those that fit and waste least"
+            reason = f"; the {quality} size that fits and leaves least memory unused, of {self.num_candidates} compared"
         if self.exposed_ns is not None:
-            reason += f": {self.exposed_ns / 1e6:.2f} ms not beside computation"
+            reason += f"; a step waits {self.exposed_ns / 1e6:.2f} ms for copies and updates"
         layout = self.layout
         return f"chunk_numel={layout.chunk_numel} ({layout.describe()}; {layout.utilisation:.1%} used{reason})"
 

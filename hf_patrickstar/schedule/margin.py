@@ -214,7 +214,7 @@ def plan_margin(
     taken = format_nbytes(sum(sizes[index] for index in chosen))
     return MarginPlan(
         chosen,
-        f"{count} of {len(chunks)} movable chunks live in the device margin ({taken}; {most} would fit)"
-        + f": the fastest of {len(costs)} numbers that were tried, at the rates of '{machine_name}'" * (len(costs) > 1)
-        + f". At least {least} have to live there, because the host is full" * (least > 0),
+        f"{count} of {len(chunks)} chunks stay on the device with their optimizer states ({taken}; {most} would fit)"
+        + f". Of {len(costs)} simulated numbers this is the fastest, at the rates of '{machine_name}'" * (len(costs) > 1)
+        + f". At least {least} have to stay there, because the host is full" * (least > 0),
     )

@@ -161,8 +161,8 @@ def test_a_layout_is_described_by_its_chunks(text):
 @pytest.mark.parametrize(
     ("exposed_ns", "why"),
     [
-        (None, "largest of those that fit and waste least"),
-        (lambda num, numel: 10**6 * num, "1.00 ms not beside computation"),
+        (None, "the largest size that fits and leaves least memory unused, of"),
+        (lambda num, numel: 10**6 * num, "waits 1.00 ms for copies and updates"),
     ],
 )
 def test_a_search_says_what_has_decided(exposed_ns, why):

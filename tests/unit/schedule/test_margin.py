@@ -81,8 +81,8 @@ def test_the_number_with_which_a_step_is_fastest_is_chosen():
     plan = plan_of(6, (3, 1, 0, 2), lambda inside: StepCost(times[len(inside)], 900 - 100 * len(inside)))
     assert plan.chunk_indices == (3, 1)
     assert plan.reason == (
-        "2 of 6 movable chunks live in the device margin (1.37 KiB; 4 would fit): the fastest of 5 numbers that "
-        "were tried, at the rates of 'h100'"
+        "2 of 6 chunks stay on the device with their optimizer states (1.37 KiB; 4 would fit). Of 5 simulated numbers "
+        "this is the fastest, at the rates of 'h100'"
     )
 
 
