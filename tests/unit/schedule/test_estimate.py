@@ -47,7 +47,7 @@ def test_chunks_leave_the_device_where_a_step_has_no_room_beside_them():
     homed, reasons = estimate_of(WHOLE + OTHERS + PARAM).settled(indices(0, 1, 2), indices())
     assert len(homed) <= 1
     assert reasons[0] == "3 chunks left the device, where not everything fits after all: beside what else a step takes"
-    assert "live in the device margin" in reasons[1]
+    assert "stay on the device with their optimizer states" in reasons[1]
 
 
 @pytest.mark.parametrize("spilled", [indices(2, 3), indices(0, 1)])
