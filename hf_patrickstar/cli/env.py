@@ -72,7 +72,7 @@ def describe() -> dict[str, str]:
         free, total = memory_info(device)
         accelerator = f"{device_name(device)} ({device}), {format_nbytes(total)}, {format_nbytes(free)} free"
     else:
-        accelerator = "none; the compute tier is a budgeted part of CPU memory"
+        accelerator = "none; a budgeted part of CPU memory takes its place"
     return {
         "hf_patrickstar": __version__,
         **{library: importlib.metadata.version(library) for library in _LIBRARIES},

@@ -29,11 +29,11 @@ from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.integrations.inherited.sitecustomize import Finder
 
 PLACES = (
-    ("transformers.training_args", "TrainingArguments", "PatrickStarArgumentsMixin"),
-    ("transformers.trainer", "Trainer", "PatrickStarTrainerMixin"),
-    ("accelerate", "Accelerator", "PatrickStarAccelerator"),
+    ("transformers.training_args", "PatrickStarArgumentsMixin"),
+    ("transformers.trainer", "PatrickStarTrainerMixin"),
+    ("accelerate", "PatrickStarAccelerator"),
 )
-"""The complete list of what is replaced: a module, the name of its class, and what the new class is derived from."""
+"""Whose classes are replaced, and what the new class is derived from; the last one only if everything is in chunks."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,15 +50,6 @@ class Defaults:
     config: str | None = None
 
 
-def places_of(defaults: Defaults) -> tuple[tuple[str, str, str], ...]:
-    """The places that get a class of this package.
-
-    Args:
-        defaults: What holds for every training.
-    """
-    return PLACES if defaults.patrickstar else PLACES[:2]
-
-
 def install(defaults: Defaults) -> None:
     """Lets this process put classes at their places; see [Note: unchanged scripts].
 
@@ -72,7 +63,7 @@ def install(defaults: Defaults) -> None:
         return
     # What this process has inherited makes way for its own options.
     sys.meta_path[:] = [finder for finder in sys.meta_path if not hasattr(finder, "puts_classes")]
-    for module, _, base in places_of(defaults):
+    for module, base in PLACES if defaults.patrickstar else PLACES[:2]:
         if module in sys.modules:
             raise ConfigError(
                 f"'{module}' was imported before {base} could be put there; start the script in a new "
