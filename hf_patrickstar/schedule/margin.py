@@ -215,6 +215,6 @@ def plan_margin(
     return MarginPlan(
         chosen,
         f"{count} of {len(chunks)} chunks stay on the device with their optimizer states ({taken}; {most} would fit)"
-        + f". Of {len(costs)} simulated numbers this is the fastest, at the rates of '{machine_name}'" * (len(costs) > 1)
+        + f". Of {len(costs)} simulated numbers it is the fastest, at the rates of '{machine_name}'" * (len(costs) > 1)
         + f". At least {least} have to stay there, because the host is full" * (least > 0),
     )

@@ -92,7 +92,7 @@ def test_paths_that_cannot_be_written_are_refused_before_anything_is_measured(
     ("device", "said"),
     [
         ("cuda:0", "Fake 1000 (cuda:0), 2.00 GiB, 1.00 GiB free"),
-        ("cpu", "none; the compute tier is a budgeted part of CPU"),
+        ("cpu", "none; a budgeted part of CPU memory takes its place"),
     ],
 )
 def test_an_accelerator_is_named(monkeypatch, device, said):

@@ -82,7 +82,7 @@ def test_the_number_with_which_a_step_is_fastest_is_chosen():
     assert plan.chunk_indices == (3, 1)
     assert plan.reason == (
         "2 of 6 chunks stay on the device with their optimizer states (1.37 KiB; 4 would fit). Of 5 simulated numbers "
-        "this is the fastest, at the rates of 'h100'"
+        "it is the fastest, at the rates of 'h100'"
     )
 
 
