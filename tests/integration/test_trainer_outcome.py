@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import sys
 
 import pytest
 from simulated import simulated_streams
@@ -100,6 +101,7 @@ def test_seconds_of_evaluation_and_saving_are_left_out(tmp_path, capsys, monkeyp
 @pytest.mark.parametrize("disable_tqdm", [True, False])
 def test_disable_tqdm_is_for_all_bars(disable_tqdm, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(progress, "PROGRESS_AFTER_S", 0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     kwargs = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2, "disable_tqdm": disable_tqdm}
     train("gpt2", tmp_path, tight(), **kwargs)
     text = capsys.readouterr().err

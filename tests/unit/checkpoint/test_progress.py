@@ -1,6 +1,7 @@
 """Progress of making an engine, reading and saving: after two seconds, and only where transformers shows its own."""
 
 import functools
+import sys
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from hf_patrickstar.checkpoint import progress
 
 
 @pytest.fixture
-def at_once(monkeypatch):
-    """Bars are shown at once, and each time that something is done."""
+def at_once(monkeypatch, capsys):
+    """Bars are shown at once, each time that something is done, as on a terminal."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setattr(progress, "PROGRESS_AFTER_S", 0)
     monkeypatch.setattr(progress, "tqdm", functools.partial(progress.tqdm, mininterval=0, miniters=1))
 
@@ -34,6 +36,13 @@ def test_what_takes_long_is_shown(tmp_path, capsys):
     for what in ("Moving weights into chunks", "Writing", "Reading weights"):
         assert f"{what}" in text, what
     assert "Moving weights into chunks: 100%" in text
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_file_gets_no_bars(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
+    work(tmp_path)
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("at_once")

@@ -220,7 +220,7 @@ def test_an_error_of_the_package_ends_a_script_with_one_sentence(error, status, 
     script.write_text(f"from hf_patrickstar.errors import {error}\n\nraise {error}('too small; raise it\\nmore')\n")
     assert main(["run", str(script)]) == status
     lines = capsys.readouterr().err.splitlines()
-    assert lines[1:] == [f"hf-patrickstar run: {script}, line 3: too small; raise it"]
+    assert lines == [f"hf-patrickstar run: {script}, line 3: too small; raise it"]
 
 
 def test_options_before_the_script_are_the_commands_own():
