@@ -35,8 +35,8 @@ from hf_patrickstar.runtime.live_parameter import LiveMixin
 from hf_patrickstar.runtime.quantized import parameters_of
 from hf_patrickstar.schedule.estimate import Estimate, PlacementRules, left_device
 from hf_patrickstar.schedule.known import KnownTraces
-from hf_patrickstar.schedule.margin import StepCost, needed_nbytes
-from hf_patrickstar.schedule.offload import choose_offload, describe_offload, most_that_fit
+from hf_patrickstar.schedule.margin import StepCost
+from hf_patrickstar.schedule.offload import choose_offload, describe_offload, least_that_fit, most_that_fit
 from hf_patrickstar.schedule.pace import choose_depth
 from hf_patrickstar.schedule.placement import HomePlan
 from hf_patrickstar.schedule.step import Places
@@ -58,6 +58,8 @@ class Decisions(Arrangement):
         widens_gradients: Whether optimizers have to widen gradients to fp32; those of an accumulation list are wide.
         prefetch_depth: How many chunks are loaded ahead.
         depth_reason: Why.
+        numbers: The model.
+        in_use_nbytes: Bytes of the device that were in use already.
         offload_reason: How many activations leave the device between forward and backward, and why; empty if nothing is
             known of a step.
     """
@@ -69,6 +71,8 @@ class Decisions(Arrangement):
     widens_gradients: bool
     prefetch_depth: int
     depth_reason: str
+    numbers: ModelNumbers
+    in_use_nbytes: int
     offload_reason: str = ""
 
     @property
@@ -186,27 +190,14 @@ class Decisions(Arrangement):
     def _choose_offload(self, situation: Situation, known: KnownTraces, rules: PlacementRules) -> tuple[int, int, str]:
         """How many activations leave, how many may, and why."""
         estimate = self.estimate(situation, known, rules)
-        moves = can_move_homes(situation)
-
-        @functools.cache
-        def homes(num: int) -> HomePlan | None:
-            """Those that a step begins with; ``None`` where it has no room, wherever chunks move."""
-            leaving = estimate.offloading(num)
-            try:
-                found = self._homes_with(situation, known.offloading(num), rules)
-                homed = found.device_homed
-                if moves and leaving.room_beside(homed) < 0:
-                    homed = leaving.spilled(frozenset())
-            except BudgetError:
-                return None
-            return found if leaving.room_beside(homed) >= 0 else None
+        homes = functools.cache(functools.partial(self._homes_with_room, situation, known, rules, estimate))
 
         def cost_of(num: int) -> StepCost | None:
             found, leaving = homes(num), estimate.offloading(num)
             if found is None:
                 return None
             homed = found.device_homed
-            return leaving.cost(leaving.settled(homed, found.spilled)[0] if moves else homed)
+            return leaving.cost(leaving.settled(homed, found.spilled)[0] if can_move_homes(situation) else homed)
 
         def fits(num: int) -> bool:
             return homes(num) is not None
@@ -214,6 +205,40 @@ class Decisions(Arrangement):
         num, why = choose_offload(rules.offload, estimate.num_can_leave, cost_of, fits)
         is_alone = situation.resources.collectives.world_size == 1
         return num, num if is_alone else most_that_fit(num, estimate.num_can_leave, fits), why
+
+    def _homes_with_room(
+        self, situation: Situation, known: KnownTraces, rules: PlacementRules, estimate: Estimate, num: int
+    ) -> HomePlan | None:
+        """Homes that a step begins with if so many activations leave; ``None`` if it has no room with any."""
+        leaving = estimate.offloading(num)
+        try:
+            found = self._homes_with(situation, known.offloading(num), rules)
+            homed = found.device_homed
+            if can_move_homes(situation) and leaving.room_beside(homed) < 0:
+                homed = leaving.spilled(frozenset())
+        except BudgetError:
+            return None
+        return found if leaving.room_beside(homed) >= 0 else None
+
+    def taken_nbytes(self, situation: Situation, known: KnownTraces, rules: PlacementRules) -> tuple[int, int] | None:
+        """Bytes of the device that a step takes, if need be with activations that leave it; see ``Estimate.fullest``.
+
+        Args:
+            situation: What the decisions depended on.
+            known: Traces of it.
+            rules: What a placement takes into account.
+
+        Returns:
+            Bytes of non-model data, and of chunks; ``None`` if the step has no room.
+        """
+        estimate = self.estimate(situation, known, rules)
+        homes = functools.cache(functools.partial(self._homes_with_room, situation, known, rules, estimate))
+        num: int | None = 0
+        if homes(0) is None:
+            most = 0 if rules.offload is False else estimate.num_can_leave
+            num = least_that_fit(most, lambda num: homes(num) is not None)
+        found = None if num is None else homes(num)
+        return None if found is None or num is None else estimate.offloading(num).fullest(found.spilled)
 
     def estimate(self, situation: Situation, known: KnownTraces, rules: PlacementRules) -> Estimate:
         """What is known of a step before chunks are allocated; see ``estimate_cost``."""
@@ -248,36 +273,36 @@ class Decisions(Arrangement):
             known: Traces of a plan, which know activations.
             estimated: What a step will cost, if that is known.
         """
-        ledger, homed = situation.resources.ledger, self.homes.device_homed
+        ledger = situation.resources.ledger
         num, num_trained = (
             sum(spec.num_parameters for spec in self.tensors if spec.trainable or everything)
             for everything in (True, False)
         )
         on_host, on_device = map(self.at_home_nbytes, (Tier.HOST, Tier.DEVICE))
-        training = [trace for trace in known.traces.values() if trace.kind.is_training]
-        in_step = max((nbytes for nbytes, _ in needed_nbytes(training, homed, 0)), default=0)
-        if in_step:
-            on_device += in_step
+        limits = [limit.nbytes for limit in ledger.limits(Tier.DEVICE)]
+        words, room, parts, time, short = "beside activations", min(limits), "", "", ""
+        if any(trace.kind.is_training for trace in known.traces.values()):
+            estimate, homed = self.estimate(situation, known, self.rules(situation)), self.homes.device_homed
+            if estimate.room_beside(homed) < 0 and can_move_homes(situation):
+                homed = self.homes.spilled
+            activations, chunks = estimate.fullest(homed)
+            on_host += sum(
+                chunk.host_nbytes for chunk in self.chunk_nbytes if chunk.chunk_index in self.homes.device_homed - homed
+            )
+            words, room, on_device = "with activations", limits[0], activations + chunks
+            parts = f" ({format_nbytes(activations)} of activations and {format_nbytes(chunks)} of chunks)"
+            if on_device > room:  # no refusal: nobody knows whether inputs will be as large
+                short = ", which is too little if inputs are as large as those that were planned"
         elif on_host:
             on_device += self.choice.working_set_nbytes
         on_host += self.workspace_nbytes if on_host else 0
-        beside = "with" if in_step else "beside"
-        limits = [limit.nbytes for limit in ledger.limits(Tier.DEVICE)]
-        room = limits[0] if in_step else min(limits)  # the second limit is that of chunks alone
-        time = short = ""
         if estimated is not None:
             name = situation.resources.machine.name
             time = f", and about {format_seconds(estimated.seconds)} per step by the rates of '{name}'"
-        if in_step and on_device > room:  # no refusal: nobody knows whether inputs will be as large
-            short = (
-                ". A step with inputs as large as those that were planned has no room: use smaller or shorter batches, "
-                "activation checkpointing (--gradient_checkpointing), for language models chunked_loss=true, or a "
-                "larger device_budget"
-            )
         return (
             f"{_in_words(num)} parameters ({_in_words(num_trained)} trained): model data takes "
             f"{format_nbytes(on_host)} of {format_nbytes(ledger.limit(Tier.HOST))} on the host, and on the device, "
-            f"{beside} activations, at least {format_nbytes(on_device)} of {format_nbytes(room)}{time}{short}"
+            f"{words}, {format_nbytes(on_device)} of {format_nbytes(room)}{parts}{short}{time}"
         )
 
     def explain(self, situation: Situation) -> None:
@@ -408,6 +433,8 @@ def decide_for(numbers: ModelNumbers, situation: Situation, in_use_nbytes: int =
         widens_gradients=situation.num_micro_batches == 1,
         prefetch_depth=depth,
         depth_reason=depth_reason,
+        numbers=numbers,
+        in_use_nbytes=in_use_nbytes,
     )
 
 

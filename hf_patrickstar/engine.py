@@ -28,6 +28,7 @@ from hf_patrickstar.membership import Membership, check_optimizers, holders
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.needs import Remedies
 from hf_patrickstar.optim.kernel import Kernel
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
 from hf_patrickstar.optim.optimizer_set import OptimizerSet
@@ -123,11 +124,16 @@ class PatrickStarEngine:
         situation = Situation(self.config, self.resources, self._kernels, holders(given), self._num_micro_batches)
         weakref.finalize(self, self.collectives.close)  # the process group has threads and sockets
         self._decisions = decide(model, precision, situation)
+        precision_of = self._decisions.precision
+        is_wide = precision_of.dtype is torch.float32 and precision_of.autocast is None
+        self.remedies = Remedies(model, self.config, is_wide)
         known = find_traces(model, self._decisions, situation)
         self._rules = self._decisions.rules(situation)
         self._decisions, known = self._decisions.with_tide(situation, known, self._rules)
         self.estimated = self._decisions.estimate_cost(situation, known, self._rules, fills_margin=self._fills_margin())
         expected = self._decisions.expected(situation, known, self.estimated)
+        if known.traces and self._decisions.taken_nbytes(situation, known, self._rules) is None:
+            known = KnownTraces(known.key)  # a step that no plan has room for is looked at before it begins
         logger.info("patrickstar: %s", expected)
         self._emit(ModelDecided(expected))
         self._payloads = Payloads(self.resources, self._decisions, self._kernels)
@@ -141,7 +147,7 @@ class PatrickStarEngine:
             self.manager.tensors, self.collectives, self.weights.piece_numel, self._workers
         )
         with Gate(model.modules(), FORWARD + STATE_DICT) as gate:
-            self._attach(given, gate)
+            self._attach(given, gate, situation)
         self.hooks.note_structure()  # without the gate
         for part in (model, *roots_of(model)):
             part.__dict__["patrickstar_engine"] = self
@@ -237,7 +243,7 @@ class PatrickStarEngine:
             fills_margin=self._fills_margin(),
             spilled=decisions.homes.spilled,
             reserve=self._payloads.reserve,
-            need_at=decisions.need_at,
+            advise=self.remedies.words,
             num_micro_batches=self._num_micro_batches,
             keeps_gradients=config.keep_gradients,
             checks_all=config.debug_collectives,
@@ -256,7 +262,7 @@ class PatrickStarEngine:
             return False
         return all(kernel.follows_homes for kernel in self._kernels)
 
-    def _attach(self, optimizers: Sequence[torch.optim.Optimizer], gate: Gate) -> None:
+    def _attach(self, optimizers: Sequence[torch.optim.Optimizer], gate: Gate, situation: Situation) -> None:
         """Attaches hooks, then moves values into chunks; an error undoes all of it."""
         gradients = [(parameter, parameter.grad) for parameter in self._decisions.parameters]
         try:
@@ -283,8 +289,7 @@ class PatrickStarEngine:
             self._recovery = Recovery(self.manager, self.device, functools.partial(buffers_of, self.model), self._emit)
             self.hooks.attach()
             of_copy = self._decisions.precision.casting(torch.device("cpu"))
-            resources, reuses = self.resources, self.config.reuse_plan
-            estimator = make_estimator(self.model, self.manager, of_copy, resources, reuses)
+            estimator = make_estimator(self.model, self.manager, of_copy, self._decisions, situation)
             self.manager.steps.estimator = None if estimator is None else estimator.estimate
             self._move_in()
             for optimizer in self.optimizers:

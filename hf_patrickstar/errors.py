@@ -44,8 +44,16 @@ class BudgetError(PatrickStarError, MemoryError):
 class DeviceMemoryError(BudgetError, RuntimeError):
     """The compute device has no memory left in the middle of a step: chunks in use, activations and all.
 
-    ``PatrickStarEngine.attempt``, and so the Trainer, repeats the micro-batch before anybody sees it.
+    ``PatrickStarEngine.attempt``, and so the Trainer, repeats the micro-batch before anybody sees it, if that may help.
+
+    Attributes:
+        more: What is on both tiers, and what helps: what the message goes on with.
     """
+
+    more: Later | str = ""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}\n{self.more}".rstrip()
 
 
 class EngineError(PatrickStarError, RuntimeError):

@@ -12,7 +12,7 @@ from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import BudgetError, ConfigError
 from hf_patrickstar.layout.embedding import EmbeddingChoice, choose_embeddings
-from hf_patrickstar.layout.packing import ChunkSpec, Packer, branches_nbytes
+from hf_patrickstar.layout.packing import ChunkSpec, Packer
 from hf_patrickstar.layout.search import ChunkSizeChoice, fixed_layout, search_layout
 from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec
 from hf_patrickstar.memory.accelerator import is_accelerator
@@ -97,7 +97,6 @@ class Arrangement:
         homes: The tier where each chunk has its home.
         workspace_nbytes: Bytes of scratch space that the optimizer needs on the host, where it updates chunks there.
         device_workspace_nbytes: Bytes of it that it needs on the device: none for gradients that are wide.
-        need_at: Returns the bytes that chunks would need at once with another device budget and chunk budget.
     """
 
     choice: ChunkSizeChoice
@@ -106,7 +105,6 @@ class Arrangement:
     homes: HomePlan
     workspace_nbytes: int
     device_workspace_nbytes: int
-    need_at: Callable[[int, int | None], int]
 
     def at_home_nbytes(self, tier: Tier) -> int:
         """Bytes of the chunks that have their home on a tier."""
@@ -242,23 +240,7 @@ class Arranger:
             keeps_off=self.situation.config.debug_evict_all,
             limits=Limits(ledger.limits(Tier.HOST)[0], [device, *chunks], room.reserve),
         )
-        need_at = functools.partial(self._need_at, embeddings, device_workspace)
-        return Arrangement(choice, embeddings, nbytes, homes, workspace, device_workspace, need_at)
-
-    def _need_at(
-        self,
-        embeddings: EmbeddingChoice,
-        workspace_nbytes: int,
-        device_nbytes: int,
-        chunk_nbytes: int | None,
-    ) -> int:
-        """See ``Arrangement.need_at``."""
-        room = self._room_of(device_nbytes, chunk_nbytes)
-        fits = self._fits(room)
-        if fits and not can_move_homes(self.situation):
-            return self._total_nbytes + workspace_nbytes
-        choice = self._choose_layout(embeddings.apart, room.limit, fits)
-        return choice.working_set_nbytes + branches_nbytes(choice.layout.chunks)
+        return Arrangement(choice, embeddings, nbytes, homes, workspace, device_workspace)
 
     def _choose_embeddings(self, setting: bool | Literal["auto"], *, everything_fits: bool) -> EmbeddingChoice:
         world_size = self.situation.resources.collectives.world_size

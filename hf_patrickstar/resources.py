@@ -28,7 +28,7 @@ WARMUP_FRACTION = 0.8
 
 The rest is for activations that grow between two visits (PatrickStar section 8.1). Nothing is refused for its sake.
 """
-_SHARE_IN_FLIGHT = 64
+SHARE_IN_FLIGHT = 64
 """Gradients in flight hold at most this part of the device budget."""
 
 
@@ -112,7 +112,7 @@ class Resources:
             wait_s = config.process_wait_s
             collectives = Collectives.connect(process_group, found, wait_s, emit, config.reduce_dtype)
         budgets = resolve_budgets(found, config.device_budget, config.host_budget, collectives.local_world_size)
-        streams.hold_at_most(budgets[Tier.DEVICE] // _SHARE_IN_FLIGHT)
+        streams.hold_at_most(budgets[Tier.DEVICE] // SHARE_IN_FLIGHT)
         meter: Meter
         if is_accelerator(found):
             meter = AllocatorMeter(found)

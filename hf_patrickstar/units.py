@@ -4,6 +4,7 @@ The only module that knows how many bytes a KiB has.
 """
 
 import decimal
+import math
 import re
 
 from hf_patrickstar.errors import ConfigError
@@ -95,9 +96,8 @@ def format_budget(nbytes: int) -> int | str:
 
 
 def name_budget(nbytes: int) -> str:
-    """A budget in an error message, in words that ``parse_budget`` takes back without a blank or the word bytes."""
-    budget = format_budget(nbytes)
-    return f"{budget} bytes" if isinstance(budget, int) else f"'{budget}'"
+    """A budget in an error message: at least so many bytes, in words that ``parse_budget`` takes back."""
+    return f"{math.ceil(100 * nbytes / MIB) / 100:.2f}MiB" if nbytes >= MIB else f"{nbytes}B"
 
 
 def format_nbytes(nbytes: int) -> str:

@@ -17,7 +17,7 @@ ROOT = pathlib.Path(hf_patrickstar.__file__).parent
 _LEVELS = (
     "errors units interrupts cores shortage states events config version machine callers",
     *("layout memory", "schedule", "dist", "runtime", "optim resources precision", "checkpoint report homes"),
-    *("decisions", "plan_cache payloads", "tracing membership", "engine", "prepared integrations", "planner"),
+    *("decisions", "plan_cache payloads needs", "tracing membership", "engine", "prepared integrations", "planner"),
     *("cli", "__main__"),
 )
 LEVELS = {part: level for level, parts in enumerate(_LEVELS) for part in parts.split()}

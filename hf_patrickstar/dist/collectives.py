@@ -485,6 +485,14 @@ class Collectives:
         return min(slice_numel, nbytes // dtype.itemsize // ALIGNMENT_NUMEL * ALIGNMENT_NUMEL)
 
 
+class ImaginedCollectives(Collectives):
+    """Those of processes that are not asked: each says what this one says."""
+
+    def exchange(self, value: Any, what: str, *, subject: str | None = None, is_prompt: bool = False) -> list[Any]:
+        """See ``Collectives``."""
+        return [value] * self.world_size
+
+
 def _average(terms: Sequence[torch.Tensor], rank: int, wide: torch.Tensor) -> None:
     """Adds terms in the order of the ranks and writes the average over the term of one rank; others may change too.
 

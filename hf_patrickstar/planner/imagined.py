@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hf_patrickstar.config import PatrickStarConfig
-from hf_patrickstar.dist.collectives import Collectives
+from hf_patrickstar.dist.collectives import ImaginedCollectives
 from hf_patrickstar.events import Listener, tell_nobody
 from hf_patrickstar.machine import CPU_TIER, Machine
 from hf_patrickstar.memory.streams import DeviceStreams
@@ -54,15 +54,11 @@ class _NoDriver:
         return lambda *args, **kwargs: None
 
 
-class _ImaginedCollectives(Collectives):
-    """Those of processes that are not here: each says what this one says."""
+class _ImaginedCollectives(ImaginedCollectives):
+    """Those of the processes of a machine that is not here."""
 
     def __init__(
         self, world_size: int, machine: Machine, device: torch.device, emit: Listener, reduce_dtype: str
     ) -> None:
         super().__init__(0, world_size, device, reduce_dtype=reduce_dtype)
         self._is_gloo = not machine.has_accelerator
-
-    def exchange(self, value: Any, what: str, *, subject: str | None = None, is_prompt: bool = False) -> list[Any]:
-        """See ``Collectives``."""
-        return [value] * self.world_size

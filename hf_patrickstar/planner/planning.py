@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from hf_patrickstar.integrations.launched import measure_launched, threads_of_ea
 from hf_patrickstar.machine import Machine, find_machine
 from hf_patrickstar.memory.operators import without_modes
 from hf_patrickstar.memory.tiers import DEVICE_SHARE, HOST_SHARE, Tier
+from hf_patrickstar.needs import PLENTY_NBYTES, least
 from hf_patrickstar.plan_cache import keep_traces
 from hf_patrickstar.planner.kept import kept
 from hf_patrickstar.planner.optimizers import find_optimizer, optimizer_name
@@ -42,9 +43,6 @@ BESIDE = "other modules"
 """The kind of bytes on the device that modules beside the model take."""
 THIS = "this"
 """The machine at hand, which is measured."""
-_PLENTY_NBYTES = 2**50
-_PARTS = 100
-"""The least memory is known to a part of so many."""
 _OF_CHUNKS = frozenset(
     {
         *("chunk_numel", "device_budget", "host_budget", "chunk_budget", "placement", "cpu_embedding", "eviction"),
@@ -332,22 +330,22 @@ _WORDS_OF_SEVERAL = {Lane.GATHERS: "gathers", Lane.REDUCTIONS: "reductions"}
 
 
 def _refusal(subject: Subject, given: TrainingSetup) -> Plan:
-    """The plan of a training that does not fit: the least memory that is enough, to a percent; see ``_least``.
+    """The plan of a training that does not fit: the least memory that is enough, to a percent; see ``least``.
 
     The device is asked for first, with a host that is large enough; then the host, with that device.
     """
     machine = given.machine
-    roomy = dataclasses.replace(machine, host_nbytes=_PLENTY_NBYTES)
+    roomy = dataclasses.replace(machine, host_nbytes=PLENTY_NBYTES)
 
     def with_device(nbytes: int) -> Plan | None:
         return _fits(subject, given, dataclasses.replace(roomy, device_nbytes=nbytes))
 
     device_nbytes = machine.device_nbytes
     if with_device(device_nbytes) is None:
-        endless = dataclasses.replace(roomy, device_nbytes=_PLENTY_NBYTES)
+        endless = dataclasses.replace(roomy, device_nbytes=PLENTY_NBYTES)
         if _fits(subject, given, endless) is None:
             return _refusal_by_settings(subject, given, endless)
-        device_nbytes = _least(with_device, device_nbytes)
+        device_nbytes = least(with_device, device_nbytes)
     larger = dataclasses.replace(machine, device_nbytes=device_nbytes)
     host_nbytes = machine.host_nbytes
 
@@ -356,7 +354,7 @@ def _refusal(subject: Subject, given: TrainingSetup) -> Plan:
 
     enough = with_host(host_nbytes)
     if enough is None:
-        host_nbytes = _least(with_host, host_nbytes)
+        host_nbytes = least(with_host, host_nbytes)
         enough = with_host(host_nbytes)
     assert enough is not None
     tiers = {}
@@ -383,7 +381,7 @@ def _refusal_by_settings(subject: Subject, given: TrainingSetup, endless: Machin
     if enough is None:
         raise ConfigError(
             f"batch of {subject.batch_size} x {subject.length}: a step takes more than "
-            f"{format_nbytes(_PLENTY_NBYTES)}, which cannot be planned; give a smaller batch size or length"
+            f"{format_nbytes(PLENTY_NBYTES)}, which cannot be planned; give a smaller batch size or length"
         )
     tiers = {
         name: dataclasses.replace(use, budget_nbytes=getattr(given.machine, f"{name}_nbytes"))
@@ -391,25 +389,6 @@ def _refusal_by_settings(subject: Subject, given: TrainingSetup, endless: Machin
     }
     settings = dict(given.settings)
     return dataclasses.replace(enough, settings=settings, tiers=tiers, chunks=None, speed=None, shortage=shortage)
-
-
-def _least(fits: Callable[[int], Plan | None], there: int) -> int:
-    """The least memory with which a plan fits: it was tried, and so was 1 % less, which does not fit.
-
-    Args:
-        fits: Plans with so many bytes.
-        there: Bytes with which none fits.
-    """
-    low, high = there, there + max(there // 4, 1)
-    while fits(high) is None:
-        low, high = high, 2 * high
-    while high - low > max(high // _PARTS, 1):
-        middle = (low + high) // 2
-        if fits(middle) is None:
-            low = middle
-        else:
-            high = middle
-    return high
 
 
 def _fits(subject: Subject, given: TrainingSetup, machine: Machine) -> Plan | None:
@@ -470,7 +449,7 @@ def model_data_nbytes(subject: Subject, given: TrainingSetup) -> tuple[int, int]
         subject: What is trained.
         given: How.
     """
-    machine = dataclasses.replace(given.machine, device_nbytes=_PLENTY_NBYTES, host_nbytes=_PLENTY_NBYTES)
+    machine = dataclasses.replace(given.machine, device_nbytes=PLENTY_NBYTES, host_nbytes=PLENTY_NBYTES)
     with _explained(subject, given):
         return model_data(_trained(subject, given, {"chunk_budget": "auto"}, _same(given)[1]), machine)
 

@@ -173,9 +173,14 @@ class Activations:
         self._join_coming()
         self.has_begun = False
 
-    def be_eager(self) -> None:
-        """A micro-batch has run out of memory: without a plan all large activations leave from now on, if they may."""
-        self._is_eager = self._asked is not False
+    def be_eager(self) -> bool:
+        """The device has no room for a step: without a plan all large activations leave from now on, if they may.
+
+        Returns:
+            Whether fewer left before.
+        """
+        before, self._is_eager = self._is_eager, self._asked is not False
+        return self._is_eager and not before
 
     def close(self) -> None:
         """Gives back all buffers."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from hf_patrickstar.config import PatrickStarConfig
-from hf_patrickstar.errors import DeviceMemoryError
+from hf_patrickstar.errors import DeviceMemoryError, Later
 from hf_patrickstar.events import ChunkVisited, Listener
 from hf_patrickstar.memory.meters import Meter
 from hf_patrickstar.memory.pool import PayloadPool
@@ -23,17 +23,12 @@ from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.copies import Copies
-from hf_patrickstar.runtime.forecast import Forecast
 from hf_patrickstar.runtime.placement import Placement
 from hf_patrickstar.runtime.tracer import Step, Tracer
 from hf_patrickstar.schedule.eviction import Chooser
 from hf_patrickstar.schedule.plan import Actions
-from hf_patrickstar.units import format_need
-
-_NEED_LESS = (
-    "use smaller or shorter batches, activation checkpointing (--gradient_checkpointing), activation_offload=true, or "
-    "for language models chunked_loss=true"
-)
+from hf_patrickstar.shortage import Shortage
+from hf_patrickstar.units import format_nbytes
 
 Together = Callable[[Chunk, Step | None, int | None, str], None]
 """Brings a chunk to the device together with other processes: the chunk, the step, the moment, and the caller."""
@@ -93,13 +88,14 @@ class Executor:
         streams: Hold gradients that are on their way to the host.
         tracer: Has the step that runs: what a visit does depends on it.
         placement: Knows which chunks live in the device margin, and moves them out.
-        forecast: Tells what binds when there is no room.
+        advise: Says what helps when there is no room.
         looked_into: Chunks that code has got a value of where it is; they are asked at the next recorded visit.
         policy: How copies come and go.
         emit: Called with every visit.
 
     Attributes:
         in_backward: Whether a backward has begun that has not ended.
+        least: Says with how much memory the step that runs has room, if that is known.
     """
 
     def __init__(
@@ -111,7 +107,7 @@ class Executor:
         streams: Streams,
         tracer: Tracer,
         placement: Placement,
-        forecast: Forecast,
+        advise: Callable[[], str],
         looked_into: set[Chunk],
         policy: MovePolicy,
         emit: Listener,
@@ -124,11 +120,12 @@ class Executor:
         self._streams = streams
         self._tracer = tracer
         self._placement = placement
-        self._forecast = forecast
+        self._advise = advise
         self._looked_into = looked_into
         self._policy = policy
         self._emit = emit
         self.in_backward = False
+        self.least: Later | None = None
         self._tick = 0
         self._asked: dict[int, Chunk] = {}  # whether they are in use, at the next recorded visit, by index
         self._asked_at = (-1, 0)  # the step and the visit for which these are all
@@ -298,7 +295,7 @@ class Executor:
         if nbytes and room < nbytes and self._leave_margin():
             room = self._pool.room(Tier.DEVICE, cautious=False)
         if nbytes and room < nbytes:
-            raise DeviceMemoryError(self._too_small(nbytes, room, chunk, caller))
+            raise self._too_small(nbytes, chunk, caller)
 
     def make_room_for_gradients(self, chunk: Chunk) -> None:
         """Frees the bytes of a buffer for the gradients of a group.
@@ -310,10 +307,8 @@ class Executor:
             DeviceMemoryError: If there are not as many.
         """
         self.make_room(chunk.copy_nbytes)
-        room = self._pool.room(Tier.DEVICE, cautious=False)
-        if room < chunk.copy_nbytes:
-            caller = f"the gradients of group {chunk.spec.index}"
-            raise DeviceMemoryError(self._too_small(chunk.copy_nbytes, room, None, caller))
+        if self._pool.room(Tier.DEVICE, cautious=False) < chunk.copy_nbytes:
+            raise self._too_small(chunk.copy_nbytes, None, f"the gradients of group {chunk.spec.index}")
 
     def make_room_for_non_model(self, *, is_step: bool) -> None:
         """Makes room for what is not chunks, and was just allocated.
@@ -336,13 +331,7 @@ class Executor:
                 continue
             if not is_step:
                 break
-            missing = -ledger.available(Tier.DEVICE, cautious=False)
-            short = self._forecast.shortage(sum(chunk.copy_nbytes for chunk in self._copies))
-            raise DeviceMemoryError(
-                f"{short.subject}: non-model data (activations, temporaries) of "
-                f"{format_need(ledger.non_model_nbytes())} and the chunks in use need {format_need(missing)} more "
-                f"than there is. {short.advise(_NEED_LESS)}\n{ledger.table()}"
-            )
+            raise self._too_small(0, None, "what a module computes")
         ledger.note_total(ledger.non_model_nbytes())
 
     def evict_unused(self) -> None:
@@ -408,17 +397,29 @@ class Executor:
         if self._ledger.available(Tier.DEVICE, cautious=cautious) < 0:
             self._pool.trim()
 
-    def _too_small(self, nbytes: int, room: int, chunk: Chunk | None, caller: str) -> str:
-        ledger = self._ledger
-        pinned = [other for other in self._copies if other is not chunk]
-        names = ", ".join(sorted(self._forecast.names_in_use()))
-        short = self._forecast.shortage(nbytes + sum(other.copy_nbytes for other in pinned))
-        return (
-            f"{short.subject} for {caller}: {'it' if chunk is None else f'chunk {chunk.spec.index}'} needs "
-            f"{format_need(nbytes)}, "
-            f"{format_need(max(room, 0))} are free beside non-model data of {format_need(ledger.non_model_nbytes())}, "
-            f"and none of the chunks there ({[other.spec.index for other in pinned]}) can leave, because they are in "
-            f"use (computing with: {names or 'none'}; a recomputed segment keeps all of its parameters, and "
-            "saved-tensors hooks that a module puts on itself keep those that they return as they are). "
-            f"{short.advise(_NEED_LESS + ', or lower chunk_numel')}\n{ledger.table()}"
-        )
+    def _too_small(self, nbytes: int, chunk: Chunk | None, caller: str) -> DeviceMemoryError:
+        """The error where so many bytes more have no room: what is needed and what there is, and what helps."""
+        ledger, others = self._ledger, [other for other in self._copies if other is not chunk]
+        in_use = sum(other.copy_nbytes for other in others)
+        kinds = {"activations and temporaries": ledger.non_model_nbytes(), "chunks in use": in_use + nbytes}
+        kinds["others"] = ledger.used(Tier.DEVICE) - sum(copy.copy_nbytes for copy in self._copies)
+        booked = kinds["chunks in use"] + kinds["others"]
+        short = Shortage.of(zip(ledger.limits(Tier.DEVICE), (sum(kinds.values()), booked), strict=False))
+        need = " and ".join(f"{format_nbytes(need)} of {format_nbytes(limit.nbytes)}" for limit, need in short.needs)
+        parts = ", ".join(f"{kind} {format_nbytes(size)}" for kind, size in kinds.items() if size)
+        names = sorted({tensor.spec.name for copy in self._copies for tensor in copy.tensors if tensor.users})
+        computing = ""
+        if others and nbytes:
+            computing = (
+                f". Chunks {[other.spec.index for other in others]} are in use: it computes with "
+                f"{', '.join(names) or 'none'}, a recomputed segment keeps all of its parameters, and saved-tensors "
+                "hooks that a module puts on itself keep those that they return as they are"
+            )
+        error = DeviceMemoryError(f"{short.subject} for {caller}: {need} are needed there ({parts}){computing}.")
+        error.more = self.what_helps()
+        return error
+
+    def what_helps(self) -> Later:
+        """What is on both tiers, and what helps where the device has no room for the step that runs."""
+        table, least, advise = self._ledger.table(), self.least, self._advise
+        return Later(lambda: "\n".join(filter(None, (table, str(least or ""), advise()))))

@@ -33,7 +33,6 @@ from hf_patrickstar.runtime.autograd import drop_failed_graph
 from hf_patrickstar.runtime.chunk import Chunk, GradientPlace, ManagedParameter
 from hf_patrickstar.runtime.copies import Copies
 from hf_patrickstar.runtime.executor import Executor, MovePolicy
-from hf_patrickstar.runtime.forecast import Forecast
 from hf_patrickstar.runtime.frames import Frame, Frames, Lookup
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.groups import Groups
@@ -75,7 +74,7 @@ class ChunkManager:
         fills_margin: Whether chunks may move to the device margin; else the first placement stays for ever.
         spilled: Chunks at home on the device because the host has no room for them.
         reserve: Makes the optimizer allocate its workspace on a tier where it will update chunks.
-        need_at: Tells the bytes that chunks need at once in the layout for other budgets: of the device, and of chunks.
+        advise: Says what helps where the device has no room.
         num_micro_batches: How many make a step of the optimizer.
         keeps_gradients: Whether gradients stay after a step; see ``keep_gradients`` of the configuration.
         checks_all: Agree on every collective of a plan before it is done (debugging).
@@ -104,7 +103,7 @@ class ChunkManager:
         fills_margin: bool,
         spilled: frozenset[int],
         reserve: Callable[[Sequence[Chunk], Tier], None],
-        need_at: Callable[[int, int | None], int],
+        advise: Callable[[], str],
         num_micro_batches: int,
         keeps_gradients: bool | Literal["auto"],
         checks_all: bool,
@@ -131,9 +130,8 @@ class ChunkManager:
         )
         self.placement.in_margin |= spilled
         self.placement.settle_lookups(known.lookups)
-        forecast = Forecast(chunks, pool, meter, tracer, need_at)
         self.executor = executor = Executor(
-            chunks, copies, pool, meter, streams, tracer, self.placement, forecast, looked_into, policy, emit
+            chunks, copies, pool, meter, streams, tracer, self.placement, advise, looked_into, policy, emit
         )
         # Where gradients are.
         accumulates = num_micro_batches > 1
@@ -254,6 +252,7 @@ class ChunkManager:
 
     def _learn(self, estimated: Estimated) -> None:
         self.tracer.learn(estimated.traces)
+        self.executor.least = estimated.least or self.executor.least
         if self.tracer.step is not None:
             return  # inside of a step no chunk moves home
         for index, nbytes in estimated.lookup_nbytes.items():

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy
 import torch
 
-from hf_patrickstar.errors import DeviceMemoryError
+from hf_patrickstar.errors import DeviceMemoryError, Later
 from hf_patrickstar.events import Listener, MicroBatchRepeated
 from hf_patrickstar.memory.accelerator import (
     empty_cache,
@@ -31,8 +31,8 @@ MAX_RETRIES = 3
 _SHRINK = 0.9
 _CALM_RUNS = 10
 """Micro-batches without a failure after which defragmentation counts as having helped."""
-_AS_BEFORE = (
-    " as before, because the memory was there in pieces; if this is often said, start with "
+_IN_PIECES = (
+    "with as much for chunks as before, because the memory was there in pieces; if this is often said, start with "
     "PYTORCH_ALLOC_CONF=expandable_segments:True"
 )
 
@@ -43,8 +43,9 @@ class Recovery:
     """Runs forward and backward of a micro-batch, and repeats them when the device has run out of memory.
 
     Before a repetition activations are freed, gradients, buffers and random number generators are set back, every chunk
-    leaves the device margin, and all traces are dropped: the next attempt is as careful as the first step of a run. On
-    an accelerator the limit for chunks is lowered by a tenth, for the rest of the run.
+    leaves the device margin, and all traces are dropped: the next attempt is as careful as the first step of a run. If
+    an accelerator itself was full, the limit for chunks is lowered by a tenth, for the rest of the run. If a budget was
+    too small, and nothing would be otherwise in the next attempt, there is none.
 
     If the memory was there, but in pieces, the limit stays as it is: with every chunk off the device, torch's allocator
     can give the pieces back. If that did not help, since the next attempt, or one of the nine micro-batches after it,
@@ -96,7 +97,7 @@ class Recovery:
 
     def _run(self, function: Callable[[], _T], max_retries: int) -> _T:
         state = _State(self._device, self._buffers)
-        for attempt in range(max_retries + 1):
+        for attempt in range(1, max_retries + 2):
             try:
                 result = function()
                 self._num_calm_runs += 1
@@ -104,29 +105,26 @@ class Recovery:
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
-                cause = self._describe(error)
-                in_pieces = is_fragmented(error, self._device)
-                # The frames of the failed attempt hold its activations.
-                traceback.clear_frames(error.__traceback__)
-                if attempt == max_retries:
-                    with self._manager.model_lock.held("to undo a micro-batch"):
-                        self._reset()
-                        state.restore()
-                        raise DeviceMemoryError(self._give_up(cause, max_retries)) from error
-            with self._manager.model_lock.held("to repeat a micro-batch"):
+                failure, more = error, self._manager.executor.what_helps()
+            is_in_pieces = is_fragmented(failure, self._device)
+            # The frames of the failed attempt hold its activations.
+            traceback.clear_frames(failure.__traceback__)
+            with self._manager.model_lock.held("to undo a micro-batch"):
+                had_plan = self._manager.steps.has_plan
                 self._reset()
-                in_pieces = self._make_careful(in_pieces)
-            self._emit(MicroBatchRepeated(attempt + 1, is_defragmented=in_pieces))
+                changes = [] if attempt > max_retries else self._make_careful(failure, had_plan, is_in_pieces)
+                state.restore()
+                if not changes:
+                    raise self._given_up(failure, attempt, more)
+            self._emit(MicroBatchRepeated(attempt, is_defragmented=changes == [_IN_PIECES]))
             logger.warning(
-                "patrickstar: out of memory on %s, retry %d of %d with chunks limited to what %s leave%s (%s)",
+                "patrickstar: out of memory on %s; the micro-batch is repeated (%d of %d) %s (%s)",
                 self._device,
-                attempt + 1,
+                attempt,
                 max_retries,
-                format_nbytes(self._manager.ledger.limit(Tier.DEVICE, cautious=False)),
-                _AS_BEFORE if in_pieces else "",
-                cause.splitlines()[0],
+                ", ".join(changes),
+                str(failure.args[0] if failure.args else failure).partition("\n")[0],
             )
-            state.restore()
         raise AssertionError("unreachable")
 
     @unseen()
@@ -137,45 +135,45 @@ class Recovery:
         self._manager.steps.abandon_step()
 
     @unseen()
-    def _make_careful(self, in_pieces: bool) -> bool:
-        """Frees what can be freed; returns whether that is all, because the memory was there in pieces."""
-        manager = self._manager
+    def _make_careful(self, failure: BaseException, had_plan: bool, is_in_pieces: bool) -> list[str]:
+        """Frees what can be freed; returns what will be otherwise in a repetition, which is hopeless without."""
+        manager, ledger = self._manager, self._manager.ledger
+        changes = ["without the plan that it followed"] if had_plan else []
         manager.tracer.distrust()
-        manager.activations.be_eager()
-        manager.placement.leave_margin()
+        if manager.activations.be_eager():
+            changes.append("with activations that leave the device")
+        if manager.placement.leave_margin():
+            changes.append("with chunks that have left the device")
         manager.executor.evict_unused()
-        ledger = manager.ledger
-        if is_accelerator(self._device):
-            empty_cache()
-            is_calm, self._num_calm_runs = self._num_calm_runs >= _CALM_RUNS, 0
-            if in_pieces and is_calm:
-                return True
-            ledger.lower_limit(Tier.DEVICE, int(ledger.limit(Tier.DEVICE, cautious=False) * _SHRINK))
-        return False
+        if isinstance(failure, DeviceMemoryError):
+            return changes
+        if not is_accelerator(self._device):
+            return [*changes, "with what could be freed"]
+        empty_cache()
+        is_calm, self._num_calm_runs = self._num_calm_runs >= _CALM_RUNS, 0
+        if is_in_pieces and is_calm:
+            return [_IN_PIECES]
+        ledger.lower_limit(Tier.DEVICE, int(ledger.limit(Tier.DEVICE, cautious=False) * _SHRINK))
+        limit = format_nbytes(ledger.limit(Tier.DEVICE, cautious=False))
+        return [*changes, f"with chunks limited to what {limit} leave"]
 
-    def _give_up(self, cause: str, num_retries: int) -> str:
-        times = "and was not to be repeated"
-        if num_retries:
-            times = f"{num_retries + 1} times, at last with every chunk that was not in use off the device"
-        gradients = "Gradients are as they were before it"
+    def _given_up(self, failure: BaseException, num_attempts: int, more: Later) -> DeviceMemoryError:
+        """The error for the user; of an error of the engine, that itself, which says where the step failed."""
+        gradients = "and gradients are as before it"
         if self._manager.gradients.attempts.has_leftovers:
             self._manager.discard_gradients()
             gradients = (
-                "Parts of it had been added to earlier micro-batches', so all gradients of this step are dropped"
+                "are as before it. Parts of it had been added to earlier micro-batches', so all gradients of this step "
+                "are dropped"
             )
-        return (
-            f"{self._device}: out of memory. The micro-batch failed {times}. Parameters are as they were before it. "
-            f"{gradients}. Use a smaller batch (--per_device_train_batch_size, with --gradient_accumulation_steps for "
-            "the same total), shorter inputs, --gradient_checkpointing, or what the last failure says: "
-            f"{cause}"
-        )
-
-    def _describe(self, error: BaseException) -> str:
-        """What failed, and the ledger as it was then."""
-        text = str(error) or type(error).__name__
-        if not isinstance(error, DeviceMemoryError):
-            text = f"{self._device} itself has no more memory, which no setting changes: {text}"
-        return text if "\ntier " in text else f"{text}\n{self._manager.ledger.table()}"
+        times = "" if num_attempts == 1 else f" {num_attempts} times"
+        said = f"{self._device}: out of memory. The micro-batch failed{times}. Parameters {gradients}. "
+        if isinstance(failure, DeviceMemoryError):
+            failure.args = (f"{said}{failure.args[0]}",)
+            return failure
+        error = DeviceMemoryError(f"{said}The device itself has no more, which no setting changes: {failure}")
+        error.more, error.__cause__ = more, failure
+        return error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_patrickstar.dist.order import Beginning, Order, Room
-from hf_patrickstar.errors import BudgetError
+from hf_patrickstar.errors import BudgetError, Later
 from hf_patrickstar.memory.meters import Meter
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
@@ -63,11 +63,13 @@ class Estimated:
         traces: Their traces: of one that begins, and of those that make a step of the optimizer with it.
         lookup_nbytes: Bytes of the rows that embeddings read at home in a micro-batch, by the index of the weight.
         is_exact: Whether they take what their traces say; an accelerator's allocator takes more or less.
+        least: Says with how much memory they have room, if that is known.
     """
 
     traces: Sequence[Trace]
     lookup_nbytes: Mapping[int, int]
     is_exact: bool = False
+    least: Later | None = None
 
 
 _MOST_PIECES = 10_000
@@ -232,6 +234,7 @@ class Steps:
         self._prefetch_depth = 0 if policy.evict_all else policy.prefetch_depth
         self._plans: dict[str, tuple[Trace, _Situation, Plan | None]] = {}
         self.estimator: EstimateStep | None = None
+        self.has_plan = False  # whether the step that began last follows one
 
     def begin_step(
         self, name: str, shapes: Shapes, present: Iterable[torch.Tensor], version: int, make_ready: MakeReady
@@ -343,6 +346,7 @@ class Steps:
     def _finish(self) -> None:
         """Ends a step. It may be called inside of backward, where the meter cannot be stopped, only paused."""
         self.tracer.finish()
+        self._executor.least = None
         self._meter.pause()
         self._executor.expect(None)
 
@@ -407,8 +411,12 @@ class Steps:
             self._meter.stop()
 
     def _enter(self, step: Step, present: Iterable[torch.Tensor], room: Room) -> None:
+        self.has_plan = False
         if step.cursor is not None and self.policy.has_plans:
             step.plan = self._plan(step.cursor.trace, step.dropped_after, room)
+            self.has_plan = step.plan is not None
+            if not self.has_plan and step.cursor.trace.kind.is_training:
+                self._activations.be_eager()
             if step.plan is not None and not self._copies.moves:
                 self._pool.ledger.note_total(step.cursor.trace.non_model_peak_nbytes)
         if step.is_metered:

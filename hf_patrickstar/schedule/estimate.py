@@ -1,6 +1,7 @@
 """What a step will cost, and which chunks are worth a home in the device margin: from traces and numbers alone."""
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 
 from hf_patrickstar.errors import BudgetError, Later
@@ -206,6 +207,18 @@ class Estimate:
         """
         needs = needed_nbytes(self.traces, frozenset() if self.has_groups else at_home, self.unusable_nbytes)
         return self.device_nbytes - self._fixed_nbytes(at_home) - max((nbytes for nbytes, _ in needs), default=0)
+
+    def fullest(self, at_home: frozenset[int]) -> tuple[int, int]:
+        """Bytes of non-model data, and of chunks, on the device at the moment that needs most.
+
+        Args:
+            at_home: Chunks that are at home on the device.
+        """
+        nbytes, in_use = max(
+            needed_nbytes(self.traces, frozenset() if self.has_groups else at_home, 0), key=operator.itemgetter(0)
+        )
+        chunks = sum(self.traces[0].chunk_nbytes[index] for index in in_use)
+        return nbytes - chunks, chunks + self._fixed_nbytes(at_home)
 
     def host_room_beside(self, at_home: frozenset[int]) -> int:
         """Bytes of the host that neither activations nor chunks take, if these chunks are at home on the device.

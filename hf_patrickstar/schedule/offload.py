@@ -36,9 +36,9 @@ def choose_offload(
     costs = {0: cost_of(0)}
     least = 0
     if costs[0] is None:
-        found = _least(most, fits)
+        found = least_that_fit(most, fits)
         if found is None:
-            return 0, "a step has no room, however many leave"
+            return most, "a step has no room, however many leave"
         least = found
     elif costs[0].copying_ns + costs[0].updating_ns <= (_AS_FAST - 1) * costs[0].duration_ns:
         return 0, "a step has room, and hardly waits for copies and updates"
@@ -69,10 +69,14 @@ def describe_offload(traces: Iterable[Trace], num: int, asked: Asked, why: str) 
     )
 
 
-def _least(most: int, fits: Callable[[int], bool]) -> int | None:
+def least_that_fit(most: int, fits: Callable[[int], bool]) -> int | None:
     """The fewest that fit; ``None`` if none was found.
 
     Fewer have no room on the device and more have none on the host, so those that fit may be few.
+
+    Args:
+        most: How many can leave.
+        fits: See ``choose_offload``.
     """
     tried = dict.fromkeys(most * part // parts for parts in _PARTS for part in range(parts, 0, -1))
     found = next(filter(fits, filter(None, tried)), None)
@@ -81,7 +85,7 @@ def _least(most: int, fits: Callable[[int], bool]) -> int | None:
 
 def _most(most: int, fits: Callable[[int], bool]) -> int:
     """As many as fit; all if nothing fits."""
-    least = most if fits(most) else _least(most, fits)
+    least = most if fits(most) else least_that_fit(most, fits)
     return most if least is None else _nearest(least, most + 1, fits)
 
 

@@ -15,6 +15,7 @@ estimated. Where a model cannot be copied, or the user's code asks for values, i
 import collections
 import contextlib
 import dataclasses
+import functools
 import logging
 import sys
 import time
@@ -27,11 +28,15 @@ from torch._guards import detect_fake_mode
 from torch.utils._pytree import tree_leaves
 
 from hf_patrickstar.checkpoint.progress import shown
-from hf_patrickstar.errors import TraceError
+from hf_patrickstar.decisions import Decisions
+from hf_patrickstar.errors import Later, TraceError
+from hf_patrickstar.homes import Situation
+from hf_patrickstar.layout.packing import Layout
 from hf_patrickstar.layout.specs import TensorSpec, collect_specs
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.needs import describe_least
 from hf_patrickstar.plan_cache import keep_traces
-from hf_patrickstar.resources import Resources
+from hf_patrickstar.resources import SHARE_IN_FLIGHT
 from hf_patrickstar.runtime.casting import Casting
 from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.runtime.chunked_loss import has_chunked_loss
@@ -64,7 +69,7 @@ _MOST_WORKSPACES = 1 / 16
 
 
 def make_estimator(
-    model: torch.nn.Module, manager: ChunkManager, casting: Casting, resources: Resources, keeps: bool
+    model: torch.nn.Module, manager: ChunkManager, casting: Casting, decisions: Decisions, situation: Situation
 ) -> "StepEstimator | None":
     """Makes what estimates the steps of an engine; ``None`` where nobody follows plans, or tensors have no bytes.
 
@@ -72,12 +77,12 @@ def make_estimator(
         model: The model.
         manager: Knows its parameters and their chunks.
         casting: The types that forwards compute in, on the CPU, where the copies are.
-        resources: What the engine runs on.
-        keeps: Whether traces of training are kept for later runs, which know them before chunks are allocated.
+        decisions: What was decided about the model.
+        situation: What the decisions depended on.
     """
     if detect_fake_mode() is not None or not manager.steps.policy.has_plans:
         return None
-    return StepEstimator(model, manager, casting, resources, keeps)
+    return StepEstimator(model, manager, casting, decisions, situation)
 
 
 class StepEstimator:
@@ -87,13 +92,20 @@ class StepEstimator:
         model: The model.
         manager: Knows its parameters and their chunks.
         casting: The types that forwards compute in.
-        resources: What the engine runs on.
-        keeps: Whether traces of training are kept for later runs, which know them before chunks are allocated.
+        decisions: What was decided about the model.
+        situation: What the decisions depended on.
     """
 
     def __init__(
-        self, model: torch.nn.Module, manager: ChunkManager, casting: Casting, resources: Resources, keeps: bool
+        self,
+        model: torch.nn.Module,
+        manager: ChunkManager,
+        casting: Casting,
+        decisions: Decisions,
+        situation: Situation,
     ) -> None:
+        resources = situation.resources
+        self._decisions, self._situation = decisions, situation
         self._model = model
         self._manager = manager
         self._casting = casting
@@ -101,7 +113,7 @@ class StepEstimator:
         self._rank = resources.collectives.rank
         is_asynchronous = resources.collectives.is_asynchronous
         self._rules = StepRules(manager.steps.num_micro_batches, resources.most_in_flight_nbytes, is_asynchronous)
-        self._keeps = keeps and self._rank == 0
+        self._keeps = situation.config.reuse_plan and self._rank == 0
         self._first_chunks = [chunk.spec for chunk in manager.chunks]  # those of the key under which traces are kept
         self._kept: dict[str, Trace] = {}
         self._not_estimated: set[tuple[str, bool]] = set()  # calls that could not be traced
@@ -252,24 +264,38 @@ class StepEstimator:
         has_changed = [chunk.spec for chunk in self._manager.chunks] != self._first_chunks
         if call.is_training and self._keeps and not has_changed:
             self._keep(traces, _has_padding(call))
-        if self._device.type != "cpu":
-            traces = [_as_allocated(made, self._beside_nbytes(ops)) for made in traces]
+        beside_nbytes = self._beside_nbytes(ops)
+        traces = [self._as_allocated(made, beside_nbytes) for made in traces]
+        least = None
+        if call.is_training and not (has_changed or any(place != index for index, place in place_of.items())):
+
+            def traces_on(layout: Layout, device_nbytes: int) -> Iterator[Trace]:
+                in_flight = self._rules.in_flight_nbytes and device_nbytes // SHARE_IN_FLIGHT
+                rules, others = (
+                    dataclasses.replace(self._rules, in_flight_nbytes=in_flight),
+                    Places.of(layout, self._rank),
+                )
+                for kind in kinds:
+                    yield self._as_allocated(micro_batch(ops, others, rules, kind, name=name).trace, beside_nbytes)
+
+            least = Later(functools.partial(describe_least, self._decisions, self._situation, traces_on))
         index_of = {place: index for index, place in place_of.items()}
         lookups = collections.Counter[int]()
         for note in ops.notes:
             if isinstance(note, LookedUp):
                 lookups[index_of[note.index]] += note.nbytes
-        return Estimated(traces, lookups, self._device.type == "cpu" and self._is_certain)
+        return Estimated(traces, lookups, self._device.type == "cpu" and self._is_certain, least)
+
+    def _as_allocated(self, made: Trace, beside_nbytes: int) -> Trace:
+        """A trace with what an accelerator's allocator takes for tensors, and so many bytes beside them."""
+        if self._device.type == "cpu":
+            return made
+        nbytes = (int((1 + _ROUNDING) * visit.non_model_nbytes) + beside_nbytes for visit in made.visits)
+        return made.with_non_model_nbytes(list(nbytes))
 
 
 def _has_padding(call: Call) -> bool:
     return has_padding(call.kwargs.get("attention_mask"))
-
-
-def _as_allocated(made: Trace, beside_nbytes: int) -> Trace:
-    """A trace with what an accelerator's allocator takes for tensors, and so many bytes beside them."""
-    nbytes = (int((1 + _ROUNDING) * visit.non_model_nbytes) + beside_nbytes for visit in made.visits)
-    return made.with_non_model_nbytes(list(nbytes))
 
 
 @contextlib.contextmanager
