@@ -21,7 +21,6 @@ from hf_patrickstar.homes import (
     ModelNumbers,
     Situation,
     can_move_homes,
-    nbytes_in_use,
     staging_nbytes,
 )
 from hf_patrickstar.layout.packing import Layout
@@ -344,28 +343,10 @@ def _in_words(num: int) -> str:
     return f"{num / 1e9:.2f} B" if num >= 10**9 else f"{num / 1e6:.2f} M"
 
 
-def decide(model: torch.nn.Module, precision: str, situation: Situation) -> Decisions:
-    """Decides types, layout and homes for a model.
-
-    Args:
-        model: The model; it stays as it is.
-        precision: ``"no"``, ``"bf16"`` or ``"fp16"``: what ``dtype="auto"`` follows.
-        situation: What decisions depend on.
-
-    Raises:
-        ConfigError: If a setting cannot work for this model, or processes were given different ones.
-        BudgetError: If a budget is too small.
-        EngineError: If the model cannot be managed.
-    """
-    numbers, parameters = inspect(model, precision, situation)
-    decided = decide_for(numbers, situation, nbytes_in_use(situation, parameters))
-    return dataclasses.replace(decided, parameters=parameters)
-
-
 def inspect(
     model: torch.nn.Module, precision: str, situation: Situation
 ) -> tuple[ModelNumbers, list[torch.nn.Parameter]]:
-    """What decisions depend on of a model, and its parameters; see ``decide``.
+    """What decisions depend on of a model, and its parameters; see ``needs.decide``.
 
     Of the situation, only the settings of types, the optimizers, and whether there is one at all matter.
     """
@@ -407,7 +388,7 @@ def with_state_types(
 
 
 def decide_for(numbers: ModelNumbers, situation: Situation, in_use_nbytes: int = 0) -> Decisions:
-    """Decides layout and homes, from numbers alone; see ``decide``.
+    """Decides layout and homes, from numbers alone; see ``needs.decide``.
 
     Args:
         numbers: The model.

@@ -20,7 +20,7 @@ from hf_patrickstar.checkpoint.training_state import TrainingState
 from hf_patrickstar.checkpoint.weight_files import is_in_model_file
 from hf_patrickstar.checkpoint.weights import ChunkWeights
 from hf_patrickstar.config import ConfigSource, PatrickStarConfig
-from hf_patrickstar.decisions import decide, list_names
+from hf_patrickstar.decisions import list_names
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.events import Listener, ModelDecided, both
 from hf_patrickstar.homes import Situation
@@ -28,7 +28,7 @@ from hf_patrickstar.membership import Membership, check_optimizers, holders
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.needs import Remedies
+from hf_patrickstar.needs import Remedies, decide
 from hf_patrickstar.optim.kernel import Kernel
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
 from hf_patrickstar.optim.optimizer_set import OptimizerSet

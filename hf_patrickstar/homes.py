@@ -23,7 +23,7 @@ from hf_patrickstar.precision import Precision
 from hf_patrickstar.resources import Resources
 from hf_patrickstar.runtime.chunk import torch_dtype
 from hf_patrickstar.schedule.pace import exposed_ns
-from hf_patrickstar.schedule.placement import ChunkBytes, HomePlan, Limits, Tiers, plan_homes
+from hf_patrickstar.schedule.placement import ChunkBytes, HomePlan, Tiers, plan_homes
 from hf_patrickstar.shortage import Limit
 from hf_patrickstar.units import align
 
@@ -156,11 +156,6 @@ class Arranger:
         total = sum(numel * spec.types.itemsize + states_nbytes(spec, self.lists, numel) for spec, numel in sizes)
         return -(-total // self.situation.resources.collectives.world_size)
 
-    @functools.cached_property
-    def _room(self) -> _Room:
-        ledger = self.situation.resources.ledger
-        return self._room_of(ledger.limit(Tier.DEVICE), ledger.chunk_budget)
-
     def arrange(self, agree: Callable[[list[int]], list[int]]) -> Arrangement:
         """Finds them.
 
@@ -176,7 +171,8 @@ class Arranger:
         limit, left, least = agree([room.limit, max(room.for_homes - excess, 0), -excess])
         # Where the host of some process cannot hold all chunks, small ones leave less of either tier unused.
         limits = [left // _COPIES_SHARE, limit] if least < 0 else [limit, left // _COPIES_SHARE]
-        fits = self._fits(room)
+        # If everything lived on the device, nothing would be evicted: debug_evict_all needs chunks that move.
+        fits = self._total_nbytes <= room.share and not config.debug_evict_all
         embeddings = self._choose_embeddings(config.cpu_embedding, everything_fits=fits)
         options = [(embeddings, most) for most in limits]
         if embeddings.tensor_indices and not embeddings.is_final:  # their weights may have no room on the host
@@ -197,23 +193,15 @@ class Arranger:
                     break
         raise refused.get(-1) or refused[limit]
 
-    def _fits(self, room: _Room) -> bool:
-        """Whether all model data is to live on the device."""
-        # If everything lived on the device, nothing would be evicted: debug_evict_all needs chunks that move.
-        return self._total_nbytes <= room.share and not self.situation.config.debug_evict_all
-
-    def _room_of(self, device_nbytes: int, chunk_nbytes: int | None) -> _Room:
-        """What the device has room for.
-
-        Args:
-            device_nbytes: The device budget.
-            chunk_nbytes: Bytes that chunks may take, or ``None`` for all.
-        """
-        whole = max(device_nbytes - self.in_use_nbytes, 0)
+    @functools.cached_property
+    def _room(self) -> _Room:
+        """What the device has room for."""
+        ledger = self.situation.resources.ledger
+        whole = max(ledger.limit(Tier.DEVICE) - self.in_use_nbytes, 0)
         share, reserve = whole, 0
         if self.situation.resources.is_metered:
             share, reserve = int(whole * UNMEASURED_SHARE), int(whole * UNMEASURED_RESERVE)
-        chunks = whole if chunk_nbytes is None else chunk_nbytes
+        chunks = whole if ledger.chunk_budget is None else ledger.chunk_budget
         return _Room(min(share, chunks), min(whole, chunks), whole, reserve, min(whole - reserve, chunks))
 
     def _place(self, choice: ChunkSizeChoice, embeddings: EmbeddingChoice) -> Arrangement:
@@ -227,18 +215,12 @@ class Arranger:
         host, for_homes = ledger.limit(Tier.HOST), room.for_homes
         if not resources.is_metered:
             for_homes = min(for_homes, max(room.whole - host, 0))  # both tiers are the same memory
-        device, *chunks = ledger.limits(Tier.DEVICE)
-        usable = 1 - (UNMEASURED_RESERVE if room.reserve else 0)
-        device = dataclasses.replace(
-            device, nbytes=room.whole - room.reserve, usable=usable, taken_nbytes=self.in_use_nbytes
-        )
         homes = plan_homes(
             nbytes,
             Tiers(host, for_homes, _needs(choice, self.numbers.modules, nbytes, is_alone), workspace, device_workspace),
             share_nbytes=room.share,
             gathered_nbytes=0 if is_alone else choice.working_set_nbytes,
             keeps_off=self.situation.config.debug_evict_all,
-            limits=Limits(ledger.limits(Tier.HOST)[0], [device, *chunks], room.reserve),
         )
         return Arrangement(choice, embeddings, nbytes, homes, workspace, device_workspace)
 
@@ -282,15 +264,8 @@ class Arranger:
 
     def _limits(self) -> list[Limit]:
         """The settings that limit what chunks may take on the device, for errors."""
-        ledger, resources = self.situation.resources.ledger, self.situation.resources
-        device, *chunks = ledger.limits(Tier.DEVICE)
-        device = dataclasses.replace(
-            device,
-            nbytes=max(device.nbytes - self.in_use_nbytes, 0),
-            taken_nbytes=self.in_use_nbytes,
-            counts_activations=resources.is_metered,
-        )
-        return [device, *chunks]
+        device, *chunks = self.situation.resources.ledger.limits(Tier.DEVICE)
+        return [dataclasses.replace(device, nbytes=max(device.nbytes - self.in_use_nbytes, 0)), *chunks]
 
 
 def _needs(

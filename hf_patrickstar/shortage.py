@@ -1,7 +1,6 @@
 """Finds the settings that limit memory when it does not suffice, and words the advice for error messages."""
 
 import dataclasses
-import math
 from collections.abc import Iterable
 
 from hf_patrickstar.units import name_budget
@@ -17,21 +16,13 @@ class Limit:
         setting: Its key in ``PatrickStarConfig``.
         nbytes: Bytes that it leaves for a need.
         is_auto: Whether the value comes from ``"auto"``: it is then all that the machine has, and cannot be raised.
-        usable: Part of the setting that a need may use; the advised value includes the rest.
-        taken_nbytes: Bytes of the setting that are taken already, by another model for example.
         counts_activations: Whether activations, whose bytes are not known yet, count against the setting too.
     """
 
     setting: str
     nbytes: int
     is_auto: bool = False
-    usable: float = 1.0
-    taken_nbytes: int = 0
     counts_activations: bool = False
-
-    def value_for(self, need_nbytes: int) -> int:
-        """The value of the setting that leaves so many bytes."""
-        return math.ceil((need_nbytes + self.taken_nbytes) / self.usable)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,17 +63,9 @@ class Shortage:
         """
         if (auto := self._of_machine) is not None:
             return f"{auto.setting}=auto is all that the machine has to give, so {otherwise}."
-        values = [(limit, limit.value_for(need)) for limit, need in self.needs]
-        plain = " and ".join(
-            f"{limit.setting} to at least {name_budget(value)}"
-            for limit, value in values
-            if not limit.counts_activations
+        least = (
+            ", where activations come beside" if limit.counts_activations else f" to at least {name_budget(need)}"
+            for limit, need in self.needs
         )
-        sentences = [f"Raise {plain}"] if plain else []
-        for limit, value in values:
-            if limit.counts_activations:
-                sentences.append(
-                    f"Set {limit.setting} to 'auto', which is all that the machine has. A number must be more than "
-                    f"{name_budget(value)}, by what activations need: the error of the first step says how much that is"
-                )
-        return f"{'. '.join(sentences)}, or {otherwise}."
+        values = " and ".join(f"{limit.setting}{text}" for (limit, _), text in zip(self.needs, least, strict=True))
+        return f"Raise {values}, or {otherwise}."

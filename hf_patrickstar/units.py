@@ -97,7 +97,10 @@ def format_budget(nbytes: int) -> int | str:
 
 def name_budget(nbytes: int) -> str:
     """A budget in an error message: at least so many bytes, in words that ``parse_budget`` takes back."""
-    return f"{math.ceil(100 * nbytes / MIB) / 100:.2f}MiB" if nbytes >= MIB else f"{nbytes}B"
+    if nbytes >= MIB:
+        return f"{math.ceil(100 * nbytes / MIB) / 100:.2f}MiB"
+    budget = format_budget(nbytes)
+    return f"{budget} bytes" if isinstance(budget, int) else budget
 
 
 def format_nbytes(nbytes: int) -> str:

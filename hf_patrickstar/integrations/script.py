@@ -18,6 +18,8 @@ it, and blocks of ``finally`` run as usual.
 import contextlib
 import functools
 import os
+import shlex
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -126,6 +128,17 @@ def _caught(on_train: OnTrain, on_arguments: OnArguments | None, told: set[str])
         stack.enter_context(having(Trainer, "__init__", noting))
         stack.enter_context(having(Trainer, "train", training))
         yield
+
+
+def plan_command(num_processes: int) -> str:
+    """What to paste into a shell for a plan of the script that runs; empty if none does.
+
+    Args:
+        num_processes: How many train together.
+    """
+    processes = ["--processes", str(num_processes)] if num_processes > 1 else []
+    words = ["hf-patrickstar", "plan", "--machine", "this", *processes, "--", *sys.argv]
+    return shlex.join(words) if sys.argv[0].endswith(".py") else ""
 
 
 def touch_nothing(arguments: Any, directory: str, **more: Any) -> None:

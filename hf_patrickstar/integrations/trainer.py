@@ -13,6 +13,7 @@ from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import ConfigError, DeviceMemoryError, EngineError
 from hf_patrickstar.events import Event, ModelDecided
 from hf_patrickstar.integrations.accelerator import PatrickStarAccelerator
+from hf_patrickstar.integrations.script import plan_command
 from hf_patrickstar.integrations.trainer_checkpoints import TrainerCheckpoints
 from hf_patrickstar.integrations.trainer_report import Run, bars_as_asked, tell_console, tell_figures
 from hf_patrickstar.runtime.admission import check_model, check_shapes
@@ -162,6 +163,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         if self._run is None:
             is_recorded = self.args.patrickstar_report and self.is_world_process_zero()  # type: ignore[attr-defined]
             self._run = Run(self, is_recorded=is_recorded)
+            engine.remedies.command = plan_command(self.args.world_size)
         self._tell(self._run.begin_micro_batch(kwargs["inputs"] if "inputs" in kwargs else args[1]))
         # on_optimizer_step is the only call of user code between a step and the Trainer's zero_grad.
         engine.manager.gradients.is_watched = any(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from hf_patrickstar.errors import BudgetError, ConfigError
 from hf_patrickstar.layout.groups import Group, Kind
-from hf_patrickstar.layout.packing import ChunkSpec, Layout, Outline, Packer, gradients_nbytes
+from hf_patrickstar.layout.packing import ChunkSpec, Layout, Outline, Packer, branches_nbytes, gradients_nbytes
 from hf_patrickstar.layout.specs import ModuleSpec
 from hf_patrickstar.shortage import Limit, Shortage
 from hf_patrickstar.units import ALIGNMENT_NUMEL, align, format_need
@@ -54,12 +54,6 @@ class ChunkSizeChoice:
         return f"chunk_numel={layout.chunk_numel} ({layout.describe()}; {layout.utilisation:.1%} used{reason})"
 
 
-_BRANCHES = (
-    " Where data leads the processes down different branches of the model they need more, since all take part in what "
-    "one of them gathers: the error of the first such step says how much."
-)
-
-
 def check_fits(
     layout: Layout,
     modules: Sequence[ModuleSpec],
@@ -103,7 +97,12 @@ def check_fits(
                 if is_smallest
                 else f"lower chunk_numel (now {layout.chunk_numel}; 'auto' searches for one that fits)"
             )
-            + (_BRANCHES if world_size > 1 else "")
+            + (
+                " Where data leads the processes down different branches of the model they need up to "
+                f"{format_need(branches_nbytes(layout.chunks))} more, since all take part in what one of them gathers."
+                if world_size > 1
+                else ""
+            )
         )
     return need
 

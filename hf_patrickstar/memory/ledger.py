@@ -8,10 +8,7 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.shortage import Limit, Shortage
 from hf_patrickstar.units import format_nbytes, format_need
 
-_NEED_LESS = {
-    Tier.DEVICE: "use smaller batches or smaller chunks (chunk_numel)",
-    Tier.HOST: "train fewer parameters, in 16 bits or with more processes",
-}
+_NEED_LESS = "train fewer parameters, in 16 bits or with more processes"
 _Peak = Tier | tuple[Tier, str] | str
 _TOTAL = "chunks and non-model data on the device"
 
@@ -82,10 +79,7 @@ class Ledger:
         Args:
             tier: The tier.
         """
-        nbytes = self._limits[tier]
-        budget = Limit(
-            f"{tier.value}_budget", nbytes, tier in self._of_machine, min(nbytes / max(self._budgets[tier], 1), 1) or 1
-        )
+        budget = Limit(f"{tier.value}_budget", self._limits[tier], tier in self._of_machine, tier is Tier.DEVICE)
         if tier is Tier.HOST or self.chunk_budget is None:
             return (budget,)
         return (budget, Limit("chunk_budget", self.chunk_budget))
@@ -235,7 +229,7 @@ class Ledger:
             raise BudgetError(
                 f"{short.subject}: {format_need(nbytes)} more needed for '{owner}'{ahead}, "
                 f"{format_need(max(available, 0))} left of {format_need(short.needs[0][0].nbytes)}. "
-                f"{short.advise(_NEED_LESS[tier])}\n{self.table()}"
+                f"{short.advise(_NEED_LESS) if tier is Tier.HOST else ''}\n{self.table()}"
             )
         self._used[tier] += nbytes
         self._owners[tier][owner] = now = self._owners[tier].get(owner, 0) + nbytes

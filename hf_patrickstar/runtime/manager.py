@@ -20,6 +20,7 @@ import torch
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.dist.order import Order
 from hf_patrickstar.dist.sharing import Held, Sharing
+from hf_patrickstar.errors import BudgetError, Later
 from hf_patrickstar.events import Listener
 from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.memory.driver import Pending
@@ -260,7 +261,12 @@ class ChunkManager:
         with self._lock:
             num = self.steps.num_micro_batches
             is_certain = estimated.is_exact and self.steps.order.is_alone  # a rank that fails alone is waited for
-            self.placement.update(self.executor.make_room, num, is_estimated=True, is_certain=is_certain)
+            try:
+                self.placement.update(self.executor.make_room, num, is_estimated=True, is_certain=is_certain)
+            except BudgetError as error:
+                raise BudgetError(
+                    Later(functools.partial("{}\n{}".format, str(error), self.executor.what_helps()))
+                ) from None
         for tensor in self.tensors:
             tensor.lookup_nbytes = 0
 

@@ -15,7 +15,7 @@ from hf_patrickstar.runtime.tracer import Tracer
 from hf_patrickstar.schedule.estimate import Estimate, PlacementRules, left_device
 from hf_patrickstar.schedule.margin import StepCost
 from hf_patrickstar.schedule.offload import choose_offload, describe_offload, most_that_fit
-from hf_patrickstar.schedule.placement import ChunkBytes, Limits, Lookups, plan_lookups
+from hf_patrickstar.schedule.placement import ChunkBytes, Lookups, plan_lookups
 from hf_patrickstar.schedule.step_estimate import ChunkWork
 from hf_patrickstar.schedule.trace import Shapes
 
@@ -134,7 +134,7 @@ class Placement:
             kept, found = kept_with(num), estimate.offloading(num)
             if kept is None:
                 return None
-            margin = found.margin(kept, self._limits(), current) if self._fills_margin else None
+            margin = found.margin(kept, current) if self._fills_margin else None
             return found.cost(kept if margin is None else kept.union(margin.chunk_indices))
 
         def fits(num: int) -> bool:
@@ -269,7 +269,7 @@ class Placement:
         ]
         try:
             kept, current = self._at_home_on_device() - self.in_margin, frozenset(self.in_margin)
-            plan = self._estimate().margin(kept, self._limits(), current)
+            plan = self._estimate().margin(kept, current)
         except BudgetError as error:
             if is_certain:
                 raise
@@ -290,10 +290,6 @@ class Placement:
             self._move_in(make_room, [index for index in plan.chunk_indices if index not in self.in_margin])
             is_moving = self.in_margin not in (wanted, before)
         self._move_out(self.in_margin - wanted)
-
-    def _limits(self) -> Limits:
-        """The settings that limit both tiers, for errors."""
-        return Limits(self._ledger.limits(Tier.HOST)[0], self._ledger.limits(Tier.DEVICE))
 
     def _estimate(self) -> Estimate:
         """What is known of a step as chunks are now."""

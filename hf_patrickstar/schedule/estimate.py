@@ -4,12 +4,12 @@ import dataclasses
 import operator
 from collections.abc import Sequence
 
-from hf_patrickstar.errors import BudgetError, Later
+from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.schedule.margin import MarginPlan, StepCost, fill_margin, in_order, needed_nbytes, plan_margin
 from hf_patrickstar.schedule.offload import Asked
-from hf_patrickstar.schedule.placement import ChunkBytes, Limits, Tiers, spill, too_small
+from hf_patrickstar.schedule.placement import ChunkBytes, Tiers, spill, too_small
 from hf_patrickstar.schedule.plan import chunkable_nbytes, repeated_plans
 from hf_patrickstar.schedule.replay import replay
 from hf_patrickstar.schedule.script import Load, Send
@@ -97,12 +97,11 @@ class Estimate:
 
     # Homes
 
-    def spilled(self, kept: frozenset[int], limits: Limits | None = None) -> frozenset[int]:
+    def spilled(self, kept: frozenset[int]) -> frozenset[int]:
         """Decides which chunks are at home on the device because the host has no room for them.
 
         Args:
             kept: Chunks that are at home on the device whatever happens.
-            limits: The settings that the bytes of both tiers come from, for the error.
 
         Raises:
             BudgetError: If none were found with which the device has room for every moment of the traces.
@@ -120,17 +119,14 @@ class Estimate:
             return frozenset()
         found = spill(chunks, tiers, in_order(range(len(self.nbytes)), self.traces))
         if found is None:
-            raise BudgetError(Later(lambda: too_small(chunks, tiers, limits or Limits.of(tiers))))
+            raise BudgetError(too_small(chunks, tiers))
         return found
 
-    def margin(
-        self, kept: frozenset[int], limits: Limits | None = None, current: frozenset[int] = frozenset()
-    ) -> MarginPlan | None:
+    def margin(self, kept: frozenset[int], current: frozenset[int] = frozenset()) -> MarginPlan | None:
         """Decides which chunks are to live in the margin: those that the host cannot hold, and others worth it.
 
         Args:
             kept: Chunks that are at home on the device whatever happens.
-            limits: The settings that the bytes of both tiers come from, for the error.
             current: Chunks that live there now: they stay where the host has no room for all, if they may. Full tiers
                 have no room to exchange chunks.
 
@@ -148,7 +144,7 @@ class Estimate:
             least = self._least_in_margin(candidates, kept, current)
             if least is not None:
                 return self._plan_margin(movable, candidates, kept, least)
-        spilled = current if self._may_stay(current, kept) else self.spilled(kept, limits)
+        spilled = current if self._may_stay(current, kept) else self.spilled(kept)
         movable, kept = [index for index in movable if index not in spilled], kept | spilled
         plan = self._plan_margin(movable, self._candidates(movable, kept), kept)
         reason = f"the host has no room for {len(spilled)} chunks, which live on the device; beside them {plan.reason}"

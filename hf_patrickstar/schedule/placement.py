@@ -4,10 +4,9 @@ import dataclasses
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from hf_patrickstar.errors import BudgetError, Later
+from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.machine import Machine
-from hf_patrickstar.shortage import Limit, Shortage
-from hf_patrickstar.units import format_nbytes, format_need
+from hf_patrickstar.units import format_nbytes
 
 Needs = Sequence[tuple[int, frozenset[int]]]
 """What the device must have room for at each moment: bytes, and the chunks whose copies are among them."""
@@ -17,8 +16,6 @@ NEW_MEMORY = 3
 maps each page then. An embedding's gradient of 1 GB took 0.35 s in one thread and 0.21 s in two, of which zeros in
 memory that was there already took 0.12 s and 0.07 s (Xeon, torch 2.13)."""
 _MOST_SUMS = 1000
-_PRECISION = 16
-"""Bits to which the host that would be enough is computed for an error."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,27 +95,6 @@ class Tiers:
         return nbytes, indices - here.keys()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Limits:
-    """The settings that limit both tiers, for errors.
-
-    Attributes:
-        host: That of the host.
-        device: Those of the device.
-        reserve_nbytes: Bytes of the device that are kept for activations of unknown size, 0 where they take none of it;
-            ``None`` if what is needed has all of them.
-    """
-
-    host: Limit
-    device: Sequence[Limit]
-    reserve_nbytes: int | None = None
-
-    @classmethod
-    def of(cls, tiers: Tiers) -> "Limits":
-        """Limits that are all of what there is."""
-        return cls(Limit("host_budget", tiers.host_nbytes), [Limit("device_budget", tiers.device_nbytes)])
-
-
 def plan_homes(
     chunks: Sequence[ChunkBytes],
     tiers: Tiers,
@@ -126,7 +102,6 @@ def plan_homes(
     share_nbytes: int | None = None,
     gathered_nbytes: int = 0,
     keeps_off: bool = False,
-    limits: Limits | None = None,
 ) -> HomePlan:
     """Decides the home of every chunk.
 
@@ -140,7 +115,6 @@ def plan_homes(
         share_nbytes: Bytes for all model data on the device; by default all that the device has for chunks.
         gathered_nbytes: Bytes of copies beside them, if chunks at home on the device are gathered to be computed with.
         keeps_off: Whether chunks are at home on the device only if the host has no room for them (debugging).
-        limits: The settings that the bytes of both tiers come from, for the error.
 
     Raises:
         BudgetError: If both tiers together cannot hold the model data.
@@ -157,7 +131,7 @@ def plan_homes(
     # That the device has room for the copies of a module was made sure of when the layout was chosen.
     homed = frozenset() if tiers.on_host(chunks) <= tiers.host_nbytes else spill(chunks, tiers)
     if homed is None:
-        raise BudgetError(Later(lambda: too_small(chunks, tiers, limits or Limits.of(tiers))))
+        raise BudgetError(too_small(chunks, tiers))
     need = tiers.on_host(chunk for chunk in chunks if chunk.chunk_index not in homed)
     reason = f"model data ({format_nbytes(need)}) is at home on the host, chunks move to the device"
     if homed:
@@ -285,94 +259,25 @@ def _thinned(sums: dict[int, tuple[int, tuple[int, ...]]], excess: int) -> dict[
     return {left: sums[left] for left in kept.values()}
 
 
-def too_small(chunks: Sequence[ChunkBytes], tiers: Tiers, limits: Limits) -> str:
-    """The message of an error: sums over both tiers, what would be enough, and a table of each tier.
+def too_small(chunks: Sequence[ChunkBytes], tiers: Tiers) -> str:
+    """The message of an error: what is needed, by kind, if no chunk is at home on the device, and what there is.
 
     Args:
         chunks: The bytes of every chunk.
         tiers: What both tiers have.
-        limits: The settings that it comes from.
     """
-    movable = [chunk for chunk in chunks if not chunk.on_host]
-    whole = tiers.on_host(chunks)
-    # With the chunks that leave a host of any size, the device has room; more of them would have none.
-    host = _least_host(chunks, tiers, whole)
-    roomy = dataclasses.replace(tiers, host_nbytes=host)
-    homed = spill(chunks, roomy) or frozenset()
-    need = tiers.on_host(chunk for chunk in chunks if chunk.chunk_index not in homed)
-    on_device = tiers.on_device(chunks, homed)
-    is_known = limits.reserve_nbytes is None
-    short = Shortage.of([(limits.host, host if is_known else whole)])
-    enough = [] if limits.host.is_auto else [f"host_budget={limits.host.value_for(host)}"]
-    enough += _enough_device(chunks, tiers, limits)
-    said = ""
-    if enough and limits.reserve_nbytes:
-        said = (
-            f" If activations need at most {format_need(limits.reserve_nbytes)} of the device, "
-            f"{' or '.join(enough)} is enough."
-        )
-    elif is_known and len(enough) > 1:
-        said = f" {enough[-1]} is enough, too."
+    on_host, (on_device, _) = tiers.on_host(chunks), tiers.highest(chunks, ())
+    kinds = {
+        "parameters": sum(chunk.host_param_nbytes for chunk in chunks),
+        "masters and states": sum(chunk.state_nbytes for chunk in chunks),
+    }
+    kinds["workspace"] = on_host - sum(kinds.values())
+    parts = ", ".join(f"{kind} {format_nbytes(nbytes)}" for kind, nbytes in kinds.items() if nbytes)
     return (
-        f"{short.subject} for the model data: {format_need(need + on_device)} needed on both tiers together, "
-        f"{format_need(tiers.host_nbytes + tiers.device_nbytes)} available; {format_need(need)} needed on the host, "
-        f"{format_need(tiers.host_nbytes)} available, after {len(homed)} of {len(movable)} chunks were given a home "
-        f"on the device, where chunks may take {format_need(tiers.device_nbytes)}. "
-        + short.advise("raise device_budget and chunk_budget, train fewer parameters, or use more processes")
-        + said
-        + "\n"
-        + _table(chunks, homed, tiers)
+        f"both tiers together are too small for the model data: the host has {format_nbytes(tiers.host_nbytes)} of "
+        f"{format_nbytes(on_host)} ({parts}), and the device, where a step needs {format_nbytes(on_device)}, has "
+        f"{format_nbytes(tiers.device_nbytes)} with room for too few chunks"
     )
-
-
-def _least_host(chunks: Sequence[ChunkBytes], tiers: Tiers, whole: int) -> int:
-    """The fewest bytes of the host with which both tiers have room, as far as it is found by halving."""
-    least, most = tiers.host_nbytes, max(whole, tiers.host_nbytes + 1)
-    while most - least > max(most >> _PRECISION, 1):
-        middle = (least + most) // 2
-        homed = spill(chunks, dataclasses.replace(tiers, host_nbytes=middle))
-        if homed is None:
-            least = middle
-        else:
-            most = max(tiers.on_host(chunk for chunk in chunks if chunk.chunk_index not in homed), least + 1)
-    return most
-
-
-def _enough_device(chunks: Sequence[ChunkBytes], tiers: Tiers, limits: Limits) -> list[str]:
-    """The values of the device's settings with which both tiers have room, if larger ones help and there are any."""
-    everything = sum(chunk.device_nbytes for chunk in chunks) + tiers.device_workspace_nbytes
-    most = everything + tiers.highest(chunks, frozenset())[0]
-    homed = spill(chunks, dataclasses.replace(tiers, device_nbytes=most))
-    if homed is None:
-        return []
-    need = tiers.on_device(chunks, homed)
-    short = [limit for limit in limits.device if limit.nbytes < need]
-    if not short or any(limit.is_auto for limit in short):
-        return []
-    return [" and ".join(f"{limit.setting}={limit.value_for(need)}" for limit in short)]
-
-
-def _table(chunks: Sequence[ChunkBytes], homed: Collection[int], tiers: Tiers) -> str:
-    """What would be on each tier, in the form in which the ledger shows what is there."""
-    on_host = [chunk for chunk in chunks if chunk.chunk_index not in homed]
-    params = sum(chunk.host_param_nbytes for chunk in on_host)
-    states = sum(chunk.state_nbytes for chunk in on_host)
-    on_device = sum(chunk.device_nbytes for chunk in chunks if chunk.chunk_index in homed)
-    beside, device_total = tiers.highest(chunks, homed)[0], tiers.on_device(chunks, homed)
-    rows = (
-        ("host", "param", params),
-        ("host", "masters and states", states),
-        ("host", "workspace", tiers.on_host(on_host) - params - states),
-        ("host", "total", tiers.on_host(on_host)),
-        ("host", "usable now", tiers.host_nbytes),
-        ("device", "chunks at home", on_device),
-        ("device", "working set", beside),
-        ("device", "workspace", device_total - on_device - beside),
-        ("device", "total", device_total),
-        ("device", "usable now", tiers.device_nbytes),
-    )
-    lines = [f"{tier:8}{owner:24}{format_nbytes(nbytes):>14}" for tier, owner, nbytes in rows]
-    return "\n".join([f"{'tier':8}{'owner':24}{'need':>14}", *lines])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

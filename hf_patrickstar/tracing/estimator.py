@@ -105,7 +105,7 @@ class StepEstimator:
         situation: Situation,
     ) -> None:
         resources = situation.resources
-        self._decisions, self._situation = decisions, situation
+        self._known = decisions.numbers, situation, decisions.in_use_nbytes
         self._model = model
         self._manager = manager
         self._casting = casting
@@ -278,7 +278,7 @@ class StepEstimator:
                 for kind in kinds:
                     yield self._as_allocated(micro_batch(ops, others, rules, kind, name=name).trace, beside_nbytes)
 
-            least = Later(functools.partial(describe_least, self._decisions, self._situation, traces_on))
+            least = Later(functools.partial(describe_least, *self._known, traces_on))
         index_of = {place: index for index, place in place_of.items()}
         lookups = collections.Counter[int]()
         for note in ops.notes:
