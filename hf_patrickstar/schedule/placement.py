@@ -274,9 +274,9 @@ def too_small(chunks: Sequence[ChunkBytes], tiers: Tiers) -> str:
     kinds["workspace"] = on_host - sum(kinds.values())
     parts = ", ".join(f"{kind} {format_nbytes(nbytes)}" for kind, nbytes in kinds.items() if nbytes)
     return (
-        f"both tiers together are too small for the model data: the host has {format_nbytes(tiers.host_nbytes)} of "
-        f"{format_nbytes(on_host)} ({parts}), and the device, where a step needs {format_nbytes(on_device)}, has "
-        f"{format_nbytes(tiers.device_nbytes)} with room for too few chunks"
+        f"host_budget and device_budget are together too small for the model data: {format_nbytes(on_host)} ({parts}), "
+        f"for which the host has {format_nbytes(tiers.host_nbytes)}; the device, where a step needs "
+        f"{format_nbytes(on_device)}, has {format_nbytes(tiers.device_nbytes)}, too little for the rest"
     )
 
 

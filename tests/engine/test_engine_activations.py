@@ -87,7 +87,7 @@ def test_what_fits_with_it_alone_trains_to_the_same_bits(name, checkpointing):
     pair.engine.detach()
 
     tight = {**ROOMY, "device_budget": least}
-    with pytest.raises(BudgetError, match="Raise device_budget to at least"):
+    with pytest.raises(BudgetError, match="needs a device_budget of at least"):
         steps_of(factory, {**tight, "activation_offload": False}, 1)
     pair = Pair(factory, "resident", settings={**tight, "activation_offload": "auto"})
     on_host = []

@@ -671,7 +671,7 @@ def advice():
         said = str(error)
     engine.detach()
     del model, engine
-    enough = int(re.search(r"device_budget to at least (\d+)", said)[1])
+    enough = int(re.search(r"device_budget of at least (\d+)", said)[1])
     gc.collect()
     model, engine = make_engine("gpt2", config | {"device_budget": enough}, tight=False)
     model(**batch).loss.backward()

@@ -81,17 +81,11 @@ def test_model_data_of_101_percent_is_refused_before_anything_is_allocated_and_w
     model, before = make_model(), make_model().state_dict()
     with monkeypatch.context() as patch:
         patch.setattr(Payloads, "allocate", lambda self: 1 / 0)
-        with pytest.raises(BudgetError, match=r"^host_budget is too small for the model data") as caught:
+        with pytest.raises(BudgetError, match=r"together too small for the model data") as caught:
             PatrickStarEngine(model, config, adamw(model.parameters()))
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
     assert "patrickstar_engine" not in model.__dict__
     message = str(caught.value)
-    needed, had = (int(value) for value in re.findall(r"\((\d+) bytes\) (?:needed on both|available;)", message))
-    both = config["device_budget"] + config["host_budget"]
-    assert 0.99 * both < had <= both < needed
     expected, _ = train_plainly()
-    advised = re.findall(r"(host_budget) to at least (\d+)", message)
-    enough = re.findall(r"(host_budget|device_budget)=(\d+)", message)
-    assert [name for name, _ in advised + enough] == ["host_budget", "host_budget", "device_budget"]
-    for name, value in advised + enough:
-        assert train({**config, name: int(value)})[0] == expected
+    (advised,) = re.findall(r"a host_budget of at least (\d+) bytes", message)
+    assert train({**config, "host_budget": int(advised)})[0] == expected

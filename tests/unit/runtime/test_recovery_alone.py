@@ -60,7 +60,7 @@ def on_gpu(monkeypatch):
 )
 def test_memory_that_was_there_in_pieces_costs_no_budget(on_gpu, caplog, micro_batches, limit, events):
     assert on_gpu(*micro_batches) == (limit, events)
-    advice = "1000 B leave as before, because the memory was there in pieces; if this is often said, start with"
+    advice = "as much for chunks as before, because the memory was there in pieces; if this is often said, start with"
     assert (advice in caplog.text) is (DEFRAGMENTED in events)
 
 

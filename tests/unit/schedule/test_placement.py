@@ -1,12 +1,10 @@
 import dataclasses
-import pickle
 
 import pytest
 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.machine import CPU_TIER, MACHINES
-from hf_patrickstar.schedule.placement import ChunkBytes, Limits, Lookups, Tiers, plan_homes, plan_lookups, spill
-from hf_patrickstar.shortage import Limit
+from hf_patrickstar.schedule.placement import ChunkBytes, Lookups, Tiers, plan_homes, plan_lookups, spill
 from hf_patrickstar.units import GIB, MIB
 
 
@@ -19,63 +17,13 @@ def make_chunks(count, param=100, host_param=128, state=600, on_host=()):
     return [ChunkBytes(index, param, host_param, state, index in on_host) for index in range(count)]
 
 
-def test_the_message_is_worded_once_and_only_where_it_is_read(monkeypatch):
-    """To find what would be enough takes time; processes hand errors to each other as text."""
-    worded = []
-    monkeypatch.setattr("hf_patrickstar.schedule.placement.too_small", lambda *_: worded.append(1) or "too small")
-    with pytest.raises(BudgetError) as caught:
-        place(make_chunks(4), device_nbytes=600, host_nbytes=1000, working_set_nbytes=200, workspace_nbytes=0)
-    assert not worded
-    assert str(caught.value) == str(caught.value) == "too small"
-    assert pickle.loads(pickle.dumps(caught.value)).args == ("too small",)
-    assert len(worded) == 1
-
-
 def test_too_small_together():
-    with pytest.raises(BudgetError) as caught:
+    message = (
+        r"^host_budget and device_budget are together too small for the model data: 2\.84 KiB \(parameters 512 B, "
+        r"masters and states 2\.34 KiB\), for which the host has 1\.95 KiB; the device, where a step needs 200 B, has "
+    )
+    with pytest.raises(BudgetError, match=message):
         place(make_chunks(4), device_nbytes=1000, host_nbytes=2000, working_set_nbytes=200, workspace_nbytes=0)
-    message = str(caught.value)
-    assert message.startswith(
-        "host_budget is too small for the model data: 3.01 KiB (3084 bytes) needed on both tiers together, 2.93 KiB "
-        "(3000 bytes) available; 2.13 KiB (2184 bytes) needed on the host, 1.95 KiB (2000 bytes) available, after 1 of "
-        "4 chunks were given a home on the device"
-    )
-    assert "Raise host_budget to at least 2184 bytes, or raise device_budget" in message
-    assert "device_budget=1600 is enough, too" in message
-    assert message.splitlines()[1:] == [
-        "tier    owner                             need",
-        "host    param                            384 B",
-        "host    masters and states            1.76 KiB",
-        "host    workspace                          0 B",
-        "host    total                         2.13 KiB",
-        "host    usable now                    1.95 KiB",
-        "device  chunks at home                   700 B",
-        "device  working set                      200 B",
-        "device  workspace                          0 B",
-        "device  total                            900 B",
-        "device  usable now                      1000 B",
-    ]
-
-
-def test_while_activations_are_unknown_the_advice_is_a_host_for_all_chunks():
-    """What is enough beside the reserve is said apart."""
-    chunks, tiers = make_chunks(4), Tiers(2000, 980, [(200, frozenset())])
-    limits = Limits(Limit("host_budget", 2000), [Limit("device_budget", 980, usable=0.98)], 20)
-    with pytest.raises(BudgetError) as caught:
-        plan_homes(chunks, tiers, limits=limits)
-    message = str(caught.value)
-    assert f"Raise host_budget to at least {4 * 728} bytes, or" in message
-    said = (
-        "If activations need at most 20 B (20 bytes) of the device, host_budget=2184 or device_budget=1633 is enough."
-    )
-    assert said in message
-
-
-def test_nothing_is_advised_that_the_machine_does_not_have():
-    limits = Limits(Limit("host_budget", 2000, is_auto=True), [Limit("device_budget", 980, is_auto=True)], 20)
-    with pytest.raises(BudgetError, match="the host has too little memory for the model data") as caught:
-        plan_homes(make_chunks(4), Tiers(2000, 980, [(200, frozenset())]), limits=limits)
-    assert "is enough" not in str(caught.value)
 
 
 # Chunks that the host has no room for

@@ -25,6 +25,6 @@ def test_plans_and_runs_are_timed_without_and_with_traces_of_a_plan(tmp_path):
     assert all(0 < row["seconds"] < row["process_s"] and row["peak_nbytes"] > 2**26 for row in found["plans"])
     without, with_traces = found["runs"]
     assert (without["kept_traces"], with_traces["kept_traces"]) == (False, True)
-    assert "beside activations, at least" in without["expected"]
+    assert "beside activations, " in without["expected"]
     assert "per step by the rates of 'h100'" in with_traces["expected"]
     assert min(without["seconds"], with_traces["seconds"]) > 0
