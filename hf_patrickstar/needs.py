@@ -164,10 +164,10 @@ def describe_least(
         enough = least(fits, nbytes)
         fits(enough)  # what was tried last may have been less
         of_machine = ", which the machine does not have" if getattr(config, name) == "auto" else ""
+        if traces_on is None:
+            return f"With a {name} of {name_budget(enough)}{of_machine}, the host has room for all chunks."
         words.append(f"a {name} of at least {name_budget(enough)}{of_machine}")
     if not words:
         return ""
-    if traces_on is None:
-        return f"Chunks need {' and '.join(words)}."
     kinds = f"{format_nbytes(taken[0])} of activations and temporaries, and {format_nbytes(taken[1])} of chunks"
     return f"The whole step needs {' and '.join(words)} ({kinds} on the device)."
