@@ -173,14 +173,14 @@ class Activations:
         self._join_coming()
         self.has_begun = False
 
-    def be_eager(self) -> bool:
-        """The device has no room for a step: without a plan all large activations leave from now on, if they may.
+    @property
+    def may_be_eager(self) -> bool:
+        """Whether more may leave than without ``be_eager``."""
+        return self._asked is not False and not self._is_eager
 
-        Returns:
-            Whether fewer left before.
-        """
-        before, self._is_eager = self._is_eager, self._asked is not False
-        return self._is_eager and not before
+    def be_eager(self) -> None:
+        """The device has no room for a step: without a plan all large activations leave from now on, if they may."""
+        self._is_eager = self._asked is not False
 
     def close(self) -> None:
         """Gives back all buffers."""

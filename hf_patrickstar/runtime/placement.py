@@ -193,6 +193,11 @@ class Placement:
         logger.info("patrickstar: larger inputs than any before, %s: the device margin is given up", list(shapes))
         return self.leave_margin()
 
+    @property
+    def may_leave_device(self) -> bool:
+        """Whether chunks are at home on the device that may leave it."""
+        return bool(self.in_margin) or (self._fills_margin and bool(self._at_home_on_device()))
+
     def leave_margin(self) -> bool:
         """Moves every chunk out of the margin that is not in use; whether any moved. It may be called in a step.
 

@@ -97,6 +97,7 @@ class Recovery:
 
     def _run(self, function: Callable[[], _T], max_retries: int) -> _T:
         state = _State(self._device, self._buffers)
+        manager, changes = self._manager, ["anything"]
         for attempt in range(1, max_retries + 2):
             try:
                 result = function()
@@ -105,25 +106,25 @@ class Recovery:
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
-                failure, more = error, self._manager.executor.what_helps()
-            is_in_pieces = is_fragmented(failure, self._device)
-            # The frames of the failed attempt hold its activations.
-            traceback.clear_frames(failure.__traceback__)
-            with self._manager.model_lock.held("to undo a micro-batch"):
-                had_plan = self._manager.steps.has_plan
+                is_own, had_plan = isinstance(error, DeviceMemoryError), manager.steps.has_plan
+                in_pieces, more = is_fragmented(error, self._device), manager.executor.what_helps()
+                said = str(error.args[0] if error.args else error).partition("\n")[0]
+                # The frames of the failed attempt hold its activations.
+                traceback.clear_frames(error.__traceback__)
+                may_change = had_plan or manager.activations.may_be_eager or manager.placement.may_leave_device
+                if attempt > max_retries or (is_own and not (changes and may_change)):
+                    with manager.model_lock.held("to undo a micro-batch"):
+                        self._reset()
+                        state.restore()
+                        raise self._given_up(error, attempt, more)  # noqa: B904, its cause is set
+            with manager.model_lock.held("to repeat a micro-batch"):
                 self._reset()
-                changes = [] if attempt > max_retries else self._make_careful(failure, had_plan, is_in_pieces)
+                changes = self._make_careful(had_plan, in_pieces, is_own)
                 state.restore()
-                if not changes:
-                    raise self._given_up(failure, attempt, more)
             self._emit(MicroBatchRepeated(attempt, is_defragmented=changes == [_IN_PIECES]))
             logger.warning(
                 "patrickstar: out of memory on %s; the micro-batch is repeated (%d of %d) %s (%s)",
-                self._device,
-                attempt,
-                max_retries,
-                ", ".join(changes),
-                str(failure.args[0] if failure.args else failure).partition("\n")[0],
+                *(self._device, attempt, max_retries, ", ".join(changes), said),
             )
         raise AssertionError("unreachable")
 
@@ -135,17 +136,18 @@ class Recovery:
         self._manager.steps.abandon_step()
 
     @unseen()
-    def _make_careful(self, failure: BaseException, had_plan: bool, is_in_pieces: bool) -> list[str]:
-        """Frees what can be freed; returns what will be otherwise in a repetition, which is hopeless without."""
+    def _make_careful(self, had_plan: bool, is_in_pieces: bool, is_own: bool) -> list[str]:
+        """Frees what can be freed; returns what will be otherwise in a repetition."""
         manager, ledger = self._manager, self._manager.ledger
         changes = ["without the plan that it followed"] if had_plan else []
         manager.tracer.distrust()
-        if manager.activations.be_eager():
+        if manager.activations.may_be_eager:
+            manager.activations.be_eager()
             changes.append("with activations that leave the device")
         if manager.placement.leave_margin():
             changes.append("with chunks that have left the device")
         manager.executor.evict_unused()
-        if isinstance(failure, DeviceMemoryError):
+        if is_own:
             return changes
         if not is_accelerator(self._device):
             return [*changes, "with what could be freed"]

@@ -96,7 +96,7 @@ def test_device_budget_in_the_first_step(name, checkpointing, config):
         assert message.startswith("device_budget is too small for ")
         assert list(advised) == ["device_budget"]
         assert ("--gradient_checkpointing" in message) is not (checkpointing)
-        assert ("chunked_loss=true" in message) is not ("chunked_loss" in config or name == "mixtral")
+        assert ("chunked_loss=true" in message) is not ("chunked_loss" in config)
         assert ("activation_offload=auto" in message) is ("activation_offload" in config)
         assert ("--bf16" in message) is ("dtype" not in config)
     assert VALUE.search(message)[2] == str(advised["device_budget"]) + " bytes"
