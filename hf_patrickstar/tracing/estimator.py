@@ -267,16 +267,16 @@ class StepEstimator:
         beside_nbytes = self._beside_nbytes(ops)
         traces = [self._as_allocated(made, beside_nbytes) for made in traces]
         least = None
-        if call.is_training and not (has_changed or any(place != index for index, place in place_of.items())):
+        is_same = not has_changed and all(place == index for index, place in place_of.items())
+        # What another process asks for may take more than the trace of this one says.
+        if call.is_training and is_same and self._known[1].resources.collectives.world_size == 1:
 
             def traces_on(layout: Layout, device_nbytes: int) -> Iterator[Trace]:
                 in_flight = self._rules.in_flight_nbytes and device_nbytes // SHARE_IN_FLIGHT
-                rules, others = (
-                    dataclasses.replace(self._rules, in_flight_nbytes=in_flight),
-                    Places.of(layout, self._rank),
-                )
+                rules = dataclasses.replace(self._rules, in_flight_nbytes=in_flight)
                 for kind in kinds:
-                    yield self._as_allocated(micro_batch(ops, others, rules, kind, name=name).trace, beside_nbytes)
+                    found = micro_batch(ops, Places.of(layout), rules, kind, name=name).trace
+                    yield self._as_allocated(found, beside_nbytes)
 
             least = Later(functools.partial(describe_least, *self._known, traces_on))
         index_of = {place: index for index, place in place_of.items()}
