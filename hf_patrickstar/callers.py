@@ -14,6 +14,7 @@ _LIBRARIES = frozenset(
     {"accelerate", "datasets", "hf_patrickstar", "huggingface_hub", "numpy", "peft", "safetensors", "torch", "tqdm"}
     | {"transformers", "trl"}
 )
+_OF_COLLECTIVES = ("torch.distributed.", "hf_patrickstar.dist.")
 
 
 class _Looks:
@@ -83,11 +84,31 @@ def find_caller() -> str:
         For example ``/home/me/train.py:12 in main: weights = model.state_dict()``; empty if there is none, as in the
         threads in which autograd works for an accelerator.
     """
-    for frame, number in traceback.walk_stack(sys._getframe(1)):
+    return _look_up(sys._getframe(1))[0]
+
+
+def find_place() -> tuple[str, bool]:
+    """Where the program is: the line of a thread that waits in a collective, else that of the main thread.
+
+    Returns:
+        The line, as in ``find_caller``, and whether it waits in a collective: of the user, or of ``dist/``.
+    """
+    with frames_of_threads() as frames:
+        main = frames.pop(threading.main_thread().ident or 0, None)
+        places = [_look_up(frame) for frame in (main, *frames.values())]
+    return max(places, key=lambda place: place[1])  # the first of those that wait, or the first of all
+
+
+def _look_up(innermost: types.FrameType | None) -> tuple[str, bool]:
+    modules: list[str] = []
+    for frame, number in traceback.walk_stack(innermost) if innermost is not None else ():
         # By the names of modules: those of scripts and notebooks are "__main__", wherever their files are.
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        modules.append(str(frame.f_globals.get("__name__", "")))
+        package = modules[-1].partition(".")[0]
         if package not in _LIBRARIES and package not in sys.stdlib_module_names:
             code = frame.f_code
             line = linecache.getline(code.co_filename, number, frame.f_globals).strip()
-            return f"{code.co_filename}:{number} in {code.co_name}{': ' if line else ''}{line}"
-    return ""
+            waits = any(module.startswith(_OF_COLLECTIVES) for module in modules)
+            waits |= len(modules) == 1 and ".wait(" in line  # of what ``async_op=True`` returned, which has no frame
+            return f"{code.co_filename}:{number} in {code.co_name}{': ' if line else ''}{line}", waits
+    return "", False

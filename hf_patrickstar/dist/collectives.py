@@ -6,6 +6,7 @@ import functools
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -84,6 +85,7 @@ class Collectives:
         self._is_cut_off = False
         self._is_gloo = group is not None and _backend(group, device).name() == "gloo"
         self._watchdog: Watchdog | None = None
+        self._is_over = threading.Event()
 
     @classmethod
     def connect(
@@ -131,6 +133,9 @@ class Collectives:
             )
         collectives._join(data, wait_s)
         leave_at_exit(_destroy_groups if collectives._is_gloo else None)  # messages go over gloo in any case
+        atexit.register(collectives._is_over.set)  # before those, so that the thread does not meet the end of Python
+        arguments = weakref.ref(collectives), collectives._watchdog, collectives._is_over
+        threading.Thread(target=_look, args=arguments, name="hf_patrickstar-look", daemon=True).start()
         return collectives
 
     def _join(self, group: "dist.ProcessGroup", wait_s: float | None) -> None:
@@ -413,7 +418,7 @@ class Collectives:
         if watchdog.verdict:
             raise CollectiveError(f"{what}: {watchdog.verdict}")
         try:
-            with watchdog.warning(what) if is_blocking else contextlib.nullcontext():
+            with watchdog.watched(what) if is_blocking else contextlib.nullcontext():
                 yield watchdog
         except torch.OutOfMemoryError:
             raise
@@ -461,6 +466,7 @@ class Collectives:
 
     def close(self) -> None:
         """Destroys the groups that ``connect`` made; the group for data stays."""
+        self._is_over.set()
         made = [group for group in (self.control, self._reductions) if group not in (None, self._group)]
         self.control, self._reductions = None, self._group
         self._last_reduction = None
@@ -491,6 +497,18 @@ class ImaginedCollectives(Collectives):
     def exchange(self, value: Any, what: str, *, subject: str | None = None, is_prompt: bool = False) -> list[Any]:
         """See ``Collectives``."""
         return [value] * self.world_size
+
+
+def _look(collectives: "weakref.ref[Collectives]", watchdog: Watchdog, is_over: threading.Event) -> None:
+    """Looks for other ranks that wait, as long as there are collectives; see [Note: how long a rank waits]."""
+    while not is_over.wait(watchdog.poll_s) and collectives() is not None:
+        try:
+            watchdog.look()
+        except (RuntimeError, OSError):  # or the store is gone
+            is_over.wait(2 * watchdog.poll_s)  # the rank that gave up raises first
+            if watchdog.verdict and (found := collectives()) is not None:
+                found._hang_up()
+            return
 
 
 def _average(terms: Sequence[torch.Tensor], rank: int, wide: torch.Tensor) -> None:

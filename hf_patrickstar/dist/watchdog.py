@@ -7,6 +7,9 @@ A rank waits for a message, which all ranks send at a call that they make togeth
   come (a step has begun, say, and one rank computes longer), it waits until the timeout of the process group.
 - A rank that has waited for a second writes into the store what it waits for: the number of messages so far, what it is
   about to do, and the line of the user's code. After ten seconds it logs one warning, with what the others wrote.
+- A thread of each rank looks into the store every second. While another rank waits, it writes the line where this one
+  is. If all others are in collectives for ``process_wait_s``, some of them in one of the user, each waits for the other:
+  that ends any wait.
 - A rank that ends a wait, or whose collective fails, writes the reason into the store, as the verdict, and closes its
   connections. So a rank that waits for this one fails at once. A rank that waits for a third one looks for a verdict
   every second. Both raise the verdict.
@@ -29,7 +32,7 @@ from typing import Any, NamedTuple, TypeVar
 import psutil
 import torch.distributed as dist
 
-from hf_patrickstar.callers import find_caller
+from hf_patrickstar.callers import find_caller, find_place
 from hf_patrickstar.cores import usable_cores
 from hf_patrickstar.errors import CollectiveError
 
@@ -39,6 +42,9 @@ _T = TypeVar("_T")
 
 _WARN_S, _POLL_S, _ANSWER_S, _STORE_S = 10.0, 1.0, 3.0, 3.0
 _CLOCK_SLACK_S, _PAUSE_S = 2.0, 0.05
+_NOWHERE = '["", 0]'
+_MOST_COMPUTING = 0.1
+"""The largest share of its time that a process computes that waits in a collective."""
 
 
 class Process(NamedTuple):
@@ -108,6 +114,7 @@ class Watchdog:
     Attributes:
         verdict: Why these ranks cannot go on together; empty as long as they can.
         processes: The processes by rank; all of them as soon as they have met.
+        poll_s: Seconds between two looks into the store.
     """
 
     def __init__(self, rank: int, ranks: Sequence[int], wait_s: float | None, timeout_s: float) -> None:
@@ -118,8 +125,11 @@ class Watchdog:
         self._others = [other for other in range(len(ranks)) if other != rank]
         self._wait_s, self._timeout_s = wait_s or math.inf, timeout_s
         self._warn_s = min(_WARN_S, self._wait_s / 3)
-        self._poll_s = min(_POLL_S, self._warn_s / 5)
+        self.poll_s = min(_POLL_S, self._warn_s / 5)
         self._num_messages, self._is_warned, self._is_store_gone = 0, False, False
+        self._answered, self._place, self._since, self._computed_s = "", ("", False), 0.0, 0.0  # see ``look``
+        self._blocked_at, self._lock = 0.0, threading.Lock()
+        self._blocking: _Wait | None = None  # what ``look`` watches
         self._all_store = self._store = _find_store()
 
     def meet(self) -> None:
@@ -162,30 +172,56 @@ class Watchdog:
             RuntimeError: If the collective failed, or the timeout of the process group has passed.
         """
         self._num_messages += is_message
-        if _is_over(work, self._poll_s):
+        if _is_over(work, self.poll_s):
             return
-        wait, begin = _Wait(self._num_messages, what, find_caller()), time.monotonic() - self._poll_s
+        wait, begin = _Wait(self._num_messages, what, find_caller()), time.monotonic() - self.poll_s
         self._write(wait)
-        while not _is_over(work, self._poll_s):
+        while not _is_over(work, self.poll_s):
             self._check(wait, time.monotonic() - begin, self._wait_s if is_prompt else math.inf)
         self._write(None)
 
     @contextlib.contextmanager
-    def warning(self, what: str) -> Iterator[None]:
-        """Warns, from another thread, if the block takes long: gloo receives from one rank without a time limit.
+    def watched(self, what: str) -> Iterator[None]:
+        """Lets ``look`` watch the block: gloo receives from one rank without a time limit.
 
         Args:
             what: What this rank is about to do, as a verb phrase.
         """
-        timer = threading.Timer(self._warn_s, self._be_late, [_Wait(self._num_messages, what, find_caller())])
-        timer.daemon = True
-        timer.start()
+        self._blocking, begin = _Wait(self._num_messages, what, find_caller()), time.monotonic()
+        self._blocked_at = begin
         try:
             yield
         finally:
-            timer.cancel()
-        if self._is_warned:
+            with self._lock:
+                self._blocking = None
+        if time.monotonic() - begin >= self.poll_s:
             self._write(None)
+
+    def look(self) -> None:
+        """Tells ranks that wait where this one is, and watches what blocks it; another thread calls it all the time.
+
+        Raises:
+            CollectiveError: If these ranks cannot go on together.
+        """
+        now = time.monotonic()
+        with self._lock:
+            if self._blocking is not None and now - self._blocked_at >= self.poll_s:
+                if not self._read(str(self._rank)):
+                    self._write(self._blocking)
+                self._check(self._blocking, now - self._blocked_at, math.inf)
+        question = self._read("question")
+        if question == self._answered:
+            return
+        place, computed_s = find_place(), time.process_time()
+        if place != self._place or computed_s - self._computed_s > _MOST_COMPUTING * (now - self._since):
+            self._place, self._since, self._computed_s = place, now, computed_s
+        self._answered = question
+        self._store.set(f"at {self._rank}", json.dumps((place[0], place[1] * (now - self._since))))
+        if verdict := self._read("verdict"):
+            self.verdict = verdict
+            if not self._read(str(self._rank)):  # else the thread that waits raises it
+                logger.error("patrickstar: rank %d: %s", self._rank, verdict)
+            raise CollectiveError(verdict)
 
     def judge(self, verdict: str) -> str:
         """Lets all ranks know why they cannot go on together.
@@ -198,6 +234,7 @@ class Watchdog:
         """
         if not self.verdict:
             self.verdict = self._ask(lambda: self._store.compare_set("verdict", "", verdict).decode(), verdict)
+            self._ask(lambda: self._store.set("question", verdict), None)  # so that all look for it
         return self.verdict
 
     def explain(self, what: str, error: Exception) -> CollectiveError:
@@ -210,8 +247,8 @@ class Watchdog:
         wait, deadline = _Wait(self._num_messages, what, find_caller()), time.monotonic() + min(_ANSWER_S, self._wait_s)
         self._write(wait)
         while not (self._find_verdict() or self._find_ended() or time.monotonic() > deadline):
-            waits = self._read_waits()
-            if waits and all(waits.values()):
+            others = self._read_others().values()
+            if others and all(wait for wait, *_ in others):
                 break  # all others are there
             time.sleep(_PAUSE_S)
         text = (
@@ -228,21 +265,25 @@ class Watchdog:
         """Raises an error if another rank ended a wait, or this one takes too long; warns if it takes long."""
         if self._find_verdict():
             raise CollectiveError(f"{wait.what}: {self.verdict}")
-        if waited_s >= limit_s:
-            text = (
-                f"rank {self._rank} gave up after {waited_s:.0f} s: it {wait}, and "
-                f"{self._describe_others(wait)}. This must be called by all processes together (Trainer.save_model and "
-                "engine.full_parameters too). Look first at the error of a rank that is missing; where it was only "
-                "busy, raise process_wait_s. The processes are not in the same place any more: restart from the last "
-                "checkpoint"
+        others = self._read_others().values() if waited_s >= self._wait_s else ()
+        is_stuck = all(there_s >= self._wait_s for *_, there_s in others) and not all(wait for wait, *_ in others)
+        if is_stuck or waited_s >= limit_s:
+            advice = (
+                "Each waits for the other: before a collective inside of forward or backward all ranks must use the same "
+                "modules. Call those without data with an empty batch; where a rank was only slow"
+                if is_stuck
+                else "This must be called by all processes together (Trainer.save_model and engine.full_parameters "
+                "too). Look first at the error of a rank that is missing; where it was only busy"
             )
-            raise CollectiveError(self.judge(text))
+            verdict = self.judge(
+                f"rank {self._rank} gave up after {waited_s:.0f} s: it {wait}, and "
+                f"{self._describe_others(wait)}. {advice}, raise process_wait_s. The processes "
+                "are not in the same place any more: restart from the last checkpoint"
+            )
+            time.sleep(self.poll_s)  # others log it before their collectives fail
+            raise CollectiveError(verdict)
         if waited_s >= self._warn_s and not self._is_warned:
             self._warn(wait, waited_s, limit_s)
-
-    def _be_late(self, wait: _Wait) -> None:
-        self._write(wait)
-        self._warn(wait, self._warn_s, math.inf)
 
     def _warn(self, wait: _Wait, waited_s: float, limit_s: float) -> None:
         self._is_warned, text = True, "It goes on waiting, until the timeout of the process group (ddp_timeout)"
@@ -253,13 +294,17 @@ class Watchdog:
 
     def _describe_others(self, own: _Wait) -> str:
         """Which ranks have ended or have not come, and what ranks do that wait for something else."""
-        ended, waits = self._find_ended(), self._read_waits()
+        ended, others = self._find_ended(), self._read_others()
         texts = [f"rank {rank} has ended (process {gone.pid} on {gone.host})" for rank, gone in ended.items()]
-        alive = {rank: wait for rank, wait in waits.items() if rank not in ended}
-        if absent := [str(rank) for rank, wait in alive.items() if wait is None]:
+        alive = {rank: other for rank, other in others.items() if rank not in ended}
+        if absent := [str(rank) for rank, (wait, *_) in alive.items() if wait is None]:
             names = ", ".join(absent)
             texts.append(f"ranks {names} have not come" if len(absent) > 1 else f"rank {names} has not come")
-        texts += [f"rank {rank} {wait} meanwhile" for rank, wait in alive.items() if wait and wait[:2] != own[:2]]
+        for rank, (wait, caller, waited_s) in alive.items():
+            if wait and wait[:2] != own[:2]:
+                texts.append(f"rank {rank} {wait} meanwhile")
+            elif caller and not wait:
+                texts.append(f"rank {rank} is {'in a collective ' if waited_s else ''}at {caller}")
         if self._is_store_gone:
             texts.append("the store where the ranks met is gone, and so is its host (rank 0 or the launcher)")
         return "; ".join(texts) or "all other ranks are there"
@@ -271,7 +316,8 @@ class Watchdog:
 
     def _find_verdict(self) -> str:
         if not self.verdict:
-            self.verdict = self._ask(lambda: self._read("verdict"), "")
+            ask = f"{self._rank} {time.monotonic()}"
+            self.verdict = self._ask(lambda: self._store.set("question", ask) or self._read("verdict"), "")
         return self.verdict
 
     def _find_missing(self) -> list[int]:
@@ -282,10 +328,13 @@ class Watchdog:
         keys, store = [f"process {rank}" for rank in self._ranks], self._all_store
         return {rank: Process(*json.loads(store.get(key))) for rank, key in enumerate(keys) if store.check([key])}
 
-    def _read_waits(self) -> dict[int, _Wait | None]:
-        """What the others wait for; empty if the store is gone."""
-        texts = self._ask(lambda: [(rank, self._read(str(rank))) for rank in self._others], list[tuple[int, str]]())
-        return {rank: _Wait(*json.loads(text)) if text else None for rank, text in texts}
+    def _read_others(self) -> dict[int, tuple[_Wait | None, str, float]]:
+        """What the others wait for, the lines where they are, and for how long each has been in a collective there."""
+        ranks, nothing = self._others, list[tuple[int, str, str]]()
+        found = self._ask(lambda: [(rank, self._read(f"{rank}"), self._read(f"at {rank}")) for rank in ranks], nothing)
+        return {
+            rank: (_Wait(*json.loads(wait)) if wait else None, *json.loads(at or _NOWHERE)) for rank, wait, at in found
+        }
 
     def _read(self, key: str) -> str:
         return self._store.get(key).decode() if self._store.check([key]) else ""

@@ -12,7 +12,7 @@ from hf_patrickstar.checkpoint import progress
 
 
 @pytest.fixture
-def at_once(monkeypatch, capsys):
+def at_once(capsys, monkeypatch):
     """Bars are shown at once, each time that something is done, as on a terminal."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setattr(progress, "PROGRESS_AFTER_S", 0)

@@ -110,8 +110,9 @@ def test_data_and_ranks_that_have_said_that_they_come_are_waited_for(store, monk
     dog.wait(in_a_while(2 * WAIT_S), "reads", is_message=True, is_prompt=is_prompt)
     (warning,) = heard()
     assert "rank 1 has not come. It goes on waiting, until the timeout of the process group (ddp_timeout)" in warning
-    with dog.warning("reduces"):
+    with dog.watched("reduces"):
         time.sleep(WAIT_S)
+        dog.look()
     assert heard()[1].startswith(f"patrickstar: rank 0 reduces (called at {CALLER}) and has waited for ")
     assert not dog.verdict
     failed = in_a_while(0.2, RuntimeError("closed"))
