@@ -78,7 +78,7 @@ class Collectives:
         self.local_world_size = self.num_core_sharers = 1
         self.control: dist.ProcessGroup | None = None
         self._device = device
-        self._group = self._reductions = group
+        self._group = self._reductions = self._users = group
         self._emit = emit
         self._widens = reduce_dtype == "fp32"
         self._last_reduction: Ticket | None = None
@@ -106,8 +106,8 @@ class Collectives:
             reduce_dtype: See the class.
 
         Returns:
-            The collectives. Their group for messages is a new one with the timeout of ``group``; only if ``group`` is
-            a gloo subgroup of the default group, messages go over ``group`` too. Members of a subgroup with another
+            The collectives. Their groups are new ones with the timeout of ``group``, so that the user's collectives
+            never meet theirs; only if ``group`` is a gloo subgroup of the default group, they use that itself. Members of a subgroup with another
             backend must have made equally many groups before: torch names the new one by their number.
 
         Raises:
@@ -148,6 +148,9 @@ class Collectives:
             watchdog.meet()
             # Processes outside of a subgroup do not come to make another group of it.
             self.control = group if is_part and self._is_gloo else _new_group(ranks, timeout, "gloo", is_part)
+            if not (is_part and self._is_gloo):
+                # The user's collectives may come before ours on one rank, and after them on another.
+                self._group = self._reductions = _new_group(ranks, timeout, dist.get_backend(group), is_part)
             if not self._is_gloo:
                 # A communicator runs one collective after the other: gathers that were started ahead do not stand in
                 # the way of reductions that have one of their own.
@@ -446,7 +449,7 @@ class Collectives:
         if self._is_cut_off:
             return
         self._is_cut_off = True
-        for group in {self.control, self._group if self._is_gloo else None} - {None}:
+        for group in {self.control, *((self._group, self._users) if self._is_gloo else ())} - {None}:
             for other in set(range(self.world_size)) - {self.rank}:
                 nothing = torch.zeros(1, dtype=torch.int64, device="cpu")
                 with contextlib.suppress(RuntimeError):  # gloo closes all connections when a receive times out
@@ -459,7 +462,7 @@ class Collectives:
 
     def _abort(self) -> None:
         """Ends what is under way on a device's backend: its kernels wait for ranks that are gone, and so would exit."""
-        for group in (self._reductions, self._group):
+        for group in {self._reductions, self._group, self._users}:
             if group is not None:
                 with contextlib.suppress(AttributeError, RuntimeError, ValueError):
                     group.abort()
@@ -467,8 +470,8 @@ class Collectives:
     def close(self) -> None:
         """Destroys the groups that ``connect`` made; the group for data stays."""
         self._is_over.set()
-        made = [group for group in (self.control, self._reductions) if group not in (None, self._group)]
-        self.control, self._reductions = None, self._group
+        made = {self.control, self._group, self._reductions} - {None, self._users}
+        self.control, self._group = None, self._users
         self._last_reduction = None
         for group in made:
             # Where the default group was destroyed, these groups were destroyed with it.
@@ -505,7 +508,7 @@ def _look(collectives: "weakref.ref[Collectives]", watchdog: Watchdog, is_over: 
         try:
             watchdog.look()
         except (RuntimeError, OSError):  # or the store is gone
-            is_over.wait(2 * watchdog.poll_s)  # the rank that gave up raises first
+            is_over.wait(3 * watchdog.poll_s)  # the rank that gave up raises first
             if watchdog.verdict and (found := collectives()) is not None:
                 found._hang_up()
             return

@@ -280,7 +280,7 @@ class Watchdog:
                 f"{self._describe_others(wait)}. {advice}, raise process_wait_s. The processes "
                 "are not in the same place any more: restart from the last checkpoint"
             )
-            time.sleep(self.poll_s)  # others log it before their collectives fail
+            time.sleep(2 * self.poll_s)  # others log it before their collectives fail
             raise CollectiveError(verdict)
         if waited_s >= self._warn_s and not self._is_warned:
             self._warn(wait, waited_s, limit_s)
