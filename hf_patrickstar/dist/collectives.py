@@ -462,7 +462,7 @@ class Collectives:
 
     def _abort(self) -> None:
         """Ends what is under way on a device's backend: its kernels wait for ranks that are gone, and so would exit."""
-        for group in {self._reductions, self._group, self._users}:
+        for group in (self._reductions, self._group, self._users):
             if group is not None:
                 with contextlib.suppress(AttributeError, RuntimeError, ValueError):
                     group.abort()

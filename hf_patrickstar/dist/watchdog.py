@@ -219,7 +219,7 @@ class Watchdog:
         self._store.set(f"at {self._rank}", json.dumps((place[0], place[1] * (now - self._since))))
         if verdict := self._read("verdict"):
             self.verdict = verdict
-            if not self._read(str(self._rank)):  # else the thread that waits raises it
+            if place[1] and not self._read(str(self._rank)):  # it fails, and does not say why
                 logger.error("patrickstar: rank %d: %s", self._rank, verdict)
             raise CollectiveError(verdict)
 

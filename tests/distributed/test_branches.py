@@ -1,11 +1,16 @@
 """What ranks send each other, one by one, and what happens where data leads them down different branches."""
 
+import re
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 from as_one import alone, differences, on_one_rank, seed_of, train_as_alone, train_together
-from together import engaged, recorded
+from processes import Workers
+from together import engaged, heard, recorded
 
+from hf_patrickstar.errors import CollectiveError
 from hf_patrickstar.runtime.groups import Groups
 
 pytestmark = pytest.mark.xdist_group("distributed")  # one worker of pytest-xdist, or each starts processes
@@ -29,16 +34,20 @@ class Layer(torch.nn.Module):
 
 
 class Chain(torch.nn.Module):
-    """Layers of which each rank takes those that ``route`` names at a step."""
+    """Layers of which each rank takes those that ``route`` names at a step; where it names none, ``tell`` is called."""
 
     def __init__(self, num, depth, route=None):
         super().__init__()
+        self.tell = lambda x: None
         self.layers = torch.nn.ModuleList(Layer(num) for _ in range(depth))
         self.route = route
 
     def forward(self, x, step=0, rank=0):
         for index in range(len(self.layers)) if self.route is None else self.route(step, rank):
-            x = self.layers[index](x)
+            if index is None:
+                self.tell(x)
+            else:
+                x = self.layers[index](x)
         return x
 
 
@@ -162,7 +171,33 @@ def never_the_second(step, rank):
     return [0, 2, 3]
 
 
-ROUTES = {route.__name__: route for route in (by_parity, at_random, one_twice, only_on_rank_one, never_the_second)}
+def once_less(step, rank):
+    return [0, None, 1, 2, None, 3] if rank == 0 or step != 2 else [0, None, 1, None, 3]
+
+
+def one_less(step, rank):
+    return [0, 1, 2, None, 3] if rank == 0 else [0, 1, None, 3]
+
+
+ROUTES = {
+    route.__name__: route
+    for route in (once_less, one_less, by_parity, at_random, one_twice, only_on_rank_one, never_the_second)
+}
+
+
+def gather(x):
+    """A collective of the user."""
+    parts = [torch.zeros_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x.detach())
+
+
+def gather_beside(x):
+    work = dist.all_reduce(x.detach().clone(), async_op=True)
+    work.wait()
+
+
+def gather_in_backward(x):
+    x.register_hook(gather)
 
 
 def branch(rank, config, route, steps, kwargs, tolerance=0.0):
@@ -171,6 +206,7 @@ def branch(rank, config, route, steps, kwargs, tolerance=0.0):
         lambda: alone(lambda: make_chain(2, 4, ROUTES[route]), chain_loss, world_size, steps=steps, **kwargs)
     )
     model = make_chain(2, 4, ROUTES[route])
+    model.tell = gather
     with engaged(model, config, accumulation=kwargs.get("accumulation", 1)) as engine:
         if tolerance:
             train_together(engine, chain_loss, steps, **kwargs)
@@ -187,6 +223,7 @@ CONFIGS = {
     "large_groups": {"chunk_numel": 3 * WIDTH * WIDTH, "reshard_after_forward": True},
     "evicting": {**SMALL, "debug_evict_all": True},
     "agreeing": {**DROPPED, "debug_collectives": True},
+    "ahead": {**SMALL, "prefetch_depth": 1},  # one rank gathers before a collective of the user, and one after it
 }
 
 
@@ -202,6 +239,7 @@ CONFIGS = {
         ("only_on_rank_one", "agreeing"),
         ("only_on_rank_one", "bounded"),
         ("never_the_second", "dropped"),
+        ("once_less", "ahead"),
     ],
 )
 def test_branches_of_two(pair, route, config):
@@ -221,3 +259,39 @@ def test_branches_of_four(four):
 def test_branches_in_micro_batches(pair):
     # A gradient that comes late is added to the sum on its own, after half of the other rank's.
     pair.run(branch, DROPPED, "only_on_rank_one", 4, {"accumulation": 2, "max_norm": 0.01}, 1e-5)
+
+
+# Collectives of the user, to which only a rank comes that waits for nobody
+
+WAIT_S = 1.5
+
+
+def get_stuck(rank, route, tell):
+    model = make_chain(2, 4, ROUTES[route])
+    model.tell = tell
+    with engaged(model, {**SMALL, "process_wait_s": WAIT_S, "prefetch_depth": 0}) as engine, heard() as texts:
+        begin = time.monotonic()
+        with pytest.raises(RuntimeError) as caught:
+            train_together(engine, chain_loss, 4)
+        seconds = time.monotonic() - begin
+        is_ours = isinstance(caught.value, CollectiveError)
+        return texts[-1] if rank else str(caught.value), is_ours, seconds
+
+
+@pytest.mark.parametrize(
+    ("route", "tell", "waits", "line"),
+    [
+        ("one_less", gather, r"needs group 2 \(gather\) for ", "gather: dist.all_gather(parts, x.detach())"),
+        ("once_less", gather_beside, "gathers group 2", "gather_beside: work.wait()"),
+        ("once_less", gather_in_backward, r"reduces group \d", "gather: dist.all_gather(parts, x.detach())"),
+    ],
+)
+def test_each_waits_for_the_other_and_both_places_are_named(route, tell, waits, line):
+    """Without an end of its own; the first waits for a message, the second for data, and the third is blocked."""
+    with Workers(2) as workers:
+        (first, is_ours, seconds), (second, is_others, _) = workers.run(get_stuck, route, tell, timeout=50)
+    assert (is_ours, is_others) == (True, False)
+    assert seconds < 30, "the timeout of the process group is 60 s"
+    place = rf"rank 1 is in a collective at \S+test_branches.py:\d+ in {re.escape(line)}\. Each waits for the other: "
+    for text in (first, second):
+        assert re.search(rf"rank 0 gave up after \d+ s: it {waits}.*rank 1 has not come; {place}", text), text

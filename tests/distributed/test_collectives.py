@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import time
 from datetime import timedelta
 
@@ -364,5 +365,6 @@ def test_a_killed_host_of_the_store_is_named(tmp_path):
 
 def test_a_rank_that_does_not_come_is_named(pair):
     text, seconds = pair.run(be_late)[0]
-    assert text.startswith("sizes of the inputs: a collective failed on rank 0 of 2: rank 1 has not come. ")
+    assert text.startswith("sizes of the inputs: a collective failed on rank 0 of 2: rank 1 has not come; ")
+    assert re.search(r"rank 1 is at .* in be_late: time\.sleep\(6\)\. Look first", text)
     assert 1 < seconds < 5.9
