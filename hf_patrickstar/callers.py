@@ -94,14 +94,14 @@ def find_place() -> tuple[str, bool]:
         The line, as in ``find_caller``, and whether it waits in a collective: of the user, or of ``dist/``.
     """
     with frames_of_threads() as frames:
-        main = frames.pop(threading.main_thread().ident or 0, None)
-        places = [_look_up(frame) for frame in (main, *frames.values())]
+        idents = sorted(frames, key=lambda ident: ident != threading.main_thread().ident)
+        places = [_look_up(frames[ident]) for ident in idents]
     return max(places, key=lambda place: place[1])  # the first of those that wait, or the first of all
 
 
-def _look_up(innermost: types.FrameType | None) -> tuple[str, bool]:
+def _look_up(innermost: types.FrameType) -> tuple[str, bool]:
     modules: list[str] = []
-    for frame, number in traceback.walk_stack(innermost) if innermost is not None else ():
+    for frame, number in traceback.walk_stack(innermost):
         # By the names of modules: those of scripts and notebooks are "__main__", wherever their files are.
         modules.append(str(frame.f_globals.get("__name__", "")))
         package = modules[-1].partition(".")[0]

@@ -107,8 +107,9 @@ class Collectives:
 
         Returns:
             The collectives. Their groups are new ones with the timeout of ``group``, so that the user's collectives
-            never meet theirs; only if ``group`` is a gloo subgroup of the default group, they use that itself. Members of a subgroup with another
-            backend must have made equally many groups before: torch names the new one by their number.
+            never meet theirs; only if ``group`` is a gloo subgroup of the default group, they use ``group`` itself.
+            Members of a subgroup with another backend must have made equally many groups before: torch names the new
+            ones by their number.
 
         Raises:
             ConfigError: If this process is not in the group, or the group cannot send from the device.

@@ -42,7 +42,6 @@ _T = TypeVar("_T")
 
 _WARN_S, _POLL_S, _ANSWER_S, _STORE_S = 10.0, 1.0, 3.0, 3.0
 _CLOCK_SLACK_S, _PAUSE_S = 2.0, 0.05
-_NOWHERE = '["", 0]'
 _MOST_COMPUTING = 0.1
 """The largest share of its time that a process computes that waits in a collective."""
 
@@ -187,8 +186,8 @@ class Watchdog:
         Args:
             what: What this rank is about to do, as a verb phrase.
         """
-        self._blocking, begin = _Wait(self._num_messages, what, find_caller()), time.monotonic()
-        self._blocked_at = begin
+        self._blocked_at = begin = time.monotonic()  # first, for the thread that looks
+        self._blocking = _Wait(self._num_messages, what, find_caller())
         try:
             yield
         finally:
@@ -268,17 +267,16 @@ class Watchdog:
         others = self._read_others().values() if waited_s >= self._wait_s else ()
         is_stuck = all(there_s >= self._wait_s for *_, there_s in others) and not all(wait for wait, *_ in others)
         if is_stuck or waited_s >= limit_s:
-            advice = (
-                "Each waits for the other: before a collective inside of forward or backward all ranks must use the same "
-                "modules. Call those without data with an empty batch; where a rank was only slow"
-                if is_stuck
-                else "This must be called by all processes together (Trainer.save_model and engine.full_parameters "
-                "too). Look first at the error of a rank that is missing; where it was only busy"
-            )
+            advice = "This must be called by all processes together (Trainer.save_model and engine.full_parameters too)"
+            if is_stuck:
+                advice = (
+                    "Each waits for the other: in a forward or backward, all ranks must use the same modules before "
+                )
+                advice += "a collective (without data, with an empty batch)"
             verdict = self.judge(
-                f"rank {self._rank} gave up after {waited_s:.0f} s: it {wait}, and "
-                f"{self._describe_others(wait)}. {advice}, raise process_wait_s. The processes "
-                "are not in the same place any more: restart from the last checkpoint"
+                f"rank {self._rank} gave up after {waited_s:.0f} s: it {wait}, and {self._describe_others(wait)}. "
+                f"{advice}. Look first at the error of a rank that is missing; where it was only busy, raise "
+                "process_wait_s. The processes are not in the same place any more: restart from the last checkpoint"
             )
             time.sleep(2 * self.poll_s)  # others log it before their collectives fail
             raise CollectiveError(verdict)
@@ -332,9 +330,7 @@ class Watchdog:
         """What the others wait for, the lines where they are, and for how long each has been in a collective there."""
         ranks, nothing = self._others, list[tuple[int, str, str]]()
         found = self._ask(lambda: [(rank, self._read(f"{rank}"), self._read(f"at {rank}")) for rank in ranks], nothing)
-        return {
-            rank: (_Wait(*json.loads(wait)) if wait else None, *json.loads(at or _NOWHERE)) for rank, wait, at in found
-        }
+        return {rank: (_Wait(*json.loads(w)) if w else None, *json.loads(at or '["", 0]')) for rank, w, at in found}
 
     def _read(self, key: str) -> str:
         return self._store.get(key).decode() if self._store.check([key]) else ""

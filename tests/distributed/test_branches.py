@@ -6,10 +6,11 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from as_one import alone, differences, on_one_rank, seed_of, train_as_alone, train_together
+from as_one import alone, differences, make_optimizer, on_one_rank, seed_of, train_as_alone, train_together
 from processes import Workers
 from together import engaged, heard, recorded
 
+from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.errors import CollectiveError
 from hf_patrickstar.runtime.groups import Groups
 
@@ -269,13 +270,14 @@ WAIT_S = 1.5
 def get_stuck(rank, route, tell):
     model = make_chain(2, 4, ROUTES[route])
     model.tell = tell
-    with engaged(model, {**SMALL, "process_wait_s": WAIT_S, "prefetch_depth": 0}) as engine, heard() as texts:
-        begin = time.monotonic()
-        with pytest.raises(RuntimeError) as caught:
-            train_together(engine, chain_loss, 4)
-        seconds = time.monotonic() - begin
-        is_ours = isinstance(caught.value, CollectiveError)
-        return texts[-1] if rank else str(caught.value), is_ours, seconds
+    config = {**SMALL, "process_wait_s": WAIT_S, "prefetch_depth": 0}
+    engine = PatrickStarEngine(model, config, make_optimizer(model), device="cpu")
+    assert engine.collectives.world_size == dist.get_world_size() > 1
+    begin = time.monotonic()
+    with heard() as texts, pytest.raises(RuntimeError) as caught:
+        train_together(engine, chain_loss, 4)
+    is_ours = isinstance(caught.value, CollectiveError)
+    return str(caught.value) if is_ours else texts[-1], is_ours, time.monotonic() - begin
 
 
 @pytest.mark.parametrize(
