@@ -428,6 +428,7 @@ class Collectives:
             raise
         except CollectiveError:
             if watchdog.verdict:
+                time.sleep(2 * watchdog.poll_s)  # others log it before their collectives fail
                 self._hang_up()
             raise
         except RuntimeError as error:

@@ -264,7 +264,9 @@ class Order:
             self._mismatch(f"{what}, with collectives of checksum {self._checksum:08x} so far")
         return Ended((), any(diverged) or not _are_same(recorded), frozenset().union(*map(_from_bits, set(found))))
 
-    def agree(self, subject: Subject, payload: Sequence[Any], what: str, *, is_prompt: bool | None = None) -> list[int]:
+    def agree(
+        self, subject: Subject, payload: Sequence[Any], what: str, *, is_prompt: bool | None = None
+    ) -> list[int]:
         """Makes sure that all processes are about to do the same; some may follow, see ``follow_readers``.
 
         Args:

@@ -273,13 +273,12 @@ class Watchdog:
                     "Each waits for the other: in a forward or backward, all ranks must use the same modules before "
                 )
                 advice += "a collective (without data, with an empty batch)"
-            verdict = self.judge(
+            text = (
                 f"rank {self._rank} gave up after {waited_s:.0f} s: it {wait}, and {self._describe_others(wait)}. "
                 f"{advice}. Look first at the error of a rank that is missing; where it was only busy, raise "
                 "process_wait_s. The processes are not in the same place any more: restart from the last checkpoint"
             )
-            time.sleep(2 * self.poll_s)  # others log it before their collectives fail
-            raise CollectiveError(verdict)
+            raise CollectiveError(self.judge(text))
         if waited_s >= self._warn_s and not self._is_warned:
             self._warn(wait, waited_s, limit_s)
 
