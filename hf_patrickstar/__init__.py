@@ -8,9 +8,6 @@ Change two imports, pass ``--patrickstar``::
 
 from typing import TYPE_CHECKING, Any
 
-from hf_patrickstar.checkpoint.weight_files import deferred_weights
-from hf_patrickstar.config import PatrickStarConfig
-from hf_patrickstar.engine import PatrickStarEngine, initialize_engine
 from hf_patrickstar.errors import (
     BudgetError,
     CheckpointError,
@@ -19,10 +16,12 @@ from hf_patrickstar.errors import (
     EngineError,
     PatrickStarError,
 )
-from hf_patrickstar.prepared import get_engine
 from hf_patrickstar.version import __version__
 
 if TYPE_CHECKING:
+    from hf_patrickstar.checkpoint.weight_files import deferred_weights
+    from hf_patrickstar.config import PatrickStarConfig
+    from hf_patrickstar.engine import PatrickStarEngine, initialize_engine
     from hf_patrickstar.integrations.accelerator import PatrickStarAccelerator
     from hf_patrickstar.integrations.trainer import PatrickStarTrainer, PatrickStarTrainerMixin
     from hf_patrickstar.integrations.training_args import PatrickStarArgumentsMixin, PatrickStarTrainingArguments
@@ -34,8 +33,13 @@ if TYPE_CHECKING:
     from hf_patrickstar.integrations.trl import PatrickStarSFTTrainer as PatrickStarSFTTrainer
     from hf_patrickstar.planner.from_python import plan
     from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse, TriedChange
+    from hf_patrickstar.prepared import get_engine
 
 _LAZY = {
+    "deferred_weights": "hf_patrickstar.checkpoint.weight_files",
+    "PatrickStarConfig": "hf_patrickstar.config",
+    **dict.fromkeys(("PatrickStarEngine", "initialize_engine"), "hf_patrickstar.engine"),
+    "get_engine": "hf_patrickstar.prepared",
     "PatrickStarArgumentsMixin": "hf_patrickstar.integrations.training_args",
     "PatrickStarAccelerator": "hf_patrickstar.integrations.accelerator",
     "PatrickStarTrainer": "hf_patrickstar.integrations.trainer",
@@ -85,7 +89,7 @@ __all__ = [
 if not TYPE_CHECKING:  # where type checkers see a __getattr__, every name is there, misspelled ones too
 
     def __getattr__(name: str) -> Any:
-        """Imports transformers and accelerate only when something that needs them is asked for."""
+        """Imports torch, transformers and accelerate only when something that needs them is asked for."""
         if name in _LAZY or name in _OPTIONAL:
             import importlib
 

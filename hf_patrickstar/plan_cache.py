@@ -15,16 +15,18 @@ import os
 import pathlib
 import tempfile
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from hf_patrickstar.decisions import Decisions
-from hf_patrickstar.homes import Situation
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.trace import Activation, Trace, Visit
 from hf_patrickstar.units import MIB
 from hf_patrickstar.version import __version__
+
+if TYPE_CHECKING:  # an answer that was kept is found without torch
+    import torch
+
+    from hf_patrickstar.decisions import Decisions
+    from hf_patrickstar.homes import Situation
 
 logger = logging.getLogger(__name__)
 
@@ -123,8 +125,11 @@ def _versions() -> tuple[object, ...]:
     """The versions of what a plan is made with; of this package also its code, which people change in place."""
     root = pathlib.Path(__file__).parent
     code = [(str(path.relative_to(root)), _stamp(path)) for path in sorted(root.rglob("*.py"))]
-    others = [importlib.metadata.version(name) for name in ("transformers", "accelerate")]
-    return __version__, torch.__version__, *others, tuple(code)
+    others = []
+    for name in ("torch", "transformers", "accelerate", "peft", "bitsandbytes"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            others.append((name, importlib.metadata.version(name)))
+    return __version__, *others, tuple(code)
 
 
 def _stamp(path: pathlib.Path) -> tuple[int, int]:
@@ -132,7 +137,7 @@ def _stamp(path: pathlib.Path) -> tuple[int, int]:
     return stat.st_size, stat.st_mtime_ns
 
 
-def find_traces(model: torch.nn.Module, decisions: Decisions, situation: Situation) -> KnownTraces:
+def find_traces(model: "torch.nn.Module", decisions: "Decisions", situation: "Situation") -> KnownTraces:
     """The traces that a plan has left for a training, or none; their key is that of the training in any case.
 
     Args:
@@ -144,6 +149,8 @@ def find_traces(model: torch.nn.Module, decisions: Decisions, situation: Situati
     found = read(_TRACES, key) if situation.config.reuse_plan else None
     if found is None:
         return KnownTraces(key)
+    import torch
+
     try:
         with torch.serialization.safe_globals([KnownTraces, Trace, Visit, Activation]):  # a file runs no code
             known: KnownTraces = torch.load(io.BytesIO(found), weights_only=True)
@@ -155,18 +162,29 @@ def find_traces(model: torch.nn.Module, decisions: Decisions, situation: Situati
     return known
 
 
+def has_traces(key: str) -> bool:
+    """Whether the traces of a plan are still kept; they stay longer then.
+
+    Args:
+        key: Their key.
+    """
+    return read(_TRACES, key) is not None
+
+
 def keep_traces(known: KnownTraces) -> None:
     """Keeps the traces of a plan for the run that it was made for.
 
     Args:
         known: The traces.
     """
+    import torch
+
     buffer = io.BytesIO()
     torch.save(known, buffer)
     write(_TRACES, known.key, buffer.getvalue())
 
 
-def key_of(computation: list[object], decisions: Decisions, situation: Situation) -> str:
+def key_of(computation: list[object], decisions: "Decisions", situation: "Situation") -> str:
     """Names what the traces of a training depend on, as far as the engine can see it.
 
     Args:
@@ -191,7 +209,7 @@ def key_of(computation: list[object], decisions: Decisions, situation: Situation
     )
 
 
-def computation_of(model: torch.nn.Module) -> list[object]:
+def computation_of(model: "torch.nn.Module") -> list[object]:
     """What a model computes beside the shapes of its parameters, written alike by ``repr`` if it is alike.
 
     Parameters of the same shapes may make other activations: attention of more heads has more scores.
@@ -210,8 +228,10 @@ def computation_of(model: torch.nn.Module) -> list[object]:
     return [modules, json.dumps(fields, sort_keys=True, default=str), list(implementations(config))]
 
 
-def _dropped(module: torch.nn.Module) -> float | None:
+def _dropped(module: "torch.nn.Module") -> float | None:
     """The probability by which a module drops values, if that is what it does."""
+    import torch
+
     return float(module.p) if isinstance(module, torch.nn.modules.dropout._DropoutNd) else None
 
 

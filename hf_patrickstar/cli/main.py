@@ -3,9 +3,10 @@
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from hf_patrickstar.cli import check, convert, env, export, plan, report, run
+from hf_patrickstar.cli import plan
 from hf_patrickstar.errors import ConfigError, PatrickStarError
 from hf_patrickstar.version import __version__
 
@@ -28,8 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:1] == ["plan"]:
         words, script = plan.split_script(words)
     elif words[:1] == ["run"]:
+        from hf_patrickstar.cli import run
+
         words, script = run.split_program(words)
-    options = _parser().parse_args(words)
+    options = _parser(words).parse_args(words)
     options.script = script or getattr(options, "script", None)
     try:
         status = int(options.run(options) or 0)
@@ -43,13 +46,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
+def _modules(words: Sequence[str]) -> Iterable[Any]:
+    """The commands; where it is ``plan`` this one alone, whose answer may be known: others import torch."""
+    if words[:1] == ["plan"]:
+        return (plan,)
+    from hf_patrickstar.cli import check, convert, env, export, report, run
+
+    return export, env, plan, check, run, report, convert
+
+
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hf-patrickstar", description="Fine-tune models that are too big for the device."
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (export, env, plan, check, run, report, convert):
+    for module in _modules(words):
         text, _, more = module.HELP.partition(". ")
         command = commands.add_parser(
             module.__name__.rpartition(".")[2], help=text, description=f"{text[0].upper()}{text[1:]}. {more}"

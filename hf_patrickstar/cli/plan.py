@@ -3,7 +3,8 @@
 import argparse
 from collections.abc import Sequence
 
-from hf_patrickstar.cli.files import check_files, trace_beside
+from hf_patrickstar.cli import answers
+from hf_patrickstar.cli.files import check_files, trace_beside, write_text
 from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.tracing.garbage import no_collections, objects_set_aside
 
@@ -89,10 +90,20 @@ def run(options: argparse.Namespace) -> int:
     if options.html:
         given["the timeline of --html"] = str(trace_beside(options.html))
     check_files({option: name for option, name in given.items() if name is not None})
-    with no_collections():
-        from hf_patrickstar.cli.plan_run import run_plan
-    with objects_set_aside():
-        return run_plan(options)
+    key = answers.key_of(options)
+    answer = None if key is None else answers.find(key)
+    if answer is not None:
+        print("\n".join(answer.texts))
+    else:
+        with no_collections():
+            from hf_patrickstar.cli.plan_run import run_plan
+        with objects_set_aside():
+            answer = run_plan(options)
+        if key is not None:
+            answers.keep(key, answer)
+    if options.json is not None:
+        write_text(options.json, answer.data, "--json")
+    return answer.status
 
 
 def split_script(words: Sequence[str]) -> tuple[list[str], list[str]]:

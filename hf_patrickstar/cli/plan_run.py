@@ -11,7 +11,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from hf_patrickstar.cli.files import trace_beside, write_html, write_text
+from hf_patrickstar.cli.answers import Answer
+from hf_patrickstar.cli.files import trace_beside, write_html
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.integrations.unchanged import Defaults, install
 from hf_patrickstar.planner import advice, screen
@@ -41,8 +42,8 @@ _ITS_OWN = {
 """Options of the command that a script's own arguments take the place of."""
 
 
-def run_plan(options: argparse.Namespace) -> int:
-    """Prints the plan, or what a search has found; returns 0 if it fits and 1 if it does not.
+def run_plan(options: argparse.Namespace) -> Answer:
+    """Prints the plan, or what a search has found; the status is 0 if it fits and 1 if it does not.
 
     Raises:
         ConfigError: If an argument makes no sense, or a file cannot be written.
@@ -53,19 +54,20 @@ def run_plan(options: argparse.Namespace) -> int:
     words = in_words_of_the_script if options.script else str
     tiers_nbytes = given.machine.device_nbytes + given.machine.host_nbytes
     length = subject.length if options.seq_len is None and subject.unit == "tokens" and not options.script else None
+    answer = Answer()
     # First, since all else is slower.
-    print(screen.describe_memory(*model_data_nbytes(subject, given), tiers_nbytes, length), flush=True)
+    answer.say(screen.describe_memory(*model_data_nbytes(subject, given), tiers_nbytes, length))
     plan, simulation = plan_for_runs(subject, given)
-    print(screen.describe(plan, is_verbose=options.verbose), flush=True)
+    answer.say(screen.describe(plan, is_verbose=options.verbose))
     if not options.no_advice:
         plan = _with_tried(plan, subject, given, words)
-        print(words(screen.describe_changes(plan)))
-    print(screen.caveat(is_verbose=options.verbose))
-    if options.json is not None:
-        write_text(options.json, plan.to_json(), "--json")
+        answer.say(words(screen.describe_changes(plan)))
+    answer.say(screen.caveat(is_verbose=options.verbose))
     largest = [words(text) for text in screen.largest_of(plan)]
     _show(options, plan, simulation, changes=screen.changes_of(plan), largest=largest)
-    return 0 if plan.fits else 1
+    answer.data, answer.status = plan.to_json(), int(not plan.fits)
+    answer.traces = None if simulation is None else simulation.known.key
+    return answer
 
 
 def _with_tried(plan: Plan, subject: Subject, given: TrainingSetup, words: Callable[[str], str]) -> Plan:
@@ -78,27 +80,22 @@ def _with_tried(plan: Plan, subject: Subject, given: TrainingSetup, words: Calla
     return dataclasses.replace(tried, changes=changes, largest=largest)
 
 
-def _search(options: argparse.Namespace, subject: Subject, given: TrainingSetup) -> int:
+def _search(options: argparse.Namespace, subject: Subject, given: TrainingSetup) -> Answer:
     for option, given_there in (("device", options.device_memory), ("host", options.host_memory)):
         if options.search == Goal.CHEAPEST and given_there is not None:
             raise ConfigError(f"--{option}-memory: a search for the cheapest machine takes what each has; leave it out")
     with _showing("searching") as progress:
         found = search(options.search, subject, given, progress)
-    print(screen.describe_found(found))
+    answer = Answer(data=found.to_json(), status=int(found.plan is None))
+    answer.say(screen.describe_found(found))
     if found.plan is not None:
-        print()
-        print(screen.describe(found.plan, is_verbose=options.verbose))
-        print(screen.caveat(is_verbose=options.verbose))
-    if options.json is not None:
-        write_text(options.json, found.to_json(), "--json")
-    if options.html is None:
-        return int(found.plan is None)
-    if found.plan is None:
-        print("Nothing is written for --html; a plan without --search says what is missing.")
-        return 1
-    # The step is simulated once more, to be recorded.
-    _show(options, *plan_and_simulate(*answered(found, subject, given)), found=screen.describe_found(found))
-    return 0
+        answer.say(f"\n{screen.describe(found.plan, is_verbose=options.verbose)}")
+        answer.say(screen.caveat(is_verbose=options.verbose))
+    if options.html is not None and found.plan is None:
+        answer.say("Nothing is written for --html; a plan without --search says what is missing.")
+    elif options.html is not None:  # the step is simulated once more, to be recorded
+        _show(options, *plan_and_simulate(*answered(found, subject, given)), found=screen.describe_found(found))
+    return answer
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """Keeps what was planned, so that the same question is answered at once; see ``hf_patrickstar.plan_cache``."""
 
-import importlib.metadata
 import logging
 import pickle
 import zlib
@@ -49,7 +48,5 @@ def _parts_of(subject: Subject) -> list[object]:
     """What a subject is, written alike by ``repr`` if it is alike."""
     config = subject.config
     fields = {name: value for name, value in vars(subject).items() if name != "config"}
-    libraries = {"peft": subject.adapters, "bitsandbytes": subject.bits}
-    versions = [importlib.metadata.version(name) for name, used in libraries.items() if used is not None]
     text = config.to_json_string(use_diff=False)
-    return [type(config).__qualname__, text, list(plan_cache.implementations(config)), sorted(fields.items()), versions]
+    return [type(config).__qualname__, text, list(plan_cache.implementations(config)), sorted(fields.items())]

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainingArguments
-from transformers.training_args import OptimizerNames
 
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.schedule.bounds import ADAM
@@ -33,6 +31,8 @@ def find_optimizer(name: str) -> MakeOptimizer | None:
     if name.lower() in classes:
         return classes[name.lower()]
     if name.lower() in _of_bitsandbytes():
+        from transformers import Trainer, TrainingArguments
+
         try:
             arguments = object.__new__(TrainingArguments)  # its constructor would end the Accelerator of the process
             arguments.optim = name.lower()
@@ -71,6 +71,9 @@ def _optimizers() -> dict[str, MakeOptimizer]:
 
 def _of_bitsandbytes() -> list[str]:
     """Names of ``--optim`` for optimizers of bitsandbytes."""
+    # These import what all trainers need, which takes seconds.
+    from transformers.training_args import OptimizerNames
+
     own, others = ("8bit", "paged", "lion", "bnb", "ademamix"), ("torch", "galore")
     names = [item.value for item in OptimizerNames if any(part in item.value for part in own)]
     return [name for name in names if not any(part in name for part in others)]
