@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # an answer that was kept is found without torch
 logger = logging.getLogger(__name__)
 
 _MOST_NBYTES = 256 * MIB
-_TRACES = "traces"
+TRACES = "traces"
 _IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")
 """Which code computes a part of the model: attributes of a configuration that its JSON text leaves out."""
 _NOT_COMPUTED = frozenset(
@@ -146,7 +146,7 @@ def find_traces(model: "torch.nn.Module", decisions: "Decisions", situation: "Si
         situation: What the decisions depended on.
     """
     key = key_of(computation_of(model), decisions, situation)
-    found = read(_TRACES, key) if situation.config.reuse_plan else None
+    found = read(TRACES, key) if situation.config.reuse_plan else None
     if found is None:
         return KnownTraces(key)
     import torch
@@ -162,15 +162,6 @@ def find_traces(model: "torch.nn.Module", decisions: "Decisions", situation: "Si
     return known
 
 
-def has_traces(key: str) -> bool:
-    """Whether the traces of a plan are still kept; they stay longer then.
-
-    Args:
-        key: Their key.
-    """
-    return read(_TRACES, key) is not None
-
-
 def keep_traces(known: KnownTraces) -> None:
     """Keeps the traces of a plan for the run that it was made for.
 
@@ -181,7 +172,7 @@ def keep_traces(known: KnownTraces) -> None:
 
     buffer = io.BytesIO()
     torch.save(known, buffer)
-    write(_TRACES, known.key, buffer.getvalue())
+    write(TRACES, known.key, buffer.getvalue())
 
 
 def key_of(computation: list[object], decisions: "Decisions", situation: "Situation") -> str:

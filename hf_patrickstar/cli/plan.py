@@ -1,14 +1,22 @@
 """``hf-patrickstar plan``: whether a model fits, and how fast it trains, before it does."""
 
 import argparse
+import functools
+import glob
+import json
+import os
+import pathlib
 from collections.abc import Sequence
 
-from hf_patrickstar.cli import answers
+from hf_patrickstar import plan_cache
 from hf_patrickstar.cli.files import check_files, trace_beside, write_text
 from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.tracing.garbage import no_collections, objects_set_aside
 
 HELP = "tell whether a model fits a machine, and how fast it trains there. It reads no weights."
+
+_ANSWERS = "answers"
+"""What was printed, so that the same question is answered without importing torch."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,20 +98,45 @@ def run(options: argparse.Namespace) -> int:
     if options.html:
         given["the timeline of --html"] = str(trace_beside(options.html))
     check_files({option: name for option, name in given.items() if name is not None})
-    key = answers.key_of(options)
-    answer = None if key is None else answers.find(key)
-    if answer is not None:
-        print("\n".join(answer.texts))
+    key = _key_of(options)
+    found = None if key is None else plan_cache.read(_ANSWERS, key)
+    texts, status, data, traces = json.loads(found or '[[], 0, "", null]')
+    if found is not None and (traces is None or plan_cache.read(plan_cache.TRACES, traces) is not None):
+        print("\n".join(texts))
     else:
+        texts.clear()
         with no_collections():
             from hf_patrickstar.cli.plan_run import run_plan
         with objects_set_aside():
-            answer = run_plan(options)
+            status, data, traces = run_plan(options, functools.partial(_say, texts))
         if key is not None:
-            answers.keep(key, answer)
+            plan_cache.write(_ANSWERS, key, json.dumps([texts, status, data, traces]).encode())
     if options.json is not None:
-        write_text(options.json, answer.data, "--json")
-    return answer.status
+        write_text(options.json, data, "--json")
+    return int(status)
+
+
+def _say(texts: list[str], text: str) -> None:
+    print(text, flush=True)
+    texts.append(text)
+
+
+def _key_of(options: argparse.Namespace) -> str | None:
+    """Names a question; ``None`` if its answer depends on more than options and files, or a page is to be written."""
+    if options.script or options.html or options.model is None or options.machine == "this":
+        return None
+    names = [options.model, options.machine, options.peft or "", *(text.partition("=")[2] for text in options.set)]
+    try:
+        if not os.path.exists(options.model) and ":" not in options.model:
+            from huggingface_hub import hf_hub_download
+
+            names.append(hf_hub_download(options.model, "config.json"))
+        files = [file for name in names for file in (name, *sorted(glob.glob(f"{glob.escape(name)}/*.json")))]
+        known = [pathlib.Path(file).read_bytes() for file in files if os.path.isfile(file)]
+    except Exception:  # what the hub raises may be anything; the plan tells it in a sentence
+        return None
+    asked = {name: value for name, value in vars(options).items() if name not in ("run", "defaults", "json")}
+    return plan_cache.digest([sorted(asked.items()), known])
 
 
 def split_script(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -11,7 +11,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from hf_patrickstar.cli.answers import Answer
 from hf_patrickstar.cli.files import trace_beside, write_html
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.integrations.unchanged import Defaults, install
@@ -24,6 +23,9 @@ from hf_patrickstar.planner.simulation import Simulation
 from hf_patrickstar.planner.subject import Subject
 from hf_patrickstar.report.plan_page import plan_page
 from hf_patrickstar.report.timeline import VIRTUAL
+
+Say = Callable[[str], None]
+Result = tuple[int, str, str | None]
 
 _ITS_OWN = {
     "--gradient-checkpointing": "--gradient_checkpointing",
@@ -42,32 +44,37 @@ _ITS_OWN = {
 """Options of the command that a script's own arguments take the place of."""
 
 
-def run_plan(options: argparse.Namespace) -> Answer:
-    """Prints the plan, or what a search has found; the status is 0 if it fits and 1 if it does not.
+def run_plan(options: argparse.Namespace, say: Say) -> Result:
+    """Says the plan, or what a search has found.
+
+    Args:
+        options: What is asked.
+        say: Prints a text at once.
+
+    Returns:
+        The exit status: 0 if it fits and 1 if it does not; what ``--json`` writes; and the key of the traces that runs
+        follow, or ``None``.
 
     Raises:
         ConfigError: If an argument makes no sense, or a file cannot be written.
     """
     subject, given = _arrange_script(options) if options.script else _arrange(options)
     if options.search is not None:
-        return _search(options, subject, given)
+        return _search(options, say, subject, given)
     words = in_words_of_the_script if options.script else str
     tiers_nbytes = given.machine.device_nbytes + given.machine.host_nbytes
     length = subject.length if options.seq_len is None and subject.unit == "tokens" and not options.script else None
-    answer = Answer()
     # First, since all else is slower.
-    answer.say(screen.describe_memory(*model_data_nbytes(subject, given), tiers_nbytes, length))
+    say(screen.describe_memory(*model_data_nbytes(subject, given), tiers_nbytes, length))
     plan, simulation = plan_for_runs(subject, given)
-    answer.say(screen.describe(plan, is_verbose=options.verbose))
+    say(screen.describe(plan, is_verbose=options.verbose))
     if not options.no_advice:
         plan = _with_tried(plan, subject, given, words)
-        answer.say(words(screen.describe_changes(plan)))
-    answer.say(screen.caveat(is_verbose=options.verbose))
+        say(words(screen.describe_changes(plan)))
+    say(screen.caveat(is_verbose=options.verbose))
     largest = [words(text) for text in screen.largest_of(plan)]
     _show(options, plan, simulation, changes=screen.changes_of(plan), largest=largest)
-    answer.data, answer.status = plan.to_json(), int(not plan.fits)
-    answer.traces = None if simulation is None else simulation.known.key
-    return answer
+    return int(not plan.fits), plan.to_json(), None if simulation is None else simulation.known.key
 
 
 def _with_tried(plan: Plan, subject: Subject, given: TrainingSetup, words: Callable[[str], str]) -> Plan:
@@ -80,22 +87,21 @@ def _with_tried(plan: Plan, subject: Subject, given: TrainingSetup, words: Calla
     return dataclasses.replace(tried, changes=changes, largest=largest)
 
 
-def _search(options: argparse.Namespace, subject: Subject, given: TrainingSetup) -> Answer:
+def _search(options: argparse.Namespace, say: Say, subject: Subject, given: TrainingSetup) -> Result:
     for option, given_there in (("device", options.device_memory), ("host", options.host_memory)):
         if options.search == Goal.CHEAPEST and given_there is not None:
             raise ConfigError(f"--{option}-memory: a search for the cheapest machine takes what each has; leave it out")
     with _showing("searching") as progress:
         found = search(options.search, subject, given, progress)
-    answer = Answer(data=found.to_json(), status=int(found.plan is None))
-    answer.say(screen.describe_found(found))
+    say(screen.describe_found(found))
     if found.plan is not None:
-        answer.say(f"\n{screen.describe(found.plan, is_verbose=options.verbose)}")
-        answer.say(screen.caveat(is_verbose=options.verbose))
+        say(f"\n{screen.describe(found.plan, is_verbose=options.verbose)}")
+        say(screen.caveat(is_verbose=options.verbose))
     if options.html is not None and found.plan is None:
-        answer.say("Nothing is written for --html; a plan without --search says what is missing.")
+        say("Nothing is written for --html; a plan without --search says what is missing.")
     elif options.html is not None:  # the step is simulated once more, to be recorded
         _show(options, *plan_and_simulate(*answered(found, subject, given)), found=screen.describe_found(found))
-    return answer
+    return int(found.plan is None), found.to_json(), None
 
 
 @contextlib.contextmanager

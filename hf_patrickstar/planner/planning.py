@@ -488,11 +488,14 @@ def _ops_of(subject: Subject, given: TrainingSetup, settings: dict[str, Any], sa
         num_micro_batches=given.num_micro_batches,
     )
 
+    before: list[OpTrace] = []
+
     @functools.cache
     def find(looked_up: frozenset[str]) -> OpTrace:
         def make() -> OpTrace | None:
-            with without_modes(), FakeTensors():
-                return trace(micro_batch, Setting(looked_up, given.machine.has_accelerator, given.times))
+            setting = Setting(looked_up, given.machine.has_accelerator, given.times)
+            with without_modes(), FakeTensors():  # embeddings are elsewhere, and all else is as it was before
+                return trace(micro_batch, setting, is_checked=not before, is_regular=bool(before))
 
         found = kept("micro_batches", subject, (*same, sorted(looked_up)), is_measured, make)
         if found is None:
@@ -500,6 +503,7 @@ def _ops_of(subject: Subject, given: TrainingSetup, settings: dict[str, Any], sa
                 "what this model does depends on its data, or is something else each time; train a few steps instead "
                 "and read engine.survey()"
             )
+        before.append(found)
         return found
 
     return find

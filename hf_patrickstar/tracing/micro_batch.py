@@ -73,6 +73,7 @@ def trace(
     setting: Setting,
     *,
     is_checked: bool = True,
+    is_regular: bool = False,
 ) -> OpTrace | None:
     """Runs a micro-batch, and notes what it does; called under fake tensors.
 
@@ -81,6 +82,7 @@ def trace(
         setting: How its operators run.
         is_checked: Whether it is run twice, to see that it does the same each time. A step that follows the trace would
             notice it, too.
+        is_regular: Whether it was traced in another setting, where its blocks did repeat: that is not checked again.
 
     Returns:
         The notes; ``None`` if one micro-batch is not like the other, or does what the notes have no word for.
@@ -109,7 +111,7 @@ def trace(
         stacks = find_stacks(micro_batch.make_model())
     if stacks:
         try:
-            return _trace_few(ready, run, stacks)
+            return _trace_few(ready, run, stacks, is_regular)
         except TraceError:
             raise
         except Exception as error:  # code that counts on all blocks may raise anything
@@ -118,7 +120,7 @@ def trace(
 
 
 def _trace_few(
-    ready: Callable[..., "_Ready"], run: Callable[["_Ready"], OpTrace | None], stacks: Sequence[Stack]
+    ready: Callable[..., "_Ready"], run: Callable[["_Ready"], OpTrace | None], stacks: Sequence[Stack], is_regular: bool
 ) -> OpTrace:
     """The notes, made of those of a few blocks.
 
@@ -130,15 +132,17 @@ def _trace_few(
     if found is None:
         raise IrregularError("a model with few blocks cannot be replayed")
     few = [dataclasses.replace(stack, num_blocks=FEW_BLOCKS) for stack in stacks]
+    notes, all_names = extend(found.notes, names, few, [stack.num_blocks for stack in stacks])
+    if is_regular:
+        return OpTrace(notes)
     more, more_names = extend(found.notes, names, few, [FEW_BLOCKS + 1] * len(few))
     model = ready(stacks, FEW_BLOCKS + 1)
     if model.record() != OpTrace(more) or model.names != more_names:
         raise IrregularError(f"{FEW_BLOCKS + 1} blocks do something else than {FEW_BLOCKS}, extended by one")
-    notes, names = extend(found.notes, names, few, [stack.num_blocks for stack in stacks])
     model = ready()
     begin = Begin(Part.BACKWARD)
     forward = notes[: notes.index(begin)] if begin in notes else notes
-    if model.names != names or model.record(with_backward=False) != OpTrace(forward):
+    if model.names != all_names or model.record(with_backward=False) != OpTrace(forward):
         raise IrregularError("the forward of all blocks does something else than those of a few, extended")
     return OpTrace(notes)
 
