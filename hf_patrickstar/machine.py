@@ -159,10 +159,16 @@ class Machine:
             ConfigError: If there is not.
         """
         if world_size > self.num_devices:
+            several = SEVERAL.fullmatch(self.name)
+            card = several[2] if several else self.name
+            known = f"give --machine {world_size}x{card}, or use fewer (a host has at most {_MOST_DEVICES})"
+            file = (
+                "use fewer, set it in the machine's file, or measure in all processes at once ('torchrun "
+                f"--nproc_per_node {world_size} -m hf_patrickstar env --measure --json FILE')"
+            )
             raise ConfigError(
                 f"machine '{self.name}': {world_size} processes need as many devices, num_devices is "
-                f"{self.num_devices}; use fewer, set it in the machine's file, or measure in all processes at once "
-                f"('torchrun --nproc_per_node {world_size} -m hf_patrickstar env --measure --json FILE')"
+                f"{self.num_devices}; {known if card in _CARDS else file}"
             )
 
     def shared_by(self, num_processes: int) -> "Machine":
@@ -328,7 +334,7 @@ class _Card(NamedTuple):
 
 
 _PCIE_3, _PCIE_4, _PCIE_5, _NVLINK_C2C = 15.75e9, 31.5e9, 63e9, 450e9
-_DESKTOP = _Host(89.6e9, 16, 128), _Host(204.8e9, 64, 512)  # two channels of DDR5; a workstation has eight of DDR4
+_DESKTOP = (_Host(89.6e9, 16, 128),) * 2  # two channels of DDR5, however many cards there are
 _SERVER = _Host(204.8e9, 32, 256), _Host(409.6e9, 128, 2 * 512)  # a socket, and two, with eight channels of DDR4 each
 _SERVER_5 = _Host(307.2e9, 48, 512), _Host(614.4e9, 112, 2048)  # likewise of DDR5
 _GRACE = _Host(512e9, 72, 480), _Host(2 * 512e9, 144, 960)
@@ -428,6 +434,13 @@ def machine_of(device_name: str) -> Machine:
     """
     found = [machine for part, machine in _DEVICES.items() if part.lower() in device_name.lower()]
     return MACHINES[found[0]] if found else ACCELERATOR
+
+
+def whole_host_nbytes(name: str) -> int | None:
+    """Memory of the host of a known machine, for all of its devices; ``None`` if nobody knows the name."""
+    several = SEVERAL.fullmatch(name)
+    card, num = (several[2], int(several[1])) if several else (name, 1)
+    return _CARDS[card].hosts[num > 1].gib * GIB if card in _CARDS else None
 
 
 def find_machine(name: str) -> Machine:

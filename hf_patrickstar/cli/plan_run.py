@@ -44,12 +44,12 @@ _ITS_OWN = {
 """Options of the command that a script's own arguments take the place of."""
 
 
-def run_plan(options: argparse.Namespace, say: Say) -> Result:
+def run_plan(options: argparse.Namespace, tell: Say) -> Result:
     """Says the plan, or what a search has found.
 
     Args:
         options: What is asked.
-        say: Prints a text at once.
+        tell: Prints a text at once.
 
     Returns:
         The exit status: 0 if it fits and 1 if it does not; what ``--json`` writes; and the key of the traces that runs
@@ -58,14 +58,17 @@ def run_plan(options: argparse.Namespace, say: Say) -> Result:
     Raises:
         ConfigError: If an argument makes no sense, or a file cannot be written.
     """
+
+    def say(text: str) -> None:
+        tell(screen.wrapped(text))
+
     subject, given = _arrange_script(options) if options.script else _arrange(options)
     if options.search is not None:
         return _search(options, say, subject, given)
     words = in_words_of_the_script if options.script else str
-    tiers_nbytes = given.machine.device_nbytes + given.machine.host_nbytes
     length = subject.length if options.seq_len is None and subject.unit == "tokens" and not options.script else None
     # First, since all else is slower.
-    say(screen.describe_memory(*model_data_nbytes(subject, given), tiers_nbytes, length))
+    say(screen.describe_memory(*model_data_nbytes(subject, given), given.machine, length))
     plan, simulation = plan_for_runs(subject, given)
     say(screen.describe(plan, is_verbose=options.verbose))
     if not options.no_advice:

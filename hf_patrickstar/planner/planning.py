@@ -51,7 +51,10 @@ _OF_CHUNKS = frozenset(
     }
 )
 """Settings that do not change what torch tells an engine."""
-_LOGGERS = {"hf_patrickstar": logging.ERROR, "torch._subclasses.fake_tensor": logging.CRITICAL}
+_LOGGERS = {
+    **dict.fromkeys(("hf_patrickstar", "bitsandbytes"), logging.ERROR),
+    "torch._subclasses.fake_tensor": logging.CRITICAL,
+}
 """Who says less while a step is recorded; torch would log the traceback of an error that is told in a sentence."""
 
 
@@ -168,7 +171,8 @@ def arrange(
             "no clipping"
         )
     found = arrange_machine(machine, world_size, device_memory, host_memory, host_cores)
-    find_optimizer(optimizer)
+    with _quiet():
+        find_optimizer(optimizer)
     settings = {"dtype": dtype, **(settings or {})}
     for tier in ("device", "host"):
         if f"{tier}_budget" in settings:

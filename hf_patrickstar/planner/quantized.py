@@ -5,8 +5,6 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from transformers import BitsAndBytesConfig
-from transformers.quantizers import AutoHfQuantizer
 
 from hf_patrickstar.errors import ConfigError
 
@@ -40,6 +38,8 @@ def quantize(base: Any, bits: int) -> None:
         bits: 4 (nf4, computed with in bf16) or 8.
     """
     from bitsandbytes import functional, nn
+    from transformers import BitsAndBytesConfig
+    from transformers.quantizers import AutoHfQuantizer
 
     how = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_quant_type="nf4")
     how.bnb_4bit_compute_dtype = torch.bfloat16

@@ -1,42 +1,76 @@
 """A plan as one screen of text."""
 
+import re
+import textwrap
 from collections.abc import Iterator, Sequence
 
+from hf_patrickstar.layout.specs import GRADIENT
+from hf_patrickstar.machine import Machine, whole_host_nbytes
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.optim.kernel import WORKSPACE
+from hf_patrickstar.optim.torch_kernel import OWN_STATE
 from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse
 from hf_patrickstar.planner.search import Found, Goal
-from hf_patrickstar.runtime.activations import ACTIVATIONS
+from hf_patrickstar.runtime import gradient_ring
+from hf_patrickstar.runtime.chunk import GRADIENTS, STAGING
 from hf_patrickstar.schedule.start import describe_start
 from hf_patrickstar.units import format_count, format_nbytes
 
 _WIDTH = 10
+_MOST_COLUMNS = 80
 _LONG_NAME = 40
-_STATES = ("master", "exp_avg", "exp_avg_sq")
+_STATES = ("master", "exp_avg", "exp_avg_sq", "state1", "state2", "absmax1", "absmax2", OWN_STATE)
 _KINDS = {
     "param": "parameters",
     **dict.fromkeys(_STATES, "optimizer states"),
     "non-model data": "activations",
-    ACTIVATIONS: ACTIVATIONS,
+    **dict.fromkeys((GRADIENT, gradient_ring.OWNER), GRADIENTS),
+    **dict.fromkeys((WORKSPACE, STAGING), "buffers"),
 }
 """What kinds of bytes are called on the screen."""
 _FULL = 0.95
 """A lane that is busy for so much of a step has no time for more."""
 
 
-def describe_memory(num_parameters: int, nbytes: int, tiers_nbytes: int, length: int | None = None) -> str:
+def wrapped(text: str) -> str:
+    """A text in lines of at most 80 columns, as ``--help`` has them; only a name without spaces may be longer.
+
+    Args:
+        text: What one of the functions below returns.
+    """
+    lines = []
+    for line in text.split("\n"):
+        indent = re.match(r"[a-z]* {2,}(\d\. )?", line)  # a row of a table, or a number
+        joined = re.sub(r"(?<=\d) (?=[A-Z]?i?B\b|s\b)", "\N{NO-BREAK SPACE}", line)
+        lines += textwrap.wrap(
+            joined,
+            _MOST_COLUMNS,
+            subsequent_indent=" " * (indent.end() if indent else 0),
+            break_long_words=False,
+            break_on_hyphens=False,
+        ) or [""]
+    return "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ")
+
+
+def describe_memory(num_parameters: int, nbytes: int, machine: Machine, length: int | None = None) -> str:
     """What model data takes, which is known before a step is simulated.
 
     Args:
         num_parameters: Parameters of the model.
         nbytes: Bytes of model data of one process, optimizer states included.
-        tiers_nbytes: Bytes that it may take on both tiers.
+        machine: Where it trains; its memory is what training may take.
         length: Tokens of a sequence, where nobody said how many.
     """
-    fits = "" if nbytes <= tiers_nbytes else ", which is too little"
+    num, whole = machine.num_devices, whole_host_nbytes(machine.name)
+    host = f"{format_nbytes(machine.host_nbytes)} of the host"
+    if whole is not None:
+        host += f", which has {format_nbytes(whole)}" + f" for all {num} devices" * (num > 1)
+    fits = "" if nbytes <= machine.device_nbytes + machine.host_nbytes else ", which is too little"
     taken = "" if length is None else f" Sequences have {length} tokens (--seq-len)."
     return (
-        f"Model data of {format_count(num_parameters)} parameters takes {format_nbytes(nbytes)}; device and host have "
-        f"{format_nbytes(tiers_nbytes)} together{fits}.{taken}"
+        f"Model data of {format_count(num_parameters)} parameters takes {format_nbytes(nbytes)}. "
+        f"{'Each process' if num > 1 else 'Training'} may take {format_nbytes(machine.device_nbytes)} of "
+        f"{'its' if num > 1 else 'the'} device and {host}{fits}.{taken}"
     )
 
 
@@ -126,20 +160,19 @@ def describe_found(found: Found) -> str:
         found: The result.
     """
     unit, plans = _UNITS[found.goal], f"({found.num_plans} plans)"
-    left_out = "".join(f"; {text}" for text in found.left_out)
     if found.plan is None:
         one = unit.removesuffix("s") if found.refused == 1 else unit
         tried = "" if found.refused is None else f", not even {found.refused}{one}"
-        return f"{found.goal}: nothing fits{tried}{left_out} {plans}"
+        return f"{found.goal}: nothing fits{tried} {plans}"
     if found.goal is Goal.CHEAPEST:
-        cheaper = "no cheaper one is known" if not left_out else "no cheaper one was tried"
-        refused = cheaper if found.refused is None else f"{found.refused} is too small"
+        refused = "no cheaper one is known" if found.refused is None else f"{found.refused} is too small"
+        unit = " (--dtype fp16)" * (found.plan.settings.get("dtype") == "fp16")
     else:
         refused = "the most there can be" if found.refused is None else f"{found.refused} do not fit"
     if found.goal is Goal.MAX_BATCH and found.plan.unit != "tokens":
         unit = f" {found.plan.unit}"
     size = f", {format_count(found.plan.num_parameters)} parameters" if found.goal is Goal.MAX_MODEL else ""
-    return f"{found.goal}: {found.answer}{unit}{size}; {refused}{left_out} {plans}"
+    return f"{found.goal}: {found.answer}{unit}{size}; {refused} {plans}"
 
 
 def headline(plan: Plan) -> str:
@@ -175,7 +208,7 @@ def _memory(use: TierUse, *, fits: bool, is_verbose: bool) -> str:
         need = f"needs {need}"
     kinds: dict[str, int] = {}
     for kind, nbytes in use.owners.items():
-        name = kind if is_verbose else _KINDS.get(kind, "other")
+        name = kind if is_verbose else _KINDS.get(kind, kind)
         kinds[name] = kinds.get(name, 0) + nbytes
     shown = [
         f"{name} {format_nbytes(kinds[name])}" for name in sorted(kinds, key=lambda name: -kinds[name]) if kinds[name]

@@ -50,7 +50,6 @@ class Found:
         refused: What was planned and does not fit: the next larger number, or the next cheaper machine; ``None`` if
             the answer is the largest that the model allows, or the cheapest of all.
         num_plans: How many plans were made.
-        left_out: Machines that were not tried, and why, as in "v100 has no rate for bfloat16".
     """
 
     goal: Goal
@@ -58,7 +57,6 @@ class Found:
     plan: Plan | None
     refused: int | str | None
     num_plans: int
-    left_out: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """The result as JSON text."""
@@ -261,23 +259,21 @@ _WORDS = {Goal.MAX_BATCH: "batch", Goal.MAX_LENGTH: "length", Goal.MAX_MODEL: "l
 
 def _cheapest(subject: Subject, given: TrainingSetup, progress: Progress) -> Found:
     refused, num = None, 0
-    left_out: list[str] = []
     num_asked = given.world_size
     for name in BY_PRICE if num_asked == 1 else [f"{num_asked}x{card}" for card in MACHINES]:
-        machine = find_machine(name)
-        if not computes_in_type(machine, given):
-            left_out.append(f"{name} has no rate for bfloat16")
-            continue
         progress(f"{_WORDS[Goal.CHEAPEST]} {name}")
         num += 1
-        plan = plan_if_fits(subject, _on(machine, given))
+        plan = plan_if_fits(subject, _on(find_machine(name), given))
         if plan is not None:
-            return Found(Goal.CHEAPEST, name, plan, refused, num, tuple(left_out))
+            return Found(Goal.CHEAPEST, name, plan, refused, num)
         refused = name
-    return Found(Goal.CHEAPEST, None, None, refused, num, tuple(left_out))
+    return Found(Goal.CHEAPEST, None, None, refused, num)
 
 
 def _on(machine: Machine, given: TrainingSetup) -> TrainingSetup:
-    """The same on all of another machine, with a process on each of its devices."""
-    num = machine.num_devices
-    return dataclasses.replace(given, machine=arrange_machine(machine, num, None, None), world_size=num)
+    """The same on all of another machine, with a process on each of its devices, in fp16 if they have no bfloat16."""
+    num, settings = machine.num_devices, given.settings
+    if not computes_in_type(machine, given):
+        settings = {**settings, "dtype": "fp16"}
+    machine = arrange_machine(machine, num, None, None)
+    return dataclasses.replace(given, machine=machine, world_size=num, settings=settings)

@@ -18,7 +18,7 @@ from hf_patrickstar.decisions import Decisions, decide_for, inspect
 from hf_patrickstar.dist.order import Room
 from hf_patrickstar.homes import ModelNumbers, Situation, can_move_homes, lists_of
 from hf_patrickstar.layout.packing import ChunkSpec, Layout
-from hf_patrickstar.layout.specs import GRADIENT, MASTER
+from hf_patrickstar.layout.specs import GRADIENT, MASTER, SCALES_SUFFIX
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.membership import holders
 from hf_patrickstar.memory.tiers import Tier
@@ -178,7 +178,7 @@ class Simulation:
         # A chunk of many small tensors is visited all over the model: the last large one before it says where.
         visited = (self.survey.chunks[visit.chunk_index].parameters for visit in reversed(made.visits[: place + 1]))
         names = [parameters[0][0] for parameters in visited if len(parameters) == 1]
-        return f"{part} of {names[0].removesuffix('.weight')}" if names else part
+        return f"{part} of {names[0].removesuffix(SCALES_SUFFIX).rpartition('.')[0] or names[0]}" if names else part
 
     @property
     def host_nbytes(self) -> int:
