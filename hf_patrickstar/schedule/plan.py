@@ -8,7 +8,7 @@ more bytes move than before.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.schedule.eviction import Chooser, EvictionQueue
@@ -108,7 +108,7 @@ def make_plan(
         BudgetError: If the chunks in use at one moment do not fit; it names the moment.
     """
     draft = _Draft(trace, capacities, resident, static)
-    leaving = _leaving(trace) if reshard_after_forward else {}
+    leaving = _leaving(trace, trace.forward_ends if reshard_after_forward else (), dropped_after)
     draft.load_on_demand(chooser, dropped_after, leaving)
     if prefetch_depth:
         draft.load_ahead(prefetch_depth)
@@ -176,14 +176,15 @@ def repeated_plans(
     return plans
 
 
-def _leaving(trace: Trace) -> dict[int, list[int]]:
-    """The chunks that have been visited for the last time in a forward, by the moment that follows."""
+def _leaving(trace: Trace, forward_ends: Sequence[int], void: Collection[int]) -> dict[int, list[int]]:
+    """Chunks visited for the last time in one of these forwards, or, of ``void``, in the step, by the next moment."""
     leaving: dict[int, list[int]] = {}
     begin = 0
-    for end in trace.forward_ends:
+    for end in (*forward_ends, len(trace.visits)):
         last = {visit.chunk_index: moment for moment, visit in enumerate(trace.visits[begin:end], begin)}
         for index, moment in last.items():
-            leaving.setdefault(moment + 1, []).append(index)
+            if end in forward_ends or index in void:
+                leaving.setdefault(moment + 1, []).append(index)
         begin = end
     return leaving
 

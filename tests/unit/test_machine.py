@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.machine import MACHINES, Machine, find_machine, machine_of, peak
+from hf_patrickstar.machine import MACHINES, Machine, find_machine, machine_of, peak, whole_host_nbytes
 from hf_patrickstar.schedule.script import Kernel
 
 fast = settings(deadline=None, max_examples=100, database=None, derandomize=True)
@@ -136,6 +136,9 @@ def test_several_devices_share_a_host():
     assert eight.host_bandwidth < one.host_bandwidth
     assert find_machine("2xrtx4090").link_bandwidth < find_machine("2xa100-40").link_bandwidth
     assert find_machine("1xh100") == one
+    desktop, two = find_machine("rtx4090"), find_machine("2xrtx4090")
+    assert 2 * two.host_nbytes == desktop.host_nbytes == 128 * GIB, "a desktop has one memory, however many cards"
+    assert [whole_host_nbytes(name) for name in ("2xrtx4090", "8xh100", "mine")] == [128 * GIB, 2048 * GIB, None]
     assert "at most 8 devices" in refused(find_machine, "9xh100")
     assert "is not known" in refused(find_machine, "2xh1000")
 
@@ -237,4 +240,5 @@ def test_a_file_that_holds_no_machine(text, said, tmp_path):
     path.write_text(json.dumps({"name": "x"}))
     assert "num_cores" in refused(find_machine, str(path))
     assert refused(find_machine, "a100-8").endswith(" Did you mean 'a100-80'?")
-    assert "3 processes need as many devices, num_devices is 2" in refused(ROUND.check_processes, 3)
+    assert "3 processes need as many devices, num_devices is 2; use fewer" in refused(ROUND.check_processes, 3)
+    assert "give --machine 4xh100, or use fewer" in refused(find_machine("2xh100").check_processes, 4)

@@ -33,6 +33,11 @@ NUM_PARAMETERS = 512 * 128 + 64 * 128 + 3 * (12 * 128 * 128 + 13 * 128) + 2 * 12
 TIGHT = {"batch_size": 2, "device_memory": 6 * MIB, "host_memory": 64 * MIB}
 
 
+def joined(text):
+    """A text in one line: the command wraps what it prints."""
+    return " ".join(text.split())
+
+
 @pytest.fixture(scope="module")
 def roomy():
     return plan(MODEL, "rtx4090", batch_size=2)
@@ -175,11 +180,10 @@ def test_the_least_memory_is_enough_and_2_percent_less_is_not(model, changes):
 def test_chunks_that_may_take_too_little_are_what_is_short(nbytes, capsys):
     command = [*COMMAND, "--set", f"chunk_budget={nbytes}"]
     assert main(command) == 1
-    verdict, *others = capsys.readouterr().out.splitlines()[2:]
-    assert verdict.startswith("does not fit: chunk_budget is too small for module 'transformer.")
+    verdict, row, _ = re.split(r" (?=device needs|host needs)", joined(capsys.readouterr().out))
+    assert "does not fit: chunk_budget is too small for module 'transformer." in verdict
     assert "Raise chunk_budget to at least " in verdict
     assert "too little on the" not in verdict
-    (row,) = [line for line in others if line.startswith("device    needs ")]
     assert "activations " in row
     value = verdict.partition("at least ")[2].split()[0]
     assert main([*COMMAND, "--set", f"chunk_budget={value}"]) == 0
@@ -192,7 +196,7 @@ def test_accumulation_and_processes():
     assert math.isclose(many.speed.tokens_per_s * many.speed.seconds, 2 * 64 * 4 * 2)
     (line,) = [line for line in describe(many).splitlines() if line.startswith("copies ")]
     assert line.endswith(f" per step, {format_nbytes(many.speed.sent_nbytes)} between processes")
-    with pytest.raises(ConfigError, match="2 processes need as many devices, num_devices is 1"):
+    with pytest.raises(ConfigError, match="2 processes need as many devices, num_devices is 1; give --machine 2xh100, or use"):
         plan(MODEL, "h100", world_size=2)
     with pytest.raises(ConfigError, match=r"processes \(0\) must be at least 1"):
         plan(MODEL, "h100", world_size=0)
@@ -249,7 +253,7 @@ def test_images_are_counted_as_images(capsys):
     assert main(["plan", vit, "--batch-size", "64", "--no-advice", "--device-memory", "64KiB"]) == 1
     assert "does not fit" in capsys.readouterr().out
     assert main(["plan", vit, "--batch-size", "2", "--no-advice"]) == 0
-    out = capsys.readouterr().out
+    out = joined(capsys.readouterr().out)
     assert ", image-classification, bf16, 2 images, all activations kept" in out
     assert " images per second" in out
     assert " tokens" not in out
@@ -262,15 +266,19 @@ def test_the_command_prints_a_screen_and_writes_json(tight, tmp_path, capsys):
     path = tmp_path / "plan.json"
     assert main([*COMMAND, "--device-memory", "6MiB", "--json", str(path)]) == 0
     out, _ = capsys.readouterr()
-    memory, first, verdict, *others = out.splitlines()
+    memory, *others = out.partition("gpt2:")[0], *out.partition("\nfits\n")[2].splitlines()
     assert memory.startswith("Model data of 0.7 M parameters takes ")
-    assert memory.endswith(" Sequences have 64 tokens (--seq-len).")
-    assert first.startswith("gpt2:... (0.7 M parameters), causal-lm, bf16, 2 x 64 tokens, all activations kept, on rtx")
-    assert verdict == "fits"
-    assert describe(tight) in out
-    assert len(others) < 8
+    assert "of the host, which has 128.00 GiB." in joined(memory)
+    assert joined(memory).endswith(" Sequences have 64 tokens (--seq-len).")
+    first = "gpt2:... (0.7 M parameters), causal-lm, bf16, 2 x 64 tokens, all activations kept, on rtx4090 fits"
+    assert first in joined(out)
+    assert joined(describe(tight)) in joined(out)
+    assert len(others) < 16
     assert main([*COMMAND, "--device-memory", "6MiB", "--verbose"]) == 0
-    assert describe(tight, is_verbose=True) in capsys.readouterr().out
+    verbose = capsys.readouterr().out
+    assert joined(describe(tight, is_verbose=True)) in joined(verbose)
+    assert all(len(line) <= 80 for line in (out + verbose).splitlines())
+    assert not re.search(r"\d$", verbose, re.MULTILINE), "a number and its unit stay together"
     found = json.loads(path.read_text())
     assert found["fits"] is True
     assert found["speed"]["to_host_nbytes"] == tight.speed.to_host_nbytes
@@ -305,7 +313,7 @@ def test_json_and_page_have_what_was_tried(crowded):
         f"The largest sequence that fits with a batch of 16: {found['largest']['length']} (--seq-len ",
     ]
     for sentence in sentences:
-        assert sentence in out
+        assert joined(sentence) in joined(out)
         assert sentence in "".join(page.text)
     assert [change["gain"] for change in found["changes"]] == [None] * len(found["changes"])
 
@@ -380,7 +388,7 @@ def test_the_plan_is_there_before_changes_are_tried(capsys, monkeypatch):
     told = []
 
     def advise(subject, training, plan, progress):
-        told.append(describe(plan) in capsys.readouterr().out)
+        told.append(joined(describe(plan)) in joined(capsys.readouterr().out))
         return dataclasses.replace(plan, changes=())
 
     monkeypatch.setattr("hf_patrickstar.planner.advice.advise", advise)

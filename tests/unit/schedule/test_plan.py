@@ -64,7 +64,12 @@ PLANS = {
     # Prefetch: chunk 3 waits for chunk 0, its victim, to be done.
     "loads come as early as there is room": (
         make_trace([0, 1, 2, 3], pinned={1: (0,)}),
-        *(30, {"dropped_after": EVERYTHING, "prefetch_depth": 3}, "+0+1+2 . -0+3 .", None),
+        *(30, {"dropped_after": EVERYTHING, "prefetch_depth": 3}, "+0+1+2 . -0-1+3 -2", None),
+    ),
+    # What the update will void leaves when it is done: at the peak there is room for the next load.
+    "void copies make room for loads": (
+        make_trace([0, 1, 2, 3]),
+        *([30, 30, 20, 30], {"dropped_after": EVERYTHING, "prefetch_depth": 1}, "+0+1 -0+2 -1+3 -2", None),
     ),
     "prefetch waits for the tide": (
         *(make_trace([0, 1, 1, 2]), [30, 20, 30, 30], {"prefetch_depth": 2}, "+0+1 . +2 .", (20, 20, 30, 30)),
