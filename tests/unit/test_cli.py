@@ -51,6 +51,24 @@ def test_help_shows_defaults(capsys):
         assert f"(default: {default}" in text
 
 
+def test_a_plan_imports_what_it_needs_and_its_repetition_no_torch(tmp_path):
+    """Nor does the first one say anything of libraries that it does not need."""
+    names = {"torch", "peft", "bitsandbytes", "transformers.trainer_utils", "torch._inductor.compile_fx"}
+    code = (
+        "import sys; from hf_patrickstar.cli.main import main; status = main(sys.argv[1:]); "
+        f"print(status, sorted({names} & set(sys.modules)), file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", code, "plan", "gpt2:n_layer=1,n_embd=8,n_head=2,vocab_size=20", "--no-advice"]
+    environment = {**os.environ, "HF_ASSETS_CACHE": str(tmp_path)}
+    first, again = (
+        subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=True)
+        for _ in range(2)
+    )
+    assert (first.stderr, again.stderr) == ("0 ['torch']\n", "0 []\n")
+    assert first.stdout == again.stdout
+    assert "fits" in first.stdout
+
+
 def test_who_reads_may_close_the_pipe(tmp_path):
     source = tmp_path / "zero.json"
     source.write_text('{"zero_optimization": {"stage": 3}}')

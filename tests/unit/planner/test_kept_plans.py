@@ -6,6 +6,7 @@ import pytest
 from transformers import LlamaConfig, LlavaConfig
 
 from hf_patrickstar import plan_cache
+from hf_patrickstar.cli.main import main
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.planner import planning
 from hf_patrickstar.planner.kept import kept
@@ -108,6 +109,49 @@ def test_a_plan_for_another_budget_runs_no_model(change, runs, place):
         path.unlink()
     assert plan(change) == found, "what is kept is what is recorded"
     assert len(runs) == 4
+
+
+def test_where_blocks_repeat_is_checked_once(runs, place):
+    """Embeddings that are looked up elsewhere change nothing in the blocks."""
+    subject, given = arrange(MODEL.replace("layer=2", "layer=12"), "rtx4090", **SMALL)
+
+    def trace(ops_of, *looked_up):
+        with planning._explained(subject, given):
+            return ops_of(frozenset(looked_up)), len(runs)
+
+    ops_of = planning._ops_of(subject, given, *planning._same(given))
+    assert trace(ops_of, "transformer.wte.weight")[1] == 4, "a few blocks twice, one more, and all of them"
+    found, num_runs = trace(ops_of)
+    assert num_runs == 5
+    for path in place.iterdir():
+        path.unlink()
+    assert trace(planning._ops_of(subject, given, *planning._same(given))) == (found, 9)
+
+
+def test_an_answer_is_kept_by_what_it_depends_on(tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def run_plan(options, tell):
+        asked.append(options.verbose)
+        tell("an answer")
+        return 1, "{}", "key"
+
+    def ask(*words):
+        assert main(["plan", str(config), *words]) == 1
+        assert capsys.readouterr().out == "an answer\n"
+        return len(asked)
+
+    monkeypatch.setattr("hf_patrickstar.cli.plan_run.run_plan", run_plan)
+    plan_cache.write("traces", "key", b"traces")
+    config, data = tmp_path / "config.json", tmp_path / "plan.json"
+    config.write_text("{}")
+    assert [ask(), ask(), ask("--json", str(data)), ask("--verbose")] == [1, 1, 1, 2]
+    assert data.read_text() == "{}"
+    config.write_text("{ }")
+    assert [ask(), ask()] == [3, 3]
+    assert [ask("--machine", "this"), ask("--machine", "this")] == [4, 5], "which is measured"
+    (tmp_path / "key").unlink()
+    assert ask() == 6, "runs need the traces"
 
 
 def test_a_model_that_asks_for_values_has_no_plan(monkeypatch):

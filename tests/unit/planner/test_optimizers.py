@@ -9,6 +9,8 @@ from accelerate import Accelerator
 import hf_patrickstar
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.planner.optimizers import find_optimizer, keep_embeddings_wide, optimizer_name
+from hf_patrickstar.planner.screen import describe
+from hf_patrickstar.units import format_nbytes
 
 MODEL = "llama:vocab_size=512,hidden_size=128,intermediate_size=256,num_hidden_layers=2,num_attention_heads=4"
 NAMES = ("adamw", "adamw_8bit", "lion_8bit")
@@ -62,6 +64,10 @@ def test_bytes_of_a_plan():
     assert adamw_8bit["absmax1"] == 4 * (others - small) // 256
     assert lion_8bit["state1"] == adamw_8bit["state1"]
     assert "state2" not in lion_8bit
+    host = next(line for line in describe(found[1]).splitlines() if line.startswith("host "))
+    states = sum(adamw_8bit[name] for name in ("master", "state1", "state2", "absmax1", "absmax2"))
+    assert f"optimizer states {format_nbytes(states)}" in host
+    assert "other" not in host
 
 
 def test_a_name_of_bitsandbytes_leaves_the_accelerator_alone():

@@ -85,6 +85,7 @@ def test_a_plan_has_the_bytes_of_a_run(bits, share):
         engine.optimizer.zero_grad()
         after = engine.stats()
         moved.append(tuple(after[key] - before[key] for key in ("host_to_device_nbytes", "device_to_host_nbytes")))
+    assert not found.tier(Tier.DEVICE).moment.endswith(("weight", "absmax")), "it names the module"
     assert found.num_parameters == model.num_parameters(), "as transformers counts what is packed"
     assert simulation.moved_nbytes == moved[-1]
     assert found.tier(Tier.HOST).need_nbytes == after["host_step_peak_nbytes"]
