@@ -159,16 +159,16 @@ class Machine:
             ConfigError: If there is not.
         """
         if world_size > self.num_devices:
-            several = SEVERAL.fullmatch(self.name)
-            card = several[2] if several else self.name
-            known = f"give --machine {world_size}x{card}, or use fewer (a host has at most {_MOST_DEVICES})"
-            file = (
+            card, _ = _parts_of(self.name)
+            instead = (
                 "use fewer, set it in the machine's file, or measure in all processes at once ('torchrun "
                 f"--nproc_per_node {world_size} -m hf_patrickstar env --measure --json FILE')"
             )
+            if card in _CARDS:
+                instead = f"give --machine {world_size}x{card}, or use fewer"
             raise ConfigError(
                 f"machine '{self.name}': {world_size} processes need as many devices, num_devices is "
-                f"{self.num_devices}; {known if card in _CARDS else file}"
+                f"{self.num_devices}; {instead}"
             )
 
     def shared_by(self, num_processes: int) -> "Machine":
@@ -382,9 +382,6 @@ def _machine(card: str, num: int = 1) -> Machine:
 
 MACHINES: Mapping[str, Machine] = {name: _machine(name) for name in _CARDS}
 """Machines with one device that are known by name, from the data sheets of their parts; see ``peak``."""
-SEVERAL = re.compile(r"([1-9]\d*)x(.+)")
-"""What a machine with several devices is called: ``8xh100``."""
-
 BY_PRICE = (*_CARDS, "8xh100")
 """Machines from the cheapest to the dearest: a rough order of what an hour of one costs, without prices."""
 
@@ -436,10 +433,15 @@ def machine_of(device_name: str) -> Machine:
     return MACHINES[found[0]] if found else ACCELERATOR
 
 
+def _parts_of(name: str) -> tuple[str, int]:
+    """The card of a machine's name, and how many of them it says, as in ``8xh100``."""
+    several = re.fullmatch(r"([1-9]\d*)x(.+)", name)
+    return (several[2], int(several[1])) if several else (name, 1)
+
+
 def whole_host_nbytes(name: str) -> int | None:
     """Memory of the host of a known machine, for all of its devices; ``None`` if nobody knows the name."""
-    several = SEVERAL.fullmatch(name)
-    card, num = (several[2], int(several[1])) if several else (name, 1)
+    card, num = _parts_of(name)
     return _CARDS[card].hosts[num > 1].gib * GIB if card in _CARDS else None
 
 
@@ -452,13 +454,11 @@ def find_machine(name: str) -> Machine:
     Raises:
         ConfigError: If there is none.
     """
-    if name in MACHINES:
-        return MACHINES[name]
-    several = SEVERAL.fullmatch(name)
-    if several is not None and several[2] in _CARDS:
-        if int(several[1]) > _MOST_DEVICES:
+    card, num = _parts_of(name)
+    if card in _CARDS:
+        if num > _MOST_DEVICES:
             raise ConfigError(f"machine '{name}': one host has at most {_MOST_DEVICES} devices; plan for fewer")
-        return _machine(several[2], int(several[1]))
+        return _machine(card, num)
     path = pathlib.Path(name)
     if path.suffix != ".json" and not path.is_file():
         near = difflib.get_close_matches(name, MACHINES, n=1)

@@ -66,6 +66,7 @@ class Speed:
         clipped_seconds: The bound where gradients are clipped by their norm, which needs all of them first; ``None`` if
             they are not.
         busy: The share of the step in which each lane has something to do.
+        chain: Seconds of each lane in the work that had to wait for each other: together they are the step.
         to_device_nbytes: Bytes that cross to the device.
         to_host_nbytes: Bytes that cross to the host.
         sent_nbytes: Bytes of parameters and gradients that one process sends to others; 0 with one process.
@@ -80,6 +81,7 @@ class Speed:
     least_seconds: float
     clipped_seconds: float | None
     busy: Mapping[str, float]
+    chain: Mapping[str, float]
     to_device_nbytes: int
     to_host_nbytes: int
     sent_nbytes: int

@@ -315,6 +315,7 @@ def _speed(subject: Subject, given: TrainingSetup, simulation: Simulation) -> Sp
         bounds.lower_ns / 1e9,
         None if given.max_norm is None else bounds.clipped_ns / 1e9,
         {words[lane]: busy / timeline.duration_ns for lane, busy in timeline.busy_ns().items() if lane in words},
+        {words[lane]: chain / 1e9 for lane, chain in timeline.critical_ns().items() if lane in words},
         *simulation.moved_nbytes,
         simulation.sent_nbytes,
         simulation.least_activation_nbytes,

@@ -28,6 +28,8 @@ _KINDS = {
     **dict.fromkeys((WORKSPACE, STAGING), "buffers"),
 }
 """What kinds of bytes are called on the screen."""
+_SLACK = 1.05
+"""What a step takes beyond its bounds is told from here on."""
 _FULL = 0.95
 """A lane that is busy for so much of a step has no time for more."""
 
@@ -38,17 +40,12 @@ def wrapped(text: str) -> str:
     Args:
         text: What one of the functions below returns.
     """
+    wrap = textwrap.TextWrapper(_MOST_COLUMNS, break_long_words=False, break_on_hyphens=False)
     lines = []
     for line in text.split("\n"):
-        indent = re.match(r"[a-z]* {2,}(\d\. )?", line)  # a row of a table, or a number
-        joined = re.sub(r"(?<=\d) (?=[A-Z]?i?B\b|s\b)", "\N{NO-BREAK SPACE}", line)
-        lines += textwrap.wrap(
-            joined,
-            _MOST_COLUMNS,
-            subsequent_indent=" " * (indent.end() if indent else 0),
-            break_long_words=False,
-            break_on_hyphens=False,
-        ) or [""]
+        indent = re.match(r"([a-z]* {2,}(\d\. )?)?", line)  # of a row of a table, or after a number
+        wrap.subsequent_indent = " " * (indent.end() if indent else 0)
+        lines += wrap.wrap(re.sub(r"(?<=\d) (?=[A-Z]?i?B\b|s\b)", "\N{NO-BREAK SPACE}", line)) or [""]
     return "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ")
 
 
@@ -232,6 +229,9 @@ def _speed(speed: Speed, plan: Plan, *, is_verbose: bool) -> list[str]:
         limit = f"Python and launches on the host; then {limit}"
     if clipped is not None:
         limit = f"{limit}. With gradient clipping a step takes at least {clipped:.3g} s"
+    if speed.seconds > _SLACK * max(least, clipped or 0):
+        links = sorted(speed.chain.items(), key=lambda item: -item[1])[:3]
+        limit = f"{limit}. In turn: {', '.join(f'{name} {seconds:.3g} s' for name, seconds in links)}"
     start = f"; {sum(speed.start.values()):.2g} s from the engine to the end of the first step"
     busy = sorted(speed.busy.items(), key=lambda item: -item[1])
     return [

@@ -196,7 +196,7 @@ def test_accumulation_and_processes():
     assert math.isclose(many.speed.tokens_per_s * many.speed.seconds, 2 * 64 * 4 * 2)
     (line,) = [line for line in describe(many).splitlines() if line.startswith("copies ")]
     assert line.endswith(f" per step, {format_nbytes(many.speed.sent_nbytes)} between processes")
-    with pytest.raises(ConfigError, match="2 processes need as many devices, num_devices is 1; give --machine 2xh100, or use"):
+    with pytest.raises(ConfigError, match="need as many devices, num_devices is 1; give --machine 2xh100, or use"):
         plan(MODEL, "h100", world_size=2)
     with pytest.raises(ConfigError, match=r"processes \(0\) must be at least 1"):
         plan(MODEL, "h100", world_size=0)
@@ -483,6 +483,15 @@ def test_another_optimizer_is_named_and_clipping_only_where_it_is_done():
     assert found.speed.clipped_seconds is None
     assert "Adam" not in describe(bound)
     assert "clipping" not in describe(found)
+
+
+def test_it_says_what_binds_a_step_that_is_slower_than_its_bounds(tight):
+    bound, chain = max(tight.speed.least_seconds, tight.speed.clipped_seconds), tight.speed.chain
+    assert math.isclose(sum(chain.values()), tight.speed.seconds, rel_tol=0.01)
+    for times, is_said in ((1.04, False), (1.1, True)):
+        speed = dataclasses.replace(tight.speed, seconds=times * bound, chain={"device": 0.5, "host": 0.25})
+        told = describe(dataclasses.replace(tight, speed=speed))
+        assert (" s. In turn: device 0.5 s, host 0.25 s" in told) == is_said
 
 
 def test_it_says_when_the_host_has_the_most_to_do(tight):
