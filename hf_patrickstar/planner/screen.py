@@ -229,7 +229,7 @@ def _speed(speed: Speed, plan: Plan, *, is_verbose: bool) -> list[str]:
         limit = f"Python and launches on the host; then {limit}"
     if clipped is not None:
         limit = f"{limit}. With gradient clipping a step takes at least {clipped:.3g} s"
-    if speed.seconds > _SLACK * max(least, clipped or 0):
+    if speed.seconds > _SLACK * max(least, clipped or 0) and speed.busy["host"] < _FULL:
         links = sorted(speed.chain.items(), key=lambda item: -item[1])[:3]
         limit = f"{limit}. In turn: {', '.join(f'{name} {seconds:.3g} s' for name, seconds in links)}"
     start = f"; {sum(speed.start.values()):.2g} s from the engine to the end of the first step"
