@@ -108,7 +108,10 @@ def make_plan(
         BudgetError: If the chunks in use at one moment do not fit; it names the moment.
     """
     draft = _Draft(trace, capacities, resident, static)
-    leaving = _leaving(trace, trace.forward_ends if reshard_after_forward else (), dropped_after)
+    moving = sum(nbytes for index, nbytes in enumerate(trace.chunk_nbytes) if index not in static)
+    # Where there is too little room, what is done makes some for loads ahead.
+    void = dropped_after if prefetch_depth and moving > min(capacities, default=0) else frozenset()
+    leaving = _leaving(trace, trace.forward_ends if reshard_after_forward else (), void)
     draft.load_on_demand(chooser, dropped_after, leaving)
     if prefetch_depth:
         draft.load_ahead(prefetch_depth)
