@@ -45,7 +45,7 @@ def wrapped(text: str) -> str:
     for line in text.split("\n"):
         indent = re.match(r"([a-z]* {2,}(\d\. )?)?", line)  # of a row of a table, or after a number
         wrap.subsequent_indent = " " * (indent.end() if indent else 0)
-        lines += wrap.wrap(re.sub(r"(?<=\d) (?=[A-Z]?i?B\b|s\b)", "\N{NO-BREAK SPACE}", line)) or [""]
+        lines += wrap.wrap(re.sub(r"(?<=\d) (?=[A-Z]?i?B\b|m?s\b)", "\N{NO-BREAK SPACE}", line)) or [""]
     return "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ")
 
 
