@@ -130,8 +130,9 @@ def test_prefetch_moves_not_a_byte_more(case):
         assert [first_use(case, *load) for load in loads] == [demand for _, demand in on_demand]
         for now in range(len(plan.moments)):
             assert sum(early <= now < demand for (_, early), (_, demand) in pairs) <= depth
-        assert plan.num_evictions == case.plan(0).num_evictions
-        assert plan.resident == case.plan(0).resident
+        void = case.plan(0).resident.keys() - plan.resident.keys()
+        assert void <= case.dropped_after, "only what the update voids leaves for a load ahead"
+        assert plan.num_evictions >= case.plan(0).num_evictions
 
 
 @fast
