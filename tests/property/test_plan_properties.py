@@ -132,7 +132,6 @@ def test_prefetch_moves_not_a_byte_more(case):
             assert sum(early <= now < demand for (_, early), (_, demand) in pairs) <= depth
         void = case.plan(0).resident.keys() - plan.resident.keys()
         assert void <= case.dropped_after, "only what the update voids leaves for a load ahead"
-        assert plan.num_evictions >= case.plan(0).num_evictions
 
 
 @fast
