@@ -16,7 +16,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("auto", "fp32", "bf16", "fp16"),
     "reduce_dtype": ("auto", "fp32"),
     "state_dtype": ("auto", "bf16"),
-    "optimizer_format": ("sharded", "torch", "both"),
+    "optimizer_format": ("auto", "sharded", "torch", "both"),
 }
 
 
@@ -98,9 +98,10 @@ class PatrickStarConfig:
             training, and whether their own traces are kept.
         background_save: Whether checkpoints are written while training goes on. They are consistent, but appear later;
             an error is raised at the next checkpoint, or when training ends.
-        optimizer_format: The format of the optimizer's state in checkpoints. ``"sharded"``: each process writes its
-            part, exactly. ``"torch"``: one ``optimizer.pt`` for the stock Trainer, without fp32 masters: a model that
-            was loaded in 16-bit resumes from rounded weights. ``"both"``: twice the disk space. All can be loaded.
+        optimizer_format: The format of the optimizer's state in checkpoints; each is exact, and is loaded by any number
+            of processes. ``"torch"``: one process writes ``optimizer.pt``, from which the stock Trainer resumes.
+            ``"sharded"``: each process writes its part. ``"auto"``: the first with one process, the second with
+            several. ``"both"`` takes twice the disk space.
         process_wait_s: How long a process waits for the others at a call that all must make (evaluation, saving,
             reading parameters) before it raises ``CollectiveError``. A slow file system needs more. With 0 or ``None``
             only the timeout of the process group counts.
@@ -134,7 +135,7 @@ class PatrickStarConfig:
     keep_gradients: bool | Literal["auto"] = "auto"
     reuse_plan: bool = True
     background_save: bool = False
-    optimizer_format: Literal["sharded", "torch", "both"] = "sharded"
+    optimizer_format: Literal["auto", "sharded", "torch", "both"] = "auto"
     process_wait_s: float | None = 60.0
     debug_collectives: bool = False
     debug_evict_all: bool = False

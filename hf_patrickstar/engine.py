@@ -309,13 +309,14 @@ class PatrickStarEngine:
     # One page of use
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Runs backward. ``loss.backward()`` does the same.
+        """Runs backward. ``loss.backward()`` does the same, and does not warn if it is not finite after a resume.
 
         Args:
             loss: A scalar tensor.
             **kwargs: Passed to ``torch.Tensor.backward``.
         """
         loss.backward(**kwargs)
+        self.checkpoints.note(loss, "loss")
 
     def attempt(self, function: Callable[[], _T], max_retries: int = MAX_RETRIES) -> _T:
         """Runs forward and backward of one micro-batch, and repeats them if device memory does not suffice.

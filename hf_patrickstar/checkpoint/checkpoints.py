@@ -13,8 +13,14 @@ from hf_patrickstar.checkpoint.deferred import Reader
 from hf_patrickstar.checkpoint.progress import shown
 from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile
 from hf_patrickstar.checkpoint.storage import StagedDirectory, remove_leftovers
-from hf_patrickstar.checkpoint.torch_state import open_torch_state, save_torch_state, torch_paths
-from hf_patrickstar.checkpoint.training_state import INDEX_NAME, TrainingState, has_training_state, write_read_me
+from hf_patrickstar.checkpoint.torch_state import begin_torch_state, open_torch_state, torch_paths
+from hf_patrickstar.checkpoint.training_state import (
+    INDEX_NAME,
+    Opened,
+    TrainingState,
+    has_training_state,
+    write_read_me,
+)
 from hf_patrickstar.checkpoint.transaction import BackgroundWrite, Checkpoint, Transactions
 from hf_patrickstar.checkpoint.weight_files import FoundWeights, find_weights, origin_of, shape_mismatch
 from hf_patrickstar.checkpoint.weights import ChunkWeights
@@ -59,6 +65,9 @@ class Checkpoints(Transactions):
         self._manager = manager
         self._weights = weights
         self.state = state
+        self._loaded: str | None = None  # as long as all losses and norms since were finite
+        self._is_told = False  # how pieces are exported
+        self._is_alone = manager.sharing.is_alone
 
     # Saving
 
@@ -81,30 +90,40 @@ class Checkpoints(Transactions):
             self.end_state(checkpoint)
 
     @unseen()
-    def begin_state(self, checkpoint: Checkpoint, directory: Path | None = None) -> None:
+    def begin_state(
+        self, checkpoint: Checkpoint, directory: Path | None = None, paths: Sequence[Path] | None = None
+    ) -> None:
         """Starts a thread in each process that saves its part of the training state; the model may be saved meanwhile.
 
         Args:
             checkpoint: The checkpoint.
             directory: Where in it; by default the checkpoint itself.
+            paths: The files in torch's format, one for each optimizer; by default ``optimizer.pt`` and so on.
 
         Raises:
             CheckpointError: If the index cannot be written, or a state cannot be saved without pickling it.
         """
-        if not self.state.is_empty and self._config.optimizer_format != "torch":
-            with_index = self._collectives.rank in checkpoint.makers
-            file = self.state.begin_save(directory or checkpoint.path, with_index=with_index)
-            checkpoint.write = BackgroundWrite(file, self._weights.piece_numel)
+        if self.state.is_empty:
+            return
+        place, form, is_alone = directory or checkpoint.path, self._config.optimizer_format, self._is_alone
+        checkpoint.form = form if form != "auto" else "torch" if is_alone and paths is None else "sharded"
+        checkpoint.paths = paths or torch_paths(place, len(self.state.optimizer))
+        if checkpoint.form != "torch":
+            file = self.state.begin_save(place, with_index=self._collectives.rank in checkpoint.makers)
+        elif is_alone:
+            file, _ = begin_torch_state(self.state, checkpoint.paths)
+        else:
+            return
+        checkpoint.write = BackgroundWrite(file, self._weights.piece_numel)
 
     @unseen()
-    def end_state(self, checkpoint: Checkpoint, paths: Sequence[Path] = (), directory: Path | None = None) -> None:
-        """Writes the training state in torch's format, if the settings ask for it; all processes call it together.
+    def end_state(self, checkpoint: Checkpoint, directory: Path | None = None) -> None:
+        """Writes the training state in torch's format, if several processes have to; all processes call it together.
 
         Without ``background_save``, or with ``directory``, it waits for the thread that ``begin_state`` has started.
 
         Args:
             checkpoint: The checkpoint.
-            paths: The files in torch's format, one for each optimizer; by default ``optimizer.pt`` and so on.
             directory: See ``begin_state``.
 
         Raises:
@@ -112,13 +131,21 @@ class Checkpoints(Transactions):
         """
         if self.state.is_empty:
             return
-        is_maker, form = self._collectives.rank in checkpoint.makers, self._config.optimizer_format
-        if form != "sharded":
-            optimizer, piece_numel = self.state.optimizer, self._weights.piece_numel
-            paths = paths or torch_paths(directory or checkpoint.path, len(optimizer))
-            save_torch_state(self._manager, optimizer, paths, is_writer=is_maker, piece_numel=piece_numel)
-        if form != "torch" and is_maker:
-            write_read_me(directory or checkpoint.path, checkpoint.staged.final)
+        is_maker, final = self._collectives.rank in checkpoint.makers, checkpoint.staged.final
+        if checkpoint.form == "both" or (checkpoint.form == "torch" and not self._is_alone):
+            file, held = begin_torch_state(self.state, checkpoint.paths)
+            with self._manager.sharing.led(lambda number: held[number], is_reader=is_maker):
+                if is_maker:
+                    file.write(piece_numel=self._weights.piece_numel)
+        if checkpoint.form != "torch" and is_maker:
+            write_read_me(directory or checkpoint.path, final)
+        if (
+            self._config.optimizer_format == "auto"
+            and self._collectives.rank == 0
+            and not (self._is_alone or self._is_told)
+        ):
+            self._is_told = True
+            logger.warning("patrickstar: for the stock Trainer run first: hf-patrickstar export %s", final)
         if checkpoint.write is not None and (directory or not self._config.background_save):
             write, checkpoint.write = checkpoint.write, None
             write.join()
@@ -166,7 +193,7 @@ class Checkpoints(Transactions):
                     INDEX_NAME,
                 )
         if self.together(lambda: bool(adapter_directories(self._model, directory))):
-            self.check_state(directory)
+            self.check_state(directory, is_verified=True)
             with self._manager.model_lock.held("loading adapters"):
                 self._load_adapters(directory)
             return self.load_parts(FoundWeights(), directory)
@@ -192,6 +219,7 @@ class Checkpoints(Transactions):
         self._manager.sharing.enter("loads weights")
         self.wait()
         found = self.together(lambda: find_weights(self._model, path, self._manager.values.device))
+        self._loaded = str(path)
         return self.load_parts(found, state_directory)
 
     def _find_all(self, directory: str | os.PathLike[str]) -> FoundWeights:
@@ -266,44 +294,77 @@ class Checkpoints(Transactions):
             CheckpointError: If something does not fit, here or on another process; nothing has changed then.
         """
         self.wait()
-        load_state = self.together(lambda: self._open(found, state_directory))
+        self._loaded = self._loaded if state_directory is None else str(state_directory)
+        load_state, masters = self.together(lambda: self._open(found, state_directory)) or (None, set[str]())
         with self._manager.model_lock.held("loading a checkpoint"), torch.no_grad():
             if found.values or load_state is not None:
                 self._manager.begin_loading()
-                self._apply(found)
                 if load_state is not None:
-                    load_state()
+                    self._load_state(load_state)
+                self._apply(found, masters)
                 self._manager.end_loading()
         self._manager.sharing.meet("loads a checkpoint")  # one process may have a slower disk
         return found
 
-    def check_state(self, directory: str | os.PathLike[str]) -> None:
+    def _load_state(self, load: Callable[[], None]) -> None:
+        """Loads the training state before any weight; if it is damaged, an optimizer without a state has none again."""
+        optimizer = self.state.optimizer
+        before = optimizer.state_dicts({}) if self.state.is_fresh else None
+        try:
+            self.together(load)
+        except CheckpointError:
+            if before is not None:
+                optimizer.load_state_dicts(before)
+                optimizer.load_other_states({})
+            raise
+
+    def note(self, value: torch.Tensor | None, what: str) -> None:
+        """Warns of the first value since something was loaded that is not finite.
+
+        Args:
+            value: A loss, or the norm of gradients.
+            what: What it is.
+        """
+        if self._loaded is not None and value is not None and not bool(value.detach().isfinite().all()):
+            text = "patrickstar: this %s is the first that is not finite since '%s' was loaded; resume from an earlier "
+            logger.warning(
+                f"{text}checkpoint, or find damaged files: hf-patrickstar check %s", what, *[self._loaded] * 2
+            )
+            self._loaded = None
+
+    def check_state(self, directory: str | os.PathLike[str], *, is_verified: bool = False) -> None:
         """Makes sure that a training state, if one is there, can be loaded; all processes call it together.
 
         Args:
             directory: The directory of the training state.
+            is_verified: Whether all of it is compared with its checksums, too.
 
         Raises:
             CheckpointError: If it cannot be loaded, here or on another process.
         """
-        self.together(lambda: self._open(FoundWeights(), directory))
+        self.together(lambda: self._open(FoundWeights(), directory, is_verified=is_verified))
 
-    def _open(self, found: FoundWeights, state_directory: str | os.PathLike[str] | None) -> Callable[[], None] | None:
-        """Checks what is to be loaded, and returns a function that loads the training state, if there is one."""
+    def _open(
+        self, found: FoundWeights, directory: str | os.PathLike[str] | None, *, is_verified: bool | None = None
+    ) -> Opened | None:
+        """Checks what is to be loaded, and returns the training state, if there is one."""
         for tensor in self._manager.tensors:
             value = _value_of(tensor, found.values)
             if value is not None and tuple(value.shape) != tensor.spec.shape:
                 raise CheckpointError(shape_mismatch(tensor.spec.name, value, tensor.spec.shape))
-        if self.state.is_empty or state_directory is None:
+        if self.state.is_empty or directory is None:
             return None
-        if has_training_state(state_directory):
-            return self.state.open(state_directory)
-        is_torch = has_torch_state(state_directory)
-        return open_torch_state(self.state.optimizer, state_directory) if is_torch else None
+        is_verified = is_verified if is_verified is not None else not self.state.is_fresh
+        if has_training_state(directory):
+            return self.state.open(directory, is_verified=is_verified)
+        has_file = has_torch_state(directory)
+        return open_torch_state(self.state.optimizer, directory, is_verified=is_verified) if has_file else None
 
-    def _apply(self, found: FoundWeights) -> None:
+    def _apply(self, found: FoundWeights, masters: set[str]) -> None:
+        """Loads weights, except of parameters whose masters have been loaded."""
         reader, piece_numel = Reader(), self._weights.piece_numel
-        tensors = [t for chunk in self._manager.chunks for t in chunk.owned if _value_of(t, found.values) is not None]
+        owned = [t for chunk in self._manager.chunks for t in chunk.owned if t.spec.name not in masters]
+        tensors = [tensor for tensor in owned if _value_of(tensor, found.values) is not None]
         for tensor in shown(tensors, "Reading weights", "tensors", is_first=self._collectives.rank == 0):
             value, start = _value_of(tensor, found.values).to(tensor.original_dtype), tensor.part[0]
             self._manager.load(tensor, lambda home: reader.fill(home, value, start, piece_numel))  # noqa: B023

@@ -147,6 +147,12 @@ class DeferredTensor(torch.Tensor):
                 return func(*args, **kwargs)
         if name == "equal" and all(value.is_loadable for value in args if isinstance(value, DeferredTensor)):
             return _equal(*args)
+        if name == "copy_" and not isinstance(args[0], DeferredTensor):
+            target, value = args[:2]
+            if value.is_loadable or target.shape != value.shape or not target.is_contiguous():
+                return _read_now(name, func, args, kwargs)
+            Reader().fill(target, value)
+            return target
         is_assigned = name == "__setitem__" and isinstance(args[0], DeferredTensor)
         if is_assigned or (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None:
             raise EngineError(

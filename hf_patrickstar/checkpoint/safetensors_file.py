@@ -24,12 +24,13 @@ from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor, Read
 from hf_patrickstar.checkpoint.progress import shown
 from hf_patrickstar.checkpoint.storage import (
     NewFile,
+    byte_pieces,
     bytes_of,
+    checksum,
     damaged,
     missing_file,
     replace_file,
     replaced,
-    write_tensor,
 )
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.memory.operators import unseen
@@ -42,6 +43,9 @@ SAVE_FILE = (
     ("accelerate.utils.other", "safe_save_file"),
 )
 """Where libraries have ``safetensors.torch.save_file``, which ``streamed_writing`` replaces."""
+CHECKSUMS = "checksums"
+"""The entry of a file's metadata that has the checksums of each tensor: one of every ``PIECE`` elements."""
+PIECE = "piece_numel"
 _ALIGNMENT = 8
 
 
@@ -75,12 +79,14 @@ class SafetensorsFile:
             self._descriptor = os.open(self.path, os.O_RDONLY)
             weakref.finalize(self, os.close, self._descriptor).atexit = False
             self.entries, self._metadata = self._read_header()
+            self._checksums: dict[str, list[str]] = json.loads(self._metadata.get(CHECKSUMS, "{}"))
+            self._piece_numel = int(self._metadata.get(PIECE, 0))
             self._stamp = self._find_stamp()
         except FileNotFoundError as error:
             raise CheckpointError(missing_file(self.path)) from error
         except OSError as error:
             raise CheckpointError(f"'{self.path}' cannot be read: {error}; make it readable") from error
-        except safetensors.SafetensorError as error:
+        except (safetensors.SafetensorError, ValueError) as error:
             raise CheckpointError(damaged(f"'{self.path}' is not a complete safetensors file: {error}")) from error
 
     @unseen()
@@ -142,10 +148,31 @@ class SafetensorsFile:
             values: The tensor to fill: contiguous, on the host, in the type that the file has.
 
         Raises:
-            CheckpointError: If the file cannot be read any more.
+            CheckpointError: If the file cannot be read any more, or has other bytes than were written.
         """
-        entry = self.entries[name]
-        offset, view = entry.start + start * entry.dtype.itemsize, bytes_of(values)
+        entry, view = self.entries[name], bytes_of(values)
+        begin = start * entry.dtype.itemsize
+        if (sums := self._checksums.get(name)) is None:
+            self._read_bytes(name, begin, view)
+            return
+        size = self._piece_numel * entry.dtype.itemsize
+        end, numel = begin + len(view), math.prod(entry.shape)
+        for number in range(begin // size, -(-end // size)):
+            low, high = number * size, min((number + 1) * size, numel * entry.dtype.itemsize)
+            is_whole = begin <= low and high <= end
+            piece = view[low - begin : high - begin] if is_whole else memoryview(bytearray(high - low))
+            self._read_bytes(name, low, piece)
+            if checksum(piece) != sums[number]:
+                raise CheckpointError(
+                    damaged(f"'{self.path}': tensor '{name}' does not have the bytes that were saved")
+                )
+            if not is_whole:
+                first, last = max(low, begin), min(high, end)
+                view[first - begin : last - begin] = piece[first - low : last - low]
+
+    def _read_bytes(self, name: str, begin: int, view: memoryview) -> None:
+        """Fills memory with the bytes of a tensor from the given one on."""
+        offset = self.entries[name].start + begin
         try:
             while len(view):
                 count = os.preadv(self._descriptor, [view], offset)
@@ -215,14 +242,14 @@ class Unwritten(NamedTuple):
     Attributes:
         path: The file.
         tensors: Its tensors by name, those of a chunk one after the other; they are not copied.
-        metadata: Its metadata.
         chunks: The chunk of each tensor, by the tensor's name.
+        write: Writes it, with ``piece_numel`` and ``on_written`` as for ``write_safetensors``.
     """
 
     path: Path
     tensors: dict[str, torch.Tensor]
-    metadata: dict[str, str]
     chunks: dict[str, Chunk]
+    write: Callable[..., None]
 
 
 @unseen()
@@ -232,6 +259,7 @@ def write_safetensors(
     metadata: Mapping[str, str] | None = None,
     *,
     piece_numel: int = PIECE_NUMEL,
+    is_checked: bool = False,
     on_written: Callable[[str], None] = lambda name: None,
 ) -> None:
     """Writes a file in pieces; when it returns, all of the file is on the disk.
@@ -241,6 +269,7 @@ def write_safetensors(
         tensors: The tensors, deferred or not, in their order in the file.
         metadata: The metadata of the file.
         piece_numel: Elements in memory at once.
+        is_checked: Whether the file gets checksums, which are verified when it is read.
         on_written: Called with the name of every tensor that has been written.
 
     Raises:
@@ -256,15 +285,31 @@ def write_safetensors(
         except safetensors.SafetensorError as error:
             raise CheckpointError(f"tensor '{name}': {error}; convert it to another type before it is saved") from error
         header[name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": [start, stop]}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    with NewFile.opened(path, 8 + len(text) + stop) as file:
-        file.write(struct.pack("<Q", len(text)) + text)
+    sums = {name: [checksum(memoryview(b""))] * -(-tensor.numel() // piece_numel) for name, tensor in tensors.items()}
+    text = _header_of(header, sums if is_checked else None, piece_numel)
+    with NewFile.opened(path, len(text) + stop) as file:
+        file.write(text)
         reader = Reader()
         for name in in_reading_order(tensors):
-            file.seek(8 + len(text) + header[name]["data_offsets"][0])
-            write_tensor(file, tensors[name], reader, piece_numel)
+            file.seek(len(text) + header[name]["data_offsets"][0])
+            for number, data in enumerate(byte_pieces(tensors[name], reader, piece_numel)):
+                if is_checked:
+                    sums[name][number] = checksum(data)
+                file.write(data)
+                del data
             on_written(name)
+        if is_checked:
+            file.seek(0)
+            file.write(_header_of(header, sums, piece_numel))
+
+
+def _header_of(header: dict[str, Any], sums: dict[str, list[str]] | None, piece_numel: int) -> bytes:
+    """The bytes before the tensors; with checksums of tensors that are not written yet it has the same length."""
+    if sums is not None:
+        header.setdefault("__metadata__", {}).update({CHECKSUMS: json.dumps(sums), PIECE: str(piece_numel)})
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text
 
 
 @contextlib.contextmanager

@@ -197,7 +197,7 @@ def save_others(directory: Path, states: Mapping[str, Mapping[Any, Any]]) -> boo
     """
     tensors, metadata = pack(states, "{}/{}".format, {})
     if has_any := any(states.values()):
-        write_safetensors(directory / OTHERS_NAME, tensors, metadata)
+        write_safetensors(directory / OTHERS_NAME, tensors, metadata, is_checked=True)
     return has_any
 
 

@@ -1,43 +1,50 @@
 """The optimizer's state in torch's own format: ``optimizer.pt``, from which the stock Trainer and plain torch resume.
 
-One process writes the file, and the others send it their parts in pieces. Each process that resumes maps the file into
-memory, and reads its own part. The file has no masters: torch's optimizers would keep them without updating them.
+One process writes the file, and the others send it their parts in pieces. Each process that resumes reads its own part.
+Masters that the model's file has not are beside ``state``, under ``SAVED_MASTER``: in it, torch's optimizers would keep
+them without updating them.
 
 [Note: the format]
 ``torch.save`` needs every tensor in memory, and writes the whole storage of a view. ``write_torch`` accepts deferred
 tensors, and writes only a tensor's own elements. The format is torch's since torch 1.6: a zip archive without
 compression. ``data.pkl`` is a pickle of the object, in which each tensor refers to a record: ``data/0``, ``data/1`` and
 so on. A record has the bytes of one tensor, and begins at a multiple of 64 bytes, so that it can be memory-mapped.
-``zipfile`` writes the checksum into a record's header after the record's bytes, so the bytes are never needed all at
-once.
+The zip format's own checksum is written into a record's header after the record's bytes, so the bytes are never needed
+all at once. torch does not verify it, and reading would wait for it; so the record ``checksums``, which torch ignores,
+has those of safetensors files (``storage.checksum``), by the byte at which a record begins.
 """
 
+import contextlib
 import functools
 import io
+import json
 import os
 import pickle
 import struct
 import sys
 import zipfile
+import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only, tree_map_with_path
 
 from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor, Reader, StreamedSource
-from hf_patrickstar.checkpoint.storage import NewFile, damaged, replace_file, write_tensor
-from hf_patrickstar.checkpoint.training_state import INDEX_NAME, SavedState
+from hf_patrickstar.checkpoint.safetensors_file import CHECKSUMS, PIECE, Entry, FileSource, SafetensorsFile, Unwritten
+from hf_patrickstar.checkpoint.storage import NewFile, byte_pieces, checksum, damaged, replace_file
+from hf_patrickstar.checkpoint.training_state import INDEX_NAME, Opened, SavedState, TrainingState
 from hf_patrickstar.checkpoint.weight_files import load_torch_file
 from hf_patrickstar.dist.sharing import Held
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.optim.optimizer_set import OptimizerSet
+from hf_patrickstar.optim.state import SAVED_MASTER
 from hf_patrickstar.runtime.chunk import contiguous_strides
-from hf_patrickstar.runtime.manager import ChunkManager
 
 _ALIGNMENT = 64
 _HEAD_NBYTES = 30 + 20
@@ -59,62 +66,119 @@ def torch_paths(directory: str | os.PathLike[str], num: int = 1, name: str = "op
     return [first.with_stem(f"{first.stem}_{number}") if number else first for number in range(num)]
 
 
-def save_torch_state(
-    manager: ChunkManager, optimizers: OptimizerSet, paths: Sequence[Path], *, is_writer: bool, piece_numel: int
-) -> None:
-    """Writes one file for each optimizer; all processes call it together.
+def begin_torch_state(saved: TrainingState, paths: Sequence[Path]) -> tuple[Unwritten, dict[int, Held]]:
+    """Finds out what there is to write in torch's format: a file for each optimizer. All processes call it together.
 
     Args:
-        manager: The manager of the chunks.
-        optimizers: The optimizers over them.
+        saved: The training state. What is in no chunk is copied.
         paths: The files; older ones are replaced when the new ones are complete.
-        is_writer: Whether this process writes; several processes may, each on its own disk.
-        piece_numel: Elements in memory at once.
 
-    Raises:
-        CheckpointError: If a file cannot be written, here or by another process.
+    Returns:
+        The files, and what this process has of each tensor by number, for ``Sharing.led``.
     """
-    sharing = manager.sharing
+    sharing = saved.manager.sharing
     sharing.enter("saves the optimizer's state")
-    owned = (tensor for chunk in manager.chunks if chunk.spec.is_updated for tensor in chunk.owned)
-    own = {tensor.spec.index: state for tensor in owned if (state := optimizers.own_state(tensor))}
-    states = sharing.outline_states(own, manager.place_of)
-    held: dict[int | None, Held] = {}
+    own = {tensor.spec.index: dict(saved.optimizer.own_state(tensor)) for tensor in saved.owned()}
+    masters = saved.masters()
+    for tensor in saved.owned():
+        own[tensor.spec.index] |= {SAVED_MASTER: masters[tensor.spec.name]} if tensor.spec.name in masters else {}
+    states = sharing.outline_states({index: state for index, state in own.items() if state}, saved.manager.place_of)
+    held: dict[int, Held] = {}
     for state in states.values():
         for key, item in state.items():
             if isinstance(item, Held):
-                held[item.number] = item
                 stream = functools.partial(sharing.parts, item, f"'{key}'", is_prompt=False)
                 state[key] = DeferredTensor.make(StreamedSource(item.shape, item.dtype, stream))
-    with sharing.led(lambda number: held[number], is_reader=is_writer):
-        if is_writer:
-            for path, state_dict in zip(paths, optimizers.state_dicts(states), strict=True):
-                replace_file(path, functools.partial(write_torch, value=state_dict, piece_numel=piece_numel))
+                state[key].place = item.number  # in the order of chunks
+                held[state[key].place] = item
+    state_dicts = list(map(_packed, saved.optimizer.state_dicts(states)))
+
+    def write(**how: Any) -> None:
+        for path, state_dict in zip(paths, state_dicts, strict=True):
+            replace_file(path, functools.partial(write_torch, value=state_dict, **how))
+
+    tensors = {str(place): item.source for place, item in held.items() if isinstance(item.source, torch.Tensor)}
+    chunks = {name: saved.manager.by_index[held[int(name)].spec.index].chunk for name in tensors}
+    return Unwritten(paths[0], tensors, chunks, write), held
 
 
-def open_torch_state(optimizers: OptimizerSet, directory: str | os.PathLike[str]) -> Callable[[], None]:
+def _packed(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Copies what is in no chunk, and moves masters to where torch's optimizers do not look."""
+    copy = tree_map_only(torch.Tensor, lambda t: t if isinstance(t, DeferredTensor) else t.detach().clone(), state_dict)
+    masters = {place: state.pop(SAVED_MASTER) for place, state in copy["state"].items() if SAVED_MASTER in state}
+    copy["state"] = {place: state for place, state in copy["state"].items() if state or place not in masters}
+    return copy | ({SAVED_MASTER: masters} if masters else {})
+
+
+def open_torch_state(optimizers: OptimizerSet, directory: str | os.PathLike[str], *, is_verified: bool) -> Opened:
     """Checks saved states against optimizers.
 
     Args:
         optimizers: The optimizers over chunks.
         directory: The directory of ``optimizer.pt``.
-
-    Returns:
-        A function that loads the states; all processes call it together.
+        is_verified: See ``TrainingState.open``.
 
     Raises:
         CheckpointError: If a file is missing or damaged, or belongs to other optimizers, parameters or groups.
     """
-    found = []
-    for number, path in enumerate(torch_paths(directory, len(optimizers))):
-        found.append(load_torch_file(path))
+    found: list[dict[str, Any]] = []
+    masters: set[str] = set()
+    paths = torch_paths(directory, len(optimizers))
+    for number, (path, groups) in enumerate(zip(paths, optimizers.placed_groups(), strict=True)):
+        names = [name for group in groups for name in group]
+        found.append(TorchFile(path, names).value)
         try:
             optimizers.check_state_dict(number, found[-1])
         except ValueError as error:
             raise CheckpointError(f"'{path}': {error}; resume with the model and optimizer that were saved") from error
         except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(damaged(f"'{path}' is not the state of an optimizer: {error!r}")) from error
-    return functools.partial(optimizers.load_state_dicts, found)
+        saved = found[-1].get(SAVED_MASTER, {})
+        verify(found[-1] if is_verified else saved)
+        masters.update(str(names[place]) for place in saved)
+    return functools.partial(optimizers.load_state_dicts, found), masters
+
+
+class TorchFile(SafetensorsFile):
+    """A file of ``torch.save``; its tensors are deferred, and those that ``write_torch`` wrote are verified when read.
+
+    Args:
+        path: The file.
+        names: The names of parameters by number, for errors.
+
+    Attributes:
+        value: What was saved. Scalars, and tensors that share memory or are not contiguous, are not deferred.
+
+    Raises:
+        CheckpointError: If the file is missing, damaged, or has an object that ``weights_only`` of torch refuses.
+    """
+
+    def __init__(self, path: Path, names: Sequence[str | None] = ()) -> None:
+        self._names = dict(enumerate(names))
+        super().__init__(path)
+
+    def _read_header(self) -> tuple[dict[str, Entry], dict[str, str]]:
+        entries: dict[str, Entry] = {}
+
+        def find(path: Any, tensor: Any, outlined: Any) -> Any:
+            if type(tensor) is not torch.Tensor or not tensor.dim() or not tensor.is_contiguous():
+                return tensor
+            start = getattr(outlined.untyped_storage(), "_checkpoint_offset", None)
+            if start is None or tensor.untyped_storage().nbytes() != tensor.nbytes:
+                return tensor
+            keys = [getattr(step, "key", step) for step in path]
+            name = "/".join(str(self._names.get(key, key)) for key in keys)
+            entries[name] = Entry(tensor.dtype, tuple(tensor.shape), start)
+            pieces: Any = [(0, tensor.numel(), self, name)]
+            return DeferredTensor.make(FileSource(tuple(tensor.shape), tensor.dtype, pieces))
+
+        outline = torch.load(self.path, map_location="meta", weights_only=True)
+        self.value: dict[str, Any] = tree_map_with_path(find, load_torch_file(self.path), outline)
+        with contextlib.suppress(KeyError, zipfile.BadZipFile), zipfile.ZipFile(self.path) as archive:
+            saved = json.loads(archive.read(f"archive/{CHECKSUMS}"))
+            sums = {name: saved[CHECKSUMS][str(start)] for name, (_, _, start) in entries.items()}
+            return entries, {CHECKSUMS: json.dumps(sums), PIECE: saved[PIECE]}
+        return entries, {}
 
 
 class _Record(NamedTuple):
@@ -146,7 +210,13 @@ class _Pickler(pickle.Pickler):
 
 
 @unseen()
-def write_torch(path: str | os.PathLike[str], value: Any, *, piece_numel: int = PIECE_NUMEL) -> None:
+def write_torch(
+    path: str | os.PathLike[str],
+    value: Any,
+    *,
+    piece_numel: int = PIECE_NUMEL,
+    on_written: Callable[[str], None] = lambda name: None,
+) -> None:
     """Writes a file as ``torch.save`` does; when it returns, all of the file is on the disk. See [Note: the format].
 
     Args:
@@ -154,6 +224,7 @@ def write_torch(path: str | os.PathLike[str], value: Any, *, piece_numel: int = 
         value: What to write; its tensors may be deferred. ``torch.load`` returns them as tensors on the host that need
             no gradient, each with its own storage.
         piece_numel: Elements in memory at once.
+        on_written: Called with the ``place`` of each tensor with this attribute that has been written, in their order.
 
     Raises:
         CheckpointError: If the file cannot be written; if the disk is full, the message has the bytes needed and free.
@@ -161,24 +232,62 @@ def write_torch(path: str | os.PathLike[str], value: Any, *, piece_numel: int = 
     pickler = _Pickler(pickled := io.BytesIO())
     pickler.dump(value)
     nbytes = pickled.tell() + sum(tensor.nbytes for tensor in pickler.tensors)
-    reader = Reader()
-    with NewFile.opened(path, nbytes) as file, zipfile.ZipFile(file, "w") as archive:
+    reader, sums = Reader(), dict[int, list[str]]()
+    with NewFile.opened(path, nbytes) as file, zipfile.ZipFile(file, "w") as archive, ThreadPoolExecutor(1) as pool:
 
-        def write(name: str, data: torch.Tensor | bytes) -> None:
+        def write(name: str, nbytes: int, pieces: Iterable[memoryview]) -> None:
             entry = zipfile.ZipInfo(f"archive/{name}")
+            entry.header_offset, entry.file_size, entry.compress_size, entry.CRC = file.tell(), nbytes, nbytes, 0
             padding = -(file.tell() + _HEAD_NBYTES + len(entry.filename) + _PADDING_HEAD.size) % _ALIGNMENT
             entry.extra = _PADDING_HEAD.pack(_PADDING_KIND, padding) + b"Z" * padding
-            with archive.open(entry, "w", force_zip64=True) as record:
-                if isinstance(data, bytes):
-                    record.write(data)
-                else:
-                    write_tensor(record, data, reader, piece_numel)
+            file.write(entry.FileHeader(zip64=True))
+            found = sums[file.tell()] = []
+            for data in pieces:
+                crc = pool.submit(zlib.crc32, data, entry.CRC)  # beside the write, which takes as long
+                found.append(checksum(data))
+                file.write(data)
+                entry.CRC = crc.result()
+                del data
+            archive.start_dir = file.tell()
+            file.seek(entry.header_offset)
+            file.write(entry.FileHeader(zip64=True))
+            file.seek(archive.start_dir)
+            archive.filelist.append(entry)
 
-        write("data.pkl", pickled.getvalue())
-        write("byteorder", sys.byteorder.encode())
-        for number, tensor in enumerate(pickler.tensors):
-            write(f"data/{number}", tensor)
-        write("version", b"3\n")
+        write("data.pkl", pickled.tell(), [pickled.getbuffer()])
+        write("byteorder", len(sys.byteorder), [memoryview(sys.byteorder.encode())])
+        placed = [(getattr(tensor, "place", -1), number) for number, tensor in enumerate(pickler.tensors)]
+        for place, number in sorted(placed):
+            tensor = pickler.tensors[number]
+            write(f"data/{number}", tensor.nbytes, byte_pieces(tensor, reader, piece_numel))
+            if place >= 0:
+                on_written(str(place))
+        archive.writestr(f"archive/{CHECKSUMS}", json.dumps({PIECE: str(piece_numel), CHECKSUMS: sums}))
+        archive.writestr("archive/version", b"3\n")
+
+
+def verify(value: Any) -> None:
+    """Reads every deferred tensor in a value, so that it raises ``CheckpointError`` if one has not its checksums."""
+    for tensor in tree_leaves(value):
+        if isinstance(tensor, DeferredTensor):
+            for _ in Reader().pieces(tensor, PIECE_NUMEL):
+                pass
+
+
+def verify_files(directory: str | os.PathLike[str]) -> Iterator[str]:
+    """Verifies the files of a checkpoint that have checksums, and says of each file what it found.
+
+    Args:
+        directory: The checkpoint.
+
+    Raises:
+        CheckpointError: If a file is damaged.
+    """
+    for path in sorted(Path(directory).rglob("optimizer*")):
+        if path.suffix in (".safetensors", ".pt", ".bin"):
+            file = SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
+            verify([file.get_tensor(name) for name in file.entries])
+            yield f"{path}: {'as it was saved' if CHECKSUMS in file.metadata() else 'readable; it has no checksums'}"
 
 
 def torch_state_dict(directory: str | os.PathLike[str]) -> dict[str, Any]:

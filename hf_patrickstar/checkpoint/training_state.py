@@ -23,14 +23,16 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+import torch
 
 from hf_patrickstar.checkpoint import state_files
-from hf_patrickstar.checkpoint.deferred import DeferredTensor, Reader
+from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor, Reader
 from hf_patrickstar.checkpoint.progress import shown
-from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile, Unwritten
+from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile, Unwritten, write_safetensors
 from hf_patrickstar.checkpoint.state_files import SavedTensor
-from hf_patrickstar.checkpoint.storage import damaged, missing_file
+from hf_patrickstar.checkpoint.storage import damaged, missing_file, replace_file
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.layout.specs import MASTER
@@ -39,6 +41,11 @@ from hf_patrickstar.optim.state import check_keys, check_shapes
 from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.runtime.manager import ChunkManager
 
+Opened: TypeAlias = tuple[Callable[[], None], set[str]]
+"""A function that loads a saved state, and the parameters whose masters it loads: their weights need not be read.
+
+If a state is damaged, the function raises ``CheckpointError``, and the optimizer has a part of the state.
+"""
 INDEX_NAME = "optimizer.index.json"
 _FORMAT, _VERSION = "hf_patrickstar.training_state", 1
 _README_TITLE = "## Training state of this checkpoint"
@@ -52,7 +59,7 @@ settings. A Trainer with `--patrickstar` resumes from them. **The stock Trainer 
 
     hf-patrickstar export PATH_OF_THIS_DIRECTORY
 
-`--patrickstar_config '{{"optimizer_format": "both"}}'` writes it into every checkpoint.
+`--patrickstar_config '{{"optimizer_format": "torch"}}'` writes it in place of these files.
 """
 
 
@@ -115,20 +122,30 @@ class TrainingState:
         """
         if with_index:
             self._save_index(directory)
-        owned = {tensor.spec.name: tensor for tensor in self._owned()}
+        owned = {tensor.spec.name: tensor for tensor in self.owned()}
         states = {name: self.optimizer.own_state(tensor) for name, tensor in owned.items()}
-        masters = {
-            name: tensor.view(tensor.chunk.lists.get(MASTER, tensor.chunk.param))
-            for name, tensor in owned.items()
-            # else the model's file has all bits of it
-            if tensor.original_dtype is not tensor.chunk.state_dtype or not self.is_in_model_file(tensor)
-        }
-        tensors, metadata = state_files.pack(states, lambda name, key: f"{key}/{name}", masters)
+        tensors, metadata = state_files.pack(states, lambda name, key: f"{key}/{name}", self.masters())
         owners = {key: owned[key.partition("/")[2]] for key in tensors}
         parts = {key: owners[key].part for key, value in tensors.items() if owners[key].is_split and value.dim()}
         path = directory / shard_name(self.collectives.rank, self.collectives.world_size)
         chunks = {key: tensor.chunk for key, tensor in owners.items()}
-        return Unwritten(path, tensors, metadata | {"parts": json.dumps(parts)}, chunks)
+        metadata |= {"parts": json.dumps(parts)}
+        write = functools.partial(write_safetensors, tensors=tensors, metadata=metadata, is_checked=True)
+        return Unwritten(path, tensors, chunks, lambda **how: replace_file(path, functools.partial(write, **how)))
+
+    def masters(self) -> dict[str, torch.Tensor]:
+        """This rank's parts of the masters that the model's file does not have to the last bit, by name."""
+        return {
+            tensor.spec.name: tensor.view(tensor.chunk.lists.get(MASTER, tensor.chunk.param))
+            for tensor in self.owned()
+            if tensor.original_dtype is not tensor.chunk.state_dtype or not self.is_in_model_file(tensor)
+        }
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the optimizers have no state yet."""
+        has_any = any(self.optimizer.own_state(tensor) for tensor in self.owned())
+        return not (has_any or any(self.optimizer.other_states().values()))
 
     def _save_index(self, directory: Path) -> None:
         settings, others = state_files.split_settings(self.optimizer.param_groups)
@@ -147,18 +164,17 @@ class TrainingState:
         }
         (directory / INDEX_NAME).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
 
-    def _owned(self) -> list[ManagedParameter]:
+    def owned(self) -> list[ManagedParameter]:
         """The parameters with optimizer states of which this rank has a part at home, in the order of chunks."""
         return [t for chunk in self.manager.chunks if chunk.spec.is_updated for t in chunk.owned]
 
-    def open(self, directory: str | os.PathLike[str]) -> Callable[[], None]:
+    def open(self, directory: str | os.PathLike[str], *, is_verified: bool = False) -> Opened:
         """Checks a saved state against this optimizer.
 
         Args:
             directory: The directory of the state, which any number of processes may have saved.
-
-        Returns:
-            A function that loads the state.
+            is_verified: Whether all checksums are verified now, and not only those of masters: they need not be if the
+                optimizer has no state that could be lost, since loading verifies them, too.
 
         Raises:
             CheckpointError: If a file is missing or damaged, or the state belongs to another optimizer, or to other
@@ -184,15 +200,16 @@ class TrainingState:
                 )
         for tensor in self.manager.tensors:
             if tensor.chunk.spec.is_updated:
-                self._check_tensor(saved, tensor)
+                self._check_tensor(saved, tensor, is_verified=is_verified)
         if unknown := sorted(saved.others.keys() - optimizer.other_places()):
             raise CheckpointError(
                 f"'{saved.path.with_name(state_files.OTHERS_NAME)}' has a state of parameter {unknown[0]}, which has "
                 "none outside of chunks here; prepare the same optimizers in the same order"
             )
-        return functools.partial(self._load, saved)
+        masters = {tensor.spec.name for tensor in self.owned() if MASTER in saved.states.get(tensor.spec.name, {})}
+        return functools.partial(self._load, saved), masters
 
-    def _check_tensor(self, saved: "SavedState", tensor: ManagedParameter) -> None:
+    def _check_tensor(self, saved: "SavedState", tensor: ManagedParameter, *, is_verified: bool) -> None:
         name = tensor.spec.name
         if name not in saved.shapes:
             raise CheckpointError(
@@ -206,7 +223,7 @@ class TrainingState:
             )
         if not tensor.is_owned:
             return  # its owner checks
-        saved.check_complete(name, *tensor.part)
+        saved.check_complete(name, *tensor.part, is_verified=is_verified)
         state, places = saved.state_of(name), self.optimizer.state_places(tensor)
         try:
             check_shapes(tensor, state, places)
@@ -221,7 +238,7 @@ class TrainingState:
             CheckpointError: If a file cannot be read any more.
         """
         reader, optimizer = Reader(), self.optimizer
-        for tensor in shown(self._owned(), "Reading training state", "tensors", is_first=self.collectives.rank == 0):
+        for tensor in shown(self.owned(), "Reading training state", "tensors", is_first=self.collectives.rank == 0):
             name, start = tensor.spec.name, tensor.part[0]
             state, places = saved.state_of(name), optimizer.state_places(tensor)
             for key in places.keys() & state.keys():
@@ -295,16 +312,17 @@ class SavedState:
                     first.shape = self.shapes.get(name, value.shape)
                     first.pieces += value.pieces if first is not value else []
 
-    def check_complete(self, name: str, start: int, stop: int) -> None:
+    def check_complete(self, name: str, start: int, stop: int, *, is_verified: bool = False) -> None:
         """Makes sure that the files have the state of some elements of a parameter.
 
         Args:
             name: The parameter.
             start: The first element.
             stop: One after the last element.
+            is_verified: Whether all of them are compared with their checksums, and not only the masters.
 
         Raises:
-            CheckpointError: If they do not.
+            CheckpointError: If they do not, or are damaged.
         """
         found = self.states.get(name, {})
         if not found and self._missing:
@@ -320,6 +338,8 @@ class SavedState:
                     f"'{self.path}': elements {end} to {last} of '{key}' of parameter '{name}' are in no "
                     f"file{missing}. Copy the files of all processes into the directory"
                 )
+            for _ in tensor.stream(first, last, PIECE_NUMEL) if is_verified or key == MASTER else ():
+                pass
 
     def state_of(self, name: str) -> dict[Any, Any]:
         """The state of a parameter, without its master: torch's optimizers have none. Its tensors are deferred.

@@ -17,8 +17,8 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from hf_patrickstar.checkpoint.safetensors_file import Unwritten, write_safetensors
-from hf_patrickstar.checkpoint.storage import MARK, StagedDirectory, disk_error, replace_file
+from hf_patrickstar.checkpoint.safetensors_file import Unwritten
+from hf_patrickstar.checkpoint.storage import MARK, StagedDirectory, disk_error
 from hf_patrickstar.checkpoint.training_state import shard_name
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import CheckpointError, CollectiveError
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class BackgroundWrite:
-    """Writes a safetensors file in its own thread; the file gets its final name when all of it is on the disk.
+    """Writes a file in its own thread; the file gets its final name when all of it is on the disk.
 
     Args:
         file: The file; updates of a chunk wait until its tensors are written.
@@ -51,10 +51,8 @@ class BackgroundWrite:
         thread.start()
 
     def _run(self, file: Unwritten, piece_numel: int) -> None:
-        write = functools.partial(write_safetensors, tensors=file.tensors, metadata=file.metadata)
-        on_written = lambda name: self._written[name].set()  # noqa: E731
         try:
-            replace_file(file.path, functools.partial(write, piece_numel=piece_numel, on_written=on_written))
+            file.write(piece_numel=piece_numel, on_written=lambda name: self._written[name].set())
         except BaseException as error:
             self.error = error
         finally:
@@ -70,6 +68,8 @@ class Checkpoint:
         staged: Its directory.
         makers: Each rank that makes and completes the directory, with the ranks that write into it. There is one such
             rank, or one on each disk if machines do not share a disk.
+        form: The format of the training state: ``"sharded"``, ``"torch"`` or ``"both"``.
+        paths: The files in torch's format.
         write: The part that this process writes in the background, or ``None``.
         on_commit: Called when the checkpoint is complete, by the process that completes it.
         error: Why the checkpoint could not be completed in the background.
@@ -78,6 +78,8 @@ class Checkpoint:
 
     staged: StagedDirectory
     makers: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    form: str = ""
+    paths: Sequence[Path] = ()
     write: BackgroundWrite | None = None
     on_commit: Callable[[], None] = lambda: None
     error: BaseException | None = None
@@ -204,7 +206,8 @@ class Transactions:
             return
         rank, world_size = self._collectives.rank, self._collectives.world_size
         (writers,) = (ranks for ranks in checkpoint.makers.values() if rank in ranks)
-        files = [checkpoint.path / shard_name(writer, world_size) for writer in writers]
+        others = writers if world_size > 1 else []  # the own part is waited for
+        files = [checkpoint.path / shard_name(writer, world_size) for writer in others]
         checkpoint.thread = threading.Thread(
             target=checkpoint.complete, args=(checkpoint.write, files), name="completes a checkpoint"
         )

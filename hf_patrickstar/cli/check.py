@@ -15,12 +15,14 @@ import subprocess
 import sys
 import tempfile
 
+from hf_patrickstar.checkpoint.torch_state import verify_files
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.integrations.sameness import RECORD, Record, compare
 
 HELP = (
     "compare a few steps of a script's training without and with --patrickstar, bit by bit. It compares losses, "
-    "gradient norms, parameters and buffers. Nothing is saved, evaluated or reported."
+    "gradient norms, parameters and buffers. Nothing is saved, evaluated or reported. Of a checkpoint, it verifies the "
+    "checksums of the optimizer's files."
 )
 
 _TRAINING = "hf_patrickstar.integrations.short_training"
@@ -34,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=int, default=2, metavar="N", help="optimizer steps of each training (default: %(default)s)"
     )
-    parser.add_argument("script", metavar="SCRIPT", help="a training script that trains with the Trainer")
+    parser.add_argument(
+        "script", metavar="SCRIPT", help="a training script that trains with the Trainer, or a checkpoint"
+    )
     parser.add_argument(
         "arguments",
         nargs=argparse.REMAINDER,
@@ -50,9 +54,13 @@ def run(options: argparse.Namespace) -> int:
         0 if the bits are the same, or a 16-bit training is close; 1 if not.
 
     Raises:
+        CheckpointError: If a file of a checkpoint is damaged.
         ConfigError: If an argument makes no sense, or the script never trains, or cannot train in chunks.
         SystemExit: If the script failed, with its status.
     """
+    if os.path.isdir(options.script):
+        print("\n".join(verify_files(options.script)) or f"{options.script}: no file of an optimizer")
+        return 0
     if options.steps < 1:
         raise ConfigError(f"--steps: must be at least 1, got {options.steps}")
     if not os.path.isfile(options.script):

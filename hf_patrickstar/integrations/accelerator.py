@@ -268,6 +268,17 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
 
     # Gradients
 
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Runs backward as ``Accelerator.backward`` does; warns of the first loss after a resume that is not finite.
+
+        Args:
+            loss: A scalar tensor.
+            **kwargs: As for ``Accelerator.backward``.
+        """
+        super().backward(loss, **kwargs)
+        for engine in engines_of(self._models):
+            engine.checkpoints.note(loss, "loss")
+
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscales the gradients of optimizers, by default of all; see ``ChunkedOptimizer.unscale``."""
         if self.scaler is None:
@@ -291,8 +302,12 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
         """
         parameters, optimizer = self._begin_clipping(parameters)
         if optimizer is not None:
-            return optimizer.clip_grad_norm_(parameters, float(max_norm), float(norm_type))
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+            norm = optimizer.clip_grad_norm_(parameters, float(max_norm), float(norm_type))
+        else:
+            norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+        for engine in engines_of(self._models) if self.scaler is None else ():  # else an overflow is no surprise
+            engine.checkpoints.note(norm, "gradient norm")
+        return norm
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """Clips every element of gradients to ``[-clip_value, clip_value]``.

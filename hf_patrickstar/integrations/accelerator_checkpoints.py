@@ -116,9 +116,9 @@ class AcceleratorCheckpoints(Accelerator):
         with first.checkpoints.writing(final) as checkpoint:
             for engine, directory in zip(trained[1:], _state_directories(checkpoint.path, trained)[1:], strict=True):
                 directory.mkdir(exist_ok=True)
-                engine.checkpoints.begin_state(checkpoint, directory)
-                engine.checkpoints.end_state(checkpoint, self._torch_paths(engine, checkpoint), directory)
-            first.checkpoints.begin_state(checkpoint)
+                engine.checkpoints.begin_state(checkpoint, directory, self._torch_paths(engine, checkpoint))
+                engine.checkpoints.end_state(checkpoint, directory)
+            first.checkpoints.begin_state(checkpoint, None, self._torch_paths(first, checkpoint))
             with contextlib.ExitStack() as stack, self._without_chunked_optimizers():
                 # The streamed engine comes last: where it is read, other processes wait until all has been saved.
                 for engine in sorted(engines, key=lambda engine: engine is first):
@@ -130,7 +130,7 @@ class AcceleratorCheckpoints(Accelerator):
                 # In Accelerate's automatic naming all processes would wait for each other.
                 stack.enter_context(having(configuration, "automatic_checkpoint_naming", False))
                 super().save_state(str(checkpoint.path), safe_serialization, **kwargs)
-            first.checkpoints.end_state(checkpoint, self._torch_paths(first, checkpoint))
+            first.checkpoints.end_state(checkpoint)
             if is_numbered:
                 checkpoint.on_commit = self._rotate
         return final
@@ -138,7 +138,7 @@ class AcceleratorCheckpoints(Accelerator):
     def _torch_paths(self, engine: PatrickStarEngine, checkpoint: Checkpoint) -> list[Path]:
         """The files from which Accelerate can read the states of an engine's optimizers; empty if it need not."""
         prepared = [unwrapped(item) for item in self._optimizers]
-        if engine.config.optimizer_format == "sharded":
+        if engine.config.optimizer_format in ("auto", "sharded"):
             return []
         for optimizer in prepared:
             if not isinstance(optimizer, ChunkedOptimizer):

@@ -498,13 +498,14 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         for parameter, state in pairs:
             tensor = self._manager.find(parameter)
             if tensor is not None and self._updates(tensor):
-                state = dict(state)
+                places = self.kernel.state_places(tensor) if tensor.is_owned else {}
+                state = {k: v if k in places else _read(v) for k, v in state.items()}
                 if (master := state.pop(SAVED_MASTER, None)) is not None:
                     self._manager.writes.apply(tensor, master)  # also in copies on other ranks
                 if tensor.is_owned:
                     self.kernel.load_tensor_state(tensor, state)
             elif state and (tensor is None or tensor.spec.trainable):
-                self.inner.state[parameter] = copy.deepcopy(state)
+                self.inner.state[parameter] = copy.deepcopy({key: _read(value) for key, value in state.items()})
         load_entries(self.inner, state_dict)
         call_hooks(self._optimizer_load_state_dict_post_hooks, self)
 
@@ -570,3 +571,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             return
         self.inner.add_param_group(param_group)
         self._manager.has_new_groups = True
+
+
+def _read(value: Any) -> Any:
+    """Reads a tensor that is still in a file, which is on the meta device."""
+    return value.cpu() if isinstance(value, torch.Tensor) and value.is_meta else value

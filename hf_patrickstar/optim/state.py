@@ -283,7 +283,7 @@ def check_keys(tensor: ManagedParameter, state: Mapping[str, Any], needed: Itera
     Raises:
         ValueError: If a key is missing.
     """
-    missing = sorted(set(needed) - state.keys()) if state else []
+    missing = sorted(set(needed) - state.keys()) if state.keys() - {SAVED_MASTER} else []
     if missing:
         raise ValueError(
             f"optimizer state of parameter '{tensor.spec.name}' has no '{missing[0]}': it was saved by another "
@@ -345,12 +345,13 @@ def pair_up(
         )
     numbers = [number for group in saved for number in group["params"]]
     parameters = [parameter for group in param_groups for parameter in group["params"]]
-    states = state_dict["state"]
-    return [(p, _flat(states.get(number, {}))) for number, p in zip(numbers, parameters, strict=True)]
+    states, masters = state_dict["state"], state_dict.get(SAVED_MASTER, {})
+    places = zip(numbers, parameters, strict=True)
+    return [(p, _flat(states.get(number, {}), masters.get(number))) for number, p in places]
 
 
-def _flat(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state without the dictionary that bitsandbytes puts around states of 8 bits."""
+def _flat(state: Mapping[str, Any], master: torch.Tensor | None) -> dict[str, Any]:
+    """A state with its master, and without the dictionary that bitsandbytes puts around states of 8 bits."""
     flat = dict(state)
     inner = flat.pop(_INNER, {})
-    return flat | inner
+    return flat | inner | ({} if master is None else {SAVED_MASTER: master})

@@ -257,7 +257,7 @@ def save_on_own_disks(rank, folder):
         engine.save_checkpoint(own / "c")
         state = whole_state(engine)
         train_together(engine, hf_loss("gpt2"), steps=1, first=1)
-        loading = engine.training_state.open(own / "c")
+        loading, _ = engine.training_state.open(own / "c")
         loading()
         found = whole_state(engine)
         averages = {key: value for key, value in state.items() if not key.startswith("weight/")}

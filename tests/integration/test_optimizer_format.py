@@ -61,7 +61,7 @@ def test_each_trainer_goes_on_from_either_file(name, tmp_path):
 
 def test_the_stock_trainer_begins_adam_anew_where_the_file_is_missing(tmp_path):
     """Which the README of the checkpoint warns of."""
-    run(own := ours(tmp_path / "run"))
+    run(own := ours(tmp_path / "run", patrickstar_config=formatted("sharded")))
     place = tmp_path / "run/checkpoint-2"
     assert "optimizer.pt" not in names_in(place)
     text = (place / "README.md").read_text()
@@ -79,7 +79,8 @@ def test_the_readme_of_a_model_stays(tmp_path):
     folders = []
     for make in (stock, ours):
         folders.append(tmp_path / make.__name__ / "checkpoint-2")
-        run(make(tmp_path / make.__name__, model=with_adapters(tmp_path / "base"), max_steps=2))
+        config = {"patrickstar_config": formatted("sharded")} if make is ours else {}
+        run(make(tmp_path / make.__name__, model=with_adapters(tmp_path / "base"), max_steps=2, **config))
     theirs, own = ((folder / "README.md").read_text() for folder in folders)
     assert own.startswith(theirs.rstrip())
     assert "hf-patrickstar export" in own
@@ -261,7 +262,7 @@ def test_export_needs_a_piece_at_a_time(tmp_path):
 
 
 def test_an_index_of_before_optimizers_were_listed(tmp_path):
-    engine = engaged()
+    engine = engaged(optimizer_format="sharded")
     train(engine)
     engine.save_checkpoint(tmp_path / "c")
     export(tmp_path / "c", tmp_path / "new.pt")

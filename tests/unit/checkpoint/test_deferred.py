@@ -96,10 +96,15 @@ def assign(tensor):
 READING = [
     *(lambda t: t.numpy(), numpy.asarray, lambda t: t.cpu(), lambda t: t[0, 0].item(), lambda t: t.tolist()),
     *(lambda t: bool((t == 0).all()), lambda t: float(t.sum()), lambda t: int(t.sum())),
-    lambda t: torch.allclose(VALUES, t),
+    *(
+        lambda t: torch.allclose(VALUES, t),
+        lambda t: torch.zeros(4, 6).copy_(t),
+        lambda t: torch.zeros(2, 4, 6).copy_(t),
+    ),
+    lambda t: torch.zeros(6, 4).t().copy_(t),
 ]
 CHANGING = [
-    *(lambda t: t.zero_(), assign, torch.nn.init.normal_, lambda t: torch.zeros(4, 6).copy_(t)),
+    *(lambda t: t.zero_(), assign, torch.nn.init.normal_),
     lambda t: torch.add(t, 1, out=torch.zeros(4, 6)),
 ]
 

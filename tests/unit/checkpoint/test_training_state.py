@@ -152,7 +152,7 @@ def save(engine, path):
 
 def load(engine, path):
     with torch.no_grad():
-        engine.training_state.open(path)()
+        engine.training_state.open(path)[0]()
 
 
 def assert_same_state(left, right):

@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 from unit.spec_builders import pack
 
-from hf_patrickstar.checkpoint import storage, transaction
+from hf_patrickstar.checkpoint import safetensors_file, storage, transaction
 from hf_patrickstar.checkpoint.safetensors_file import Unwritten
 from hf_patrickstar.checkpoint.training_state import shard_name
 from hf_patrickstar.checkpoint.transaction import BackgroundWrite, Transactions
@@ -43,7 +43,12 @@ def make_chunks():
 
 def begin(path, chunks, tensors=TENSORS):
     of = dict(zip(TENSORS, (chunks[0], chunks[0], chunks[0], chunks[1]), strict=True))
-    return BackgroundWrite(Unwritten(path, tensors, {"format": "pt"}, of), 3)
+
+    def write(**how):
+        write = safetensors_file.write_safetensors
+        storage.replace_file(path, lambda place: write(place, tensors, {"format": "pt"}, **how))
+
+    return BackgroundWrite(Unwritten(path, tensors, of, write), 3)
 
 
 class Gate:
@@ -51,7 +56,7 @@ class Gate:
 
     def __init__(self, monkeypatch, fails_at=None, error=None):
         self.asked, self.may_go = threading.Semaphore(0), threading.Semaphore(0)
-        original = transaction.write_safetensors
+        original = safetensors_file.write_safetensors
 
         def write(path, tensors, metadata, *, on_written, **kwargs):
             def stop_before(name):
@@ -63,7 +68,7 @@ class Gate:
 
             original(path, tensors, metadata, on_written=stop_before, **kwargs)
 
-        monkeypatch.setattr(transaction, "write_safetensors", write)
+        monkeypatch.setattr(safetensors_file, "write_safetensors", write)
 
     def wait(self):
         assert self.asked.acquire(timeout=60)
@@ -139,7 +144,7 @@ def test_lists_on_a_device_are_written_after_what_the_compute_stream_was_told(tm
     """The thread reads on a stream that does not wait for the optimizer's; ``meta`` stands for any device here."""
     told = []
     monkeypatch.setattr(transaction, "synchronize", lambda device: told.append(device.type))
-    monkeypatch.setattr(transaction, "write_safetensors", lambda *args, **kwargs: told.append("written"))
+    monkeypatch.setattr(safetensors_file, "write_safetensors", lambda *args, **kwargs: told.append("written"))
     begin(tmp_path / "file", make_chunks(), {name: tensor.to(device) for name, tensor in TENSORS.items()}).join()
     assert told == ["meta"] * (device == "meta") + ["written"]
 
@@ -168,7 +173,7 @@ def test_it_appears_when_the_background_has_written_its_part(transactions, tmp_p
 
 @pytest.mark.parametrize("how", ["wait", "close", "writing"])
 def test_a_background_that_fails(how, transactions, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(transaction, "write_safetensors", full)
+    monkeypatch.setattr(safetensors_file, "write_safetensors", full)
     (tmp_path / "last").mkdir()
     with transactions.writing(tmp_path / "last") as checkpoint:
         (checkpoint.path / "file").touch()
