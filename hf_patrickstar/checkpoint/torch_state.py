@@ -134,7 +134,7 @@ def open_torch_state(optimizers: OptimizerSet, directory: str | os.PathLike[str]
         except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(damaged(f"'{path}' is not the state of an optimizer: {error!r}")) from error
         saved = found[-1].get(SAVED_MASTER, {})
-        verify(found[-1] if is_verified else saved)
+        verify(found[-1] if is_verified or number else saved)  # masters of earlier files are loaded before
         masters.update(str(names[place]) for place in saved)
     return functools.partial(optimizers.load_state_dicts, found), masters
 
@@ -262,8 +262,10 @@ def write_torch(
             write(f"data/{number}", tensor.nbytes, byte_pieces(tensor, reader, piece_numel))
             if place >= 0:
                 on_written(str(place))
-        archive.writestr(f"archive/{CHECKSUMS}", json.dumps({PIECE: str(piece_numel), CHECKSUMS: sums}))
-        archive.writestr("archive/version", b"3\n")
+        archive.writestr(
+            zipfile.ZipInfo(f"archive/{CHECKSUMS}"), json.dumps({PIECE: str(piece_numel), CHECKSUMS: sums})
+        )
+        archive.writestr(zipfile.ZipInfo("archive/version"), b"3\n")
 
 
 def verify(value: Any) -> None:

@@ -243,11 +243,12 @@ class TrainingState:
             state, places = saved.state_of(name), optimizer.state_places(tensor)
             for key in places.keys() & state.keys():
                 reader.fill(places[key], state.pop(key), start)
-            if (master := saved.states.get(name, {}).get(MASTER)) is not None:
-                source = DeferredTensor.make(master)
-                self.manager.load(tensor, functools.partial(reader.fill, tensor=source, start=start))
             found = {key: reader.read_whole(v) if isinstance(v, DeferredTensor) else v for key, v in state.items()}
             optimizer.load_own_state(tensor, found)
+        for tensor in self.owned():  # when no state can be damaged any more
+            if (master := saved.states.get(tensor.spec.name, {}).get(MASTER)) is not None:
+                source = DeferredTensor.make(master)
+                self.manager.load(tensor, functools.partial(reader.fill, tensor=source, start=tensor.part[0]))
         for group, found in zip(optimizer.param_groups, saved.groups, strict=True):
             state_files.update_group(group, found)
         optimizer.load_other_states(saved.others)

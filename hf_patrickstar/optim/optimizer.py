@@ -499,13 +499,15 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             tensor = self._manager.find(parameter)
             if tensor is not None and self._updates(tensor):
                 places = self.kernel.state_places(tensor) if tensor.is_owned else {}
-                state = {k: v if k in places else _read(v) for k, v in state.items()}
-                if (master := state.pop(SAVED_MASTER, None)) is not None:
-                    self._manager.writes.apply(tensor, master)  # also in copies on other ranks
+                state = {k: v if k in places else _read(v) for k, v in state.items() if k != SAVED_MASTER}
                 if tensor.is_owned:
                     self.kernel.load_tensor_state(tensor, state)
             elif state and (tensor is None or tensor.spec.trainable):
                 self.inner.state[parameter] = copy.deepcopy({key: _read(value) for key, value in state.items()})
+        for parameter, state in pairs:  # when no state can turn out to be damaged any more
+            tensor = self._manager.find(parameter)
+            if SAVED_MASTER in state and tensor is not None and self._updates(tensor):
+                self._manager.writes.apply(tensor, _read(state[SAVED_MASTER]))  # also in copies on other ranks
         load_entries(self.inner, state_dict)
         call_hooks(self._optimizer_load_state_dict_post_hooks, self)
 

@@ -1,5 +1,7 @@
 """Training states of several processes in torch's format: one writes ``optimizer.pt`` for all."""
 
+import contextlib
+import logging
 import os
 
 import pytest
@@ -12,6 +14,7 @@ from together import engaged, hf_loss
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.checkpoint import torch_state
+from hf_patrickstar.cli.main import main
 from hf_patrickstar.errors import CheckpointError
 
 pytestmark = pytest.mark.xdist_group("distributed")
@@ -21,6 +24,15 @@ def adafactor(model):
     from transformers.optimization import Adafactor
 
     return Adafactor(model.parameters(), lr=1e-3, scale_parameter=False, relative_step=False)
+
+
+@contextlib.contextmanager
+def warnings_of_the_package():
+    handler, texts = logging.Handler(logging.WARNING), []
+    handler.emit = lambda record: texts.append(record.getMessage())
+    logging.getLogger("hf_patrickstar").addHandler(handler)
+    yield texts
+    logging.getLogger("hf_patrickstar").removeHandler(handler)
 
 
 MAKERS = {"adamw": make_optimizer, "adafactor": adafactor}
@@ -61,23 +73,44 @@ def test_one_file_of_all_processes(pair, tmp_path, kind, config):
     engine.detach()
 
 
+def save_by_default(rank, folder, capture):
+    """Twice; returns the warnings of the package."""
+    model = build("gpt2", torch.bfloat16)
+    with engaged(model, {"dtype": "bf16"}, make_optimizer(model)) as engine, capture() as records:
+        train_together(engine, hf_loss("gpt2"), steps=1)
+        for number in range(2):
+            engine.save_checkpoint(f"{folder}/{number}")
+    return [record for record in records if "export" in record]
+
+
+def test_the_first_save_says_how_pieces_are_exported(pair, tmp_path):
+    first, second = pair.run(save_by_default, str(tmp_path), warnings_of_the_package)
+    assert first == [f"patrickstar: for the stock Trainer run first: hf-patrickstar export {tmp_path}/0"]
+    assert second == []
+    assert main(first[0].split()[-3:][1:]) == 0
+    found = torch.load(tmp_path / "0/optimizer.pt", weights_only=True)
+    plain = make_optimizer(make_model("gpt2"))
+    plain.load_state_dict(found)
+    assert len(plain.state) == len(found["state"]) > 0
+
+
 def fail_to_write(rank, folder, failing):
     """The disk is full while ``optimizer.pt`` is written; the other process is told, and both go on."""
     with engaged(build("gpt2", torch.float32), {"optimizer_format": "both"}) as engine:
         train_together(engine, hf_loss("gpt2"), steps=1)
-        original = torch_state.write_tensor
+        original = torch_state.byte_pieces
 
-        def write_tensor(*args):
+        def byte_pieces(*args):
             if rank == failing:
                 raise OSError(28, "No space left on device")
-            original(*args)
+            return original(*args)
 
-        torch_state.write_tensor = write_tensor
+        torch_state.byte_pieces = byte_pieces
         try:
             with pytest.raises(CheckpointError, match=r"was not written: .*optimizer.pt' cannot be written: No space"):
                 engine.save_checkpoint(f"{folder}/c")
         finally:
-            torch_state.write_tensor = original
+            torch_state.byte_pieces = original
         assert not os.path.exists(f"{folder}/c")
         train_together(engine, hf_loss("gpt2"), steps=1, first=1)
         engine.save_checkpoint(f"{folder}/c")

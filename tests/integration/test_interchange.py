@@ -45,13 +45,14 @@ class Refusing(pickle.Unpickler):
 
 def test_a_training_state_is_read_without_unpickling(tmp_path, monkeypatch):
     """A directory with the state alone, as it may come from somebody else."""
-    run(ours(tmp_path / "run"))
+    run(ours(tmp_path / "run", patrickstar_config={**tight(), "optimizer_format": "sharded"}))
     place = tmp_path / "state"
     place.mkdir()
     for file in (tmp_path / "run/checkpoint-4").glob("*"):
         if file.suffix in (".json", ".safetensors"):
             shutil.copy(file, place)
-    trainer = ours(tmp_path / "other", model=make_model("gpt2", seed=3), save_strategy="no", max_steps=1)
+    config = {**tight(), "optimizer_format": "sharded"}
+    trainer = ours(tmp_path / "other", model=make_model("gpt2", 3), max_steps=1, patrickstar_config=config)
     run(trainer)
     monkeypatch.setattr(pickle, "Unpickler", Refusing)
     monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("torch.load was called"))
@@ -109,7 +110,7 @@ WRONG = {
 def sharded(tmp_path_factory):
     """A checkpoint whose model is in several files, and a trainer that has trained something else."""
     folder = tmp_path_factory.mktemp("sharded")
-    config = {**tight(), "dtype": "bf16"}
+    config = {**tight(), "dtype": "bf16", "optimizer_format": "sharded"}
     trainer = ours(folder / "run", patrickstar_config=config)
     run(trainer)
     place = folder / "checkpoint"

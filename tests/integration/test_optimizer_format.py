@@ -1,6 +1,8 @@
 """Training states in torch's format: the stock Trainer goes on from our checkpoints, and we from ``optimizer.pt``."""
 
 import json
+import logging
+import re
 import shutil
 import tracemalloc
 
@@ -57,6 +59,85 @@ def test_each_trainer_goes_on_from_either_file(name, tmp_path):
         for key in ("loss", "grad_norm", "learning_rate"):
             assert logged(other, key) == logged(theirs, key)
         assert_same_weights(theirs.model, other.model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_by_default_the_stock_trainer_goes_on(dtype, tmp_path, caplog):
+    """The same files, and in fp32 the same bits; a model in 16 bits has fp32 masters beside torch's entries."""
+    kwargs = {"bf16": dtype is torch.bfloat16}
+
+    def make(trainer, name, **config):
+        settings = {} if trainer is stock else {"patrickstar_config": {**tight(), **config}}
+        return trainer(tmp_path / name, model=make_model("gpt2", len(name)).to(dtype), **kwargs, **settings)
+
+    run(whole := make(ours, "ours"))
+    place = tmp_path / "ours/checkpoint-2"
+    run(theirs := make(stock, "past"))
+    assert names_in(place) == names_in(tmp_path / "past/checkpoint-2")
+    saved = torch.load(place / "optimizer.pt", weights_only=True)
+    assert set(saved) == {"state", "param_groups"} | ({"patrickstar_master"} if kwargs["bf16"] else set())
+    run(again := make(ours, "in large chunks", chunk_budget="auto"), resume_from_checkpoint=str(place))
+    assert logged(again, "loss") == logged(whole, "loss")
+    assert_same_weights(whole.model, again.model)
+    run(gone := make(stock, "a stock one that goes on"), resume_from_checkpoint=str(place))
+    assert logged(gone, "grad_norm")[2] < 2 * logged(whole, "grad_norm")[2]
+    if dtype is torch.float32:
+        assert logged(gone, "loss") == logged(whole, "loss") == logged(theirs, "loss")
+        assert_same_weights(theirs.model, gone.model)
+    assert [record for record in caplog.records if "patrickstar" in record.getMessage()] == []
+
+
+NAN = b"\xff" * 4096
+
+
+def damage(path, start=0.5):
+    """Writes 4 KiB of garbage into a file."""
+    data = bytearray(path.read_bytes())
+    begin = int(len(data) * start)
+    data[begin : begin + len(NAN)] = NAN
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("place_of_damage", [0.3, 0.9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", ["auto", "sharded"])
+def test_garbage_in_the_file_of_the_optimizer_changes_nothing(form, dtype, place_of_damage, tmp_path, capsys):
+    def make(name, seed):
+        model = make_model("gpt2", seed).to(dtype)
+        return ours(tmp_path / name, model=model, patrickstar_config={**formatted(form), "dtype": "bf16"})
+
+    run(make("run", 0))
+    names = {"auto": "optimizer.pt", "sharded": "optimizer-00001-of-00001.safetensors"}
+    path = tmp_path / "run/checkpoint-4" / names[form]
+    assert main(["check", str(path.parent)]) == 0
+    assert f"{path}: as it was saved" in capsys.readouterr().out
+    damage(path, place_of_damage)
+    message = rf"{path.name}'(: tensor '.*(exp_avg|master).*' does not have the bytes| cannot be loaded).* use a(nother)? checkpoint"
+    assert main(["check", str(path.parent)]) == 1
+    assert re.search(message, capsys.readouterr().err)
+    beginner = make("other", 3)
+    with pytest.raises(CheckpointError, match=message):
+        run(beginner, resume_from_checkpoint=str(path.parent))
+    assert_same_weights(make_model("gpt2", 3).to(dtype), beginner.model)
+    assert state_of(beginner.patrickstar_engine)["state"] == {}
+    trained = make("again", 4)
+    run(trained)
+    before = trained.model.state_dict(), state_of(trained.patrickstar_engine)
+    with pytest.raises(CheckpointError, match=message):
+        trained.patrickstar_engine.load_checkpoint(path.parent)
+    assert same_bits(before, (trained.model.state_dict(), state_of(trained.patrickstar_engine)))
+    run(make("remedy", 5), resume_from_checkpoint=str(tmp_path / "run/checkpoint-2"))
+
+
+def test_the_first_loss_after_a_resume_that_is_not_finite(tmp_path, caplog):
+    """Weights have no checksums, and the Trainer does not log such losses."""
+    run(stock(tmp_path / "stock"))
+    place = tmp_path / "stock/checkpoint-2"
+    damage(place / "model.safetensors")
+    run(ours(tmp_path / "run", model=make_model("gpt2", 3)), resume_from_checkpoint=str(place))
+    (warning,) = [text for text in map(logging.LogRecord.getMessage, caplog.records) if "not finite" in text]
+    assert f"this loss is the first that is not finite since '{place}' was loaded" in warning
+    assert main(["check", str(place)]) == 0  # what it names
 
 
 def test_the_stock_trainer_begins_adam_anew_where_the_file_is_missing(tmp_path):
