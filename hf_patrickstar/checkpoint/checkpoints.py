@@ -14,13 +14,7 @@ from hf_patrickstar.checkpoint.progress import shown
 from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile
 from hf_patrickstar.checkpoint.storage import StagedDirectory, remove_leftovers
 from hf_patrickstar.checkpoint.torch_state import begin_torch_state, open_torch_state, torch_paths
-from hf_patrickstar.checkpoint.training_state import (
-    INDEX_NAME,
-    Opened,
-    TrainingState,
-    has_training_state,
-    write_read_me,
-)
+from hf_patrickstar.checkpoint.training_state import INDEX_NAME, TrainingState, has_training_state, write_read_me
 from hf_patrickstar.checkpoint.transaction import BackgroundWrite, Checkpoint, Transactions
 from hf_patrickstar.checkpoint.weight_files import FoundWeights, find_weights, origin_of, shape_mismatch
 from hf_patrickstar.checkpoint.weights import ChunkWeights
@@ -66,8 +60,8 @@ class Checkpoints(Transactions):
         self._weights = weights
         self.state = state
         self._loaded: str | None = None  # as long as all losses and norms since were finite
-        self._is_told = False  # how pieces are exported
         self._is_alone = manager.sharing.is_alone
+        self._is_told = self._is_alone or collectives.rank > 0 or config.optimizer_format != "auto"
 
     # Saving
 
@@ -139,13 +133,10 @@ class Checkpoints(Transactions):
                     file.write(piece_numel=self._weights.piece_numel)
         if checkpoint.form != "torch" and is_maker:
             write_read_me(directory or checkpoint.path, final)
-        if (
-            self._config.optimizer_format == "auto"
-            and self._collectives.rank == 0
-            and not (self._is_alone or self._is_told)
-        ):
+        if not self._is_told:
             self._is_told = True
-            logger.warning("patrickstar: for the stock Trainer run first: hf-patrickstar export %s", final)
+            text = "patrickstar: the stock Trainer reads no pieces; for optimizer.pt run: hf-patrickstar export %s"
+            logger.warning(text, final)
         if checkpoint.write is not None and (directory or not self._config.background_save):
             write, checkpoint.write = checkpoint.write, None
             write.join()
@@ -219,8 +210,9 @@ class Checkpoints(Transactions):
         self._manager.sharing.enter("loads weights")
         self.wait()
         found = self.together(lambda: find_weights(self._model, path, self._manager.values.device))
+        self.load_parts(found, state_directory)
         self._loaded = str(path)
-        return self.load_parts(found, state_directory)
+        return found
 
     def _find_all(self, directory: str | os.PathLike[str]) -> FoundWeights:
         """The weights in a directory; raises ``CheckpointError`` if a parameter has none."""
@@ -294,8 +286,8 @@ class Checkpoints(Transactions):
             CheckpointError: If something does not fit, here or on another process; nothing has changed then.
         """
         self.wait()
-        self._loaded = self._loaded if state_directory is None else str(state_directory)
-        load_state, masters = self.together(lambda: self._open(found, state_directory)) or (None, set[str]())
+        opened = self.together(lambda: self._open(found, state_directory, not self.state.is_fresh))
+        load_state, masters = opened or (None, set[str]())
         with self._manager.model_lock.held("loading a checkpoint"), torch.no_grad():
             if found.values or load_state is not None:
                 self._manager.begin_loading()
@@ -304,6 +296,7 @@ class Checkpoints(Transactions):
                 self._apply(found, masters)
                 self._manager.end_loading()
         self._manager.sharing.meet("loads a checkpoint")  # one process may have a slower disk
+        self._loaded = self._loaded if state_directory is None else str(state_directory)
         return found
 
     def _load_state(self, load: Callable[[], None]) -> None:
@@ -326,10 +319,8 @@ class Checkpoints(Transactions):
             what: What it is.
         """
         if self._loaded is not None and value is not None and not bool(value.detach().isfinite().all()):
-            text = "patrickstar: this %s is the first that is not finite since '%s' was loaded; resume from an earlier "
-            logger.warning(
-                f"{text}checkpoint, or find damaged files: hf-patrickstar check %s", what, *[self._loaded] * 2
-            )
+            text = "patrickstar: first %s not finite since '%s' was loaded. Is it damaged? hf-patrickstar check %s"
+            logger.warning(text, what, self._loaded, self._loaded)
             self._loaded = None
 
     def check_state(self, directory: str | os.PathLike[str], *, is_verified: bool = False) -> None:
@@ -342,11 +333,11 @@ class Checkpoints(Transactions):
         Raises:
             CheckpointError: If it cannot be loaded, here or on another process.
         """
-        self.together(lambda: self._open(FoundWeights(), directory, is_verified=is_verified))
+        self.together(lambda: self._open(FoundWeights(), directory, is_verified))
 
     def _open(
-        self, found: FoundWeights, directory: str | os.PathLike[str] | None, *, is_verified: bool | None = None
-    ) -> Opened | None:
+        self, found: FoundWeights, directory: str | os.PathLike[str] | None, is_verified: bool
+    ) -> tuple[Callable[[], None], set[str]] | None:
         """Checks what is to be loaded, and returns the training state, if there is one."""
         for tensor in self._manager.tensors:
             value = _value_of(tensor, found.values)
@@ -354,7 +345,6 @@ class Checkpoints(Transactions):
                 raise CheckpointError(shape_mismatch(tensor.spec.name, value, tensor.spec.shape))
         if self.state.is_empty or directory is None:
             return None
-        is_verified = is_verified if is_verified is not None else not self.state.is_fresh
         if has_training_state(directory):
             return self.state.open(directory, is_verified=is_verified)
         has_file = has_torch_state(directory)

@@ -44,8 +44,7 @@ SAVE_FILE = (
 )
 """Where libraries have ``safetensors.torch.save_file``, which ``streamed_writing`` replaces."""
 CHECKSUMS = "checksums"
-"""The entry of a file's metadata that has the checksums of each tensor: one of every ``PIECE`` elements."""
-PIECE = "piece_numel"
+"""The entry of a file's metadata that has the checksums of each tensor: one of every ``piece_numel`` elements."""
 _ALIGNMENT = 8
 
 
@@ -79,8 +78,7 @@ class SafetensorsFile:
             self._descriptor = os.open(self.path, os.O_RDONLY)
             weakref.finalize(self, os.close, self._descriptor).atexit = False
             self.entries, self._metadata = self._read_header()
-            self._checksums: dict[str, list[str]] = json.loads(self._metadata.get(CHECKSUMS, "{}"))
-            self._piece_numel = int(self._metadata.get(PIECE, 0))
+            self._checksums = json.loads(self._metadata.get(CHECKSUMS, '{"sums": {}}'))
             self._stamp = self._find_stamp()
         except FileNotFoundError as error:
             raise CheckpointError(missing_file(self.path)) from error
@@ -152,10 +150,10 @@ class SafetensorsFile:
         """
         entry, view = self.entries[name], bytes_of(values)
         begin = start * entry.dtype.itemsize
-        if (sums := self._checksums.get(name)) is None:
+        if (sums := self._checksums["sums"].get(name)) is None:
             self._read_bytes(name, begin, view)
             return
-        size = self._piece_numel * entry.dtype.itemsize
+        size = self._checksums["piece_numel"] * entry.dtype.itemsize
         end, numel = begin + len(view), math.prod(entry.shape)
         for number in range(begin // size, -(-end // size)):
             low, high = number * size, min((number + 1) * size, numel * entry.dtype.itemsize)
@@ -163,9 +161,7 @@ class SafetensorsFile:
             piece = view[low - begin : high - begin] if is_whole else memoryview(bytearray(high - low))
             self._read_bytes(name, low, piece)
             if checksum(piece) != sums[number]:
-                raise CheckpointError(
-                    damaged(f"'{self.path}': tensor '{name}' does not have the bytes that were saved")
-                )
+                raise CheckpointError(damaged(f"'{self.path}': tensor '{name}' has other bytes than were saved"))
             if not is_whole:
                 first, last = max(low, begin), min(high, end)
                 view[first - begin : last - begin] = piece[first - low : last - low]
@@ -259,7 +255,6 @@ def write_safetensors(
     metadata: Mapping[str, str] | None = None,
     *,
     piece_numel: int = PIECE_NUMEL,
-    is_checked: bool = False,
     on_written: Callable[[str], None] = lambda name: None,
 ) -> None:
     """Writes a file in pieces; when it returns, all of the file is on the disk.
@@ -267,9 +262,8 @@ def write_safetensors(
     Args:
         path: The file; an older one is replaced.
         tensors: The tensors, deferred or not, in their order in the file.
-        metadata: The metadata of the file.
+        metadata: The metadata of the file; if ``CHECKSUMS`` is in it, the file gets checksums.
         piece_numel: Elements in memory at once.
-        is_checked: Whether the file gets checksums, which are verified when it is read.
         on_written: Called with the name of every tensor that has been written.
 
     Raises:
@@ -286,30 +280,27 @@ def write_safetensors(
             raise CheckpointError(f"tensor '{name}': {error}; convert it to another type before it is saved") from error
         header[name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": [start, stop]}
     sums = {name: [checksum(memoryview(b""))] * -(-tensor.numel() // piece_numel) for name, tensor in tensors.items()}
-    text = _header_of(header, sums if is_checked else None, piece_numel)
-    with NewFile.opened(path, len(text) + stop) as file:
-        file.write(text)
-        reader = Reader()
+    is_checked = CHECKSUMS in (metadata or ())
+
+    def head() -> bytes:
+        if is_checked:
+            header["__metadata__"][CHECKSUMS] = json.dumps({"piece_numel": piece_numel, "sums": sums})
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % _ALIGNMENT)
+        return struct.pack("<Q", len(text)) + text
+
+    begin, reader = len(head()), Reader()
+    with NewFile.opened(path, begin + stop) as file:
         for name in in_reading_order(tensors):
-            file.seek(len(text) + header[name]["data_offsets"][0])
+            file.seek(begin + header[name]["data_offsets"][0])
             for number, data in enumerate(byte_pieces(tensors[name], reader, piece_numel)):
                 if is_checked:
                     sums[name][number] = checksum(data)
                 file.write(data)
                 del data
             on_written(name)
-        if is_checked:
-            file.seek(0)
-            file.write(_header_of(header, sums, piece_numel))
-
-
-def _header_of(header: dict[str, Any], sums: dict[str, list[str]] | None, piece_numel: int) -> bytes:
-    """The bytes before the tensors; with checksums of tensors that are not written yet it has the same length."""
-    if sums is not None:
-        header.setdefault("__metadata__", {}).update({CHECKSUMS: json.dumps(sums), PIECE: str(piece_numel)})
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    return struct.pack("<Q", len(text)) + text
+        file.seek(0)
+        file.write(head())  # which has its length before the checksums are known
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import numpy
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hf_patrickstar.checkpoint.safetensors_file import FileSource, SafetensorsFile, write_safetensors
+from hf_patrickstar.checkpoint.safetensors_file import CHECKSUMS, FileSource, SafetensorsFile, write_safetensors
 from hf_patrickstar.checkpoint.storage import damaged
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.layout.specs import MASTER
@@ -92,7 +92,7 @@ def pack(
                 objects.append(name_of(owner, name))
         if owner in masters:
             tensors[name_of(owner, MASTER)] = masters[owner]
-    return tensors, {"format": "pt", "values": json.dumps(values), "objects": json.dumps(objects)}
+    return tensors, {"format": "pt", "values": json.dumps(values), "objects": json.dumps(objects), CHECKSUMS: ""}
 
 
 def unpack(file: SafetensorsFile, owner_first: bool) -> Iterator[tuple[str, str, Any]]:
@@ -197,7 +197,7 @@ def save_others(directory: Path, states: Mapping[str, Mapping[Any, Any]]) -> boo
     """
     tensors, metadata = pack(states, "{}/{}".format, {})
     if has_any := any(states.values()):
-        write_safetensors(directory / OTHERS_NAME, tensors, metadata, is_checked=True)
+        write_safetensors(directory / OTHERS_NAME, tensors, metadata)
     return has_any
 
 

@@ -25,7 +25,7 @@ import sys
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only, tree_map_with_path
 
 from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor, Reader, StreamedSource
-from hf_patrickstar.checkpoint.safetensors_file import CHECKSUMS, PIECE, Entry, FileSource, SafetensorsFile, Unwritten
+from hf_patrickstar.checkpoint.safetensors_file import CHECKSUMS, Entry, FileSource, SafetensorsFile, Unwritten
 from hf_patrickstar.checkpoint.storage import NewFile, byte_pieces, checksum, damaged, replace_file
 from hf_patrickstar.checkpoint.training_state import INDEX_NAME, Opened, SavedState, TrainingState
 from hf_patrickstar.checkpoint.weight_files import load_torch_file
@@ -78,10 +78,8 @@ def begin_torch_state(saved: TrainingState, paths: Sequence[Path]) -> tuple[Unwr
     """
     sharing = saved.manager.sharing
     sharing.enter("saves the optimizer's state")
-    own = {tensor.spec.index: dict(saved.optimizer.own_state(tensor)) for tensor in saved.owned()}
-    masters = saved.masters()
-    for tensor in saved.owned():
-        own[tensor.spec.index] |= {SAVED_MASTER: masters[tensor.spec.name]} if tensor.spec.name in masters else {}
+    masters = {name: {SAVED_MASTER: master} for name, master in saved.masters().items()}
+    own = {t.spec.index: saved.optimizer.own_state(t) | masters.get(t.spec.name, {}) for t in saved.owned()}
     states = sharing.outline_states({index: state for index, state in own.items() if state}, saved.manager.place_of)
     held: dict[int, Held] = {}
     for state in states.values():
@@ -172,12 +170,13 @@ class TorchFile(SafetensorsFile):
             pieces: Any = [(0, tensor.numel(), self, name)]
             return DeferredTensor.make(FileSource(tuple(tensor.shape), tensor.dtype, pieces))
 
+        loaded = load_torch_file(self.path)
         outline = torch.load(self.path, map_location="meta", weights_only=True)
-        self.value: dict[str, Any] = tree_map_with_path(find, load_torch_file(self.path), outline)
+        self.value: dict[str, Any] = tree_map_with_path(find, loaded, outline)
         with contextlib.suppress(KeyError, zipfile.BadZipFile), zipfile.ZipFile(self.path) as archive:
             saved = json.loads(archive.read(f"archive/{CHECKSUMS}"))
-            sums = {name: saved[CHECKSUMS][str(start)] for name, (_, _, start) in entries.items()}
-            return entries, {CHECKSUMS: json.dumps(sums), PIECE: saved[PIECE]}
+            saved["sums"] = {name: saved["sums"][str(entry.start)] for name, entry in entries.items()}
+            return entries, {CHECKSUMS: json.dumps(saved)}
         return entries, {}
 
 
@@ -224,7 +223,7 @@ def write_torch(
         value: What to write; its tensors may be deferred. ``torch.load`` returns them as tensors on the host that need
             no gradient, each with its own storage.
         piece_numel: Elements in memory at once.
-        on_written: Called with the ``place`` of each tensor with this attribute that has been written, in their order.
+        on_written: Called with the ``place`` of each tensor that has been written; they are written in its order.
 
     Raises:
         CheckpointError: If the file cannot be written; if the disk is full, the message has the bytes needed and free.
@@ -232,17 +231,17 @@ def write_torch(
     pickler = _Pickler(pickled := io.BytesIO())
     pickler.dump(value)
     nbytes = pickled.tell() + sum(tensor.nbytes for tensor in pickler.tensors)
-    reader, sums = Reader(), dict[int, list[str]]()
+    reader, sums, tensors = Reader(), dict[int, list[str]](), pickler.tensors
     with NewFile.opened(path, nbytes) as file, zipfile.ZipFile(file, "w") as archive, ThreadPoolExecutor(1) as pool:
-
-        def write(name: str, nbytes: int, pieces: Iterable[memoryview]) -> None:
-            entry = zipfile.ZipInfo(f"archive/{name}")
-            entry.header_offset, entry.file_size, entry.compress_size, entry.CRC = file.tell(), nbytes, nbytes, 0
+        for number in sorted(range(len(tensors)), key=lambda number: getattr(tensors[number], "place", -1)):
+            entry = zipfile.ZipInfo(f"archive/data/{number}")
+            entry.header_offset, entry.CRC = file.tell(), 0
+            entry.file_size = entry.compress_size = tensors[number].nbytes
             padding = -(file.tell() + _HEAD_NBYTES + len(entry.filename) + _PADDING_HEAD.size) % _ALIGNMENT
             entry.extra = _PADDING_HEAD.pack(_PADDING_KIND, padding) + b"Z" * padding
             file.write(entry.FileHeader(zip64=True))
             found = sums[file.tell()] = []
-            for data in pieces:
+            for data in byte_pieces(tensors[number], reader, piece_numel):
                 crc = pool.submit(zlib.crc32, data, entry.CRC)  # beside the write, which takes as long
                 found.append(checksum(data))
                 file.write(data)
@@ -253,19 +252,11 @@ def write_torch(
             file.write(entry.FileHeader(zip64=True))
             file.seek(archive.start_dir)
             archive.filelist.append(entry)
-
-        write("data.pkl", pickled.tell(), [pickled.getbuffer()])
-        write("byteorder", len(sys.byteorder), [memoryview(sys.byteorder.encode())])
-        placed = [(getattr(tensor, "place", -1), number) for number, tensor in enumerate(pickler.tensors)]
-        for place, number in sorted(placed):
-            tensor = pickler.tensors[number]
-            write(f"data/{number}", tensor.nbytes, byte_pieces(tensor, reader, piece_numel))
-            if place >= 0:
-                on_written(str(place))
-        archive.writestr(
-            zipfile.ZipInfo(f"archive/{CHECKSUMS}"), json.dumps({PIECE: str(piece_numel), CHECKSUMS: sums})
-        )
-        archive.writestr(zipfile.ZipInfo("archive/version"), b"3\n")
+            on_written(str(getattr(tensors[number], "place", None)))
+        texts = {"data.pkl": pickled.getvalue(), "byteorder": sys.byteorder, "version": "3\n"}
+        texts[CHECKSUMS] = json.dumps({"piece_numel": piece_numel, "sums": sums})
+        for name, text in texts.items():
+            archive.writestr(zipfile.ZipInfo(f"archive/{name}"), text)
 
 
 def verify(value: Any) -> None:

@@ -51,15 +51,12 @@ _FORMAT, _VERSION = "hf_patrickstar.training_state", 1
 _README_TITLE = "## Training state of this checkpoint"
 _README = f"""{_README_TITLE}
 
-This checkpoint was saved by hf_patrickstar. `from_pretrained` reads the model without it. The optimizer's state is in
-`optimizer-*.safetensors`, under the names of the model's parameters; `optimizer.index.json` lists the files and the
-settings. A Trainer with `--patrickstar` resumes from them. **The stock Trainer does not read them**: without
-`optimizer.pt` it begins with a new optimizer and schedule, and does not say so. This command writes `optimizer.pt`
-(Accelerate's `load_state` needs `--output PATH_OF_THIS_DIRECTORY/optimizer.bin`):
+hf_patrickstar has saved the optimizer's state in `optimizer-*.safetensors`, under the names of the model's parameters;
+`optimizer.index.json` lists the files and the settings. A Trainer with `--patrickstar` resumes from them. **The stock
+Trainer does not read them**: without `optimizer.pt` it begins with a new optimizer and schedule, and does not say so.
+This command writes it (Accelerate's `load_state` needs `--output PATH_OF_THIS_DIRECTORY/optimizer.bin`):
 
     hf-patrickstar export PATH_OF_THIS_DIRECTORY
-
-`--patrickstar_config '{{"optimizer_format": "torch"}}'` writes it in place of these files.
 """
 
 
@@ -130,7 +127,7 @@ class TrainingState:
         path = directory / shard_name(self.collectives.rank, self.collectives.world_size)
         chunks = {key: tensor.chunk for key, tensor in owners.items()}
         metadata |= {"parts": json.dumps(parts)}
-        write = functools.partial(write_safetensors, tensors=tensors, metadata=metadata, is_checked=True)
+        write = functools.partial(write_safetensors, tensors=tensors, metadata=metadata)
         return Unwritten(path, tensors, chunks, lambda **how: replace_file(path, functools.partial(write, **how)))
 
     def masters(self) -> dict[str, torch.Tensor]:

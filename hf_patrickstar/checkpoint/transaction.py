@@ -52,7 +52,8 @@ class BackgroundWrite:
 
     def _run(self, file: Unwritten, piece_numel: int) -> None:
         try:
-            file.write(piece_numel=piece_numel, on_written=lambda name: self._written[name].set())
+            unknown = threading.Event()
+            file.write(piece_numel=piece_numel, on_written=lambda name: self._written.get(name, unknown).set())
         except BaseException as error:
             self.error = error
         finally:

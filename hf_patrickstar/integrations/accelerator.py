@@ -301,10 +301,8 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
             The norm before clipping, a scalar tensor.
         """
         parameters, optimizer = self._begin_clipping(parameters)
-        if optimizer is not None:
-            norm = optimizer.clip_grad_norm_(parameters, float(max_norm), float(norm_type))
-        else:
-            norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+        clip = torch.nn.utils.clip_grad_norm_ if optimizer is None else optimizer.clip_grad_norm_
+        norm = clip(parameters, float(max_norm), float(norm_type))
         for engine in engines_of(self._models) if self.scaler is None else ():  # else an overflow is no surprise
             engine.checkpoints.note(norm, "gradient norm")
         return norm

@@ -85,7 +85,9 @@ def save_by_default(rank, folder, capture):
 
 def test_the_first_save_says_how_pieces_are_exported(pair, tmp_path):
     first, second = pair.run(save_by_default, str(tmp_path), warnings_of_the_package)
-    assert first == [f"patrickstar: for the stock Trainer run first: hf-patrickstar export {tmp_path}/0"]
+    assert first == [
+        f"patrickstar: the stock Trainer reads no pieces; for optimizer.pt run: hf-patrickstar export {tmp_path}/0"
+    ]
     assert second == []
     assert main(first[0].split()[-3:][1:]) == 0
     found = torch.load(tmp_path / "0/optimizer.pt", weights_only=True)
