@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 STATE_INDEX = "optimizer.index.json"
 
@@ -15,7 +16,7 @@ def names_in(directory):
 
 
 def tensors_in(directory):
-    """All tensors of the safetensors files below a directory, by file's kind and name."""
+    """All tensors of weights and optimizers in the files below a directory, by file's kind and name."""
     found = {}
     for path in sorted(Path(directory).rglob("*.safetensors")):
         kind = path.name.split("-")[0].split(".")[0]
@@ -23,6 +24,9 @@ def tensors_in(directory):
             found |= {f"{kind}:{name}": file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             values = json.loads((file.metadata() or {}).get("values", "{}"))  # of states that are no tensors
             found |= {f"{kind}:{name}:{key}": torch.tensor(v) for name, of in values.items() for key, v in of.items()}
+    for path in Path(directory).rglob("optimizer*.pt"):
+        leaves, _ = tree_flatten_with_path({**torch.load(path, weights_only=True), "param_groups": []})
+        found |= {f"{path.stem}:{keystr(place)}": torch.as_tensor(value) for place, value in leaves}
     return found
 
 

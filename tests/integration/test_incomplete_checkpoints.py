@@ -106,7 +106,7 @@ def test_the_others_that_are_gone(tmp_path):
     """States of parameters in no chunk have a file of their own, which not every checkpoint has."""
 
     beside = torch.nn.Parameter(torch.ones(3))
-    engine = make_engine(optimizers=lambda model: halves(model, beside))
+    engine = make_engine(optimizers=lambda model: halves(model, beside), optimizer_format="sharded")
     engine.save_checkpoint(tmp_path / "first")
     assert not (tmp_path / "first" / OTHERS).exists()
     beside.square().sum().backward()

@@ -18,7 +18,6 @@ from torch import nn
 import hf_patrickstar
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.checkpoint import transaction
-from hf_patrickstar.checkpoint.safetensors_file import write_safetensors
 from hf_patrickstar.checkpoint.weight_files import FoundWeights
 from hf_patrickstar.errors import DeviceMemoryError, PatrickStarError
 from hf_patrickstar.memory import streams
@@ -502,7 +501,7 @@ def write_values(run):
 def open_other_state(run, folder):
     (folder / "other").mkdir()
     file = run.engine.training_state.begin_save(folder / "other", with_index=True)
-    write_safetensors(file.path, file.tensors, file.metadata)
+    file.write()
     run.step()
     return folder / "other"
 
