@@ -13,7 +13,7 @@ from models import make_model, make_rows
 from trainers import assert_same_weights, tight
 
 from hf_patrickstar import CheckpointError, PatrickStarAccelerator
-from hf_patrickstar.checkpoint import transaction
+from hf_patrickstar.checkpoint import training_state
 from hf_patrickstar.cli.main import main
 
 
@@ -210,7 +210,7 @@ def test_a_directory_that_cannot_be_written(is_background, tmp_path, monkeypatch
         raise OSError(28, "No space left on device")
 
     if is_background:
-        monkeypatch.setattr(transaction, "write_safetensors", refuse)
+        monkeypatch.setattr(training_state, "write_safetensors", refuse)
         loop.accelerator.save_state(tmp_path / "saved")
     else:
         monkeypatch.setattr(torch, "save", refuse)

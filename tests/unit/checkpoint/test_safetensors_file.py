@@ -12,7 +12,13 @@ import safetensors.torch
 import torch
 from sources import make_deferred
 
-from hf_patrickstar.checkpoint.safetensors_file import SAVE_FILE, SafetensorsFile, streamed_writing, write_safetensors
+from hf_patrickstar.checkpoint.safetensors_file import (
+    CHECKSUMS,
+    SAVE_FILE,
+    SafetensorsFile,
+    streamed_writing,
+    write_safetensors,
+)
 from hf_patrickstar.checkpoint.storage import NewFile, replaced
 from hf_patrickstar.checkpoint.weight_files import LOAD_STATE_DICT, SAFE_OPEN
 from hf_patrickstar.errors import CheckpointError
@@ -49,6 +55,25 @@ def test_damaged(content, tmp_path):
         SafetensorsFile(tmp_path / "f")
     del caught
     assert count_descriptors() == before
+
+
+@pytest.mark.parametrize("numel", [11, 2500])
+def test_checksums_find_every_damaged_byte_in_the_pieces_that_are_read(numel, tmp_path):
+    piece_numel, values = (4, 1025)[numel > 11], torch.randn(numel)
+    write_safetensors(tmp_path / "f", {"a": torch.ones(3), "w": values}, {CHECKSUMS: ""}, piece_numel=piece_numel)
+    assert torch.equal(safetensors.torch.load_file(tmp_path / "f")["w"], values)
+    file, whole = SafetensorsFile(tmp_path / "f"), (tmp_path / "f").read_bytes()
+    ranges = [(start, stop) for start in range(0, numel, numel // 11) for stop in range(start, numel, numel // 7)]
+    assert all(torch.equal(file.read("w", start, stop), values[start:stop]) for start, stop in ranges)
+    for place in (0, numel // 3, numel - 1):
+        at = file.entries["w"].start + 4 * place + 3
+        (tmp_path / "f").write_bytes(whole[:at] + bytes([whole[at] ^ 128]) + whole[at + 1 :])
+        for start, stop in ranges:
+            if start < stop and start // piece_numel <= place // piece_numel <= (stop - 1) // piece_numel:
+                with pytest.raises(CheckpointError, match="f': tensor 'w' has other bytes than were saved"):
+                    file.read("w", start, stop)
+            else:
+                assert torch.equal(file.read("w", start, stop), values[start:stop])
 
 
 def test_missing_and_directory(tmp_path):
