@@ -98,10 +98,10 @@ class PatrickStarConfig:
             training, and whether their own traces are kept.
         background_save: Whether checkpoints are written while training goes on. They are consistent, but appear later;
             an error is raised at the next checkpoint, or when training ends.
-        optimizer_format: The format of the optimizer's state in checkpoints; each is exact, and is loaded by any number
-            of processes. ``"torch"``: one process writes ``optimizer.pt``, from which the stock Trainer resumes.
-            ``"sharded"``: each process writes its part. ``"auto"``: the first with one process, the second with
-            several. ``"both"`` takes twice the disk space.
+        optimizer_format: The format of the optimizer's state in checkpoints. ``"torch"``: one process writes
+            ``optimizer.pt``, from which the stock Trainer resumes. ``"sharded"``: each process writes its part.
+            ``"auto"``: the first with one process, the second with several. ``"both"``: twice the disk space. All are
+            exact.
         process_wait_s: How long a process waits for the others at a call that all must make (evaluation, saving,
             reading parameters) before it raises ``CollectiveError``. A slow file system needs more. With 0 or ``None``
             only the timeout of the process group counts.

@@ -145,7 +145,8 @@ class TorchFile(SafetensorsFile):
         names: The names of parameters by number, for errors.
 
     Attributes:
-        value: What was saved. Scalars, and tensors that share memory or are not contiguous, are not deferred.
+        value: What was saved. Scalars, tensors that share memory or are not contiguous, and with ``names`` what is no
+            state of a parameter, are not deferred.
 
     Raises:
         CheckpointError: If the file is missing, damaged, or has an object that ``weights_only`` of torch refuses.
@@ -154,6 +155,13 @@ class TorchFile(SafetensorsFile):
     def __init__(self, path: Path, names: Sequence[str | None] = ()) -> None:
         self._names = dict(enumerate(names))
         super().__init__(path)
+
+        def settle(path: Any, leaf: Any) -> Any:
+            keys = [getattr(step, "key", None) for step in path[:2]]
+            is_state = keys[0] in ("state", SAVED_MASTER) and keys[-1] in self._names
+            return leaf if is_state or not isinstance(leaf, DeferredTensor) else Reader().read_whole(leaf)
+
+        self.value = tree_map_with_path(settle, self.value) if names else self.value
 
     def _read_header(self) -> tuple[dict[str, Entry], dict[str, str]]:
         entries: dict[str, Entry] = {}

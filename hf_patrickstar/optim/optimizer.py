@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from hf_patrickstar.events import Listener, StepFinished
 from hf_patrickstar.interrupts import held_back
@@ -576,5 +577,5 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
 
 def _read(value: Any) -> Any:
-    """Reads a tensor that is still in a file, which is on the meta device."""
-    return value.cpu() if isinstance(value, torch.Tensor) and value.is_meta else value
+    """Reads tensors that are still in a file, which are on the meta device."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.cpu() if tensor.is_meta else tensor, value)
