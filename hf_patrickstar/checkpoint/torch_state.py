@@ -152,6 +152,8 @@ class TorchFile(SafetensorsFile):
         CheckpointError: If the file is missing, damaged, or has an object that ``weights_only`` of torch refuses.
     """
 
+    value: dict[str, Any]
+
     def __init__(self, path: Path, names: Sequence[str | None] = ()) -> None:
         self._names = dict(enumerate(names))
         super().__init__(path)
@@ -180,7 +182,7 @@ class TorchFile(SafetensorsFile):
 
         loaded = load_torch_file(self.path)
         outline = torch.load(self.path, map_location="meta", weights_only=True)
-        self.value: dict[str, Any] = tree_map_with_path(find, loaded, outline)
+        self.value = tree_map_with_path(find, loaded, outline)
         with contextlib.suppress(KeyError, zipfile.BadZipFile), zipfile.ZipFile(self.path) as archive:
             saved = json.loads(archive.read(f"archive/{CHECKSUMS}"))
             saved["sums"] = {name: saved["sums"][str(entry.start)] for name, entry in entries.items()}
