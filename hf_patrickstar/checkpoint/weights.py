@@ -240,4 +240,4 @@ class ChunkWeights:
         if gradient is None:
             self._manager.gradients.drop(tensor)
         else:
-            self._manager.gradients.put(tensor, tensor.own(gradient).to(tensor.chunk.dtype))
+            self._manager.gradients.put(tensor, tensor.own(gradient))

@@ -128,7 +128,7 @@ class Gradients:
             tensor.deferred_gradient = gradient.to(chunk.home_device)
         elif is_new and not chunk.is_group and (tensor.users or (tensor.epoch is not None and tensor.epoch())):
             tensor.deferred_gradient = gradient  # ``is_needed_at_home``
-        elif is_new and MASTER in chunk.home_lists and not self.attempts.is_running:  # as ``add`` does
+        elif is_new and MASTER in chunk.home_lists and gradient.dtype is chunk.dtype and not self.attempts.is_running:
             self.is_after_step = False
             self._write_over_value(tensor, chunk, gradient)
         else:
@@ -153,7 +153,9 @@ class Gradients:
                 self.make_ready(tensor)
         if tensor.gradient is _PARAM:
             self.move_to_list(tensor)
-        if self.accumulate or tensor.gradient is _LIST or not chunk.has_list(MASTER) or tensor.is_needed_at_home:
+        is_wider = gradient.dtype.itemsize > chunk.dtype.itemsize  # of code that computes with all bits of the value
+        in_list = self.accumulate or is_wider or tensor.gradient is _LIST or not chunk.has_list(MASTER)
+        if in_list or tensor.is_needed_at_home:
             self._add_to_list(tensor, gradient)
         else:
             self._write_over_value(tensor, chunk, gradient)

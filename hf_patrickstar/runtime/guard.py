@@ -18,6 +18,7 @@ from hf_patrickstar.runtime.live_parameter import (
     WITHOUT_VALUE,
     AcquiredMixin,
     call_with_values,
+    call_without_values,
     detach,
 )
 from hf_patrickstar.runtime.model_lock import ModelLock
@@ -69,8 +70,7 @@ class Guard:
     def _answer(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _AS_THEY_ARE:
-            with RAW():
-                return func(*args, **kwargs)
+            return call_without_values(func, args, kwargs)
         if func in BACKWARDS:
             with self._model_lock.held("a backward"):
                 return func(*args, **kwargs)

@@ -240,7 +240,7 @@ def _changes(function: Callable[[torch.Tensor], torch.Tensor], tensor: ManagedPa
     Raises:
         EngineError: If it would move or share the parameter, or give it another type or shape.
     """
-    probe = tensor.placeholder.new_full((1,) * len(tensor.spec.shape), 0)
+    probe = tensor.typed.new_full((1,) * len(tensor.spec.shape), 0)
     changed = function(probe)
     if (changed.dtype, changed.device, changed.shape) != (probe.dtype, probe.device, probe.shape):
         raise EngineError(

@@ -87,6 +87,11 @@ class Live:
     def __init__(self, parameter: torch.Tensor) -> None:
         self._parameter = parameter
 
+    @property
+    def typed(self) -> torch.Tensor:
+        """A tensor without memory in the type that the parameter shows."""
+        return raw_data(self._parameter)
+
     def access(self, func: Any, *, is_graph: bool, writes: bool = False) -> Access:
         """Begins the access of one call.
 
@@ -111,11 +116,6 @@ class Live:
 
     def note_data_is_out(self) -> None:
         """Called when ``.data`` is read while the parameter is computed with."""
-
-    def copy_from(self, source: torch.Tensor, is_graph: bool) -> bool:
-        """Does ``parameter.copy_(source)`` if that must do more than write the parameter; returns whether it did."""
-        self._become_ordinary()
-        return False
 
     def detached_for_state_dict(self) -> torch.Tensor:
         """What ``_save_to_state_dict`` gets; where the value is in a chunk, it is replaced later."""
@@ -277,8 +277,7 @@ class ReleasedMixin(LiveMixin):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in WITHOUT_VALUE or is_dynamo_tracing():
-            with RAW():
-                return func(*args, **(kwargs or {}))
+            return call_without_values(func, args, kwargs or {})
         own = _OWN_ANSWERS.get(func)
         if own is not None:
             return own(*args, **(kwargs or {}))
@@ -298,6 +297,13 @@ class ReleasedMixin(LiveMixin):
         """As of any tensor."""
         with RAW():
             return _Base.shape.__get__(self)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that the model was loaded in; while a module computes with the parameter it may be another one."""
+        if is_dynamo_tracing():
+            return raw_data(self).dtype  # type: ignore[arg-type]
+        return _live_of(self).typed.dtype
 
     @property
     def requires_grad(self) -> bool:
@@ -461,6 +467,18 @@ wrappers of ``torch.func``, it raises ``NotImplementedError``.
 # Calls
 
 
+def call_without_values(func: Any, args: Any, kwargs: Any) -> Any:
+    """Calls a function of torch that asks for shapes and flags, or for types, as parameters show them."""
+    if func in _OF_TYPES and not is_dynamo_tracing():
+        args, kwargs = tree_map_only(LiveMixin, _typed, (args, kwargs))
+    with RAW():
+        return func(*args, **kwargs)
+
+
+def _typed(leaf: Any) -> torch.Tensor:
+    return _live_of(leaf).typed if _has_no_value(leaf) else leaf  # type: ignore[no-any-return]
+
+
 def call_with_values(func: Any, args: Any, kwargs: Any) -> Any:
     """Calls a function of torch with values in place of released parameters.
 
@@ -540,25 +558,35 @@ def _properties(names: str, accessor: str = "__get__") -> set[Any]:
     return {getattr(getattr(torch.Tensor, name), accessor) for name in names.split() if hasattr(torch.Tensor, name)}
 
 
-WITHOUT_VALUE = frozenset(
+_OF_TYPES = frozenset(
+    _properties("dtype itemsize nbytes grad_dtype")
+    | _named(torch.Tensor, "element_size new_empty new_zeros new_ones new_full new_empty_strided new")
+    | _named(
+        torch,
+        "result_type zeros_like ones_like empty_like full_like rand_like randn_like randint_like",
+    )
+)
+"""Functions without values that tell a type, or make something in it."""
+
+WITHOUT_VALUE = _OF_TYPES | frozenset(
     _properties(
-        "shape dtype device layout ndim requires_grad is_leaf grad_fn _grad_fn output_nr names name is_cpu "
+        "shape device layout ndim requires_grad is_leaf grad_fn _grad_fn output_nr names name is_cpu "
         "is_cuda is_xpu is_mps is_hpu is_ipu is_mtia is_maia is_vulkan is_mkldnn is_nested is_quantized is_meta "
-        "is_sparse is_sparse_csr itemsize nbytes retains_grad _version _base _backward_hooks "
-        "_post_accumulate_grad_hooks grad_dtype volatile _cdata"
+        "is_sparse is_sparse_csr retains_grad _version _base _backward_hooks _post_accumulate_grad_hooks volatile "
+        "_cdata"
     )
     | _properties("requires_grad names _backward_hooks _post_accumulate_grad_hooks grad_dtype", "__set__")
     | _named(
         torch.Tensor,
-        "dim size numel nelement element_size ndimension is_floating_point is_complex is_signed is_inference "
+        "dim size numel nelement ndimension is_floating_point is_complex is_signed is_inference "
         "is_conj is_neg get_device requires_grad_ detach_ register_hook register_post_accumulate_grad_hook "
         "retain_grad __len__ has_names storage_offset _is_view is_pinned is_shared is_same_size is_distributed "
-        "is_coalesced _is_zerotensor new_empty new_zeros new_ones new_full new_empty_strided new",
+        "is_coalesced _is_zerotensor",
     )
     | _named(
         torch,
         "is_floating_point is_complex is_signed is_inference is_conj is_neg numel get_device is_same_size "
-        "result_type zeros_like ones_like empty_like full_like rand_like randn_like randint_like is_distributed",
+        "is_distributed",
     )
     | _named(torch.ops.aten.set_, " ".join(torch.ops.aten.set_.overloads()))  # where a dispatch mode calls it
 )
@@ -582,13 +610,6 @@ def detach(parameter: Any) -> torch.Tensor:
         return value
     # ``nn.Parameter(parameter)`` insists on the type that it was given, and returns this.
     return torch.Tensor._make_subclass(type(parameter), value)
-
-
-def _copy_(parameter: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
-    is_ours = isinstance(parameter, ReleasedMixin) and isinstance(source, torch.Tensor)
-    if is_ours and _live_of(parameter).copy_from(source, torch.is_grad_enabled() and requires_grad(parameter)):
-        return parameter
-    return call_with_values(torch.Tensor.copy_, (parameter, source, *args), kwargs)
 
 
 def _view_whole(func: Any) -> Callable[..., Any]:
@@ -627,10 +648,18 @@ def _undisturbed(func: Any) -> Callable[..., Any]:
         for parameter, cls in released:
             parameter.__class__ = acquired_type(original_type(cls))
         try:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
         finally:
             for parameter, cls in released:
                 parameter.__class__ = cls
+        if func is not torch.autograd.grad:
+            return result
+        inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+        inputs = [inputs] if isinstance(inputs, torch.Tensor) else inputs
+        return tuple(
+            gradient.to(item.dtype) if isinstance(item, ReleasedMixin) and gradient is not None else gradient
+            for item, gradient in zip(inputs, result, strict=True)
+        )
 
     return answer
 
@@ -641,7 +670,6 @@ _OWN_ANSWERS: dict[Any, Callable[..., Any]] = {
     _Tensor.grad.__delete__: lambda parameter: _live_of(parameter).set_grad(None),
     _Tensor.data.__set__: lambda parameter, value: _live_of(parameter).assign(value),
     torch.Tensor.detach: detach,
-    torch.Tensor.copy_: _copy_,
     torch.Tensor.stride: _strides(torch.Tensor.stride),
     torch.Tensor.is_contiguous: _strides(torch.Tensor.is_contiguous),
     torch.Tensor.__format__: lambda parameter, spec: object.__format__(parameter, spec),

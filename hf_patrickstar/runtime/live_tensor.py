@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
 
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.memory.operators import unseen
@@ -60,6 +61,16 @@ _CHANGES_OF_SHAPE = frozenset(
     )
 )
 _SHARING = frozenset({torch.Tensor.share_memory_})
+_PRODUCTS = frozenset(
+    getattr(owner, name)
+    for owner, names in (
+        (torch, "matmul mm bmm mv addmm addmv addbmm baddbmm einsum conv1d conv2d conv3d"),
+        (torch.Tensor, "matmul __matmul__ __rmatmul__ mm bmm mv addmm addmv addbmm baddbmm"),
+        (torch.nn.functional, "linear conv1d conv2d conv3d scaled_dot_product_attention"),
+    )
+    for name in names.split()
+)
+"""Functions whose operands autocast rounds to 16 bits on every device."""
 
 
 class LiveWeights(Protocol):
@@ -112,6 +123,18 @@ def managers_of(parameters: Iterable[torch.Tensor]) -> list[ChunkManager]:
     return list(dict.fromkeys(live.manager for live in lives if isinstance(live, LiveTensor)))
 
 
+def shows_all_bits(func: Any, tensor: Any) -> bool:
+    """Whether a call must get the value as users see it: what modules compute with may have less bits.
+
+    Args:
+        func: What is called.
+        tensor: The parameter; it has ``is_cast`` and ``typed``.
+    """
+    if not tensor.is_cast or peek_interpreter_stack() is not None or getattr(func, "rounds_operands", False):
+        return False
+    return func not in _PRODUCTS or not torch.is_autocast_enabled(tensor.typed.device.type)
+
+
 class LiveTensor(Live):
     """Answers for one parameter; see ``Live``.
 
@@ -129,6 +152,11 @@ class LiveTensor(Live):
     ) -> None:
         self.tensor, self.manager, self.weights, self.autograd = tensor, manager, weights, autograd
         self.kept: torch.Tensor | None = None  # the value, for what the parameter was exchanged for
+
+    @property
+    def typed(self) -> torch.Tensor:
+        """See ``Live.typed``."""
+        return self.tensor.typed
 
     def value_for(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """See ``Live.value_for``."""
@@ -151,6 +179,7 @@ class LiveTensor(Live):
             raise EngineError(cannot_share(tensor))
         is_graph = is_graph and func not in WITHOUT_GRAPH
         is_inside = frames.is_inside
+        is_exact = not writes and shows_all_bits(func, tensor)
         if is_inside and frames.stage is Stage.BACKWARD:
             self.autograd.notice_backward()
         leaf = frames.find_lookup(tensor.parameter) if is_inside else None
@@ -159,10 +188,12 @@ class LiveTensor(Live):
         if is_inside and not manager.sharing.is_alone:  # there others may do something else meanwhile
             return _InsideAccess(tensor, manager, func)
         if is_inside and (is_graph or (not writes and computes(tensor, frames, func))):
-            return _InsideAccess(tensor, manager, func)
+            inner: Access = _InsideAccess(tensor, manager, func)
+            return _ExactAccess(inner, tensor, is_graph=is_graph) if is_exact else inner
         try:
             if is_graph and not is_inside:
-                return _GraphAccess(tensor, manager, self.autograd)
+                inner = _GraphAccess(tensor, manager, self.autograd)
+                return _ExactAccess(inner, tensor, is_graph=True) if is_exact else inner
             return _ValueAccess(tensor, manager, func, writes=writes)
         except _HasLeftError:
             return Access(tensor.parameter)  # which answers for itself now
@@ -183,17 +214,6 @@ class LiveTensor(Live):
             return
         with manager.model_lock.held("an assignment that gives a parameter another shape"):
             manager.writes.assign(self.tensor, value.data)
-
-    def copy_from(self, source: torch.Tensor, is_graph: bool) -> bool:
-        """Gives the fp32 master of a 16-bit parameter all bits of what is copied into it."""
-        manager, tensor = self.manager, self.tensor
-        is_wider = source.dtype.itemsize > tensor.chunk.dtype.itemsize and source.is_floating_point()
-        if is_graph or not is_wider or manager.frames.is_inside:
-            return False
-        with manager.gradients.lock:
-            manager.writes.take_over(tensor)
-            manager.writes.apply(tensor, source.detach().expand(tensor.spec.shape))
-        return True
 
     def note_data_is_out(self) -> None:
         """Remembers to compare: what is written to ``.data`` leaves no trace."""
@@ -225,6 +245,9 @@ class LiveTensor(Live):
         with manager.gradients.lock, torch.no_grad():
             manager.writes.take_over(tensor, keeps_unused=True)
             value = manager.mirrors.hand_out(tensor)
+            if tensor.is_cast:
+                with torch.enable_grad():
+                    return _aliased(tensor, value)
             placeholder = raw_data(parameter)
             set_raw_data(parameter, value)
             try:
@@ -235,6 +258,20 @@ class LiveTensor(Live):
         return result
 
     # The gradient
+
+    def pass_on(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Stores a gradient that has more bits than those of modules: autograd may add one to the other in 16 bits.
+
+        Returns:
+            The gradient if autograd must go on with it, since somebody waits for the sum.
+        """
+        manager, tensor = self.manager, self.tensor
+        is_stored = tensor.is_cast and tensor.is_bound and tensor.spec.trainable and not tensor.chunk.is_group
+        if not is_stored or torch.is_grad_enabled() or _is_awaited(tensor.parameter):
+            return gradient
+        self.autograd.notice_backward()
+        manager.gradient_ready(tensor, gradient)
+        return None
 
     def get_grad(self) -> torch.Tensor | None:
         """The gradient: autograd's own in the middle of a backward, otherwise what is at home.
@@ -286,11 +323,10 @@ class LiveTensor(Live):
             raise EngineError(
                 f"parameter '{tensor.spec.name}' cannot be its own gradient; assign a copy (p.detach().clone())"
             )
-        types = (tensor.chunk.dtype, tensor.chunk.state_dtype)
-        if tuple(gradient.shape) != tensor.spec.shape or gradient.dtype not in types:
+        if tuple(gradient.shape) != tensor.spec.shape or gradient.dtype is not tensor.original_dtype:
             raise EngineError(
                 f"the gradient of parameter '{tensor.spec.name}' must have shape {tensor.spec.shape} and type "
-                f"{types[0]}, got {tuple(gradient.shape)} and {gradient.dtype}; convert it first"
+                f"{tensor.original_dtype}, got {tuple(gradient.shape)} and {gradient.dtype}; convert it first"
             )
         manager.apply_factor()
         manager.gradient_mirrors.assign(tensor, gradient)
@@ -304,7 +340,7 @@ class ConsumedGradient(torch.Tensor):
     @staticmethod
     def make(tensor: ManagedParameter) -> "ConsumedGradient":
         """The one of a parameter."""
-        gradient = torch.Tensor._make_subclass(ConsumedGradient, tensor.placeholder)
+        gradient = torch.Tensor._make_subclass(ConsumedGradient, tensor.typed)
         gradient._tensor = tensor
         return gradient
 
@@ -412,7 +448,7 @@ class _GraphAccess(Access):
         mirrors = self._manager.mirrors
         if mirrors.has_reusable(self._tensor):
             # The same memory at each call: the addresses of parameters tell which are tied.
-            self.value = _Alias.apply(self._tensor.parameter, mirrors.hand_out(self._tensor))
+            self.value = _aliased(self._tensor, mirrors.hand_out(self._tensor))
             return True
         needs_copy = not self._is_copy
         self._copy()
@@ -439,16 +475,84 @@ class _GraphAccess(Access):
             self._manager.parameters.release(self._tensor)
 
 
+class _ExactAccess(Access):
+    """Lets a call that autograd may record have the value as users see it, which modules compute with in 16 bits.
+
+    Args:
+        inner: Lets it have what modules compute with; it keeps the chunk there, as plans have it.
+        tensor: The parameter.
+        is_graph: Whether autograd records the call.
+    """
+
+    def __init__(self, inner: Access, tensor: ManagedParameter, *, is_graph: bool) -> None:
+        self._inner, self._tensor = inner, tensor
+        self._is_graph = is_graph and requires_grad(tensor.parameter)
+        self._manager: ChunkManager = tensor.live.manager
+        try:
+            with self._manager.gradients.lock, as_it_is(), torch.no_grad():
+                value = self._manager.values.look(tensor).clone()
+            self._use(value)
+            if self._manager.sharing.is_alone:  # else it cannot be read again in the middle of a backward
+                self._manager.parameters.exact[self._key] = tensor
+        except BaseException:
+            inner.end()
+            raise
+
+    def _use(self, value: torch.Tensor) -> None:
+        self._key = storage_key(value)
+        self.value = _aliased(self._tensor, value) if self._is_graph else value
+
+    def needs_copy(self, results: list[torch.Tensor]) -> bool:
+        """No copy of the value, which is one; a user may have another one that follows already."""
+        mirrors, key = self._manager.mirrors, self._key
+        if not any(_is_over(result, key) for result in results):
+            return False
+        if not mirrors.has_reusable(self._tensor):
+            mirrors.add(self._tensor, self.value.detach())
+            return False
+        self._manager.parameters.exact.pop(key, None)
+        self._use(mirrors.hand_out(self._tensor))
+        return self._key != key
+
+    def make_room(self) -> None:
+        self._inner.make_room()
+
+    def end(self) -> None:
+        self._manager.parameters.exact.pop(self._key, None)
+        self._inner.end()
+
+
 class _Alias(torch.autograd.Function):
     """A tensor with the values of a parameter, as a function of the parameter: what a copy of it is, without a copy."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, mirror: torch.Tensor) -> torch.Tensor:
-        return mirror.detach()
+    def forward(ctx: Any, parameter: torch.Tensor, value: torch.Tensor, live: LiveTensor) -> torch.Tensor:
+        ctx.live = live
+        return value.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0], None
+        return ctx.live.pass_on(gradients[0]), None, None
+
+
+def _aliased(tensor: ManagedParameter, value: torch.Tensor) -> torch.Tensor:
+    if tensor.is_cast:
+        with RAW():
+            tensor.parameter.grad_dtype = None  # its gradient may have another type than what modules compute with
+    return _Alias.apply(tensor.parameter, value, tensor.live)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _is_awaited(parameter: torch.nn.Parameter) -> bool:
+    """Whether somebody waits for the sum of all gradients of a parameter: a hook, or a call that returns it."""
+    with RAW():
+        if parameter._backward_hooks or len(parameter._post_accumulate_grad_hooks or ()) > 1:
+            return True
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # of ``torch.autograd.grad``, which ends there
+        return True
+    return False
 
 
 class _ValueAccess(Access):

@@ -199,12 +199,12 @@ class ValueMirrors(Mirrors):
         Args:
             tensor: The parameter.
             host_dtype: The type of a copy on the host; by default the copy is on the compute device, in the type that
-                is computed with.
+                the model was loaded in.
             is_held: Whether it must outlive its last reference.
         """
         with self._lock, as_it_is(), torch.no_grad():
             self.sync_one(tensor, keeps_unused=True)
-            wanted = host_dtype or tensor.chunk.dtype
+            wanted = host_dtype or tensor.original_dtype
             device = torch.device("cpu") if host_dtype else self._values.device
             for mirror in self._reusable(tensor):
                 if mirror.value.dtype == wanted and mirror.value.device == device and mirror.value.is_contiguous():
@@ -306,8 +306,7 @@ class GradientMirrors(Mirrors):
     def hand_out(self, tensor: ManagedParameter) -> torch.Tensor:
         """The gradient as an ordinary tensor: the same one as long as somebody refers to it.
 
-        fp16 gradients are handed out in fp32, since code that unscales them would lose the small ones otherwise; with
-        several processes all gradients are.
+        Its type is the one that the parameter shows.
 
         Args:
             tensor: A parameter that has a gradient.
@@ -321,13 +320,12 @@ class GradientMirrors(Mirrors):
             return mirror.value
 
     def _copy_of(self, tensor: ManagedParameter, known: Mirror | None) -> Mirror:
-        home = self._gradients.of(tensor)
+        home, wanted = self._gradients.of(tensor), tensor.original_dtype
         if self.follows:
             assert home is not None
-            wanted = tensor.chunk.state_dtype if home.dtype is torch.float16 else home.dtype
             value = home.to(self._values.device, wanted, copy=True)
-        else:  # in fp32: only the rank that has the gradient at home knows whether it is a sum
-            held = Held(tensor.spec, tensor.parts, home, tensor.chunk.state_dtype)
+        else:
+            held = Held(tensor.spec, tensor.parts, home, wanted)
             value = self._values.sharing.tensor(held, "the gradient").to(self._values.device)
         if known is not None:
             known.value.copy_(value)

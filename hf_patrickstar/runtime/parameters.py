@@ -57,9 +57,10 @@ class SavedView(KeptOperand):
     itself uses ``x``, as in torch.
     """
 
-    __slots__ = ("epoch", "is_whole", "num_updates", "num_writes", "offset", "size", "stride", "tensor")
+    __slots__ = ("epoch", "is_exact", "is_whole", "num_updates", "num_writes", "offset", "size", "stride", "tensor")
 
     tensor: ManagedParameter
+    is_exact: bool  # whether it is the value as users see it, and not what modules compute with
     is_whole: bool
     size: Sequence[int]
     stride: Sequence[int]
@@ -87,6 +88,7 @@ class Parameters:
         tensors: All, in model order.
         by_index: The same by their number.
         by_parameter: The same by the ``id`` of the parameter; also those that were given up.
+        exact: Those of which calls have the value as users see it just now, by the address of its storage.
         held_outside_forward: Those that code in backward acquired with no forward around it.
     """
 
@@ -105,6 +107,7 @@ class Parameters:
         self._activations = activations
         self.tensors: list[ManagedParameter] = []
         self.by_index: dict[int, ManagedParameter] = {}
+        self.exact: dict[int, ManagedParameter] = {}
         self.held_outside_forward: list[ManagedParameter] = []
         self.by_parameter: dict[int, ManagedParameter] = {}
         self._find_chunk = copies.find
@@ -385,7 +388,7 @@ class Parameters:
         """
         if (_len_torch_function_stack() or _len_torch_dispatch_stack()) and has_modes_of_users():
             return self._pack_unseen(view)
-        is_whole = isinstance(view, LiveMixin)
+        is_whole, exact = isinstance(view, LiveMixin), None
         if is_whole:
             tensor = self.by_parameter.get(id(view))
             storage = None if tensor is None or tensor.is_given_up else tensor.chunk.storage
@@ -398,7 +401,8 @@ class Parameters:
             saved.size, saved.stride, saved.offset = tensor.spec.shape, tensor.strides, tensor.offset_numel
         else:
             chunk = self._find_chunk(storage_key(view))
-            if chunk is None or view.dtype is not chunk.dtype:
+            exact = self.exact.get(storage_key(view)) if self.exact else None
+            if exact is None and (chunk is None or view.dtype is not chunk.dtype):
                 kept = self._activations.keep(view) if self._activations.is_on else None
                 if kept is not None:
                     return kept
@@ -406,8 +410,10 @@ class Parameters:
                 return view.detach() if view.requires_grad else view, view._version
             saved = SavedView()
             saved.size, saved.stride, saved.offset = view.size(), view.stride(), int(view.storage_offset())
-            tensor = chunk.tensor_at(saved.offset)
-        saved.is_whole = is_whole
+            if exact is not None:
+                saved.offset += exact.offset_numel
+            tensor = exact or chunk.tensor_at(saved.offset)  # type: ignore[union-attr]
+        saved.is_whole, saved.is_exact = is_whole, exact is not None
         epoch = None if tensor.epoch is None else tensor.epoch()
         if epoch is None:
             epoch = Epoch()
@@ -427,6 +433,7 @@ class Parameters:
         tensor = saved.tensor
         value = saved.epoch.value
         if value is not None and not saved.is_whole:  # parameter.data was assigned since
+            value = value.to(tensor.original_dtype if saved.is_exact else tensor.chunk.dtype)
             return value.as_strided(saved.size, saved.stride, saved.offset - tensor.offset_numel)
         if saved.num_writes != tensor.num_writes:
             by_whom = "in place" if saved.num_updates == self._steps.num_updates else "by the optimizer"
@@ -435,9 +442,14 @@ class Parameters:
                 "backward before the change"
             )
         payload = tensor.chunk.compute
-        if payload is None or tensor.gradient is _PARAM or not self._executor.is_at_rest:
-            payload = self.ensure_on_device(tensor, f"the backward of a use of '{tensor.spec.name}'")
-        view = payload.as_strided(saved.size, saved.stride, saved.offset)
+        if saved.is_exact:
+            value = self._writes.values.look(tensor)
+            offset = value.storage_offset() + saved.offset - tensor.offset_numel
+            view = value.as_strided(saved.size, saved.stride, offset)
+        else:
+            if payload is None or tensor.gradient is _PARAM or not self._executor.is_at_rest:
+                payload = self.ensure_on_device(tensor, f"the backward of a use of '{tensor.spec.name}'")
+            view = payload.as_strided(saved.size, saved.stride, saved.offset)
         # With create_graph autograd keeps the operands of this backward, without saved-tensors hooks: give it a copy.
         return view.clone() if torch.is_grad_enabled() else view
 

@@ -85,18 +85,22 @@ class Values:
         with as_it_is():
             return self.sharing.tensor(self.held(tensor, dtype), "the value")
 
-    def look(self, tensor: ManagedParameter) -> torch.Tensor:
-        """The value on the compute device, in the type that is computed with; in place where that is possible.
+    def look(self, tensor: ManagedParameter, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The value on the compute device, with all bits that are known; in place where that is possible.
 
         With several processes all must call it, for the same parameter.
+
+        Args:
+            tensor: The parameter.
+            dtype: Type to read it in; by default the one that users see, in which the model was loaded.
         """
         self._looked_into.add(tensor.chunk)
         chunk = tensor.chunk
-        dtype = chunk.dtype
+        dtype = tensor.original_dtype if dtype is None else dtype
         with as_it_is():
             if not self.sharing.is_alone:
                 return self.read(tensor, dtype).to(self.device)
-            is_there = chunk.home_device != self.device and chunk.arrival is None
+            is_there = dtype is chunk.dtype and chunk.home_device != self.device and chunk.arrival is None
             # A copy that was made after the gradient came has the gradient in this place.
             if is_there and chunk.compute is not None and tensor.gradient is not GradientPlace.PARAM:
                 return tensor.view_copy(chunk.compute)

@@ -62,7 +62,7 @@ class Writes:
             self.mirrors.drop(tensor)
             self._end_epoch(tensor)
             self.apply(tensor, value, voids_graphs=False)
-            if value.dtype == tensor.chunk.dtype:
+            if value.dtype == tensor.original_dtype:
                 self.mirrors.add(tensor, value)
 
     def take_back(self, tensor: ManagedParameter) -> None:
@@ -92,7 +92,7 @@ class Writes:
         """Keeps the value that earlier graphs need, as torch keeps the memory that a parameter had."""
         epoch = None if tensor.epoch is None else tensor.epoch()
         if epoch is not None:
-            epoch.value = self.values.look(tensor).clone()
+            epoch.value = self.values.look(tensor, torch.promote_types(tensor.original_dtype, tensor.chunk.dtype)).clone()
             tensor.epoch = None
 
     # Writes without a trace

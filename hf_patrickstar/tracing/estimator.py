@@ -172,7 +172,7 @@ class StepEstimator:
         cpu = torch.device("cpu")
 
         def make_model() -> torch.nn.Module:
-            return copy_without_bytes(self._model, dtype_of=self._dtype_of, device=cpu)  # type: ignore[no-any-return]
+            return copy_without_bytes(self._model, device=cpu)  # type: ignore[no-any-return]
 
         def make_inputs() -> Mapping[str, Any]:
             inputs = call.args, call.kwargs
@@ -239,10 +239,6 @@ class StepEstimator:
             self._is_certain = False
             return stand_in_for_loss(output)
         return found
-
-    def _dtype_of(self, parameter: torch.nn.Parameter) -> torch.dtype:
-        tensor = self._manager.find(parameter)
-        return parameter.dtype if tensor is None else tensor.chunk.dtype
 
     # Chunk by chunk
 

@@ -17,9 +17,7 @@ from hf_patrickstar.errors import TraceError
 from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.precision import choose_precision
 from hf_patrickstar.runtime.casting import Casting
-from hf_patrickstar.runtime.chunk import torch_dtype
 from hf_patrickstar.runtime.chunked_loss import chunk_losses, find_heads
-from hf_patrickstar.runtime.quantized import named_parameters
 from hf_patrickstar.schedule.op_trace import LeaveForward, OpTrace
 from hf_patrickstar.schedule.repeats import FEW_BLOCKS, IrregularError, Names, Stack, extend
 from hf_patrickstar.schedule.script import Begin, Part
@@ -100,10 +98,6 @@ def trace(
                 chunk_losses(find_heads(model))
             cut(model, stacks, num_blocks)
             specs, casting = micro_batch.prepared(model)
-            parameters = named_parameters(model)
-            for spec in specs:  # each has memory of its own, as in a chunk
-                parameter = parameters[spec.name]
-                parameter.data = parameter.new_empty(spec.shape, dtype=torch_dtype(spec.types.param))
         return _Ready(micro_batch, model, specs, casting, setting)
 
     run = _Ready.record_twice if is_checked else _Ready.record

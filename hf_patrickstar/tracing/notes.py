@@ -9,6 +9,7 @@ import torch
 from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.memory.meters import storages_of
 from hf_patrickstar.runtime.autograd import KeptOperand
+from hf_patrickstar.runtime.chunk import torch_dtype
 from hf_patrickstar.runtime.frames import Frames
 from hf_patrickstar.runtime.live_parameter import raw_data, released_type
 from hf_patrickstar.schedule import op_trace
@@ -23,9 +24,12 @@ class Watched:
 
     Args:
         spec: The parameter as numbers.
-        parameter: The parameter.
+        parameter: The parameter, in the type that it was loaded in. It gets memory in the type of its chunk.
 
     Attributes:
+        typed: Its data of before; it shows their type while no module computes with it.
+        dtype: The type of its chunk.
+        is_cast: Whether modules compute with another type.
         key: The address of its storage object.
         users: How many modules, or calls, compute with it now.
         num_saved: How many operands of it autograd keeps.
@@ -33,6 +37,9 @@ class Watched:
 
     def __init__(self, spec: TensorSpec, parameter: torch.Tensor) -> None:
         self.spec = spec
+        self.typed, self.dtype = parameter.data, torch_dtype(spec.types.param)
+        self.is_cast = self.dtype is not self.typed.dtype
+        parameter.data = self.typed.new_empty(spec.shape, dtype=self.dtype)
         self.parameter: Any = parameter
         self.original_type = type(parameter)
         self.users = 0
@@ -55,10 +62,10 @@ class Operand(KeptOperand):
         view: The view.
     """
 
-    __slots__ = ("_offset", "_size", "_stride", "watched")
+    __slots__ = ("_offset", "_size", "_stride", "is_exact", "watched")
 
     def __init__(self, watched: Watched, view: torch.Tensor) -> None:
-        self.watched = watched
+        self.watched, self.is_exact = watched, storage_key(view) != watched.key
         self._size, self._stride, self._offset = view.size(), view.stride(), view.storage_offset()
         watched.num_saved += 1
 
@@ -67,7 +74,9 @@ class Operand(KeptOperand):
 
     def view(self) -> torch.Tensor:
         """The same view once more."""
-        return raw_data(self.watched.parameter).as_strided(self._size, self._stride, self._offset)
+        value = raw_data(self.watched.parameter)
+        value = value.new_empty(value.shape, dtype=self.watched.typed.dtype) if self.is_exact else value
+        return value.as_strided(self._size, self._stride, self._offset)
 
 
 class Activation(KeptOperand):
@@ -94,11 +103,12 @@ class Notes:
 
     Attributes:
         is_odd: Whether something was done that the notes have no word for.
+        exact: Parameters of which calls have a value in the type that they show, by the address of its storage.
         frames: Which forwards are running.
     """
 
     def __init__(self, inputs: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor], owned: set[int]) -> None:
-        self.is_odd = False
+        self.is_odd, self.exact = False, dict[int, Watched]()
         self.frames = Frames()
         self._notes: list[op_trace.Note] = []
         self._inputs, self._buffers = set(map(storage_key, inputs)), set(map(storage_key, buffers))

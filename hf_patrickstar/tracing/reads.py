@@ -19,7 +19,7 @@ from hf_patrickstar.runtime.live_parameter import (
     set_raw_grad,
     storage_key,
 )
-from hf_patrickstar.runtime.live_tensor import EXPORTS, WITHOUT_GRAPH, computes
+from hf_patrickstar.runtime.live_tensor import EXPORTS, WITHOUT_GRAPH, computes, shows_all_bits
 from hf_patrickstar.states import Stage
 from hf_patrickstar.tracing.notes import Notes, Watched
 
@@ -39,6 +39,7 @@ class Reads(Live):
     def access(self, func: Any, *, is_graph: bool, writes: bool = False) -> Access:
         """See ``Live.access``."""
         frames, parameter = self._notes.frames, self._watched.parameter
+        is_exact = not writes and shows_all_bits(func, self._watched)
         leaf = frames.find_lookup(parameter)
         if leaf is not None:
             return Access(leaf)
@@ -46,11 +47,18 @@ class Reads(Live):
         if frames.is_inside and frames.stage is Stage.BACKWARD:
             self._autograd.notice_backward()
         if frames.is_inside and (is_graph or (not writes and computes(self._watched, frames, func))):
-            return _InsideAccess(self._watched, self._notes, func)
+            inner: Access = _InsideAccess(self._watched, self._notes, func)
+            return _ExactAccess(inner, self._watched, self._notes) if is_exact else inner
         if not frames.is_inside and is_graph:
-            return _GraphAccess(self._watched, self._notes, self._autograd)
+            inner = _GraphAccess(self._watched, self._notes, self._autograd)
+            return _ExactAccess(inner, self._watched, self._notes) if is_exact else inner
         self._notes.is_odd = True  # read where it is at home: what that waits for no notes can tell
-        return Access(raw_data(parameter))
+        return Access(raw_data(parameter).to(self.typed.dtype))
+
+    @property
+    def typed(self) -> torch.Tensor:
+        """See ``Live.typed``."""
+        return self._watched.typed
 
     def get_grad(self) -> torch.Tensor | None:
         """See ``Live``: what is there in the middle of a backward."""
@@ -63,10 +71,6 @@ class Reads(Live):
     def assign(self, value: torch.Tensor) -> None:
         """See ``Live``; the parameter stays as it is, since the model is not the recording's to change."""
         self._notes.is_odd |= value is not self._watched.parameter
-
-    def copy_from(self, source: torch.Tensor, is_graph: bool) -> bool:
-        """See ``Live``."""
-        return False
 
     def host_value(self) -> torch.Tensor:
         """See ``Live``."""
@@ -125,3 +129,16 @@ class _GraphAccess(Access):
     def end(self) -> None:
         self._kept.__exit__(None, None, None)
         self._notes.release(self._watched)
+
+
+class _ExactAccess(Access):
+    """A call that gets the value as users see it; see ``_ExactAccess`` of ``runtime/live_tensor.py``."""
+
+    def __init__(self, inner: Access, watched: Watched, notes: Notes) -> None:
+        self._inner, self._exact = inner, notes.exact
+        super().__init__(inner.value.to(watched.typed.dtype))
+        self._exact[storage_key(self.value)] = watched
+
+    def end(self) -> None:
+        self._exact.pop(storage_key(self.value))
+        self._inner.end()

@@ -85,8 +85,8 @@ def record(
     A forward under ``torch.no_grad()`` is an evaluation.
 
     Args:
-        model: The model; its parameters are fake, in the types of their chunks, and have no gradients. It is as it was
-            when this returns, or raises.
+        model: The model; its parameters are fake, in the types that they were loaded in, and have no gradients. It is
+            as it was when this returns, or raises.
         forward: Computes the loss with the model.
         backward: Runs the backward of what ``forward`` has returned; ``None`` for a forward alone.
         specs: The parameters of the model as numbers.
@@ -173,6 +173,7 @@ class _Recorder(AnsweringMode):
 
     def _attach_parameter(self, watched: Watched, stack: contextlib.ExitStack) -> None:
         parameter = watched.parameter
+        stack.callback(setattr, parameter, "data", watched.typed)
         if watched.spec.trainable:
             before = parameter._post_accumulate_grad_hooks
             stack.callback(setattr, parameter, "_post_accumulate_grad_hooks", before)
@@ -308,8 +309,9 @@ class _Recorder(AnsweringMode):
     # Backward; see ``Autograd``
 
     def _pack(self, operand: torch.Tensor) -> Any:
-        watched = self._watched.get(id(operand)) or self._by_storage.get(storage_key(operand))
-        if watched is None or operand.dtype is not watched.parameter.dtype:
+        key = storage_key(operand)
+        watched = self._watched.get(id(operand)) or self._by_storage.get(key) or self._notes.exact.get(key)
+        if watched is None or operand.dtype not in (watched.dtype, watched.typed.dtype):
             return self._keep(operand)
         return Operand(watched, raw_data(operand) if isinstance(operand, LiveMixin) else operand)
 
@@ -329,8 +331,9 @@ class _Recorder(AnsweringMode):
         if isinstance(saved, Activation):
             self._notes.add(op_trace.Wanted(saved.number))
             return saved.tensor
-        self._notes.add(op_trace.Need(saved.watched.spec.index))
-        self._notes.note_use(saved.watched)
+        if not saved.is_exact:
+            self._notes.add(op_trace.Need(saved.watched.spec.index))
+            self._notes.note_use(saved.watched)
         view = saved.view()
         return view.clone() if torch.is_grad_enabled() else view  # type: ignore[no-any-return]
 

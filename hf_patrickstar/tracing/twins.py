@@ -76,7 +76,6 @@ _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 def copy_without_bytes(
     value: Any,
     *,
-    dtype_of: Callable[[torch.nn.Parameter], torch.dtype] | None = None,
     shapes: Mapping[int, Sequence[int]] | None = None,
     device: torch.device | None = None,
 ) -> Any:
@@ -88,14 +87,13 @@ def copy_without_bytes(
     Args:
         value: The model, its inputs, or a tuple of both; tensors may be those of an engine, on the meta device, or of
             ``deferred_weights``.
-        dtype_of: Returns the type that the copy of a parameter has; by default its own.
         shapes: The shapes that some tensors among inputs get, by their place among ``tensors_in(value)``.
         device: The device of all tensors; by default each has its own.
 
     Raises:
         TraceError: If something cannot be copied, such as an open file.
     """
-    copier = Copier(dtype_of, device)
+    copier = Copier(device)
     for model in value if isinstance(value, tuple) else (value,):
         if isinstance(model, torch.nn.Module):
             copier.names |= {id(module): name or "the model" for name, module in model.named_modules()}
@@ -217,17 +215,14 @@ class Copier:
     """Copies objects, each once.
 
     Args:
-        dtype_of: The type of a parameter's copy.
         device: The device of all tensors; ``None`` for that of each.
 
     Attributes:
         names: The name of each module of the model, by its ``id``.
     """
 
-    def __init__(
-        self, dtype_of: Callable[[torch.nn.Parameter], torch.dtype] | None, device: torch.device | None
-    ) -> None:
-        self._dtype_of, self._device = dtype_of, device
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
         self._memo: dict[int, Any] = {}
         self._seen: dict[int, Any] = {}  # by the ``id``, which no other object can get meanwhile
         self.names: dict[int, str] = {}
@@ -274,8 +269,7 @@ class Copier:
         if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
             made = fake_mode().from_tensor(tensor, static_shapes=True)
             return self._remember(tensor, made)  # type: ignore[no-any-return]
-        dtype = self._dtype_of(tensor) if is_parameter and self._dtype_of is not None else tensor.dtype
-        made = torch.zeros((), dtype=dtype, device=self._device or tensor.device)
+        made = torch.zeros((), dtype=tensor.dtype, device=self._device or tensor.device)
         # A parameter in a chunk is contiguous, and its placeholder is not.
         is_dense = is_parameter or isinstance(tensor, LiveMixin) or tuple(shape) != tuple(tensor.shape)
         made = made.new_zeros(shape) if is_dense else made.new_empty_strided(tuple(shape), tensor.stride())

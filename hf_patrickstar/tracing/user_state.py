@@ -46,7 +46,7 @@ class OwnCode:
 
     def __init__(self, changes: contextlib.ExitStack) -> None:
         self._changes = changes
-        self._copier = _Copier(None, None)
+        self._copier = _Copier(None)
         self._classes: set[type] = set()
         self._namespaces: dict[int, _Namespace] = {}
         self._modules: dict[int, _Module] = {}

@@ -9,8 +9,10 @@ from models import make_batch, make_model
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
+from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.decisions import collect
 from hf_patrickstar.errors import EngineError, TraceError
+from hf_patrickstar.precision import choose_precision
 from hf_patrickstar.runtime.casting import Casting
 from hf_patrickstar.schedule.op_trace import Allocate
 from hf_patrickstar.tracing.fake import FakeTensors, as_fake
@@ -28,7 +30,8 @@ def total(model, x):
 
 def record_one(model, shape=(3, SIZE), how=PLAIN, backward=torch.Tensor.backward, loss=total):
     """What a micro-batch of a model does that is made under fake tensors."""
-    specs, _, _ = collect(model, {})
+    specs, _, parameters = collect(model, {})
+    specs = choose_precision(model, PatrickStarConfig(), "no", parameters).assign(model, specs, parameters)
     x = torch.zeros(shape)
     with torch.set_grad_enabled(backward is not None):
         return record(model, lambda: loss(model, x), backward, specs=specs, inputs=[x], **how)
