@@ -154,7 +154,7 @@ class Membership:
             manager.writes.give_up_swapped(swapped)
         held = holders(item.inner for item in self.optimizers)
         specs, modules, parameters = collect(self.model, held, manager.find)
-        specs = self.decisions.precision.assign(self.model, specs, parameters, self._loaded)
+        specs = self.decisions.precision.assign(self.model, specs, parameters)
         specs = with_state_types(specs, parameters, [item.kernel for item in self.optimizers])
         found: list[TensorSpec] = []
         new: list[int] = []
@@ -170,11 +170,6 @@ class Membership:
         present = {id(parameter) for parameter in parameters}
         gone = [t for t in manager.tensors if t.is_given_up or id(t.parameter) not in present]
         return _Change(found, modules, parameters, new, gone)
-
-    def _loaded(self, parameter: torch.nn.Parameter) -> torch.dtype:
-        """The type that a parameter was loaded in."""
-        tensor = self.manager.find(parameter)
-        return parameter.dtype if tensor is None else tensor.original_dtype
 
     @staticmethod
     def _must_move(tensor: ManagedParameter, spec: TensorSpec, is_training: bool) -> bool:

@@ -23,7 +23,7 @@ import difflib
 import fnmatch
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -89,26 +89,24 @@ class Precision:
         model: torch.nn.Module,
         specs: Sequence[TensorSpec],
         parameters: Sequence[torch.nn.Parameter],
-        loaded: Callable[[torch.nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype,
     ) -> list[TensorSpec]:
         """Gives each parameter its types.
 
         Args:
             model: The model.
             specs: The specs of its parameters.
-            parameters: Its parameters, in the same order.
-            loaded: Returns the type that a parameter was loaded in.
+            parameters: Its parameters, in the same order; their types are those that they were loaded in.
 
         Returns:
             The specs with types.
         """
-        is_wide = self._find_wide(model, specs, parameters, loaded)
+        is_wide = self._find_wide(model, specs, parameters)
         return [
             dataclasses.replace(
                 spec,
                 types=Types(_name(parameter.dtype), _name(parameter.dtype))
                 if keeps_type(parameter)
-                else self._types(loaded(parameter), id(parameter) in is_wide, spec.trainable),
+                else self._types(parameter.dtype, id(parameter) in is_wide, spec.trainable),
             )
             for spec, parameter in zip(specs, parameters, strict=True)
         ]
@@ -127,7 +125,6 @@ class Precision:
         model: torch.nn.Module,
         specs: Sequence[TensorSpec],
         parameters: Sequence[torch.nn.Parameter],
-        loaded: Callable[[torch.nn.Parameter], torch.dtype],
     ) -> set[int]:
         """Identities of the parameters that stay in fp32 where 16-bit was asked for."""
         if self.asked not in (torch.bfloat16, torch.float16):
@@ -135,7 +132,7 @@ class Precision:
         found: set[int] = set()
         if self.autocast is not None and "auto" in self.keep_fp32:
             left = _left_by_autocast(model, sum(spec.numel for spec in specs))
-            found = {id(parameter) for parameter in parameters if loaded(parameter) is torch.float32} & left
+            found = {id(parameter) for parameter in parameters if parameter.dtype is torch.float32} & left
         kept = _kept_by_transformers(model, self.asked)
         for spec, parameter in zip(specs, parameters, strict=True):
             names = (spec.name, *spec.aliases)

@@ -158,7 +158,8 @@ class ManagedParameter:
     offset_numel: int
     placeholder: torch.Tensor
     placeholder_key: int = 0
-    typed: torch.Tensor = dataclasses.field(init=False)  # the same in the type that the parameter was loaded in
+    typed: torch.Tensor = dataclasses.field(init=False)  # the same in the type that users see
+    is_cast: bool = False  # whether modules compute with another type
     # Its place, which its chunk sets. One rank has all elements, unless the tensor is larger than a chunk.
     chunk: "Chunk" = dataclasses.field(init=False)
     parts: tuple[tuple[int, int], ...] = ()  # elements of the flat tensor that each rank owns, as (start, stop)
@@ -169,7 +170,7 @@ class ManagedParameter:
     home_offset_numel: int = 0  # the offset of those in every list at home
     strides: tuple[int, ...] = ()
     # What it was, and will be again.
-    original_dtype: torch.dtype = torch.float32
+    original_dtype: torch.dtype = torch.float32  # which users see all the time
     original_type: type = torch.nn.Parameter
     device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
     origin: Any = None  # what has bits of the value that the chunk does not hold; see ``Originals``
@@ -205,10 +206,8 @@ class ManagedParameter:
         self.home_offset_numel = self.offset_numel
         self.strides = contiguous_strides(self.spec.shape)
         self.original_dtype, self.original_type, self.device = parameter.dtype, type(parameter), parameter.device
-        self.typed = self.placeholder
-        if self.original_dtype is not self.placeholder.dtype:
-            nothing = torch.full((), float("nan"), dtype=self.original_dtype, device=self.placeholder.device)
-            self.typed = nothing.expand(self.spec.shape)
+        self.is_cast = parameter.dtype is not self.placeholder.dtype
+        self.typed = self.placeholder.as_strided((), ()).to(parameter.dtype).expand(self.spec.shape)
 
     def bind(self, live: Any) -> None:
         """Makes the parameter answer; see [Note: a parameter that answers]."""
@@ -284,11 +283,6 @@ class ManagedParameter:
     def own(self, value: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor in the parameter's shape, in the shape that ``view`` has."""
         return value.reshape(-1)[self.part[0] : self.part[1]] if self.is_split else value
-
-    @property
-    def is_cast(self) -> bool:
-        """Whether modules compute with another type than the parameter shows, which is that of the loaded model."""
-        return self.typed is not self.placeholder
 
     @property
     def is_rounded(self) -> bool:

@@ -14,7 +14,6 @@ import torch
 from hf_patrickstar.runtime.live_parameter import (
     BACKWARDS,
     NOT_OVERRIDDEN,
-    RAW,
     WITHOUT_VALUE,
     AcquiredMixin,
     call_with_values,

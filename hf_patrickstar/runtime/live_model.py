@@ -1,6 +1,5 @@
 """What users call on a live model beside its forward: state dictionaries, saving, copies, moves, ``zero_grad``."""
 
-import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -33,7 +32,6 @@ class LiveModel:
         self._roots = roots_of(model)
         self._manager = manager
         self._weights = weights
-        self._frames = manager.frames
         self._installed: dict[torch.nn.Module, set[str]] = {}
         self._hook_ids: frozenset[int] = frozenset()
         self._read_cache: dict[int, tuple[int, Any]] = {}
@@ -72,10 +70,6 @@ class LiveModel:
                 is_there = hasattr(module if module in self._roots else type(module), name)
                 if is_there and name not in module.__dict__:
                     self._install(module, name, keep_together(getattr(module, name)))
-            if hasattr(type(module), "get_base_layer"):  # a layer of PEFT
-                for name in ("merge", "unmerge"):
-                    if hasattr(type(module), name):
-                        self._install(module, name, _bound(self._merge, module, getattr(type(module), name)))
 
     def _install(self, module: torch.nn.Module, name: str, method: Any) -> None:
         module.__dict__[name] = method
@@ -163,20 +157,7 @@ class LiveModel:
         self._read_cache[tensor.spec.index] = (self._manager.values.version, weakref.ref(value))
         return value
 
-    # Merging, generating and saving
-
-    def _merge(self, module: torch.nn.Module, merge: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Merges an adapter into a layer, or takes it out, with all bits of the weights and not those computed with.
-
-        Inside of a forward (an adapter that is switched off for one) weights are merged as they are computed with.
-        """
-        found = (self._manager.find(parameter) for parameter in module.parameters())
-        tensors = [tensor for tensor in found if tensor is not None]
-        is_rounded = any(tensor.original_dtype is not tensor.chunk.dtype for tensor in tensors)
-        if self._frames.is_inside or not is_rounded:
-            return merge(module, *args, **kwargs)
-        with self._weights.opened(tensors, writeback=True, with_grads=False):
-            return merge(module, *args, **kwargs)
+    # Generating and saving
 
     def _generate_together(self, generate: Callable[..., Any]) -> Callable[..., Any]:
         def generate_together(*args: Any, **kwargs: Any) -> Any:
@@ -190,30 +171,13 @@ class LiveModel:
         def save_together(*args: Any, **kwargs: Any) -> Any:
             is_together = self._weights.needs_all  # else there are no others, or they follow this process already
             is_main = not is_together or self._manager.sharing.rank == 0
-            with self._weights.streamed(is_reader=is_main), self._parameters_as_saved(save.__self__):  # type: ignore[attr-defined]
+            with self._weights.streamed(is_reader=is_main):
                 result = save(*args, **kwargs) if is_main else None
             if is_together:
                 self._manager.sharing.meet("waits until the model is saved")
             return result
 
         return save_together
-
-    @contextlib.contextmanager
-    def _parameters_as_saved(self, module: torch.nn.Module) -> Iterator[None]:
-        """What is written into a model's configuration about its type is that of the files, not that of the chunks."""
-        parameters = module.parameters
-
-        def as_saved(*args: Any, **kwargs: Any) -> Iterator[torch.Tensor]:
-            for parameter in parameters(*args, **kwargs):
-                tensor = self._manager.find(parameter)
-                deferred = None if tensor is None else self._weights.deferred(tensor)
-                yield parameter if deferred is None else deferred
-
-        module.__dict__["parameters"] = as_saved
-        try:
-            yield
-        finally:
-            module.__dict__.pop("parameters", None)
 
 
 def _bound(method: Callable[..., Any], module: torch.nn.Module, *first: Any) -> Callable[..., Any]:

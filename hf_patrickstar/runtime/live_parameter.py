@@ -77,7 +77,7 @@ class Live:
         parameter: The parameter.
 
     Attributes:
-        tensor: The ``ManagedParameter`` of the parameter, if it is in a chunk.
+        tensor: The ``ManagedParameter`` of the parameter, or ``Watched``, if it is in a chunk.
     """
 
     __slots__ = ("_parameter",)
@@ -86,11 +86,6 @@ class Live:
 
     def __init__(self, parameter: torch.Tensor) -> None:
         self._parameter = parameter
-
-    @property
-    def typed(self) -> torch.Tensor:
-        """A tensor without memory in the type that the parameter shows."""
-        return raw_data(self._parameter)
 
     def access(self, func: Any, *, is_graph: bool, writes: bool = False) -> Access:
         """Begins the access of one call.
@@ -303,7 +298,7 @@ class ReleasedMixin(LiveMixin):
         """The type that the model was loaded in; while a module computes with the parameter it may be another one."""
         if is_dynamo_tracing():
             return raw_data(self).dtype  # type: ignore[arg-type]
-        return _live_of(self).typed.dtype
+        return _typed(self).dtype
 
     @property
     def requires_grad(self) -> bool:
@@ -476,7 +471,9 @@ def call_without_values(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _typed(leaf: Any) -> torch.Tensor:
-    return _live_of(leaf).typed if _has_no_value(leaf) else leaf  # type: ignore[no-any-return]
+    """What stands in for a parameter where its type is asked for."""
+    tensor = _live_of(leaf).tensor if _has_no_value(leaf) else None
+    return raw_data(leaf) if tensor is None else tensor.typed
 
 
 def call_with_values(func: Any, args: Any, kwargs: Any) -> Any:

@@ -1,7 +1,6 @@
 """What answers for a parameter whose value is in a chunk: how one call gets at its value, and its gradient."""
 
 import contextlib
-from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -19,10 +18,10 @@ from hf_patrickstar.runtime.live_parameter import (
     WITHOUT_VALUE,
     Access,
     Live,
+    ReleasedMixin,
     raw_data,
     raw_grad,
     requires_grad,
-    set_raw_data,
     set_raw_grad,
     storage_key,
 )
@@ -63,12 +62,12 @@ _CHANGES_OF_SHAPE = frozenset(
 _SHARING = frozenset({torch.Tensor.share_memory_})
 _PRODUCTS = frozenset(
     getattr(owner, name)
-    for owner, names in (
-        (torch, "matmul mm bmm mv addmm addmv addbmm baddbmm einsum conv1d conv2d conv3d"),
-        (torch.Tensor, "matmul __matmul__ __rmatmul__ mm bmm mv addmm addmv addbmm baddbmm"),
-        (torch.nn.functional, "linear conv1d conv2d conv3d scaled_dot_product_attention"),
+    for owner in (torch, torch.Tensor, torch.nn.functional)
+    for name in (
+        *("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm", "addmv", "addbmm", "baddbmm"),
+        *("einsum", "conv1d", "conv2d", "conv3d", "scaled_dot_product_attention"),
     )
-    for name in names.split()
+    if hasattr(owner, name)
 )
 """Functions whose operands autocast rounds to 16 bits on every device."""
 
@@ -88,11 +87,6 @@ class LiveWeights(Protocol):
 
     def streamed(self, *, is_reader: bool) -> contextlib.AbstractContextManager[None]:
         """Saves the model piece by piece, the other processes following the one that reads."""
-
-    def opened(
-        self, tensors: Iterable[ManagedParameter], writeback: bool, with_grads: bool
-    ) -> contextlib.AbstractContextManager[None]:
-        """Gives parameters their full value, as ordinary tensors on the host, for the length of a block."""
 
     def deferred(self, tensor: ManagedParameter) -> torch.Tensor | None:
         """A parameter as it is read while the model is saved piece by piece, or ``None``."""
@@ -152,11 +146,6 @@ class LiveTensor(Live):
     ) -> None:
         self.tensor, self.manager, self.weights, self.autograd = tensor, manager, weights, autograd
         self.kept: torch.Tensor | None = None  # the value, for what the parameter was exchanged for
-
-    @property
-    def typed(self) -> torch.Tensor:
-        """See ``Live.typed``."""
-        return self.tensor.typed
 
     def value_for(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """See ``Live.value_for``."""
@@ -239,23 +228,11 @@ class LiveTensor(Live):
             return (raw_data(tensor.parameter) if has_left else self.host_value()).clone()
 
     def view_whole(self, func: Any) -> torch.Tensor:
-        """Lends the parameter a mirror as its storage while the view is made."""
+        """A mirror, as a function of the parameter."""
         manager, tensor = self.manager, self.tensor
-        parameter = tensor.parameter
-        with manager.gradients.lock, torch.no_grad():
+        with manager.gradients.lock:
             manager.writes.take_over(tensor, keeps_unused=True)
-            value = manager.mirrors.hand_out(tensor)
-            if tensor.is_cast:
-                with torch.enable_grad():
-                    return _aliased(tensor, value)
-            placeholder = raw_data(parameter)
-            set_raw_data(parameter, value)
-            try:
-                with torch.enable_grad(), RAW():
-                    result = func(parameter, parameter)
-            finally:
-                set_raw_data(parameter, placeholder)
-        return result
+            return _aliased(tensor, manager.mirrors.hand_out(tensor))
 
     # The gradient
 
@@ -263,11 +240,13 @@ class LiveTensor(Live):
         """Stores a gradient that has more bits than those of modules: autograd may add one to the other in 16 bits.
 
         Returns:
-            The gradient if autograd must go on with it, since somebody waits for the sum.
+            The gradient if autograd must go on with it, since a hook, or a call that returns it, waits for the sum.
         """
-        manager, tensor = self.manager, self.tensor
-        is_stored = tensor.is_cast and tensor.is_bound and tensor.spec.trainable and not tensor.chunk.is_group
-        if not is_stored or torch.is_grad_enabled() or _is_awaited(tensor.parameter):
+        manager, tensor, parameter = self.manager, self.tensor, self.tensor.parameter
+        is_usual = tensor.is_cast and tensor.spec.trainable and isinstance(parameter, ReleasedMixin)
+        if not is_usual or tensor.chunk.is_group or torch.is_grad_enabled():
+            return gradient
+        if parameter._backward_hooks or len(parameter._post_accumulate_grad_hooks) > 1:
             return gradient
         self.autograd.notice_backward()
         manager.gradient_ready(tensor, gradient)
@@ -437,31 +416,23 @@ class _GraphAccess(Access):
             raise
         self._kept = autograd.kept_as_numbers()
         self._kept.__enter__()
-        self._is_held, self._is_copy, self._is_mirror = True, False, False
+        self._is_held, self._is_mirror = True, False
         self.value: torch.Tensor = tensor.parameter
 
     def needs_copy(self, results: list[torch.Tensor]) -> bool:
         key = storage_key(self.value)
         if self._is_mirror or not any(_is_over(result, key) for result in results):
             return False
-        self._is_mirror = True
-        mirrors = self._manager.mirrors
-        if mirrors.has_reusable(self._tensor):
-            # The same memory at each call: the addresses of parameters tell which are tied.
-            self.value = _aliased(self._tensor, mirrors.hand_out(self._tensor))
-            return True
-        needs_copy = not self._is_copy
-        self._copy()
-        mirrors.add(self._tensor, self.value.detach())
-        return needs_copy
+        self._use_mirror()
+        return True
 
-    def _copy(self) -> None:
-        if not self._is_copy:
-            self.value, self._is_copy = self.value.clone(), True
+    def _use_mirror(self) -> None:
+        self._is_mirror = True
+        self.value = _aliased(self._tensor, self._manager.mirrors.hand_out(self._tensor))
 
     def make_room(self) -> None:
         """A copy, which is a part of the graph: the chunks of all parameters of a call may be more than fit."""
-        self._copy()
+        self._use_mirror()
         self._release()
 
     def end(self) -> None:
@@ -486,33 +457,23 @@ class _ExactAccess(Access):
 
     def __init__(self, inner: Access, tensor: ManagedParameter, *, is_graph: bool) -> None:
         self._inner, self._tensor = inner, tensor
-        self._is_graph = is_graph and requires_grad(tensor.parameter)
         self._manager: ChunkManager = tensor.live.manager
         try:
             with self._manager.gradients.lock, as_it_is(), torch.no_grad():
                 value = self._manager.values.look(tensor).clone()
-            self._use(value)
+            self._key = storage_key(value)
+            self.value = _aliased(tensor, value) if is_graph and requires_grad(tensor.parameter) else value
             if self._manager.sharing.is_alone:  # else it cannot be read again in the middle of a backward
                 self._manager.parameters.exact[self._key] = tensor
         except BaseException:
             inner.end()
             raise
 
-    def _use(self, value: torch.Tensor) -> None:
-        self._key = storage_key(value)
-        self.value = _aliased(self._tensor, value) if self._is_graph else value
-
     def needs_copy(self, results: list[torch.Tensor]) -> bool:
-        """No copy of the value, which is one; a user may have another one that follows already."""
-        mirrors, key = self._manager.mirrors, self._key
-        if not any(_is_over(result, key) for result in results):
-            return False
-        if not mirrors.has_reusable(self._tensor):
-            mirrors.add(self._tensor, self.value.detach())
-            return False
-        self._manager.parameters.exact.pop(key, None)
-        self._use(mirrors.hand_out(self._tensor))
-        return self._key != key
+        """No copy of the value, which is one already."""
+        if any(_is_over(result, self._key) for result in results):
+            self._manager.mirrors.add(self._tensor, self.value.detach())
+        return False
 
     def make_room(self) -> None:
         self._inner.make_room()
@@ -540,19 +501,6 @@ def _aliased(tensor: ManagedParameter, value: torch.Tensor) -> torch.Tensor:
         with RAW():
             tensor.parameter.grad_dtype = None  # its gradient may have another type than what modules compute with
     return _Alias.apply(tensor.parameter, value, tensor.live)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _is_awaited(parameter: torch.nn.Parameter) -> bool:
-    """Whether somebody waits for the sum of all gradients of a parameter: a hook, or a call that returns it."""
-    with RAW():
-        if parameter._backward_hooks or len(parameter._post_accumulate_grad_hooks or ()) > 1:
-            return True
-        node = torch.autograd.graph.get_gradient_edge(parameter).node
-    try:
-        torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # of ``torch.autograd.grad``, which ends there
-        return True
-    return False
 
 
 class _ValueAccess(Access):

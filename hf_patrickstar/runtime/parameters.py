@@ -388,7 +388,7 @@ class Parameters:
         """
         if (_len_torch_function_stack() or _len_torch_dispatch_stack()) and has_modes_of_users():
             return self._pack_unseen(view)
-        is_whole, exact = isinstance(view, LiveMixin), None
+        is_whole = isinstance(view, LiveMixin)
         if is_whole:
             tensor = self.by_parameter.get(id(view))
             storage = None if tensor is None or tensor.is_given_up else tensor.chunk.storage
@@ -401,8 +401,8 @@ class Parameters:
             saved.size, saved.stride, saved.offset = tensor.spec.shape, tensor.strides, tensor.offset_numel
         else:
             chunk = self._find_chunk(storage_key(view))
-            exact = self.exact.get(storage_key(view)) if self.exact else None
-            if exact is None and (chunk is None or view.dtype is not chunk.dtype):
+            tensor = self.exact.get(storage_key(view)) if self.exact else None
+            if tensor is None and (chunk is None or view.dtype is not chunk.dtype):
                 kept = self._activations.keep(view) if self._activations.is_on else None
                 if kept is not None:
                     return kept
@@ -410,10 +410,12 @@ class Parameters:
                 return view.detach() if view.requires_grad else view, view._version
             saved = SavedView()
             saved.size, saved.stride, saved.offset = view.size(), view.stride(), int(view.storage_offset())
-            if exact is not None:
-                saved.offset += exact.offset_numel
-            tensor = exact or chunk.tensor_at(saved.offset)  # type: ignore[union-attr]
-        saved.is_whole, saved.is_exact = is_whole, exact is not None
+            if tensor is None:
+                tensor = chunk.tensor_at(saved.offset)  # type: ignore[union-attr]
+            else:
+                saved.offset += tensor.offset_numel
+        saved.is_whole = is_whole
+        saved.is_exact = view.dtype is not tensor.chunk.dtype and self._writes.values.sharing.is_alone
         epoch = None if tensor.epoch is None else tensor.epoch()
         if epoch is None:
             epoch = Epoch()
@@ -441,15 +443,13 @@ class Parameters:
                 f"parameter '{tensor.spec.name}' was changed {by_whom} between this forward and its backward; call "
                 "backward before the change"
             )
-        payload = tensor.chunk.compute
+        payload, offset = tensor.chunk.compute, saved.offset
         if saved.is_exact:
-            value = self._writes.values.look(tensor)
-            offset = value.storage_offset() + saved.offset - tensor.offset_numel
-            view = value.as_strided(saved.size, saved.stride, offset)
-        else:
-            if payload is None or tensor.gradient is _PARAM or not self._executor.is_at_rest:
-                payload = self.ensure_on_device(tensor, f"the backward of a use of '{tensor.spec.name}'")
-            view = payload.as_strided(saved.size, saved.stride, saved.offset)
+            payload = self._writes.values.look(tensor)
+            offset += int(payload.storage_offset()) - tensor.offset_numel
+        elif payload is None or tensor.gradient is _PARAM or not self._executor.is_at_rest:
+            payload = self.ensure_on_device(tensor, f"the backward of a use of '{tensor.spec.name}'")
+        view = payload.as_strided(saved.size, saved.stride, offset)
         # With create_graph autograd keeps the operands of this backward, without saved-tensors hooks: give it a copy.
         return view.clone() if torch.is_grad_enabled() else view
 

@@ -35,6 +35,8 @@ class Watched:
         num_saved: How many operands of it autograd keeps.
     """
 
+    num_writes = 0  # nobody writes to it
+
     def __init__(self, spec: TensorSpec, parameter: torch.Tensor) -> None:
         self.spec = spec
         self.typed, self.dtype = parameter.data, torch_dtype(spec.types.param)
@@ -60,12 +62,13 @@ class Operand(KeptOperand):
     Args:
         watched: The parameter.
         view: The view.
+        is_exact: Whether it is one in the type that users see.
     """
 
     __slots__ = ("_offset", "_size", "_stride", "is_exact", "watched")
 
-    def __init__(self, watched: Watched, view: torch.Tensor) -> None:
-        self.watched, self.is_exact = watched, storage_key(view) != watched.key
+    def __init__(self, watched: Watched, view: torch.Tensor, *, is_exact: bool) -> None:
+        self.watched, self.is_exact = watched, is_exact
         self._size, self._stride, self._offset = view.size(), view.stride(), view.storage_offset()
         watched.num_saved += 1
 

@@ -313,7 +313,8 @@ class _Recorder(AnsweringMode):
         watched = self._watched.get(id(operand)) or self._by_storage.get(key) or self._notes.exact.get(key)
         if watched is None or operand.dtype not in (watched.dtype, watched.typed.dtype):
             return self._keep(operand)
-        return Operand(watched, raw_data(operand) if isinstance(operand, LiveMixin) else operand)
+        view = raw_data(operand) if isinstance(operand, LiveMixin) else operand
+        return Operand(watched, view, is_exact=operand.dtype is not watched.dtype)
 
     def _keep(self, operand: torch.Tensor) -> Any:
         """Keeps an operand that is no parameter; see ``Kept``."""
