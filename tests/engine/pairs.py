@@ -165,7 +165,7 @@ class Pair:
             for parameter, master in zip(trainable(self.plain), self.plain_optimizer.masters, strict=True):
                 name = next(name for name, other in self.plain.named_parameters() if other is parameter)
                 assert_same(master.detach(), ours[name], name)
-            self.both(lambda model, _: [copied(parameter) for parameter in model.parameters()])
+                assert_same(master.detach(), copied(self.ours.get_parameter(name)), name)
         else:
             assert_same_values(self.plain, self.ours)
         if self.optimizer is not None:
