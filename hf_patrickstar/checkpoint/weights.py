@@ -167,7 +167,7 @@ class ChunkWeights:
         """The value for ``state_dict``: a mirror, unless the parameter is collected or open; see [Note: mirrors]."""
         if self._collected is not None or tensor.is_open:
             return self.read(tensor)
-        return self._manager.mirrors.hand_out(tensor, tensor.original_dtype).detach()
+        return self._manager.mirrors.hand_out(tensor, is_on_host=True).detach()
 
     def check_closed(self) -> None:
         """Raises an ``EngineError`` if a parameter is open in ``full_parameters``, for ``detach``."""

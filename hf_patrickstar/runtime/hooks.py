@@ -172,7 +172,8 @@ class ModelHooks:
     def bind(self, tensors: Iterable[ManagedParameter]) -> None:
         """Lets parameters answer; nobody uses the memory that they had when this has returned."""
         for tensor in tensors:
-            tensor.bind(LiveTensor(tensor, self._manager, self._weights, self._autograd))
+            is_narrow = self._casting.inputs is not None
+            tensor.bind(LiveTensor(tensor, self._manager, self._weights, self._autograd, is_narrow))
         self._manager.model_lock.wait_for_calls()
 
     def detach(self) -> None:

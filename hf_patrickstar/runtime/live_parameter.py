@@ -77,7 +77,7 @@ class Live:
         parameter: The parameter.
 
     Attributes:
-        tensor: The ``ManagedParameter`` of the parameter, or ``Watched``, if it is in a chunk.
+        tensor: The ``ManagedParameter`` of the parameter, if it is in a chunk.
     """
 
     __slots__ = ("_parameter",)
@@ -86,6 +86,11 @@ class Live:
 
     def __init__(self, parameter: torch.Tensor) -> None:
         self._parameter = parameter
+
+    @property
+    def typed(self) -> torch.Tensor:
+        """A tensor in the shape and type that the parameter shows; its values are not."""
+        return raw_data(self._parameter)
 
     def access(self, func: Any, *, is_graph: bool, writes: bool = False) -> Access:
         """Begins the access of one call.
@@ -472,8 +477,7 @@ def call_without_values(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _typed(leaf: Any) -> torch.Tensor:
     """What stands in for a parameter where its type is asked for."""
-    tensor = _live_of(leaf).tensor if _has_no_value(leaf) else None
-    return raw_data(leaf) if tensor is None else tensor.typed
+    return _live_of(leaf).typed if _has_no_value(leaf) else raw_data(leaf)
 
 
 def call_with_values(func: Any, args: Any, kwargs: Any) -> Any:

@@ -117,16 +117,17 @@ def managers_of(parameters: Iterable[torch.Tensor]) -> list[ChunkManager]:
     return list(dict.fromkeys(live.manager for live in lives if isinstance(live, LiveTensor)))
 
 
-def shows_all_bits(func: Any, tensor: Any) -> bool:
-    """Whether a call must get the value as users see it: what modules compute with may have less bits.
+def needs_shown(func: Any, shown: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a call must get the value in the type that a parameter shows, and not in that of modules.
 
     Args:
         func: What is called.
-        tensor: The parameter; it has ``is_cast`` and ``typed``.
+        shown: A tensor in the type that the parameter shows.
+        dtype: The type that modules compute with.
     """
-    if not tensor.is_cast or peek_interpreter_stack() is not None or getattr(func, "rounds_operands", False):
+    if shown.dtype is dtype or peek_interpreter_stack() is not None or getattr(func, "rounds_operands", False):
         return False
-    return func not in _PRODUCTS or not torch.is_autocast_enabled(tensor.typed.device.type)
+    return func not in _PRODUCTS or not torch.is_autocast_enabled(shown.device.type)
 
 
 class LiveTensor(Live):
@@ -137,15 +138,28 @@ class LiveTensor(Live):
         manager: Gives and takes its value.
         weights: Reads it as a whole.
         autograd: What autograd keeps.
+        is_narrow: Whether forwards run without autocast, so that all types must be one in there.
     """
 
-    __slots__ = ("autograd", "kept", "manager", "tensor", "weights")
+    __slots__ = ("autograd", "is_narrow", "kept", "manager", "tensor", "weights")
 
     def __init__(
-        self, tensor: ManagedParameter, manager: ChunkManager, weights: LiveWeights, autograd: Autograd
+        self,
+        tensor: ManagedParameter,
+        manager: ChunkManager,
+        weights: LiveWeights,
+        autograd: Autograd,
+        is_narrow: bool,
     ) -> None:
         self.tensor, self.manager, self.weights, self.autograd = tensor, manager, weights, autograd
+        self.is_narrow = is_narrow
         self.kept: torch.Tensor | None = None  # the value, for what the parameter was exchanged for
+
+    @property
+    def typed(self) -> torch.Tensor:
+        """See ``Live.typed``."""
+        tensor = self.tensor
+        return tensor.placeholder if self.is_narrow and self.manager.frames.is_inside else tensor.typed
 
     def value_for(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """See ``Live.value_for``."""
@@ -168,7 +182,8 @@ class LiveTensor(Live):
             raise EngineError(cannot_share(tensor))
         is_graph = is_graph and func not in WITHOUT_GRAPH
         is_inside = frames.is_inside
-        is_exact = not writes and shows_all_bits(func, tensor)
+        typed = self.typed
+        is_exact = not writes and needs_shown(func, typed, tensor.chunk.dtype)
         if is_inside and frames.stage is Stage.BACKWARD:
             self.autograd.notice_backward()
         leaf = frames.find_lookup(tensor.parameter) if is_inside else None
@@ -183,7 +198,7 @@ class LiveTensor(Live):
             if is_graph and not is_inside:
                 inner = _GraphAccess(tensor, manager, self.autograd)
                 return _ExactAccess(inner, tensor, is_graph=True) if is_exact else inner
-            return _ValueAccess(tensor, manager, func, writes=writes)
+            return _ValueAccess(tensor, manager, func, typed.dtype, writes=writes)
         except _HasLeftError:
             return Access(tensor.parameter)  # which answers for itself now
 
@@ -506,8 +521,10 @@ def _aliased(tensor: ManagedParameter, value: torch.Tensor) -> torch.Tensor:
 class _ValueAccess(Access):
     """Between forward and backward, not recorded: the value where it is, or a mirror of it; see [Note: mirrors]."""
 
-    def __init__(self, tensor: ManagedParameter, manager: ChunkManager, func: Any, *, writes: bool) -> None:
-        self._tensor = tensor
+    def __init__(
+        self, tensor: ManagedParameter, manager: ChunkManager, func: Any, dtype: torch.dtype, *, writes: bool
+    ) -> None:
+        self._tensor, self._dtype = tensor, dtype
         self._writes = writes
         self._manager = manager
         self._lock = manager.gradients.lock
@@ -522,9 +539,9 @@ class _ValueAccess(Access):
             self._is_private = func in EXPORTS
             self._changes_shape = func in _CHANGES_OF_SHAPE
             if self._is_private:
-                self._use(manager.mirrors.hand_out(tensor, is_held=func in _ADDRESSES))
+                self._use(manager.mirrors.hand_out(tensor, dtype, is_held=func in _ADDRESSES))
             else:
-                value = manager.values.look(tensor)
+                value = manager.values.look(tensor, dtype)
                 self._use(value.clone() if self._changes_shape else value)
         except BaseException:
             self._lock.release()
@@ -546,7 +563,7 @@ class _ValueAccess(Access):
         if key not in _places(self._tensor) and not mirrors.has_reusable(self._tensor):
             mirrors.add(self._tensor, self.value.detach())
             return False
-        self._use(mirrors.hand_out(self._tensor))
+        self._use(mirrors.hand_out(self._tensor, self._dtype))
         return True
 
     def finish(self) -> None:

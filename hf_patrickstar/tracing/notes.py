@@ -29,18 +29,14 @@ class Watched:
     Attributes:
         typed: Its data of before; it shows their type while no module computes with it.
         dtype: The type of its chunk.
-        is_cast: Whether modules compute with another type.
         key: The address of its storage object.
         users: How many modules, or calls, compute with it now.
         num_saved: How many operands of it autograd keeps.
     """
 
-    num_writes = 0  # nobody writes to it
-
     def __init__(self, spec: TensorSpec, parameter: torch.Tensor) -> None:
         self.spec = spec
         self.typed, self.dtype = parameter.data, torch_dtype(spec.types.param)
-        self.is_cast = self.dtype is not self.typed.dtype
         parameter.data = self.typed.new_empty(spec.shape, dtype=self.dtype)
         self.parameter: Any = parameter
         self.original_type = type(parameter)

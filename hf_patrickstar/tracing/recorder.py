@@ -178,7 +178,7 @@ class _Recorder(AnsweringMode):
             before = parameter._post_accumulate_grad_hooks
             stack.callback(setattr, parameter, "_post_accumulate_grad_hooks", before)
             stack.callback(parameter.register_post_accumulate_grad_hook(self._store_gradient).remove)
-        parameter._live = Reads(watched, self._notes, self._autograd)
+        parameter._live = Reads(watched, self._notes, self._autograd, self._casting.inputs is not None)
         stack.callback(parameter.__dict__.pop, "_live")
         parameter.__class__ = released_type(watched.original_type)
         stack.callback(setattr, parameter, "__class__", watched.original_type)

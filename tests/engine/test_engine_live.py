@@ -95,22 +95,16 @@ def test_writes_between_steps_and_between_backward_and_step(budget):
 
 @pytest.mark.parametrize("write", ["mul", "copy", "data", "item"])
 def test_in_16_bits_writes_reach_what_the_optimizer_goes_on_with(write, budget):
-    """A write of a 16-bit value is the master's value too; one in fp32 gives the master all bits."""
+    """What is written is the master's, with all bits."""
     pair = Pair(Stack, budget, dtype="bf16")
     pair.train(1)
     weight, master = pair.plain.layers[1].weight, pair.plain_optimizer.masters[2]
     with torch.no_grad():
-        for target in (weight, pair.ours.layers[1].weight):
+        for target in (master, pair.ours.layers[1].weight):
             WRITES[write](target)
-        master.copy_(weight)
-        full = torch.randn(WIDTH)
-        pair.ours.layers[2].bias.copy_(full)
-        pair.plain.layers[2].bias.copy_(full)
-        pair.plain_optimizer.masters[5].copy_(full)
-    assert torch.equal(pair.ours.state_dict()["layers.2.bias"], full)
-    if write != "item":  # elements that were not written to keep the bits that the master has beyond them
-        pair.check()
-        pair.train(2, first=1)
+        weight.copy_(master)
+    pair.check()
+    pair.train(2, first=1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
