@@ -1,6 +1,7 @@
 """What answers for a parameter whose value is in a chunk: how one call gets at its value, and its gradient."""
 
 import contextlib
+from threading import get_ident
 from typing import Any, Protocol
 
 import torch
@@ -159,7 +160,8 @@ class LiveTensor(Live):
     def typed(self) -> torch.Tensor:
         """See ``Live.typed``."""
         tensor = self.tensor
-        return tensor.placeholder if self.is_narrow and self.manager.frames.is_inside else tensor.typed
+        is_own = (self.is_narrow and self.manager.frames.is_inside) or get_ident() in tensor.users
+        return tensor.placeholder if is_own else tensor.typed
 
     def value_for(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """See ``Live.value_for``."""

@@ -60,7 +60,8 @@ class Reads(Live):
     def typed(self) -> torch.Tensor:
         """See ``Live.typed``."""
         watched = self._watched
-        return raw_data(watched.parameter) if self._is_narrow and self._notes.frames.is_inside else watched.typed
+        is_own = (self._is_narrow and self._notes.frames.is_inside) or watched.users
+        return raw_data(watched.parameter) if is_own else watched.typed
 
     def get_grad(self) -> torch.Tensor | None:
         """See ``Live``: what is there in the middle of a backward."""

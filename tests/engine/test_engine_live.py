@@ -107,9 +107,8 @@ def test_in_16_bits_writes_reach_what_the_optimizer_goes_on_with(write, budget):
     pair.train(2, first=1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_views_that_outlive_their_use_follow_and_are_followed(dtype, budget):
-    pair = Pair(Stack, budget, dtype=dtype)
+def test_views_that_outlive_their_use_follow_and_are_followed(budget):
+    pair = Pair(Stack, budget)
 
     def run(model, optimizer):
         held = [model.layers[1].weight.data, model.layers[2].weight.detach()[2:5], model.layers[3].bias.data]
