@@ -191,15 +191,16 @@ class LiveTensor(Live):
         leaf = frames.find_lookup(tensor.parameter) if is_inside else None
         if leaf is not None:
             return Access(leaf)
-        if is_inside and not manager.sharing.is_alone:  # there others may do something else meanwhile
-            return _InsideAccess(tensor, manager, func)
-        if is_inside and (is_graph or (not writes and computes(tensor, frames, func))):
+        is_together = is_inside and not manager.sharing.is_alone  # there others may do something else meanwhile
+        if is_together or (is_inside and (is_graph or (not writes and computes(tensor, frames, func)))):
             inner: Access = _InsideAccess(tensor, manager, func)
-            return _ExactAccess(inner, tensor, is_graph=is_graph) if is_exact else inner
+            if is_exact and not (is_together and func in WITHOUT_GRAPH):
+                return _ExactAccess(inner, tensor, is_graph=is_graph, is_rounded=is_together)
+            return inner
         try:
             if is_graph and not is_inside:
                 inner = _GraphAccess(tensor, manager, self.autograd)
-                return _ExactAccess(inner, tensor, is_graph=True) if is_exact else inner
+                return _ExactAccess(inner, tensor) if is_exact else inner
             return _ValueAccess(tensor, manager, func, typed.dtype, writes=writes)
         except _HasLeftError:
             return Access(tensor.parameter)  # which answers for itself now
@@ -470,12 +471,18 @@ class _ExactAccess(Access):
         inner: Lets it have what modules compute with; it keeps the chunk there, as plans have it.
         tensor: The parameter.
         is_graph: Whether autograd records the call.
+        is_rounded: Whether the value has the type alone, and not more bits.
     """
 
-    def __init__(self, inner: Access, tensor: ManagedParameter, *, is_graph: bool) -> None:
-        self._inner, self._tensor = inner, tensor
+    def __init__(
+        self, inner: Access, tensor: ManagedParameter, *, is_graph: bool = True, is_rounded: bool = False
+    ) -> None:
+        self._inner, self._tensor, self._key = inner, tensor, 0
         self._manager: ChunkManager = tensor.live.manager
         try:
+            if is_rounded:
+                self.value = inner.value.to(tensor.original_dtype)
+                return
             with self._manager.gradients.lock, as_it_is(), torch.no_grad():
                 value = self._manager.values.look(tensor).clone()
             self._key = storage_key(value)
@@ -488,7 +495,7 @@ class _ExactAccess(Access):
 
     def needs_copy(self, results: list[torch.Tensor]) -> bool:
         """No copy of the value, which is one already."""
-        if any(_is_over(result, self._key) for result in results):
+        if self._key and any(_is_over(result, self._key) for result in results):
             self._manager.mirrors.add(self._tensor, self.value.detach())
         return False
 

@@ -268,14 +268,17 @@ def read_originals(rank, directory, is_deferred, is_lost):
             value = expected[tensor.spec.name].view(-1)[start:stop]
             value.copy_(value.bfloat16().float())
         for _ in range(2):
-            found = model.state_dict()
-            assert not [name for name, value in expected.items() if "ln_" not in name and (found[name] != value).any()]
+            for found in (model.state_dict(), dict(model.named_parameters(remove_duplicate=False))):
+                assert {value.dtype for value in found.values()} == {torch.float32}
+                frozen = [name for name in expected if "ln_" not in name]
+                assert not [name for name in frozen if (found[name] != expected[name]).any()]
             train_together(engine, hf_loss("gpt2"), 1)
         weight = model.transformer.h[0].mlp.c_fc.weight
         with engine.full_parameters([weight]):
             weight += 1e-6
+        weight.data.add_(1e-6)
         name = "transformer.h.0.mlp.c_fc.weight"
-        expected[name] += 1e-6
+        expected[name].add_(1e-6).add_(1e-6)
         assert torch.equal(model.state_dict()[name], expected[name])
         model.save_pretrained(Path(directory) / "saved")
         saved = GPT2LMHeadModel.from_pretrained(Path(directory) / "saved").state_dict()

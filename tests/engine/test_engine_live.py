@@ -13,7 +13,7 @@ import pytest
 import torch
 from engine.pairs import Pair, alike, evict
 from engine.same import copied, gradients_of, values_of
-from engine.small import DTYPES, WIDTH, Stack, Tied, batch, loss_of, sgd, step_of, tokens
+from engine.small import WIDTH, Stack, Tied, batch, loss_of, sgd, step_of, tokens
 from torch import nn
 
 from hf_patrickstar import EngineError
