@@ -445,7 +445,7 @@ class ModelHooks:
                 return
             if gradient.requires_grad and not tensor.chunk.is_group:  # backward(create_graph=True)
                 before = parameter.grad
-                total = gradient if before is None else before + gradient
+                total = gradient.to(tensor.original_dtype) if before is None else before + gradient
                 with unseen():
                     manager.gradient_ready(tensor, gradient.detach())
                     manager.gradient_mirrors.follow_recorded(tensor, total)

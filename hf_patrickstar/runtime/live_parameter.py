@@ -14,6 +14,7 @@ Code that goes around ``__torch_function__`` (an extension in C++ that was hande
 import copy
 import functools
 import sys
+import threading
 from collections.abc import Callable, Collection
 from typing import Any, cast
 
@@ -77,20 +78,29 @@ class Live:
         parameter: The parameter.
 
     Attributes:
-        tensor: The ``ManagedParameter`` of the parameter, if it is in a chunk.
+        tensor: The ``ManagedParameter`` of the parameter, if it is in a chunk; while a plain model is recorded, what
+            stands in for one.
+        frames: The forwards that are running.
+        is_narrow: Whether forwards run without autocast, so that all types must be one in there.
     """
 
     __slots__ = ("_parameter",)
 
     tensor: Any = None
+    frames: Any = None
+    is_narrow = False
 
     def __init__(self, parameter: torch.Tensor) -> None:
         self._parameter = parameter
 
     @property
     def typed(self) -> torch.Tensor:
-        """A tensor in the shape and type that the parameter shows; its values are not."""
-        return raw_data(self._parameter)
+        """A tensor in the type that the parameter shows: not to its own module, nor where all types must be one."""
+        tensor = self.tensor
+        if tensor is None:
+            return raw_data(self._parameter)
+        is_own = threading.get_ident() in tensor.users or (self.is_narrow and self.frames.is_inside)
+        return raw_data(tensor.parameter) if is_own else tensor.typed
 
     def access(self, func: Any, *, is_graph: bool, writes: bool = False) -> Access:
         """Begins the access of one call.
@@ -551,7 +561,8 @@ def _substituted(func: Any, args: Any, kwargs: Any, accesses: dict[int, Access])
     return func(*args, **kwargs)
 
 
-def _named(owner: Any, names: str) -> set[Any]:
+def named(owner: Any, names: str) -> set[Any]:
+    """The functions among some names that a module or class of torch has."""
     return {getattr(owner, name) for name in names.split() if hasattr(owner, name)}
 
 
@@ -561,8 +572,8 @@ def _properties(names: str, accessor: str = "__get__") -> set[Any]:
 
 _OF_TYPES = frozenset(
     _properties("dtype itemsize nbytes grad_dtype")
-    | _named(torch.Tensor, "element_size new_empty new_zeros new_ones new_full new_empty_strided new")
-    | _named(
+    | named(torch.Tensor, "element_size new_empty new_zeros new_ones new_full new_empty_strided new")
+    | named(
         torch,
         "result_type zeros_like ones_like empty_like full_like rand_like randn_like randint_like",
     )
@@ -577,19 +588,19 @@ WITHOUT_VALUE = _OF_TYPES | frozenset(
         "_cdata"
     )
     | _properties("requires_grad names _backward_hooks _post_accumulate_grad_hooks grad_dtype", "__set__")
-    | _named(
+    | named(
         torch.Tensor,
         "dim size numel nelement ndimension is_floating_point is_complex is_signed is_inference "
         "is_conj is_neg get_device requires_grad_ detach_ register_hook register_post_accumulate_grad_hook "
         "retain_grad __len__ has_names storage_offset _is_view is_pinned is_shared is_same_size is_distributed "
         "is_coalesced _is_zerotensor",
     )
-    | _named(
+    | named(
         torch,
         "is_floating_point is_complex is_signed is_inference is_conj is_neg numel get_device is_same_size "
         "is_distributed",
     )
-    | _named(torch.ops.aten.set_, " ".join(torch.ops.aten.set_.overloads()))  # where a dispatch mode calls it
+    | named(torch.ops.aten.set_, " ".join(torch.ops.aten.set_.overloads()))  # where a dispatch mode calls it
 )
 """Functions that need shapes and flags alone, or that mean the parameter itself and not its value."""
 
@@ -656,11 +667,8 @@ def _undisturbed(func: Any) -> Callable[..., Any]:
         if func is not torch.autograd.grad:
             return result
         inputs = args[1] if len(args) > 1 else kwargs["inputs"]
-        inputs = [inputs] if isinstance(inputs, torch.Tensor) else inputs
-        return tuple(
-            gradient.to(item.dtype) if isinstance(item, ReleasedMixin) and gradient is not None else gradient
-            for item, gradient in zip(inputs, result, strict=True)
-        )
+        pairs = zip([inputs] if isinstance(inputs, torch.Tensor) else inputs, result, strict=True)
+        return tuple(None if made is None else made.to(getattr(item, "dtype", made.dtype)) for item, made in pairs)
 
     return answer
 

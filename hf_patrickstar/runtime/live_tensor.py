@@ -1,7 +1,6 @@
 """What answers for a parameter whose value is in a chunk: how one call gets at its value, and its gradient."""
 
 import contextlib
-from threading import get_ident
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +19,7 @@ from hf_patrickstar.runtime.live_parameter import (
     Access,
     Live,
     ReleasedMixin,
+    named,
     raw_data,
     raw_grad,
     requires_grad,
@@ -61,14 +61,9 @@ _CHANGES_OF_SHAPE = frozenset(
     )
 )
 _SHARING = frozenset({torch.Tensor.share_memory_})
-_PRODUCTS = frozenset(
-    getattr(owner, name)
-    for owner in (torch, torch.Tensor, torch.nn.functional)
-    for name in (
-        *("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm", "addmv", "addbmm", "baddbmm"),
-        *("einsum", "conv1d", "conv2d", "conv3d", "scaled_dot_product_attention"),
-    )
-    if hasattr(owner, name)
+_PRODUCT_NAMES = "matmul __matmul__ __rmatmul__ mm bmm mv addmm addmv addbmm baddbmm einsum conv1d conv2d conv3d linear"
+_PRODUCTS = frozenset().union(
+    *(named(owner, _PRODUCT_NAMES) for owner in (torch, torch.Tensor, torch.nn.functional)),
 )
 """Functions whose operands autocast rounds to 16 bits on every device."""
 
@@ -139,10 +134,10 @@ class LiveTensor(Live):
         manager: Gives and takes its value.
         weights: Reads it as a whole.
         autograd: What autograd keeps.
-        is_narrow: Whether forwards run without autocast, so that all types must be one in there.
+        is_narrow: See ``Live``.
     """
 
-    __slots__ = ("autograd", "is_narrow", "kept", "manager", "tensor", "weights")
+    __slots__ = ("autograd", "frames", "is_narrow", "kept", "manager", "tensor", "weights")
 
     def __init__(
         self,
@@ -153,15 +148,8 @@ class LiveTensor(Live):
         is_narrow: bool,
     ) -> None:
         self.tensor, self.manager, self.weights, self.autograd = tensor, manager, weights, autograd
-        self.is_narrow = is_narrow
+        self.frames, self.is_narrow = manager.frames, is_narrow
         self.kept: torch.Tensor | None = None  # the value, for what the parameter was exchanged for
-
-    @property
-    def typed(self) -> torch.Tensor:
-        """See ``Live.typed``."""
-        tensor = self.tensor
-        is_own = (self.is_narrow and self.manager.frames.is_inside) or get_ident() in tensor.users
-        return tensor.placeholder if is_own else tensor.typed
 
     def value_for(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """See ``Live.value_for``."""
@@ -184,14 +172,14 @@ class LiveTensor(Live):
             raise EngineError(cannot_share(tensor))
         is_graph = is_graph and func not in WITHOUT_GRAPH
         is_inside = frames.is_inside
-        typed = self.typed
-        is_exact = not writes and needs_shown(func, typed, tensor.chunk.dtype)
+        is_exact = not writes and needs_shown(func, self.typed, tensor.chunk.dtype)
         if is_inside and frames.stage is Stage.BACKWARD:
             self.autograd.notice_backward()
         leaf = frames.find_lookup(tensor.parameter) if is_inside else None
         if leaf is not None:
             return Access(leaf)
-        is_together = is_inside and not manager.sharing.is_alone  # there others may do something else meanwhile
+        # There types must be one, or others may do something else meanwhile.
+        is_together = is_inside and (self.is_narrow or not manager.sharing.is_alone)
         if is_together or (is_inside and (is_graph or (not writes and computes(tensor, frames, func)))):
             inner: Access = _InsideAccess(tensor, manager, func)
             if is_exact and not (is_together and func in WITHOUT_GRAPH):
@@ -200,8 +188,8 @@ class LiveTensor(Live):
         try:
             if is_graph and not is_inside:
                 inner = _GraphAccess(tensor, manager, self.autograd)
-                return _ExactAccess(inner, tensor) if is_exact else inner
-            return _ValueAccess(tensor, manager, func, typed.dtype, writes=writes)
+                return _ExactAccess(inner, tensor, is_graph=True) if is_exact else inner
+            return _ValueAccess(tensor, manager, func, writes=writes)
         except _HasLeftError:
             return Access(tensor.parameter)  # which answers for itself now
 
@@ -262,9 +250,8 @@ class LiveTensor(Live):
         """
         manager, tensor, parameter = self.manager, self.tensor, self.tensor.parameter
         is_usual = tensor.is_cast and tensor.spec.trainable and isinstance(parameter, ReleasedMixin)
-        if not is_usual or tensor.chunk.is_group or torch.is_grad_enabled():
-            return gradient
-        if parameter._backward_hooks or len(parameter._post_accumulate_grad_hooks) > 1:
+        is_usual = is_usual and not tensor.chunk.is_group and not torch.is_grad_enabled()
+        if not is_usual or parameter._backward_hooks or len(parameter._post_accumulate_grad_hooks) > 1:
             return gradient
         self.autograd.notice_backward()
         manager.gradient_ready(tensor, gradient)
@@ -474,9 +461,7 @@ class _ExactAccess(Access):
         is_rounded: Whether the value has the type alone, and not more bits.
     """
 
-    def __init__(
-        self, inner: Access, tensor: ManagedParameter, *, is_graph: bool = True, is_rounded: bool = False
-    ) -> None:
+    def __init__(self, inner: Access, tensor: ManagedParameter, *, is_graph: bool, is_rounded: bool = False) -> None:
         self._inner, self._tensor, self._key = inner, tensor, 0
         self._manager: ChunkManager = tensor.live.manager
         try:
@@ -530,10 +515,8 @@ def _aliased(tensor: ManagedParameter, value: torch.Tensor) -> torch.Tensor:
 class _ValueAccess(Access):
     """Between forward and backward, not recorded: the value where it is, or a mirror of it; see [Note: mirrors]."""
 
-    def __init__(
-        self, tensor: ManagedParameter, manager: ChunkManager, func: Any, dtype: torch.dtype, *, writes: bool
-    ) -> None:
-        self._tensor, self._dtype = tensor, dtype
+    def __init__(self, tensor: ManagedParameter, manager: ChunkManager, func: Any, *, writes: bool) -> None:
+        self._tensor = tensor
         self._writes = writes
         self._manager = manager
         self._lock = manager.gradients.lock
@@ -548,9 +531,9 @@ class _ValueAccess(Access):
             self._is_private = func in EXPORTS
             self._changes_shape = func in _CHANGES_OF_SHAPE
             if self._is_private:
-                self._use(manager.mirrors.hand_out(tensor, dtype, is_held=func in _ADDRESSES))
+                self._use(manager.mirrors.hand_out(tensor, is_held=func in _ADDRESSES))
             else:
-                value = manager.values.look(tensor, dtype)
+                value = manager.values.look(tensor)
                 self._use(value.clone() if self._changes_shape else value)
         except BaseException:
             self._lock.release()
@@ -572,7 +555,7 @@ class _ValueAccess(Access):
         if key not in _places(self._tensor) and not mirrors.has_reusable(self._tensor):
             mirrors.add(self._tensor, self.value.detach())
             return False
-        self._use(mirrors.hand_out(self._tensor, self._dtype))
+        self._use(mirrors.hand_out(self._tensor))
         return True
 
     def finish(self) -> None:

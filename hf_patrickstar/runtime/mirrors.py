@@ -191,32 +191,23 @@ class Mirrors:
 class ValueMirrors(Mirrors):
     """All that was handed out of the values of parameters; see [Note: mirrors]."""
 
-    def hand_out(
-        self,
-        tensor: ManagedParameter,
-        dtype: torch.dtype | None = None,
-        *,
-        is_on_host: bool = False,
-        is_held: bool = False,
-    ) -> torch.Tensor:
-        """A copy of the value that stays the same as the value.
+    def hand_out(self, tensor: ManagedParameter, *, is_on_host: bool = False, is_held: bool = False) -> torch.Tensor:
+        """A copy of the value that stays the same as the value, in the type that the model was loaded in.
 
         Args:
             tensor: The parameter.
-            dtype: The type of the copy; by default that in which the model was loaded.
             is_on_host: Whether it is on the host; else it is on the compute device.
             is_held: Whether it must outlive its last reference.
         """
         with self._lock, as_it_is(), torch.no_grad():
             self.sync_one(tensor, keeps_unused=True)
-            wanted = dtype or tensor.original_dtype
-            device = torch.device("cpu") if is_on_host else self._values.device
+            values, wanted = self._values, tensor.original_dtype
+            device = torch.device("cpu") if is_on_host else values.device
             for mirror in self._reusable(tensor):
                 if mirror.value.dtype == wanted and mirror.value.device == device and mirror.value.is_contiguous():
                     mirror.is_held |= is_held
                     return mirror.value
-            values = self._values
-            value = values.read(tensor, wanted) if is_on_host else values.look(tensor, wanted).clone()
+            value = values.read(tensor, wanted) if is_on_host else values.look(tensor).clone()
             return self.add(tensor, value, is_held=is_held)
 
     def add(self, tensor: ManagedParameter, value: torch.Tensor, *, is_held: bool = False) -> torch.Tensor:

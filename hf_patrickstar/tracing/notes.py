@@ -1,5 +1,6 @@
 """Writes down what a micro-batch of a model does; see [Note: micro-batches that are replayed]."""
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -30,9 +31,11 @@ class Watched:
         typed: Its data of before; it shows their type while no module computes with it.
         dtype: The type of its chunk.
         key: The address of its storage object.
-        users: How many modules, or calls, compute with it now.
+        users: The thread of each module, or call, that computes with it now.
         num_saved: How many operands of it autograd keeps.
     """
+
+    num_writes = 0  # nobody writes to it
 
     def __init__(self, spec: TensorSpec, parameter: torch.Tensor) -> None:
         self.spec = spec
@@ -40,7 +43,7 @@ class Watched:
         parameter.data = self.typed.new_empty(spec.shape, dtype=self.dtype)
         self.parameter: Any = parameter
         self.original_type = type(parameter)
-        self.users = 0
+        self.users: list[int] = []
         self.num_saved = 0
         self._storage = parameter.untyped_storage()
         self.key: int = self._storage._cdata
@@ -196,11 +199,11 @@ class Notes:
         self.add(op_trace.Acquire(watched.spec.index))
         if not is_alias:
             watched.parameter.__class__ = watched.original_type
-        watched.users += 1
+        watched.users.append(threading.get_ident())
 
     def release(self, watched: Watched) -> None:
         """Somebody ends it."""
-        watched.users -= 1
+        watched.users.pop()
         if not watched.users:
             watched.parameter.__class__ = released_type(watched.original_type)
         is_seen = not watched.users and watched.is_aliased

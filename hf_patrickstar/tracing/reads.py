@@ -31,59 +31,53 @@ class Reads(Live):
         watched: The parameter.
         notes: Where it is written down what reads it.
         autograd: What autograd keeps.
-        is_narrow: See ``LiveTensor``.
+        is_narrow: See ``Live``.
     """
 
     def __init__(self, watched: Watched, notes: Notes, autograd: Autograd, is_narrow: bool) -> None:
-        self._watched, self._notes, self._autograd, self._is_narrow = watched, notes, autograd, is_narrow
+        self.tensor, self._notes, self._autograd = watched, notes, autograd
+        self.frames, self.is_narrow = notes.frames, is_narrow
 
     def access(self, func: Any, *, is_graph: bool, writes: bool = False) -> Access:
         """See ``Live.access``."""
-        frames, parameter = self._notes.frames, self._watched.parameter
-        is_exact = not writes and needs_shown(func, self.typed, self._watched.dtype)
+        frames, parameter = self.frames, self.tensor.parameter
+        is_exact = not writes and needs_shown(func, self.typed, self.tensor.dtype)
         leaf = frames.find_lookup(parameter)
         if leaf is not None:
             return Access(leaf)
         is_graph = is_graph and func not in WITHOUT_GRAPH
         if frames.is_inside and frames.stage is Stage.BACKWARD:
             self._autograd.notice_backward()
-        if frames.is_inside and (is_graph or (not writes and computes(self._watched, frames, func))):
-            inner: Access = _InsideAccess(self._watched, self._notes, func)
-            return _ExactAccess(inner, self._watched, self._notes) if is_exact else inner
+        if frames.is_inside and (is_graph or (not writes and computes(self.tensor, frames, func))):
+            inner: Access = _InsideAccess(self.tensor, self._notes, func)
+            return _ExactAccess(inner, self.tensor, self._notes) if is_exact else inner
         if not frames.is_inside and is_graph:
-            inner = _GraphAccess(self._watched, self._notes, self._autograd)
-            return _ExactAccess(inner, self._watched, self._notes) if is_exact else inner
+            inner = _GraphAccess(self.tensor, self._notes, self._autograd)
+            return _ExactAccess(inner, self.tensor, self._notes) if is_exact else inner
         self._notes.is_odd = True  # read where it is at home: what that waits for no notes can tell
         return Access(raw_data(parameter).to(self.typed.dtype))
 
-    @property
-    def typed(self) -> torch.Tensor:
-        """See ``Live.typed``."""
-        watched = self._watched
-        is_own = (self._is_narrow and self._notes.frames.is_inside) or watched.users
-        return raw_data(watched.parameter) if is_own else watched.typed
-
     def get_grad(self) -> torch.Tensor | None:
         """See ``Live``: what is there in the middle of a backward."""
-        return raw_grad(self._watched.parameter)
+        return raw_grad(self.tensor.parameter)
 
     def set_grad(self, gradient: torch.Tensor | None) -> None:
         """See ``Live``."""
-        set_raw_grad(self._watched.parameter, gradient)
+        set_raw_grad(self.tensor.parameter, gradient)
 
     def assign(self, value: torch.Tensor) -> None:
         """See ``Live``; the parameter stays as it is, since the model is not the recording's to change."""
-        self._notes.is_odd |= value is not self._watched.parameter
+        self._notes.is_odd |= value is not self.tensor.parameter
 
     def host_value(self) -> torch.Tensor:
         """See ``Live``."""
         self._notes.is_odd = True
-        return raw_data(self._watched.parameter)
+        return raw_data(self.tensor.parameter)
 
     def view_whole(self, func: Any) -> torch.Tensor:
         """See ``Live``."""
         with torch.enable_grad(), RAW():
-            return func(self._watched.parameter, self._watched.parameter)
+            return func(self.tensor.parameter, self.tensor.parameter)
 
 
 class _InsideAccess(Access):
