@@ -100,7 +100,7 @@ class Live:
         if tensor is None:
             return raw_data(self._parameter)
         is_own = threading.get_ident() in tensor.users or (self.is_narrow and self.frames.is_inside)
-        return raw_data(tensor.parameter) if is_own else tensor.typed
+        return tensor.placeholder if is_own else tensor.typed
 
     def access(self, func: Any, *, is_graph: bool, writes: bool = False) -> Access:
         """Begins the access of one call.
@@ -309,13 +309,6 @@ class ReleasedMixin(LiveMixin):
             return _Base.shape.__get__(self)
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The type that the model was loaded in; while a module computes with the parameter it may be another one."""
-        if is_dynamo_tracing():
-            return raw_data(self).dtype  # type: ignore[arg-type]
-        return _typed(self).dtype
-
-    @property
     def requires_grad(self) -> bool:
         """As of any tensor."""
         with RAW():
@@ -480,14 +473,9 @@ wrappers of ``torch.func``, it raises ``NotImplementedError``.
 def call_without_values(func: Any, args: Any, kwargs: Any) -> Any:
     """Calls a function of torch that asks for shapes and flags, or for types, as parameters show them."""
     if func in _OF_TYPES and not is_dynamo_tracing():
-        args, kwargs = tree_map_only(LiveMixin, _typed, (args, kwargs))
+        args, kwargs = tree_map_only(LiveMixin, lambda p: _live_of(p).typed if _has_no_value(p) else p, (args, kwargs))
     with RAW():
         return func(*args, **kwargs)
-
-
-def _typed(leaf: Any) -> torch.Tensor:
-    """What stands in for a parameter where its type is asked for."""
-    return _live_of(leaf).typed if _has_no_value(leaf) else raw_data(leaf)
 
 
 def call_with_values(func: Any, args: Any, kwargs: Any) -> Any:

@@ -134,21 +134,16 @@ class LiveTensor(Live):
         manager: Gives and takes its value.
         weights: Reads it as a whole.
         autograd: What autograd keeps.
-        is_narrow: See ``Live``.
+        narrow: See ``Live.is_narrow``.
     """
 
     __slots__ = ("autograd", "frames", "is_narrow", "kept", "manager", "tensor", "weights")
 
     def __init__(
-        self,
-        tensor: ManagedParameter,
-        manager: ChunkManager,
-        weights: LiveWeights,
-        autograd: Autograd,
-        is_narrow: bool,
+        self, tensor: ManagedParameter, manager: ChunkManager, weights: LiveWeights, autograd: Autograd, narrow: bool
     ) -> None:
         self.tensor, self.manager, self.weights, self.autograd = tensor, manager, weights, autograd
-        self.frames, self.is_narrow = manager.frames, is_narrow
+        self.frames, self.is_narrow = manager.frames, narrow
         self.kept: torch.Tensor | None = None  # the value, for what the parameter was exchanged for
 
     def value_for(self, parameter: torch.Tensor) -> torch.Tensor | None:
@@ -172,7 +167,6 @@ class LiveTensor(Live):
             raise EngineError(cannot_share(tensor))
         is_graph = is_graph and func not in WITHOUT_GRAPH
         is_inside = frames.is_inside
-        is_exact = not writes and needs_shown(func, self.typed, tensor.chunk.dtype)
         if is_inside and frames.stage is Stage.BACKWARD:
             self.autograd.notice_backward()
         leaf = frames.find_lookup(tensor.parameter) if is_inside else None
@@ -180,11 +174,11 @@ class LiveTensor(Live):
             return Access(leaf)
         # There types must be one, or others may do something else meanwhile.
         is_together = is_inside and (self.is_narrow or not manager.sharing.is_alone)
+        is_exact = not (writes or (is_together and func in WITHOUT_GRAPH))
+        is_exact = is_exact and needs_shown(func, self.typed, tensor.chunk.dtype)
         if is_together or (is_inside and (is_graph or (not writes and computes(tensor, frames, func)))):
             inner: Access = _InsideAccess(tensor, manager, func)
-            if is_exact and not (is_together and func in WITHOUT_GRAPH):
-                return _ExactAccess(inner, tensor, is_graph=is_graph, is_rounded=is_together)
-            return inner
+            return _ExactAccess(inner, tensor, is_graph=is_graph, is_rounded=is_together) if is_exact else inner
         try:
             if is_graph and not is_inside:
                 inner = _GraphAccess(tensor, manager, self.autograd)

@@ -92,9 +92,8 @@ class Writes:
         """Keeps the value that earlier graphs need, as torch keeps the memory that a parameter had."""
         epoch = None if tensor.epoch is None else tensor.epoch()
         if epoch is not None:
-            epoch.value = self.values.look(
-                tensor, torch.promote_types(tensor.original_dtype, tensor.chunk.dtype)
-            ).clone()
+            widest = torch.promote_types(tensor.original_dtype, tensor.chunk.dtype)
+            epoch.value = self.values.look(tensor, widest).clone()
             tensor.epoch = None
 
     # Writes without a trace

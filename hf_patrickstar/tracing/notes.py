@@ -29,7 +29,7 @@ class Watched:
 
     Attributes:
         typed: Its data of before; it shows their type while no module computes with it.
-        dtype: The type of its chunk.
+        placeholder: Its data from now on, in the type of its chunk.
         key: The address of its storage object.
         users: The thread of each module, or call, that computes with it now.
         num_saved: How many operands of it autograd keeps.
@@ -39,8 +39,8 @@ class Watched:
 
     def __init__(self, spec: TensorSpec, parameter: torch.Tensor) -> None:
         self.spec = spec
-        self.typed, self.dtype = parameter.data, torch_dtype(spec.types.param)
-        parameter.data = self.typed.new_empty(spec.shape, dtype=self.dtype)
+        self.typed = parameter.data
+        self.placeholder = parameter.data = self.typed.new_empty(spec.shape, dtype=torch_dtype(spec.types.param))
         self.parameter: Any = parameter
         self.original_type = type(parameter)
         self.users: list[int] = []

@@ -41,7 +41,7 @@ class Reads(Live):
     def access(self, func: Any, *, is_graph: bool, writes: bool = False) -> Access:
         """See ``Live.access``."""
         frames, parameter = self.frames, self.tensor.parameter
-        is_exact = not writes and needs_shown(func, self.typed, self.tensor.dtype)
+        is_exact = not writes and needs_shown(func, self.typed, self.tensor.placeholder.dtype)
         leaf = frames.find_lookup(parameter)
         if leaf is not None:
             return Access(leaf)
@@ -50,12 +50,12 @@ class Reads(Live):
             self._autograd.notice_backward()
         if frames.is_inside and (is_graph or (not writes and computes(self.tensor, frames, func))):
             inner: Access = _InsideAccess(self.tensor, self._notes, func)
-            return _ExactAccess(inner, self.tensor, self._notes) if is_exact else inner
-        if not frames.is_inside and is_graph:
+        elif is_graph:
             inner = _GraphAccess(self.tensor, self._notes, self._autograd)
-            return _ExactAccess(inner, self.tensor, self._notes) if is_exact else inner
-        self._notes.is_odd = True  # read where it is at home: what that waits for no notes can tell
-        return Access(raw_data(parameter).to(self.typed.dtype))
+        else:
+            self._notes.is_odd = True  # read where it is at home: what that waits for no notes can tell
+            return Access(raw_data(parameter).to(self.typed.dtype))
+        return _ExactAccess(inner, self.tensor, self._notes) if is_exact else inner
 
     def get_grad(self) -> torch.Tensor | None:
         """See ``Live``: what is there in the middle of a backward."""

@@ -311,10 +311,10 @@ class _Recorder(AnsweringMode):
     def _pack(self, operand: torch.Tensor) -> Any:
         key = storage_key(operand)
         watched = self._watched.get(id(operand)) or self._by_storage.get(key) or self._notes.exact.get(key)
-        if watched is None or operand.dtype not in (watched.dtype, watched.typed.dtype):
+        if watched is None or operand.dtype not in (watched.placeholder.dtype, watched.typed.dtype):
             return self._keep(operand)
         view = raw_data(operand) if isinstance(operand, LiveMixin) else operand
-        return Operand(watched, view, is_exact=operand.dtype is not watched.dtype)
+        return Operand(watched, view, is_exact=operand.dtype is not watched.placeholder.dtype)
 
     def _keep(self, operand: torch.Tensor) -> Any:
         """Keeps an operand that is no parameter; see ``Kept``."""
