@@ -210,6 +210,8 @@ def test_merging_is_the_stock_trainers(load, saved, tmp_path, frozen_master):
     trainer = train_lora(load(), tmp_path, True, patrickstar=True, patrickstar_config=config)
     assert trainer.patrickstar_stats()["chunk_evictions"] > 0
     expected, merged = stock, trainer.model
+    for (name, value), (_, found) in zip(expected.named_parameters(), merged.named_parameters(), strict=True):
+        assert torch.equal(value, found), name
     for change in (None, "merge_adapter", "unmerge_adapter", "merge_and_unload"):
         if change is not None:
             expected, merged = (getattr(model, change)() or model for model in (expected, merged))
