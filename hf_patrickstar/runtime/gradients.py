@@ -151,11 +151,11 @@ class Gradients:
                 before = tensor.gradient = _NONE  # zero plus a gradient is that gradient
             else:
                 self.make_ready(tensor)
+        # Code that computes with all bits of a value gives gradients with more bits than its place has.
+        is_apart = tensor.is_needed_at_home or torch.promote_types(gradient.dtype, chunk.dtype) is not chunk.dtype
         if tensor.gradient is _PARAM:
             self.move_to_list(tensor)
-        is_wider = gradient.dtype.itemsize > chunk.dtype.itemsize  # of code that computes with all bits of the value
-        in_list = self.accumulate or is_wider or tensor.gradient is _LIST or not chunk.has_list(MASTER)
-        if in_list or tensor.is_needed_at_home:
+        if self.accumulate or is_apart or tensor.gradient is _LIST or not chunk.has_list(MASTER):
             self._add_to_list(tensor, gradient)
         else:
             self._write_over_value(tensor, chunk, gradient)

@@ -62,9 +62,7 @@ _CHANGES_OF_SHAPE = frozenset(
 )
 _SHARING = frozenset({torch.Tensor.share_memory_})
 _PRODUCT_NAMES = "matmul __matmul__ __rmatmul__ mm bmm mv addmm addmv addbmm baddbmm einsum conv1d conv2d conv3d linear"
-_PRODUCTS = frozenset().union(
-    *(named(owner, _PRODUCT_NAMES) for owner in (torch, torch.Tensor, torch.nn.functional)),
-)
+_PRODUCTS = frozenset(f for owner in (torch, torch.Tensor, torch.nn.functional) for f in named(owner, _PRODUCT_NAMES))
 """Functions whose operands autocast rounds to 16 bits on every device."""
 
 
