@@ -112,7 +112,8 @@ class Gradients:
 
         Args:
             tensor: Whose gradient it is.
-            gradient: The gradient of one backward, in the parameter's shape and type.
+            gradient: The gradient of one backward, in the parameter's shape; in the type of its chunk, or of its master
+                where code outside of modules has computed with it.
             is_at_home: Whether it was computed on the host, where the chunk is at home: then nothing crosses.
         """
         chunk = tensor.chunk

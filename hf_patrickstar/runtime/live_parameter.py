@@ -1,12 +1,17 @@
 """Parameters that answer while their value is in a chunk.
 
 [Note: a parameter that answers]
-While no module computes with a parameter its tensor is a placeholder: NaN in the right shape and type, without memory.
+While no module computes with a parameter its tensor is a placeholder: NaN in the right shape, without memory.
 Its class is then ``ReleasedParameter``, whose ``__torch_function__`` brings the value, or the gradient, for the length
 of one call: shapes and flags are answered without it, functions get the value, functions that write reach every place
 where the value is, and ``.grad`` is the gradient. While a module runs its parameters are ``AcquiredParameter``: they
 have their value, and torch treats them as it treats any ``nn.Parameter``; only ``.data`` and ``.grad`` are noticed. The
 object stays the same; only its class changes, as torch does it when an ``UninitializedParameter`` is materialised.
+
+Under autocast, modules compute with 16 bits of a parameter that was loaded in fp32. All other code sees what plain torch
+shows: the type that was loaded, and the value with all bits, of the master or the original. To torch the parameter has 16
+bits all the time, since it makes another node for gradients where the type changes. So a call that autograd records gets
+a stand-in (``_Alias`` in ``live_tensor.py``), whose gradient in fp32 goes to the place of the parameter's.
 
 Code that goes around ``__torch_function__`` (an extension in C++ that was handed a released parameter) finds NaN.
 """
