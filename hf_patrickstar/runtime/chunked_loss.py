@@ -115,7 +115,7 @@ def _with_values(function: Callable[..., torch.Tensor]) -> Callable[..., torch.T
         cast = [item.to(dtype) if item is not None and item.is_floating_point() else item for item in operands]
         return function(*cast)
 
-    call.rounds_operands = True  # type: ignore[attr-defined]  # see ``shows_all_bits``
+    call.rounds_operands = True  # type: ignore[attr-defined]  # see ``needs_shown``
     return call
 
 

@@ -8,10 +8,10 @@ where the value is, and ``.grad`` is the gradient. While a module runs its param
 have their value, and torch treats them as it treats any ``nn.Parameter``; only ``.data`` and ``.grad`` are noticed. The
 object stays the same; only its class changes, as torch does it when an ``UninitializedParameter`` is materialised.
 
-Under autocast, modules compute with 16 bits of a parameter that was loaded in fp32. All other code sees what plain torch
-shows: the type that was loaded, and the value with all bits, of the master or the original. To torch the parameter has 16
-bits all the time, since it makes another node for gradients where the type changes. So a call that autograd records gets
-a stand-in (``_Alias`` in ``live_tensor.py``), whose gradient in fp32 goes to the place of the parameter's.
+Under autocast, modules compute with 16 bits of a parameter that was loaded in fp32. All other code sees what plain
+torch shows: the type that was loaded, and the value of the master, or of the original, with all bits. To torch the
+parameter has 16 bits all the time, since torch makes another node for its gradient where the type changes. So a call
+that autograd records gets a stand-in (``_Alias`` in ``live_tensor.py``), whose gradient goes to the parameter's place.
 
 Code that goes around ``__torch_function__`` (an extension in C++ that was handed a released parameter) finds NaN.
 """
