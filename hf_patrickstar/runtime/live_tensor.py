@@ -1,6 +1,7 @@
 """What answers for a parameter whose value is in a chunk: how one call gets at its value, and its gradient."""
 
 import contextlib
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
