@@ -57,6 +57,7 @@ class FirstValues:
     workers: HostWorkers | None = None
 
     def __post_init__(self) -> None:
+        self.tensors = [*self.tensors]  # an engine that fails forgets its own
         self._tickets: dict[int, WorkTicket] = {}
         self._reader = Reader()
         self._unread: dict[int, torch.Tensor] = {}

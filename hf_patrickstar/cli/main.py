@@ -55,7 +55,7 @@ def _modules(words: Sequence[str]) -> Iterable[Any]:
     return export, env, plan, check, run, report, convert
 
 
-def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+def _parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hf-patrickstar", description="Fine-tune models that are too big for the device."
     )

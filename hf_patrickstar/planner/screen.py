@@ -61,8 +61,8 @@ def describe_memory(num_parameters: int, nbytes: int, machine: Machine, length: 
     num, whole = machine.num_devices, whole_host_nbytes(machine.name)
     host = f"{format_nbytes(machine.host_nbytes)} of the host"
     if whole is not None and num * machine.host_nbytes <= whole:
-        host += f", which has {format_nbytes(whole)}" + f" for all {num} devices" * (num > 1)
-    fits = "" if nbytes <= machine.device_nbytes + machine.host_nbytes else ", which is too little"
+        host += f" ({format_nbytes(whole)} in all{f', for {num} devices' if num > 1 else ''})"
+    fits = "" if nbytes <= machine.device_nbytes + machine.host_nbytes else ": too little"
     taken = "" if length is None else f" Sequences have {length} tokens (--seq-len)."
     return (
         f"Model data of {format_count(num_parameters)} parameters takes {format_nbytes(nbytes)}. "

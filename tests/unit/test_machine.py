@@ -183,7 +183,7 @@ def test_fewer_cores_bound_what_the_host_does():
 def test_known_machines_make_sense_and_are_read_back(tmp_path):
     path = tmp_path / "machine"
     for name, machine in MACHINES.items():
-        assert find_machine(name) is machine
+        assert find_machine(name) == machine
         assert machine.name == name
         assert machine.flops["float16"] > machine.flops["float32"]
         assert machine.device_bandwidth > machine.host_bandwidth > machine.pageable_bandwidth

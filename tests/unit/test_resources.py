@@ -67,6 +67,6 @@ def test_the_fewest_cores_of_all_processes_bound_the_machine_of_each(monkeypatch
 
 
 def test_a_machine_that_is_named_is_as_its_owner_says(monkeypatch):
-    assert choose(monkeypatch, 2, machine="h100") is MACHINES["h100"]
+    assert choose(monkeypatch, 2, machine="h100") == MACHINES["h100"]
     named = dataclasses.asdict(MACHINES["rtx4090"])
     assert choose(monkeypatch, 2, ("h100", 1), machine=named) == MACHINES["rtx4090"].shared_by(2)

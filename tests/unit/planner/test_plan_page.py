@@ -84,7 +84,7 @@ def test_the_page_has_the_figures_of_the_plan(written):
 
 def test_a_plan_that_does_not_fit_has_a_page_that_says_by_how_much(tmp_path, capsys):
     path = tmp_path / "small.html"
-    command = ["plan", MODEL, "--device-memory", str(MIB), "--host-memory", str(4 * MIB), "--no-advice"]
+    command = ["plan", MODEL, "--device-memory", str(MIB // 2), "--host-memory", str(4 * MIB), "--no-advice"]
     assert main([*command, "--html", str(path), "--json", str(tmp_path / "small.json")]) == 1
     plan = json.loads((tmp_path / "small.json").read_text())
     reader = PageReader(path.read_text(encoding="utf-8"))

@@ -268,7 +268,7 @@ def test_the_command_prints_a_screen_and_writes_json(tight, tmp_path, capsys):
     out, _ = capsys.readouterr()
     memory, *others = out.partition("gpt2:")[0], *out.partition("\nfits\n")[2].splitlines()
     assert memory.startswith("Model data of 0.7 M parameters takes ")
-    assert "of the host, which has 128.00 GiB." in joined(memory)
+    assert "of the host (128.00 GiB in all)." in joined(memory)
     assert joined(memory).endswith(" Sequences have 64 tokens (--seq-len).")
     first = "gpt2:... (0.7 M parameters), causal-lm, bf16, 2 x 64 tokens, all activations kept, on rtx4090 fits"
     assert first in joined(out)

@@ -271,7 +271,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert main([*command, "--no-advice", "--", script, *ARGUMENTS, "--output_dir", "mine", "--bf16", *CHUNKS]) == 0
     out, err = capsys.readouterr()
     headline = "train.py (42.3 K parameters), GPT2LMHeadModel, bf16, 2 x 16 tokens, all activations kept, on rtx"
-    assert out.splitlines()[1].startswith(headline)
+    assert headline in out.replace("\n", " ")
     assert "said" in err
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"], "nothing is written beside the script"
 

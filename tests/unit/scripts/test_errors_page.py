@@ -18,6 +18,21 @@ WITHOUT_REMEDY = {
     "checkpoint '<final>' was not written: <found> on rank <rank>. Earlier ones are as they were",
     "checkpoint '<final>' cannot be written: <found>. Earlier ones are as they were",
     "checkpoint '<final>' was not completed: <found>. Earlier ones are as they were",
+    # What helps depends on the run; it is found, and follows, when somebody reads them.
+    "<place> has too little memory: <bytes> more needed for '<owner>', <value> left of <bytes of needs>. <the table of "
+    "what takes memory>",
+    "<place> has too little memory for what a module computes: <need> of <bytes of limit> are needed there (<kind> "
+    "<size>). Chunks <index of other> are in use: it computes with <names>, a recomputed segment keeps all of its "
+    "parameters, and saved-tensors hooks that a module puts on itself keep those that they return as they are.",
+    "<setting> is too small for the gradients of group <index of chunk>: <need> of <bytes of limit> are needed there "
+    "(<kind> <size>).",
+    "host_budget and device_budget are together too small for the model data: <on host> (<kind> <bytes>), for which "
+    "the host has <host bytes>; the device, where a step needs <on device>, has <device bytes>, too little for the rest",
+    "<device>: out of memory. The micro-batch failed. Parameters and gradients are as before it. The device itself has "
+    "no more, which no setting changes: <failure>",
+    "<device>: out of memory. The micro-batch failed. Parameters are as before it. Parts of it had been added to "
+    "earlier micro-batches', so all gradients of this step are dropped. The device itself has no more, which no setting "
+    "changes: <failure>",
     # They check what the package itself hands over; a user meets none of them.
     "<what>: needs scratch space of <numels> elements and <numels> of fp32",
     "a buffer of shape <shape of buffer> is not <world size> equal slices one after the other",

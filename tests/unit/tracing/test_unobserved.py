@@ -636,10 +636,8 @@ def test_the_copy_has_types_shapes_strides_flags_and_ties():
     model.register_buffer("mask", torch.ones(4))
     inputs = (X, model.mask, [X, torch.zeros(3), torch.ones(4, 2).t(), torch.ones(1, 4).expand(3, 4)])
     with FakeTensorMode():
-        twin, (x, mask, copied) = copy_without_bytes(
-            (model, inputs), dtype_of=lambda _: torch.bfloat16, shapes={3: (9, 5)}
-        )
-    assert {(parameter.dtype, type(parameter)) for parameter in twin.parameters()} == {(torch.bfloat16, FakeTensor)}
+        twin, (x, mask, copied) = copy_without_bytes((model, inputs), shapes={3: (9, 5)})
+    assert {(parameter.dtype, type(parameter)) for parameter in twin.parameters()} == {(torch.float32, FakeTensor)}
     assert (twin.training, twin[0].training, twin[1].training) == (False, False, True)
     assert [parameter.requires_grad for parameter in twin[0].parameters()] == [True, False]
     assert (twin[0].weight is twin[2].weight, x is copied[0], mask is twin.mask) == (True, True, True)
