@@ -489,7 +489,8 @@ def test_it_says_what_binds_a_step_that_is_slower_than_its_bounds(tight):
     bound, chain = max(tight.speed.least_seconds, tight.speed.clipped_seconds), tight.speed.chain
     assert math.isclose(sum(chain.values()), tight.speed.seconds, rel_tol=0.01)
     for times, is_said in ((1.04, False), (1.1, True)):
-        speed = dataclasses.replace(tight.speed, seconds=times * bound, chain={"device": 0.5, "host": 0.25})
+        busy, chain = {**tight.speed.busy, "host": 0.5}, {"device": 0.5, "host": 0.25}
+        speed = dataclasses.replace(tight.speed, seconds=times * bound, chain=chain, busy=busy)
         told = describe(dataclasses.replace(tight, speed=speed))
         assert (" s. In turn: device 0.5 s, host 0.25 s" in told) == is_said
 

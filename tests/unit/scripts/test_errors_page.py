@@ -27,12 +27,13 @@ WITHOUT_REMEDY = {
     "<setting> is too small for the gradients of group <index of chunk>: <need> of <bytes of limit> are needed there "
     "(<kind> <size>).",
     "host_budget and device_budget are together too small for the model data: <on host> (<kind> <bytes>), for which "
-    "the host has <host bytes>; the device, where a step needs <on device>, has <device bytes>, too little for the rest",
+    "the host has <host bytes>; the device, where a step needs <on device>, has <device bytes>, too little for "
+    "the rest",
     "<device>: out of memory. The micro-batch failed. Parameters and gradients are as before it. The device itself has "
     "no more, which no setting changes: <failure>",
     "<device>: out of memory. The micro-batch failed. Parameters are as before it. Parts of it had been added to "
-    "earlier micro-batches', so all gradients of this step are dropped. The device itself has no more, which no setting "
-    "changes: <failure>",
+    "earlier micro-batches', so all gradients of this step are dropped. The device itself has no more, which no "
+    "setting changes: <failure>",
     # They check what the package itself hands over; a user meets none of them.
     "<what>: needs scratch space of <numels> elements and <numels> of fp32",
     "a buffer of shape <shape of buffer> is not <world size> equal slices one after the other",
