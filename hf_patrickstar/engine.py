@@ -144,7 +144,11 @@ class PatrickStarEngine:
         self._attached = True
         self._buffer_devices: list[tuple[torch.Tensor, torch.device]] = []
         self._first_values = FirstValues(
-            self.manager.tensors, self.collectives, self.weights.piece_numel, self._workers
+            self.manager.tensors,
+            self.collectives,
+            self.weights.piece_numel,
+            self.manager.originals,
+            self._workers,
         )
         with Gate(model.modules(), FORWARD + STATE_DICT) as gate:
             self._attach(given, gate, situation)
@@ -569,7 +573,8 @@ def _take_over(
 ) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
     """Detaches the engines of models that are parts of a model or around it, and of what the optimizers hold.
 
-    An engine that merely shares frozen parameters keeps them.
+    An engine that merely shares frozen parameters keeps them, unless it was made to train and its model has nothing
+    trainable any more: that of an adapter which was merged.
 
     Returns:
         Copies of gradients that no step has used yet.
@@ -578,7 +583,10 @@ def _take_over(
     for manager in managers_of(model.parameters()):
         other = manager.engine.model
         inside = ({*around.modules()}.intersection(roots_of(part)) for around, part in ((model, other), (other, model)))
-        if not any(inside) and not any(id(tensor.parameter) in held for tensor in manager.tensors):
+        present = {id(parameter) for parameter in other.parameters()}
+        own = [tensor for tensor in manager.tensors if tensor.spec.trainable]
+        is_over = bool(manager.engine.optimizers) and not any(id(tensor.parameter) in present for tensor in own)
+        if not (is_over or any(inside) or any(id(tensor.parameter) in held for tensor in manager.tensors)):
             continue
         waiting = [tensor.parameter for tensor in manager.tensors if manager.gradients.has(tensor)]
         found = ((parameter, parameter.grad) for parameter in waiting)

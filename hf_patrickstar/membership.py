@@ -350,7 +350,8 @@ class Membership:
         gradient, parameter.grad = parameter.grad, None
         tensor = self.payloads.make_tensor(spec, parameter, placement.offset_numel)
         chunk.add(tensor)
-        FirstValues([tensor], self.collectives, self.weights.piece_numel).move_in((), self.hooks.take_in)
+        values = FirstValues([tensor], self.collectives, self.weights.piece_numel, manager.originals)
+        values.move_in((), self.hooks.take_in)
         optimizer = self._optimizer_of(tensor)
         if optimizer is not None:
             optimizer.take_inner_state(tensor)

@@ -28,6 +28,7 @@ from hf_patrickstar.layout.specs import MASTER
 from hf_patrickstar.optim.workers import HostWorkers, WorkTicket
 from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.runtime.live_parameter import raw_data
+from hf_patrickstar.runtime.originals import Originals
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +49,14 @@ class FirstValues:
         tensors: The parameters, in model order.
         collectives: The processes that share them.
         piece_numel: Elements that each worker has in memory at once where values have to be converted.
+        originals: Keeps frozen values that no file has.
         workers: The workers; ``None`` for the thread of the caller alone.
     """
 
     tensors: Sequence[ManagedParameter]
     collectives: Collectives
     piece_numel: int
+    originals: Originals
     workers: HostWorkers | None = None
 
     def __post_init__(self) -> None:
@@ -121,6 +124,9 @@ class FirstValues:
                 if tensor.is_owned and tensor.is_rounded:
                     value, files = self._value_of(tensor), self._files
                     tensor.origin = origin_of(value) or (files.find(tensor, value) if files else None)
+                    if tensor.origin is None and self._has_value(tensor):
+                        part = self._reader.read(value, *tensor.part)
+                        self.originals.note_write(tensor, part)
                 tensor.move_in()
                 self._unread.pop(tensor.spec.index, None)
         finally:
@@ -169,18 +175,10 @@ class FirstValues:
 
     def _explain_origins(self) -> None:
         rounded = [tensor for tensor in self.tensors if tensor.is_owned and tensor.is_rounded]
-        lost = [tensor.spec.name for tensor in rounded if tensor.origin is None]
         if rounded:
-            text = "patrickstar: %d of %d frozen parameters are saved and merged with the values that their files have"
-            logger.info(text, len(rounded) - len(lost), len(rounded))
-        if lost:
-            logger.warning(
-                "patrickstar: %d frozen fp32 parameters ('%s' is the first) came from no safetensors file that is "
-                "there. They are computed with, saved and merged in 16 bits; pass frozen_master=true to keep all of "
-                "their bits, 4 bytes for each element",
-                len(lost),
-                lost[0],
-            )
+            num = len([tensor for tensor in rounded if tensor.origin is not None])
+            text = "patrickstar: %d of %d frozen parameters are read with more bits than are computed with"
+            logger.info(text, num, len(rounded))
 
     def _make_equal(self, buffers: Iterable[torch.Tensor]) -> None:
         """Sends the buffers of rank 0, and its parameters of which a sample differs, to all processes."""

@@ -105,8 +105,7 @@ class Autograd:
         Those of another engine, in whose forward this model is called, get no parameter of this one: they keep versions
         of tensors, and chunks are written whenever they come.
         """
-        place = getattr(pack, "__module__", None) or ""
-        is_engine = place.startswith(_PACKAGE) and place != __name__  # here it calls the user's
+        is_engine = str(getattr(pack, "__module__", None)).startswith(_PACKAGE)
 
         def pack_both(view: torch.Tensor) -> Any:
             with RAW():

@@ -115,7 +115,7 @@ class Originals:
             buffer = self._pool.allocate(Tier.HOST, own.numel(), own.dtype, _OWNER)
         except BudgetError:
             have = format_nbytes(self._pool.room(Tier.HOST))
-            why = f"host_budget has {have} left, too little for all bits of what is written to frozen parameters"
+            why = f"host_budget has {have} left, too little for all bits of frozen parameters that no file has"
             self._lose(tensor, why, f"; '{tensor.spec.name}' needs {format_need(own.nbytes)}")
             return
         tensor.origin = _Kept(buffer.copy_(own), tensor.part[0])

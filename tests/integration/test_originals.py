@@ -13,6 +13,8 @@ from trainers import arguments, smallest_budget
 from transformers import GPT2LMHeadModel, Trainer, TrainingArguments
 
 from hf_patrickstar import PatrickStarEngine, PatrickStarTrainer, PatrickStarTrainingArguments, deferred_weights
+from hf_patrickstar.errors import BudgetError
+from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 
 WEIGHT = "transformer.h.0.mlp.c_fc.weight"
@@ -176,15 +178,15 @@ def test_a_checkpoint_is_read_again(saved, tmp_path):
 
 
 def test_what_the_model_does_not_have_is_not_read(saved):
-    """Values that were changed by less than 16 bits can hold, before the engine was made."""
+    """Values that were changed by less than 16 bits can hold, before the engine was made, are kept."""
     model = GPT2LMHeadModel.from_pretrained(saved[0])
     changed = saved[1][WEIGHT].clone()
     changed[-1, -1] += 1e-7
     with torch.no_grad():
         model.get_parameter(WEIGHT).copy_(changed)
     engine = engage(model)
-    assert engine.manager.find(model.get_parameter(WEIGHT)).origin is None
-    assert torch.equal(model.state_dict()[WEIGHT], changed.bfloat16().float())
+    assert engine.ledger.owners(Tier.HOST)["original"] == changed.nbytes
+    assert torch.equal(model.state_dict()[WEIGHT], changed)
     assert_frozen(model.state_dict(), saved[1], but=[WEIGHT])
 
 
@@ -242,15 +244,24 @@ def test_a_model_of_the_hub(saved, tmp_path, monkeypatch):
     assert_frozen(model.state_dict(), saved[1])
 
 
-def test_weights_that_came_from_no_file_are_told_at_once(caplog):
-    """They are saved as they were rounded, which nobody should find out later."""
+def test_weights_that_came_from_no_file_are_kept_if_the_host_has_room(caplog, monkeypatch):
+    """Else they are read as they were rounded, which nobody should find out later."""
     model = make_model("gpt2")
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
     with caplog.at_level(logging.WARNING, "hf_patrickstar"):
         engage(model)
-    (text,) = [record.getMessage() for record in caplog.records]
-    assert "frozen fp32 parameters ('transformer.h." in text
-    assert "pass frozen_master=true to keep all of their bits" in text
-    caplog.clear()
-    with caplog.at_level(logging.WARNING, "hf_patrickstar"):
-        engage(make_model("gpt2"), frozen_master=True)
     assert not caplog.records
+    assert_frozen(model.state_dict(), expected)
+    allocate = PayloadPool.allocate
+
+    def full(self, tier, numel, dtype, owner, **kwargs):
+        if owner == "original":
+            raise BudgetError("full")
+        return allocate(self, tier, numel, dtype, owner, **kwargs)
+
+    monkeypatch.setattr(PayloadPool, "allocate", full)
+    with caplog.at_level(logging.WARNING, "hf_patrickstar"):
+        engage(make_model("gpt2"))
+    (text,) = [record.getMessage() for record in caplog.records]
+    assert "too little for all bits of frozen parameters that no file has" in text
+    assert "frozen parameters ('transformer.h." in text

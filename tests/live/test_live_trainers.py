@@ -379,20 +379,20 @@ def test_adapters_under_the_trainer(trainers, kind):
     trainers(script)
 
 
-@pytest.mark.parametrize("keeps_trainers", [False, True])
-def test_a_trained_model_gets_adapters_is_merged_and_trained_again(trainers, keeps_trainers):
+@pytest.mark.parametrize(("keeps_trainers", "bf16"), [(False, False), (True, False), (True, True)])
+def test_a_trained_model_gets_adapters_is_merged_and_trained_again(trainers, keeps_trainers, bf16):
     def script(make, note):
         model, kept = make_model("gpt2"), []
-        for number in range(3):
-            kept.append(make(model, max_steps=2))
+        for number in range(4):
+            kept.append(make(model, max_steps=2, bf16=bf16, factor=2.0))
             kept[-1].train()
             note_run(note, kept[-1])
             if not keeps_trainers:
                 kept.clear()
-            if number == 0:
-                model = peft.get_peft_model(model, lora())
-            elif number == 1:
+            if number in (1, 2):  # twice, as ReLoRA does
                 model = model.merge_and_unload().requires_grad_(True)
+            if number < 2:
+                model = peft.get_peft_model(model, lora())
         note("weights", model.state_dict())
 
     trainers(script)
