@@ -153,7 +153,7 @@ class Gradients:
             else:
                 self.make_ready(tensor)
         # Code that computes with all bits of a value gives gradients with more bits than its place has.
-        is_apart = tensor.is_needed_at_home or torch.promote_types(gradient.dtype, chunk.dtype) is not chunk.dtype
+        is_apart = tensor.is_needed_at_home or gradient.dtype.itemsize > chunk.dtype.itemsize
         if tensor.gradient is _PARAM:
             self.move_to_list(tensor)
         if self.accumulate or is_apart or tensor.gradient is _LIST or not chunk.has_list(MASTER):
