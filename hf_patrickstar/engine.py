@@ -5,6 +5,7 @@ moves values and attaches hooks, so a construction that fails leaves the model a
 """
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import os
@@ -66,7 +67,7 @@ class PatrickStarEngine:
     The model is changed in place and stays the user's model: same class, same modules, same ``Parameter`` objects.
     While the engine is attached, a parameter has its shape and type, but storage only while a module computes with it.
     A parameter is in one engine. Another engine is detached if its model is a part of this one, or this one a part of
-    it, or if it has parameters of the optimizer; its own optimizers go on as torch's.
+    it, or if it has parameters of the optimizer; its own optimizers go on as torch's, also if this engine fails.
 
     Args:
         model: The model, on the host or on the compute device; several that share an optimizer are given as one
@@ -133,7 +134,7 @@ class PatrickStarEngine:
         self.estimated = self._decisions.estimate_cost(situation, known, self._rules, fills_margin=self._fills_margin())
         expected = self._decisions.expected(situation, known, self.estimated)
         if known.traces and self._decisions.taken_nbytes(situation, known, self._rules) is None:
-            known = KnownTraces(known.key)  # a step that no plan has room for is looked at before it begins
+            known = dataclasses.replace(known, traces={})  # a step without room is looked at before it begins
         logger.info("patrickstar: %s", expected)
         self._emit(ModelDecided(expected))
         self._payloads = Payloads(self.resources, self._decisions, self._kernels)
@@ -593,6 +594,8 @@ def _take_over(
         gradients += [(parameter, gradient.clone()) for parameter, gradient in found if gradient is not None]
         logger.info("patrickstar: detached the engine of %s, whose parameters are in this model", type(other).__name__)
         manager.engine.detach()
+    for parameter, gradient in gradients:
+        parameter.grad = gradient  # where it stays if this engine fails
     return gradients
 
 

@@ -160,7 +160,7 @@ class Ledger:
         """Lets the next question measure anew, because non-model data was freed or allocated; see ``one_reading``."""
         self._reading = None
 
-    def _read(self) -> int:
+    def measured_nbytes(self) -> int:
         """Bytes on ``DEVICE`` that are there now and not booked."""
         if self._reading is not None:
             return self._reading
@@ -171,7 +171,7 @@ class Ledger:
 
     def non_model_nbytes(self) -> int:
         """Bytes on ``DEVICE`` that are not booked: there now, or known to be needed before the next moment."""
-        return max(self._read(), self.reserved_nbytes)
+        return max(self.measured_nbytes(), self.reserved_nbytes)
 
     def note_total(self, non_model_nbytes: int) -> None:
         """Notes non-model bytes that were measured on ``DEVICE`` beside the bytes that are booked now."""
@@ -197,7 +197,7 @@ class Ledger:
         if measures:
             there = self._reading
             if there is None:
-                there = self._read()
+                there = self.measured_nbytes()
             if there > non_model:
                 non_model = there
         free, chunk_budget = limit - used - non_model, self.chunk_budget
@@ -248,7 +248,7 @@ class Ledger:
             available, non_model = self.available(tier, cautious=False), self.non_model_nbytes()
             if is_allocated:
                 # Booking takes the bytes out of the measured non-model data, but not out of the reserved bytes.
-                rest = max(self._read() - nbytes, self.reserved_nbytes, 0)
+                rest = max(self.measured_nbytes() - nbytes, self.reserved_nbytes, 0)
                 available, non_model = available + non_model - rest, rest
                 self.read_again()
             return available, non_model

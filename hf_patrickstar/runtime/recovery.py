@@ -99,6 +99,7 @@ class Recovery:
         state = _State(self._device, self._buffers)
         manager, changes = self._manager, ["anything"]
         for attempt in range(1, max_retries + 2):
+            there = manager.ledger.measured_nbytes()
             try:
                 result = function()
                 self._num_calm_runs += 1
@@ -111,16 +112,14 @@ class Recovery:
                 said = str(error.args[0] if error.args else error).partition("\n")[0]
                 # The frames of the failed attempt hold its activations.
                 traceback.clear_frames(error.__traceback__)
-                may_change = had_plan or manager.activations.may_be_eager or manager.placement.may_leave_device
-                if attempt > max_retries or (is_own and not (changes and may_change)):
-                    with manager.model_lock.held("to undo a micro-batch"):
-                        self._reset()
-                        state.restore()
+                with manager.model_lock.held("to undo a micro-batch"):
+                    self._reset()
+                    state.restore()
+                    freed = ["with memory that Python had not freed yet"] * (manager.ledger.measured_nbytes() < there)
+                    may_change = had_plan or manager.activations.may_be_eager or manager.placement.may_leave_device
+                    if attempt > max_retries or (is_own and not (freed or (changes and may_change))):
                         raise self._given_up(error, attempt, more)  # noqa: B904, its cause is set
-            with manager.model_lock.held("to repeat a micro-batch"):
-                self._reset()
-                changes = self._make_careful(had_plan, in_pieces, is_own)
-                state.restore()
+                    changes = [*self._make_careful(had_plan, in_pieces, is_own), *freed]
             self._emit(MicroBatchRepeated(attempt, is_defragmented=changes == [_IN_PIECES]))
             logger.warning(
                 "patrickstar: out of memory on %s; the micro-batch is repeated (%d of %d) %s (%s)",

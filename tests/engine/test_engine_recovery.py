@@ -1,15 +1,18 @@
 """Out of memory in a step: the micro-batch is repeated, and nothing is lost, doubled or drawn anew."""
 
+import gc
+import random
+
 import pytest
 import torch
 from engine.pairs import Pair
 from engine.same import assert_same, copied, values_of
-from engine.small import WIDTH, Stack, adamw, batch, loss_of, sgd
+from engine.small import WIDTH, Stack, adamw, batch, loss_of, make, sgd
 from simulated import simulated_streams
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_patrickstar import BudgetError, DeviceMemoryError
+from hf_patrickstar import BudgetError, DeviceMemoryError, PatrickStarEngine
 from hf_patrickstar.events import MicroBatchRepeated
 
 SITUATIONS = ("moving",)
@@ -283,3 +286,46 @@ def test_a_budget_of_the_engine_that_was_too_tight_once_is_made_do_with():
     pair.step()
     assert pair.engine.stats()["device_total_peak_nbytes"] <= 30000
     assert torch.isfinite(pair.ours(batch())).all()
+
+
+def test_memory_that_python_has_not_freed_yet_is_a_reason_to_repeat():
+    """Tensors in reference cycles of earlier steps: without them the micro-batch has room, with no other change."""
+
+    class Changing(nn.Module):
+        """Takes its blocks in another order, and not all of them, so that no step has a plan."""
+
+        def __init__(self):
+            super().__init__()
+            self.num = 0
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)) for _ in range(6)
+            )
+
+        def forward(self, x):
+            self.num += 1
+            order = random.Random(self.num).sample(range(6), 4 + self.num % 3)
+            for place in order:
+                x = x + self.blocks[place](x)
+            return x
+
+    class Cycle:
+        def __init__(self, nbytes):
+            self.own, self.memory = self, torch.zeros(nbytes // 4)
+
+    def learn():
+        loss = model(torch.randn(128, 64)).square().mean()
+        Cycle(400 * 2**10)
+        engine.backward(loss)
+
+    gc.disable()
+    try:
+        model = make(Changing)
+        config = {"device_budget": 1700 * 2**10, "host_budget": "1GiB"}
+        engine = PatrickStarEngine(model, config, adamw(model.parameters()), device="cpu")
+        for _ in range(8):
+            engine.attempt(learn)
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        assert engine.stats()["retries"]
+    finally:
+        gc.enable()
