@@ -16,7 +16,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("auto", "fp32", "bf16", "fp16"),
     "reduce_dtype": ("auto", "fp32"),
     "state_dtype": ("auto", "bf16"),
-    "optimizer_format": ("auto", "sharded", "torch", "both"),
+    "optimizer_format": ("auto", "sharded", "torch"),
 }
 
 
@@ -100,8 +100,7 @@ class PatrickStarConfig:
             an error is raised at the next checkpoint, or when training ends.
         optimizer_format: The format of the optimizer's state in checkpoints. ``"torch"``: one process writes
             ``optimizer.pt``, from which the stock Trainer resumes. ``"sharded"``: each process writes its part.
-            ``"auto"``: the first with one process, the second with several. ``"both"``: twice the disk space. All are
-            exact.
+            ``"auto"``: the first with one process, the second with several. All are exact.
         process_wait_s: How long a process waits for the others at a call that all must make (evaluation, saving,
             reading parameters) before it raises ``CollectiveError``. A slow file system needs more. With 0 or ``None``
             only the timeout of the process group counts.
@@ -135,7 +134,7 @@ class PatrickStarConfig:
     keep_gradients: bool | Literal["auto"] = "auto"
     reuse_plan: bool = True
     background_save: bool = False
-    optimizer_format: Literal["auto", "sharded", "torch", "both"] = "auto"
+    optimizer_format: Literal["auto", "sharded", "torch"] = "auto"
     process_wait_s: float | None = 60.0
     debug_collectives: bool = False
     debug_evict_all: bool = False

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _ADAPTER_NAME = "adapter_model.safetensors"
+_NUM_WATCHED = 100
+"""Losses and norms after a resume that are looked at."""
 
 
 class Checkpoints(Transactions):
@@ -59,7 +61,8 @@ class Checkpoints(Transactions):
         self._manager = manager
         self._weights = weights
         self.state = state
-        self._loaded: str | None = None  # as long as all losses and norms since were finite
+        self._loaded = ""
+        self._num_watched = 0  # losses and norms that are still to be looked at since something was loaded
         self._is_alone = manager.sharing.is_alone
         self._is_told = self._is_alone or collectives.rank > 0 or config.optimizer_format != "auto"
 
@@ -99,12 +102,12 @@ class Checkpoints(Transactions):
         """
         if self.state.is_empty:
             return
-        place, form, is_alone = directory or checkpoint.path, self._config.optimizer_format, self._is_alone
-        checkpoint.form = form if form != "auto" else "torch" if is_alone and paths is None else "sharded"
-        checkpoint.paths = paths or torch_paths(place, len(self.state.optimizer))
-        if checkpoint.form != "torch":
+        place, form = directory or checkpoint.path, self._config.optimizer_format
+        is_torch = form == "torch" or (form == "auto" and self._is_alone and paths is None)
+        checkpoint.paths = (paths or torch_paths(place, len(self.state.optimizer))) if is_torch else ()
+        if not is_torch:
             file = self.state.begin_save(place, with_index=self._collectives.rank in checkpoint.makers)
-        elif is_alone:
+        elif self._is_alone:
             file, _ = begin_torch_state(self.state, checkpoint.paths)
         else:
             return
@@ -126,12 +129,12 @@ class Checkpoints(Transactions):
         if self.state.is_empty:
             return
         is_maker, final = self._collectives.rank in checkpoint.makers, checkpoint.staged.final
-        if checkpoint.form == "both" or (checkpoint.form == "torch" and not self._is_alone):
+        if checkpoint.paths and not self._is_alone:
             file, held = begin_torch_state(self.state, checkpoint.paths)
             with self._manager.sharing.led(lambda number: held[number], is_reader=is_maker):
                 if is_maker:
                     file.write(piece_numel=self._weights.piece_numel)
-        if checkpoint.form != "torch" and is_maker:
+        if is_maker and not checkpoint.paths:
             write_read_me(directory or checkpoint.path, final)
         if not self._is_told:
             self._is_told = True
@@ -210,9 +213,8 @@ class Checkpoints(Transactions):
         self._manager.sharing.enter("loads weights")
         self.wait()
         found = self.together(lambda: find_weights(self._model, path, self._manager.values.device))
-        self.load_parts(found, state_directory)
         self._loaded = str(path)
-        return found
+        return self.load_parts(found, state_directory)
 
     def _find_all(self, directory: str | os.PathLike[str]) -> FoundWeights:
         """The weights in a directory; raises ``CheckpointError`` if a parameter has none."""
@@ -296,7 +298,7 @@ class Checkpoints(Transactions):
                 self._apply(found, masters)
                 self._manager.end_loading()
         self._manager.sharing.meet("loads a checkpoint")  # one process may have a slower disk
-        self._loaded = self._loaded if state_directory is None else str(state_directory)
+        self._loaded, self._num_watched = str(state_directory or self._loaded), _NUM_WATCHED
         return found
 
     def _load_state(self, load: Callable[[], None]) -> None:
@@ -314,14 +316,19 @@ class Checkpoints(Transactions):
     def note(self, value: torch.Tensor | None, what: str) -> None:
         """Warns of the first value since something was loaded that is not finite.
 
+        Only the first values are looked at: each look waits for the device.
+
         Args:
             value: A loss, or the norm of gradients.
             what: What it is.
         """
-        if self._loaded is not None and value is not None and not bool(value.detach().isfinite().all()):
+        if value is None or not self._num_watched:
+            return
+        self._num_watched -= 1
+        if not bool(value.detach().isfinite().all()):
             text = "patrickstar: first %s not finite since '%s' was loaded. Is it damaged? hf-patrickstar check %s"
             logger.warning(text, what, self._loaded, self._loaded)
-            self._loaded = None
+            self._num_watched = 0
 
     def check_state(self, directory: str | os.PathLike[str], *, is_verified: bool = False) -> None:
         """Makes sure that a training state, if one is there, can be loaded; all processes call it together.

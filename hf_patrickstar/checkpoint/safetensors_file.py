@@ -29,7 +29,6 @@ from hf_patrickstar.checkpoint.storage import (
     checksum,
     damaged,
     missing_file,
-    replace_file,
     replaced,
 )
 from hf_patrickstar.errors import CheckpointError
@@ -257,7 +256,7 @@ def write_safetensors(
     piece_numel: int = PIECE_NUMEL,
     on_written: Callable[[str], None] = lambda name: None,
 ) -> None:
-    """Writes a file in pieces; when it returns, all of the file is on the disk.
+    """Writes a file in pieces, which appears when all of it is on the disk, or not at all.
 
     Args:
         path: The file; an older one is replaced.
@@ -322,8 +321,8 @@ def streamed_writing(piece_numel: int) -> Iterator[None]:
         ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
         # If several processes write, each has a file system of its own, and a console too.
         with shown((), f"Writing {Path(filename).name}", "tensors", is_first=True, total=len(tensors)) as bar:
-            write = functools.partial(write_safetensors, tensors=ordered, metadata=metadata, piece_numel=piece_numel)
-            replace_file(Path(filename), functools.partial(write, on_written=lambda name: bar.update()))
+            write = functools.partial(write_safetensors, filename, ordered, metadata, piece_numel=piece_numel)
+            write(on_written=lambda name: bar.update())
 
     with replaced(SAVE_FILE, save_file):
         yield

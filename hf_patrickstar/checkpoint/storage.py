@@ -24,7 +24,7 @@ import sys
 import tempfile
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -225,21 +225,29 @@ class NewFile(io.FileIO):
     @classmethod
     @contextlib.contextmanager
     def opened(cls, path: str | os.PathLike[str], nbytes: int) -> Iterator["NewFile"]:
-        """Opens a file for writing; when the block has ended, all of it is on the disk.
+        """Opens a file for writing; it appears when the block has ended and all of it is on the disk, or not at all.
 
         Args:
-            path: The file; an older one is replaced.
+            path: The file; an older one is replaced at the end.
             nbytes: The size that it will have, for errors.
 
         Raises:
             CheckpointError: If it cannot be written; if the disk is full, the message has the bytes needed and free.
         """
+        path = Path(path)
+        temporary = path.with_name(f"_{path.name}.partial")
         try:
-            with cls(os.fspath(path), "wb") as file:
+            with cls(temporary, "wb") as file:
                 yield file
                 os.fsync(file.fileno())
-        except OSError as error:
+            os.replace(temporary, path)
+            _sync(path.parent)
+        except (OSError, RuntimeError) as error:
+            if isinstance(error, CheckpointError):
+                raise
             raise CheckpointError(describe_failure(path, error, nbytes)) from error
+        finally:
+            temporary.unlink(missing_ok=True)  # after a failure: frees room, if the disk is full
 
     def write(self, data: Any) -> int:
         """Writes all bytes, in several calls if the system accepts only a part at once.
@@ -297,29 +305,6 @@ def bytes_of(values: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Writes a file that appears complete or not at all.
-
-    Args:
-        path: The file; an older one is replaced at the end.
-        write: Writes the file at the temporary path that it gets, and syncs it.
-
-    Raises:
-        CheckpointError: If the file cannot be written.
-    """
-    temporary = path.with_name(f"_{path.name}.partial")
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-        _sync(path.parent)
-    except (OSError, RuntimeError) as error:
-        text = str(error).replace(str(temporary), str(path))
-        failure = text if isinstance(error, CheckpointError) else f"'{path}' cannot be written: {text}"
-        raise CheckpointError(failure) from error
-    finally:
-        temporary.unlink(missing_ok=True)  # after a failure: frees room, if the disk is full
-
-
 def _sync_tree(path: Path) -> None:
     """Waits until every file and directory in a directory is on the disk."""
     for folder, _, names in os.walk(path, topdown=False):
@@ -340,7 +325,7 @@ def _sync(path: Path) -> None:
 # Errors
 
 
-def describe_failure(path: str | os.PathLike[str], error: OSError, nbytes: int | None = None) -> str:
+def describe_failure(path: str | os.PathLike[str], error: Exception, nbytes: int | None = None) -> str:
     """The message of an error: a file cannot be written. If the disk is full, it has the bytes needed and left.
 
     Args:
@@ -348,9 +333,9 @@ def describe_failure(path: str | os.PathLike[str], error: OSError, nbytes: int |
         error: What was raised.
         nbytes: The size that it would have, if that is known.
     """
-    failure = f"'{path}' cannot be written: {error.strerror or error}"
-    if error.errno not in _FULL:
-        return f"{failure}; make it writable, or save to another directory"
+    failure = f"'{path}' cannot be written: {getattr(error, 'strerror', None) or error}"
+    if getattr(error, "errno", None) not in _FULL:
+        return failure + ("; make it writable, or save to another directory" if isinstance(error, OSError) else "")
     need = "more" if nbytes is None else format_need(nbytes)
     place = next(parent for parent in (Path(path), *Path(path).absolute().parents) if parent.exists())
     free = format_need(shutil.disk_usage(place).free)

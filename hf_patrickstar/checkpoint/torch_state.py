@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only, tree_map_with_path
 
 from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor, Reader, StreamedSource
 from hf_patrickstar.checkpoint.safetensors_file import CHECKSUMS, Entry, FileSource, SafetensorsFile, Unwritten
-from hf_patrickstar.checkpoint.storage import NewFile, byte_pieces, checksum, damaged, replace_file
+from hf_patrickstar.checkpoint.storage import NewFile, byte_pieces, checksum, damaged
 from hf_patrickstar.checkpoint.training_state import INDEX_NAME, Opened, SavedState, TrainingState
 from hf_patrickstar.checkpoint.weight_files import load_torch_file
 from hf_patrickstar.dist.sharing import Held
@@ -93,7 +93,7 @@ def begin_torch_state(saved: TrainingState, paths: Sequence[Path]) -> tuple[Unwr
 
     def write(**how: Any) -> None:
         for path, state_dict in zip(paths, state_dicts, strict=True):
-            replace_file(path, functools.partial(write_torch, value=state_dict, **how))
+            write_torch(path, state_dict, **how)
 
     tensors = {str(place): item.source for place, item in held.items() if isinstance(item.source, torch.Tensor)}
     chunks = {name: saved.manager.by_index[held[int(name)].spec.index].chunk for name in tensors}
@@ -226,7 +226,7 @@ def write_torch(
     piece_numel: int = PIECE_NUMEL,
     on_written: Callable[[str], None] = lambda name: None,
 ) -> None:
-    """Writes a file as ``torch.save`` does; when it returns, all of the file is on the disk. See [Note: the format].
+    """Writes a file as ``torch.save`` does, which appears when all of it is on the disk. See [Note: the format].
 
     Args:
         path: The file; an older one is replaced.
@@ -326,5 +326,5 @@ def export(directory: str | os.PathLike[str], output: str | os.PathLike[str] | N
     state_dicts = SavedState(directory).state_dicts()
     paths = torch_paths(first.parent, len(state_dicts), first.name)
     for path, state_dict in zip(paths, state_dicts, strict=True):
-        replace_file(path, functools.partial(write_torch, value=state_dict))
+        write_torch(path, state_dict)
     return paths

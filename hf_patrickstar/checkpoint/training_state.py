@@ -32,7 +32,7 @@ from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor, Read
 from hf_patrickstar.checkpoint.progress import shown
 from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile, Unwritten, write_safetensors
 from hf_patrickstar.checkpoint.state_files import SavedTensor
-from hf_patrickstar.checkpoint.storage import damaged, missing_file, replace_file
+from hf_patrickstar.checkpoint.storage import damaged, missing_file
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.layout.specs import MASTER
@@ -127,8 +127,7 @@ class TrainingState:
         path = directory / shard_name(self.collectives.rank, self.collectives.world_size)
         chunks = {key: tensor.chunk for key, tensor in owners.items()}
         metadata |= {"parts": json.dumps(parts)}
-        write = functools.partial(write_safetensors, tensors=tensors, metadata=metadata)
-        return Unwritten(path, tensors, chunks, lambda **how: replace_file(path, functools.partial(write, **how)))
+        return Unwritten(path, tensors, chunks, functools.partial(write_safetensors, path, tensors, metadata))
 
     def masters(self) -> dict[str, torch.Tensor]:
         """This rank's parts of the masters that the model's file does not have to the last bit, by name."""

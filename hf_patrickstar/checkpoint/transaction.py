@@ -69,8 +69,7 @@ class Checkpoint:
         staged: Its directory.
         makers: Each rank that makes and completes the directory, with the ranks that write into it. There is one such
             rank, or one on each disk if machines do not share a disk.
-        form: The format of the training state: ``"sharded"``, ``"torch"`` or ``"both"``.
-        paths: The files in torch's format.
+        paths: The files of the training state in torch's format; empty if each process writes its part.
         write: The part that this process writes in the background, or ``None``.
         on_commit: Called when the checkpoint is complete, by the process that completes it.
         error: Why the checkpoint could not be completed in the background.
@@ -79,7 +78,6 @@ class Checkpoint:
 
     staged: StagedDirectory
     makers: dict[int, list[int]] = dataclasses.field(default_factory=dict)
-    form: str = ""
     paths: Sequence[Path] = ()
     write: BackgroundWrite | None = None
     on_commit: Callable[[], None] = lambda: None

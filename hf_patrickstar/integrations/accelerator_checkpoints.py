@@ -83,8 +83,8 @@ class AcceleratorCheckpoints(Accelerator):
 
         Each process saves its part of the state of optimizers over chunks, in ``optimizer.index.json`` and the files
         that it names; the state of a second engine is in the directory ``optimizer_1``, and so on. With
-        ``optimizer_format`` ``"torch"`` or ``"both"``, the states are in ``optimizer.bin``, ``optimizer_1.bin`` and so
-        on, which Accelerate itself reads.
+        ``optimizer_format`` ``"torch"`` the states are in ``optimizer.bin``, ``optimizer_1.bin`` and so on, which
+        Accelerate itself reads.
 
         Args:
             output_dir: As for ``Accelerator.save_state``.
@@ -138,14 +138,14 @@ class AcceleratorCheckpoints(Accelerator):
     def _torch_paths(self, engine: PatrickStarEngine, checkpoint: Checkpoint) -> list[Path]:
         """The files from which Accelerate can read the states of an engine's optimizers; empty if it need not."""
         prepared = [unwrapped(item) for item in self._optimizers]
-        if engine.config.optimizer_format in ("auto", "sharded"):
+        if engine.config.optimizer_format != "torch":
             return []
         for optimizer in prepared:
             if not isinstance(optimizer, ChunkedOptimizer):
                 raise CheckpointError(
-                    f"optimizer_format='{engine.config.optimizer_format}' cannot be used with save_state: a prepared "
-                    f"{type(optimizer).__name__} is over no model in chunks, and Accelerate would give its file the "
-                    "name of another; set optimizer_format to 'sharded'"
+                    f"optimizer_format='torch' cannot be used with save_state: a prepared {type(optimizer).__name__} "
+                    "is over no model in chunks, and Accelerate would give its file the name of another; set "
+                    "optimizer_format to 'sharded'"
                 )
         paths = torch_paths(checkpoint.path, len(prepared), "optimizer.bin")
         return [paths[prepared.index(optimizer)] for optimizer in engine.optimizers]

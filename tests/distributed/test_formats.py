@@ -98,7 +98,7 @@ def test_the_first_save_says_how_pieces_are_exported(pair, tmp_path):
 
 def fail_to_write(rank, folder, failing):
     """The disk is full while ``optimizer.pt`` is written; the other process is told, and both go on."""
-    with engaged(build("gpt2", torch.float32), {"optimizer_format": "both"}) as engine:
+    with engaged(build("gpt2", torch.float32), {"optimizer_format": "torch"}) as engine:
         train_together(engine, hf_loss("gpt2"), steps=1)
         original = torch_state.byte_pieces
 
@@ -122,4 +122,4 @@ def fail_to_write(rank, folder, failing):
 def test_a_full_disk(pair, tmp_path):
     first, second = pair.run(fail_to_write, str(tmp_path), 0)
     assert first == second
-    assert {"README.md", "optimizer.index.json", "optimizer.pt", "optimizer-00002-of-00002.safetensors"} <= set(first)
+    assert "optimizer.pt" in first

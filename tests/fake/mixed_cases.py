@@ -457,8 +457,7 @@ def overflow():
 
 
 @case("sharded", False)
-@case("torch", False)
-@case("both", True)
+@case("torch", True)
 def checkpoint(optimizer_format, background):
     """A run goes on from a checkpoint, in another engine with other homes."""
     config = {"optimizer_format": optimizer_format, "background_save": background}

@@ -36,25 +36,20 @@ def state_of(engine):
 def test_each_trainer_goes_on_from_either_file(name, tmp_path):
     kwargs, theirs = OPTIMIZERS[name], stock(tmp_path / "stock", **OPTIMIZERS[name])
     run(theirs)
-    run(ours(tmp_path / "run", patrickstar_config=formatted("both", background_save=True), **kwargs))
-    place, original = tmp_path / "run/checkpoint-2", tmp_path / "stock/checkpoint-2"
-    assert names_in(place) == names_in(original) | SHARDED
-    sharded = shutil.copytree(place, tmp_path / "sharded")
-    (sharded / "optimizer.pt").unlink()
+    for form in ("torch", "sharded"):
+        run(ours(tmp_path / form, patrickstar_config=formatted(form, background_save=True), **kwargs))
+    original, place, sharded = (tmp_path / name / "checkpoint-2" for name in ("stock", "torch", "sharded"))
+    assert names_in(place) == names_in(original) == names_in(sharded) - SHARDED | {"optimizer.pt"}
     exported = shutil.copytree(sharded, tmp_path / "exported")
     assert main(["export", str(exported)]) == 0
-    for file in SHARDED:
-        (place / file).unlink()
     wanted, *files = (torch.load(folder / "optimizer.pt", weights_only=True) for folder in (original, place, exported))
     for found in files:
         assert same_bits(wanted["state"], found["state"])
         assert [group["lr"] for group in wanted["param_groups"]] == [group["lr"] for group in found["param_groups"]]
         assert [group["params"] for group in wanted["param_groups"]] == [g["params"] for g in found["param_groups"]]
-    for make, folder in (
-        *((stock, place), (ours, place), (without_chunks, place)),
-        *((stock, exported), (ours, original), (without_chunks, sharded)),
-    ):
-        other = make(tmp_path / make.__name__ / folder.name, model=make_model("gpt2", seed=3), **kwargs)
+    cases = (stock, place), (ours, place), (without_chunks, place), (stock, exported), (ours, original)
+    for number, (make, folder) in enumerate((*cases, (without_chunks, sharded))):
+        other = make(tmp_path / str(number), model=make_model("gpt2", seed=3), **kwargs)
         run(other, resume_from_checkpoint=str(folder))
         for key in ("loss", "grad_norm", "learning_rate"):
             assert logged(other, key) == logged(theirs, key)
@@ -142,6 +137,19 @@ def test_the_first_loss_after_a_resume_that_is_not_finite(tmp_path, caplog):
     assert main(["check", str(place)]) == 0  # what it names
 
 
+def test_later_losses_are_not_looked_at(tmp_path, caplog):
+    """Each look would wait for the device."""
+    engine = engaged()
+    engine.save_checkpoint(tmp_path / "c")
+    engine.load_checkpoint(tmp_path / "c")
+    for value in (None, *[1.0] * 100, float("nan")):
+        engine.checkpoints.note(value and torch.tensor(value), "loss")
+    assert caplog.messages == []
+    engine.load_checkpoint(tmp_path / "c")
+    engine.checkpoints.note(torch.tensor(float("nan")), "loss")
+    assert f"first loss not finite since '{tmp_path}/c' was loaded" in caplog.text
+
+
 def test_the_stock_trainer_begins_adam_anew_where_the_file_is_missing(tmp_path):
     """Which the README of the checkpoint warns of."""
     run(own := ours(tmp_path / "run", patrickstar_config=formatted("sharded")))
@@ -177,10 +185,11 @@ def test_a_model_that_is_trained_in_16_bit(tmp_path):
         return make_model("gpt2", seed).to(torch.bfloat16)
 
     theirs = stock(tmp_path / "stock", model=make(0))
-    own = ours(tmp_path / "own", model=make(0), patrickstar_config={"optimizer_format": "both"})
+    own = ours(tmp_path / "own", model=make(0), patrickstar_config={"optimizer_format": "sharded"})
     run(theirs)
     run(own)
     places = tmp_path / "stock/checkpoint-2", tmp_path / "own/checkpoint-2"
+    export(places[1])
     found = [torch.load(place / "optimizer.pt", weights_only=True)["state"] for place in places]
     assert found[0][0]["exp_avg"].dtype == torch.bfloat16
     assert same_bits(*found)
@@ -254,7 +263,8 @@ def test_a_wrong_file_changes_nothing(damage, tmp_path):
     assert snapshot(tmp_path / "before") == snapshot(tmp_path / "after")
 
 
-def test_two_optimizers_and_what_is_in_no_chunk(tmp_path):
+@pytest.mark.parametrize("form", ["torch", "sharded"])
+def test_two_optimizers_and_what_is_in_no_chunk(form, tmp_path):
     """Each optimizer has its own file, and numbers its parameters as torch does; so it is with an exported one."""
 
     def make(seed):
@@ -276,27 +286,21 @@ def test_two_optimizers_and_what_is_in_no_chunk(tmp_path):
     plain = make(0)
     step(*plain)
     model, beside, optimizers = make(0)
-    engine = PatrickStarEngine(model, {"optimizer_format": "both"}, optimizers, device="cpu")
+    engine = PatrickStarEngine(model, {"optimizer_format": form}, optimizers, device="cpu")
     step(model, beside, engine.optimizers)
     engine.save_checkpoint(tmp_path / "c")
+    if form == "sharded":
+        assert "optimizer-others.safetensors" in names_in(tmp_path / "c")
+        assert main(["export", str(tmp_path / "c")]) == 0
+        assert main(["export", str(tmp_path / "c"), "--output", str(tmp_path / "x.pt")]) == 0
     expected = [optimizer.state_dict()["state"] for optimizer in plain[2]]
-    names = ("optimizer.pt", "optimizer_1.pt")
-
-    def saved():
-        return [torch.load(tmp_path / "c" / name, weights_only=True)["state"] for name in names]
-
     assert 0 in expected[1]
-    assert same_bits(expected, saved())
-    assert {"optimizer-others.safetensors", *names} <= names_in(tmp_path / "c")
-    for name in names:
-        (tmp_path / "c" / name).unlink()
-    assert main(["export", str(tmp_path / "c")]) == 0
-    assert same_bits(expected, saved())
-    assert main(["export", str(tmp_path / "c"), "--output", str(tmp_path / "x.pt")]) == 0
-    assert same_bits(expected[1], torch.load(tmp_path / "x_1.pt", weights_only=True)["state"])
+    for names in (("c/optimizer.pt", "c/optimizer_1.pt"), ("x.pt", "x_1.pt"))[: 1 + (form == "sharded")]:
+        found = [torch.load(tmp_path / name, weights_only=True)["state"] for name in names]
+        assert same_bits(expected, found)
     # And back: from torch's files alone.
     for path in (tmp_path / "c" / STATE_INDEX, *(tmp_path / "c").glob("optimizer-*")):
-        path.unlink()
+        path.unlink(missing_ok=True)
     model, beside, optimizers = make(3)
     again = PatrickStarEngine(model, {}, optimizers, device="cpu")
     again.load_checkpoint(tmp_path / "c")

@@ -205,7 +205,7 @@ def test_what_comes_back_is_what_was_kept(way, cls, tmp_path):
     assert_same_states(optimizer.state_dict(), engine.optimizer.state_dict())
 
 
-@pytest.mark.parametrize("way", ["state_dict", "sharded", "both"])
+@pytest.mark.parametrize("way", ["state_dict", "sharded", "torch"])
 def test_a_master_of_the_optimizer_beside_the_one_of_the_engine(way, tmp_path):
     """A model that was loaded in bf16 and has fp32 masters."""
     settings = {"dtype": torch.bfloat16}

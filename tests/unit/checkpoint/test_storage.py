@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hf_patrickstar.checkpoint import storage
-from hf_patrickstar.checkpoint.storage import StagedDirectory, remove_checkpoint, remove_leftovers, replace_file
+from hf_patrickstar.checkpoint.storage import NewFile, StagedDirectory, remove_checkpoint, remove_leftovers
 from hf_patrickstar.errors import CheckpointError
 
 NO_ROOM = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -214,13 +214,10 @@ def test_only_the_first_process_completes_a_directory(tmp_path):
 
 
 @pytest.mark.parametrize("error", [NO_ROOM, RuntimeError("no room")])
-def test_replace_file_that_fails(error, tmp_path):
+def test_a_file_that_cannot_be_written(error, tmp_path):
     (tmp_path / "file").write_text("old")
-
-    def fail(temporary):
-        temporary.write_text("half")
+    failing = pytest.raises(CheckpointError, match=f"file' cannot be written: .*{error.args[-1]}")
+    with failing, NewFile.opened(tmp_path / "file", 8) as file:
+        file.write(b"half")
         raise error
-
-    with pytest.raises(CheckpointError, match=f"file' cannot be written: .*{error.args[-1]}"):
-        replace_file(tmp_path / "file", fail)
     assert contents(tmp_path) == {"file": "old"}

@@ -45,8 +45,7 @@ def begin(path, chunks, tensors=TENSORS):
     of = dict(zip(TENSORS, (chunks[0], chunks[0], chunks[0], chunks[1]), strict=True))
 
     def write(**how):
-        write = safetensors_file.write_safetensors
-        storage.replace_file(path, lambda place: write(place, tensors, {"format": "pt"}, **how))
+        safetensors_file.write_safetensors(path, tensors, {"format": "pt"}, **how)
 
     return BackgroundWrite(Unwritten(path, tensors, of, write), 3)
 
