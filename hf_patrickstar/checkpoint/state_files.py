@@ -201,17 +201,18 @@ def save_others(directory: Path, states: Mapping[str, Mapping[Any, Any]]) -> boo
     return has_any
 
 
-def read_others(directory: str | os.PathLike[str]) -> States:
+def read_others(directory: str | os.PathLike[str], *, is_needed: bool) -> States:
     """Reads the states that ``save_others`` wrote; empty if it wrote none.
 
     Args:
         directory: The directory of the training state.
+        is_needed: Whether it wrote some.
 
     Raises:
-        CheckpointError: If the file is damaged.
+        CheckpointError: If the file is damaged, or missing and needed.
     """
     path, states = Path(directory) / OTHERS_NAME, States()
-    for place, key, value in unpack(SafetensorsFile(path), True) if path.is_file() else ():
+    for place, key, value in unpack(SafetensorsFile(path), True) if is_needed or path.is_file() else ():
         states.setdefault(place, {})[decoded(key)] = value.load() if isinstance(value, SavedTensor) else value
     return states
 

@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only, tree_map_with_path
 from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor, Reader, StreamedSource
 from hf_patrickstar.checkpoint.safetensors_file import CHECKSUMS, Entry, FileSource, SafetensorsFile, Unwritten
 from hf_patrickstar.checkpoint.storage import NewFile, byte_pieces, checksum, damaged
-from hf_patrickstar.checkpoint.training_state import INDEX_NAME, Opened, SavedState, TrainingState
+from hf_patrickstar.checkpoint.training_state import INDEX_NAME, SavedState, TrainingState
 from hf_patrickstar.checkpoint.weight_files import load_torch_file
 from hf_patrickstar.dist.sharing import Held
 from hf_patrickstar.errors import CheckpointError
@@ -108,13 +108,18 @@ def _packed(state_dict: dict[str, Any]) -> dict[str, Any]:
     return copy | ({SAVED_MASTER: masters} if masters else {})
 
 
-def open_torch_state(optimizers: OptimizerSet, directory: str | os.PathLike[str], *, is_verified: bool) -> Opened:
+def open_torch_state(
+    optimizers: OptimizerSet, directory: str | os.PathLike[str], *, is_verified: bool
+) -> tuple[Callable[[], None], set[str]]:
     """Checks saved states against optimizers.
 
     Args:
         optimizers: The optimizers over chunks.
         directory: The directory of ``optimizer.pt``.
         is_verified: See ``TrainingState.open``.
+
+    Returns:
+        See ``TrainingState.open``.
 
     Raises:
         CheckpointError: If a file is missing or damaged, or belongs to other optimizers, parameters or groups.
@@ -124,7 +129,7 @@ def open_torch_state(optimizers: OptimizerSet, directory: str | os.PathLike[str]
     paths = torch_paths(directory, len(optimizers))
     for number, (path, groups) in enumerate(zip(paths, optimizers.placed_groups(), strict=True)):
         names = [name for group in groups for name in group]
-        found.append(TorchFile(path, names).value)
+        found.append(TorchFile(path).value)
         try:
             optimizers.check_state_dict(number, found[-1])
         except ValueError as error:
@@ -142,11 +147,10 @@ class TorchFile(SafetensorsFile):
 
     Args:
         path: The file.
-        names: The names of parameters by number, for errors.
 
     Attributes:
-        value: What was saved. Scalars, tensors that share memory or are not contiguous, and with ``names`` what is no
-            state of a parameter, are not deferred.
+        value: What was saved. Scalars, tensors that share memory or are not contiguous, and what is no state of an
+            optimizer, are not deferred.
 
     Raises:
         CheckpointError: If the file is missing, damaged, or has an object that ``weights_only`` of torch refuses.
@@ -154,31 +158,20 @@ class TorchFile(SafetensorsFile):
 
     value: dict[str, Any]
 
-    def __init__(self, path: Path, names: Sequence[str | None] = ()) -> None:
-        self._names = dict(enumerate(names))
-        super().__init__(path)
-
-        def settle(path: Any, leaf: Any) -> Any:
-            keys = [getattr(step, "key", None) for step in path[:2]]
-            is_state = keys[0] in ("state", SAVED_MASTER) and keys[-1] in self._names
-            return leaf if is_state or not isinstance(leaf, DeferredTensor) else Reader().read_whole(leaf)
-
-        self.value = tree_map_with_path(settle, self.value) if names else self.value
-
     def _read_header(self) -> tuple[dict[str, Entry], dict[str, str]]:
         entries: dict[str, Entry] = {}
 
         def find(path: Any, tensor: Any, outlined: Any) -> Any:
-            if type(tensor) is not torch.Tensor or not tensor.dim() or not tensor.is_contiguous():
+            keys = [str(getattr(step, "key", step)) for step in path]
+            is_state = keys[0] in ("state", SAVED_MASTER) and type(tensor) is torch.Tensor
+            if not is_state or not tensor.dim() or not tensor.is_contiguous():
                 return tensor
             start = getattr(outlined.untyped_storage(), "_checkpoint_offset", None)
             if start is None or tensor.untyped_storage().nbytes() != tensor.nbytes:
                 return tensor
-            keys = [getattr(step, "key", step) for step in path]
-            name = "/".join(str(self._names.get(key, key)) for key in keys)
-            entries[name] = Entry(tensor.dtype, tuple(tensor.shape), start)
-            pieces: Any = [(0, tensor.numel(), self, name)]
-            return DeferredTensor.make(FileSource(tuple(tensor.shape), tensor.dtype, pieces))
+            name, shape = "/".join(keys), tuple(tensor.shape)
+            entries[name] = Entry(tensor.dtype, shape, start)
+            return DeferredTensor.make(FileSource(shape, tensor.dtype, [(0, tensor.numel(), self, name)]))
 
         loaded = load_torch_file(self.path)
         outline = torch.load(self.path, map_location="meta", weights_only=True)

@@ -23,7 +23,7 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -41,11 +41,6 @@ from hf_patrickstar.optim.state import check_keys, check_shapes
 from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.runtime.manager import ChunkManager
 
-Opened: TypeAlias = tuple[Callable[[], None], set[str]]
-"""A function that loads a saved state, and the parameters whose masters it loads: their weights need not be read.
-
-If a state is damaged, the function raises ``CheckpointError``, and the optimizer has a part of the state.
-"""
 INDEX_NAME = "optimizer.index.json"
 _FORMAT, _VERSION = "hf_patrickstar.training_state", 1
 _README_TITLE = "## Training state of this checkpoint"
@@ -164,13 +159,19 @@ class TrainingState:
         """The parameters with optimizer states of which this rank has a part at home, in the order of chunks."""
         return [t for chunk in self.manager.chunks if chunk.spec.is_updated for t in chunk.owned]
 
-    def open(self, directory: str | os.PathLike[str], *, is_verified: bool = False) -> Opened:
+    def open(
+        self, directory: str | os.PathLike[str], *, is_verified: bool = False
+    ) -> tuple[Callable[[], None], set[str]]:
         """Checks a saved state against this optimizer.
 
         Args:
             directory: The directory of the state, which any number of processes may have saved.
             is_verified: Whether all checksums are verified now, and not only those of masters: they need not be if the
                 optimizer has no state that could be lost, since loading verifies them, too.
+
+        Returns:
+            A function that loads the state, and the parameters whose masters it loads: their weights need not be read.
+            If a state is damaged, it raises ``CheckpointError``, and the optimizer has a part of the state.
 
         Raises:
             CheckpointError: If a file is missing or damaged, or the state belongs to another optimizer, or to other
@@ -197,7 +198,7 @@ class TrainingState:
         for tensor in self.manager.tensors:
             if tensor.chunk.spec.is_updated:
                 self._check_tensor(saved, tensor, is_verified=is_verified)
-        if unknown := sorted(saved.others.keys() - optimizer.other_places()):
+        if unknown := sorted(saved.others.keys() - optimizer.other_states().keys()):
             raise CheckpointError(
                 f"'{saved.path.with_name(state_files.OTHERS_NAME)}' has a state of parameter {unknown[0]}, which has "
                 "none outside of chunks here; prepare the same optimizers in the same order"
@@ -220,7 +221,7 @@ class TrainingState:
         if not tensor.is_owned:
             return  # its owner checks
         saved.check_complete(name, *tensor.part, is_verified=is_verified)
-        state, places = saved.state_of(name), self.optimizer.state_places(tensor)
+        state, places = saved.state_of(name), self.optimizer.kernel_of(tensor).state_places(tensor)
         try:
             check_shapes(tensor, state, places)
             check_keys(tensor, state, places)
@@ -236,11 +237,12 @@ class TrainingState:
         reader, optimizer = Reader(), self.optimizer
         for tensor in shown(self.owned(), "Reading training state", "tensors", is_first=self.collectives.rank == 0):
             name, start = tensor.spec.name, tensor.part[0]
-            state, places = saved.state_of(name), optimizer.state_places(tensor)
+            state, kernel = saved.state_of(name), optimizer.kernel_of(tensor)
+            places = kernel.state_places(tensor)
             for key in places.keys() & state.keys():
                 reader.fill(places[key], state.pop(key), start)
             found = {key: reader.read_whole(v) if isinstance(v, DeferredTensor) else v for key, v in state.items()}
-            optimizer.load_own_state(tensor, found)
+            kernel.load_own_state(tensor, found)
         for tensor in self.owned():  # when no state can be damaged any more
             if (master := saved.states.get(tensor.spec.name, {}).get(MASTER)) is not None:
                 source = DeferredTensor.make(master)
@@ -290,13 +292,11 @@ class SavedState:
             names = [str(name) for name in index["files"]]
             has_others = bool(index.get("has_others"))  # older files lack it
         except FileNotFoundError as error:
-            raise CheckpointError(_missing(self.path)) from error
+            advice = f"delete every optimizer-* and {INDEX_NAME} there, to go on with optimizer.pt or a new optimizer"
+            raise CheckpointError(f"{missing_file(self.path)}; or {advice}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(damaged(f"'{self.path}' is not the index of a training state: {error}")) from error
-        others = self.path.with_name(state_files.OTHERS_NAME)
-        if has_others and not others.is_file():
-            raise CheckpointError(_missing(others))
-        self.others = state_files.read_others(directory)
+        self.others = state_files.read_others(directory, is_needed=has_others)
         for number, group in enumerate(self.groups):
             group.update(self.others.pop(f"{state_files.GROUP}{number}", {}))
         self.states: dict[str, dict[str, Any]] = {}
@@ -376,9 +376,3 @@ class SavedState:
                         state[place] = found
             state_dicts.append({"state": {**state, **self.others.get(f"{number}.-1", {})}, "param_groups": packed})
         return state_dicts
-
-
-def _missing(path: Path) -> str:
-    """The message of an error: a file is missing without which the other files of the state cannot be read."""
-    advice = f"delete every optimizer-* and {INDEX_NAME} there, to go on with optimizer.pt or with a new optimizer"
-    return f"{missing_file(path)}; or {advice}"

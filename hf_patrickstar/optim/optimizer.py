@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from hf_patrickstar.events import Listener, StepFinished
 from hf_patrickstar.interrupts import held_back
@@ -28,6 +27,7 @@ from hf_patrickstar.optim.state import (
     load_states_outside,
     pack_state,
     pair_up,
+    read,
     states_outside,
 )
 from hf_patrickstar.runtime.chunk import Chunk, GradientPlace, ManagedParameter
@@ -500,15 +500,15 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             tensor = self._manager.find(parameter)
             if tensor is not None and self._updates(tensor):
                 places = self.kernel.state_places(tensor) if tensor.is_owned else {}
-                state = {k: v if k in places else _read(v) for k, v in state.items() if k != SAVED_MASTER}
+                state = {k: v if k in places else read(v) for k, v in state.items() if k != SAVED_MASTER}
                 if tensor.is_owned:
                     self.kernel.load_tensor_state(tensor, state)
             elif state and (tensor is None or tensor.spec.trainable):
-                self.inner.state[parameter] = copy.deepcopy({key: _read(value) for key, value in state.items()})
+                self.inner.state[parameter] = copy.deepcopy({key: read(value) for key, value in state.items()})
         for parameter, state in pairs:  # when no state can turn out to be damaged any more
             tensor = self._manager.find(parameter)
             if SAVED_MASTER in state and tensor is not None and self._updates(tensor):
-                self._manager.writes.apply(tensor, _read(state[SAVED_MASTER]))  # also in copies on other ranks
+                self._manager.writes.apply(tensor, read(state[SAVED_MASTER]))  # also in copies on other ranks
         load_entries(self.inner, state_dict)
         call_hooks(self._optimizer_load_state_dict_post_hooks, self)
 
@@ -574,8 +574,3 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             return
         self.inner.add_param_group(param_group)
         self._manager.has_new_groups = True
-
-
-def _read(value: Any) -> Any:
-    """Reads tensors that are still in a file, which are on the meta device."""
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.cpu() if tensor.is_meta else tensor, value)

@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from hf_patrickstar.optim.kernel import Kernel
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
 from hf_patrickstar.runtime.chunk import ManagedParameter
@@ -40,15 +38,7 @@ class OptimizerSet:
 
     def own_state(self, tensor: ManagedParameter) -> dict[str, Any]:
         """See ``Kernel.own_state``."""
-        return self._kernel_of(tensor).own_state(tensor)
-
-    def state_places(self, tensor: ManagedParameter) -> dict[str, torch.Tensor]:
-        """See ``Kernel.state_places``."""
-        return self._kernel_of(tensor).state_places(tensor)
-
-    def load_own_state(self, tensor: ManagedParameter, state: Mapping[str, Any]) -> None:
-        """See ``Kernel.load_own_state``; the caller has filled the tensors of ``state_places``."""
-        self._kernel_of(tensor).load_own_state(tensor, dict(state))
+        return self.kernel_of(tensor).own_state(tensor)
 
     def placed_groups(self) -> list[list[list[str | None]]]:
         """For each optimizer and group the names of parameters in the optimizer's chunks, ``None`` for others.
@@ -91,15 +81,12 @@ class OptimizerSet:
             for place, state in optimizer.other_states().items()
         }
 
-    def other_places(self) -> set[str]:
-        """The places that ``other_states`` may have."""
-        return set(self.other_states())
-
     def load_other_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """See ``ChunkedOptimizer.load_other_states``."""
         for number, optimizer in enumerate(self._optimizers):
             places = {place: states.get(f"{number}.{place}", {}) for place in optimizer.other_states()}
             optimizer.load_other_states(places)
 
-    def _kernel_of(self, tensor: ManagedParameter) -> Kernel:
+    def kernel_of(self, tensor: ManagedParameter) -> Kernel:
+        """The kernel that updates a parameter."""
         return self._optimizers[tensor.chunk.spec.optimizer_index].kernel

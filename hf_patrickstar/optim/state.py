@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from hf_patrickstar.layout.specs import MASTER
 from hf_patrickstar.memory.operators import unseen
@@ -238,7 +239,12 @@ def load_entries(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
     """Replaces what a user's optimizer keeps under keys that are no parameters by copies of what a state has."""
     numbers = {number for group in state_dict["param_groups"] for number in group["params"]}
     found = {key: value for key, value in state_dict["state"].items() if key not in numbers}
-    _replace_entries(optimizer, copy.deepcopy(found))
+    _replace_entries(optimizer, copy.deepcopy(read(found)))
+
+
+def read(value: Any) -> Any:
+    """Reads tensors that are still in a file, which are on the meta device."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.cpu() if tensor.is_meta else tensor, value)
 
 
 def _replace_entries(optimizer: torch.optim.Optimizer, entries: Mapping[Any, Any]) -> None:
