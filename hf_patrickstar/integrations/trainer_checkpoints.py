@@ -206,12 +206,9 @@ class TrainerCheckpoints(_AnyTrainer):
     def _load_weights(self, engine: PatrickStarEngine, directory: str, state_directory: str | None = None) -> None:
         engine.follow_model()
         found = engine.checkpoints.load_weights(directory, state_directory)
-        if hasattr(self.model, "_keys_to_ignore_on_save"):  # the Trainer's warning needs this attribute
+        left_out = getattr(self.model, "_keys_to_ignore_on_save", None)
+        with having(self.model, "_keys_to_ignore_on_save", left_out):  # which the Trainer's warnings need
             self._issue_warnings_after_load(found)
-            return
-        for keys, what in ((found.missing_keys, "missing"), (found.unexpected_keys, "unexpected")):
-            if keys:
-                logger.warning("There were %s keys in the checkpoint model loaded: %s.", what, keys)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Reads the weights that were left for now, and this process's part of the optimizer's state."""
