@@ -208,15 +208,10 @@ class TrainingState:
 
     def _check_tensor(self, saved: "SavedState", tensor: ManagedParameter, *, is_verified: bool) -> None:
         name = tensor.spec.name
-        if name not in saved.shapes:
+        if (shape := saved.shapes.get(name)) != tensor.spec.shape:  # in the groups there, so it has one there
             raise CheckpointError(
-                f"'{saved.path}' has no parameter '{name}': it was frozen when the state was saved, or had another "
-                "name; freeze and name parameters in the same way, or load the weights alone, as a model"
-            )
-        if saved.shapes[name] != tensor.spec.shape:
-            raise CheckpointError(
-                f"'{saved.path}': parameter '{name}' has shape {saved.shapes[name]}, in the model {tensor.spec.shape}; "
-                "make the model with the configuration that it was saved with"
+                f"'{saved.path}': parameter '{name}' has shape {shape}, in the model {tensor.spec.shape}; make the "
+                "model with the configuration that it was saved with"
             )
         if not tensor.is_owned:
             return  # its owner checks

@@ -204,8 +204,8 @@ MISFITS = {
         "param group 0 has 1 parameters, and 1 here; 'a' is only in one",
     ),
     "frozen before": (
-        lambda index: index["parameters"].pop("b"),
-        "has no parameter 'b': it was frozen when the state was saved",
+        lambda index: [index["parameters"].pop("b"), index["param_groups"][1]["params"].remove("b")],
+        "param group 1 has 0 parameters, and 1 here; 'b' is only in one",
     ),
     "another shape": (
         lambda index: index["parameters"]["w"].update(shape=[4, 3]),
