@@ -237,7 +237,7 @@ class NewFile(io.FileIO):
         path = Path(path)
         temporary = path.with_name(f"_{path.name}.partial")
         try:
-            with cls(temporary, "wb") as file:
+            with cls(str(temporary), "wb") as file:
                 yield file
                 os.fsync(file.fileno())
             os.replace(temporary, path)
