@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -87,13 +87,15 @@ class Checkpoints(Transactions):
             self.end_state(checkpoint)
 
     @unseen()
-    def begin_state(self, checkpoint: Checkpoint, directory: Path | None = None) -> None:
+    def begin_state(
+        self, checkpoint: Checkpoint, directory: Path | None = None, paths: Sequence[Path] | None = None
+    ) -> None:
         """Starts a thread in each process that saves its part of the training state; the model may be saved meanwhile.
 
         Args:
             checkpoint: The checkpoint.
-            directory: Where in it each process writes its part; by default the checkpoint itself, in the format that
-                was chosen.
+            directory: Where in it; by default the checkpoint itself.
+            paths: The files in torch's format, one for each optimizer; by default ``optimizer.pt`` and so on.
 
         Raises:
             CheckpointError: If the index cannot be written, or a state cannot be saved without pickling it.
@@ -101,8 +103,8 @@ class Checkpoints(Transactions):
         if self.state.is_empty:
             return
         place, form = directory or checkpoint.path, self._config.optimizer_format
-        is_torch = directory is None and (form == "torch" or (form == "auto" and self._is_alone))
-        checkpoint.paths = torch_paths(place, len(self.state.optimizer)) if is_torch else []
+        is_torch = form == "torch" or (form == "auto" and self._is_alone and paths is None)
+        checkpoint.paths = (paths or torch_paths(place, len(self.state.optimizer))) if is_torch else ()
         if not is_torch:
             file = self.state.begin_save(place, with_index=self._collectives.rank in checkpoint.makers)
         elif self._is_alone:

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from hf_patrickstar.checkpoint.storage import missing_file, remove_checkpoint
 from hf_patrickstar.checkpoint.torch_state import torch_paths
 from hf_patrickstar.checkpoint.training_state import has_training_state
+from hf_patrickstar.checkpoint.transaction import Checkpoint
 from hf_patrickstar.checkpoint.weight_files import FoundWeights, find_weights
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.errors import CheckpointError
@@ -81,8 +82,9 @@ class AcceleratorCheckpoints(Accelerator):
         """Saves as ``Accelerator.save_state`` does; the directory appears when all of it is on the disk.
 
         Each process saves its part of the state of optimizers over chunks, in ``optimizer.index.json`` and the files
-        that it names; the state of a second engine is in the directory ``optimizer_1``, and so on. Accelerate itself
-        reads the ``optimizer.bin`` that ``hf-patrickstar export`` writes.
+        that it names; the state of a second engine is in the directory ``optimizer_1``, and so on. With
+        ``optimizer_format`` ``"torch"`` the states are in ``optimizer.bin``, ``optimizer_1.bin`` and so on, which
+        Accelerate itself reads.
 
         Args:
             output_dir: As for ``Accelerator.save_state``.
@@ -114,9 +116,9 @@ class AcceleratorCheckpoints(Accelerator):
         with first.checkpoints.writing(final) as checkpoint:
             for engine, directory in zip(trained[1:], _state_directories(checkpoint.path, trained)[1:], strict=True):
                 directory.mkdir(exist_ok=True)
-                engine.checkpoints.begin_state(checkpoint, directory)
+                engine.checkpoints.begin_state(checkpoint, directory, self._torch_paths(engine, checkpoint))
                 engine.checkpoints.end_state(checkpoint, directory)
-            first.checkpoints.begin_state(checkpoint, checkpoint.path)
+            first.checkpoints.begin_state(checkpoint, None, self._torch_paths(first, checkpoint))
             with contextlib.ExitStack() as stack, self._without_chunked_optimizers():
                 # The streamed engine comes last: where it is read, other processes wait until all has been saved.
                 for engine in sorted(engines, key=lambda engine: engine is first):
@@ -132,6 +134,21 @@ class AcceleratorCheckpoints(Accelerator):
             if is_numbered:
                 checkpoint.on_commit = self._rotate
         return final
+
+    def _torch_paths(self, engine: PatrickStarEngine, checkpoint: Checkpoint) -> list[Path]:
+        """The files from which Accelerate can read the states of an engine's optimizers; empty if it need not."""
+        prepared = [unwrapped(item) for item in self._optimizers]
+        if engine.config.optimizer_format != "torch":
+            return []
+        for optimizer in prepared:
+            if not isinstance(optimizer, ChunkedOptimizer):
+                raise CheckpointError(
+                    f"optimizer_format='torch' cannot be used with save_state: a prepared {type(optimizer).__name__} "
+                    "is over no model in chunks, and Accelerate would give its file the name of another; set "
+                    "optimizer_format to 'sharded'"
+                )
+        paths = torch_paths(checkpoint.path, len(prepared), "optimizer.bin")
+        return [paths[prepared.index(optimizer)] for optimizer in engine.optimizers]
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> Any:
         """Like ``Accelerator.get_state_dict``; while a model is saved, tied parameters have only their first name.
