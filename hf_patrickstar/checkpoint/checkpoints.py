@@ -326,8 +326,10 @@ class Checkpoints(Transactions):
             return
         self._num_watched -= 1
         if not bool(value.detach().isfinite().all()):
-            text = "patrickstar: first %s not finite since '%s' was loaded. Is it damaged? hf-patrickstar check %s"
-            logger.warning(text, what, self._loaded, self._loaded)
+            text = (
+                "patrickstar: the %s is not finite, for the first time since '%s' was loaded; to see whether its files "
+            )
+            logger.warning(f"{text}are damaged run: hf-patrickstar check %s", what, self._loaded, self._loaded)
             self._num_watched = 0
 
     def check_state(self, directory: str | os.PathLike[str], *, is_verified: bool = False) -> None:

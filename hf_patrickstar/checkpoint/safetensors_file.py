@@ -42,7 +42,7 @@ SAVE_FILE = (
     ("accelerate.utils.other", "safe_save_file"),
 )
 """Where libraries have ``safetensors.torch.save_file``, which ``streamed_writing`` replaces."""
-CHECKSUMS = "checksums"
+CHECKSUMS = "hf_patrickstar.checksums"
 """The entry of a file's metadata that has the checksums of each tensor: one of every ``piece_numel`` elements."""
 _ALIGNMENT = 8
 

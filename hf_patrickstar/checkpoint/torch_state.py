@@ -14,7 +14,6 @@ all at once. torch does not verify it, and reading would wait for it; so the rec
 has those of safetensors files (``storage.checksum``), by the byte at which a record begins.
 """
 
-import contextlib
 import functools
 import io
 import json
@@ -176,11 +175,19 @@ class TorchFile(SafetensorsFile):
         loaded = load_torch_file(self.path)
         outline = torch.load(self.path, map_location="meta", weights_only=True)
         self.value = tree_map_with_path(find, loaded, outline)
-        with contextlib.suppress(KeyError, zipfile.BadZipFile), zipfile.ZipFile(self.path) as archive:
-            saved = json.loads(archive.read(f"archive/{CHECKSUMS}"))
+        if not zipfile.is_zipfile(self.path):  # the format that torch had before 1.6
+            return entries, {}
+        try:
+            with zipfile.ZipFile(self.path) as archive:
+                saved = json.loads(archive.read(f"archive/{CHECKSUMS}"))
             saved["sums"] = {name: saved["sums"][str(entry.start)] for name, entry in entries.items()}
-            return entries, {CHECKSUMS: json.dumps(saved)}
-        return entries, {}
+        except KeyError:  # torch has written it
+            return entries, {}
+        except (zipfile.BadZipFile, ValueError) as error:
+            raise CheckpointError(
+                damaged(f"'{self.path}' has a record of checksums that cannot be read: {error}")
+            ) from error
+        return entries, {CHECKSUMS: json.dumps(saved)}
 
 
 class _Record(NamedTuple):

@@ -472,8 +472,10 @@ class Collectives:
     def close(self) -> None:
         """Destroys the groups that ``connect`` made; the group for data stays."""
         self._is_over.set()
-        made = {self.control, self._group, self._reductions} - {None, self._users}
-        self.control, self._group = None, self._users
+        # In the same order on all ranks: communicators may wait for each other.
+        made = [group for group in dict.fromkeys((self._reductions, self._group, self.control)) if group is not None]
+        made = [group for group in made if group is not self._users]
+        self.control, self._group, self._reductions = None, self._users, self._users
         self._last_reduction = None
         for group in made:
             # Where the default group was destroyed, these groups were destroyed with it.

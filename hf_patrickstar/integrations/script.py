@@ -18,6 +18,7 @@ it, and blocks of ``finally`` run as usual.
 import contextlib
 import functools
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -46,6 +47,9 @@ class StopScript(BaseException):
         super().__init__()
         self.value = value
 
+
+_SECRET = re.compile("token|key|password|secret", re.IGNORECASE)
+"""Names of arguments whose values are not repeated."""
 
 OnArguments = Callable[[TrainingArguments], None]
 OnTrain = Callable[[Trainer, Callable[..., Any]], Any]
@@ -136,9 +140,16 @@ def plan_command(num_processes: int) -> str:
     Args:
         num_processes: How many train together.
     """
+    script, *words = sys.argv or [""]
+    is_script = script.endswith(".py") and getattr(sys.modules["__main__"], "__spec__", None) is None
+    if not is_script or "ipykernel" in script:
+        return ""
+    for place, word in enumerate(words):
+        name, is_given, _ = word.partition("=")
+        if name.startswith("-") and _SECRET.search(name):  # errors go into logs and reports
+            words[place : place + 1 if is_given else place + 2] = [f"{name}=..."]
     processes = ["--processes", str(num_processes)] if num_processes > 1 else []
-    words = ["hf-patrickstar", "plan", "--machine", "this", *processes, "--", *sys.argv]
-    return shlex.join(words) if sys.argv[0].endswith(".py") else ""
+    return shlex.join(["hf-patrickstar", "plan", "--machine", "this", *processes, "--", script, *words])
 
 
 def touch_nothing(arguments: Any, directory: str, **more: Any) -> None:

@@ -133,7 +133,7 @@ def test_the_first_loss_after_a_resume_that_is_not_finite(tmp_path, caplog):
     damage(place / "model.safetensors")
     run(ours(tmp_path / "run", model=make_model("gpt2", 3)), resume_from_checkpoint=str(place))
     (warning,) = [text for text in map(logging.LogRecord.getMessage, caplog.records) if "not finite" in text]
-    assert f"first loss not finite since '{place}' was loaded" in warning
+    assert f"the loss is not finite, for the first time since '{place}' was loaded" in warning
     assert main(["check", str(place)]) == 0  # what it names
 
 
@@ -147,7 +147,7 @@ def test_later_losses_are_not_looked_at(tmp_path, caplog):
     assert caplog.messages == []
     engine.load_checkpoint(tmp_path / "c")
     engine.checkpoints.note(torch.tensor(float("nan")), "loss")
-    assert f"first loss not finite since '{tmp_path}/c' was loaded" in caplog.text
+    assert f"the loss is not finite, for the first time since '{tmp_path}/c' was loaded" in caplog.text
 
 
 def test_the_stock_trainer_begins_adam_anew_where_the_file_is_missing(tmp_path):
