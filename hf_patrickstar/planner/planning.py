@@ -21,7 +21,6 @@ from hf_patrickstar.memory.operators import without_modes
 from hf_patrickstar.memory.tiers import DEVICE_SHARE, HOST_SHARE, Tier
 from hf_patrickstar.needs import PLENTY_NBYTES, least
 from hf_patrickstar.plan_cache import keep_traces
-from hf_patrickstar.planner.kept import kept
 from hf_patrickstar.planner.optimizers import find_optimizer, optimizer_name
 from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse
 from hf_patrickstar.planner.simulation import OpsOf, Simulation, Trained, model_data, simulate
@@ -237,28 +236,21 @@ def _share(given: int | str | None, nbytes: int, share: float, name: str) -> int
 def plan_and_simulate(subject: Subject, training: TrainingSetup) -> tuple[Plan, Simulation | None]:
     """Plans the training of a model that was found already; returns the step of the plan, too, if it fits."""
 
-    def make() -> tuple[Plan, Simulation | None]:
-        try:
-            simulation = _simulate(subject, training)
-        except BudgetError:
-            return dataclasses.replace(_refusal(subject, training), settings=dict(training.settings)), None
-        plan = _plan_of(subject, training, simulation)
-        return plan, simulation if plan.fits else None
-
-    return kept("simulations", subject, training, training.times is not None, make)
+    try:
+        simulation = _simulate(subject, training)
+    except BudgetError:
+        return dataclasses.replace(_refusal(subject, training), settings=dict(training.settings)), None
+    plan = _plan_of(subject, training, simulation)
+    return plan, simulation if plan.fits else None
 
 
 def plan_if_fits(subject: Subject, training: TrainingSetup) -> Plan | None:
     """Plans as ``plan_and_simulate`` does; ``None`` if it does not fit, without finding out by how much."""
-
-    def make() -> Plan | None:
-        try:
-            plan = _plan_of(subject, training, _simulate(subject, training))
-        except BudgetError:
-            return None
-        return plan if plan.fits else None
-
-    return kept("plans", subject, training, training.times is not None, make)
+    try:
+        plan = _plan_of(subject, training, _simulate(subject, training))
+    except BudgetError:
+        return None
+    return plan if plan.fits else None
 
 
 def _plan_of(subject: Subject, given: TrainingSetup, simulation: Simulation) -> Plan:
@@ -407,10 +399,8 @@ def _fits(subject: Subject, given: TrainingSetup, machine: Machine) -> Plan | No
 
 
 def _simulate(subject: Subject, given: TrainingSetup, **settings: Any) -> Simulation:
-    of_model, same = _same(given)
     with _explained(subject, given):
-        trained = _trained(subject, given, settings, same)
-        return simulate(trained, given.machine_of_model(), _ops_of(subject, given, of_model, same))
+        return simulate(_trained(subject, given, settings), given.machine_of_model(), _ops_of(subject, given))
 
 
 @contextlib.contextmanager
@@ -456,16 +446,17 @@ def model_data_nbytes(subject: Subject, given: TrainingSetup) -> tuple[int, int]
     """
     machine = dataclasses.replace(given.machine, device_nbytes=PLENTY_NBYTES, host_nbytes=PLENTY_NBYTES)
     with _explained(subject, given):
-        return model_data(_trained(subject, given, {"chunk_budget": "auto"}, _same(given)[1]), machine)
+        return model_data(_trained(subject, given, {"chunk_budget": "auto"}), machine)
 
 
-def _same(given: TrainingSetup) -> tuple[dict[str, Any], tuple[object, ...]]:
-    """Settings that change what the model does, or its parameters, and what else does; not what becomes of chunks."""
-    of_model = {name: value for name, value in given.settings.items() if name not in _OF_CHUNKS}
-    return of_model, (of_model, given.num_micro_batches > 1, given.machine.has_accelerator)
+def _settings_of_model(given: TrainingSetup) -> dict[str, Any]:
+    """Settings that change what the model does, or its parameters; not what becomes of chunks."""
+    return {name: value for name, value in given.settings.items() if name not in _OF_CHUNKS}
 
 
-def _trained(subject: Subject, given: TrainingSetup, settings: Mapping[str, Any], same: tuple[object, ...]) -> Trained:
+def _trained(subject: Subject, given: TrainingSetup, settings: Mapping[str, Any]) -> Trained:
+    num, has_accelerator = given.num_micro_batches, given.machine.has_accelerator
+    known_by = "numbers", _settings_of_model(given), num > 1, has_accelerator, given.optimizer
     return Trained(
         subject.make_model,
         subject.find_optimizer(given.optimizer) or make_adamw,
@@ -473,7 +464,7 @@ def _trained(subject: Subject, given: TrainingSetup, settings: Mapping[str, Any]
         given.num_micro_batches,
         given.max_norm,
         given.world_size,
-        functools.partial(kept, "models", subject, (*same, given.optimizer), given.times is not None),
+        functools.partial(subject.once, known_by),
     )
 
 
@@ -482,27 +473,21 @@ def make_adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
 
-def _ops_of(subject: Subject, given: TrainingSetup, settings: dict[str, Any], same: tuple[object, ...]) -> OpsOf:
+def _ops_of(subject: Subject, given: TrainingSetup) -> OpsOf:
     """What the model does in a micro-batch; kept for plans of other budgets and machines."""
-    is_measured = given.times is not None
+    settings, num, has_accelerator = _settings_of_model(given), given.num_micro_batches, given.machine.has_accelerator
     micro_batch = MicroBatch(
-        subject.make_model,
-        subject.make_inputs,
-        subject.compute_loss,
-        settings,
-        num_micro_batches=given.num_micro_batches,
+        subject.make_model, subject.make_inputs, subject.compute_loss, settings, num_micro_batches=num
     )
-
     before: list[OpTrace] = []
 
-    @functools.cache
     def find(looked_up: frozenset[str]) -> OpTrace:
         def make() -> OpTrace | None:
-            setting = Setting(looked_up, given.machine.has_accelerator, given.times)
+            setting = Setting(looked_up, has_accelerator, given.times)
             with without_modes(), FakeTensors():  # embeddings are elsewhere, and all else is as it was before
                 return trace(micro_batch, setting, is_checked=not before, is_regular=bool(before))
 
-        found = kept("micro_batches", subject, (*same, sorted(looked_up)), is_measured, make)
+        found = subject.once(("ops", settings, num > 1, has_accelerator, given.times, sorted(looked_up)), make)
         if found is None:
             raise EngineError(
                 "what this model does depends on its data, or is something else each time; train a few steps instead "

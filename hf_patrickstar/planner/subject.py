@@ -7,8 +7,8 @@ import difflib
 import inspect
 import os
 import pathlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -41,6 +41,7 @@ _SIZES = (
     *_POSITIONS,
 )
 """What a model without has nothing to train."""
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +71,19 @@ class Subject:
     bits: int | None = None
     has_padding: bool = False
     is_packed: bool = False
+    _made: dict[str, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def once(self, parts: object, make: Callable[[], _T]) -> _T:
+        """What was made of this subject before, or else is made now: plans for other budgets need the same.
+
+        Args:
+            parts: What it depends on beside the subject, written alike by ``repr`` if it is alike.
+            make: Makes it.
+        """
+        key = repr(parts)
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]  # type: ignore[no-any-return]
 
     def make_model(self) -> torch.nn.Module:
         """Makes the model with random weights; called under fake tensors, where they take no memory."""
