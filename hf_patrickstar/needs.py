@@ -3,9 +3,8 @@
 import contextlib
 import copy
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
 
 import torch
 
@@ -27,6 +26,7 @@ TracesOn = Callable[[Layout, int], Iterable[Trace]]
 """Gives the traces of a step in a layout, with a device of so many bytes."""
 _STEPS = 128
 """Numbers that are tried between a power of two and the next one."""
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass
@@ -64,29 +64,49 @@ class Remedies:
         return f"What else helps: {', '.join(found)}.{more}"
 
 
-def least(fits: Callable[[int], Any], there: int) -> int:
+def least_budgets(
+    there: Mapping[str, int], fits: Callable[[Mapping[str, int]], _T | None]
+) -> tuple[dict[str, int], _T] | None:
     """The least memory that fits, of numbers less than 1 % apart: the same one, whatever there is.
 
+    One budget after the other is asked for, with those after it large enough.
+
     Args:
-        fits: Tries so many bytes.
-        there: Bytes that do not fit.
+        there: Bytes of each budget; where they suffice, they stay.
+        fits: Says what is so with these budgets, or ``None`` if that is not enough.
+
+    Returns:
+        Bytes of each, and what is so with them; ``None`` if no memory is enough.
     """
+    budgets = dict.fromkeys(there, PLENTY_NBYTES)
+    found = fits(budgets)
+    if found is None:
+        return None
+    for name, nbytes in there.items():
+        if nbytes < PLENTY_NBYTES:
+            budgets[name], found = _least(nbytes, lambda nbytes, name=name: fits({**budgets, name: nbytes}))
+    return budgets, found
+
+
+def _least(there: int, fits: Callable[[int], _T | None]) -> tuple[int, _T]:
+    """The least bytes that fit, from those on that there are, and what is so with them."""
 
     def nbytes(place: int) -> int:
-        return (_STEPS + place % _STEPS) << place // _STEPS
+        return there if place == first else (_STEPS + place % _STEPS) << place // _STEPS
 
     exponent = max(there.bit_length() - _STEPS.bit_length(), 0)
-    low = max(exponent * _STEPS + (there >> exponent) - _STEPS, 0)
-    high = low + 1
-    while not fits(nbytes(high)):
+    first = max(exponent * _STEPS + (there >> exponent) - _STEPS, 0)
+    low, high = first - 1, first
+    while (found := fits(nbytes(high))) is None:
         low, high = high, high + _STEPS
     while high - low > 1:
         middle = (low + high) // 2
-        if fits(nbytes(middle)):
-            high = middle
-        else:
+        made = fits(nbytes(middle))
+        if made is None:
             low = middle
-    return nbytes(high)
+        else:
+            high, found = middle, made
+    return nbytes(high), found
 
 
 def decide(model: torch.nn.Module, precision: str, situation: Situation) -> Decisions:
@@ -128,46 +148,41 @@ def describe_least(
         traces_on: What a step does; ``None`` if that is not known, nor what activations take. Then the host alone is
             asked for, with room for all chunks that do not all fit on the device.
     """
-    ledger, config = situation.resources.ledger, situation.config
-    there = {"device_budget": ledger.budget(Tier.DEVICE), "chunk_budget": ledger.chunk_budget}
-    there["host_budget"] = ledger.budget(Tier.HOST)
-    tried: dict[str, int] = dict.fromkeys(there, PLENTY_NBYTES)
-    taken = (0, 0)
+    ledger = situation.resources.ledger
+    there = {
+        "device_budget": ledger.budget(Tier.DEVICE),
+        "chunk_budget": PLENTY_NBYTES if ledger.chunk_budget is None else ledger.chunk_budget,
+        "host_budget": ledger.budget(Tier.HOST),
+    }
+    asked = {name: nbytes for name, nbytes in there.items() if traces_on is not None or name == "host_budget"}
 
-    def has_room(nbytes: int, name: str) -> bool:
-        nonlocal taken
-        tried[name] = nbytes
-        budgets = {Tier.DEVICE: tried["device_budget"], Tier.HOST: tried["host_budget"]}
-        ledger = Ledger(budgets, chunk_budget=None if there["chunk_budget"] is None else tried["chunk_budget"])
+    def taken(budgets: Mapping[str, int]) -> tuple[int, int] | None:
+        """What a step takes on the device; see ``Decisions.taken_nbytes``."""
+        device, chunks, host = {**there, **budgets}.values()
         collectives = copy.copy(situation.resources.collectives)
         collectives.__class__ = ImaginedCollectives
+        ledger = Ledger({Tier.DEVICE: device, Tier.HOST: host}, chunk_budget=chunks)
         resources = dataclasses.replace(situation.resources, ledger=ledger, collectives=collectives)
         other = dataclasses.replace(situation, resources=resources)
         try:
             decided = decide_for(numbers, other, in_use_nbytes)
         except BudgetError:
-            return False
+            return None
         if traces_on is None:
-            return not decided.homes.spilled
-        traces = {made.key: made for made in traces_on(decided.choice.layout, budgets[Tier.DEVICE])}
-        found = decided.taken_nbytes(other, KnownTraces("", traces), decided.rules(other))
-        taken = found or taken
-        return found is not None
+            return None if decided.homes.spilled else (0, 0)
+        traces = {made.key: made for made in traces_on(decided.choice.layout, device)}
+        return decided.taken_nbytes(other, KnownTraces("", traces), decided.rules(other))
 
-    words = []
-    for name, nbytes in there.items() if has_room(PLENTY_NBYTES, "host_budget") else ():
-        if nbytes is None or has_room(nbytes, name):
-            continue
-        if traces_on is None and name != "host_budget":
-            return ""  # the error says it, as far as it is known
-        fits = functools.partial(has_room, name=name)
-        enough = least(fits, nbytes)
-        fits(enough)  # what was tried last may have been less
-        of_machine = ", which the machine does not have" if getattr(config, name) == "auto" else ""
-        if traces_on is None:
-            return f"With a {name} of {name_budget(enough)}{of_machine}, the host has room for all chunks."
-        words.append(f"a {name} of at least {name_budget(enough)}{of_machine}")
-    if not words:
-        return ""
-    kinds = f"{format_nbytes(taken[0])} of activations and temporaries, and {format_nbytes(taken[1])} of chunks"
-    return f"The whole step needs {' and '.join(words)} ({kinds} on the device)."
+    found = least_budgets(asked, taken)
+    short = {} if found is None else {name: nbytes for name, nbytes in found[0].items() if nbytes > there[name]}
+    if found is None or not short:
+        return ""  # of a device that is too small for copies, the error says it
+    needs = [
+        f"a {name} of at least {name_budget(nbytes)}"
+        + ", which the machine does not have" * (getattr(situation.config, name) == "auto")
+        for name, nbytes in short.items()
+    ]
+    if traces_on is None:
+        return f"With {needs[0]}, the host has room for all chunks."
+    kinds = "{} of activations and temporaries, and {} of chunks".format(*map(format_nbytes, found[1]))
+    return f"The whole step needs {' and '.join(needs)} ({kinds} on the device)."

@@ -19,7 +19,7 @@ from hf_patrickstar.integrations.launched import measure_launched, threads_of_ea
 from hf_patrickstar.machine import Machine, find_machine
 from hf_patrickstar.memory.operators import without_modes
 from hf_patrickstar.memory.tiers import DEVICE_SHARE, HOST_SHARE, Tier
-from hf_patrickstar.needs import PLENTY_NBYTES, least
+from hf_patrickstar.needs import PLENTY_NBYTES, least_budgets
 from hf_patrickstar.plan_cache import keep_traces
 from hf_patrickstar.planner.optimizers import find_optimizer, optimizer_name
 from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse
@@ -36,12 +36,13 @@ from hf_patrickstar.tracing.masks import masks_of_batches
 from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
 from hf_patrickstar.tracing.recorder import Setting
 from hf_patrickstar.tracing.timing import OperatorTimes
-from hf_patrickstar.units import format_nbytes, format_need, parse_budget
+from hf_patrickstar.units import format_budget, format_nbytes, format_need, name_budget, parse_budget
 
 BESIDE = "other modules"
 """The kind of bytes on the device that modules beside the model take."""
 THIS = "this"
 """The machine at hand, which is measured."""
+_CHUNKS = "chunk_budget"
 _OF_CHUNKS = frozenset(
     {
         *("chunk_numel", "device_budget", "host_budget", "chunk_budget", "placement", "cpu_embedding", "eviction"),
@@ -235,11 +236,10 @@ def _share(given: int | str | None, nbytes: int, share: float, name: str) -> int
 
 def plan_and_simulate(subject: Subject, training: TrainingSetup) -> tuple[Plan, Simulation | None]:
     """Plans the training of a model that was found already; returns the step of the plan, too, if it fits."""
-
     try:
         simulation = _simulate(subject, training)
     except BudgetError:
-        return dataclasses.replace(_refusal(subject, training), settings=dict(training.settings)), None
+        return _refusal(subject, training), None
     plan = _plan_of(subject, training, simulation)
     return plan, simulation if plan.fits else None
 
@@ -327,80 +327,48 @@ _WORDS_OF_SEVERAL = {Lane.GATHERS: "gathers", Lane.REDUCTIONS: "reductions"}
 
 
 def _refusal(subject: Subject, given: TrainingSetup) -> Plan:
-    """The plan of a training that does not fit: the least memory that is enough, to a percent; see ``least``.
-
-    The device is asked for first, with a host that is large enough; then the host, with that device.
-    """
-    machine = given.machine
-    roomy = dataclasses.replace(machine, host_nbytes=PLENTY_NBYTES)
-
-    def with_device(nbytes: int) -> Plan | None:
-        return _fits(subject, given, dataclasses.replace(roomy, device_nbytes=nbytes))
-
-    device_nbytes = machine.device_nbytes
-    if with_device(device_nbytes) is None:
-        endless = dataclasses.replace(roomy, device_nbytes=PLENTY_NBYTES)
-        if _fits(subject, given, endless) is None:
-            return _refusal_by_settings(subject, given, endless)
-        device_nbytes = least(with_device, device_nbytes)
-    larger = dataclasses.replace(machine, device_nbytes=device_nbytes)
-    host_nbytes = machine.host_nbytes
-
-    def with_host(nbytes: int) -> Plan | None:
-        return _fits(subject, given, dataclasses.replace(larger, host_nbytes=nbytes))
-
-    enough = with_host(host_nbytes)
-    if enough is None:
-        host_nbytes = least(with_host, host_nbytes)
-        enough = with_host(host_nbytes)
-    assert enough is not None
-    tiers = {}
-    for name, nbytes in (("device", device_nbytes), ("host", host_nbytes)):
-        use, there = enough.tiers[name], getattr(machine, f"{name}_nbytes")
-        need = nbytes if nbytes > there else use.need_nbytes
-        tiers[name] = dataclasses.replace(use, budget_nbytes=there, need_nbytes=need)
-    return dataclasses.replace(enough, tiers=tiers, chunks=None, speed=None)
-
-
-def _refusal_by_settings(subject: Subject, given: TrainingSetup, endless: Machine) -> Plan:
-    """The plan where no memory is enough, because a setting limits what chunks may take.
+    """The plan of a training that does not fit: the least memory that is enough, to a percent; see ``least_budgets``.
 
     Raises:
-        ConfigError: If no setting does.
+        ConfigError: If no memory is enough.
     """
-    shortage = None
-    try:
-        _simulate(subject, dataclasses.replace(given, machine=endless), placement="host")
-    except (BudgetError, EngineError) as error:
-        shortage = str(error).splitlines()[0]
-    settings = {key: value for key, value in given.settings.items() if key != "chunk_budget"}
-    enough = _fits(subject, dataclasses.replace(given, settings=settings), endless)
-    if enough is None:
+    machine, limit = given.machine, given.settings.get(_CHUNKS, "auto")
+    limit = PLENTY_NBYTES if limit == "auto" else parse_budget(limit, _CHUNKS)
+    there = {"device": machine.device_nbytes, _CHUNKS: limit, "host": machine.host_nbytes}
+
+    def fits(budgets: Mapping[str, int]) -> Plan | None:
+        """The plan, if need be with all chunks on the host."""
+        larger = dataclasses.replace(machine, device_nbytes=budgets["device"], host_nbytes=budgets["host"])
+        settings = {**given.settings, _CHUNKS: format_budget(budgets[_CHUNKS])}
+        for more in ({}, {"placement": "host"}):
+            other = dataclasses.replace(given, machine=larger, settings={**settings, **more})
+            with contextlib.suppress(EngineError):  # steps do without plans where copies hardly have room
+                found = plan_if_fits(subject, other)
+                if found is not None:
+                    return found
+        return None
+
+    found = least_budgets(there, fits)
+    if found is None:
         raise ConfigError(
             f"batch of {subject.batch_size} x {subject.length}: a step takes more than "
             f"{format_nbytes(PLENTY_NBYTES)}, which cannot be planned; give a smaller batch size or length"
         )
+    least, enough = found
+    needs = {name: nbytes for name, nbytes in least.items() if nbytes > there[name]}
     tiers = {
-        name: dataclasses.replace(use, budget_nbytes=getattr(given.machine, f"{name}_nbytes"))
+        name: dataclasses.replace(use, budget_nbytes=there[name], need_nbytes=needs.get(name, use.need_nbytes))
         for name, use in enough.tiers.items()
     }
-    settings = dict(given.settings)
-    return dataclasses.replace(enough, settings=settings, tiers=tiers, chunks=None, speed=None, shortage=shortage)
+    words = f"{_CHUNKS} is too small: it must be at least {name_budget(needs[_CHUNKS])}" if _CHUNKS in needs else None
+    return dataclasses.replace(
+        enough, settings=dict(given.settings), tiers=tiers, chunks=None, speed=None, shortage=words
+    )
 
 
-def _fits(subject: Subject, given: TrainingSetup, machine: Machine) -> Plan | None:
-    """The plan on a machine, if need be with all chunks on the host; ``None`` if there is none."""
-    for settings in (given.settings, {**given.settings, "placement": "host"}):
-        with contextlib.suppress(EngineError):  # steps do without plans where copies hardly have room
-            found = plan_if_fits(subject, dataclasses.replace(given, machine=machine, settings=settings))
-            if found is not None:
-                return found
-    return None
-
-
-def _simulate(subject: Subject, given: TrainingSetup, **settings: Any) -> Simulation:
+def _simulate(subject: Subject, given: TrainingSetup) -> Simulation:
     with _explained(subject, given):
-        return simulate(_trained(subject, given, settings), given.machine_of_model(), _ops_of(subject, given))
+        return simulate(_trained(subject, given, {}), given.machine_of_model(), _ops_of(subject, given))
 
 
 @contextlib.contextmanager

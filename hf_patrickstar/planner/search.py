@@ -221,13 +221,17 @@ class _Search:
         size = self._scale.size(steps)
         self._progress(f"{_WORDS[self._goal]} {size}")
         self._num_plans += 1
-        return plan_if_fits(self._scale.change(size), self._given)
+        subject = self._scale.change(size)
+        plan = plan_if_fits(subject, self._given)
+        if plan is not None and plan.num_parameters not in self._model_nbytes:  # larger batches have the same model
+            self._model_nbytes[plan.num_parameters] = model_data_nbytes(subject, self._given)[1]
+        return plan
 
     def _guess(self) -> int:
         """The largest size that fits if bytes are linear in it, the smaller of both limits."""
         (before, earlier), (size, plan) = self._fitting[-2] if len(self._fitting) > 1 else (0, None), self._fitting[-1]
-        used = self._bytes(size, plan)
-        used_before = [(0, 0)] * len(used) if earlier is None else self._bytes(before, earlier)
+        used = self._bytes(plan)
+        used_before = [(0, 0)] * len(used) if earlier is None else self._bytes(earlier)
         guesses = []
         for (now, there), (then, _) in zip(used, used_before, strict=True):
             slope = (now - then) / (size - before)
@@ -235,7 +239,7 @@ class _Search:
                 guesses.append(size + int((there - now) / slope))
         return min(guesses, default=2 * size)
 
-    def _bytes(self, steps: int, plan: Plan) -> list[tuple[int, int]]:
+    def _bytes(self, plan: Plan) -> list[tuple[int, int]]:
         """Pairs of bytes that grow with the size and of the bytes that there may be.
 
         They are those of activations that have to be on the device, and those of model data and all activations on both
@@ -247,9 +251,6 @@ class _Search:
         activations = device.owners["non-model data"] + host.owners.get(ACTIVATIONS, 0)
         chunks = 2 * plan.chunks.numel
         room = device.budget_nbytes - device.owners.get(BESIDE, 0) - chunks
-        if plan.num_parameters not in self._model_nbytes:  # larger batches have the same model
-            subject = self._scale.change(self._scale.size(steps))
-            self._model_nbytes[plan.num_parameters] = model_data_nbytes(subject, self._given)[1]
         together = self._model_nbytes[plan.num_parameters] + activations
         return [(plan.speed.least_activation_nbytes, room), (together, room + host.budget_nbytes)]
 
