@@ -72,7 +72,7 @@ from peers import HOST_NBYTES
 from transformers import GPT2Config, LlamaConfig
 
 from hf_patrickstar.errors import EngineError
-from hf_patrickstar.machine import MACHINES, Machine, find_machine, peak
+from hf_patrickstar.machine import MACHINES, Card, Host, Machine, find_machine, peak
 from hf_patrickstar.memory.tiers import DEVICE_SHARE, HOST_SHARE, Tier
 from hf_patrickstar.planner.planning import arrange, plan_and_simulate, plan_if_fits
 from hf_patrickstar.schedule.bounds import ADAM_NBYTES
@@ -229,16 +229,7 @@ def of_node(machine: Machine, name: str, host_nbytes: int, num_devices: int = 1,
     return dataclasses.replace(machine, name=name, **shared)
 
 
-PC = peak(
-    "PC: 8 GB, 16 GB",
-    matmul={"float32": 6.5e12, "float16": 51.6e12},
-    memory=336e9,
-    bus=15.75e9,
-    host_memory=51.2e9,
-    cores=8,
-    device_gib=8,
-    host_gib=15,
-)
+PC = peak("PC: 8 GB, 16 GB", Card(51.6e12, 0.75, 6.5e12, 336e9, 15.75e9, 15.75e9, 8, (Host(51.2e9, 8, 15),) * 2, False))
 LINK = 0.8 * 150e9
 V100 = of_node(MACHINES["v100"], "V100, 240 GB", 240 * 10**9)
 V100_120 = of_node(MACHINES["v100"], "V100, 120 GB", 120 * 10**9)

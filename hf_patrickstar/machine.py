@@ -248,54 +248,7 @@ def name_of_products(key: str) -> str:
     return f"{kind} in {dtype}" if kind == "attention" else f"{kind} products in {dtype}".lstrip()
 
 
-def peak(
-    name: str,
-    *,
-    matmul: Mapping[str, float],
-    memory: float,
-    bus: float,
-    host_memory: float,
-    cores: int,
-    device_gib: float,
-    host_gib: float,
-    reached: float = 0.75,
-    **others: Any,
-) -> Machine:
-    """A machine from the figures of data sheets.
-
-    Programs reach less. Kernels reach 0.85 of the device's memory bandwidth (copies reached 0.83 on an H200), pinned
-    copies 0.8 of the bus (0.87 there) and pageable ones an eighth of that, the cores 0.75 of the host's memory
-    bandwidth, or 12 GB/s each where that is less. A core does 30 GFLOP/s.
-
-    Args:
-        name: What it is called.
-        matmul: Dense matrix products in FLOP/s, by type; in 16 bits with sums in fp32.
-        memory: Memory bandwidth of the device, bytes per second.
-        bus: Bandwidth of the bus in each direction, bytes per second.
-        host_memory: Memory bandwidth of the host for this device, bytes per second.
-        cores: Cores of the host for this device.
-        device_gib: Memory of the device, GiB.
-        host_gib: Memory of the host for this device, GiB.
-        reached: The share of ``matmul`` that large matrix products reach.
-        **others: Further fields of ``Machine``.
-    """
-    return Machine(
-        name=name,
-        flops={dtype: reached * rate for dtype, rate in matmul.items()},
-        device_nbytes=int(device_gib * GIB),
-        device_bandwidth=0.85 * memory,
-        to_device_bandwidth=0.8 * bus,
-        to_host_bandwidth=0.8 * bus,
-        pageable_bandwidth=0.8 * bus / 8,
-        host_nbytes=int(host_gib * GIB),
-        host_bandwidth=min(0.75 * host_memory, cores * 12e9),
-        host_flops=cores * 30e9,
-        num_cores=cores,
-        **others,
-    )
-
-
-class _Host(NamedTuple):
+class Host(NamedTuple):
     """The host of one device, and what several devices of its kind share.
 
     Attributes:
@@ -309,7 +262,7 @@ class _Host(NamedTuple):
     gib: int
 
 
-class _Card(NamedTuple):
+class Card(NamedTuple):
     """A device as its data sheet describes it; see ``docs/plan.md`` for the sources.
 
     Attributes:
@@ -321,6 +274,7 @@ class _Card(NamedTuple):
         link: Bandwidth to other devices in each direction, bytes per second.
         gib: Memory that the driver shows, GiB.
         hosts: The host of one device, and the one that several share.
+        has_bfloat16: Whether it computes in bfloat16.
     """
 
     matmul: float
@@ -330,57 +284,69 @@ class _Card(NamedTuple):
     bus: float
     link: float
     gib: float
-    hosts: tuple[_Host, _Host]
+    hosts: tuple[Host, Host]
+    has_bfloat16: bool = True
 
 
 _PCIE_3, _PCIE_4, _PCIE_5, _NVLINK_C2C = 15.75e9, 31.5e9, 63e9, 450e9
-_DESKTOP = (_Host(89.6e9, 16, 128),) * 2  # two channels of DDR5, however many cards there are
-_SERVER = _Host(204.8e9, 32, 256), _Host(409.6e9, 128, 2 * 512)  # a socket, and two, with eight channels of DDR4 each
-_SERVER_5 = _Host(307.2e9, 48, 512), _Host(614.4e9, 112, 2048)  # likewise of DDR5
-_GRACE = _Host(512e9, 72, 480), _Host(2 * 512e9, 144, 960)
-_PAPER = _Host(128e9, 12, 223), _Host(256e9, 96, 223)  # eight V100 share 240 GB; one of them may use all of it
+_DESKTOP = (Host(89.6e9, 16, 128),) * 2  # two channels of DDR5, however many cards there are
+_SERVER = Host(204.8e9, 32, 256), Host(409.6e9, 128, 2 * 512)  # a socket, and two, with eight channels of DDR4 each
+_SERVER_5 = Host(307.2e9, 48, 512), Host(614.4e9, 112, 2048)  # likewise of DDR5
+_GRACE = Host(512e9, 72, 480), Host(2 * 512e9, 144, 960)
+_PAPER = Host(128e9, 12, 223), Host(256e9, 96, 223)  # eight V100 share 240 GB; one of them may use all of it
 
-_CARDS: Mapping[str, _Card] = {
-    "v100": _Card(125e12, 0.75, 15.7e12, 900e9, _PCIE_3, 150e9, 32, _PAPER),
-    "rtx3090": _Card(71e12, 0.9, 35.6e12, 936e9, _PCIE_4, _PCIE_4, 24, _DESKTOP),
-    "rtx4090": _Card(165.2e12, 0.9, 82.6e12, 1008e9, _PCIE_4, _PCIE_4, 24, _DESKTOP),
-    "rtx5090": _Card(209.5e12, 0.9, 104.8e12, 1792e9, _PCIE_5, _PCIE_5, 31.8, _DESKTOP),
-    "a6000": _Card(154.8e12, 0.75, 38.7e12, 768e9, _PCIE_4, _PCIE_4, 48, _SERVER),
-    "l40s": _Card(362e12, 0.7, 91.6e12, 864e9, _PCIE_4, _PCIE_4, 45, _SERVER),
-    "rtx-pro-6000": _Card(503.8e12, 0.75, 126e12, 1792e9, _PCIE_5, _PCIE_5, 95.6, _SERVER_5),
-    "a100-40": _Card(312e12, 0.8, 19.5e12, 1555e9, _PCIE_4, 300e9, 40, _SERVER),
-    "a100-80": _Card(312e12, 0.8, 19.5e12, 2039e9, _PCIE_4, 300e9, 80, _SERVER),
-    "h100": _Card(989e12, 0.75, 66.9e12, 3350e9, _PCIE_5, 450e9, 80, _SERVER_5),
-    "gh200": _Card(989e12, 0.75, 66.9e12, 4000e9, _NVLINK_C2C, 450e9, 95.6, _GRACE),
-    "h200": _Card(989e12, 0.75, 66.9e12, 4800e9, _PCIE_5, 450e9, 140, _SERVER_5),
-    "b200": _Card(2250e12, 0.75, 75e12, 8000e9, _PCIE_5, 900e9, 179, _SERVER_5),
+_CARDS: Mapping[str, Card] = {
+    "v100": Card(125e12, 0.75, 15.7e12, 900e9, _PCIE_3, 150e9, 32, _PAPER, False),
+    "rtx3090": Card(71e12, 0.9, 35.6e12, 936e9, _PCIE_4, _PCIE_4, 24, _DESKTOP),
+    "rtx4090": Card(165.2e12, 0.9, 82.6e12, 1008e9, _PCIE_4, _PCIE_4, 24, _DESKTOP),
+    "rtx5090": Card(209.5e12, 0.9, 104.8e12, 1792e9, _PCIE_5, _PCIE_5, 31.8, _DESKTOP),
+    "a6000": Card(154.8e12, 0.75, 38.7e12, 768e9, _PCIE_4, _PCIE_4, 48, _SERVER),
+    "l40s": Card(362e12, 0.7, 91.6e12, 864e9, _PCIE_4, _PCIE_4, 45, _SERVER),
+    "rtx-pro-6000": Card(503.8e12, 0.75, 126e12, 1792e9, _PCIE_5, _PCIE_5, 95.6, _SERVER_5),
+    "a100-40": Card(312e12, 0.8, 19.5e12, 1555e9, _PCIE_4, 300e9, 40, _SERVER),
+    "a100-80": Card(312e12, 0.8, 19.5e12, 2039e9, _PCIE_4, 300e9, 80, _SERVER),
+    "h100": Card(989e12, 0.75, 66.9e12, 3350e9, _PCIE_5, 450e9, 80, _SERVER_5),
+    "gh200": Card(989e12, 0.75, 66.9e12, 4000e9, _NVLINK_C2C, 450e9, 95.6, _GRACE),
+    "h200": Card(989e12, 0.75, 66.9e12, 4800e9, _PCIE_5, 450e9, 140, _SERVER_5),
+    "b200": Card(2250e12, 0.75, 75e12, 8000e9, _PCIE_5, 900e9, 179, _SERVER_5),
 }
 """Devices from the cheapest to the dearest: a rough order of what an hour of one costs."""
 _MOST_DEVICES = 8
 """Devices of one host, at most."""
 
 
-def _machine(card: str, num: int = 1) -> Machine:
-    """The machine with so many devices of a kind."""
-    sheet = _CARDS[card]
-    host = sheet.hosts[num > 1]
-    narrow = {"float16": sheet.matmul} if card == "v100" else {"bfloat16": sheet.matmul, "float16": sheet.matmul}
-    return peak(
-        card if num == 1 else f"{num}x{card}",
-        matmul={"float32": sheet.float32, **narrow},
-        memory=sheet.memory,
-        bus=sheet.bus,
-        host_memory=host.memory / num,
-        cores=max(host.cores // num, 1),
-        device_gib=sheet.gib,
-        host_gib=host.gib / num,
-        reached=sheet.reached,
+def peak(name: str, card: Card, num: int = 1) -> Machine:
+    """A machine with so many devices of a kind, from the figures of data sheets.
+
+    Programs reach less. Kernels reach 0.85 of the device's memory bandwidth (copies reached 0.83 on an H200), pinned
+    copies 0.8 of the bus (0.87 there) and pageable ones an eighth of that, the cores 0.75 of the host's memory
+    bandwidth, or 12 GB/s each where that is less. A core does 30 GFLOP/s.
+
+    Args:
+        name: What it is called.
+        card: The device, and its host.
+        num: How many share the host.
+    """
+    host, narrow = card.hosts[num > 1], _NARROW if card.has_bfloat16 else ("float16",)
+    cores = max(host.cores // num, 1)
+    return Machine(
+        name=name,
+        flops={"float32": card.reached * card.float32, **dict.fromkeys(narrow, card.reached * card.matmul)},
+        device_nbytes=int(card.gib * GIB),
+        device_bandwidth=0.85 * card.memory,
+        to_device_bandwidth=0.8 * card.bus,
+        to_host_bandwidth=0.8 * card.bus,
+        pageable_bandwidth=0.8 * card.bus / 8,
+        host_nbytes=int(host.gib / num * GIB),
+        host_bandwidth=min(0.75 * host.memory / num, cores * 12e9),
+        host_flops=cores * 30e9,
+        num_cores=cores,
         num_devices=num,
-        link_bandwidth=0.8 * sheet.link if num > 1 else 0.0,
+        link_bandwidth=0.8 * card.link if num > 1 else 0.0,
     )
 
 
-MACHINES: Mapping[str, Machine] = {name: _machine(name) for name in _CARDS}
+MACHINES: Mapping[str, Machine] = {name: peak(name, card) for name, card in _CARDS.items()}
 """Machines with one device that are known by name, from the data sheets of their parts; see ``peak``."""
 BY_PRICE = (*_CARDS, "8xh100")
 """Machines from the cheapest to the dearest: a rough order of what an hour of one costs, without prices."""
@@ -402,16 +368,7 @@ CPU_TIER = Machine(
 )
 """A machine without an accelerator. Both tiers are the same memory: the optimizer costs the same on either."""
 
-ACCELERATOR = peak(
-    "accelerator",
-    matmul={"float32": 40e12, "bfloat16": 200e12},
-    memory=1200e9,
-    bus=31.5e9,
-    host_memory=150e9,
-    cores=16,
-    device_gib=40,
-    host_gib=256,
-)
+ACCELERATOR = peak("accelerator", Card(200e12, 0.75, 40e12, 1200e9, _PCIE_4, _PCIE_4, 40, (Host(150e9, 16, 256),) * 2))
 """An accelerator that is not known, on PCIe 4."""
 
 _DEVICES = {
@@ -458,7 +415,7 @@ def find_machine(name: str) -> Machine:
     if card in _CARDS:
         if num > _MOST_DEVICES:
             raise ConfigError(f"machine '{name}': one host has at most {_MOST_DEVICES} devices; plan for fewer")
-        return _machine(card, num)
+        return peak(card if num == 1 else name, _CARDS[card], num)
     path = pathlib.Path(name)
     if path.suffix != ".json" and not path.is_file():
         near = difflib.get_close_matches(name, MACHINES, n=1)

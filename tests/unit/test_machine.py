@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.machine import MACHINES, Machine, find_machine, machine_of, peak, whole_host_nbytes
+from hf_patrickstar.machine import MACHINES, Card, Host, Machine, find_machine, machine_of, peak, whole_host_nbytes
 from hf_patrickstar.schedule.script import Kernel
 
 fast = settings(deadline=None, max_examples=100, database=None, derandomize=True)
@@ -102,25 +102,14 @@ def test_more_work_never_takes_less_time(flops, nbytes, more, name):
 
 
 def test_the_figures_of_data_sheets_are_not_reached():
-    machine = peak(
-        "sheet",
-        matmul={"float32": 100.0, "bfloat16": 400.0},
-        memory=1000.0,
-        bus=30.0,
-        host_memory=80.0,
-        cores=3,
-        device_gib=2,
-        host_gib=5,
-        operator_s=1.0,
-    )
-    assert machine.flops == {"float32": 75.0, "bfloat16": 300.0}
+    machine = peak("sheet", Card(400.0, 0.75, 100.0, 1000.0, 30.0, 10.0, 2, (Host(80.0, 3, 5),) * 2))
+    assert machine.flops == {"float32": 75.0, "bfloat16": 300.0, "float16": 300.0}
     assert machine.device_bandwidth == 850.0
     assert machine.to_device_bandwidth == machine.to_host_bandwidth == 24.0
     assert machine.pageable_bandwidth == 3.0
     assert machine.host_bandwidth == 60.0
     assert machine.host_flops == 90e9
     assert (machine.device_nbytes, machine.host_nbytes, machine.num_cores) == (2 * GIB, 5 * GIB, 3)
-    assert machine.operator_s == 1.0
 
 
 def refused(call, *arguments, **others):
