@@ -113,9 +113,7 @@ class Decisions(Arrangement):
                 largest[spec.types.param] = max(spec.chunk_numel, largest.get(spec.types.param, 0))
         return sum(staging_nbytes(collectives, numel, name) for name, numel in largest.items())
 
-    def estimate_cost(
-        self, situation: Situation, known: KnownTraces, rules: PlacementRules, *, fills_margin: bool
-    ) -> StepCost | None:
+    def estimate_cost(self, situation: Situation, known: KnownTraces) -> StepCost | None:
         """What a step will cost when homes are settled (``Estimate.settled``); ``None`` if that is not known.
 
         Without traces nothing is known of the inputs, and without lanes no machine's rates tell what a step takes.
@@ -123,40 +121,34 @@ class Decisions(Arrangement):
         Args:
             situation: What the decisions depended on.
             known: Traces of a plan.
-            rules: What a placement takes into account.
-            fills_margin: Whether chunks may move to the margin.
         """
-        if not rules.has_lanes or not any(trace.kind.is_training for trace in known.traces.values()):
+        estimate, homed = self.estimate(situation, known), self.homes.device_homed
+        if not estimate.rules.has_lanes or not estimate.has_training:
             return None
-        estimate, homed = self.estimate(situation, known, rules), self.homes.device_homed
-        if fills_margin:
+        if can_move_homes(situation):
             with contextlib.suppress(BudgetError):  # the inputs may be smaller than those that were planned
                 homed, _ = estimate.settled(homed, self.homes.spilled)
         return estimate.cost(homed)
 
-    def with_tide(
-        self, situation: Situation, known: KnownTraces, rules: PlacementRules
-    ) -> tuple["Decisions", KnownTraces]:
+    def with_tide(self, situation: Situation, known: KnownTraces) -> tuple["Decisions", KnownTraces]:
         """These decisions, with the homes and the activations that fit what a step needs at each moment.
 
         Args:
             situation: What the decisions depended on.
             known: Traces of a plan; without those of a training nothing changes.
-            rules: What a placement takes into account.
 
         Returns:
             The decisions, and the traces with the activations that leave.
         """
-        num, most, decided = 0, 2**31, self
-        if any(trace.kind.is_training for trace in known.traces.values()):
-            num, most, why = self._choose_offload(situation, known, rules)
-            decided = dataclasses.replace(
-                self, offload_reason=describe_offload(known.traces.values(), num, rules.offload, why)
-            )
+        num, most, decided, estimate = 0, 2**31, self, self.estimate(situation, known)
+        if estimate.has_training:
+            num, most, why = self._choose_offload(situation, estimate)
+            reason = describe_offload(estimate.traces, num, estimate.rules.offload, why)
+            decided = dataclasses.replace(self, offload_reason=reason)
         num = Order(situation.resources.collectives).agree_on_offload(num, most)
         known = known.offloading(num)
         try:
-            homes = self._homes_with(situation, known, rules)
+            homes = self._homes_with(situation, estimate.offloading(num))
         except BudgetError as error:  # no refusal: nobody knows whether inputs will be as large
             logger.info("patrickstar: a step with inputs as large as those that were planned has no room: %s", error)
             return decided, known
@@ -165,17 +157,14 @@ class Decisions(Arrangement):
             situation.resources.ledger.spilled_nbytes = nbytes
         return dataclasses.replace(decided, homes=homes), known
 
-    def _homes_with(self, situation: Situation, known: KnownTraces, rules: PlacementRules) -> HomePlan:
+    def _homes_with(self, situation: Situation, estimate: Estimate) -> HomePlan:
         """The homes for what is known of a step.
 
         Raises:
             BudgetError: If there are none.
         """
-        if not any(trace.kind.is_training for trace in known.traces.values()):
-            return self.homes
-        estimate, spilled = self.estimate(situation, known, rules), self.homes.spilled
-        leaves = any(trace.num_offloaded for trace in estimate.traces)
-        if not spilled and not leaves:
+        spilled, leaves = self.homes.spilled, any(trace.num_offloaded for trace in estimate.traces)
+        if not estimate.has_training or not (spilled or leaves):
             return self.homes
         kept, reason = self.homes.device_homed - spilled, self.homes.reason
         found = estimate.spilled(kept)
@@ -186,10 +175,9 @@ class Decisions(Arrangement):
         homed = kept | found
         return self.homes if homed == self.homes.device_homed else HomePlan(homed, reason, found)
 
-    def _choose_offload(self, situation: Situation, known: KnownTraces, rules: PlacementRules) -> tuple[int, int, str]:
+    def _choose_offload(self, situation: Situation, estimate: Estimate) -> tuple[int, int, str]:
         """How many activations leave, how many may, and why."""
-        estimate = self.estimate(situation, known, rules)
-        homes = functools.cache(functools.partial(self._homes_with_room, situation, known, rules, estimate))
+        homes = functools.cache(functools.partial(self._homes_with_room, situation, estimate))
 
         def cost_of(num: int) -> StepCost | None:
             found, leaving = homes(num), estimate.offloading(num)
@@ -201,17 +189,15 @@ class Decisions(Arrangement):
         def fits(num: int) -> bool:
             return homes(num) is not None
 
-        num, why = choose_offload(rules.offload, estimate.num_can_leave, cost_of, fits)
+        num, why = choose_offload(estimate.rules.offload, estimate.num_can_leave, cost_of, fits)
         is_alone = situation.resources.collectives.world_size == 1
         return num, num if is_alone else most_that_fit(num, estimate.num_can_leave, fits), why
 
-    def _homes_with_room(
-        self, situation: Situation, known: KnownTraces, rules: PlacementRules, estimate: Estimate, num: int
-    ) -> HomePlan | None:
+    def _homes_with_room(self, situation: Situation, estimate: Estimate, num: int) -> HomePlan | None:
         """Homes that a step begins with if so many activations leave; ``None`` if it has no room with any."""
         leaving = estimate.offloading(num)
         try:
-            found = self._homes_with(situation, known.offloading(num), rules)
+            found = self._homes_with(situation, leaving)
             homed = found.device_homed
             if can_move_homes(situation) and leaving.room_beside(homed) < 0:
                 homed = leaving.spilled(frozenset())
@@ -219,27 +205,26 @@ class Decisions(Arrangement):
             return None
         return found if leaving.room_beside(homed) >= 0 else None
 
-    def taken_nbytes(self, situation: Situation, known: KnownTraces, rules: PlacementRules) -> tuple[int, int] | None:
+    def taken_nbytes(self, situation: Situation, known: KnownTraces) -> tuple[int, int] | None:
         """Bytes of the device that a step takes, if need be with activations that leave it; see ``Estimate.fullest``.
 
         Args:
             situation: What the decisions depended on.
             known: Traces of it.
-            rules: What a placement takes into account.
 
         Returns:
             Bytes of non-model data, and of chunks; ``None`` if the step has no room.
         """
-        estimate = self.estimate(situation, known, rules)
-        homes = functools.cache(functools.partial(self._homes_with_room, situation, known, rules, estimate))
+        estimate = self.estimate(situation, known)
+        homes = functools.cache(functools.partial(self._homes_with_room, situation, estimate))
         num: int | None = 0
         if homes(0) is None:
-            most = 0 if rules.offload is False else estimate.num_can_leave
+            most = 0 if estimate.rules.offload is False else estimate.num_can_leave
             num = least_that_fit(most, lambda num: homes(num) is not None)
         found = None if num is None else homes(num)
         return None if found is None or num is None else estimate.offloading(num).fullest(found.spilled)
 
-    def estimate(self, situation: Situation, known: KnownTraces, rules: PlacementRules) -> Estimate:
+    def estimate(self, situation: Situation, known: KnownTraces) -> Estimate:
         """What is known of a step before chunks are allocated; see ``estimate_cost``."""
         resources, chunks, looked_up = situation.resources, self.choice.layout.chunks, self._looked_up(known)
         own_numel = Places.of(self.choice.layout, resources.collectives.rank).own_numel
@@ -254,7 +239,7 @@ class Decisions(Arrangement):
             resources.ledger.limit(Tier.HOST),
             resources.ledger.limit(Tier.DEVICE, cautious=False),
             resources.ledger.chunk_budget,
-            rules,
+            self.rules(situation),
         )
 
     def _looked_up(self, known: KnownTraces) -> frozenset[int]:
@@ -280,8 +265,8 @@ class Decisions(Arrangement):
         on_host, on_device = map(self.at_home_nbytes, (Tier.HOST, Tier.DEVICE))
         limits = [limit.nbytes for limit in ledger.limits(Tier.DEVICE)]
         words, room, parts, time, short = "beside activations", min(limits), "", "", ""
-        if any(trace.kind.is_training for trace in known.traces.values()):
-            estimate, homed = self.estimate(situation, known, self.rules(situation)), self.homes.device_homed
+        estimate, homed = self.estimate(situation, known), self.homes.device_homed
+        if estimate.has_training:
             if estimate.room_beside(homed) < 0 and can_move_homes(situation):
                 homed = self.homes.spilled
             activations, chunks = estimate.fullest(homed)

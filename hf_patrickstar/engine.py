@@ -130,10 +130,10 @@ class PatrickStarEngine:
         self.remedies = Remedies(model, self.config, is_wide)
         known = find_traces(model, self._decisions, situation)
         self._rules = self._decisions.rules(situation)
-        self._decisions, known = self._decisions.with_tide(situation, known, self._rules)
-        self.estimated = self._decisions.estimate_cost(situation, known, self._rules, fills_margin=self._fills_margin())
+        self._decisions, known = self._decisions.with_tide(situation, known)
+        self.estimated = self._decisions.estimate_cost(situation, known)
         expected = self._decisions.expected(situation, known, self.estimated)
-        if known.traces and self._decisions.taken_nbytes(situation, known, self._rules) is None:
+        if known.traces and self._decisions.taken_nbytes(situation, known) is None:
             known = dataclasses.replace(known, traces={})  # a step without room is looked at before it begins
         logger.info("patrickstar: %s", expected)
         self._emit(ModelDecided(expected))

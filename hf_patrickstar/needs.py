@@ -83,8 +83,12 @@ def least_budgets(
     if found is None:
         return None
     for name, nbytes in there.items():
+
+        def tried(nbytes: int, name: str = name) -> _T | None:
+            return fits({**budgets, name: nbytes})
+
         if nbytes < PLENTY_NBYTES:
-            budgets[name], found = _least(nbytes, lambda nbytes, name=name: fits({**budgets, name: nbytes}))
+            budgets[name], found = _least(nbytes, tried)
     return budgets, found
 
 
@@ -171,7 +175,7 @@ def describe_least(
         if traces_on is None:
             return None if decided.homes.spilled else (0, 0)
         traces = {made.key: made for made in traces_on(decided.choice.layout, device)}
-        return decided.taken_nbytes(other, KnownTraces("", traces), decided.rules(other))
+        return decided.taken_nbytes(other, KnownTraces("", traces))
 
     found = least_budgets(asked, taken)
     short = {} if found is None else {name: nbytes for name, nbytes in found[0].items() if nbytes > there[name]}

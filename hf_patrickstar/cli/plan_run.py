@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import dataclasses
-import functools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -82,9 +81,8 @@ def run_plan(options: argparse.Namespace, tell: Say) -> Result:
 
 def _with_tried(plan: Plan, subject: Subject, given: TrainingSetup, words: Callable[[str], str]) -> Plan:
     """The plan with what was tried beside it, in the words of who asked."""
-    shown = functools.partial(tqdm, desc="trying changes", unit="plan", leave=False, delay=2)
-    tried = advice.advise(subject, given, plan, shown)
-    with _showing("searching what fits") as progress:
+    with _showing("trying changes") as progress:
+        tried = advice.advise(subject, given, plan, progress)
         largest = advice.largest_that_fit(plan, subject, given, progress)
     changes = tuple(dataclasses.replace(change, text=words(change.text)) for change in tried.changes or ())
     return dataclasses.replace(tried, changes=changes, largest=largest)

@@ -5,7 +5,7 @@ import functools
 import importlib.util
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hf_patrickstar.errors import ConfigError, EngineError
@@ -57,12 +57,7 @@ class Change:
         )
 
 
-def advise(
-    subject: Subject,
-    training: TrainingSetup,
-    plan: Plan,
-    progress: Callable[[list[Change]], Iterable[Change]] = lambda changes: changes,
-) -> Plan:
+def advise(subject: Subject, training: TrainingSetup, plan: Plan, progress: Progress = lambda text: None) -> Plan:
     """Plans changes, and returns the plan with those that are worth most, the best first.
 
     Where a training does not fit, pairs of changes are tried if no single one makes it fit, and more memory is tried.
@@ -71,14 +66,15 @@ def advise(
         subject: The model and its batches.
         training: How it is trained.
         plan: Its plan.
-        progress: Shows that the changes are being planned.
+        progress: Called with every change before it is planned.
     """
     setup = subject, training
     found: list[TriedChange] = []
     failed: list[str] = []
 
     def tried(options: list[Change]) -> bool:
-        for change in progress(options):
+        for change in options:
+            progress(change.option)
             try:
                 other = plan_if_fits(*change.apply(setup))
             except (ConfigError, EngineError):  # it is not for this model, or no step follows its plan

@@ -368,7 +368,7 @@ def _refusal(subject: Subject, given: TrainingSetup) -> Plan:
 
 def _simulate(subject: Subject, given: TrainingSetup) -> Simulation:
     with _explained(subject, given):
-        return simulate(_trained(subject, given, {}), given.machine_of_model(), _ops_of(subject, given))
+        return simulate(_trained(subject, given), given.machine_of_model(), _ops_of(subject, given))
 
 
 @contextlib.contextmanager
@@ -413,8 +413,9 @@ def model_data_nbytes(subject: Subject, given: TrainingSetup) -> tuple[int, int]
         given: How.
     """
     machine = dataclasses.replace(given.machine, device_nbytes=PLENTY_NBYTES, host_nbytes=PLENTY_NBYTES)
+    given = dataclasses.replace(given, settings={**given.settings, _CHUNKS: "auto"})
     with _explained(subject, given):
-        return model_data(_trained(subject, given, {"chunk_budget": "auto"}), machine)
+        return model_data(_trained(subject, given), machine)
 
 
 def _settings_of_model(given: TrainingSetup) -> dict[str, Any]:
@@ -422,13 +423,13 @@ def _settings_of_model(given: TrainingSetup) -> dict[str, Any]:
     return {name: value for name, value in given.settings.items() if name not in _OF_CHUNKS}
 
 
-def _trained(subject: Subject, given: TrainingSetup, settings: Mapping[str, Any]) -> Trained:
+def _trained(subject: Subject, given: TrainingSetup) -> Trained:
     num, has_accelerator = given.num_micro_batches, given.machine.has_accelerator
     known_by = "numbers", _settings_of_model(given), num > 1, has_accelerator, given.optimizer
     return Trained(
         subject.make_model,
         subject.find_optimizer(given.optimizer) or make_adamw,
-        {**given.settings, **settings},
+        given.settings,
         given.num_micro_batches,
         given.max_norm,
         given.world_size,

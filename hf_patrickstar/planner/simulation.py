@@ -292,16 +292,15 @@ class _Simulator:
         if ran is not None:
             ops, traces, _ = self._looked_up_by(ops_of, ran.lookups, ran.homed)
             known = self._known_traces(traces, ran.lookups).offloading(ran.num_offloaded)
-            estimate = self.decisions.estimate(self._situation, known, self.decisions.rules(self._situation))
+            estimate = self.decisions.estimate(self._situation, known)
             with no_collections():  # a plan is some hundred thousand small objects, none of which is garbage
                 return self._planned(ops, known, estimate, ran.homed, [])
         ops, traces, lookups, reasons = self._looked_up(ops_of, self.decisions.homes.device_homed)
         decisions, situation = self.decisions, self._situation
         with no_collections():  # a plan is some hundred thousand small objects, none of which is garbage
             known = self._known_traces(traces, lookups)
-            placement = decisions.rules(situation)
-            decisions, offloading = decisions.with_tide(situation, known, placement)
-            estimate, homed = decisions.estimate(situation, offloading, placement), decisions.homes.device_homed
+            decisions, offloading = decisions.with_tide(situation, known)
+            estimate, homed = decisions.estimate(situation, offloading), decisions.homes.device_homed
             if can_move_homes(situation):
                 homed, settled = estimate.settled(homed, decisions.homes.spilled)
                 reasons += settled
@@ -327,7 +326,7 @@ class _Simulator:
             if isinstance(note, LookedUp):
                 rows[note.index] = rows.get(note.index, 0) + note.nbytes
         known = self._known_traces(traces, {})
-        room = decisions.estimate(self._situation, known, decisions.rules(self._situation)).room_beside(homed)
+        room = decisions.estimate(self._situation, known).room_beside(homed)
         sizes = {index: decisions.chunk_nbytes[chunk_of[index]].param_nbytes for index in rows}
         lookups, reason = plan_lookups(
             {index: Lookups(sizes[index], rows[index], decisions.tensors[index].trainable) for index in rows},

@@ -75,6 +75,11 @@ class Estimate:
     rules: PlacementRules
 
     @property
+    def has_training(self) -> bool:
+        """Whether a step of training is known."""
+        return any(trace.kind.is_training for trace in self.traces)
+
+    @property
     def unusable_nbytes(self) -> int:
         """Bytes of the device that chunks may not take even where non-model data leaves them."""
         return 0 if self.chunk_nbytes is None else max(self.device_nbytes - self.chunk_nbytes, 0)
