@@ -89,6 +89,7 @@ def least_budgets(
 
         if nbytes < PLENTY_NBYTES:
             budgets[name], found = _least(nbytes, tried)
+    assert found is not None
     return budgets, found
 
 

@@ -1,4 +1,4 @@
-"""What plans leave in the user's cache: their results, and traces for the runs that they were made for.
+"""What plans leave in the user's cache: what was printed, and traces for the runs that they were made for.
 
 Files lie where libraries of Hugging Face keep such data (``HF_ASSETS_CACHE``; by default ``assets`` in ``HF_HOME``), in
 ``hf_patrickstar``. Any of them may be deleted at any time.

@@ -15,7 +15,7 @@ from pages import PageReader
 from transformers import BertConfig, BertForSequenceClassification
 
 import hf_patrickstar
-from hf_patrickstar import plan, plan_cache, units
+from hf_patrickstar import plan, units
 from hf_patrickstar.cli.main import main
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import MACHINES, find_machine
@@ -26,7 +26,7 @@ from hf_patrickstar.planner.planning import arrange, plan_and_simulate, plan_if_
 from hf_patrickstar.planner.screen import describe, describe_changes
 from hf_patrickstar.planner.search import Found, Goal, search_below
 from hf_patrickstar.planner.subject import Subject
-from hf_patrickstar.units import MIB, format_nbytes
+from hf_patrickstar.units import GIB, MIB, format_nbytes
 
 MODEL = "gpt2:n_layer=3,n_embd=128,n_head=4,vocab_size=512,n_positions=64"
 NUM_PARAMETERS = 512 * 128 + 64 * 128 + 3 * (12 * 128 * 128 + 13 * 128) + 2 * 128
@@ -154,10 +154,10 @@ def test_what_does_not_fit_says_where_and_what_would(budgets, short):
     # What it says is enough is enough, and 2 % less of either is not.
     need = {f"{tier.value}_memory": refused.tier(tier).need_nbytes for tier in Tier}
     need = {name: max(nbytes, budgets[name]) for name, nbytes in need.items()}
-    assert plan(MODEL, "rtx4090", batch_size=2, **need).fits
+    assert plan_if_fits(*arrange(MODEL, "rtx4090", batch_size=2, **need)) is not None
     for name in short:
         less = {**need, f"{name}_memory": int(0.98 * need[f"{name}_memory"])}
-        assert not plan(MODEL, "rtx4090", batch_size=2, **less).fits
+        assert plan_if_fits(*arrange(MODEL, "rtx4090", batch_size=2, **less)) is None
 
 
 @pytest.mark.parametrize(
@@ -201,8 +201,7 @@ def test_accumulation_and_processes():
         plan(MODEL, "h100", world_size=0)
 
 
-def test_a_model_whose_code_fails_gets_a_sentence(monkeypatch, tmp_path):
-    monkeypatch.setattr(plan_cache, "directory", lambda kind: tmp_path)  # other tests plan the same
+def test_a_model_whose_code_fails_gets_a_sentence(monkeypatch):
     subject, training = arrange(MODEL, "rtx4090", batch_size=2)
 
     class Curious(type(subject.make_model())):
@@ -356,10 +355,12 @@ def test_more_memory_is_never_slower(cpu_embedding):
     )
     # The norm of a gradient on the host makes the update of one chunk less there count for more.
     given = {"length": 2048 if cpu_embedding else 1024, "settings": {"cpu_embedding": cpu_embedding}}
+    subject, training = arrange(model, "rtx4090", **given)
     for tier, sizes in (("device", (6, 7, 8, 9, 10, 12, 14)), ("host", (5, 6, 7, 8, 10, 16, 64))):
-        memory = {"device_memory": "8GiB", "host_memory": "64GiB"}
-        plans = [plan(model, "rtx4090", **given, **{**memory, f"{tier}_memory": f"{size}GiB"}) for size in sizes]
-        seconds = [found.speed.seconds for found in plans if found.fits]
+        memory = [{"device_nbytes": 8 * GIB, "host_nbytes": 64 * GIB, f"{tier}_nbytes": size * GIB} for size in sizes]
+        machines = [dataclasses.replace(training.machine, **nbytes) for nbytes in memory]
+        plans = [plan_if_fits(subject, dataclasses.replace(training, machine=machine)) for machine in machines]
+        seconds = [found.speed.seconds for found in plans if found is not None]
         assert len(seconds) > 3
         assert all(more <= 1.01 * less for less, more in itertools.pairwise(seconds)), (tier, seconds)
 
