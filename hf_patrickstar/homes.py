@@ -121,14 +121,12 @@ class _Room:
         share: For all model data, if all of it is to live there.
         limit: For copies of chunks, at most.
         whole: What is not in use already.
-        reserve: What is kept of that for non-model data.
         for_homes: For copies, and chunks at home there because the host has no room for them.
     """
 
     share: int
     limit: int
     whole: int
-    reserve: int
     for_homes: int
 
 
@@ -202,7 +200,7 @@ class Arranger:
         if self.situation.resources.is_metered:
             share, reserve = int(whole * UNMEASURED_SHARE), int(whole * UNMEASURED_RESERVE)
         chunks = whole if ledger.chunk_budget is None else ledger.chunk_budget
-        return _Room(min(share, chunks), min(whole, chunks), whole, reserve, min(whole - reserve, chunks))
+        return _Room(min(share, chunks), min(whole, chunks), whole, min(whole - reserve, chunks))
 
     def _place(self, choice: ChunkSizeChoice, embeddings: EmbeddingChoice) -> Arrangement:
         """Gives each chunk of a layout a home."""
@@ -265,7 +263,7 @@ class Arranger:
     def _limits(self) -> list[Limit]:
         """The settings that limit what chunks may take on the device, for errors."""
         device, *chunks = self.situation.resources.ledger.limits(Tier.DEVICE)
-        return [dataclasses.replace(device, nbytes=max(device.nbytes - self.in_use_nbytes, 0)), *chunks]
+        return [device._replace(nbytes=max(device.nbytes - self.in_use_nbytes, 0)), *chunks]
 
 
 def _needs(

@@ -311,7 +311,7 @@ class Membership:
             chunks = {places[change.specs[place].index] for place in module.tensor_indices}
             need = sum(sizes[index] for index in chunks)
             if need > min(limit.nbytes for limit in limits):
-                short = Shortage.of((limit, need) for limit in limits)
+                short = Shortage((limit, need) for limit in limits)
                 raise BudgetError(
                     f"{short.subject} for module '{module.name}' ({module.class_name}), which is new or has changed: "
                     f"its chunks need {format_need(need)} on the compute device at once, "

@@ -87,7 +87,7 @@ def check_fits(
         what = "chunks" if world_size == 1 else f"groups of {world_size} chunks"
         beside = f" beside {format_need(gradients)} of gradients" if gradients else ""
         own = sum(layout.tensors[index].nbytes for index in module.tensor_indices)
-        short = Shortage.of((limit, need) for limit in limits)
+        short = Shortage((limit, need) for limit in limits)
         raise BudgetError(
             f"{short.subject} for module '{module.name}' ({module.class_name}): its {what} need "
             f"{format_need(need - gradients)} on the compute device at once{beside}, {format_need(device_nbytes)} are "

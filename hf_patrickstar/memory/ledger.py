@@ -79,7 +79,7 @@ class Ledger:
         Args:
             tier: The tier.
         """
-        budget = Limit(f"{tier.value}_budget", self._limits[tier], tier in self._of_machine, tier is Tier.DEVICE)
+        budget = Limit(f"{tier.value}_budget", self._limits[tier], tier in self._of_machine)
         if tier is Tier.HOST or self.chunk_budget is None:
             return (budget,)
         return (budget, Limit("chunk_budget", self.chunk_budget))
@@ -224,7 +224,7 @@ class Ledger:
             booked = self._used[tier] + nbytes + ahead_nbytes
             if tier is Tier.HOST and self.spilled_nbytes:
                 booked += self.spilled_nbytes + self._owners[Tier.DEVICE].get(owner, 0)
-            short = Shortage.of(zip(self.limits(tier), (booked + non_model, booked), strict=False))
+            short = Shortage(zip(self.limits(tier), (booked + non_model, booked), strict=False))
             ahead = f", and up to {format_need(ahead_nbytes)} beside it later" if ahead_nbytes else ""
             raise BudgetError(
                 f"{short.subject}: {format_need(nbytes)} more needed for '{owner}'{ahead}, "

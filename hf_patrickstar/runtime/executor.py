@@ -404,7 +404,7 @@ class Executor:
         kinds = {"activations and temporaries": ledger.non_model_nbytes(), "chunks in use": in_use + nbytes}
         kinds["others"] = ledger.used(Tier.DEVICE) - sum(copy.copy_nbytes for copy in self._copies)
         booked = kinds["chunks in use"] + kinds["others"]
-        short = Shortage.of(zip(ledger.limits(Tier.DEVICE), (sum(kinds.values()), booked), strict=False))
+        short = Shortage(zip(ledger.limits(Tier.DEVICE), (sum(kinds.values()), booked), strict=False))
         need = " and ".join(f"{format_nbytes(need)} of {format_nbytes(limit.nbytes)}" for limit, need in short.needs)
         parts = ", ".join(f"{kind} {format_nbytes(size)}" for kind, size in kinds.items() if size)
         names = sorted({tensor.spec.name for copy in self._copies for tensor in copy.tensors if tensor.users})

@@ -41,11 +41,11 @@ def pack(tensors, chunk_numel, on_host=frozenset(), world_size=1, splits=False):
 
 
 def _found(search, tensors, modules, *sizes, staging_nbytes=lambda chunk_numel, dtype: 0, exposed_ns=None, **packing):
-    limits = [Limit("device_budget", sizes[-1])] if sizes[-1] is not None else []
+    limits = [Limit("chunk_budget", sizes[-1])] if sizes[-1] is not None else []
     others = {} if exposed_ns is None else {"exposed_ns": exposed_ns}
     return search(Packer(tensors, **packing), modules, *sizes, limits, staging_nbytes, **others)
 
 
 search_layout = functools.partial(_found, search.search_layout)
 fixed_layout = functools.partial(_found, search.fixed_layout)
-"""As the functions of these names, from tensors instead of a packer; ``device_budget`` is the only limit."""
+"""As the functions of these names, from tensors instead of a packer; ``chunk_budget`` is the only limit."""

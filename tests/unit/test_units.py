@@ -48,7 +48,7 @@ def test_format(nbytes, text):
 @pytest.mark.parametrize(("nbytes", "text"), [(66560, "66560B"), (2**20, "1.00MiB"), (2**20 + 1, "1.01MiB")])
 def test_a_budget_that_is_advised_is_taken(nbytes, text, monkeypatch):
     monkeypatch.setattr(units, "LEAST_BUDGET_NBYTES", 2**20)
-    shortage = Shortage.of([(Limit("chunk_budget", 1), nbytes)])
+    shortage = Shortage([(Limit("chunk_budget", 1), nbytes)])
     assert shortage.advise("use less") == f"Raise chunk_budget to at least {text}, or use less."
     assert 0 <= units.parse_budget(text, "chunk_budget") - nbytes < 0.01 * units.MIB
 

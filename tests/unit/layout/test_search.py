@@ -69,7 +69,7 @@ def test_what_the_error_advises_is_enough_and_no_less_is(case):
     tensors, modules = make()
     with pytest.raises(BudgetError) as caught:
         search_layout(tensors, modules, 1, world_size=world_size)
-    said = re.search(r"Raise device_budget to at least (\S+MiB), or", str(caught.value))[1]
+    said = re.search(r"Raise chunk_budget to at least (\S+MiB), or", str(caught.value))[1]
     least = search_layout(tensors, modules, parse_nbytes(said), world_size=world_size).working_set_nbytes
     assert parse_nbytes(said) - 0.01 * MIB <= least <= parse_nbytes(said)
     with pytest.raises(BudgetError, match=f"at least {said}, or"):
@@ -122,10 +122,10 @@ def test_an_error_for_groups_counts_them_whole_and_gradients_beside_them():
     assert check_fits(layout, modules, 1024, [], no_staging) == 1024
     message = (
         r"module 'm1' \(Block\): its groups of 2 chunks need 512 B \(512 bytes\) .* beside 512 B \(512 bytes\) of "
-        r"gradients, 1023 B \(1023 bytes\) are available.*Raise device_budget to at least 1024 bytes"
+        r"gradients, 1023 B \(1023 bytes\) are available.*Raise chunk_budget to at least 1024 bytes"
     )
     with pytest.raises(BudgetError, match=message):
-        check_fits(layout, modules, 1023, [Limit("device_budget", 1023)], no_staging)
+        check_fits(layout, modules, 1023, [Limit("chunk_budget", 1023)], no_staging)
 
 
 def test_a_fixed_size_is_kept_or_refused_with_what_is_enough():
