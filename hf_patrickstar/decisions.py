@@ -40,7 +40,7 @@ from hf_patrickstar.schedule.pace import choose_depth
 from hf_patrickstar.schedule.placement import HomePlan
 from hf_patrickstar.schedule.step import Places
 from hf_patrickstar.schedule.step_estimate import ChunkWork
-from hf_patrickstar.units import format_nbytes, format_seconds
+from hf_patrickstar.units import format_count, format_nbytes, format_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -258,10 +258,8 @@ class Decisions(Arrangement):
             estimated: What a step will cost, if that is known.
         """
         ledger = situation.resources.ledger
-        num, num_trained = (
-            sum(spec.num_parameters for spec in self.tensors if spec.trainable or everything)
-            for everything in (True, False)
-        )
+        num = sum(spec.num_parameters for spec in self.tensors)
+        num_trained = sum(spec.num_parameters for spec in self.tensors if spec.trainable)
         on_host, on_device = map(self.at_home_nbytes, (Tier.HOST, Tier.DEVICE))
         limits = [limit.nbytes for limit in ledger.limits(Tier.DEVICE)]
         words, room, parts, time, short = "beside activations", min(limits), "", "", ""
@@ -284,7 +282,7 @@ class Decisions(Arrangement):
             name = situation.resources.machine.name
             time = f", and about {format_seconds(estimated.seconds)} per step by the rates of '{name}'"
         return (
-            f"{_in_words(num)} parameters ({_in_words(num_trained)} trained): model data takes "
+            f"{format_count(num)} parameters ({format_count(num_trained)} trained): model data takes "
             f"{format_nbytes(on_host)} of {format_nbytes(ledger.limit(Tier.HOST))} on the host, and on the device, "
             f"{words}, {format_nbytes(on_device)} of {format_nbytes(room)}{parts}{short}{time}"
         )
@@ -292,12 +290,8 @@ class Decisions(Arrangement):
     def explain(self, situation: Situation) -> None:
         """Logs one line per decision that ``auto`` made."""
         config, ledger = situation.config, situation.resources.ledger
-        logger.info("patrickstar: %s", self.precision.describe(self.tensors))
-        chosen = "chunk_numel=auto" if config.chunk_numel == "auto" else "as asked"
-        logger.info("patrickstar: %s: %s", chosen, self.choice.describe())
-        logger.info("patrickstar: %s", self.homes.reason)
-        logger.info("patrickstar: %s", self.embeddings.reason)
-        logger.info("patrickstar: %s", self.depth_reason)
+        for reason in self.reasons.values():
+            logger.info("patrickstar: %s", reason)
         if config.debug_evict_all and len(self.chunk_nbytes) - len(self.homes.device_homed) < 2:
             logger.warning("patrickstar: debug_evict_all has nothing to evict: %s", self.homes.reason)
         pinned = "are pinned" if situation.resources.pool.pins_memory else "are not pinned"
@@ -322,10 +316,6 @@ class Decisions(Arrangement):
                 machine.name,
                 sum(map(machine.collective_ns, sent)) / 1e6,
             )
-
-
-def _in_words(num: int) -> str:
-    return f"{num / 1e9:.2f} B" if num >= 10**9 else f"{num / 1e6:.2f} M"
 
 
 def inspect(

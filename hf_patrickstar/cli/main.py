@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from hf_patrickstar.cli import plan
@@ -46,22 +46,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _modules(words: Sequence[str]) -> Iterable[Any]:
-    """The commands; where it is ``plan`` this one alone, whose answer may be known: others import torch."""
-    if words[:1] == ["plan"]:
-        return (plan,)
-    from hf_patrickstar.cli import check, convert, env, export, report, run
-
-    return export, env, plan, check, run, report, convert
-
-
 def _parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """Knows all commands; where it is ``plan`` this one alone, whose answer may be known: others import torch."""
+    modules: tuple[Any, ...] = (plan,)
+    if words[:1] != ["plan"]:
+        from hf_patrickstar.cli import check, convert, env, export, report, run
+
+        modules = export, env, plan, check, run, report, convert
     parser = argparse.ArgumentParser(
         prog="hf-patrickstar", description="Fine-tune models that are too big for the device."
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in _modules(words):
+    for module in modules:
         text, _, more = module.HELP.partition(". ")
         command = commands.add_parser(
             module.__name__.rpartition(".")[2], help=text, description=f"{text[0].upper()}{text[1:]}. {more}"

@@ -236,21 +236,22 @@ def _share(given: int | str | None, nbytes: int, share: float, name: str) -> int
 
 def plan_and_simulate(subject: Subject, training: TrainingSetup) -> tuple[Plan, Simulation | None]:
     """Plans the training of a model that was found already; returns the step of the plan, too, if it fits."""
-    try:
-        simulation = _simulate(subject, training)
-    except BudgetError:
-        return _refusal(subject, training), None
-    plan = _plan_of(subject, training, simulation)
-    return plan, simulation if plan.fits else None
+    return _planned(subject, training) or (_refusal(subject, training), None)
 
 
 def plan_if_fits(subject: Subject, training: TrainingSetup) -> Plan | None:
     """Plans as ``plan_and_simulate`` does; ``None`` if it does not fit, without finding out by how much."""
+    found = _planned(subject, training)
+    return None if found is None else found[0]
+
+
+def _planned(subject: Subject, training: TrainingSetup) -> tuple[Plan, Simulation] | None:
     try:
-        plan = _plan_of(subject, training, _simulate(subject, training))
+        simulation = _simulate(subject, training)
     except BudgetError:
         return None
-    return plan if plan.fits else None
+    plan = _plan_of(subject, training, simulation)
+    return (plan, simulation) if plan.fits else None
 
 
 def _plan_of(subject: Subject, given: TrainingSetup, simulation: Simulation) -> Plan:

@@ -12,10 +12,7 @@ otherwise each time, cannot be replayed. An engine runs it once: the first step 
 repeat runs with a few of them; see [Note: blocks that repeat].
 """
 
-import array
 import dataclasses
-from collections.abc import Iterable
-from typing import Any
 
 from hf_patrickstar.schedule.script import Begin, BlockingCopy, HostWork, Kernel
 from hf_patrickstar.schedule.trace import Shapes
@@ -195,16 +192,3 @@ class OpTrace:
     """
 
     notes: tuple[Note, ...]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles each note once, as plain values: most of the time of reading would be that of its classes."""
-        numbers: dict[Note, int] = {}
-        order = array.array("L", [numbers.setdefault(note, len(numbers)) for note in self.notes])
-        values = [(type(note), *(getattr(note, field.name) for field in dataclasses.fields(note))) for note in numbers]
-        return _read_back, (values, order)
-
-
-def _read_back(values: Iterable[tuple[Any, ...]], order: Iterable[int]) -> OpTrace:
-    """A micro-batch as it was pickled; notes that are equal are one object."""
-    notes = [kind(*fields) for kind, *fields in values]
-    return OpTrace(tuple(map(notes.__getitem__, order)))

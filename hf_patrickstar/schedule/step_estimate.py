@@ -160,9 +160,8 @@ def _micro_batch(
         (script.Part.BACKWARD, end, len(trace.visits), 2),
     ):
         yield script.Begin(part)
-        kernels: dict[
-            int, script.Kernel
-        ] = {}  # by chunk: a player knows how long a kernel takes that it has met before
+        # By chunk: a player knows how long a kernel takes that it has met before.
+        kernels: dict[int, script.Kernel] = {}
         visits = trace.visits[begin:stop]
         counts = collections.Counter(visit.chunk_index for visit in visits)
         for moment, visit in enumerate(visits, begin):
