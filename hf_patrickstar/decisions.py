@@ -217,10 +217,8 @@ class Decisions(Arrangement):
         """
         estimate = self.estimate(situation, known)
         homes = functools.cache(functools.partial(self._homes_with_room, situation, estimate))
-        num: int | None = 0
-        if homes(0) is None:
-            most = 0 if estimate.rules.offload is False else estimate.num_can_leave
-            num = least_that_fit(most, lambda num: homes(num) is not None)
+        most = 0 if estimate.rules.offload is False else estimate.num_can_leave
+        num = least_that_fit(most, lambda num: homes(num) is not None) if homes(0) is None else 0
         found = None if num is None else homes(num)
         return None if found is None or num is None else estimate.offloading(num).fullest(found.spilled)
 

@@ -24,7 +24,7 @@ from hf_patrickstar.config import ConfigSource, PatrickStarConfig
 from hf_patrickstar.decisions import list_names
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.events import Listener, ModelDecided, both
-from hf_patrickstar.homes import Situation
+from hf_patrickstar.homes import Situation, can_move_homes
 from hf_patrickstar.membership import Membership, check_optimizers, holders
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.memory.streams import Streams
@@ -123,6 +123,7 @@ class PatrickStarEngine:
         self._workers = HostWorkers(num_threads)
         self._kernels: list[Kernel] = [self._make_kernel(item) for item in given]
         situation = Situation(self.config, self.resources, self._kernels, holders(given), self._num_micro_batches)
+        self._situation = situation
         weakref.finalize(self, self.collectives.close)  # the process group has threads and sockets
         self._decisions = decide(model, precision, situation)
         precision_of = self._decisions.precision
@@ -225,7 +226,7 @@ class PatrickStarEngine:
                 self.optimizers.pop()
                 self.manager.has_new_groups = False
             raise
-        self.manager.placement.allow_margin(self._fills_margin())
+        self.manager.placement.allow_margin(can_move_homes(self._situation))
         chunked.take_inner_state()
         return chunked
 
@@ -245,7 +246,7 @@ class PatrickStarEngine:
             emit=self._emit,
             policy=MovePolicy.of(config, collectives.world_size, decisions.prefetch_depth),
             rules=self._rules,
-            fills_margin=self._fills_margin(),
+            fills_margin=can_move_homes(self._situation),
             spilled=decisions.homes.spilled,
             reserve=self._payloads.reserve,
             advise=self.remedies.words,
@@ -259,13 +260,6 @@ class PatrickStarEngine:
     def prefetch_depth(self) -> int:
         """How many chunks are loaded ahead, by the settings or as was decided."""
         return self._decisions.prefetch_depth
-
-    def _fills_margin(self) -> bool:
-        """Whether chunks may move to other homes."""
-        config = self.config
-        if config.placement == "host" or config.debug_evict_all or not self._kernels:
-            return False
-        return all(kernel.follows_homes for kernel in self._kernels)
 
     def _attach(self, optimizers: Sequence[torch.optim.Optimizer], gate: Gate, situation: Situation) -> None:
         """Attaches hooks, then moves values into chunks; an error undoes all of it."""

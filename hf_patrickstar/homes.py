@@ -343,9 +343,9 @@ def can_move_homes(situation: Situation) -> bool:
     Args:
         situation: What decisions depend on.
     """
-    config = situation.config
-    is_fixed = config.placement == "host" or config.debug_evict_all
-    return not is_fixed and all(kernel.follows_homes for kernel in situation.kernels)
+    config, kernels = situation.config, situation.kernels
+    is_fixed = config.placement == "host" or config.debug_evict_all or not kernels
+    return not is_fixed and all(kernel.follows_homes for kernel in kernels)
 
 
 def chunk_bytes(

@@ -1,7 +1,6 @@
 """``hf-patrickstar plan``: whether a model fits, and how fast it trains, before it does."""
 
 import argparse
-import functools
 import glob
 import json
 import os
@@ -105,20 +104,20 @@ def run(options: argparse.Namespace) -> int:
         print("\n".join(texts))
     else:
         texts.clear()
+
+        def say(text: str) -> None:
+            print(text, flush=True)
+            texts.append(text)
+
         with no_collections():
             from hf_patrickstar.cli.plan_run import run_plan
         with objects_set_aside():
-            status, data, traces = run_plan(options, functools.partial(_say, texts))
+            status, data, traces = run_plan(options, say)
         if key is not None:
             plan_cache.write(_ANSWERS, key, json.dumps([texts, status, data, traces]).encode())
     if options.json is not None:
         write_text(options.json, data, "--json")
     return int(status)
-
-
-def _say(texts: list[str], text: str) -> None:
-    print(text, flush=True)
-    texts.append(text)
 
 
 def _key_of(options: argparse.Namespace) -> str | None:

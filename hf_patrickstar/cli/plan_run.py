@@ -71,21 +71,16 @@ def run_plan(options: argparse.Namespace, tell: Say) -> Result:
     plan, simulation = plan_for_runs(subject, given)
     say(screen.describe(plan, is_verbose=options.verbose))
     if not options.no_advice:
-        plan = _with_tried(plan, subject, given, words)
+        with _showing("trying changes") as progress:
+            tried = advice.advise(subject, given, plan, progress)
+            fitting = advice.largest_that_fit(plan, subject, given, progress)
+        changes = tuple(dataclasses.replace(change, text=words(change.text)) for change in tried.changes or ())
+        plan = dataclasses.replace(tried, changes=changes, largest=fitting)
         say(words(screen.describe_changes(plan)))
     say(screen.caveat(is_verbose=options.verbose))
     largest = [words(text) for text in screen.largest_of(plan)]
     _show(options, plan, simulation, changes=screen.changes_of(plan), largest=largest)
     return int(not plan.fits), plan.to_json(), None if simulation is None else simulation.known.key
-
-
-def _with_tried(plan: Plan, subject: Subject, given: TrainingSetup, words: Callable[[str], str]) -> Plan:
-    """The plan with what was tried beside it, in the words of who asked."""
-    with _showing("trying changes") as progress:
-        tried = advice.advise(subject, given, plan, progress)
-        largest = advice.largest_that_fit(plan, subject, given, progress)
-    changes = tuple(dataclasses.replace(change, text=words(change.text)) for change in tried.changes or ())
-    return dataclasses.replace(tried, changes=changes, largest=largest)
 
 
 def _search(options: argparse.Namespace, say: Say, subject: Subject, given: TrainingSetup) -> Result:

@@ -171,8 +171,6 @@ def arrange(
             "no clipping"
         )
     found = arrange_machine(machine, world_size, device_memory, host_memory, host_cores)
-    with _quiet():
-        find_optimizer(optimizer)
     settings = {"dtype": dtype, **(settings or {})}
     for tier in ("device", "host"):
         if f"{tier}_budget" in settings:
@@ -182,6 +180,7 @@ def arrange(
             )
     PatrickStarConfig.from_any(settings)  # checks keys and values before anything takes time
     with _quiet():
+        find_optimizer(optimizer)
         subject = find_subject(
             model,
             task=task,

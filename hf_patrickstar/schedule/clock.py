@@ -174,7 +174,8 @@ class Clock:
 
     def follow(self, lane: Lane, mark: Mark) -> None:
         """Makes the next work of a lane begin after a mark; the host is no lane here, see ``wait``."""
-        self._free[lane] = _later(self._free[lane], mark)
+        if mark.time_ns > self._free[lane].time_ns:
+            self._free[lane] = mark
 
     def wait(self, mark: Mark, place: str) -> None:
         """Stops the host until a mark.
@@ -213,7 +214,3 @@ def _by_lane(spans: Iterable[Span]) -> dict[Lane, int]:
     for span in spans:
         total[span.lane] += span.duration_ns
     return total
-
-
-def _later(one: Mark, other: Mark) -> Mark:
-    return other if other.time_ns > one.time_ns else one
