@@ -426,6 +426,8 @@ def _settings_of_model(given: TrainingSetup) -> dict[str, Any]:
 def _trained(subject: Subject, given: TrainingSetup) -> Trained:
     num, has_accelerator = given.num_micro_batches, given.machine.has_accelerator
     known_by = "numbers", _settings_of_model(given), num > 1, has_accelerator, given.optimizer
+    # A script's optimizer is made anew each time, since it is made over all parameters of the model.
+    kept: dict[str, Any] = {"keep": functools.partial(subject.once, known_by)} if type(subject) is Subject else {}
     return Trained(
         subject.make_model,
         subject.find_optimizer(given.optimizer) or make_adamw,
@@ -433,7 +435,7 @@ def _trained(subject: Subject, given: TrainingSetup) -> Trained:
         given.num_micro_batches,
         given.max_norm,
         given.world_size,
-        functools.partial(subject.once, known_by),
+        **kept,
     )
 
 
