@@ -77,7 +77,7 @@ class PatrickStarConfig:
             ``--optim adamw_8bit``.
         frozen_master: Whether frozen fp32 parameters have fp32 masters in 16-bit training, for 4 bytes per element.
             Without them the engine reads the original values from their safetensors file again when they are saved,
-            merged, copied or unfrozen; without such a file only 16-bit values are left.
+            merged, copied or unfrozen; values that came from no such file stay on the host if it has room.
         pin_memory: Whether chunks on the host are page-locked, for faster, asynchronous copies. ``"auto"``: with a CUDA
             device. They count against ``host_budget``.
         host_threads: Threads that update chunks on the host. ``"auto"``: for Adam and AdamW the cores of this process,
@@ -100,9 +100,10 @@ class PatrickStarConfig:
             an error is raised at the next checkpoint, or when training ends.
         optimizer_format: The format of the optimizer's state in checkpoints. ``"torch"``: one process writes
             ``optimizer.pt``, from which the stock Trainer resumes. ``"sharded"``: each process writes its part.
-            ``"auto"``: the first with one process, the second with several. All are exact.
+            ``"auto"``: the first with one process, the second with several. This package resumes exactly from each.
         process_wait_s: How long a process waits for the others at a call that all must make (evaluation, saving,
-            reading parameters) before it raises ``CollectiveError``. A slow file system needs more. With 0 or ``None``
+            reading parameters), or in a step while all others wait in collectives of the user, before it raises
+            ``CollectiveError``. A slow file system needs more. With 0 or ``None``
             only the timeout of the process group counts.
         debug_collectives: Whether processes agree on each collective before they start it, so that a wrong one is named
             at once and not at the end of a forward or backward.

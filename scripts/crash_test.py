@@ -40,7 +40,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile
 from hf_patrickstar.checkpoint.storage import PARTIAL, REMOVED, REPLACED
-from hf_patrickstar.checkpoint.training_state import SavedState
+from hf_patrickstar.checkpoint.training_state import SavedState, has_training_state
 from hf_patrickstar.checkpoint.weight_files import open_weights
 from hf_patrickstar.errors import CheckpointError
 
@@ -145,9 +145,10 @@ def check_whole(checkpoint: pathlib.Path, reference: Reference) -> None:
         raise LostError(f"{checkpoint.name} has the files {names}, not {expected}")
     try:
         open_weights(checkpoint)
-        state = SavedState(checkpoint)
-        for name, shape in state.shapes.items():
-            state.check_complete(name, 0, torch.Size(shape).numel())
+        if has_training_state(checkpoint):  # else optimizer.pt has it
+            state = SavedState(checkpoint)
+            for name, shape in state.shapes.items():
+                state.check_complete(name, 0, torch.Size(shape).numel())
         for path in [*checkpoint.glob("*.pt*"), *checkpoint.glob("*.bin")]:
             with zipfile.ZipFile(path) as file:
                 if file.testzip() is not None:

@@ -14,7 +14,7 @@ WITHOUT_REMEDY = {
     # They repeat the message of another error, which has the remedy.
     "rank <rank> cannot load the checkpoint: <text>",
     "<problem>; what it printed is in <log>",
-    "'<path>' cannot be written: <text>",
+    "'<path>' cannot be written: <value>",
     "checkpoint '<final>' was not written: <found> on rank <rank>. Earlier ones are as they were",
     "checkpoint '<final>' cannot be written: <found>. Earlier ones are as they were",
     "checkpoint '<final>' was not completed: <found>. Earlier ones are as they were",
