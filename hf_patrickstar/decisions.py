@@ -272,7 +272,7 @@ class Decisions(Arrangement):
             words, room, on_device = "with activations", limits[0], activations + chunks
             parts = f" ({format_nbytes(activations)} of activations and {format_nbytes(chunks)} of chunks)"
             if on_device > room:  # no refusal: nobody knows whether inputs will be as large
-                short = ", which is too little if inputs are as large as those that were planned"
+                short = ", too little for inputs of the planned size"
         elif on_host:
             on_device += self.choice.working_set_nbytes
         on_host += self.workspace_nbytes if on_host else 0

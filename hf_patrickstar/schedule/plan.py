@@ -109,8 +109,9 @@ def make_plan(
     """
     draft = _Draft(trace, capacities, resident, static)
     moving = sum(nbytes for index, nbytes in enumerate(trace.chunk_nbytes) if index not in static)
-    # Where there is too little room, what is done makes some for loads ahead.
-    void = dropped_after if prefetch_depth and moving > min(capacities, default=0) else frozenset()
+    # Where there is too little room, what is done makes some for loads ahead. A group is in use until it is reduced.
+    makes_room = prefetch_depth and moving > min(capacities, default=0) and not any(v.reduced for v in trace.visits)
+    void = dropped_after if makes_room else frozenset()
     leaving = _leaving(trace, trace.forward_ends if reshard_after_forward else (), void)
     draft.load_on_demand(chooser, dropped_after, leaving)
     if prefetch_depth:
