@@ -44,7 +44,7 @@ class Shortage:
         return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} too small"
 
     def advise(self, otherwise: str) -> str:
-        """What to do, as a sentence; of a budget where activations come beside chunks nobody knows the least.
+        """What to do, as a sentence; of a budget that activations need, too, nobody knows the least.
 
         Args:
             otherwise: What helps beside a larger setting, as an imperative.
@@ -54,7 +54,7 @@ class Shortage:
         values = " and ".join(
             limit.setting
             + (
-                ", where activations come beside"
+                " (activations need room in it, too)"
                 if limit.setting == "device_budget"
                 else f" to at least {name_budget(need)}"
             )

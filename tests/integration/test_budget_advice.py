@@ -108,7 +108,7 @@ def test_device_budget_before_the_first_step():
     """Nobody knows activations then, so no number is said; the error of the first step has one."""
     with pytest.raises(BudgetError, match=r"^device_budget is too small for module 'tr") as caught:
         Training("gpt2")({"device_budget": 1000})
-    assert "Raise device_budget, where activations come beside, or" in str(caught.value)
+    assert "Raise device_budget (activations need room in it, too), or" in str(caught.value)
     assert not advice_of(caught.value)
     follow(Training("gpt2"), {"device_budget": 16_897}, DeviceMemoryError)
 
