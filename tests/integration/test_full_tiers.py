@@ -87,5 +87,5 @@ def test_model_data_of_101_percent_is_refused_before_anything_is_allocated_and_w
     assert "patrickstar_engine" not in model.__dict__
     message = str(caught.value)
     expected, _ = train_plainly()
-    (enough,) = re.findall(r"a host_budget of ([\d.]+MiB), the host has room", message)
+    (enough,) = re.findall(r"a host_budget of at least ([\d.]+MiB), the host has room", message)
     assert train({**config, "host_budget": enough})[0] == expected

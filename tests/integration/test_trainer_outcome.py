@@ -16,7 +16,7 @@ from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.payloads import Payloads
 from hf_patrickstar.schedule.known import KnownTraces
 
-EXPECTED = r"patrickstar: [\d.]+ M parameters \([\d.]+ M trained\): model data takes .* on the host, and .*"
+EXPECTED = r"patrickstar: [\d.]+ [KM] parameters \([\d.]+ [KM] trained\): model data takes .* on the host, and .*"
 _SIZE = r"[\d.]+ \w+"
 PEAKS = rf"peak {_SIZE} of 4.00 MiB on the device, {_SIZE} of {_SIZE} for chunks, {_SIZE} of 256.00 MiB on the host"
 FIRST = rf"patrickstar: first planned step \(step 1\): [\d.e-]+ s; {PEAKS}"
