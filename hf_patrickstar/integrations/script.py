@@ -48,7 +48,7 @@ class StopScript(BaseException):
         self.value = value
 
 
-_SECRET = re.compile("token|key|password|secret", re.IGNORECASE)
+_SECRET = re.compile("(token|key|password|secret)$", re.IGNORECASE)
 """Names of arguments whose values are not repeated."""
 
 OnArguments = Callable[[TrainingArguments], None]

@@ -2,11 +2,12 @@
 
 import os
 import sys
+import types
 
 import pytest
 from transformers import Trainer, TrainingArguments
 
-from hf_patrickstar.integrations.script import ScriptError, StopScript, run_script
+from hf_patrickstar.integrations.script import ScriptError, StopScript, plan_command, run_script
 from hf_patrickstar.integrations.training_args import PatrickStarArgumentsMixin
 
 TRAINING = """
@@ -99,3 +100,28 @@ def test_what_is_not_there_is_said_and_errors_of_the_script_are_its_own(write, t
     for text, error in (("raise SystemExit(3)", SystemExit), ("1 / 0", ZeroDivisionError)):
         with pytest.raises(error):
             run_script(write(text), [], stop)
+
+
+PLAN = "hf-patrickstar plan --machine this -- train.py"
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["train.py", "--tokenizer_name", "a b", "--bf16"], f"{PLAN} --tokenizer_name 'a b' --bf16"),
+        (
+            ["train.py", "--hub_token", "hf_1", "--api-key=2", "--max_steps", "3"],
+            f"{PLAN} --hub_token=... --api-key=... --max_steps 3",
+        ),
+        (["/x/ipykernel_launcher.py", "-f", "kernel.json"], ""),
+        (["-c"], ""),
+        ([], ""),
+    ],
+)
+def test_a_plan_of_the_script_that_runs_can_be_pasted_and_has_no_secrets(argv, told, monkeypatch):
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+    monkeypatch.setattr(sys, "argv", argv)
+    assert plan_command(1) == told
+    assert plan_command(2) == told.replace("this", "this --processes 2")
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", object())  # python -m MODULE
+    assert plan_command(1) == ""
