@@ -127,7 +127,7 @@ class Activations:
 
     def __init__(self, pool: PayloadPool, streams: Streams, emit: Listener, asked: Asked) -> None:
         self._pool, self._streams, self._emit, self._asked = pool, streams, emit, asked
-        self._is_eager = asked is True
+        self._is_eager = self._is_eager_now = asked is True  # from now on, and in this micro-batch
         self.is_on = self.has_begun = False
         self._places: dict[int, int] | None = None  # numbers of activations by place; ``None`` without a plan
         self._num_kept = self._num_eager = 0
@@ -140,17 +140,18 @@ class Activations:
 
     # A micro-batch
 
-    def begin(self, trace: Trace | None) -> None:
+    def begin(self, trace: Trace | None, *, lacks_room: bool) -> None:
         """A micro-batch of training begins.
 
         Args:
             trace: What it follows; ``None`` if it has no plan.
+            lacks_room: Whether that is because no plan has room: then all large activations of this one leave.
         """
         if self.has_begun:
             self.end_backward()
         self._num_kept = self._num_eager = 0
         self._last, self._places = None, None
-        self.is_on = self._is_eager
+        self.is_on = self._is_eager_now = self._is_eager or (lacks_room and self._asked is not False)
         if trace is not None and trace.activations:
             num = trace.num_offloaded
             with contextlib.suppress(BudgetError):  # what finds no room on the host stays
@@ -176,11 +177,11 @@ class Activations:
     @property
     def may_be_eager(self) -> bool:
         """Whether more may leave than without ``be_eager``."""
-        return self._asked is not False and not self._is_eager
+        return self._asked is not False and not self._is_eager_now
 
     def be_eager(self) -> None:
         """The device has no room for a step: without a plan all large activations leave from now on, if they may."""
-        self._is_eager = self._asked is not False
+        self._is_eager = self._is_eager_now = self._asked is not False
 
     def close(self) -> None:
         """Gives back all buffers."""

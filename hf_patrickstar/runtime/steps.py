@@ -258,7 +258,9 @@ class Steps:
         is_unknown = not shapes  # what its inputs are cannot be seen, so a trace may not be relied on
         step = self.tracer.begin(title, shapes, dropped_after, always_metered=is_unknown)
         self._enter(step, present, room)
-        self._activations.begin(None if step.cursor is None or step.plan is None else step.cursor.trace)
+        trace = None if step.cursor is None else step.cursor.trace
+        lacks_room = trace is not None and self.policy.has_plans and step.plan is None
+        self._activations.begin(None if step.plan is None else trace, lacks_room=lacks_room)
 
     def estimate(self, call: Call, title: str, shapes: Shapes) -> Estimated | None:
         """What the step will do that begins, or ``None`` if that cannot be told; see ``begin_step``."""
@@ -415,8 +417,6 @@ class Steps:
         if step.cursor is not None and self.policy.has_plans:
             step.plan = self._plan(step.cursor.trace, step.dropped_after, room)
             self.has_plan = step.plan is not None
-            if not self.has_plan and step.cursor.trace.kind.is_training:
-                self._activations.be_eager()
             if step.plan is not None and not self._copies.moves:
                 self._pool.ledger.note_total(step.cursor.trace.non_model_peak_nbytes)
         if step.is_metered:
