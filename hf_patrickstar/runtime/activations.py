@@ -140,7 +140,7 @@ class Activations:
 
     # A micro-batch
 
-    def begin(self, trace: Trace | None, *, lacks_room: bool) -> None:
+    def begin(self, trace: Trace | None, *, lacks_room: bool = False) -> None:
         """A micro-batch of training begins.
 
         Args:
