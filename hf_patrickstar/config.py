@@ -83,8 +83,8 @@ class PatrickStarConfig:
         host_threads: Threads that update chunks on the host. ``"auto"``: for Adam and AdamW the cores of this process,
             divided by the processes on them; an ``OMP_NUM_THREADS`` that you set is kept. Adam and AdamW have the same
             bits with any number; optimizers that reduce over tensors round differently.
-        overlap_optimizer: Whether Adam and AdamW update chunks on the host while the next forward runs on an
-            accelerator, with the same bits. Otherwise ``step()`` returns after the update, as with all other
+        overlap_optimizer: Whether Adam, AdamW and 8-bit optimizers update chunks on the host while the next forward
+            runs on an accelerator, with the same bits. Otherwise ``step()`` returns after the update, as with all other
             optimizers.
         chunked_loss: Whether the loss of a language model of transformers is computed in chunks of tokens, so that its
             logits are never whole. This saves some 10 bytes per token and word of the vocabulary, and computes the
