@@ -9,9 +9,9 @@ them without updating them.
 tensors, and writes only a tensor's own elements. The format is torch's since torch 1.6: a zip archive without
 compression. ``data.pkl`` is a pickle of the object, in which each tensor refers to a record: ``data/0``, ``data/1`` and
 so on. A record has the bytes of one tensor, and begins at a multiple of 64 bytes, so that it can be memory-mapped.
-The zip format's own checksum is written into a record's header after the record's bytes, so the bytes are never needed
-all at once. torch does not verify it, and reading would wait for it; so the record ``checksums``, which torch ignores,
-has those of safetensors files (``storage.checksum``), by the byte at which a record begins.
+Python's ``zipfile`` writes its own checksum into a record's header after the record's bytes, so the bytes are never
+needed all at once. torch does not verify it, and reading would wait for it; so the record ``checksums``, which torch
+ignores, has those of safetensors files (``storage.checksum``), by the byte at which a record begins.
 """
 
 import functools
@@ -22,10 +22,8 @@ import pickle
 import struct
 import sys
 import zipfile
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,11 +44,10 @@ from hf_patrickstar.optim.state import SAVED_MASTER
 from hf_patrickstar.runtime.chunk import contiguous_strides
 
 _ALIGNMENT = 64
-_HEAD_NBYTES = 30 + 20
-"""Bytes of a record's header without its name, and of the sizes of a large file, which each header has too."""
-_PADDING_HEAD = struct.Struct("<HH")
-_PADDING_KIND = 0x4246
-"""torch's own number for padding; readers of zip files skip kinds that they do not know."""
+_HEAD_NBYTES = 30 + 20 + 4
+"""Bytes of a record's header beside its name and padding: it has the sizes of a large file, too."""
+_PADDING = 0x4246
+"""torch's own number for padding in a header; readers of zip files skip numbers that they do not know."""
 
 
 def torch_paths(directory: str | os.PathLike[str], num: int = 1, name: str = "optimizer.pt") -> list[Path]:
@@ -242,26 +239,17 @@ def write_torch(
     pickler.dump(value)
     nbytes = pickled.tell() + sum(tensor.nbytes for tensor in pickler.tensors)
     reader, sums, tensors = Reader(), dict[int, list[str]](), pickler.tensors
-    with NewFile.opened(path, nbytes) as file, zipfile.ZipFile(file, "w") as archive, ThreadPoolExecutor(1) as pool:
+    with NewFile.opened(path, nbytes) as file, zipfile.ZipFile(file, "w") as archive:
         for number in sorted(range(len(tensors)), key=lambda number: getattr(tensors[number], "place", -1)):
             entry = zipfile.ZipInfo(f"archive/data/{number}")
-            entry.header_offset, entry.CRC = file.tell(), 0
-            entry.file_size = entry.compress_size = tensors[number].nbytes
-            padding = -(file.tell() + _HEAD_NBYTES + len(entry.filename) + _PADDING_HEAD.size) % _ALIGNMENT
-            entry.extra = _PADDING_HEAD.pack(_PADDING_KIND, padding) + b"Z" * padding
-            file.write(entry.FileHeader(zip64=True))
-            found = sums[file.tell()] = []
-            for data in byte_pieces(tensors[number], reader, piece_numel):
-                crc = pool.submit(zlib.crc32, data, entry.CRC)  # beside the write, which takes as long
-                found.append(checksum(data))
-                file.write(data)
-                entry.CRC = crc.result()
-                del data
-            archive.start_dir = file.tell()
-            file.seek(entry.header_offset)
-            file.write(entry.FileHeader(zip64=True))
-            file.seek(archive.start_dir)
-            archive.filelist.append(entry)
+            padding = -(file.tell() + _HEAD_NBYTES + len(entry.filename)) % _ALIGNMENT
+            entry.extra = struct.pack("<HH", _PADDING, padding) + bytes(padding)
+            with archive.open(entry, "w", force_zip64=True) as record:
+                found = sums[file.tell()] = []
+                for data in byte_pieces(tensors[number], reader, piece_numel):
+                    found.append(checksum(data))
+                    record.write(data)
+                    del data
             on_written(str(getattr(tensors[number], "place", None)))
         texts = {"data.pkl": pickled.getvalue(), "byteorder": sys.byteorder, "version": "3\n"}
         texts[CHECKSUMS] = json.dumps({"piece_numel": piece_numel, "sums": sums})
