@@ -11,10 +11,15 @@ import torch
 
 from hf_patrickstar.checkpoint.deferred import Reader
 from hf_patrickstar.checkpoint.progress import shown
-from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile
 from hf_patrickstar.checkpoint.storage import StagedDirectory, remove_leftovers
 from hf_patrickstar.checkpoint.torch_state import begin_torch_state, open_torch_state, torch_paths
-from hf_patrickstar.checkpoint.training_state import INDEX_NAME, TrainingState, has_training_state, write_read_me
+from hf_patrickstar.checkpoint.training_state import (
+    INDEX_NAME,
+    OpenedState,
+    TrainingState,
+    has_training_state,
+    write_read_me,
+)
 from hf_patrickstar.checkpoint.transaction import BackgroundWrite, Checkpoint, Transactions
 from hf_patrickstar.checkpoint.weight_files import FoundWeights, find_weights, origin_of, shape_mismatch
 from hf_patrickstar.checkpoint.weights import ChunkWeights
@@ -29,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-_ADAPTER_NAME = "adapter_model.safetensors"
 _NUM_WATCHED = 100
 """Losses and norms after a resume that are looked at."""
 
@@ -186,12 +190,9 @@ class Checkpoints(Transactions):
                     directory,
                     INDEX_NAME,
                 )
-        if self.together(lambda: bool(adapter_directories(self._model, directory))):
-            self.check_state(directory, is_verified=True)
-            with self._manager.model_lock.held("loading adapters"):
-                self._load_adapters(directory)
-            return self.load_parts(FoundWeights(), directory)
-        return self.load_parts(self.together(lambda: self._find_all(directory)), directory)
+        with self._weights.streamed(is_reader=True):  # PEFT looks at names and shapes of the state_dict
+            found = self.together(lambda: self._find_all(directory))
+        return self.load_parts(found, directory)
 
     @unseen()
     def load_weights(
@@ -226,29 +227,6 @@ class Checkpoints(Transactions):
                 "the same model, saved whole"
             )
         return found
-
-    def _load_adapters(self, directory: str | os.PathLike[str]) -> None:
-        """Lets PEFT read the adapters, which are small, and find their parameters by name."""
-        from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
-
-        adapters = adapter_directories(self._model, directory)
-
-        def check() -> None:
-            for name, path in adapters.items():
-                file = SafetensorsFile(path / _ADAPTER_NAME)
-                for key, value in get_peft_model_state_dict(self._model, adapter_name=name).items():
-                    if key not in file.entries:
-                        raise CheckpointError(
-                            f"'{file.path}' has no tensor '{key}'; load a checkpoint of these adapters"
-                        )
-                    if file.entries[key].shape != tuple(value.shape):
-                        raise CheckpointError(shape_mismatch(key, file.get_tensor(key), tuple(value.shape)))
-
-        with self._weights.streamed(is_reader=True):  # names and shapes without values
-            self.together(check)
-        self._manager.begin_loading()
-        for name, path in adapters.items():
-            set_peft_model_state_dict(self._model, load_peft_weights(str(path), device="cpu"), adapter_name=name)
 
     def together(self, function: Callable[[], _T]) -> _T:
         """Calls a function on all processes; if it fails on one of them, all raise. All processes call it together.
@@ -288,14 +266,13 @@ class Checkpoints(Transactions):
             CheckpointError: If something does not fit, here or on another process; nothing has changed then.
         """
         self.wait()
-        opened = self.together(lambda: self._open(found, state_directory, not self.state.is_fresh))
-        load_state, masters = opened or (None, set[str]())
+        opened = self.together(lambda: self._open(found, state_directory))
         with self._manager.model_lock.held("loading a checkpoint"), torch.no_grad():
-            if found.values or load_state is not None:
+            if found.values or opened is not None:
                 self._manager.begin_loading()
-                if load_state is not None:
-                    self._load_state(load_state)
-                self._apply(found, masters)
+                if opened is not None:
+                    self._load_state(opened.load)
+                self._apply(found.values, {} if opened is None else opened.masters)
                 self._manager.end_loading()
         self._manager.sharing.meet("loads a checkpoint")  # one process may have a slower disk
         self._loaded, self._num_watched = str(state_directory or self._loaded), _NUM_WATCHED
@@ -332,21 +309,18 @@ class Checkpoints(Transactions):
             logger.warning(f"{text}are damaged run: hf-patrickstar check %s", what, self._loaded, self._loaded)
             self._num_watched = 0
 
-    def check_state(self, directory: str | os.PathLike[str], *, is_verified: bool = False) -> None:
+    def check_state(self, directory: str | os.PathLike[str]) -> None:
         """Makes sure that a training state, if one is there, can be loaded; all processes call it together.
 
         Args:
             directory: The directory of the training state.
-            is_verified: Whether all of it is compared with its checksums, too.
 
         Raises:
             CheckpointError: If it cannot be loaded, here or on another process.
         """
-        self.together(lambda: self._open(FoundWeights(), directory, is_verified))
+        self.together(lambda: self._open(FoundWeights(), directory))
 
-    def _open(
-        self, found: FoundWeights, directory: str | os.PathLike[str] | None, is_verified: bool
-    ) -> tuple[Callable[[], None], set[str]] | None:
+    def _open(self, found: FoundWeights, directory: str | os.PathLike[str] | None) -> OpenedState | None:
         """Checks what is to be loaded, and returns the training state, if there is one."""
         for tensor in self._manager.tensors:
             value = _value_of(tensor, found.values)
@@ -355,39 +329,27 @@ class Checkpoints(Transactions):
         if self.state.is_empty or directory is None:
             return None
         if has_training_state(directory):
-            return self.state.open(directory, is_verified=is_verified)
-        has_file = has_torch_state(directory)
-        return open_torch_state(self.state.optimizer, directory, is_verified=is_verified) if has_file else None
+            return self.state.open(directory)
+        return open_torch_state(self.state, directory) if has_torch_state(directory) else None
 
-    def _apply(self, found: FoundWeights, masters: set[str]) -> None:
-        """Loads weights, except of parameters whose masters have been loaded."""
+    def _apply(self, values: Mapping[str, torch.Tensor], masters: Mapping[str, torch.Tensor]) -> None:
+        """Loads weights, or masters where there are any: they have more bits."""
         reader, piece_numel = Reader(), self._weights.piece_numel
-        owned = [t for chunk in self._manager.chunks for t in chunk.owned if t.spec.name not in masters]
-        tensors = [tensor for tensor in owned if _value_of(tensor, found.values) is not None]
+        owned = [tensor for chunk in self._manager.chunks for tensor in chunk.owned]
+        tensors = [tensor for tensor in owned if _value_of(tensor, {**values, **masters}) is not None]
         for tensor in shown(tensors, "Reading weights", "tensors", is_first=self._collectives.rank == 0):
-            value, start = _value_of(tensor, found.values).to(tensor.original_dtype), tensor.part[0]
+            master, start = masters.get(tensor.spec.name), tensor.part[0]
+            value = _value_of(tensor, values).to(tensor.original_dtype) if master is None else master
             self._manager.load(tensor, lambda home: reader.fill(home, value, start, piece_numel))  # noqa: B023
             tensor.origin = origin_of(value) if tensor.is_rounded else None
         for name, buffer in self._model.named_buffers():
-            if name in found.values:
-                buffer.copy_(reader.read(found.values[name]).view(buffer.shape))
+            if name in values:
+                buffer.copy_(reader.read(values[name]).view(buffer.shape))
 
 
 def has_torch_state(directory: str | os.PathLike[str]) -> bool:
     """Whether a directory has an ``optimizer.pt``, or one of a later optimizer."""
     return any(any(Path(directory).glob(name)) for name in ("optimizer.pt", "optimizer_[0-9]*.pt"))
-
-
-def adapter_directories(model: torch.nn.Module, directory: str | os.PathLike[str]) -> dict[str, Path]:
-    """The directories of a PEFT model's adapters in a checkpoint, by adapter name; empty if no adapter has its file.
-
-    Args:
-        model: The model.
-        directory: The checkpoint.
-    """
-    names = getattr(model, "peft_config", None) or {}
-    places = {name: Path(directory) / ("" if name == "default" else name) for name in names}
-    return places if any((path / _ADAPTER_NAME).is_file() for path in places.values()) else {}
 
 
 def _value_of(tensor: ManagedParameter, values: Mapping[str, torch.Tensor]) -> Any:

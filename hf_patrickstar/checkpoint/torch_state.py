@@ -34,12 +34,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only, tree_map_with_path
 from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor, Reader, StreamedSource
 from hf_patrickstar.checkpoint.safetensors_file import CHECKSUMS, Entry, FileSource, SafetensorsFile, Unwritten
 from hf_patrickstar.checkpoint.storage import NewFile, byte_pieces, checksum, damaged
-from hf_patrickstar.checkpoint.training_state import INDEX_NAME, SavedState, TrainingState
+from hf_patrickstar.checkpoint.training_state import INDEX_NAME, OpenedState, SavedState, TrainingState
 from hf_patrickstar.checkpoint.weight_files import load_torch_file
 from hf_patrickstar.dist.sharing import Held
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.memory.operators import unseen
-from hf_patrickstar.optim.optimizer_set import OptimizerSet
 from hf_patrickstar.optim.state import SAVED_MASTER
 from hf_patrickstar.runtime.chunk import contiguous_strides
 
@@ -104,24 +103,19 @@ def _packed(state_dict: dict[str, Any]) -> dict[str, Any]:
     return copy | ({SAVED_MASTER: masters} if masters else {})
 
 
-def open_torch_state(
-    optimizers: OptimizerSet, directory: str | os.PathLike[str], *, is_verified: bool
-) -> tuple[Callable[[], None], set[str]]:
-    """Checks saved states against optimizers.
+def open_torch_state(state: TrainingState, directory: str | os.PathLike[str]) -> OpenedState:
+    """Does for ``optimizer.pt`` what ``TrainingState.open`` does for the files of this package.
 
     Args:
-        optimizers: The optimizers over chunks.
+        state: The training state of this run.
         directory: The directory of ``optimizer.pt``.
-        is_verified: See ``TrainingState.open``.
-
-    Returns:
-        See ``TrainingState.open``.
 
     Raises:
         CheckpointError: If a file is missing or damaged, or belongs to other optimizers, parameters or groups.
     """
     found: list[dict[str, Any]] = []
-    masters: set[str] = set()
+    masters: dict[str, torch.Tensor] = {}
+    optimizers, is_verified = state.optimizer, not state.is_fresh
     paths = torch_paths(directory, len(optimizers))
     for number, (path, groups) in enumerate(zip(paths, optimizers.placed_groups(), strict=True)):
         names = [name for group in groups for name in group]
@@ -132,10 +126,10 @@ def open_torch_state(
             raise CheckpointError(f"'{path}': {error}; resume with the model and optimizer that were saved") from error
         except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(damaged(f"'{path}' is not the state of an optimizer: {error!r}")) from error
-        saved = found[-1].get(SAVED_MASTER, {})
-        verify(found[-1] if is_verified or number else saved)  # masters of earlier files are loaded before
-        masters.update(str(names[place]) for place in saved)
-    return functools.partial(optimizers.load_state_dicts, found), masters
+        saved = found[-1].pop(SAVED_MASTER, {})
+        verify([saved, found[-1] if is_verified else {}])
+        masters.update({str(names[place]): master for place, master in saved.items()})
+    return OpenedState(functools.partial(optimizers.load_state_dicts, found), masters)
 
 
 class TorchFile(SafetensorsFile):

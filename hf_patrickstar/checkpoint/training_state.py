@@ -23,7 +23,7 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -79,6 +79,18 @@ def write_read_me(directory: Path, older: Path | None = None) -> None:
     before = found[0].read_text(encoding="utf-8", errors="replace") if found else ""
     own = before.partition(_README_TITLE)[0].rstrip()
     path.write_text(f"{own}\n\n{_README}".lstrip(), encoding="utf-8")
+
+
+class OpenedState(NamedTuple):
+    """A saved state that fits.
+
+    Attributes:
+        load: Loads it. If a state is damaged, it raises ``CheckpointError``, and the optimizer has a part of the state.
+        masters: The masters of parameters by name, deferred: they are to be loaded instead of weights.
+    """
+
+    load: Callable[[], None]
+    masters: dict[str, torch.Tensor]
 
 
 @dataclasses.dataclass
@@ -159,19 +171,14 @@ class TrainingState:
         """The parameters with optimizer states of which this rank has a part at home, in the order of chunks."""
         return [t for chunk in self.manager.chunks if chunk.spec.is_updated for t in chunk.owned]
 
-    def open(
-        self, directory: str | os.PathLike[str], *, is_verified: bool = False
-    ) -> tuple[Callable[[], None], set[str]]:
+    def open(self, directory: str | os.PathLike[str]) -> OpenedState:
         """Checks a saved state against this optimizer.
+
+        Checksums are verified, too; but if this optimizer has no state that could be lost, those of masters alone,
+        since loading verifies the others.
 
         Args:
             directory: The directory of the state, which any number of processes may have saved.
-            is_verified: Whether all checksums are verified now, and not only those of masters: they need not be if the
-                optimizer has no state that could be lost, since loading verifies them, too.
-
-        Returns:
-            A function that loads the state, and the parameters whose masters it loads: their weights need not be read.
-            If a state is damaged, it raises ``CheckpointError``, and the optimizer has a part of the state.
 
         Raises:
             CheckpointError: If a file is missing or damaged, or the state belongs to another optimizer, or to other
@@ -195,6 +202,7 @@ class TrainingState:
                     f"'{saved.path}': param group {number} has {len(found)} parameters, and {len(own)} here; "
                     f"'{different[0]}' is only in one of them. Make the param groups of the same parameters"
                 )
+        is_verified = not self.is_fresh
         for tensor in self.manager.tensors:
             if tensor.chunk.spec.is_updated:
                 self._check_tensor(saved, tensor, is_verified=is_verified)
@@ -203,8 +211,7 @@ class TrainingState:
                 f"'{saved.path.with_name(state_files.OTHERS_NAME)}' has a state of parameter {unknown[0]}, which has "
                 "none outside of chunks here; prepare the same optimizers in the same order"
             )
-        masters = {tensor.spec.name for tensor in self.owned() if MASTER in saved.states.get(tensor.spec.name, {})}
-        return functools.partial(self._load, saved), masters
+        return OpenedState(functools.partial(self._load, saved), saved.masters)
 
     def _check_tensor(self, saved: "SavedState", tensor: ManagedParameter, *, is_verified: bool) -> None:
         name = tensor.spec.name
@@ -238,10 +245,6 @@ class TrainingState:
                 reader.fill(places[key], state.pop(key), start)
             found = {key: reader.read_whole(v) if isinstance(v, DeferredTensor) else v for key, v in state.items()}
             kernel.load_own_state(tensor, found)
-        for tensor in self.owned():  # when no state can be damaged any more
-            if (master := saved.states.get(tensor.spec.name, {}).get(MASTER)) is not None:
-                source = DeferredTensor.make(master)
-                self.manager.load(tensor, functools.partial(reader.fill, tensor=source, start=tensor.part[0]))
         for group, found in zip(optimizer.param_groups, saved.groups, strict=True):
             state_files.update_group(group, found)
         optimizer.load_other_states(saved.others)
@@ -332,6 +335,11 @@ class SavedState:
                 )
             for _ in tensor.stream(first, last, PIECE_NUMEL) if is_verified or key == MASTER else ():
                 pass
+
+    @property
+    def masters(self) -> dict[str, torch.Tensor]:
+        """The masters by parameter, deferred."""
+        return {name: DeferredTensor.make(found[MASTER]) for name, found in self.states.items() if MASTER in found}
 
     def state_of(self, name: str) -> dict[Any, Any]:
         """The state of a parameter, without its master: torch's optimizers have none. Its tensors are deferred.

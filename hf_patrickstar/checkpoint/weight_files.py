@@ -13,7 +13,7 @@ import functools
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ LOAD_STATE_DICT = (("transformers.modeling_utils", "load_state_dict"),)
 
 _SAFE_NAMES = ("model.safetensors", "model.safetensors.index.json")
 _NAMES = (*_SAFE_NAMES, "pytorch_model.bin", "pytorch_model.bin.index.json")
+_ADAPTER_NAME = "adapter_model.safetensors"
 _WRAPPERS = ("base_layer", "original_module")
 """Names of modules that PEFT puts between a module and its parameters."""
 
@@ -215,7 +216,7 @@ def find_weights(
     """Opens saved weights and finds out which parameters they belong to; values of parameters are not read yet.
 
     The model's own ``load_state_dict`` decides. If it does not know some names in the files, transformers' renaming and
-    conversion of checkpoints is used.
+    conversion of checkpoints is used. If adapters of a PEFT model are there, nothing else is searched for.
 
     Args:
         model: The model, with an engine or without.
@@ -225,16 +226,41 @@ def find_weights(
     Raises:
         CheckpointError: If a file is missing or damaged, or a shape does not fit.
     """
+    names = getattr(model, "peft_config", None) or {}
+    adapters = {name: Path(directory) / ("" if name == "default" else name) / _ADAPTER_NAME for name in names}
+    if any(path.is_file() for path in adapters.values()):
+        return _find_adapters(model, adapters, device)
     values: dict[str, torch.Tensor] = dict(open_weights(directory))
+
+    def assign(values: dict[str, torch.Tensor]) -> FoundWeights:
+        return _assign(model, values, directory, device, lambda given: model.load_state_dict(given, False))
+
     try:
-        found = _assign(model, values, directory, device)
+        found = assign(values)
     except CheckpointError:
         converted = {} if values.keys() <= _tensors_of(model).keys() else _converted(model, directory, values)
         if not converted:
             raise
     else:
         converted = _converted(model, directory, values) if found.unexpected_keys else {}
-    return _assign(model, converted, directory, device) if converted else found
+    return assign(converted) if converted else found
+
+
+def _find_adapters(model: torch.nn.Module, places: Mapping[str, Path], device: torch.device | str) -> FoundWeights:
+    """Opens the files of a PEFT model's adapters; PEFT finds the parameters that they belong to."""
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    found = FoundWeights()
+    for name, path in places.items():
+        values = _open_file(path)
+        for key, value in get_peft_model_state_dict(model, adapter_name=name).items():
+            if key not in values:
+                raise CheckpointError(f"'{path}' has no tensor '{key}'; load a checkpoint of these adapters")
+            if values[key].shape != value.shape:
+                raise CheckpointError(shape_mismatch(key, values[key], tuple(value.shape)))
+        load = functools.partial(set_peft_model_state_dict, model, adapter_name=name)
+        found.values.update(_assign(model, values, path, device, load).values)
+    return found
 
 
 def _assign(
@@ -242,14 +268,15 @@ def _assign(
     values: Mapping[str, torch.Tensor],
     directory: str | os.PathLike[str],
     device: torch.device | str,
+    load: Callable[[dict[str, torch.Tensor]], Any],
 ) -> FoundWeights:
-    """Calls the model's ``load_state_dict``, and returns which values it assigns to which names."""
+    """Lets a function load values into a model, and returns which values it assigns to which names."""
     before = _tensors_of(model)
     # A module may keep the tensor that it gets as extra state, so that one must have its values.
     given = {name: _read(value) if name.endswith("_extra_state") else value for name, value in values.items()}
     try:
         with _Assignments(before.values()) as assignments:
-            result: Any = model.load_state_dict(given, False)
+            result = load(given)
     except PatrickStarError:
         raise
     except RuntimeError as error:
