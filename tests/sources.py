@@ -7,6 +7,7 @@ import torch
 
 from hf_patrickstar.checkpoint.deferred import DeferredTensor, Source
 from hf_patrickstar.checkpoint.safetensors_file import write_safetensors
+from hf_patrickstar.checkpoint.state_files import pack
 from hf_patrickstar.checkpoint.training_state import INDEX_NAME, shard_name
 
 
@@ -56,15 +57,20 @@ def write_training_state(directory, states, world_size=1, boundaries=None, value
                     tensors[f"{key}/{name}"] = value.reshape(-1)[start:stop]
                     parts[f"{key}/{name}"] = [start, stop]
     for rank, (tensors, parts) in enumerate(files):
-        metadata = {"parts": json.dumps(parts), "values": json.dumps(values if rank == 0 else {})}
+        metadata = {**pack(values if rank == 0 else {})[1], "parts": json.dumps(parts)}
         write_safetensors(directory / shard_name(rank, world_size), tensors, metadata)
+    groups = changes.pop("param_groups", [{"lr": 0.1, "betas": (0.9, 0.99), "params": list(states)}])
+    names = [group["params"] for group in groups]
+    settings = {f"group.{n}": {k: v for k, v in group.items() if k != "params"} for n, group in enumerate(groups)}
+    write_safetensors(directory / "optimizer-others.safetensors", *pack(settings))
     shapes = {name: next((list(v.shape) for v in state.values() if v.dim()), []) for name, state in states.items()}
     index = {
         "format": "hf_patrickstar.training_state",
         "version": 1,
         "optimizer": "AdamW",
         "files": [shard_name(rank, world_size) for rank in range(world_size)],
-        "param_groups": [{"lr": 0.1, "betas": [0.9, 0.99], "params": list(states)}],
+        "param_groups": [{"params": own} for own in names],
+        "optimizers": [names],
         "parameters": {name: {"shape": shape, "dtype": "float32"} for name, shape in shapes.items()},
         **changes,
     }

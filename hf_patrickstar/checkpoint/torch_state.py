@@ -73,9 +73,8 @@ def begin_torch_state(saved: TrainingState, paths: Sequence[Path]) -> tuple[Unwr
     """
     sharing = saved.manager.sharing
     sharing.enter("saves the optimizer's state")
-    masters = {name: {SAVED_MASTER: master} for name, master in saved.masters().items()}
-    own = {t.spec.index: saved.optimizer.own_state(t) | masters.get(t.spec.name, {}) for t in saved.owned()}
-    states = sharing.outline_states({index: state for index, state in own.items() if state}, saved.manager.place_of)
+    own = {tensor.spec.index: state for tensor, state in saved.own_states().items() if state}
+    states = sharing.outline_states(own, saved.manager.place_of)
     held: dict[int, Held] = {}
     for state in states.values():
         for key, item in state.items():

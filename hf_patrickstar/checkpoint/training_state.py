@@ -3,16 +3,15 @@
 [Note: the training state]
 Each of p ranks writes one file ``optimizer-0000r-of-0000p.safetensors``, r from 1 to p, with its own tensors:
 ``exp_avg/<parameter>`` and so on. A tensor is whole, in the parameter's shape, or the flat part of a parameter that is
-spread over ranks. The file's metadata has the range of each part, and the states that are no tensors; those that JSON
-cannot give back as they were are bytes of ``torch.save``, whose names are in the metadata. ``master/<parameter>`` is
-the engine's own; an optimizer's key of that name, one with ``/``, or one that is no text is written as Python does:
-``='master'/<parameter>``.
+spread over ranks. The file's metadata has the range of each part, and states that Python can write as literals; other
+objects, and tensors whose key is no text or has a ``/``, are bytes of ``torch.save`` in the tensor ``pickled``.
+``patrickstar_master/<parameter>`` is the engine's own.
 
-Rank 0 adds ``optimizer.index.json`` with the files, the shapes of the parameters, and the param groups. Its entry
-``optimizers`` has the groups again, by optimizer and in torch's order of parameters, with ``null`` for a parameter
-whose state is in ``optimizer-others.safetensors``; ``has_others`` says whether that file was written. It also has what
-JSON cannot give back of the groups. The files do not depend on chunks, budgets or devices, so any number of processes
-can read them with any settings: each process finds the files of its elements, and reads only those.
+Rank 0 adds ``optimizer.index.json`` with the files, the shapes of the parameters, and the names of those in each param
+group. Its entry ``optimizers`` has the groups again, by optimizer and in torch's order of parameters, with ``null`` for
+a parameter whose state is in ``optimizer-others.safetensors``, beside the settings of the groups. The files do not
+depend on chunks, budgets or devices, so any number of processes can read them with any settings: each process finds the
+files of its elements, and reads only those.
 """
 
 import dataclasses
@@ -21,7 +20,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,26 +29,29 @@ import torch
 from hf_patrickstar.checkpoint import state_files
 from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor, Reader
 from hf_patrickstar.checkpoint.progress import shown
-from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile, Unwritten, write_safetensors
-from hf_patrickstar.checkpoint.state_files import SavedTensor
+from hf_patrickstar.checkpoint.safetensors_file import FileSource, SafetensorsFile, Unwritten, write_safetensors
 from hf_patrickstar.checkpoint.storage import damaged, missing_file
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.layout.specs import MASTER
 from hf_patrickstar.optim.optimizer_set import OptimizerSet
-from hf_patrickstar.optim.state import check_keys, check_shapes
+from hf_patrickstar.optim.state import SAVED_MASTER, check_keys, check_shapes
 from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.runtime.manager import ChunkManager
 
 INDEX_NAME = "optimizer.index.json"
+_OTHERS_NAME = "optimizer-others.safetensors"
+_GROUP = "group."
+"""The owner of a param group's settings in ``_OTHERS_NAME``: its number follows."""
 _FORMAT, _VERSION = "hf_patrickstar.training_state", 1
 _README_TITLE = "## Training state of this checkpoint"
 _README = f"""{_README_TITLE}
 
-hf_patrickstar has saved the optimizer's state in `optimizer-*.safetensors`, under the names of the model's parameters;
-`optimizer.index.json` lists the files and the settings. A Trainer with `--patrickstar` resumes from them. **The stock
-Trainer does not read them**: without `optimizer.pt` it begins with a new optimizer and schedule, and does not say so.
-This command writes it (Accelerate's `load_state` needs `--output PATH_OF_THIS_DIRECTORY/optimizer.bin`):
+hf_patrickstar has saved the optimizer's state in `optimizer-*.safetensors`, under the names of the model's parameters,
+and its settings in `optimizer-others.safetensors`; `optimizer.index.json` lists the files. A Trainer with
+`--patrickstar` resumes from them. **The stock Trainer does not read them**: without `optimizer.pt` it begins with a new
+optimizer and schedule, and does not say so. This command writes it (Accelerate's `load_state` needs
+`--output PATH_OF_THIS_DIRECTORY/optimizer.bin`):
 
     hf-patrickstar export PATH_OF_THIS_DIRECTORY
 """
@@ -90,7 +92,7 @@ class OpenedState(NamedTuple):
     """
 
     load: Callable[[], None]
-    masters: dict[str, torch.Tensor]
+    masters: Mapping[str, torch.Tensor]
 
 
 @dataclasses.dataclass
@@ -126,23 +128,23 @@ class TrainingState:
         """
         if with_index:
             self._save_index(directory)
-        owned = {tensor.spec.name: tensor for tensor in self.owned()}
-        states = {name: self.optimizer.own_state(tensor) for name, tensor in owned.items()}
-        tensors, metadata = state_files.pack(states, lambda name, key: f"{key}/{name}", self.masters())
-        owners = {key: owned[key.partition("/")[2]] for key in tensors}
-        parts = {key: owners[key].part for key, value in tensors.items() if owners[key].is_split and value.dim()}
+        states = self.own_states()
+        owned = {tensor.spec.name: tensor for tensor in states}
+        tensors, metadata = state_files.pack({tensor.spec.name: state for tensor, state in states.items()})
+        owners = {key: owned[name] for key in tensors if (name := key.partition("/")[2])}
+        parts = {key: tensor.part for key, tensor in owners.items() if tensor.is_split and tensors[key].dim()}
         path = directory / shard_name(self.collectives.rank, self.collectives.world_size)
         chunks = {key: tensor.chunk for key, tensor in owners.items()}
         metadata |= {"parts": json.dumps(parts)}
         return Unwritten(path, tensors, chunks, functools.partial(write_safetensors, path, tensors, metadata))
 
-    def masters(self) -> dict[str, torch.Tensor]:
-        """This rank's parts of the masters that the model's file does not have to the last bit, by name."""
-        return {
-            tensor.spec.name: tensor.view(tensor.chunk.lists.get(MASTER, tensor.chunk.param))
-            for tensor in self.owned()
-            if tensor.original_dtype is not tensor.chunk.state_dtype or not self.is_in_model_file(tensor)
-        }
+    def own_states(self) -> dict[ManagedParameter, dict[Any, Any]]:
+        """The states of ``owned``, with their masters if the model's file does not have these to the last bit."""
+        states = {tensor: {**self.optimizer.own_state(tensor)} for tensor in self.owned()}
+        for tensor, state in states.items():
+            if tensor.original_dtype is not tensor.chunk.state_dtype or not self.is_in_model_file(tensor):
+                state[SAVED_MASTER] = tensor.view(tensor.chunk.lists.get(MASTER, tensor.chunk.param))
+        return states
 
     @property
     def is_fresh(self) -> bool:
@@ -151,8 +153,12 @@ class TrainingState:
         return not (has_any or any(self.optimizer.other_states().values()))
 
     def _save_index(self, directory: Path) -> None:
-        settings, others = state_files.split_settings(self.optimizer.param_groups)
-        names, world_size = self.optimizer.named_groups(), self.collectives.world_size
+        settings = {
+            f"{_GROUP}{number}": {key: value for key, value in group.items() if key != "params"}
+            for number, group in enumerate(self.optimizer.param_groups)
+        }
+        write_safetensors(directory / _OTHERS_NAME, *state_files.pack(self.optimizer.other_states() | settings))
+        world_size = self.collectives.world_size
         trained = [tensor for tensor in self.manager.tensors if tensor.chunk.spec.is_updated]
         types = {t.spec.name: str(t.original_dtype).removeprefix("torch.") for t in trained}
         index = {
@@ -160,8 +166,7 @@ class TrainingState:
             "version": _VERSION,
             "optimizer": self.optimizer.class_name,
             "files": [shard_name(rank, world_size) for rank in range(world_size)],
-            "has_others": state_files.save_others(directory, self.optimizer.other_states() | others),
-            "param_groups": [{**group, "params": own} for group, own in zip(settings, names, strict=True)],
+            "param_groups": [{"params": names} for names in self.optimizer.named_groups()],
             "optimizers": self.optimizer.placed_groups(),
             "parameters": {t.spec.name: {"shape": t.spec.shape, "dtype": types[t.spec.name]} for t in trained},
         }
@@ -208,10 +213,12 @@ class TrainingState:
                 self._check_tensor(saved, tensor, is_verified=is_verified)
         if unknown := sorted(saved.others.keys() - optimizer.other_states().keys()):
             raise CheckpointError(
-                f"'{saved.path.with_name(state_files.OTHERS_NAME)}' has a state of parameter {unknown[0]}, which has "
+                f"'{saved.path.with_name(_OTHERS_NAME)}' has a state of parameter {unknown[0]}, which has "
                 "none outside of chunks here; prepare the same optimizers in the same order"
             )
-        return OpenedState(functools.partial(self._load, saved), saved.masters)
+        states = {tensor.spec.name: saved.states.get(tensor.spec.name, {}) for tensor in self.owned()}
+        masters = {name: DeferredTensor.make(s[SAVED_MASTER]) for name, s in states.items() if SAVED_MASTER in s}
+        return OpenedState(functools.partial(self._load, saved), masters)
 
     def _check_tensor(self, saved: "SavedState", tensor: ManagedParameter, *, is_verified: bool) -> None:
         name = tensor.spec.name
@@ -263,11 +270,12 @@ class SavedState:
         optimizers: The parameters of each optimizer and group in torch's order: names, ``None`` for those whose state
             is in ``others``.
         shapes: The shape of every parameter.
-        states: The other states, by parameter and by their names in the files; see ``decoded``.
+        states: The other states, by parameter and key; of a tensor, where its elements are.
         others: States of parameters that were updated outside of chunks.
 
     Raises:
-        CheckpointError: If the index is missing, or a file is damaged.
+        CheckpointError: If the index is missing, or a file is damaged, or the program has not said that the type of an
+            object is safe.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -280,32 +288,28 @@ class SavedState:
                     f"{_VERSION} of {_FORMAT}; use the version of hf_patrickstar that saved it, or a later one"
                 )
             self.optimizer = str(index["optimizer"])
-            self.groups: list[dict[Any, Any]] = [
-                {k: tuple(v) if type(v) is list and k != "params" else v for k, v in group.items()}
-                for group in index["param_groups"]
-            ]
+            named_groups = [group["params"] for group in index["param_groups"]]
             self.shapes = {name: tuple(found["shape"]) for name, found in index["parameters"].items()}
-            own_groups = [group["params"] for group in self.groups]  # older files lack it
-            self.optimizers: list[list[list[str | None]]] = index.get("optimizers", [own_groups])
+            self.optimizers: list[list[list[str | None]]] = index["optimizers"]
             names = [str(name) for name in index["files"]]
-            has_others = bool(index.get("has_others"))  # older files lack it
         except FileNotFoundError as error:
             advice = f"delete every optimizer-* and {INDEX_NAME} there, to go on with optimizer.pt or a new optimizer"
             raise CheckpointError(f"{missing_file(self.path)}; or {advice}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(damaged(f"'{self.path}' is not the index of a training state: {error}")) from error
-        self.others = state_files.read_others(directory, is_needed=has_others)
-        for number, group in enumerate(self.groups):
-            group.update(self.others.pop(f"{state_files.GROUP}{number}", {}))
-        self.states: dict[str, dict[str, Any]] = {}
+        self.others, self.states = state_files.States(), state_files.States()
+        for owner, key, value in state_files.unpack(SafetensorsFile(self.path.with_name(_OTHERS_NAME)), {}):
+            read = Reader().read_whole(DeferredTensor.make(value)) if isinstance(value, FileSource) else value
+            self.others.setdefault(owner, {})[key] = read
+        settings = (self.others.pop(f"{_GROUP}{number}", {}) for number in range(len(named_groups)))
+        self.groups = [{**found, "params": own} for found, own in zip(settings, named_groups, strict=True)]
         # Files of other machines may be on other disks: a missing file is an error only if its content is needed.
         self._missing = [name for name in names if not self.path.with_name(name).exists()]
         for file in (self.path.with_name(name) for name in names if name not in self._missing):
-            for name, key, value in state_files.unpack(SafetensorsFile(file), False):
+            for name, key, value in state_files.unpack(SafetensorsFile(file), self.shapes):
                 first = self.states.setdefault(name, {}).setdefault(key, value)
-                if isinstance(value, SavedTensor) and value.is_part:
-                    first.shape = self.shapes.get(name, value.shape)
-                    first.pieces += value.pieces if first is not value else []
+                if isinstance(value, FileSource) and first is not value:
+                    first.pieces += value.pieces
 
     def check_complete(self, name: str, start: int, stop: int, *, is_verified: bool = False) -> None:
         """Makes sure that the files have the state of some elements of a parameter.
@@ -325,7 +329,7 @@ class SavedState:
                 f"'{self.path.with_name(self._missing[0])}' is missing; parameter '{name}' is in no other file. Copy "
                 "the files of all processes into the directory"
             )
-        for key, tensor in ((key, value) for key, value in found.items() if isinstance(value, SavedTensor)):
+        for key, tensor in ((key, value) for key, value in found.items() if isinstance(value, FileSource)):
             first, last = (start, stop) if tensor.shape == self.shapes[name] else (0, math.prod(tensor.shape))
             if (end := tensor.first_missing(first, last)) < last:
                 missing = f"; {', '.join(self._missing)} is missing" if self._missing else ""
@@ -333,27 +337,13 @@ class SavedState:
                     f"'{self.path}': elements {end} to {last} of '{key}' of parameter '{name}' are in no "
                     f"file{missing}. Copy the files of all processes into the directory"
                 )
-            for _ in tensor.stream(first, last, PIECE_NUMEL) if is_verified or key == MASTER else ():
+            for _ in tensor.stream(first, last, PIECE_NUMEL) if is_verified or key == SAVED_MASTER else ():
                 pass
 
-    @property
-    def masters(self) -> dict[str, torch.Tensor]:
-        """The masters by parameter, deferred."""
-        return {name: DeferredTensor.make(found[MASTER]) for name, found in self.states.items() if MASTER in found}
-
     def state_of(self, name: str) -> dict[Any, Any]:
-        """The state of a parameter, without its master: torch's optimizers have none. Its tensors are deferred.
-
-        Raises:
-            CheckpointError: If the program has not said that the type of an object is safe.
-        """
-        state = {}
-        for key, value in self.states.get(name, {}).items():
-            if isinstance(value, SavedTensor):
-                value = value.load() if value.is_object else DeferredTensor.make(value)
-            if key != MASTER:
-                state[state_files.decoded(key)] = value
-        return state
+        """The state of a parameter, without its master: torch's optimizers have none. Its tensors are deferred."""
+        state = {key: value for key, value in self.states.get(name, {}).items() if key != SAVED_MASTER}
+        return {key: DeferredTensor.make(v) if isinstance(v, FileSource) else v for key, v in state.items()}
 
     def state_dicts(self) -> list[dict[str, Any]]:
         """The state in the format of ``torch.optim.Optimizer.state_dict``, a dictionary for each optimizer.

@@ -10,9 +10,11 @@ tensor (``parameter.data``, or a part of a parameter), and a function that needs
 import contextlib
 import dataclasses
 import functools
+import io
 import itertools
 import json
 import os
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -107,22 +109,19 @@ def _open_file(path: Path) -> dict[str, DeferredTensor]:
     }
 
 
-def load_torch_file(path: Path) -> dict[str, Any]:
+def load_torch_file(path: Path, data: io.BytesIO | None = None) -> dict[str, Any]:
     """Loads a file of ``torch.save`` with ``weights_only``; tensors are memory-mapped if its format allows that.
 
     Args:
         path: The file.
+        data: The bytes of ``torch.save``, if they are only a part of the file.
 
     Raises:
         CheckpointError: If it is missing, damaged, or holds other objects.
     """
     try:
-        try:
-            loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except RuntimeError as error:
-            if "mmap" not in str(error):
-                raise
-            loaded = torch.load(path, map_location="cpu", weights_only=True)  # the format before torch 1.6
+        is_mappable = data is None and zipfile.is_zipfile(path)  # not so in the format before torch 1.6
+        loaded = torch.load(data or path, map_location="cpu", mmap=is_mappable, weights_only=True)
     except FileNotFoundError as error:
         raise CheckpointError(missing_file(path)) from error
     except Exception as error:

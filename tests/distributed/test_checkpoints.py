@@ -269,7 +269,8 @@ def test_processes_with_disks_of_their_own_keep_their_parts_there(pair, tmp_path
     first, second = pair.run(save_on_own_disks, str(tmp_path))
     assert "model.safetensors" in first
     assert "optimizer-00001-of-00002.safetensors" in first
-    assert second == ["README.md", "optimizer-00002-of-00002.safetensors", "optimizer.index.json"]
+    own = ["README.md", "optimizer-00002-of-00002.safetensors", "optimizer-others.safetensors", "optimizer.index.json"]
+    assert second == own
     model = build("gpt2", torch.float32)
     engine = PatrickStarEngine(model, {}, make_optimizer(model), device="cpu")
     with pytest.raises(CheckpointError, match=r"optimizer-00002-of-00002.safetensors' is missing"):

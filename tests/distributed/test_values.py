@@ -238,7 +238,7 @@ def test_the_trainer_trains_as_over_ddp(pair, tmp_path, accumulation):
         assert actual[2] == pytest.approx(expected[2], rel=1e-5)
         assert max(differences(expected[3], actual[3]).values(), default=0.0) < 1e-5
         shards = [f"optimizer-0000{number}-of-00002.safetensors" for number in (1, 2)]
-        own = [*shards, "optimizer.index.json", "README.md"]
+        own = [*shards, "optimizer-others.safetensors", "optimizer.index.json", "README.md"]
         state_files = {f"checkpoint-{step}/{name}" for step in (2, 4) for name in own}
         stock_files = {name for name in expected[4] if not name.endswith("optimizer.pt")}
         assert set(actual[4]) == stock_files | state_files

@@ -206,7 +206,11 @@ def test_a_directory_that_cannot_be_written(is_background, tmp_path, monkeypatch
     state = loop.whole_state()
     loop.train(steps=1)
 
-    def refuse(*args, **kwargs):
+    write = training_state.write_safetensors
+
+    def refuse(path, *args, **kwargs):
+        if is_background and "-of-" not in path.name:  # written before the thread begins
+            return write(path, *args, **kwargs)
         raise OSError(28, "No space left on device")
 
     if is_background:

@@ -18,13 +18,13 @@ DTYPES = [
 ]
 W = torch.arange(12.0).view(3, 4)
 STATES = {
-    "w": {"exp_avg": W, "exp_avg_sq": W + 1, "step": torch.tensor(3.0), "master": W + 2},
+    "w": {"exp_avg": W, "exp_avg_sq": W + 1, "step": torch.tensor(3.0), "patrickstar_master": W + 2},
     "b": {"exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2), "step": torch.tensor(1.0)},
-    "c": {"master": torch.ones(2)},
+    "c": {"patrickstar_master": torch.ones(2)},
 }
 GROUPS = [
-    {"lr": 0.5, "betas": [0.8, 0.9], "params": ["c", "w"]},
-    {"lr": 0.25, "betas": [0.8, 0.9], "params": ["b"]},
+    {"lr": 0.5, "betas": (0.8, 0.9), "params": ["c", "w"]},
+    {"lr": 0.25, "betas": (0.8, 0.9), "params": ["b"]},
 ]
 
 
@@ -79,7 +79,7 @@ def test_a_state_dict_for_torch(world_size, boundaries, tmp_path):
         ]
         assert parameters["c"] not in optimizer.state
         for name in ("w", "b"):
-            expected = {key: value for key, value in STATES[name].items() if key != "master"}
+            expected = {key: value for key, value in STATES[name].items() if key != "patrickstar_master"}
             expected |= {"extra": 7} if name == "b" else {}
             assert same(dict(optimizer.state[parameters[name]]), expected)
 
