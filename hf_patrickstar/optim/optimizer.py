@@ -499,9 +499,9 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         for parameter, state in pairs:
             tensor = self._manager.find(parameter)
             if tensor is not None and self._updates(tensor):
-                places = self.kernel.state_places(tensor) if tensor.is_owned else {}
-                state = {k: v if k in places else read(v) for k, v in state.items() if k != SAVED_MASTER}
                 if tensor.is_owned:
+                    places = self.kernel.state_places(tensor)
+                    state = {k: v if k in places else read(v) for k, v in state.items() if k != SAVED_MASTER}
                     self.kernel.load_tensor_state(tensor, state)
             elif state and (tensor is None or tensor.spec.trainable):
                 self.inner.state[parameter] = copy.deepcopy({key: read(value) for key, value in state.items()})
