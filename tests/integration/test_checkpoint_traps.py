@@ -4,6 +4,7 @@ import pytest
 import torch
 from models import make_batch, make_model
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 
 from hf_patrickstar import CheckpointError, PatrickStarEngine, deferred_weights
 
@@ -93,6 +94,11 @@ def test_an_adapter_beside_an_unfrozen_parameter(tmp_path):
     with pytest.raises(
         CheckpointError, match=r"adapter_model.safetensors': tensor '.*' has shape \(32, 2\), in the mod"
     ):
+        other.load_checkpoint(tmp_path / "c")
+    path.write_bytes(whole)
+    *others, last = load_file(path).items()
+    save_file(dict(others), path)
+    with pytest.raises(CheckpointError, match=f"adapter_model.safetensors' has no tensor '{last[0]}'"):
         other.load_checkpoint(tmp_path / "c")
     assert_same(before, state_of(other))
     for each in (engine, other):
