@@ -73,6 +73,30 @@ def test_one_file_of_all_processes(pair, tmp_path, kind, config):
     engine.detach()
 
 
+def count_reads(rank, folder):
+    """The bytes that this process reads of the states in ``optimizer.pt``, and those of its own ones."""
+    model = build("gpt2", torch.float32)
+    with engaged(model, {"optimizer_format": "torch"}, make_optimizer(model)) as engine:
+        train_together(engine, hf_loss("gpt2"), steps=1)
+        engine.save_checkpoint(f"{folder}/c")
+        original, counted = torch_state.TorchFile.read_into, []
+
+        def read_into(file, name, start, values):
+            counted.append(values.nbytes)
+            original(file, name, start, values)
+
+        torch_state.TorchFile.read_into = read_into
+        try:
+            engine.training_state.optimizer.load_state_dicts([torch_state.TorchFile(f"{folder}/c/optimizer.pt").value])
+        finally:
+            torch_state.TorchFile.read_into = original
+        return sum(counted), sum(tensor.own_numel * 2 * 4 for tensor in engine.training_state.owned())
+
+
+def test_every_process_reads_only_its_own_states(pair, tmp_path):
+    assert all(num_read == own > 0 for num_read, own in pair.run(count_reads, str(tmp_path)))
+
+
 def save_by_default(rank, folder, capture):
     """Twice; returns the warnings of the package."""
     model = build("gpt2", torch.bfloat16)
