@@ -334,9 +334,9 @@ class Checkpoints(Transactions):
 
     def _apply(self, values: Mapping[str, torch.Tensor], masters: Mapping[str, torch.Tensor]) -> None:
         """Loads weights, or masters where there are any: they have more bits."""
-        reader, piece_numel = Reader(), self._weights.piece_numel
+        reader, piece_numel, found = Reader(), self._weights.piece_numel, {**values, **masters}
         owned = [tensor for chunk in self._manager.chunks for tensor in chunk.owned]
-        tensors = [tensor for tensor in owned if _value_of(tensor, {**values, **masters}) is not None]
+        tensors = [tensor for tensor in owned if _value_of(tensor, found) is not None]
         for tensor in shown(tensors, "Reading weights", "tensors", is_first=self._collectives.rank == 0):
             master, start = masters.get(tensor.spec.name), tensor.part[0]
             value = _value_of(tensor, values).to(tensor.original_dtype) if master is None else master

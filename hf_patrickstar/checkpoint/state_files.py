@@ -41,6 +41,7 @@ def pack(states: Mapping[str, Mapping[Any, Any]]) -> tuple[dict[str, torch.Tenso
     literals, objects = States(), States()
     for owner, state in states.items():
         for key, value in state.items():
+            key = str.__str__(key) if isinstance(key, str) else key  # an enumeration may be a text, too
             is_tensor = isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value)
             if is_tensor and isinstance(key, str) and "/" not in key:
                 tensors[f"{key}/{owner}"] = value
@@ -97,11 +98,8 @@ def unpack(file: SafetensorsFile, shapes: Mapping[str, tuple[int, ...]]) -> Iter
             yield from ((owner, key, value) for owner, state in objects.items() for key, value in state.items())
             continue
         key, _, owner = name.partition("/")  # the names of parameters may have more of them
-        yield (
-            owner,
-            key,
-            FileSource(shapes.get(owner, shape) if name in parts else shape, dtype, [(start, stop, file, name)]),
-        )
+        whole = shapes.get(owner, shape) if name in parts else shape
+        yield owner, key, FileSource(whole, dtype, [(start, stop, file, name)])
 
 
 def update_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:

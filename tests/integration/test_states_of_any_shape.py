@@ -238,11 +238,16 @@ class Kind(enum.Enum):
     FIRST = 1
 
 
+class Text(enum.StrEnum):
+    SECOND = "second"
+
+
 def test_a_key_of_any_type(tmp_path):
     """Torch does not load one of a type that nobody has called safe."""
     engine = engine_of(Plain, range(1))
     engine.optimizer.state[engine.model.lm_head.weight][Kind.FIRST] = torch.ones(2)
     engine.optimizer.param_groups[0][Kind.FIRST] = numpy.float32(0.5)
+    engine.optimizer.param_groups[0][Text.SECOND] = (1,)
     engine.save_checkpoint(tmp_path / "c")
     other = engine_of(Plain, seed=3)
     with pytest.raises(CheckpointError, match=r"(?s)cannot be loaded safely: .*add_safe_globals.*Kind"):
@@ -251,6 +256,7 @@ def test_a_key_of_any_type(tmp_path):
         other.load_checkpoint(tmp_path / "c")
     assert torch.equal(other.optimizer.state[other.model.lm_head.weight][Kind.FIRST], torch.ones(2))
     assert repr(other.optimizer.param_groups[0][Kind.FIRST]) == "0.5", "a number of Python"
+    assert [type(key) for key in other.optimizer.param_groups[0] if key == "second"] == [str]
 
 
 def test_a_tensor_in_a_group_is_filled_and_not_replaced(tmp_path):
