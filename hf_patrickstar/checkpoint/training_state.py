@@ -43,7 +43,7 @@ INDEX_NAME = "optimizer.index.json"
 _OTHERS_NAME = "optimizer-others.safetensors"
 _GROUP = "group."
 """The owner of a param group's settings in ``_OTHERS_NAME``: its number follows."""
-_FORMAT, _VERSION = "hf_patrickstar.training_state", 1
+_FORMAT, _VERSION = "hf_patrickstar.training_state", 2
 _README_TITLE = "## Training state of this checkpoint"
 _README = f"""{_README_TITLE}
 
@@ -282,10 +282,10 @@ class SavedState:
         self.path = Path(directory) / INDEX_NAME
         try:
             index = json.loads(self.path.read_text(encoding="utf-8"))
-            if index["format"] != _FORMAT or index["version"] > _VERSION:
+            if (index["format"], index["version"]) != (_FORMAT, _VERSION):
                 raise CheckpointError(
                     f"'{self.path}' is version {index['version']} of {index['format']}; this package reads version "
-                    f"{_VERSION} of {_FORMAT}; use the version of hf_patrickstar that saved it, or a later one"
+                    f"{_VERSION} of {_FORMAT}; use the version of hf_patrickstar that saved it"
                 )
             self.optimizer = str(index["optimizer"])
             named_groups = [group["params"] for group in index["param_groups"]]

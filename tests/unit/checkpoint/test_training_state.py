@@ -43,11 +43,15 @@ BROKEN = {
     "garbage": (lambda path: (path / INDEX_NAME).write_bytes(b"\xff{"), NO_INDEX),
     "another format": (
         lambda path: change_index(path, lambda index: index.update(format="theirs")),
-        "index.json' is version 1 of theirs; this package reads version 1 of hf_patrickstar.training_state",
+        "index.json' is version 2 of theirs; this package reads version 2 of hf_patrickstar.training_state",
     ),
     "a newer version": (
-        lambda path: change_index(path, lambda index: index.update(version=2)),
-        "index.json' is version 2 of hf_patrickstar.training_state; this package reads version 1",
+        lambda path: change_index(path, lambda index: index.update(version=3)),
+        "index.json' is version 3 of hf_patrickstar.training_state; this package reads version 2",
+    ),
+    "an older version, whose settings are in the index": (
+        lambda path: change_index(path, lambda index: index.update(version=1)),
+        "index.json' is version 1 of hf_patrickstar.training_state; this package reads version 2",
     ),
     "half a file": (
         lambda path: (path / SHARD).write_bytes((path / SHARD).read_bytes()[:-1]),
