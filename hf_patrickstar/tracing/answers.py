@@ -118,7 +118,8 @@ _CHANGES = _overloads(
 )
 _VIEWS = (
     *(_aten.as_strided.default, _aten.slice.Tensor, _aten.select.int, _aten.view.default, _aten.expand.default),
-    *(_aten.detach.default, _aten.alias.default),
+    *(_aten.detach.default, _aten.alias.default, _aten.t.default, _aten.transpose.int, _aten.permute.default),
+    *(_aten.unsqueeze.default, _aten._unsafe_view.default),
 )
 _ANSWERS: dict[Any, Callable[[Any, _Arguments, _Named], Any]] = {
     **dict.fromkeys(_CHANGES, _changed),

@@ -89,51 +89,67 @@ def trace(
         TraceError: If the model communicates, asks for a value that only bytes have, or takes too long.
     """
 
-    def ready(stacks: Sequence[Stack] = (), num_blocks: int = 0) -> _Ready:
-        """A model that is ready to run, with so many blocks in each of the stacks."""
+    def make() -> torch.nn.Module:
+        with AnsweringMode(), torch.enable_grad():  # it answers what an initialisation asks of values
+            return micro_batch.make_model()
+
+    def ready(model: torch.nn.Module) -> _Ready:
         with AnsweringMode(), torch.no_grad():
-            with torch.enable_grad():
-                model = micro_batch.make_model()
             if micro_batch.config.get("chunked_loss") is True:
                 chunk_losses(find_heads(model))
-            cut(model, stacks, num_blocks)
             specs, casting = micro_batch.prepared(model)
         return _Ready(micro_batch, model, specs, casting, setting)
 
     run = _Ready.record_twice if is_checked else _Ready.record
-    with AnsweringMode():  # answers what an initialisation asks of values
-        stacks = find_stacks(micro_batch.make_model())
+    whole = make()
+    stacks = find_stacks(whole)
     if stacks:
+
+        def ready_with(num_blocks: int) -> _Ready:
+            few = make()
+            cut(few, stacks, num_blocks)
+            return ready(few)
+
         try:
-            return _trace_few(ready, run, stacks, is_regular)
+            return _trace_few(stacks, ready_with, run, None if is_regular else lambda: ready(whole))
         except TraceError:
             raise
         except Exception as error:  # code that counts on all blocks may raise anything
             logger.info("patrickstar: blocks repeat, but the model is run with all of them: %r", error)
-    return run(ready())
+            whole = make()
+    return run(ready(whole))
 
 
 def _trace_few(
-    ready: Callable[..., "_Ready"], run: Callable[["_Ready"], OpTrace | None], stacks: Sequence[Stack], is_regular: bool
+    stacks: Sequence[Stack],
+    ready_with: Callable[[int], "_Ready"],
+    run: Callable[["_Ready"], OpTrace | None],
+    ready_whole: Callable[[], "_Ready"] | None,
 ) -> OpTrace:
     """The notes, made of those of a few blocks.
+
+    Args:
+        stacks: The stacks of the model.
+        ready_with: Gives a model with so many blocks in each of them.
+        run: Notes what a model does.
+        ready_whole: Gives the model with all blocks; ``None`` if they are not checked.
 
     Raises:
         IrregularError: If they are not those of all blocks.
     """
-    model = ready(stacks, FEW_BLOCKS)
+    model = ready_with(FEW_BLOCKS)
     found, names = run(model), model.names
     if found is None:
         raise IrregularError("a model with few blocks cannot be replayed")
     few = [dataclasses.replace(stack, num_blocks=FEW_BLOCKS) for stack in stacks]
     notes, all_names = extend(found.notes, names, few, [stack.num_blocks for stack in stacks])
-    if is_regular:
+    if ready_whole is None:
         return OpTrace(notes)
     more, more_names = extend(found.notes, names, few, [FEW_BLOCKS + 1] * len(few))
-    model = ready(stacks, FEW_BLOCKS + 1)
+    model = ready_with(FEW_BLOCKS + 1)
     if model.record() != OpTrace(more) or model.names != more_names:
         raise IrregularError(f"{FEW_BLOCKS + 1} blocks do something else than {FEW_BLOCKS}, extended by one")
-    model = ready()
+    model = ready_whole()
     begin = Begin(Part.BACKWARD)
     forward = notes[: notes.index(begin)] if begin in notes else notes
     if model.names != all_names or model.record(with_backward=False) != OpTrace(forward):
