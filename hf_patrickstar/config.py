@@ -4,22 +4,13 @@ import dataclasses
 import difflib
 import json
 import os
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import Machine, find_machine
 from hf_patrickstar.units import ALIGNMENT_NUMEL, format_budget, parse_budget
 
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "eviction": ("belady", "lru", "list_order"),
-    "placement": ("auto", "host"),
-    "dtype": ("auto", "fp32", "bf16", "fp16"),
-    "reduce_dtype": ("auto", "fp32"),
-    "state_dtype": ("auto", "bf16"),
-    "optimizer_format": ("auto", "sharded", "torch"),
-}
-
-
+_SWITCH = bool | Literal["auto"]
 _BUDGETS = ("device_budget", "host_budget", "chunk_budget")
 _SYNONYMS = {"gpu": "device", "cuda": "device", "vram": "device", "cpu": "host", "ram": "host"}
 """Words in which people look for a key, and the word that it has."""
@@ -159,12 +150,6 @@ class PatrickStarConfig:
                     "'auto' or a larger number"
                 )
             object.__setattr__(self, "chunk_numel", chunk_numel)
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"{name}: expected one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        for name in ("activation_offload", "autocast", "chunked_loss", "cpu_embedding", "pin_memory", "keep_gradients"):
-            if not isinstance(getattr(self, name), bool) and getattr(self, name) != "auto":
-                raise ConfigError(f"{name}: expected true, false or 'auto', got {getattr(self, name)!r}")
         if self.overlap_optimizer == "backward":
             raise ConfigError(
                 "overlap_optimizer: 'backward' was removed; set true, with which chunks are updated beside forward"
@@ -185,17 +170,14 @@ class PatrickStarConfig:
         is_number = isinstance(wait_s, (int, float)) and not isinstance(wait_s, bool)
         if wait_s is not None and not (is_number and 0 <= wait_s < float("inf")):
             raise ConfigError(f"process_wait_s: expected a number of seconds, 0 or more, or null, got {wait_s!r}")
-        for name in (
-            "background_save",
-            "frozen_master",
-            "overlap_optimizer",
-            "reshard_after_forward",
-            "reuse_plan",
-            "debug_collectives",
-            "debug_evict_all",
-        ):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}: expected true or false, got {getattr(self, name)!r}")
+        for field in dataclasses.fields(self):
+            value, choices = getattr(self, field.name), get_args(field.type)
+            if get_origin(field.type) is Literal and value not in choices:
+                raise ConfigError(f"{field.name}: expected one of {', '.join(choices)}, got {value!r}")
+            if field.type == _SWITCH and not isinstance(value, bool) and value != "auto":
+                raise ConfigError(f"{field.name}: expected true, false or 'auto', got {value!r}")
+            if field.type is bool and not isinstance(value, bool):
+                raise ConfigError(f"{field.name}: expected true or false, got {value!r}")
 
     def _find_machine(self) -> None:
         machine = self.machine
