@@ -9,13 +9,13 @@ import re
 
 from hf_patrickstar.errors import ConfigError
 
-_BINARY = {"KIB": 1, "MIB": 2, "GIB": 3, "TIB": 4}
-_DECIMAL = {"KB": 1, "MB": 2, "GB": 3, "TB": 4}
 _PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
+_UNITS = {"B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": 1024**4}
+_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 LEAST_BUDGET_NBYTES = MIB
 """A smaller budget needs a unit, since whoever writes a small number means GiB."""
@@ -52,18 +52,12 @@ def parse_nbytes(value: int | str, name: str = "size") -> int:
         match = _PATTERN.fullmatch(value)
         if match is None:
             raise ConfigError(f"{name}: {value!r} is not a size; write a number of bytes, or for example '8GiB'")
-        number, unit = decimal.Decimal(match.group(1)), match.group(2).upper()
-        if unit in ("", "B"):
-            factor = 1
-        elif unit in _BINARY:
-            factor = 1024 ** _BINARY[unit]
-        elif unit in _DECIMAL:
-            factor = 1000 ** _DECIMAL[unit]
-        else:
-            units = ", ".join(["B", "KiB", "MiB", "GiB", "TiB", "KB", "MB", "GB", "TB"])
-            raise ConfigError(f"{name}: unknown unit in {value!r}; the units are {units}")
+        number, unit = decimal.Decimal(match[1]), match[2].upper() or "B"
+        factor = next((factor for known, factor in _UNITS.items() if known.upper() == unit), None)
+        if factor is None:
+            raise ConfigError(f"{name}: unknown unit in {value!r}; the units are {', '.join(_UNITS)}")
         with decimal.localcontext() as context:
-            context.prec = len(match.group(1)) + 16
+            context.prec = len(match[1]) + 16
             nbytes = int(number * factor)
     if nbytes <= 0:
         raise ConfigError(f"{name}: must be positive, got {value!r}; give a number of bytes above 0")
