@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 from hf_patrickstar.memory.accelerator import allocated_nbytes, reserved_nbytes, used_nbytes
-from hf_patrickstar.memory.operators import EngineMode, take_off_dispatch_modes, unpacked
+from hf_patrickstar.memory.operators import EngineMode, take_off_dispatch_modes, tensors_among, unpacked
 from hf_patrickstar.units import MIB
 
 _INTERVAL_S = 1.0
@@ -182,13 +182,8 @@ class StorageMeter(Meter):
         if not self.is_on:
             return
         before = self._total
-        for value in results if isinstance(results, (tuple, list)) else (results,):
-            if isinstance(value, torch.Tensor):
-                self._note(value)
-            elif isinstance(value, (tuple, list)):
-                for item in value:
-                    if isinstance(item, torch.Tensor):
-                        self._note(item)
+        for tensor in tensors_among(results):
+            self._note(tensor)
         if self._total > before:
             self._peak = max(self._peak, self._total)
             self.is_on = False  # ``on_growth`` is not measured, and after an error not called again

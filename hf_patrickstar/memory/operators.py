@@ -124,6 +124,32 @@ def push_dispatch_modes(modes: Iterable[TorchDispatchMode]) -> None:
         _push_mode(mode)
 
 
+def tensors_among(value: Any) -> list[torch.Tensor]:
+    """The tensors among arguments or results of an operator: alone, or in lists, as schemas allow.
+
+    Args:
+        value: An argument, arguments, a result, or results.
+    """
+    if isinstance(value, torch.Tensor):
+        return [value]
+    found: list[torch.Tensor] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[torch.Tensor]) -> None:
+    # Called once for a list and not for each of its items: modes ask at every operator.
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (tuple, list)):
+        return
+    for item in value:
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif isinstance(item, (tuple, list, dict)):
+            _collect(item, found)
+
+
 PACKED_PRODUCT = "bitsandbytes::gemm_4bit"
 """The product with a weight that bitsandbytes has packed into 4 bits."""
 

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 
-from hf_patrickstar.memory.operators import OperatorMode
+from hf_patrickstar.memory.operators import OperatorMode, tensors_among
 from hf_patrickstar.tracing.grouped import GROUPED, grouped_result
-from hf_patrickstar.tracing.operands import tensors_among
 
 _aten = torch.ops.aten
 _ASKS_DEVICE = torch.ops.prim.device.default

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from hf_patrickstar.memory.operators import PACKED_PRODUCT
+from hf_patrickstar.memory.operators import PACKED_PRODUCT, tensors_among
 from hf_patrickstar.tracing.grouped import GROUPED, grouped_flops
-from hf_patrickstar.tracing.operands import read_operands, tensors_among, touches_nothing, written_operands
+from hf_patrickstar.tracing.operands import read_operands, touches_nothing, written_operands
 
 _aten = torch.ops.aten
 READS_ROWS = frozenset({_aten.embedding, _aten.index_select, _aten.gather, _aten.index})

@@ -6,31 +6,7 @@ from typing import Any
 
 import torch
 
-
-def tensors_among(value: Any) -> list[torch.Tensor]:
-    """The tensors among arguments or results of an operator: alone, or in lists, as schemas allow.
-
-    Args:
-        value: An argument, arguments, a result, or results.
-    """
-    if isinstance(value, torch.Tensor):
-        return [value]
-    found: list[torch.Tensor] = []
-    _collect(value, found)
-    return found
-
-
-def _collect(value: Any, found: list[torch.Tensor]) -> None:
-    # Called once for a list and not for each of its items: modes ask at every operator.
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, (tuple, list)):
-        return
-    for item in value:
-        if isinstance(item, torch.Tensor):
-            found.append(item)
-        elif isinstance(item, (tuple, list, dict)):
-            _collect(item, found)
+from hf_patrickstar.memory.operators import tensors_among
 
 
 def written_operands(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -56,9 +32,7 @@ def read_operands(written: Sequence[torch.Tensor], args: Sequence[Any], kwargs: 
         kwargs: Its named arguments.
     """
     ids = {id(tensor) for tensor in written}
-    found: list[torch.Tensor] = []
-    _collect(args, found)
-    _collect(kwargs, found)
+    found = tensors_among((args, kwargs))
     return [tensor for tensor in found if id(tensor) not in ids] if ids else found
 
 
