@@ -1,7 +1,9 @@
 """The memory spaces, and how large they are on this machine."""
 
+import contextlib
 import enum
 import pathlib
+import re
 
 import psutil
 import torch
@@ -34,14 +36,10 @@ def available_host_nbytes() -> int:
     """Bytes of host memory that this process can still take, cgroup limits respected."""
     available = psutil.virtual_memory().available
     for limit_file, usage_file in CGROUP_FILES:
-        try:
-            limit = pathlib.Path(limit_file).read_text().strip()
-            usage = int(pathlib.Path(usage_file).read_text())
-        except (OSError, ValueError):
-            continue
-        if limit.isdigit():
+        with contextlib.suppress(OSError, ValueError):  # "max" is no limit
+            limit, usage = (int(pathlib.Path(file).read_text()) for file in (limit_file, usage_file))
             reclaimable = _inactive_file_nbytes(pathlib.Path(limit_file).with_name("memory.stat"))
-            available = min(available, max(int(limit) - usage + reclaimable, 0))
+            available = min(available, max(limit - usage + reclaimable, 0))
     return int(available)
 
 
@@ -49,24 +47,16 @@ def total_host_nbytes() -> int:
     """Bytes of host memory that this process could take at most, cgroup limits respected."""
     total = psutil.virtual_memory().total
     for limit_file, _ in CGROUP_FILES:
-        try:
-            limit = pathlib.Path(limit_file).read_text().strip()
-        except OSError:
-            continue
-        if limit.isdigit():
-            total = min(total, int(limit))
+        with contextlib.suppress(OSError, ValueError):
+            total = min(total, int(pathlib.Path(limit_file).read_text()))
     return int(total)
 
 
 def _inactive_file_nbytes(stat_file: pathlib.Path) -> int:
     """Bytes of page cache in a cgroup that the kernel gives up before it refuses memory (a checkpoint read, say)."""
-    try:
-        for line in stat_file.read_text().splitlines():
-            name, _, value = line.partition(" ")
-            if name in ("inactive_file", "total_inactive_file"):
-                return int(value)
-    except (OSError, ValueError):
-        pass
+    with contextlib.suppress(OSError, ValueError):
+        found = re.search(r"^(?:total_)?inactive_file (\d+)$", stat_file.read_text(), re.MULTILINE)
+        return int(found[1]) if found else 0
     return 0
 
 
