@@ -350,13 +350,10 @@ def _find_largest(found: Sequence[Shapes]) -> Shapes:
     return tuple(tuple(map(max, zip(*same, strict=True))) for same in zip(*found, strict=True))
 
 
-def _to_bits(indices: Sequence[int]) -> bytes:
+def _to_bits(indices: Iterable[int]) -> int:
     """One bit for each index: messages about a model of 10,000 parameters stay short."""
-    bits = bytearray(max(indices, default=-1) // 8 + 1)
-    for index in indices:
-        bits[index // 8] |= 1 << index % 8
-    return bytes(bits)
+    return sum(1 << index for index in set(indices))
 
 
-def _from_bits(bits: bytes) -> Iterable[int]:
-    return [8 * place + bit for place, byte in enumerate(bits) for bit in range(8) if byte >> bit & 1]
+def _from_bits(bits: int) -> Iterable[int]:
+    return [place for place in range(bits.bit_length()) if bits >> place & 1]
