@@ -26,10 +26,6 @@ _TIMEOUT_S = 60.0
 """A companion that has not answered for so long does not answer any more."""
 
 
-class _SilentError(OSError):
-    """A companion does not answer; ``Companions`` catches it."""
-
-
 _ERRORS = (OSError, EOFError, ValueError)
 """How a companion shows that it cannot be started, has ended, or does not answer."""
 
@@ -100,7 +96,7 @@ class Companions:
 
 def _answer(connection: Connection) -> bool:
     if not connection.poll(_TIMEOUT_S):
-        raise _SilentError(f"no answer for {_TIMEOUT_S:g} s")
+        raise TimeoutError(f"no answer for {_TIMEOUT_S:g} s")
     return bool(connection.recv())
 
 

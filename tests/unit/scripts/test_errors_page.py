@@ -99,7 +99,7 @@ def test_every_message_of_the_package_says_what_to_do(package, messages):
 CAUGHT = {
     "AssertionError": "says that the package is wrong",
     "IrregularError": "then a model runs with all of its blocks",
-    "_SilentError": "then operators are timed alone",
+    "TimeoutError": "then operators are timed alone",
 }
 """Errors that no user meets."""
 
