@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
@@ -227,17 +228,10 @@ class Kernel(abc.ABC):
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a copy of the settings of a param group; schedulers also write to tensors that are settings."""
     plain = (int, float, str, type(None))
-    return {k: v if isinstance(v, plain) else _copy_of(v) for k, v in group.items() if k != "params"}
+    return {k: v if isinstance(v, plain) else _copied(v) for k, v in group.items() if k != "params"}
 
 
-def _copy_of(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: _copy_of(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [*map(_copy_of, value)] if isinstance(value, list) else tuple(map(_copy_of, value))
-    return value
+_copied = functools.partial(tree_map_only, torch.Tensor, lambda tensor: tensor.detach().clone())
 
 
 def raw_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
