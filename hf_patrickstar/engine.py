@@ -38,7 +38,7 @@ from hf_patrickstar.optim.torch_kernel import OWN_STATE, make_kernel
 from hf_patrickstar.optim.workers import HostWorkers
 from hf_patrickstar.payloads import Payloads
 from hf_patrickstar.plan_cache import find_traces
-from hf_patrickstar.report.figures import Figures, Statistics
+from hf_patrickstar.report.figures import Statistics
 from hf_patrickstar.report.survey import Survey, take_survey
 from hf_patrickstar.resources import Resources
 from hf_patrickstar.runtime.chunk import Chunk
@@ -108,9 +108,8 @@ class PatrickStarEngine:
         self.model = model
         self.config = PatrickStarConfig.from_any(config)
         self._num_micro_batches = max(gradient_accumulation_steps, 1)
-        self._statistics = Statistics()
-        self.figures = Figures()  # remembers the last log
-        self._emit = self._statistics.record if listener is None else both(self._statistics.record, listener)
+        self.statistics = Statistics()
+        self._emit = self.statistics.record if listener is None else both(self.statistics.record, listener)
         given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*(optimizer or ())]
         check_optimizers(model, given)
         self._heads = find_heads(model) if self.config.chunked_loss is True else []
@@ -447,7 +446,7 @@ class PatrickStarEngine:
             "host_budget_nbytes": self.ledger.budget(Tier.HOST),
             "chunk_budget_nbytes": min(limit.nbytes for limit in self.ledger.limits(Tier.DEVICE)),
             "model_data_nbytes": self.model_data_nbytes(),
-            **self._statistics.summary(),
+            **self.statistics.summary(),
             "computing_seconds": self.manager.steps.durations.computing_s,
             "settling_seconds": self.manager.steps.durations.settling_s,
             "updating_seconds": self.manager.steps.durations.updating_s,

@@ -79,7 +79,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         engine, choice = self.patrickstar_engine, getattr(self.args, "patrickstar_logging", "off")
         with contextlib.ExitStack() as stack:
             if engine is not None and "loss" in logs:
-                figures = engine.figures.since_last(engine.stats())
+                figures = engine.statistics.since_last(engine.stats())
                 if self._run is not None:
                     self._run.note_loss(logs, figures)
                 if choice != "off":

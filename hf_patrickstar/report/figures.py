@@ -52,6 +52,7 @@ class Statistics:
 
     def __init__(self) -> None:
         self._begun: float | None = time.perf_counter()
+        self._logged: Mapping[str, Any] = {}  # what was known at the last log
         self._sums: dict[str, float] = dict.fromkeys((*PER_STEP, *_COUNTED, *_UNLOGGED), 0)
 
     def record(self, event: events.Event) -> None:
@@ -76,20 +77,13 @@ class Statistics:
         """Bytes moved by direction, and how often each thing happened."""
         return dict(self._sums)
 
-
-class Figures:
-    """Makes figures of an engine's statistics; one for each engine, since it knows what was logged last."""
-
-    def __init__(self) -> None:
-        self._before: Mapping[str, Any] = {}
-
     def since_last(self, stats: Mapping[str, Any]) -> dict[str, float]:
         """All figures, under their names: means over the steps since the last call, and what stands.
 
         Args:
             stats: The engine's statistics; sizes in bytes.
         """
-        before, self._before = self._before, stats
+        before, self._logged = self._logged, stats
         added = {key: stats[key] - before.get(key, 0) for key in (*PER_STEP, "steps", "skipped_steps")}
         steps = max(added["steps"] + added["skipped_steps"], 1)
         means = {PREFIX + key: added[key] / steps for key in PER_STEP}

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from hf_patrickstar import events
-from hf_patrickstar.report.figures import PER_STEP, PREFIX, STANDING, Figures, Statistics, brief
+from hf_patrickstar.report.figures import PER_STEP, PREFIX, STANDING, Statistics, brief
 from hf_patrickstar.report.outcome import Outcome, describe_outcome, describe_step
 from hf_patrickstar.units import GIB
 
@@ -47,13 +47,13 @@ def test_every_event_has_its_place():
 
 
 def test_figures_are_means_over_the_steps_since_the_last_log_and_a_reader_gets_two():
-    figures = Figures()
+    statistics = Statistics()
     first = dict.fromkeys((*PER_STEP, *STANDING, "steps"), 0) | {"steps": 2, "skipped_steps": 1, "chunk_loads": 6}
-    assert figures.since_last(first)[f"{PREFIX}chunk_loads"] == 2, "a skipped step moves chunks, too"
+    assert statistics.since_last(first)[f"{PREFIX}chunk_loads"] == 2, "a skipped step moves chunks, too"
     later = first | {"steps": 4, "chunk_loads": 9, "device_peak_nbytes": 5}
-    found = figures.since_last(later)
+    found = statistics.since_last(later)
     assert (found[f"{PREFIX}chunk_loads"], found[f"{PREFIX}device_peak_nbytes"]) == (1.5, 5)
-    assert figures.since_last(later)[f"{PREFIX}chunk_loads"] == 0, "a log without a step"
+    assert statistics.since_last(later)[f"{PREFIX}chunk_loads"] == 0, "a log without a step"
     few = {"device_total_step_peak_nbytes": 2**20, "host_to_device_nbytes": 1000, "device_to_host_nbytes": 24}
     told = brief({f"{PREFIX}{name}": value for name, value in {**few, "waiting_seconds": 0.25}.items()})
     assert list(told.values()) == ["1.00 MiB", "1.00 KiB"]
