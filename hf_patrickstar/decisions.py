@@ -23,7 +23,8 @@ from hf_patrickstar.homes import (
     can_move_homes,
     staging_nbytes,
 )
-from hf_patrickstar.layout.packing import Layout
+from hf_patrickstar.layout.packing import Layout, Outline
+from hf_patrickstar.layout.search import staged_nbytes
 from hf_patrickstar.layout.specs import GRADIENT, MASTER, ModuleSpec, TensorSpec, collect_specs
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import Kernel
@@ -107,11 +108,8 @@ class Decisions(Arrangement):
         Args:
             collectives: Reduce gradients.
         """
-        largest: dict[str, int] = {}
-        for spec in self.choice.layout.chunks:
-            if spec.trainable and spec.world_size > 1:
-                largest[spec.types.param] = max(spec.chunk_numel, largest.get(spec.types.param, 0))
-        return sum(staging_nbytes(collectives, numel, name) for name, numel in largest.items())
+        largest = Outline.of(self.choice.layout.chunks).largest
+        return staged_nbytes(largest, functools.partial(staging_nbytes, collectives))
 
     def estimate_cost(self, situation: Situation, known: KnownTraces) -> StepCost | None:
         """What a step will cost when homes are settled (``Estimate.settled``); ``None`` if that is not known.
@@ -360,18 +358,24 @@ def with_state_types(
     return found
 
 
-def decide_for(numbers: ModelNumbers, situation: Situation, in_use_nbytes: int = 0) -> Decisions:
+def decide_for(
+    numbers: ModelNumbers,
+    situation: Situation,
+    in_use_nbytes: int = 0,
+    agree: Callable[[list[int]], list[int]] | None = None,
+) -> Decisions:
     """Decides layout and homes, from numbers alone; see ``needs.decide``.
 
     Args:
         numbers: The model.
         situation: What decisions depend on.
         in_use_nbytes: Bytes of the device that are in use already (by another model, for example).
+        agree: Returns the smallest of each limit of all processes; by default it asks them.
     """
     ledger, tensors = situation.resources.ledger, numbers.tensors
     lists = _choose_lists(situation, is_restorable=numbers.is_restorable)
     arranger = Arranger(numbers, lists, situation, in_use_nbytes)
-    found = arranger.arrange(functools.partial(_agree, numbers, situation))
+    found = arranger.arrange(agree or functools.partial(_agree, numbers, situation))
     ledger.spilled_nbytes = sum(found.chunk_nbytes[index].host_nbytes for index in found.homes.spilled)
     if not situation.resources.is_metered:
         # Both tiers are the same memory: the compute tier cannot have the bytes that are at home on the host.

@@ -29,7 +29,7 @@ from hf_patrickstar.membership import Membership, check_optimizers, holders
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.needs import Remedies, decide
+from hf_patrickstar.needs import decide, remedies
 from hf_patrickstar.optim.kernel import Kernel
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
 from hf_patrickstar.optim.optimizer_set import OptimizerSet
@@ -125,9 +125,7 @@ class PatrickStarEngine:
         self._situation = situation
         weakref.finalize(self, self.collectives.close)  # the process group has threads and sockets
         self._decisions = decide(model, precision, situation)
-        precision_of = self._decisions.precision
-        is_wide = precision_of.dtype is torch.float32 and precision_of.autocast is None
-        self.remedies = Remedies(model, self.config, is_wide)
+        self.plan_command = ""  # what to paste into a shell for a plan of this training
         known = find_traces(model, self._decisions, situation)
         self._rules = self._decisions.rules(situation)
         self._decisions, known = self._decisions.with_tide(situation, known)
@@ -248,12 +246,17 @@ class PatrickStarEngine:
             fills_margin=can_move_homes(self._situation),
             spilled=decisions.homes.spilled,
             reserve=self._payloads.reserve,
-            advise=self.remedies.words,
+            advise=self._remedies,
             num_micro_batches=self._num_micro_batches,
             keeps_gradients=config.keep_gradients,
             checks_all=config.debug_collectives,
             known=known,
         )
+
+    def _remedies(self) -> str:
+        precision = self._decisions.precision
+        is_wide = precision.dtype is torch.float32 and precision.autocast is None
+        return remedies(self.model, self.config, is_wide=is_wide, command=self.plan_command)
 
     @property
     def prefetch_depth(self) -> int:

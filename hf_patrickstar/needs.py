@@ -1,7 +1,6 @@
 """The least memory with which a training has room: the decisions of ``decisions.py``, taken for other budgets."""
 
 import contextlib
-import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
@@ -10,7 +9,6 @@ import torch
 
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.decisions import Decisions, decide_for, inspect
-from hf_patrickstar.dist.collectives import ImaginedCollectives
 from hf_patrickstar.errors import BudgetError, ConfigError, Later
 from hf_patrickstar.homes import ModelNumbers, Situation, nbytes_in_use
 from hf_patrickstar.layout.packing import Layout
@@ -29,39 +27,30 @@ _STEPS = 128
 _T = TypeVar("_T")
 
 
-@dataclasses.dataclass
-class Remedies:
-    """What leaves a training more of the device.
+def remedies(model: torch.nn.Module, config: PatrickStarConfig, *, is_wide: bool, command: str = "") -> str:
+    """What leaves a training more of the device, as far as it would change something, and how to find out more.
 
-    Attributes:
+    Args:
         model: The model.
         config: The settings.
         is_wide: Whether it computes in fp32.
         command: What to paste into a shell for a plan of this training; empty if nobody knows.
     """
-
-    model: torch.nn.Module
-    config: PatrickStarConfig
-    is_wide: bool
-    command: str = ""
-
-    def words(self) -> str:
-        """What would change something for this training, and the command."""
-        modules, config = [*self.model.modules()], self.config
-        found = [
-            "smaller or shorter batches (--per_device_train_batch_size, with --gradient_accumulation_steps for the "
-            "same total)"
-        ]
-        is_checkpointing = any(getattr(module, "gradient_checkpointing", False) is True for module in modules)
-        if not is_checkpointing and any(getattr(m, "supports_gradient_checkpointing", False) for m in modules):
-            found.append("--gradient_checkpointing")
-        with contextlib.suppress(ConfigError):
-            if config.chunked_loss is not True and not has_chunked_loss(self.model) and find_heads(self.model):
-                found.append("chunked_loss=true")
-        found += ["activation_offload=auto"] * (config.activation_offload is False)
-        found += ["chunk_numel=auto"] * (config.chunk_numel != "auto") + ["--bf16"] * self.is_wide
-        more = f"\nFor more: {self.command}" if self.command else ""
-        return f"What else helps: {', '.join(found)}.{more}"
+    modules = [*model.modules()]
+    found = [
+        "smaller or shorter batches (--per_device_train_batch_size, with --gradient_accumulation_steps for the "
+        "same total)"
+    ]
+    is_checkpointing = any(getattr(module, "gradient_checkpointing", False) is True for module in modules)
+    if not is_checkpointing and any(getattr(m, "supports_gradient_checkpointing", False) for m in modules):
+        found.append("--gradient_checkpointing")
+    with contextlib.suppress(ConfigError):
+        if config.chunked_loss is not True and not has_chunked_loss(model) and find_heads(model):
+            found.append("chunked_loss=true")
+    found += ["activation_offload=auto"] * (config.activation_offload is False)
+    found += ["chunk_numel=auto"] * (config.chunk_numel != "auto") + ["--bf16"] * is_wide
+    more = f"\nFor more: {command}" if command else ""
+    return f"What else helps: {', '.join(found)}.{more}"
 
 
 def least_budgets(
@@ -164,13 +153,11 @@ def describe_least(
     def taken(budgets: Mapping[str, int]) -> tuple[int, int] | None:
         """What a step takes on the device; see ``Decisions.taken_nbytes``."""
         device, chunks, host = {**there, **budgets}.values()
-        collectives = copy.copy(situation.resources.collectives)
-        collectives.__class__ = ImaginedCollectives
         ledger = Ledger({Tier.DEVICE: device, Tier.HOST: host}, chunk_budget=chunks)
-        resources = dataclasses.replace(situation.resources, ledger=ledger, collectives=collectives)
+        resources = dataclasses.replace(situation.resources, ledger=ledger)
         other = dataclasses.replace(situation, resources=resources)
         try:
-            decided = decide_for(numbers, other, in_use_nbytes)
+            decided = decide_for(numbers, other, in_use_nbytes, agree=lambda limits: limits)
         except BudgetError:
             return None
         if traces_on is None:

@@ -498,14 +498,6 @@ class Collectives:
         return min(slice_numel, nbytes // dtype.itemsize // ALIGNMENT_NUMEL * ALIGNMENT_NUMEL)
 
 
-class ImaginedCollectives(Collectives):
-    """Those of processes that are not asked: each says what this one says."""
-
-    def exchange(self, value: Any, what: str, *, subject: str | None = None, is_prompt: bool = False) -> list[Any]:
-        """See ``Collectives``."""
-        return [value] * self.world_size
-
-
 def _look(collectives: "weakref.ref[Collectives]", watchdog: Watchdog, is_over: threading.Event) -> None:
     """Looks for other ranks that wait, as long as there are collectives; see [Note: how long a rank waits]."""
     while not is_over.wait(watchdog.poll_s) and collectives() is not None:

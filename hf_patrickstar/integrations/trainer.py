@@ -163,7 +163,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         if self._run is None:
             is_recorded = self.args.patrickstar_report and self.is_world_process_zero()  # type: ignore[attr-defined]
             self._run = Run(self, is_recorded=is_recorded)
-            engine.remedies.command = plan_command(self.args.world_size)
+            engine.plan_command = plan_command(self.args.world_size)
         self._tell(self._run.begin_micro_batch(kwargs["inputs"] if "inputs" in kwargs else args[1]))
         # on_optimizer_step is the only call of user code between a step and the Trainer's zero_grad.
         engine.manager.gradients.is_watched = any(

@@ -191,7 +191,7 @@ class Candidate:
         world_size, largest = self._packer.world_size, self.outline.largest
         nbytes = max((numel * world_size * types.itemsize for (_, _, types), numel in largest.items()), default=0)
         num_chunks = max(map(len, self._together), default=0) + 2 * (world_size > 1)
-        return num_chunks * nbytes + _staged_nbytes(largest, self._staging_nbytes)
+        return num_chunks * nbytes + staged_nbytes(largest, self._staging_nbytes)
 
 
 def find_candidates(packer: Packer, modules: Sequence[ModuleSpec], staging_nbytes: StagingNbytes) -> list[Candidate]:
@@ -267,11 +267,16 @@ def search_layout(
 
 def _gradient_nbytes(chunks: Sequence[ChunkSpec | Group], staging_nbytes: StagingNbytes) -> int:
     """Bytes of gradients that are on the device until their group is reduced, and of the space to reduce them in."""
-    return gradients_nbytes(chunks) + _staged_nbytes(Outline.of(chunks).largest, staging_nbytes)
+    return gradients_nbytes(chunks) + staged_nbytes(Outline.of(chunks).largest, staging_nbytes)
 
 
-def _staged_nbytes(largest: Mapping[Kind, int], staging_nbytes: StagingNbytes) -> int:
-    """Bytes of the space to reduce gradients of each type in, from the largest chunks by kind."""
+def staged_nbytes(largest: Mapping[Kind, int], staging_nbytes: StagingNbytes) -> int:
+    """Bytes of the space to reduce gradients of each type in.
+
+    Args:
+        largest: The most elements that one rank owns of a chunk, by kind; see ``Outline``.
+        staging_nbytes: Bytes of the space for so many elements of a type.
+    """
     by_type: dict[str, int] = {}
     for (trainable, _, types), numel in largest.items():
         if trainable:

@@ -1,13 +1,13 @@
 """What an engine would run on: a machine, and processes, that are not here. Nothing is allocated, moved or sent."""
 
 import functools
-from collections.abc import Callable
+import types
 from typing import Any
 
 import torch
 
 from hf_patrickstar.config import PatrickStarConfig
-from hf_patrickstar.dist.collectives import ImaginedCollectives
+from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.events import Listener, tell_nobody
 from hf_patrickstar.machine import CPU_TIER, Machine
 from hf_patrickstar.memory.streams import DeviceStreams
@@ -40,25 +40,22 @@ def resources_of(machine: Machine, config: PatrickStarConfig, world_size: int) -
         world_size: How many processes train together.
     """
     connect = functools.partial(_ImaginedCollectives, world_size, machine)
-    no_driver: Any = _NoDriver()
+    no_driver: Any = types.SimpleNamespace(new_stream=lambda: None)
     streams = DeviceStreams(torch.device("cpu"), no_driver)
     if not machine.has_accelerator:
         streams.hold_at_most(0)  # there a gradient is at home when its copy is started
     return Resources.find(config, streams, connect, lambda: None, tell_nobody)
 
 
-class _NoDriver:
-    """Below streams that carry nothing; see ``Driver``."""
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args, **kwargs: None
-
-
-class _ImaginedCollectives(ImaginedCollectives):
-    """Those of the processes of a machine that is not here."""
+class _ImaginedCollectives(Collectives):
+    """Those of the processes of a machine that is not here: each says what this one says."""
 
     def __init__(
         self, world_size: int, machine: Machine, device: torch.device, emit: Listener, reduce_dtype: str
     ) -> None:
         super().__init__(0, world_size, device, reduce_dtype=reduce_dtype)
         self._is_gloo = not machine.has_accelerator
+
+    def exchange(self, value: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        """See ``Collectives``."""
+        return [value] * self.world_size

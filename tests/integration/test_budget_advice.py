@@ -125,7 +125,7 @@ def test_what_would_fail_again_is_not_repeated(caplog):
             attempts.append(1)
             model(**make_batch("gpt2", size=4)).loss.backward()
 
-        engine.remedies.command = "hf-patrickstar plan -- train.py"
+        engine.plan_command = "hf-patrickstar plan -- train.py"
         engine.attempt(once)
 
     with pytest.raises(DeviceMemoryError) as caught:
