@@ -151,45 +151,22 @@ def torch_adam(
         decoupled: Whether weight decay is that of AdamW.
     """
     beta1, beta2 = settings["betas"]
+    options: dict[str, Any] = {name: settings[name] for name in ("lr", "weight_decay", "eps", "maximize")}
+    options |= {"beta1": beta1, "beta2": beta2, "amsgrad": False}
+    lists = [*map(list, (masters, gradients, firsts, seconds)), []]
     # A kernel makes counters: torch.tensor would copy from the host, and wait for it. Of fake masters they are fake.
     device = masters[0].device if fused else torch.device("cpu")
     make_count = functools.partial(masters[0].new_full, (), dtype=torch.float32, device=device)
-    if fused and isinstance(settings["lr"], float) and isinstance(beta1, float) and isinstance(beta2, float):
+    update: Any
+    if fused and all(isinstance(number, float) for number in (options["lr"], beta1, beta2)):
         # What adam() comes to, without a counter for each tensor, and without sorting tensors by device and type.
-        (torch._fused_adamw_ if decoupled else torch._fused_adam_)(
-            list(masters),
-            list(gradients),
-            list(firsts),
-            list(seconds),
-            [],
-            [make_count(step + 1.0)] * len(masters),
-            lr=settings["lr"],
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=settings["weight_decay"],
-            eps=settings["eps"],
-            amsgrad=False,
-            maximize=settings["maximize"],
-        )
-        return
-    adam(
-        list(masters),
-        list(gradients),
-        list(firsts),
-        list(seconds),
-        [],
-        [make_count(float(step)) for _ in masters],
-        foreach=settings.get("foreach"),
-        fused=fused,
-        decoupled_weight_decay=decoupled,
-        amsgrad=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=settings["lr"],
-        weight_decay=settings["weight_decay"],
-        eps=settings["eps"],
-        maximize=settings["maximize"],
-    )
+        update = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        counts = [make_count(step + 1.0)] * len(masters)
+    else:
+        update = adam
+        counts = [make_count(float(step)) for _ in masters]
+        options |= {"foreach": settings.get("foreach"), "fused": fused, "decoupled_weight_decay": decoupled}
+    update(*lists, counts, **options)
 
 
 class Range(NamedTuple):
