@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import gc
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from hf_patrickstar.planner.simulation import Simulation
 from hf_patrickstar.planner.subject import Subject
 from hf_patrickstar.report.plan_page import plan_page
 from hf_patrickstar.report.timeline import VIRTUAL
+from hf_patrickstar.tracing.garbage import no_collections
 
 Say = Callable[[str], None]
 Result = tuple[int, str, str | None]
@@ -140,21 +142,24 @@ def _show(options: argparse.Namespace, plan: Plan, simulation: Simulation | None
 def _arrange(options: argparse.Namespace) -> tuple[Subject, TrainingSetup]:
     if options.model is None:
         raise ConfigError("what should be planned? Give MODEL, or -- SCRIPT ARGS...")
-    return arrange(
-        options.model,
-        options.machine,
-        task=options.task,
-        batch_size=options.batch_size,
-        length=options.seq_len,
-        num_micro_batches=options.accumulation,
-        checkpointing=options.gradient_checkpointing,
-        dtype=options.dtype,
-        optimizer=options.optimizer,
-        max_norm=options.max_grad_norm or None,
-        adapters=_adapters(options),
-        bits=_bits(options),
-        **_machine_of(options),
-    )
+    with no_collections():  # the code of the model is loaded
+        found = arrange(
+            options.model,
+            options.machine,
+            task=options.task,
+            batch_size=options.batch_size,
+            length=options.seq_len,
+            num_micro_batches=options.accumulation,
+            checkpointing=options.gradient_checkpointing,
+            dtype=options.dtype,
+            optimizer=options.optimizer,
+            max_norm=options.max_grad_norm or None,
+            adapters=_adapters(options),
+            bits=_bits(options),
+            **_machine_of(options),
+        )
+    gc.freeze()  # that code, too, until the command has ended
+    return found
 
 
 def _machine_of(options: argparse.Namespace) -> dict[str, Any]:
