@@ -55,19 +55,9 @@ class Resources:
     machine: Machine
 
     @property
-    def has_streams(self) -> bool:
-        """Whether copies run in streams of a device, of an imagined one, too."""
-        return isinstance(self.streams, DeviceStreams)
-
-    @property
     def has_lanes(self) -> bool:
-        """Whether copies and updates run beside computation."""
-        return self.has_streams and self.machine.has_accelerator
-
-    @property
-    def most_in_flight_nbytes(self) -> int:
-        """The most bytes of gradients that are on their way to the host."""
-        return self.streams.most_in_flight_nbytes
+        """Whether copies and updates run beside computation, also on a device that is only imagined."""
+        return isinstance(self.streams, DeviceStreams) and self.machine.has_accelerator
 
     @property
     def is_metered(self) -> bool:

@@ -246,7 +246,9 @@ def plan_if_fits(subject: Subject, training: TrainingSetup) -> Plan | None:
 
 def _planned(subject: Subject, training: TrainingSetup) -> tuple[Plan, Simulation] | None:
     try:
-        simulation = _simulate(subject, training)
+        with _explained(subject, training):
+            trained, machine = _trained(subject, training), training.machine_of_model()
+            simulation = simulate(trained, machine, _ops_of(subject, training))
     except BudgetError:
         return None
     plan = _plan_of(subject, training, simulation)
@@ -364,11 +366,6 @@ def _refusal(subject: Subject, given: TrainingSetup) -> Plan:
     return dataclasses.replace(
         enough, settings=dict(given.settings), tiers=tiers, chunks=None, speed=None, shortage=words
     )
-
-
-def _simulate(subject: Subject, given: TrainingSetup) -> Simulation:
-    with _explained(subject, given):
-        return simulate(_trained(subject, given), given.machine_of_model(), _ops_of(subject, given))
 
 
 @contextlib.contextmanager

@@ -351,7 +351,7 @@ class _Simulator:
         chunks = self._layout.chunks
         return StepRules(
             self._num_micro_batches,
-            self._resources.most_in_flight_nbytes,
+            self._resources.streams.most_in_flight_nbytes,
             self._resources.collectives.is_asynchronous,
             self._config.reduce_dtype == "fp32" and self._machine.has_accelerator,
             self._trained.max_norm is not None,

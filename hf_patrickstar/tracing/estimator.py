@@ -111,8 +111,8 @@ class StepEstimator:
         self._casting = casting
         self._device = resources.device
         self._rank = resources.collectives.rank
-        is_asynchronous = resources.collectives.is_asynchronous
-        self._rules = StepRules(manager.steps.num_micro_batches, resources.most_in_flight_nbytes, is_asynchronous)
+        num, in_flight_nbytes = manager.steps.num_micro_batches, resources.streams.most_in_flight_nbytes
+        self._rules = StepRules(num, in_flight_nbytes, resources.collectives.is_asynchronous)
         self._keeps = situation.config.reuse_plan and self._rank == 0
         self._first_chunks = [chunk.spec for chunk in manager.chunks]  # those of the key under which traces are kept
         self._kept: dict[str, Trace] = {}
