@@ -259,14 +259,11 @@ class Ledger:
         Raises:
             ValueError: If the owner has fewer booked: the book would be wrong.
         """
-        self._take(tier, owner, nbytes)
-        self._used[tier] -= nbytes
-
-    def _take(self, tier: Tier, owner: str, nbytes: int) -> None:
         booked = self._owners[tier].get(owner, 0)
         if not 0 <= nbytes <= booked:
-            raise ValueError(f"cannot take {nbytes} bytes of '{owner}' on {tier.value}: {booked} are booked")
+            raise ValueError(f"cannot unbook {nbytes} bytes of '{owner}' on {tier.value}: {booked} are booked")
         self._owners[tier][owner] = booked - nbytes
+        self._used[tier] -= nbytes
 
     def hand_over(self, tier: Tier, source: str, target: str, nbytes: int) -> None:
         """Gives booked bytes another owner; nothing is allocated or freed, so that nothing can fail for want of room.
@@ -274,8 +271,11 @@ class Ledger:
         Raises:
             ValueError: If the source has fewer booked.
         """
-        self._take(tier, source, nbytes)
         owners = self._owners[tier]
+        booked = owners.get(source, 0)
+        if not 0 <= nbytes <= booked:
+            raise ValueError(f"cannot hand over {nbytes} bytes of '{source}' on {tier.value}: {booked} are booked")
+        owners[source] = booked - nbytes
         owners[target] = now = owners.get(target, 0) + nbytes
         if now > self._peaks.get((tier, target), 0):
             self._peaks[tier, target] = now

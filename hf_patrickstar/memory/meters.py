@@ -179,10 +179,10 @@ class StorageMeter(Meter):
         Args:
             results: A tensor, or a sequence of tensors or of such sequences; anything else is passed over.
         """
-        if not self.is_on:
+        if not self.is_on or results is None:
             return
         before = self._total
-        for tensor in tensors_among(results):
+        for tensor in (results,) if isinstance(results, torch.Tensor) else tensors_among(results):
             self._note(tensor)
         if self._total > before:
             self._peak = max(self._peak, self._total)

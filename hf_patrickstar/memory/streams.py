@@ -101,8 +101,14 @@ class StreamCopy(Copy):
 
     def join(self) -> None:
         """Blocks the compute stream, and the host until the copy is in its stream."""
-        with contextlib.nullcontext() if self._times is None else self._times.around_join(self.lane):
-            self._driver.current_stream().wait_event(self._event if self.after is None else self.event)
+        if self._times is None:
+            self._join()
+            return
+        with self._times.around_join(self.lane):
+            self._join()
+
+    def _join(self) -> None:
+        self._driver.current_stream().wait_event(self._event if self.after is None else self.event)
 
 
 def copy_bytes(arrays: list[Any]) -> None:
@@ -156,13 +162,16 @@ class Streams:
         Returns:
             A ticket, or ``None`` if the copy is complete.
         """
+        times = self._times
         if source.nbytes <= _AT_ONCE_NBYTES or type(source) is not torch.Tensor:  # a fake tensor has no bytes
-            return self.to_device(source, target)
+            if times is not None:
+                return self.to_device(source, target)
+            target.copy_(source)
+            return None
         # One memcpy: torch's own copy would start a second team of threads beside that of the computation. The list
         # is emptied by the copy itself: when it is done nothing looks into the buffers any more.
         arrays = [tensor.view(torch.uint8).numpy() for tensor in (target, source)]
         work: Work = functools.partial(copy_bytes, arrays)
-        times = self._times
         if times is not None:
             work = times.of_work(work, WorkLane.TO_DEVICE, source.nbytes)
         return Copy(self._thread.on_host(work, ()), WorkLane.TO_DEVICE, times)
@@ -191,13 +200,13 @@ class Streams:
         Returns:
             A ticket to wait for before the host overwrites ``source``, or ``None`` if the copy is complete.
         """
-        self._copy_at_once(WorkLane.TO_DEVICE, source, target)
-        return None
-
-    def _copy_at_once(self, lane: WorkLane, source: torch.Tensor, target: torch.Tensor) -> None:
-        copy: Callable[[], object] = functools.partial(target.copy_, source)
         times = self._times  # another thread may end the measuring meanwhile
-        (copy if times is None else times.of_work(copy, lane, source.nbytes, is_ahead=False))()
+        if times is None:
+            target.copy_(source)
+        else:
+            copy = functools.partial(target.copy_, source)
+            times.of_work(copy, WorkLane.TO_DEVICE, source.nbytes, is_ahead=False)()
+        return None
 
     def to_slice(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = ()) -> Copy | None:
         """Copies home -> device for what is launched ``beside`` afterwards.
@@ -246,7 +255,12 @@ class Streams:
         Returns:
             A ticket to wait for before the host reads ``target``, or ``None`` if the copy is complete.
         """
-        self._copy_at_once(WorkLane.TO_HOST, source, target)
+        times = self._times  # another thread may end the measuring meanwhile
+        if times is None:
+            target.copy_(source)
+        else:
+            copy = functools.partial(target.copy_, source)
+            times.of_work(copy, WorkLane.TO_HOST, source.nbytes, is_ahead=False)()
         return None
 
     def copy_through(self, source: torch.Tensor, target: torch.Tensor, stage: torch.Tensor) -> None:
@@ -504,7 +518,10 @@ class DeviceStreams(Streams):
 
     def _put(self, lane: WorkLane, source: torch.Tensor, target: torch.Tensor, stream: torch.Stream) -> None:
         times = self._times  # a late copy is put here by the host's thread, while the caller's may end the measuring
-        with contextlib.nullcontext() if times is None else times.around_copy(lane, stream, source.nbytes):
+        if times is None:
+            self._driver.copy(source, target, stream)
+            return
+        with times.around_copy(lane, stream, source.nbytes):
             self._driver.copy(source, target, stream)
 
     def _let_go_for(self, nbytes: int) -> None:

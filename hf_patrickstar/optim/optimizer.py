@@ -100,18 +100,18 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 tensor = known.get(id(parameter))
                 if tensor is None or tensor.is_given_up:
                     continue
-                if self._updates(tensor):
+                if tensor.chunk.is_updated and tensor.chunk.spec.optimizer_index == self.index:
                     groups[tensor.spec.index] = number
                 elif tensor.spec.trainable:
                     self._manager.has_new_groups = True
         self.group_numbers = groups
 
+    def _updates(self, tensor: ManagedParameter) -> bool:
+        return self._has(tensor.chunk)
+
     def _has(self, chunk: Chunk) -> bool:
         """Whether this optimizer updates a chunk."""
         return chunk.is_updated and chunk.spec.optimizer_index == self.index
-
-    def _updates(self, tensor: ManagedParameter) -> bool:
-        return self._has(tensor.chunk)
 
     @property
     def _tensors(self) -> list[ManagedParameter]:
@@ -231,7 +231,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self.inner._opt_called = True  # type: ignore[attr-defined]  # read by schedulers made on the inner one
         if self.kernel.updates_at_once:
             loss = self.kernel.update_at_once(self._tensors, self._present, manager.writes.follow_master, closure)
-        own = [*filter(self._has, manager.in_order_of_use)]
+        chunks, index = manager.in_order_of_use, self.index
+        own = [chunk for chunk in chunks if chunk.is_updated and chunk.spec.optimizer_index == index]
         factor = manager.gradients.take_factor()
         try:
             self._update(own, factor)

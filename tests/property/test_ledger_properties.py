@@ -79,7 +79,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(tier=tiers, owner=owners, nbytes=sizes)
     def unbook(self, tier, owner, nbytes):
         if nbytes > self.booked[tier, owner]:
-            with pytest.raises(ValueError, match=f"cannot take {nbytes} bytes"):
+            with pytest.raises(ValueError, match=f"cannot unbook {nbytes} bytes"):
                 self.ledger.unbook(tier, owner, nbytes)
             return
         self.ledger.unbook(tier, owner, nbytes)

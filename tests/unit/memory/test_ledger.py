@@ -136,5 +136,5 @@ def test_bytes_change_their_owner_even_on_a_full_tier():
     ledger.hand_over(DEVICE, "param", "pool", 400)
     assert ledger.owners(DEVICE) == {"param": 600, "pool": 400}
     assert (ledger.used(DEVICE), ledger.peak(DEVICE), ledger.owner_peaks(DEVICE)["pool"]) == (1000, 1000, 400)
-    with pytest.raises(ValueError, match="cannot take 401 bytes of 'pool' on device: 400 are booked"):
+    with pytest.raises(ValueError, match="cannot hand over 401 bytes of 'pool' on device: 400 are booked"):
         ledger.hand_over(DEVICE, "pool", "param", 401)
