@@ -467,7 +467,7 @@ def replay_row(result, machine):
         "over_measured": seconds / statistics.median(result["seconds_per_step"]),
         "busy": {str(lane): busy / 1e9 for lane, busy in told.timeline.busy_ns().items() if busy},
         "counted": {COUNTED[0]: sum(plan.num_loads for plan in told.plans), **counted},
-        "device_peak_nbytes": told.device_nbytes,
+        "device_peak_nbytes": sum(told.device_owners.values()),
         "budget_share": share,
         "is_same_layout": len(told.layout.chunks) == stats["num_chunks"],
     }

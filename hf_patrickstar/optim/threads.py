@@ -14,8 +14,9 @@ the same instructions whatever their number is. Other optimizers compute in torc
 tensor, in an order that depends on the number; they get another one only if the user has named it.
 """
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import psutil
 import torch
@@ -73,3 +74,17 @@ def _describe(num: int, num_cores: int, num_sharers: int, why: str) -> str:
         f"host_threads=auto: {num} for the optimizer's update on the host ({num_cores} cores, {num_sharers} processes "
         f"on them), because {why} for all else"
     )
+
+
+@contextlib.contextmanager
+def in_threads(num: int | None) -> Iterator[None]:
+    """Lets torch compute with so many threads in a block; ``None`` for those that it has."""
+    before = torch.get_num_threads()
+    if num is None or num == before:
+        yield
+        return
+    torch.set_num_threads(num)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -17,6 +17,7 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.adam_kernel import AdamKernel, is_plain_adam
 from hf_patrickstar.optim.blockwise_kernel import BlockwiseKernel, is_blockwise, prepare
 from hf_patrickstar.optim.kernel import Kernel, place_state, raw_step
+from hf_patrickstar.optim.threads import in_threads
 from hf_patrickstar.optim.workers import HostWorkers
 from hf_patrickstar.runtime.chunk import AT_HOME, Chunk, GradientPlace, ManagedParameter, round_masters
 from hf_patrickstar.runtime.update import Update
@@ -118,7 +119,7 @@ class TorchKernel(Kernel):
             lists[groups[tensor.spec.index]].append(master)
             if tensor.parameter in known:
                 states[master] = known[tensor.parameter]
-        with _in_threads(self._num_threads):
+        with in_threads(self._num_threads):
             self._step_over(lists, states)
         round_masters(masters, [tensor.view(chunk.param) for tensor in tensors])
         for tensor, master in zip(tensors, masters, strict=True):
@@ -270,20 +271,6 @@ def _nbytes(value: Any) -> int:
     if is_traceable_wrapper_subclass(value):
         return sum(_nbytes(getattr(value, name)) for name in value.__tensor_flatten__()[0])
     return value.numel() * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
-
-
-@contextlib.contextmanager
-def _in_threads(num: int | None) -> Iterator[None]:
-    """Lets torch compute with so many threads in a block; ``None`` for those that it has."""
-    before = torch.get_num_threads()
-    if num is None or num == before:
-        yield
-        return
-    torch.set_num_threads(num)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def is_one_by_one(optimizer: torch.optim.Optimizer) -> bool:

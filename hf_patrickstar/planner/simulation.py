@@ -157,11 +157,6 @@ class Simulation:
         return max(moments, key=nbytes)
 
     @property
-    def device_nbytes(self) -> int:
-        """The most bytes on the device, activations included."""
-        return sum(self.device_owners.values())
-
-    @property
     def device_owners(self) -> dict[str, int]:
         """Bytes of each kind on the device at the moment with the most bytes."""
         made, place, copies = self._fullest()

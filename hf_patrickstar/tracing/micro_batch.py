@@ -106,9 +106,7 @@ def trace(
     if stacks:
 
         def ready_with(num_blocks: int) -> _Ready:
-            few = make()
-            cut(few, stacks, num_blocks)
-            return ready(few)
+            return ready(cut(make(), stacks, num_blocks))
 
         try:
             return _trace_few(stacks, ready_with, run, None if is_regular else lambda: ready(whole))

@@ -34,17 +34,21 @@ def find_stacks(model: torch.nn.Module) -> tuple[Stack, ...]:
     return tuple(found)
 
 
-def cut(model: torch.nn.Module, stacks: Iterable[Stack], num_blocks: int) -> None:
+def cut(model: torch.nn.Module, stacks: Iterable[Stack], num_blocks: int) -> torch.nn.Module:
     """Leaves so many blocks in each of the stacks of a model.
 
     Args:
         model: The model; changed in place.
         stacks: Its stacks.
         num_blocks: The blocks.
+
+    Returns:
+        The model.
     """
     for stack in stacks:
         modules: Any = model.get_submodule(stack.path)
         del modules[stack.first + num_blocks * stack.period :]
+    return model
 
 
 def _stack_of(path: str, modules: Sequence[torch.nn.Module]) -> Stack | None:

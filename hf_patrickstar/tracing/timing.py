@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from hf_patrickstar.memory.accelerator import find_device, is_accelerator
 from hf_patrickstar.memory.streams import seconds_of
 from hf_patrickstar.memory.tiers import available_host_nbytes
+from hf_patrickstar.optim.threads import in_threads
 from hf_patrickstar.report.measure import SWEPT_NBYTES
 from hf_patrickstar.tracing.calls import Operand, OperatorCall, as_they_are
 from hf_patrickstar.tracing.companions import Companions
@@ -93,13 +94,9 @@ class OperatorTimes:
 
     def _median(self, work: Any) -> float:
         """Seconds of work, after it was done once."""
-        num_threads = torch.get_num_threads()
-        torch.set_num_threads(self._num_threads or num_threads)
-        try:
+        with in_threads(self._num_threads):
             work()
             since, found = time.perf_counter(), list[float]()
             while len(found) < _REPETITIONS and (not found or time.perf_counter() - since < _MOST_SECONDS):
                 found.append(seconds_of(self._device, work, self._forget))
             return statistics.median(found)
-        finally:
-            torch.set_num_threads(num_threads)

@@ -17,6 +17,7 @@ import os
 import random
 import sys
 import threading
+import types
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -74,19 +75,11 @@ def unobserved() -> Iterator[None]:
 # What is shown
 
 
-class _InThread:
-    """The message of a filter of warnings: matches every message, in the thread that has made it."""
-
-    def __init__(self) -> None:
-        self._thread = threading.get_ident()
-
-    def match(self, _: str) -> bool:
-        return self._thread == threading.get_ident()
-
-
 def _quiet_warnings(stack: contextlib.ExitStack) -> None:
     # ``catch_warnings`` would let Python forget which warnings it has shown: they would be shown again.
-    ignore: Any = ("ignore", _InThread(), Warning, None, 0)
+    this = threading.get_ident()
+    is_here = types.SimpleNamespace(match=lambda _: threading.get_ident() == this)  # matches warnings of this thread
+    ignore: Any = ("ignore", is_here, Warning, None, 0)
     warnings.filters.insert(0, ignore)  # type: ignore[attr-defined]
 
     def stop() -> None:
