@@ -32,6 +32,14 @@ def measuring(meter, present=()):
         meter.stop()
 
 
+def test_all_that_an_operator_returns_counts():
+    meter, rows = make_meter(), torch.ones(4, KIB)
+    with measuring(meter):
+        kept = torch.var_mean(rows, 0), torch._foreach_add([rows, rows], 1.0)
+        assert meter.live(0) == (2 * 4 + 2 * 16) * KIB
+    del kept
+
+
 def modes():
     return _get_current_dispatch_mode_stack()
 

@@ -449,6 +449,17 @@ def test_nothing_is_shown_or_counts_as_shown(capsys, caplog, monkeypatch):
     assert raw.getvalue() == "raw\n" * 4
 
 
+def test_warnings_of_other_threads_are_shown():
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        with unobserved():
+            warnings.warn("of this thread", stacklevel=1)
+            other = threading.Thread(target=warnings.warn, args=["of another one"])
+            other.start()
+            other.join()
+    assert [str(found.message) for found in shown] == ["of another one"]
+
+
 # Modes of the user
 
 
