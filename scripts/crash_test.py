@@ -40,6 +40,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile
 from hf_patrickstar.checkpoint.storage import PARTIAL, REMOVED, REPLACED
+from hf_patrickstar.checkpoint.torch_state import verify_files
 from hf_patrickstar.checkpoint.training_state import SavedState, has_training_state
 from hf_patrickstar.checkpoint.weight_files import open_weights
 from hf_patrickstar.errors import CheckpointError
@@ -149,7 +150,9 @@ def check_whole(checkpoint: pathlib.Path, reference: Reference) -> None:
             state = SavedState(checkpoint)
             for name, shape in state.shapes.items():
                 state.check_complete(name, 0, torch.Size(shape).numel())
-        for path in [*checkpoint.glob("*.pt*"), *checkpoint.glob("*.bin")]:
+        for _ in verify_files(checkpoint):
+            pass
+        for path in {*checkpoint.glob("*.pt*"), *checkpoint.glob("*.bin")} - {*checkpoint.glob("optimizer*")}:
             with zipfile.ZipFile(path) as file:
                 if file.testzip() is not None:
                     raise LostError(f"{path} is damaged")

@@ -9,9 +9,9 @@ them without updating them.
 tensors, and writes only a tensor's own elements. The format is torch's since torch 1.6: a zip archive without
 compression. ``data.pkl`` is a pickle of the object, in which each tensor refers to a record: ``data/0``, ``data/1`` and
 so on. A record has the bytes of one tensor, and begins at a multiple of 64 bytes, so that it can be memory-mapped.
-Python's ``zipfile`` writes its own checksum into a record's header after the record's bytes, so the bytes are never
-needed all at once. torch does not verify it, and reading would wait for it; so the record ``checksums``, which torch
-ignores, has those of safetensors files (``storage.checksum``), by the byte at which a record begins.
+Records of tensors have no CRC32, as with ``torch.serialization.set_crc32_options(False)``: torch never verifies it, and
+it would make writing a third slower. Instead the record ``checksums``, which torch ignores, has those of safetensors
+files (``storage.checksum``), by the byte at which a record begins.
 """
 
 import functools
@@ -235,15 +235,19 @@ def write_torch(
     with NewFile.opened(path, nbytes) as file, zipfile.ZipFile(file, "w") as archive:
         for number in sorted(range(len(tensors)), key=lambda number: getattr(tensors[number], "place", -1)):
             entry = zipfile.ZipInfo(f"archive/data/{number}")
+            entry.header_offset, entry.CRC = file.tell(), 0
+            entry.file_size = entry.compress_size = tensors[number].nbytes
             padding = -(file.tell() + _HEAD_NBYTES + len(entry.filename)) % _ALIGNMENT
             entry.extra = struct.pack("<HH", _PADDING, padding) + bytes(padding)
-            with archive.open(entry, "w", force_zip64=True) as record:
-                found = sums[file.tell()] = []
-                for data in byte_pieces(tensors[number], reader, piece_numel):
-                    found.append(checksum(data))
-                    record.write(data)
-                    del data
+            file.write(entry.FileHeader(zip64=True))
+            found = sums[file.tell()] = []
+            for data in byte_pieces(tensors[number], reader, piece_numel):
+                found.append(checksum(data))
+                file.write(data)
+                del data
+            archive.filelist.append(entry)
             on_written(str(getattr(tensors[number], "place", None)))
+        archive.start_dir = file.tell()  # where the archive goes on
         texts = {"data.pkl": pickled.getvalue(), "byteorder": sys.byteorder, "version": "3\n"}
         texts[CHECKSUMS] = json.dumps({"piece_numel": piece_numel, "sums": sums})
         for name, text in texts.items():

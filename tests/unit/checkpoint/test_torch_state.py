@@ -8,6 +8,7 @@ import pytest
 import torch
 from sources import make_deferred, same_bits, write_training_state
 
+from hf_patrickstar.checkpoint.safetensors_file import CHECKSUMS
 from hf_patrickstar.checkpoint.torch_state import export, torch_state_dict, write_torch
 from hf_patrickstar.checkpoint.training_state import INDEX_NAME
 from hf_patrickstar.errors import CheckpointError
@@ -99,13 +100,19 @@ def test_what_is_incomplete_is_not_exported(tmp_path):
 
 
 def test_the_archive_is_sound(tmp_path):
-    """Checksums are right, and tensors begin where they can be mapped into memory."""
+    """Other readers of zip files find everything, and tensors begin where they can be mapped into memory."""
     values = [torch.randn(numel) for numel in (1, 100, 7, 33)]
     write_torch(tmp_path / "f.pt", values)
     data = (tmp_path / "f.pt").read_bytes()
-    with zipfile.ZipFile(tmp_path / "f.pt") as archive:
-        assert archive.testzip() is None
     assert all(data.find(value.numpy().tobytes()) % 64 == 0 for value in values[1:])
+    with zipfile.ZipFile(tmp_path / "f.pt") as archive:
+        names = ["data.pkl", "byteorder", "version", CHECKSUMS]
+        assert archive.namelist() == [f"archive/{name}" for name in (*[f"data/{n}" for n in range(4)], *names)]
+        assert all(archive.read(f"archive/{name}") for name in names)  # with their CRC32
+        assert [archive.getinfo(f"archive/data/{number}").file_size for number in range(4)] == [4, 400, 28, 132]
+    for is_mapped in (False, True):
+        found = torch.load(tmp_path / "f.pt", weights_only=True, mmap=is_mapped)
+        assert all(map(torch.equal, found, values))
 
 
 def test_tensors_are_read_a_piece_at_a_time(tmp_path):
