@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 from tqdm import tqdm
 
+from hf_patrickstar.checkpoint.progress import PROGRESS_AFTER_S
 from hf_patrickstar.cli.files import check_file, write_text
 from hf_patrickstar.cores import usable_cores
 from hf_patrickstar.errors import ConfigError
@@ -27,7 +28,6 @@ HELP = (
 )
 
 _LIBRARIES = ("torch", "transformers", "accelerate")
-PROGRESS_AFTER_S = 2
 _WIDTH = 24
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from hf_patrickstar.checkpoint.progress import PROGRESS_AFTER_S
 from hf_patrickstar.cli.files import trace_beside, write_html
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.integrations.unchanged import Defaults, install
@@ -104,12 +105,12 @@ def _search(options: argparse.Namespace, say: Say, subject: Subject, given: Trai
 
 @contextlib.contextmanager
 def _showing(what: str) -> Iterator[Callable[[str], None]]:
-    """Shows on stderr which plan is being made, if it all takes longer than two seconds.
+    """Shows on stderr, if that is a terminal, which plan is being made, once all of them have taken two seconds.
 
     Args:
         what: What the plans are for.
     """
-    with tqdm(desc=what, unit="plan", leave=False, delay=2) as bar:
+    with tqdm(desc=what, unit="plan", leave=False, delay=PROGRESS_AFTER_S, disable=None) as bar:
 
         def progress(text: str) -> None:
             bar.set_postfix_str(text, refresh=False)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from sources import write_training_state
 
+from hf_patrickstar.cli import plan_run
 from hf_patrickstar.cli.main import main
 
 STATES = {"w": {"exp_avg": torch.ones(3), "step": torch.tensor(1.0)}}
@@ -67,6 +68,15 @@ def test_a_plan_imports_what_it_needs_and_its_repetition_no_torch(tmp_path):
     assert (first.stderr, again.stderr) == ("0 ['torch']\n", "0 []\n")
     assert first.stdout == again.stdout
     assert "fits" in first.stdout
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_bars_of_a_plan_are_for_terminals(is_terminal, capsys, monkeypatch):
+    monkeypatch.setattr(plan_run, "PROGRESS_AFTER_S", 0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    layers = 2 + is_terminal  # an answer that was kept is given without plans
+    main(["plan", f"gpt2:n_layer={layers},n_embd=64,n_head=2", "--machine", "rtx4090"])
+    assert ("trying changes" in capsys.readouterr().err) == is_terminal
 
 
 def test_who_reads_may_close_the_pipe(tmp_path):
