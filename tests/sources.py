@@ -8,6 +8,7 @@ import torch
 from hf_patrickstar.checkpoint.deferred import DeferredTensor, Source
 from hf_patrickstar.checkpoint.safetensors_file import write_safetensors
 from hf_patrickstar.checkpoint.state_files import pack
+from hf_patrickstar.checkpoint.storage import text_checksum
 from hf_patrickstar.checkpoint.training_state import INDEX_NAME, shard_name
 
 
@@ -74,5 +75,11 @@ def write_training_state(directory, states, world_size=1, boundaries=None, value
         "parameters": {name: {"shape": shape, "dtype": "float32"} for name, shape in shapes.items()},
         **changes,
     }
-    (directory / INDEX_NAME).write_text(json.dumps(index))
+    write_index(directory, index)
     return directory
+
+
+def write_index(directory, index):
+    """Writes the index of a training state with its checksum."""
+    index = {key: value for key, value in index.items() if key != "checksum"}
+    (directory / INDEX_NAME).write_text(json.dumps({**index, "checksum": text_checksum(index)}))

@@ -266,22 +266,27 @@ class Checkpoints(Transactions):
             CheckpointError: If something does not fit, here or on another process; nothing has changed then.
         """
         self.wait()
-        opened = self.together(lambda: self._open(found, state_directory))
+        is_fresh = self._is_fresh()
+        opened = self.together(lambda: self._open(found, state_directory, is_fresh))
         with self._manager.model_lock.held("loading a checkpoint"), torch.no_grad():
             if found.values or opened is not None:
                 self._manager.begin_loading()
                 if opened is not None:
-                    self._load_state(opened.load)
+                    self._load_state(opened.load, is_fresh)
                 self._apply(found.values, {} if opened is None else opened.masters)
                 self._manager.end_loading()
         self._manager.sharing.meet("loads a checkpoint")  # one process may have a slower disk
         self._loaded, self._num_watched = str(state_directory or self._loaded), _NUM_WATCHED
         return found
 
-    def _load_state(self, load: Callable[[], None]) -> None:
+    def _is_fresh(self) -> bool:
+        """Whether the optimizers have no state yet on any process; all processes call it together."""
+        return all(self._collectives.exchange(self.state.is_fresh, "loads a checkpoint"))
+
+    def _load_state(self, load: Callable[[], None], is_fresh: bool) -> None:
         """Loads the training state before any weight; if it is damaged, an optimizer without a state has none again."""
         optimizer = self.state.optimizer
-        before = optimizer.state_dicts({}) if self.state.is_fresh else None
+        before = optimizer.state_dicts({}) if is_fresh else None
         try:
             self.together(load)
         except CheckpointError:
@@ -318,9 +323,12 @@ class Checkpoints(Transactions):
         Raises:
             CheckpointError: If it cannot be loaded, here or on another process.
         """
-        self.together(lambda: self._open(FoundWeights(), directory))
+        is_fresh = self._is_fresh()
+        self.together(lambda: self._open(FoundWeights(), directory, is_fresh))
 
-    def _open(self, found: FoundWeights, directory: str | os.PathLike[str] | None) -> OpenedState | None:
+    def _open(
+        self, found: FoundWeights, directory: str | os.PathLike[str] | None, is_fresh: bool
+    ) -> OpenedState | None:
         """Checks what is to be loaded, and returns the training state, if there is one."""
         for tensor in self._manager.tensors:
             value = _value_of(tensor, found.values)
@@ -329,8 +337,9 @@ class Checkpoints(Transactions):
         if self.state.is_empty or directory is None:
             return None
         if has_training_state(directory):
-            return self.state.open(directory)
-        return open_torch_state(self.state, directory) if has_torch_state(directory) else None
+            return self.state.open(directory, is_verified=not is_fresh)
+        has_file = has_torch_state(directory)
+        return open_torch_state(self.state, directory, is_verified=not is_fresh) if has_file else None
 
     def _apply(self, values: Mapping[str, torch.Tensor], masters: Mapping[str, torch.Tensor]) -> None:
         """Loads weights, or masters where there are any: they have more bits."""

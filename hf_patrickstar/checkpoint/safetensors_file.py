@@ -30,6 +30,7 @@ from hf_patrickstar.checkpoint.storage import (
     damaged,
     missing_file,
     replaced,
+    text_checksum,
 )
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.memory.operators import unseen
@@ -91,12 +92,17 @@ class SafetensorsFile:
         entries = {}
         with safetensors.safe_open(self.path, "pt") as file:
             (length,) = struct.unpack("<Q", os.pread(self._descriptor, 8, 0))
-            start = 8 + length
+            start, metadata = 8 + length, file.metadata() or {}
+            if CHECKSUMS in metadata:
+                header = json.loads(os.pread(self._descriptor, length, 8))
+                known = json.loads(header["__metadata__"].pop(CHECKSUMS))
+                if known.pop("header", None) != text_checksum([header, known]):
+                    raise ValueError("its header is not the one that was saved")
             for name in file.offset_keys():
                 tensor = file.get_tensor(name)  # maps its bytes, and reads none
                 entries[name] = Entry(tensor.dtype, tuple(tensor.shape), start)
                 start += tensor.numel() * tensor.dtype.itemsize
-            return entries, file.metadata() or {}
+            return entries, metadata
 
     def _find_stamp(self) -> tuple[int, int]:
         found = os.fstat(self._descriptor)
@@ -280,11 +286,16 @@ def write_safetensors(
         header[name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": [start, stop]}
     sums = {name: [checksum(memoryview(b""))] * -(-tensor.numel() // piece_numel) for name, tensor in tensors.items()}
     is_checked = CHECKSUMS in (metadata or ())
+    known = {"piece_numel": piece_numel, "sums": sums}
+    if is_checked:
+        del header["__metadata__"][CHECKSUMS]
 
     def head() -> bytes:
+        whole = header
         if is_checked:
-            header["__metadata__"][CHECKSUMS] = json.dumps({"piece_numel": piece_numel, "sums": sums})
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+            checksums = json.dumps({**known, "header": text_checksum([header, known])})
+            whole = {**header, "__metadata__": {**header["__metadata__"], CHECKSUMS: checksums}}
+        text = json.dumps(whole, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % _ALIGNMENT)
         return struct.pack("<Q", len(text)) + text
 

@@ -51,15 +51,22 @@ def pack(states: Mapping[str, Mapping[Any, Any]]) -> tuple[dict[str, torch.Tenso
                 found.setdefault(owner, {})[key] = value
     if objects:
         buffer = io.BytesIO()
-        try:
+        with pickling():
             torch.save(objects, buffer)
-        except Exception as error:
-            raise CheckpointError(
-                f"what the optimizer keeps cannot be pickled ({error}); save without the optimizer's state "
-                "(save_only_model of the Trainer)"
-            ) from error
         tensors[_PICKLED] = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8).clone()
     return tensors, {"format": "pt", "literals": repr(literals), CHECKSUMS: ""}
+
+
+@contextlib.contextmanager
+def pickling() -> Iterator[None]:
+    """Raises ``CheckpointError`` if what an optimizer keeps cannot be pickled inside of the block."""
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(
+            f"what the optimizer keeps cannot be pickled ({error}); save without the optimizer's state "
+            "(save_only_model of the Trainer)"
+        ) from error
 
 
 def _is_literal(value: Any) -> bool:
@@ -98,6 +105,9 @@ def unpack(file: SafetensorsFile, shapes: Mapping[str, tuple[int, ...]]) -> Iter
             yield from ((owner, key, value) for owner, state in objects.items() for key, value in state.items())
             continue
         key, _, owner = name.partition("/")  # the names of parameters may have more of them
+        if not shape:
+            yield owner, key, file.read(name, 0, 1).view(())
+            continue
         whole = shapes.get(owner, shape) if name in parts else shape
         yield owner, key, FileSource(whole, dtype, [(start, stop, file, name)])
 

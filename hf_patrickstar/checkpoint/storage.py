@@ -17,6 +17,7 @@ import contextlib
 import errno
 import fcntl
 import io
+import json
 import os
 import re
 import shutil
@@ -294,6 +295,11 @@ def checksum(data: memoryview) -> str:
     pages = numpy.frombuffer(data[:whole], numpy.uint64).reshape(-1, _PAGE_NBYTES // 8).sum(axis=1, dtype=numpy.uint64)
     odd = numpy.arange(1, 2 * len(pages), 2, dtype=numpy.uint64)
     return f"{int((pages * odd).sum(dtype=numpy.uint64)):016x}{zlib.crc32(data[whole:]):08x}"
+
+
+def text_checksum(value: Any) -> str:
+    """A checksum, in 8 digits, of what JSON can hold."""
+    return f"{zlib.crc32(json.dumps(value, sort_keys=True).encode()):08x}"
 
 
 def bytes_of(values: torch.Tensor) -> memoryview:

@@ -27,12 +27,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only, tree_map_with_path
 
 from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor, Reader, StreamedSource
 from hf_patrickstar.checkpoint.safetensors_file import CHECKSUMS, Entry, FileSource, SafetensorsFile, Unwritten
+from hf_patrickstar.checkpoint.state_files import pickling
 from hf_patrickstar.checkpoint.storage import NewFile, byte_pieces, checksum, damaged
 from hf_patrickstar.checkpoint.training_state import INDEX_NAME, OpenedState, SavedState, TrainingState
 from hf_patrickstar.checkpoint.weight_files import load_torch_file
@@ -95,39 +97,46 @@ def begin_torch_state(saved: TrainingState, paths: Sequence[Path]) -> tuple[Unwr
 
 
 def _packed(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Copies what is in no chunk, and moves masters to where torch's optimizers do not look."""
+    """Copies what is in no chunk, and moves masters to where torch's optimizers do not look.
+
+    Scalars of numpy become Python's: ``weights_only`` of torch refuses them.
+    """
     copy = tree_map_only(torch.Tensor, lambda t: t if isinstance(t, DeferredTensor) else t.detach().clone(), state_dict)
+    copy = tree_map_only(numpy.generic, lambda scalar: scalar.item(), copy)
     masters = {place: state.pop(SAVED_MASTER) for place, state in copy["state"].items() if SAVED_MASTER in state}
     copy["state"] = {place: state for place, state in copy["state"].items() if state or place not in masters}
     return copy | ({SAVED_MASTER: masters} if masters else {})
 
 
-def open_torch_state(state: TrainingState, directory: str | os.PathLike[str]) -> OpenedState:
+def open_torch_state(
+    state: TrainingState, directory: str | os.PathLike[str], *, is_verified: bool = True
+) -> OpenedState:
     """Does for ``optimizer.pt`` what ``TrainingState.open`` does for the files of this package.
 
     Args:
         state: The training state of this run.
         directory: The directory of ``optimizer.pt``.
+        is_verified: See there.
 
     Raises:
         CheckpointError: If a file is missing or damaged, or belongs to other optimizers, parameters or groups.
     """
     found: list[dict[str, Any]] = []
     masters: dict[str, torch.Tensor] = {}
-    optimizers, is_verified = state.optimizer, not state.is_fresh
+    optimizers, owned = state.optimizer, {tensor.spec.name for tensor in state.owned()}
     paths = torch_paths(directory, len(optimizers))
     for number, (path, groups) in enumerate(zip(paths, optimizers.placed_groups(), strict=True)):
         names = [name for group in groups for name in group]
         found.append(TorchFile(path).value)
         try:
             optimizers.check_state_dict(number, found[-1])
+            own = {str(names[n]): master for n, master in found[-1].pop(SAVED_MASTER, {}).items() if names[n] in owned}
         except ValueError as error:
             raise CheckpointError(f"'{path}': {error}; resume with the model and optimizer that were saved") from error
-        except (KeyError, TypeError, AttributeError) as error:
+        except (LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(damaged(f"'{path}' is not the state of an optimizer: {error!r}")) from error
-        saved = found[-1].pop(SAVED_MASTER, {})
-        verify([saved, found[-1] if is_verified else {}])
-        masters.update({str(names[place]): master for place, master in saved.items()})
+        verify([own, found[-1] if is_verified else {}])
+        masters.update(own)
     return OpenedState(functools.partial(optimizers.load_state_dicts, found), masters)
 
 
@@ -137,47 +146,56 @@ class TorchFile(SafetensorsFile):
     Args:
         path: The file.
 
-    Attributes:
-        value: What was saved. Scalars, tensors that share memory or are not contiguous, and what is no state of an
-            optimizer, are not deferred.
-
     Raises:
         CheckpointError: If the file is missing, damaged, or has an object that ``weights_only`` of torch refuses.
     """
 
-    value: dict[str, Any]
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        for name, (dtype, shape, _) in self.entries.items():
+            if not shape:  # it is in memory already
+                self.read_into(name, 0, torch.empty(shape, dtype=dtype))
+
+    @property
+    def value(self) -> dict[str, Any]:
+        """What was saved; the tensors of states are deferred, except scalars, and those that share memory."""
+
+        def deferred(path: Any, item: Any) -> Any:
+            name = _name_of(path)
+            if name not in self.entries or not item.dim() or not name.startswith(("state/", f"{SAVED_MASTER}/")):
+                return item
+            dtype, shape, _ = self.entries[name]
+            return DeferredTensor.make(FileSource(shape, dtype, [(0, item.numel(), self, name)]))
+
+        return tree_map_with_path(deferred, self._loaded)  # type: ignore[no-any-return]
 
     def _read_header(self) -> tuple[dict[str, Entry], dict[str, str]]:
         entries: dict[str, Entry] = {}
 
-        def find(path: Any, tensor: Any, outlined: Any) -> Any:
-            keys = [str(getattr(step, "key", step)) for step in path]
-            is_state = keys[0] in ("state", SAVED_MASTER) and type(tensor) is torch.Tensor
-            if not is_state or not tensor.dim() or not tensor.is_contiguous():
-                return tensor
-            start = getattr(outlined.untyped_storage(), "_checkpoint_offset", None)
-            if start is None or tensor.untyped_storage().nbytes() != tensor.nbytes:
-                return tensor
-            name, shape = "/".join(keys), tuple(tensor.shape)
-            entries[name] = Entry(tensor.dtype, shape, start)
-            return DeferredTensor.make(FileSource(shape, tensor.dtype, [(0, tensor.numel(), self, name)]))
+        def find(path: Any, tensor: Any, outlined: Any) -> None:
+            if type(tensor) is torch.Tensor and tensor.is_contiguous():
+                start = getattr(outlined.untyped_storage(), "_checkpoint_offset", None)
+                if start is not None and tensor.untyped_storage().nbytes() == tensor.nbytes:
+                    entries[_name_of(path)] = Entry(tensor.dtype, tuple(tensor.shape), start)
 
-        loaded = load_torch_file(self.path)
-        outline = torch.load(self.path, map_location="meta", weights_only=True)
-        self.value = tree_map_with_path(find, loaded, outline)
+        self._loaded = load_torch_file(self.path)
+        tree_map_with_path(find, self._loaded, torch.load(self.path, map_location="meta", weights_only=True))
         if not zipfile.is_zipfile(self.path):  # the format that torch had before 1.6
             return entries, {}
         try:
             with zipfile.ZipFile(self.path) as archive:
+                if f"archive/{CHECKSUMS}" not in archive.namelist():  # torch has written it
+                    return entries, {}
                 saved = json.loads(archive.read(f"archive/{CHECKSUMS}"))
+                archive.read("archive/data.pkl")  # which has a CRC32
             saved["sums"] = {name: saved["sums"][str(entry.start)] for name, entry in entries.items()}
-        except KeyError:  # torch has written it
-            return entries, {}
-        except (zipfile.BadZipFile, ValueError) as error:
-            raise CheckpointError(
-                damaged(f"'{self.path}' has a record of checksums that cannot be read: {error}")
-            ) from error
+        except Exception as error:  # zipfile raises many kinds
+            raise CheckpointError(damaged(f"'{self.path}' is not as it was saved: {error}")) from error
         return entries, {CHECKSUMS: json.dumps(saved)}
+
+
+def _name_of(path: Any) -> str:
+    return "/".join(str(getattr(step, "key", step)) for step in path)
 
 
 class _Record(NamedTuple):
@@ -229,7 +247,8 @@ def write_torch(
         CheckpointError: If the file cannot be written; if the disk is full, the message has the bytes needed and free.
     """
     pickler = _Pickler(pickled := io.BytesIO())
-    pickler.dump(value)
+    with pickling():
+        pickler.dump(value)
     nbytes = pickled.tell() + sum(tensor.nbytes for tensor in pickler.tensors)
     reader, sums, tensors = Reader(), dict[int, list[str]](), pickler.tensors
     with NewFile.opened(path, nbytes) as file, zipfile.ZipFile(file, "w") as archive:

@@ -30,12 +30,12 @@ from hf_patrickstar.checkpoint import state_files
 from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor, Reader
 from hf_patrickstar.checkpoint.progress import shown
 from hf_patrickstar.checkpoint.safetensors_file import FileSource, SafetensorsFile, Unwritten, write_safetensors
-from hf_patrickstar.checkpoint.storage import damaged, missing_file
+from hf_patrickstar.checkpoint.storage import damaged, missing_file, text_checksum
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.layout.specs import MASTER
 from hf_patrickstar.optim.optimizer_set import OptimizerSet
-from hf_patrickstar.optim.state import SAVED_MASTER, check_keys, check_shapes
+from hf_patrickstar.optim.state import SAVED_MASTER, check_shapes
 from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.runtime.manager import ChunkManager
 
@@ -148,7 +148,7 @@ class TrainingState:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the optimizers have no state yet."""
+        """Whether the optimizers have no state yet on this process."""
         has_any = any(self.optimizer.own_state(tensor) for tensor in self.owned())
         return not (has_any or any(self.optimizer.other_states().values()))
 
@@ -170,20 +170,20 @@ class TrainingState:
             "optimizers": self.optimizer.placed_groups(),
             "parameters": {t.spec.name: {"shape": t.spec.shape, "dtype": types[t.spec.name]} for t in trained},
         }
-        (directory / INDEX_NAME).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+        text = json.dumps({**index, "checksum": text_checksum(index)}, indent=1)
+        (directory / INDEX_NAME).write_text(f"{text}\n", encoding="utf-8")
 
     def owned(self) -> list[ManagedParameter]:
         """The parameters with optimizer states of which this rank has a part at home, in the order of chunks."""
         return [t for chunk in self.manager.chunks if chunk.spec.is_updated for t in chunk.owned]
 
-    def open(self, directory: str | os.PathLike[str]) -> OpenedState:
+    def open(self, directory: str | os.PathLike[str], *, is_verified: bool = True) -> OpenedState:
         """Checks a saved state against this optimizer.
-
-        Checksums are verified, too; but if this optimizer has no state that could be lost, those of masters alone,
-        since loading verifies the others.
 
         Args:
             directory: The directory of the state, which any number of processes may have saved.
+            is_verified: Whether all checksums are verified now, and not only those of masters. They need not be if no
+                process has a state that could be lost: loading verifies them, too.
 
         Raises:
             CheckpointError: If a file is missing or damaged, or the state belongs to another optimizer, or to other
@@ -207,7 +207,6 @@ class TrainingState:
                     f"'{saved.path}': param group {number} has {len(found)} parameters, and {len(own)} here; "
                     f"'{different[0]}' is only in one of them. Make the param groups of the same parameters"
                 )
-        is_verified = not self.is_fresh
         for tensor in self.manager.tensors:
             if tensor.chunk.spec.is_updated:
                 self._check_tensor(saved, tensor, is_verified=is_verified)
@@ -230,10 +229,10 @@ class TrainingState:
         if not tensor.is_owned:
             return  # its owner checks
         saved.check_complete(name, *tensor.part, is_verified=is_verified)
-        state, places = saved.state_of(name), self.optimizer.kernel_of(tensor).state_places(tensor)
+        state, kernel = saved.state_of(name), self.optimizer.kernel_of(tensor)
         try:
-            check_shapes(tensor, state, places)
-            check_keys(tensor, state, places)
+            check_shapes(tensor, state, kernel.state_places(tensor))
+            kernel.check_own_state(tensor, state)
         except ValueError as error:
             raise CheckpointError(f"'{saved.path}': {error}; make the optimizer with the same options") from error
 
@@ -287,6 +286,8 @@ class SavedState:
                     f"'{self.path}' is version {index['version']} of {index['format']}; this package reads version "
                     f"{_VERSION} of {_FORMAT}; use the version of hf_patrickstar that saved it"
                 )
+            if index.pop("checksum") != text_checksum(index):
+                raise ValueError("it is not as it was saved")
             self.optimizer = str(index["optimizer"])
             named_groups = [group["params"] for group in index["param_groups"]]
             self.shapes = {name: tuple(found["shape"]) for name, found in index["parameters"].items()}

@@ -126,8 +126,8 @@ def load_torch_file(path: Path, data: io.BytesIO | None = None) -> dict[str, Any
         raise CheckpointError(missing_file(path)) from error
     except Exception as error:
         raise CheckpointError(
-            f"'{path}' cannot be loaded safely: {error}; use a checkpoint in safetensors files, or one that was "
-            "saved again by save_pretrained"
+            f"'{path}' cannot be loaded safely: {str(error) or 'it is empty'}; use another checkpoint, or for weights "
+            "safetensors files"
         ) from error
     if not isinstance(loaded, dict):
         raise CheckpointError(f"'{path}' has a {type(loaded).__name__}, not a dictionary; save the state_dict instead")
@@ -252,13 +252,15 @@ def _find_adapters(model: torch.nn.Module, places: Mapping[str, Path], device: t
     found = FoundWeights()
     for name, path in places.items():
         values = _open_file(path)
-        for key, value in get_peft_model_state_dict(model, adapter_name=name).items():
+        asked = get_peft_model_state_dict(model, adapter_name=name)
+        for key, value in asked.items():
             if key not in values:
                 raise CheckpointError(f"'{path}' has no tensor '{key}'; load a checkpoint of these adapters")
             if values[key].shape != value.shape:
                 raise CheckpointError(shape_mismatch(key, values[key], tuple(value.shape)))
         load = functools.partial(set_peft_model_state_dict, model, adapter_name=name)
         found.values.update(_assign(model, values, path, device, load).values)
+        found.unexpected_keys.extend(values.keys() - asked.keys())
     return found
 
 

@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     if options.steps < 1:
         raise ConfigError(f"--steps: must be at least 1, got {options.steps}")
     if not os.path.isfile(options.script):
-        raise ConfigError(f"there is no script '{options.script}'; give the path of a file")
+        raise ConfigError(f"there is no script or checkpoint '{options.script}'; give the path of one")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("it compares trainings of one process; start it without accelerate launch or torchrun")
     logs = pathlib.Path(tempfile.mkdtemp(prefix="hf-patrickstar-check-"))

@@ -23,7 +23,7 @@ from hf_patrickstar.layout.specs import GRADIENT, MASTER
 from hf_patrickstar.memory.driver import Pending
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.optim.kernel import Kernel, settings_of
+from hf_patrickstar.optim.kernel import SAVED_MASTER, Kernel, settings_of
 from hf_patrickstar.optim.workers import SMALL_NUMEL, HostWorkers
 from hf_patrickstar.runtime.chunk import AT_HOME, Chunk, GradientPlace, ManagedParameter, round_masters
 from hf_patrickstar.runtime.update import Update
@@ -278,6 +278,19 @@ class ElementwiseKernel(Kernel):
         return wide
 
     # States
+
+    def check_own_state(self, tensor: ManagedParameter, state: Mapping[str, Any]) -> None:
+        """See ``Kernel``."""
+        super().check_own_state(tensor, state)
+        if state.keys() - {SAVED_MASTER}:
+            step = state.get("step")
+            is_count = isinstance(step, (int, float, torch.Tensor)) and 0 <= float(step) < float("inf")
+            if not is_count or "max_exp_avg_sq" in state:
+                what = "'max_exp_avg_sq' of amsgrad" if is_count else f"the step {step!r}"
+                raise ValueError(
+                    f"optimizer state of parameter '{tensor.spec.name}' has {what}: it was saved by another optimizer, "
+                    "or with other options"
+                )
 
     def load_own_state(self, tensor: ManagedParameter, state: dict[str, Any]) -> None:
         """See ``Kernel``."""

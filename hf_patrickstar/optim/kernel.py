@@ -16,6 +16,8 @@ from hf_patrickstar.runtime.chunk import Chunk, ManagedParameter
 from hf_patrickstar.runtime.update import Update
 
 WORKSPACE = "workspace"
+SAVED_MASTER = "patrickstar_master"
+"""The name of the fp32 master in a ``state_dict``: an optimizer may keep something of its own under ``master``."""
 
 
 class Kernel(abc.ABC):
@@ -211,6 +213,19 @@ class Kernel(abc.ABC):
         for key, place in places.items():
             place.copy_(tensor.own(state[key]))
         self.load_own_state(tensor, state)
+
+    def check_own_state(self, tensor: ManagedParameter, state: Mapping[str, Any]) -> None:
+        """Makes sure that a state has all that the kernel needs; an empty one is allowed.
+
+        Raises:
+            ValueError: If something is missing.
+        """
+        missing = sorted(key for key in self.state_places(tensor) if not isinstance(state.get(key), torch.Tensor))
+        if missing and state.keys() - {SAVED_MASTER}:
+            raise ValueError(
+                f"optimizer state of parameter '{tensor.spec.name}' has no '{missing[0]}': it was saved by another "
+                "optimizer, or with other options"
+            )
 
     @abc.abstractmethod
     def own_state(self, tensor: ManagedParameter) -> dict[str, Any]:

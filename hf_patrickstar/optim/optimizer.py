@@ -20,7 +20,6 @@ from hf_patrickstar.optim.state import (
     Outdated,
     StateView,
     call_hooks,
-    check_keys,
     check_shapes,
     entries_of,
     load_entries,
@@ -479,7 +478,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             if tensor is not None:
                 check_shapes(tensor, state, self.kernel.list_names)
                 is_own = tensor.is_owned and self._updates(tensor)
-                check_keys(tensor, state, self.kernel.state_places(tensor) if is_own else ())
+                if is_own:
+                    self.kernel.check_own_state(tensor, state)
 
     @holds_model_lock
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]

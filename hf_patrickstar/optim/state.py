@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map_only
 
 from hf_patrickstar.layout.specs import MASTER
 from hf_patrickstar.memory.operators import unseen
-from hf_patrickstar.optim.kernel import Kernel, place_state
+from hf_patrickstar.optim.kernel import SAVED_MASTER, Kernel, place_state
 from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.runtime.manager import ChunkManager
 
@@ -20,8 +20,6 @@ HOOK_NAMES = (
     "_optimizer_load_state_dict_post_hooks",
 )
 """The hooks of torch's optimizers."""
-SAVED_MASTER = "patrickstar_master"
-"""The name of the fp32 master in a ``state_dict``: an optimizer may keep something of its own under ``master``."""
 _INNER = "__bnb_optimizer_quant_state__"
 """What bitsandbytes calls the dictionary that it puts around states of 8 bits when it saves them."""
 _NO_PARAMETER = -1
@@ -281,20 +279,6 @@ def load_states_outside(
         if states.get(number):
             given = states[number].items()
             optimizer.state[parameter] = {k: place_state(k, value, parameter.device, group) for k, value in given}
-
-
-def check_keys(tensor: ManagedParameter, state: Mapping[str, Any], needed: Iterable[str]) -> None:
-    """Makes sure that a state has every key that its optimizer needs; an empty state is allowed.
-
-    Raises:
-        ValueError: If a key is missing.
-    """
-    missing = sorted(set(needed) - state.keys()) if state.keys() - {SAVED_MASTER} else []
-    if missing:
-        raise ValueError(
-            f"optimizer state of parameter '{tensor.spec.name}' has no '{missing[0]}': it was saved by another "
-            "optimizer, or with other options"
-        )
 
 
 def call_hooks(hooks: Mapping[int, Any], optimizer: torch.optim.Optimizer, *state_dict: Any) -> Any:

@@ -16,6 +16,7 @@ from checkpoint_files import (
 )
 from models import make_model
 from safetensors.torch import load_file, save_file
+from sources import write_index
 from trainers import assert_same_weights, logged, make_trainer, run, tight
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -76,7 +77,7 @@ def change_index(change):
     def changed(place):
         index = json.loads((place / STATE_INDEX).read_text())
         change(index)
-        (place / STATE_INDEX).write_text(json.dumps(index))
+        write_index(place, index)
 
     return changed
 

@@ -5,6 +5,7 @@ import re
 import shutil
 import tracemalloc
 
+import numpy
 import pytest
 import torch
 from checkpoint_files import STATE_INDEX, names_in, same_bits, snapshot, tensors_in
@@ -107,7 +108,7 @@ def test_garbage_in_the_file_of_the_optimizer_changes_nothing(form, dtype, place
     assert f"{path}: as it was saved" in capsys.readouterr().out
     damage(path, place_of_damage)
     message = (
-        rf"{path.name}'(: tensor '.*(exp_avg|master).*' has other bytes| cannot be loaded).* use a(nother)? checkp"
+        rf"{path.name}'(: tensor '.*(exp_avg|master|step).*' has other bytes| cannot be loaded).* use a(nother)? checkp"
     )
     assert main(["check", str(path.parent)]) == 1
     assert re.search(message, capsys.readouterr().err)
@@ -240,7 +241,32 @@ def other_shape(place):
     return state
 
 
+def without(key):
+    def change(place):
+        state = torch.load(place)
+        del state["state"][3][key]
+        return state
+
+    return change
+
+
+def with_(change):
+    def changed(place):
+        state = torch.load(place)
+        change(state)
+        return state
+
+    return changed
+
+
 WRONG = {
+    without("step"): r"parameter '.*' has the step None: it was saved by another optimizer",
+    without("exp_avg"): r"parameter '.*' has no 'exp_avg': it was saved by another optimizer",
+    with_(lambda state: state["state"][3].update(exp_avg=None)): r"parameter '.*' has no 'exp_avg'",
+    with_(lambda state: state["state"][3].update(step=float("nan"))): r"parameter '.*' has the step nan",
+    with_(lambda state: state["state"][3].update(step="3")): r"parameter '.*' has the step '3'",
+    with_(lambda state: state["state"][3].update(max_exp_avg_sq=torch.ones(1))): "has 'max_exp_avg_sq' of amsgrad",
+    with_(lambda state: state.update(patrickstar_master={999: torch.ones(1)})): "is not the state of an optimizer",
     other_groups: r"optimizer.pt': optimizer state has param groups of",
     other_shape: r"optimizer.pt': optimizer state 'exp_avg' of parameter '.*' has shape \(7, 5\)",
     (lambda place: {"something": 1}): r"optimizer.pt' is not the state of an optimizer: KeyError\('param_groups'\)",
@@ -260,6 +286,23 @@ def test_a_wrong_file_changes_nothing(damage, tmp_path):
         other.load_checkpoint(tmp_path / "c")
     other.save_checkpoint(tmp_path / "after")
     assert snapshot(tmp_path / "before") == snapshot(tmp_path / "after")
+
+
+@pytest.mark.parametrize("form", ["torch", "sharded"])
+def test_settings_of_any_type(form, tmp_path):
+    """Scalars of numpy come back as Python's; what cannot be pickled is refused before anything is written."""
+    engine = engaged(optimizer_format=form)
+    train(engine, 1)
+    engine.optimizer.param_groups[0].update(note=numpy.float64(0.5), more=(1, {"a": [None, float("inf")]}))
+    engine.save_checkpoint(tmp_path / "c")
+    other = engaged(seed=3)
+    other.load_checkpoint(tmp_path / "c")
+    group = other.optimizer.param_groups[0]
+    assert (type(group["note"]), group["note"], group["more"]) == (float, 0.5, (1, {"a": [None, float("inf")]}))
+    engine.optimizer.param_groups[0]["note"] = lambda: 0
+    with pytest.raises(CheckpointError, match=r"cannot be pickled .*; save without the optimizer's state"):
+        engine.save_checkpoint(tmp_path / "d")
+    assert not (tmp_path / "d").exists()
 
 
 @pytest.mark.parametrize("form", ["torch", "sharded"])

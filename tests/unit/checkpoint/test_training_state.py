@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from sources import write_training_state
+from sources import write_index, write_training_state
 from torch import nn
 
 from hf_patrickstar import PatrickStarEngine
@@ -30,7 +30,7 @@ SHARD = shard_name(0, 1)
 def change_index(path, change):
     index = json.loads((path / INDEX_NAME).read_text())
     change(index)
-    (path / INDEX_NAME).write_text(json.dumps(index))
+    write_index(path, index)
 
 
 def change_metadata(path, **metadata):
