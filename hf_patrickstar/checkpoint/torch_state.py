@@ -152,9 +152,7 @@ class TorchFile(SafetensorsFile):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
-        for name, (dtype, shape, _) in self.entries.items():
-            if not shape:  # it is in memory already
-                self.read_into(name, 0, torch.empty(shape, dtype=dtype))
+        verify([self.get_tensor(name) for name, entry in self.entries.items() if not entry.shape])  # read already
 
     @property
     def value(self) -> dict[str, Any]:

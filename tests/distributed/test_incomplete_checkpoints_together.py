@@ -11,7 +11,7 @@ from models import make_model
 from together import engaged, hf_loss, launched
 from trainers import train
 
-from hf_patrickstar import CheckpointError, PatrickStarAccelerator
+from hf_patrickstar import CheckpointError, PatrickStarAccelerator, PatrickStarEngine
 
 pytestmark = pytest.mark.xdist_group("distributed")
 
@@ -104,3 +104,36 @@ def test_accelerate_finds_no_index(pair, tmp_path):
     first, second = pair.run(load_by_accelerate, str(tmp_path))
     assert first == f"rank 1 cannot load the checkpoint: {second}"
     assert f"c-1/{INDEX}' is missing" in second
+
+
+def load_damaged(rank, folder):
+    """Rank 0 has trained its parameters, and rank 1, whose file is damaged, has no state yet."""
+
+    def make():
+        model = torch.nn.ModuleList([torch.nn.Linear(64, 64, bias=False) for _ in range(2)])
+        return model, PatrickStarEngine(model, {"chunk_numel": 4096}, torch.optim.AdamW(model.parameters()))
+
+    def train_layers(model, engine, *numbers):
+        sum(model[number](torch.ones(2, 64)).sum() for number in numbers).backward()
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+
+    torch.manual_seed(0)
+    model, engine = make()
+    train_layers(model, engine, 0, 1)
+    engine.save_checkpoint(f"{folder}/c")
+    path = Path(folder, "c", "optimizer-00002-of-00002.safetensors")
+    if rank == 0:
+        path.write_bytes(path.read_bytes()[:-4] + b"\xff" * 4)
+    dist.barrier()
+    engine.detach()
+    model, engine = make()
+    train_layers(model, engine, 0)
+    is_fresh, before = engine.checkpoints.state.is_fresh, states_of(engine)
+    with pytest.raises(CheckpointError, match=path.name):
+        engine.load_checkpoint(f"{folder}/c")
+    return is_fresh, differences(before, states_of(engine))
+
+
+def test_a_damaged_file_of_a_rank_without_states(pair, tmp_path):
+    assert pair.run(load_damaged, str(tmp_path)) == [(False, {}), (True, {})]
