@@ -113,8 +113,8 @@ def load_damaged(rank, folder):
         model = torch.nn.ModuleList([torch.nn.Linear(64, 64, bias=False) for _ in range(2)])
         return model, PatrickStarEngine(model, {"chunk_numel": 4096}, torch.optim.AdamW(model.parameters()))
 
-    def train_layers(model, engine, *numbers):
-        sum(model[number](torch.ones(2, 64)).sum() for number in numbers).backward()
+    def train_layers(model, engine, *numbers, scale=1.0):
+        sum(model[number](torch.full((2, 64), scale)).sum() for number in numbers).backward()
         engine.optimizer.step()
         engine.optimizer.zero_grad()
 
@@ -128,7 +128,7 @@ def load_damaged(rank, folder):
     dist.barrier()
     engine.detach()
     model, engine = make()
-    train_layers(model, engine, 0)
+    train_layers(model, engine, 0, scale=2.0)
     is_fresh, before = engine.checkpoints.state.is_fresh, states_of(engine)
     with pytest.raises(CheckpointError, match=path.name):
         engine.load_checkpoint(f"{folder}/c")
