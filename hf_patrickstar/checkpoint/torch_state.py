@@ -36,7 +36,7 @@ from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor, Read
 from hf_patrickstar.checkpoint.safetensors_file import CHECKSUMS, Entry, FileSource, SafetensorsFile, Unwritten
 from hf_patrickstar.checkpoint.state_files import pickling
 from hf_patrickstar.checkpoint.storage import NewFile, byte_pieces, checksum, damaged
-from hf_patrickstar.checkpoint.training_state import INDEX_NAME, OpenedState, SavedState, TrainingState
+from hf_patrickstar.checkpoint.training_state import INDEX_NAME, OpenedState, SavedState, TrainingState, read_index
 from hf_patrickstar.checkpoint.weight_files import load_torch_file
 from hf_patrickstar.dist.sharing import Held
 from hf_patrickstar.errors import CheckpointError
@@ -188,7 +188,7 @@ class TorchFile(SafetensorsFile):
                 archive.read("archive/data.pkl")  # which has a CRC32
             saved["sums"] = {name: saved["sums"][str(entry.start)] for name, entry in entries.items()}
         except Exception as error:  # zipfile raises many kinds
-            raise CheckpointError(damaged(f"'{self.path}' is not as it was saved: {error}")) from error
+            raise CheckpointError(damaged(f"'{self.path}' is not as it was saved: {error!r}")) from error
         return entries, {CHECKSUMS: json.dumps(saved)}
 
 
@@ -289,6 +289,9 @@ def verify_files(directory: str | os.PathLike[str]) -> Iterator[str]:
         CheckpointError: If a file is damaged.
     """
     for path in sorted(Path(directory).rglob("optimizer*")):
+        if path.name == INDEX_NAME:
+            read_index(path)
+            yield f"{path}: as it was saved"
         if path.suffix in (".safetensors", ".pt", ".bin"):
             file = SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
             verify([file.get_tensor(name) for name in file.entries])

@@ -256,6 +256,29 @@ class TrainingState:
         optimizer.load_other_states(saved.others)
 
 
+def read_index(path: Path) -> dict[str, Any]:
+    """Reads the index of a training state.
+
+    Raises:
+        CheckpointError: If it is missing or damaged, or another version has saved it.
+    """
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        if (index["format"], index["version"]) != (_FORMAT, _VERSION):
+            raise CheckpointError(
+                f"'{path}' is version {index['version']} of {index['format']}; this package reads version {_VERSION} "
+                f"of {_FORMAT}; use the version of hf_patrickstar that saved it"
+            )
+        if index.pop("checksum") != text_checksum(index):
+            raise ValueError("it is not as it was saved")
+        return dict(index)
+    except FileNotFoundError as error:
+        advice = f"delete every optimizer-* and {INDEX_NAME} there, to go on with optimizer.pt or a new optimizer"
+        raise CheckpointError(f"{missing_file(path)}; or {advice}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(damaged(f"'{path}' is not the index of a training state: {error}")) from error
+
+
 class SavedState:
     """A training state on the disk.
 
@@ -279,25 +302,12 @@ class SavedState:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.path = Path(directory) / INDEX_NAME
-        try:
-            index = json.loads(self.path.read_text(encoding="utf-8"))
-            if (index["format"], index["version"]) != (_FORMAT, _VERSION):
-                raise CheckpointError(
-                    f"'{self.path}' is version {index['version']} of {index['format']}; this package reads version "
-                    f"{_VERSION} of {_FORMAT}; use the version of hf_patrickstar that saved it"
-                )
-            if index.pop("checksum") != text_checksum(index):
-                raise ValueError("it is not as it was saved")
-            self.optimizer = str(index["optimizer"])
-            named_groups = [group["params"] for group in index["param_groups"]]
-            self.shapes = {name: tuple(found["shape"]) for name, found in index["parameters"].items()}
-            self.optimizers: list[list[list[str | None]]] = index["optimizers"]
-            names = [str(name) for name in index["files"]]
-        except FileNotFoundError as error:
-            advice = f"delete every optimizer-* and {INDEX_NAME} there, to go on with optimizer.pt or a new optimizer"
-            raise CheckpointError(f"{missing_file(self.path)}; or {advice}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(damaged(f"'{self.path}' is not the index of a training state: {error}")) from error
+        index = read_index(self.path)
+        self.optimizer = str(index["optimizer"])
+        named_groups = [group["params"] for group in index["param_groups"]]
+        self.shapes = {name: tuple(found["shape"]) for name, found in index["parameters"].items()}
+        self.optimizers: list[list[list[str | None]]] = index["optimizers"]
+        names = [str(name) for name in index["files"]]
         self.others, self.states = state_files.States(), state_files.States()
         for owner, key, value in state_files.unpack(SafetensorsFile(self.path.with_name(_OTHERS_NAME)), {}):
             read = Reader().read_whole(DeferredTensor.make(value)) if isinstance(value, FileSource) else value

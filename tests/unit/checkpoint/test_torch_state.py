@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from hf_patrickstar.checkpoint.deferred import DeferredTensor, Reader
 from hf_patrickstar.checkpoint.safetensors_file import CHECKSUMS
-from hf_patrickstar.checkpoint.torch_state import TorchFile, export, torch_state_dict, write_torch
+from hf_patrickstar.checkpoint.torch_state import TorchFile, export, torch_state_dict, verify_files, write_torch
 from hf_patrickstar.checkpoint.training_state import INDEX_NAME, SavedState
 from hf_patrickstar.errors import CheckpointError
 
@@ -143,6 +143,8 @@ def test_no_byte_can_be_damaged_unseen(form, tmp_path):
                 assert same(before, read_all(tmp_path)), f"byte {place} of {path.name}"
             except CheckpointError:
                 num_seen += 1
+                with pytest.raises(CheckpointError):  # which ``hf-patrickstar check`` says, too
+                    list(verify_files(tmp_path))
         path.write_bytes(data)
     assert num_seen > 100
 
