@@ -8,12 +8,13 @@ import safetensors.torch
 import torch
 import transformers.modeling_utils
 from models import MODELS, make_model
+from peft import LoraConfig, get_peft_model
 from transformers import BertForMaskedLM
 
 from hf_patrickstar import deferred_weights
 from hf_patrickstar.checkpoint.deferred import DeferredTensor, Reader
 from hf_patrickstar.checkpoint.safetensors_file import FileSource
-from hf_patrickstar.checkpoint.weight_files import load_torch_file, open_weights
+from hf_patrickstar.checkpoint.weight_files import find_weights, load_torch_file, open_weights
 from hf_patrickstar.errors import CheckpointError
 
 STATE = {"a": torch.arange(6.0).view(2, 3), "b.c": torch.arange(4.0).bfloat16(), "empty": torch.empty(0, 2)}
@@ -201,3 +202,14 @@ def test_only_what_is_read_is_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(FileSource, "read", lambda *args: reads.append(args[1:]) or original(*args))
     Reader().read(model.bert.embeddings.word_embeddings.weight, 5, 9)
     assert reads == [(5, 9)]
+
+
+def test_adapters_name_what_the_model_does_not_have(tmp_path):
+    model = get_peft_model(make_model("gpt2"), LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    saved = safetensors.torch.load_file(path)
+    safetensors.torch.save_file({**saved, "base_model.more": torch.ones(1)}, path)
+    found = find_weights(model, tmp_path)
+    assert found.unexpected_keys == ["base_model.more"]
+    assert found.values.keys() == {name for name, p in model.named_parameters() if p.requires_grad}
