@@ -7,6 +7,7 @@ own that take turns, the same weights and optimizer states are saved and loaded 
     torch         torch.save, and torch.load with load_state_dict
     safetensors   save_file, and load_file with a copy to where the values belong
     patrickstar   engine.save_checkpoint and engine.load_checkpoint
+    pieces        the same with optimizer_format="sharded", which several processes have anyway
     background    the same with background_save
 
 Every way ends with all bytes on the disk (fsync). Each is measured next to a plain one, which goes first half of the
@@ -54,7 +55,8 @@ SLACK = 4 * MIB
 SLICE = 64 * MIB
 SAMPLE_S = 0.003
 BATCH_SIZE, LENGTH = 1, 32
-ALONE = ("torch", "safetensors", "patrickstar", "background")  # with one process; with several, those of the package
+ALONE = ("torch", "safetensors", "pieces", "patrickstar", "background")
+TOGETHER = ("patrickstar", "background")  # several processes have pieces anyway
 MAKING = ("pretrained", "deferred")
 
 
@@ -214,11 +216,12 @@ class PatrickStar:
     """This package."""
 
     in_background = False
+    form = "auto"
 
     def __init__(self, options, rank):
         self._options, self._rank = options, rank
         self.model = make_model(options)
-        self.engine = make_engine(self.model, options, background_save=self.in_background)
+        self.engine = make_engine(self.model, options, background_save=self.in_background, optimizer_format=self.form)
 
     def step(self, number):
         """One step; returns its loss."""
@@ -241,6 +244,12 @@ class PatrickStar:
         self.engine.checkpoints.wait()
 
 
+class Pieces(PatrickStar):
+    """This package, with states in pieces."""
+
+    form = "sharded"
+
+
 class Background(PatrickStar):
     """This package, which goes on to train."""
 
@@ -252,6 +261,7 @@ WAYS = {
     "torch": Torch,
     "safetensors": Safetensors,
     "patrickstar": PatrickStar,
+    "pieces": Pieces,
     "background": Background,
 }
 
@@ -445,7 +455,7 @@ def remove(path):
 
 def measure(world_size, options, folder):
     """Runs all ways in turns; returns what was seen, by way and operation, round by round."""
-    ways = ALONE if world_size == 1 else ALONE[2:]
+    ways = ALONE if world_size == 1 else TOGETHER
     plain = Team("plain", 1, options)
     teams = {way: Team(way, world_size, options) for way in ways}
     seen = {way: {"save": [], "load": [], "step": []} for way in ways}
@@ -552,7 +562,7 @@ def check(rows, making, options):
     problems = []
     for row in rows:
         where = f"p = {row['processes']}: {row['way']}, {row['operation']}"
-        if row["way"] in ("patrickstar", "background"):
+        if row["way"] in ("patrickstar", "pieces", "background"):
             allowed = limits[row["operation"]] + max(row.get("step_extra", [0]))
             if max(row["extra"]) > allowed:
                 problems.append(f"{where} takes {format_nbytes(max(row['extra']))}, not {format_nbytes(allowed)}")
