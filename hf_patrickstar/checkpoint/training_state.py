@@ -292,7 +292,7 @@ class SavedState:
         optimizers: The parameters of each optimizer and group in torch's order: names, ``None`` for those whose state
             is in ``others``.
         shapes: The shape of every parameter.
-        states: The other states, by parameter and key; of a tensor, where its elements are.
+        states: The other states, by parameter and key; of a tensor with dimensions, where its elements are.
         others: States of parameters that were updated outside of chunks.
 
     Raises:
