@@ -10,7 +10,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
 from hf_patrickstar.config import PatrickStarConfig
-from hf_patrickstar.errors import ConfigError, DeviceMemoryError, EngineError
+from hf_patrickstar.errors import BudgetError, ConfigError, DeviceMemoryError, EngineError
 from hf_patrickstar.events import Event, ModelDecided
 from hf_patrickstar.integrations.accelerator import PatrickStarAccelerator
 from hf_patrickstar.integrations.script import plan_command
@@ -102,6 +102,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
 
         Raises:
             CheckpointError: If a checkpoint cannot be read, or cannot be written.
+            BudgetError: If memory does not suffice; the message ends with the command for a plan of the script.
         """
         self._shown = {}
         try:
@@ -109,6 +110,11 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
             if self._run is not None:
                 self._tell(self._run.describe())
             return result
+        except BudgetError as error:
+            command = plan_command(self.args.world_size)
+            if command not in str(error):  # before the first step, where the engine does not know it
+                error.args = (f"{error}\nFor more: {command}",)
+            raise
         finally:
             self._forget_run()
 

@@ -3,12 +3,15 @@
 import contextlib
 import pickle
 import re
+import sys
 import traceback
+import types
 
 import pytest
 import torch
 import transformers
 from models import make_batch, make_model
+from trainers import train
 
 import hf_patrickstar.resources
 from hf_patrickstar import BudgetError, DeviceMemoryError, PatrickStarEngine
@@ -111,6 +114,19 @@ def test_device_budget_before_the_first_step():
     assert "Raise device_budget (activations need room in it, too), or" in str(caught.value)
     assert not advice_of(caught.value)
     follow(Training("gpt2"), {"device_budget": 16_897}, DeviceMemoryError)
+
+
+@pytest.mark.parametrize(("nbytes", "error"), [(1000, BudgetError), (17_000, DeviceMemoryError)])
+def test_a_trainer_ends_with_the_command_for_a_plan(nbytes, error, tmp_path, monkeypatch):
+    """Once, whether the engine cannot be made or a step has no room."""
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+    monkeypatch.setattr(sys, "argv", ["train.py", "--bf16"])
+    with pytest.raises(BudgetError) as caught:
+        train("gpt2", tmp_path, {"device_budget": nbytes})
+    assert type(caught.value) is error
+    text = str(caught.value)
+    assert text.endswith("\nFor more: hf-patrickstar plan --machine this -- train.py --bf16")
+    assert text.count("For more") == 1
 
 
 def test_what_would_fail_again_is_not_repeated(caplog):
