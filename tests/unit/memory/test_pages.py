@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import mmap
 import pathlib
 import re
 import sys
@@ -84,8 +85,11 @@ def test_lists_that_are_used_together_begin_at_different_places_of_huge_pages(ki
     monkeypatch.setattr(pinning, "lock_pages", lambda *_: None)
     monkeypatch.setattr(pinning, "unlock_pages", lambda *_: None)
     make = PagePinning(CPU).begin if kind == "locked" else functools.partial(new_on_host, device=CPU)
-    buffers = [make(8 * MIB, dtype=torch.float32, zero=True) for _ in range(8)]
-    places = {buffer.data_ptr() % (2 * MIB) for buffer in buffers}
+    buffers, between = [], []
+    for num_pages in (1, 1, 2, 15, 1, 1, 16, 1):  # what else asks for memory decides where the system finds room
+        buffers.append(make(8 * MIB, dtype=torch.float32, zero=True))
+        between.append(mmap.mmap(-1, 64 * MIB + num_pages * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE))
+    places = {buffer.data_ptr() % (16 * mmap.PAGESIZE) for buffer in buffers}
     assert len(places) == len(buffers)
     assert all(place % 4096 == 0 for place in places), "the driver locks whole pages"
     assert not any(buffer.any() for buffer in buffers)
