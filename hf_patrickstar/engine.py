@@ -125,7 +125,6 @@ class PatrickStarEngine:
         self._situation = situation
         weakref.finalize(self, self.collectives.close)  # the process group has threads and sockets
         self._decisions = decide(model, precision, situation)
-        self.plan_command = ""  # what to paste into a shell for a plan of this training
         known = find_traces(model, self._decisions, situation)
         self._rules = self._decisions.rules(situation)
         self._decisions, known = self._decisions.with_tide(situation, known)
@@ -233,6 +232,7 @@ class PatrickStarEngine:
 
     def _make_manager(self, chunks: list[Chunk], known: KnownTraces) -> ChunkManager:
         decisions, config, resources, collectives = self._decisions, self.config, self.resources, self.collectives
+        is_wide = decisions.precision.dtype is torch.float32 and decisions.precision.autocast is None
         return ChunkManager(
             chunks=chunks,
             chunk_nbytes=self._payloads.nbytes_of(chunk.spec for chunk in chunks),
@@ -246,17 +246,12 @@ class PatrickStarEngine:
             fills_margin=can_move_homes(self._situation),
             spilled=decisions.homes.spilled,
             reserve=self._payloads.reserve,
-            advise=self._remedies,
+            advise=functools.partial(remedies, self.model, config, is_wide=is_wide),
             num_micro_batches=self._num_micro_batches,
             keeps_gradients=config.keep_gradients,
             checks_all=config.debug_collectives,
             known=known,
         )
-
-    def _remedies(self) -> str:
-        precision = self._decisions.precision
-        is_wide = precision.dtype is torch.float32 and precision.autocast is None
-        return remedies(self.model, self.config, is_wide=is_wide, command=self.plan_command)
 
     @property
     def prefetch_depth(self) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 class Later:
-    """The message of an error that is worded when somebody reads it: to find what would be enough takes time.
+    """A part of the message of an error that is worded when somebody reads it: to find what would be enough takes time.
 
     Args:
         word: Words it.
@@ -38,22 +38,22 @@ class BudgetError(PatrickStarError, MemoryError):
 
     The message has the need and what there is, in bytes, and what to change (PatrickStar section 9.2.1 tells when
     training cannot work: the largest set of chunks in use at once must fit the device).
-    """
-
-
-class DeviceMemoryError(BudgetError, RuntimeError):
-    """The compute device has no memory left in the middle of a step: chunks in use, activations and all.
-
-    ``PatrickStarEngine.attempt``, and so the Trainer, repeats the micro-batch before anybody sees it, if that may help.
 
     Attributes:
-        more: What is on both tiers, and what helps: what the message goes on with.
+        more: What the message goes on with: what there is, and what helps.
     """
 
     more: Later | str = ""
 
     def __str__(self) -> str:
         return f"{super().__str__()}\n{self.more}".rstrip()
+
+
+class DeviceMemoryError(BudgetError, RuntimeError):
+    """The compute device has no memory left in the middle of a step: chunks in use, activations and all.
+
+    ``PatrickStarEngine.attempt``, and so the Trainer, repeats the micro-batch before anybody sees it, if that may help.
+    """
 
 
 class EngineError(PatrickStarError, RuntimeError):

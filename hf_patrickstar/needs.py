@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
@@ -27,14 +28,13 @@ _STEPS = 128
 _T = TypeVar("_T")
 
 
-def remedies(model: torch.nn.Module, config: PatrickStarConfig, *, is_wide: bool, command: str = "") -> str:
-    """What leaves a training more of the device, as far as it would change something, and how to find out more.
+def remedies(model: torch.nn.Module, config: PatrickStarConfig, *, is_wide: bool) -> str:
+    """What leaves a training more of the device, as far as it would change something.
 
     Args:
         model: The model.
         config: The settings.
         is_wide: Whether it computes in fp32.
-        command: What to paste into a shell for a plan of this training; empty if nobody knows.
     """
     modules = [*model.modules()]
     found = [
@@ -49,8 +49,7 @@ def remedies(model: torch.nn.Module, config: PatrickStarConfig, *, is_wide: bool
             found.append("chunked_loss=true")
     found += ["activation_offload=auto"] * (config.activation_offload is False)
     found += ["chunk_numel=auto"] * (config.chunk_numel != "auto") + ["--bf16"] * is_wide
-    more = f"\nFor more: {command}" if command else ""
-    return f"What else helps: {', '.join(found)}.{more}"
+    return f"What else helps: {', '.join(found)}."
 
 
 def least_budgets(
@@ -121,10 +120,8 @@ def decide(model: torch.nn.Module, precision: str, situation: Situation) -> Deci
     try:
         decided = decide_for(numbers, situation, in_use_nbytes)
     except BudgetError as error:
-        said = str(error)
-        raise BudgetError(
-            Later(lambda: f"{said}\n{describe_least(numbers, situation, in_use_nbytes)}".rstrip())
-        ) from None
+        error.more = Later(functools.partial(describe_least, numbers, situation, in_use_nbytes))
+        raise
     return dataclasses.replace(decided, parameters=parameters)
 
 

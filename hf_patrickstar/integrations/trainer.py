@@ -10,7 +10,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
 from hf_patrickstar.config import PatrickStarConfig
-from hf_patrickstar.errors import BudgetError, ConfigError, DeviceMemoryError, EngineError
+from hf_patrickstar.errors import BudgetError, ConfigError, DeviceMemoryError, EngineError, Later
 from hf_patrickstar.events import Event, ModelDecided
 from hf_patrickstar.integrations.accelerator import PatrickStarAccelerator
 from hf_patrickstar.integrations.script import plan_command
@@ -111,9 +111,9 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
                 self._tell(self._run.describe())
             return result
         except BudgetError as error:
-            command = plan_command(self.args.world_size)
-            if command not in str(error):  # before the first step, where the engine does not know it
-                error.args = (f"{error}\nFor more: {command}",)
+            more, command = error.more, plan_command(self.args.world_size)
+            if command:
+                error.more = Later(lambda: f"{more}\nFor more: {command}".lstrip())
             raise
         finally:
             self._forget_run()
@@ -169,7 +169,6 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         if self._run is None:
             is_recorded = self.args.patrickstar_report and self.is_world_process_zero()  # type: ignore[attr-defined]
             self._run = Run(self, is_recorded=is_recorded)
-            engine.plan_command = plan_command(self.args.world_size)
         self._tell(self._run.begin_micro_batch(kwargs["inputs"] if "inputs" in kwargs else args[1]))
         # on_optimizer_step is the only call of user code between a step and the Trainer's zero_grad.
         engine.manager.gradients.is_watched = any(

@@ -20,7 +20,7 @@ import torch
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.dist.order import Order
 from hf_patrickstar.dist.sharing import Held, Sharing
-from hf_patrickstar.errors import BudgetError, Later
+from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.events import Listener
 from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.memory.driver import Pending
@@ -264,9 +264,8 @@ class ChunkManager:
             try:
                 self.placement.update(self.executor.make_room, num, is_estimated=True, is_certain=is_certain)
             except BudgetError as error:
-                raise BudgetError(
-                    Later(functools.partial("{}\n{}".format, str(error), self.executor.what_helps()))
-                ) from None
+                error.more = self.executor.what_helps()
+                raise
         for tensor in self.tensors:
             tensor.lookup_nbytes = 0
 

@@ -213,8 +213,6 @@ class Package:
             return []
         if name in _PASSED_ON:
             return self.texts(node.args[0], place)
-        if name == "Later" and isinstance(node.args[0], ast.Lambda):
-            return self.texts(node.args[0].body, place)
         found = self._find_function(name, place.module)
         if not found:
             return []
