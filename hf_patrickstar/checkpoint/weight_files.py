@@ -260,7 +260,7 @@ def _find_adapters(model: torch.nn.Module, places: Mapping[str, Path], device: t
                 raise CheckpointError(shape_mismatch(key, values[key], tuple(value.shape)))
         load = functools.partial(set_peft_model_state_dict, model, adapter_name=name)
         found.values.update(_assign(model, values, path, device, load).values)
-        found.unexpected_keys.extend(values.keys() - asked.keys())
+        found.unexpected_keys.extend(sorted(values.keys() - asked.keys()))
     return found
 
 
