@@ -29,25 +29,27 @@ _T = TypeVar("_T")
 
 
 def remedies(model: torch.nn.Module, config: PatrickStarConfig, *, is_wide: bool) -> str:
-    """What leaves a training more of the device, as far as it would change something.
+    """What leaves a training, or an evaluation, more of the device, as far as it would change something.
 
     Args:
-        model: The model.
+        model: The model, in the mode in which it was used.
         config: The settings.
         is_wide: Whether it computes in fp32.
     """
     modules = [*model.modules()]
-    found = [
-        "smaller or shorter batches (--per_device_train_batch_size, with --gradient_accumulation_steps for the "
-        "same total)"
-    ]
-    is_checkpointing = any(getattr(module, "gradient_checkpointing", False) is True for module in modules)
-    if not is_checkpointing and any(getattr(m, "supports_gradient_checkpointing", False) for m in modules):
-        found.append("--gradient_checkpointing")
-    with contextlib.suppress(ConfigError):
-        if config.chunked_loss is not True and not has_chunked_loss(model) and find_heads(model):
-            found.append("chunked_loss=true")
-    found += ["activation_offload=auto"] * (config.activation_offload is False)
+    found = ["smaller or shorter batches (--per_device_eval_batch_size)"]
+    if model.training:
+        found = [
+            "smaller or shorter batches (--per_device_train_batch_size, with --gradient_accumulation_steps for the "
+            "same total)"
+        ]
+        is_checkpointing = any(getattr(module, "gradient_checkpointing", False) is True for module in modules)
+        if not is_checkpointing and any(getattr(m, "supports_gradient_checkpointing", False) for m in modules):
+            found.append("--gradient_checkpointing")
+        with contextlib.suppress(ConfigError):
+            if config.chunked_loss is not True and not has_chunked_loss(model) and find_heads(model):
+                found.append("chunked_loss=true")
+        found += ["activation_offload=auto"] * (config.activation_offload is False)
     found += ["chunk_numel=auto"] * (config.chunk_numel != "auto") + ["--bf16"] * is_wide
     return f"What else helps: {', '.join(found)}."
 

@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
     """Runs the program with the classes of this package in place; see [Note: unchanged scripts].
 
     Returns:
-        0; 2 if a setting cannot work, and 1 if another error of this package ended the program. Its first line is
+        0; 2 if a setting cannot work, and 1 if another error of this package ended the program. It is
         printed, with the line of the program at which it happened.
 
     Raises:
@@ -78,8 +78,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         run_program(program)
     except PatrickStarError as error:
-        said = str(error).splitlines()[0]
-        print(f"hf-patrickstar run: {_place(error, program[0])}{said}", file=sys.stderr)
+        print(f"hf-patrickstar run: {_place(error, program[0])}{error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     return 0
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from transformers import Trainer, TrainingArguments
 
-from hf_patrickstar.errors import ConfigError
+from hf_patrickstar.errors import BudgetError, ConfigError, Later
 from hf_patrickstar.integrations.accelerator_checkpoints import having
 from hf_patrickstar.integrations.program import run_program
 from hf_patrickstar.integrations.training_args import PatrickStarArgumentsMixin
@@ -150,6 +150,21 @@ def plan_command(num_processes: int) -> str:
             words[place : place + 1 if is_given else place + 2] = [f"{name}=..."]
     processes = ["--processes", str(num_processes)] if num_processes > 1 else []
     return shlex.join(["hf-patrickstar", "plan", "--machine", "this", *processes, "--", script, *words])
+
+
+@contextlib.contextmanager
+def naming_plan_command(num_processes: int) -> Iterator[None]:
+    """Lets an error about memory in the block end with the command for a plan of the script, if one runs.
+
+    Args:
+        num_processes: How many train together.
+    """
+    try:
+        yield
+    except BudgetError as error:
+        more, command = error.more, plan_command(num_processes)
+        error.more = Later(lambda: said if command in (said := str(more)) else f"{said}\nFor more: {command}".lstrip())
+        raise
 
 
 def touch_nothing(arguments: Any, directory: str, **more: Any) -> None:

@@ -10,10 +10,10 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
 from hf_patrickstar.config import PatrickStarConfig
-from hf_patrickstar.errors import BudgetError, ConfigError, DeviceMemoryError, EngineError, Later
+from hf_patrickstar.errors import ConfigError, DeviceMemoryError, EngineError
 from hf_patrickstar.events import Event, ModelDecided
 from hf_patrickstar.integrations.accelerator import PatrickStarAccelerator
-from hf_patrickstar.integrations.script import plan_command
+from hf_patrickstar.integrations.script import naming_plan_command
 from hf_patrickstar.integrations.trainer_checkpoints import TrainerCheckpoints
 from hf_patrickstar.integrations.trainer_report import Run, bars_as_asked, tell_console, tell_figures
 from hf_patrickstar.runtime.admission import check_model, check_shapes
@@ -102,19 +102,15 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
 
         Raises:
             CheckpointError: If a checkpoint cannot be read, or cannot be written.
-            BudgetError: If memory does not suffice; the message ends with the command for a plan of the script.
+            BudgetError: If memory does not suffice; the message ends with the command for a plan, if a script runs.
         """
         self._shown = {}
         try:
-            result = super().train(*args, **kwargs)
+            with naming_plan_command(self.args.world_size):
+                result = super().train(*args, **kwargs)
             if self._run is not None:
                 self._tell(self._run.describe())
             return result
-        except BudgetError as error:
-            more, command = error.more, plan_command(self.args.world_size)
-            if command:
-                error.more = Later(lambda: f"{more}\nFor more: {command}".lstrip())
-            raise
         finally:
             self._forget_run()
 
@@ -200,7 +196,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         engine = self.patrickstar_engine
         if engine is not None:  # before the Trainer's own gather, which would wait without a warning
             engine.manager.sharing.enter("evaluates")
-        with self._unmeasured():  # it makes an engine if there is none
+        with self._unmeasured(), naming_plan_command(self.args.world_size):  # it makes an engine if there is none
             return super().evaluation_loop(*args, **kwargs)
 
     def patrickstar_stats(self) -> dict[str, Any]:

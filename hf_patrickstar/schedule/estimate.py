@@ -124,7 +124,7 @@ class Estimate:
             return frozenset()
         found = spill(chunks, tiers, in_order(range(len(self.nbytes)), self.traces))
         if found is None:
-            raise BudgetError(too_small(chunks, tiers))
+            raise BudgetError(too_small(chunks, tiers, self.host_nbytes - self.host_nbytes_for_chunks))
         return found
 
     def margin(self, kept: frozenset[int], current: frozenset[int] = frozenset()) -> MarginPlan | None:

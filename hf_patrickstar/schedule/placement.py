@@ -259,15 +259,17 @@ def _thinned(sums: dict[int, tuple[int, tuple[int, ...]]], excess: int) -> dict[
     return {left: sums[left] for left in kept.values()}
 
 
-def too_small(chunks: Sequence[ChunkBytes], tiers: Tiers) -> str:
+def too_small(chunks: Sequence[ChunkBytes], tiers: Tiers, left_nbytes: int = 0) -> str:
     """The message of an error: what is needed, by kind, if no chunk is at home on the device, and what there is.
 
     Args:
         chunks: The bytes of every chunk.
         tiers: What both tiers have.
+        left_nbytes: Bytes of activations on the host, which are none of those that it has for chunks.
     """
-    on_host, (on_device, _) = tiers.on_host(chunks), tiers.highest(chunks, ())
+    on_host, (on_device, _) = tiers.on_host(chunks) + left_nbytes, tiers.highest(chunks, ())
     kinds = {
+        "activations": left_nbytes,
         "parameters": sum(chunk.host_param_nbytes for chunk in chunks),
         "masters and states": sum(chunk.state_nbytes for chunk in chunks),
     }
@@ -275,7 +277,7 @@ def too_small(chunks: Sequence[ChunkBytes], tiers: Tiers) -> str:
     parts = ", ".join(f"{kind} {format_nbytes(nbytes)}" for kind, nbytes in kinds.items() if nbytes)
     return (
         f"host_budget and device_budget are together too small for the model data: {format_nbytes(on_host)} ({parts}), "
-        f"for which the host has {format_nbytes(tiers.host_nbytes)}; the device, where a step needs "
+        f"for which the host has {format_nbytes(tiers.host_nbytes + left_nbytes)}; the device, where a step needs "
         f"{format_nbytes(on_device)}, has {format_nbytes(tiers.device_nbytes)}, too little for the rest"
     )
 

@@ -1,10 +1,12 @@
-"""A budget that is too small where ranks take different branches: the error says how much is enough."""
+"""A budget that is too small for several processes: the error says how much is enough, to whichever reads it."""
 
 import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from as_one import make_optimizer, train_together
+from models import make_model
 from processes import Workers
 from test_branches import ROUTES, SMALL, WIDTH, Chain, chain_loss
 
@@ -38,3 +40,19 @@ def test_one_correction_is_enough(route, config, num_weights):
         try_to_train(settings, route, num_weights)
     (least,), (more,) = ADVICE.findall(str(caught.value)), re.findall(r"\((\d+) bytes\) more", str(caught.value))
     try_to_train({**settings, "chunk_budget": int(least) + int(more)}, route, num_weights)
+
+
+def read_alone(rank):
+    model = make_model("gpt2")
+    budgets = {"device_budget": 100_000, "host_budget": 5000}
+    with pytest.raises(BudgetError) as caught:
+        PatrickStarEngine(model, {**budgets, "process_wait_s": 5}, make_optimizer(model), device="cpu")
+    text = "" if rank else str(caught.value)
+    dist.barrier()
+    return text
+
+
+def test_one_process_alone_reads_how_much_would_be_enough(pair):
+    """To find it out, no other process is asked, which may not read the error."""
+    text, _ = pair.run(read_alone)
+    assert re.search(r"With a host_budget of at least \d+.*, the host has room for all chunks", text)

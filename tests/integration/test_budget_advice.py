@@ -131,8 +131,39 @@ def test_a_trainer_ends_with_the_command_for_a_plan(nbytes, evaluates, error, tm
     assert text.endswith("\nFor more: hf-patrickstar plan --machine this -- train.py --bf16")
     assert text.count("For more") == 1
     lines = text.splitlines()
+    assert "" not in lines
     assert len({*lines}) == len(lines), "nothing is said twice"
+    assert ("--per_device_eval_batch_size)" in text) is evaluates
+    assert ("--gradient_checkpointing" in text) is (nbytes > 1000 and not evaluates)
     assert str(pickle.loads(pickle.dumps(caught.value))) == text
+
+
+def test_an_evaluation_after_training_ends_with_the_command_once(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    small = {"per_device_train_batch_size": 1, "max_steps": 1, "per_device_eval_batch_size": 64}
+    trainer, _ = train("gpt2", tmp_path, {"device_budget": 150_000}, **small)
+    texts = []
+    for words in (["train.py"], []):
+        sys.argv[:] = words
+        with pytest.raises(DeviceMemoryError) as caught:
+            trainer.evaluate(trainer.train_dataset)
+        texts.append(str(caught.value))
+    assert texts[0].count("For more") == 1
+    assert texts[0].endswith("-- train.py")
+    assert "For more" not in texts[1], "no script runs"
+
+
+def test_where_activations_leave_for_a_host_that_is_too_small():
+    """They are named among what the host needs, and what it has is what it was given."""
+    training = Training("gpt2")
+    message, advised = follow(training, {"device_budget": 300_000, "host_budget": 700_000})
+    said, *more = message.splitlines()
+    assert re.search(r"small for the model data: .* \(activations \d.*, parameters ", said)
+    assert "for which the host has 683.59 KiB; " in said
+    assert any(line.startswith("tier ") for line in more)
+    assert more[-1].startswith("What else helps: smaller or shorter batches")
+    assert list(advised) == ["host_budget"]
 
 
 def test_what_would_fail_again_is_not_repeated(caplog):

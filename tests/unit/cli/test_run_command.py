@@ -214,13 +214,13 @@ def test_refusals_are_one_sentence(words, sentence, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(("error", "status"), [("ConfigError", 2), ("BudgetError", 1)])
-def test_an_error_of_the_package_ends_a_script_with_one_sentence(error, status, tmp_path, capsys, monkeypatch):
+def test_an_error_of_the_package_ends_a_script_without_a_stack(error, status, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(run_command, "install", lambda defaults: None)  # transformers is imported here
     script = tmp_path / "train.py"
     script.write_text(f"from hf_patrickstar.errors import {error}\n\nraise {error}('too small; raise it\\nmore')\n")
     assert main(["run", str(script)]) == status
     lines = capsys.readouterr().err.splitlines()
-    assert lines == [f"hf-patrickstar run: {script}, line 3: too small; raise it"]
+    assert lines == [f"hf-patrickstar run: {script}, line 3: too small; raise it", "more"]
 
 
 def test_options_before_the_script_are_the_commands_own():
