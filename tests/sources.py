@@ -67,7 +67,7 @@ def write_training_state(directory, states, world_size=1, boundaries=None, value
     shapes = {name: next((list(v.shape) for v in state.values() if v.dim()), []) for name, state in states.items()}
     index = {
         "format": "hf_patrickstar.training_state",
-        "version": 2,
+        "version": 3,
         "optimizer": "AdamW",
         "files": [shard_name(rank, world_size) for rank in range(world_size)],
         "param_groups": [{"params": own} for own in names],

@@ -46,7 +46,7 @@ def pack(states: Mapping[str, Mapping[Any, Any]]) -> tuple[dict[str, torch.Tenso
             if is_tensor and isinstance(key, str) and "/" not in key:
                 tensors[f"{key}/{owner}"] = value
             else:
-                value = tree_map_only(numpy.generic, lambda scalar: scalar.item(), value)
+                value = without_numpy(value)
                 found = literals if _is_literal((key, value)) else objects
                 found.setdefault(owner, {})[key] = value
     if objects:
@@ -55,6 +55,11 @@ def pack(states: Mapping[str, Mapping[Any, Any]]) -> tuple[dict[str, torch.Tenso
             torch.save(objects, buffer)
         tensors[_PICKLED] = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8).clone()
     return tensors, {"format": "pt", "literals": repr(literals), CHECKSUMS: ""}
+
+
+def without_numpy(value: Any) -> Any:
+    """The same with scalars of Python in place of those of numpy, which ``weights_only`` of torch refuses."""
+    return tree_map_only(numpy.generic, lambda scalar: scalar.item(), value)
 
 
 @contextlib.contextmanager

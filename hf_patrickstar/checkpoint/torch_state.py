@@ -27,14 +27,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only, tree_map_with_path
 
 from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor, Reader, StreamedSource
 from hf_patrickstar.checkpoint.safetensors_file import CHECKSUMS, Entry, FileSource, SafetensorsFile, Unwritten
-from hf_patrickstar.checkpoint.state_files import pickling
+from hf_patrickstar.checkpoint.state_files import pickling, without_numpy
 from hf_patrickstar.checkpoint.storage import NewFile, byte_pieces, checksum, damaged
 from hf_patrickstar.checkpoint.training_state import INDEX_NAME, OpenedState, SavedState, TrainingState, read_index
 from hf_patrickstar.checkpoint.weight_files import load_torch_file
@@ -102,7 +101,7 @@ def _packed(state_dict: dict[str, Any]) -> dict[str, Any]:
     Scalars of numpy become Python's: ``weights_only`` of torch refuses them.
     """
     copy = tree_map_only(torch.Tensor, lambda t: t if isinstance(t, DeferredTensor) else t.detach().clone(), state_dict)
-    copy = tree_map_only(numpy.generic, lambda scalar: scalar.item(), copy)
+    copy = without_numpy(copy)
     masters = {place: state.pop(SAVED_MASTER) for place, state in copy["state"].items() if SAVED_MASTER in state}
     copy["state"] = {place: state for place, state in copy["state"].items() if state or place not in masters}
     return copy | ({SAVED_MASTER: masters} if masters else {})
@@ -152,7 +151,8 @@ class TorchFile(SafetensorsFile):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
-        verify([self.get_tensor(name) for name, entry in self.entries.items() if not entry.shape])  # read already
+        read_already = [name for name, entry in self.entries.items() if not _is_deferred(name, entry)]
+        verify([self.get_tensor(name) for name in read_already])
 
     @property
     def value(self) -> dict[str, Any]:
@@ -160,7 +160,7 @@ class TorchFile(SafetensorsFile):
 
         def deferred(path: Any, item: Any) -> Any:
             name = _name_of(path)
-            if name not in self.entries or not item.dim() or not name.startswith(("state/", f"{SAVED_MASTER}/")):
+            if name not in self.entries or not _is_deferred(name, self.entries[name]):
                 return item
             dtype, shape, _ = self.entries[name]
             return DeferredTensor.make(FileSource(shape, dtype, [(0, item.numel(), self, name)]))
@@ -194,6 +194,10 @@ class TorchFile(SafetensorsFile):
 
 def _name_of(path: Any) -> str:
     return "/".join(str(getattr(step, "key", step)) for step in path)
+
+
+def _is_deferred(name: str, entry: Entry) -> bool:
+    return bool(entry.shape) and name.startswith(("state/", f"{SAVED_MASTER}/"))
 
 
 class _Record(NamedTuple):

@@ -43,7 +43,7 @@ INDEX_NAME = "optimizer.index.json"
 _OTHERS_NAME = "optimizer-others.safetensors"
 _GROUP = "group."
 """The owner of a param group's settings in ``_OTHERS_NAME``: its number follows."""
-_FORMAT, _VERSION = "hf_patrickstar.training_state", 2
+_FORMAT, _VERSION = "hf_patrickstar.training_state", 3
 _README_TITLE = "## Training state of this checkpoint"
 _README = f"""{_README_TITLE}
 

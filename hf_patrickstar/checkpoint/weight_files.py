@@ -252,15 +252,15 @@ def _find_adapters(model: torch.nn.Module, places: Mapping[str, Path], device: t
     found = FoundWeights()
     for name, path in places.items():
         values = _open_file(path)
-        asked = get_peft_model_state_dict(model, adapter_name=name)
-        for key, value in asked.items():
+        for key, value in get_peft_model_state_dict(model, adapter_name=name).items():
             if key not in values:
                 raise CheckpointError(f"'{path}' has no tensor '{key}'; load a checkpoint of these adapters")
             if values[key].shape != value.shape:
                 raise CheckpointError(shape_mismatch(key, values[key], tuple(value.shape)))
         load = functools.partial(set_peft_model_state_dict, model, adapter_name=name)
-        found.values.update(_assign(model, values, path, device, load).values)
-        found.unexpected_keys.extend(sorted(values.keys() - asked.keys()))
+        adapter = _assign(model, values, path, device, load)
+        found.values.update(adapter.values)
+        found.unexpected_keys.extend(adapter.unexpected_keys)
     return found
 
 

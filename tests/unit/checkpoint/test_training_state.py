@@ -37,21 +37,22 @@ def change_metadata(path, **metadata):
     write_safetensors(path / SHARD, {"exp_avg/w": W}, {"parts": "{}", "literals": "{}", **metadata})
 
 
+FORMAT = "hf_patrickstar.training_state"
 NO_INDEX = "index.json' is not the index of a training state"
 NO_PART = "safetensors' is not a part of a training state"
 BROKEN = {
     "garbage": (lambda path: (path / INDEX_NAME).write_bytes(b"\xff{"), NO_INDEX),
     "another format": (
         lambda path: change_index(path, lambda index: index.update(format="theirs")),
-        "index.json' is version 2 of theirs; this package reads version 2 of hf_patrickstar.training_state",
+        "index.json' is version 3 of theirs; this package reads version 3 of hf_patrickstar.training_state",
     ),
     "a newer version": (
-        lambda path: change_index(path, lambda index: index.update(version=3)),
-        "index.json' is version 3 of hf_patrickstar.training_state; this package reads version 2",
+        lambda path: change_index(path, lambda index: index.update(version=4)),
+        "index.json' is version 4 of hf_patrickstar.training_state; this package reads version 3",
     ),
-    "an older version, whose settings are in the index": (
-        lambda path: change_index(path, lambda index: index.update(version=1)),
-        "index.json' is version 1 of hf_patrickstar.training_state; this package reads version 2",
+    "an older version, whose index has no checksum": (
+        lambda path: (path / INDEX_NAME).write_text(json.dumps({"format": FORMAT, "version": 2})),
+        "index.json' is version 2 of hf_patrickstar.training_state; this package reads version 3",
     ),
     "half a file": (
         lambda path: (path / SHARD).write_bytes((path / SHARD).read_bytes()[:-1]),

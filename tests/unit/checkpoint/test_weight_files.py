@@ -204,12 +204,15 @@ def test_only_what_is_read_is_in_memory(tmp_path, monkeypatch):
     assert reads == [(5, 9)]
 
 
-def test_adapters_name_what_the_model_does_not_have(tmp_path):
+@pytest.mark.parametrize("with_embeddings", [False, True])
+def test_adapters_name_what_the_model_does_not_have(with_embeddings, tmp_path):
     model = get_peft_model(make_model("gpt2"), LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path, save_embedding_layers=with_embeddings)
     path = tmp_path / "adapter_model.safetensors"
     saved = safetensors.torch.load_file(path)
     safetensors.torch.save_file({**saved, "base_model.more": torch.ones(1)}, path)
     found = find_weights(model, tmp_path)
     assert found.unexpected_keys == ["base_model.more"]
-    assert found.values.keys() == {name for name, p in model.named_parameters() if p.requires_grad}
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    embeddings = {f"base_model.model.{name}.weight" for name in ("transformer.wte", "lm_head")}
+    assert found.values.keys() == trained | (embeddings if with_embeddings else set())
