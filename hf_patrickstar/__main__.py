@@ -17,7 +17,7 @@ def main() -> int:
         from hf_patrickstar.cli.main import main as run
 
         status = run()
-        if sys.argv[1:2] == ["plan"]:  # what a script of ``run`` has made may count on collections
+        if sys.argv[1:2] == ["plan"]:  # objects that a script of ``run`` has made may need a last collection
             gc.freeze()  # or Python looks at all objects of libraries as it ends, which takes 0.6 seconds
         return status
     except KeyboardInterrupt:

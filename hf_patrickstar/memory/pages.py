@@ -7,9 +7,10 @@ zeros. With pages of 4 KiB that takes several times as long as to write the memo
 So zeros cost nothing before they are used, and whoever writes to them first, in several threads say, has the system
 make them.
 
-Large buffers that are made one after the other begin at different pages of 16 (``_next_shift``), wherever the system
-finds room for them. If the lists that an update reads together began at the same one, they would use the same sets of
-the caches and the same banks of memory: Adam took 1.9 times as long then on two cores of an EPYC.
+Of 16 pages that follow each other, large buffers that are made one after the other begin at another one each
+(``_next_shift``), wherever the system finds room for them. If the lists that an update reads together began at the same
+one, they would use the same sets of the caches and the same banks of memory: Adam took 1.9 times as long then on two
+cores of an EPYC.
 """
 
 import concurrent.futures
