@@ -215,7 +215,9 @@ class Logits(torch.Tensor):
         head, counts = self._head, target != ignore_index
         labels = target if ignore_index == _IGNORED else torch.where(counts, target, _IGNORED)
         loss = _cross_entropy_sum(self._computed, self._hidden, head.weight, head.bias, labels)
-        return (loss / counts.sum() if reduction == "mean" else loss).to(self.dtype)
+        # Autocast computes losses in fp32, whatever logits it is given.
+        least = torch.float32 if torch.is_autocast_enabled(self.device.type) else self.dtype
+        return (loss / counts.sum() if reduction == "mean" else loss).to(torch.promote_types(self.dtype, least))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

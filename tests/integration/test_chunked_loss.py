@@ -146,6 +146,23 @@ def test_losses_in_16_bits_are_as_exact_as_those_of_stock(dtype, is_autocast):
         assert (one - other).norm() < 2e-2 * one.norm()
 
 
+@pytest.mark.parametrize("name", ["t5", "bert_mlm"])
+def test_autocast_gives_losses_of_32_bits_to_models_that_leave_logits_as_they_are(name):
+    """Of the loss, and of its gradient, which is that of a part of a batch."""
+    model, batch = without_dropout(make_model(name)), make_batch(name)
+    found = []
+    for each in (copy.deepcopy(model), chunked(model)):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = each(**batch).loss
+        (loss / 3).backward()
+        found.append((loss, [p.grad for p in each.parameters() if p.grad is not None]))
+    (expected, gradients), (loss, others) = found
+    assert loss.dtype is expected.dtype is torch.float32
+    assert abs(loss - expected) < 1e-6 * expected
+    for one, other in zip(gradients, others, strict=True):
+        assert (one - other).norm() < 2e-2 * one.norm()
+
+
 def test_backward_can_run_twice_and_over_a_scaled_loss():
     model, other = make_llama(), chunked(make_llama())
     for each in (model, other):
