@@ -36,15 +36,14 @@ def remedies(model: torch.nn.Module, config: PatrickStarConfig, *, is_wide: bool
         config: The settings.
         is_wide: Whether it computes in fp32.
     """
-    modules = [*model.modules()]
     found = ["smaller or shorter batches (--per_device_eval_batch_size)"]
     if model.training:
         found = [
             "smaller or shorter batches (--per_device_train_batch_size, with --gradient_accumulation_steps for the "
             "same total)"
         ]
-        is_checkpointing = any(getattr(module, "gradient_checkpointing", False) is True for module in modules)
-        if not is_checkpointing and any(getattr(m, "supports_gradient_checkpointing", False) for m in modules):
+        is_checkpointing = any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
+        if not is_checkpointing and any(getattr(m, "supports_gradient_checkpointing", False) for m in model.modules()):
             found.append("--gradient_checkpointing")
         with contextlib.suppress(ConfigError):
             if config.chunked_loss is not True and not has_chunked_loss(model) and find_heads(model):

@@ -309,9 +309,9 @@ class Checkpoints(Transactions):
         self._num_watched -= 1
         if not bool(value.detach().isfinite().all()):
             text = (
-                "patrickstar: the %s is not finite, for the first time since '%s' was loaded; to see whether its files "
+                "patrickstar: the %s is not finite, for the first time since '%s' was loaded; weights have no checksums"
             )
-            logger.warning(f"{text}are damaged run: hf-patrickstar check %s", what, self._loaded, self._loaded)
+            logger.warning(f"{text}; verify other files by: hf-patrickstar check %s", what, self._loaded, self._loaded)
             self._num_watched = 0
 
     def check_state(self, directory: str | os.PathLike[str]) -> None:

@@ -151,8 +151,7 @@ class TorchFile(SafetensorsFile):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
-        read_already = [name for name, entry in self.entries.items() if not _is_deferred(name, entry)]
-        verify([self.get_tensor(name) for name in read_already])
+        verify([self.get_tensor(name) for name, entry in self.entries.items() if not _is_deferred(name, entry)])
 
     @property
     def value(self) -> dict[str, Any]:

@@ -126,8 +126,8 @@ def load_torch_file(path: Path, data: io.BytesIO | None = None) -> dict[str, Any
         raise CheckpointError(missing_file(path)) from error
     except Exception as error:
         raise CheckpointError(
-            f"'{path}' cannot be loaded safely: {str(error) or 'it is empty'}; use another checkpoint, or for weights "
-            "safetensors files"
+            f"'{path}' is damaged, or cannot be loaded safely: {str(error) or 'it is empty'}; use another checkpoint, "
+            "or for weights safetensors files"
         ) from error
     if not isinstance(loaded, dict):
         raise CheckpointError(f"'{path}' has a {type(loaded).__name__}, not a dictionary; save the state_dict instead")

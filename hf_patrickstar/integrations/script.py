@@ -162,8 +162,8 @@ def naming_plan_command(num_processes: int) -> Iterator[None]:
     try:
         yield
     except BudgetError as error:
-        more, command = error.more, plan_command(num_processes)
-        error.more = Later(lambda: said if command in (said := str(more)) else f"{said}\nFor more: {command}".lstrip())
+        more, plan = error.more, plan_command(num_processes)
+        error.more = Later(lambda: said if plan in (said := str(more)) else f"{said}\nTo plan the run: {plan}".lstrip())
         raise
 
 

@@ -65,8 +65,8 @@ def describe_memory(num_parameters: int, nbytes: int, machine: Machine, length: 
     fits = "" if nbytes <= machine.device_nbytes + machine.host_nbytes else ": too little"
     taken = "" if length is None else f" Sequences have {length} tokens (--seq-len)."
     return (
-        f"Model data of {format_count(num_parameters)} parameters takes {format_nbytes(nbytes)}. "
-        f"{'Each process' if num > 1 else 'Training'} may take {format_nbytes(machine.device_nbytes)} of "
+        f"Model data of {format_count(num_parameters)} parameters takes {format_nbytes(nbytes)}"
+        f"{' in each process. Each' if num > 1 else '. Training'} may take {format_nbytes(machine.device_nbytes)} of "
         f"{'its' if num > 1 else 'the'} device and {host}{fits}.{taken}"
     )
 

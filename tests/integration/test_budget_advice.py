@@ -128,8 +128,8 @@ def test_a_trainer_ends_with_the_command_for_a_plan(nbytes, evaluates, error, tm
         train("gpt2", tmp_path, {"device_budget": nbytes}, eval_on_start=evaluates)
     assert type(caught.value) is error
     text = str(caught.value)
-    assert text.endswith("\nFor more: hf-patrickstar plan --machine this -- train.py --bf16")
-    assert text.count("For more") == 1
+    assert text.endswith("\nTo plan the run: hf-patrickstar plan --machine this -- train.py --bf16")
+    assert text.count("To plan the run") == 1
     lines = text.splitlines()
     assert "" not in lines
     assert len({*lines}) == len(lines), "nothing is said twice"
@@ -149,9 +149,9 @@ def test_an_evaluation_after_training_ends_with_the_command_once(tmp_path, monke
         with pytest.raises(DeviceMemoryError) as caught:
             trainer.evaluate(trainer.train_dataset)
         texts.append(str(caught.value))
-    assert texts[0].count("For more") == 1
+    assert texts[0].count("To plan the run") == 1
     assert texts[0].endswith("-- train.py")
-    assert "For more" not in texts[1], "no script runs"
+    assert "To plan the run" not in texts[1], "no script runs"
 
 
 def test_where_activations_leave_for_a_host_that_is_too_small():

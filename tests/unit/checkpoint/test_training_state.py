@@ -65,7 +65,7 @@ BROKEN = {
         lambda path: write_safetensors(
             path / SHARD, {"pickled": torch.zeros(9, dtype=torch.uint8)}, {"literals": "{}"}
         ),
-        f"{SHARD}' cannot be loaded safely",
+        f"{SHARD}' is damaged, or cannot be loaded safely",
     ),
     "a part of another size": (
         lambda path: change_metadata(path, parts='{"exp_avg/w": [0, 13]}'),
@@ -284,7 +284,9 @@ def test_objects_are_loaded_if_their_type_is_safe(tmp_path, monkeypatch):
     save(engine, tmp_path / "groups")
     for folder, file in ((tmp_path, "00001"), (tmp_path / "groups", "others")):
         safe = r"add_safe_globals\(\[test_training_state\.Projector\]\)"
-        with pytest.raises(CheckpointError, match=f"(?s){file}.safetensors' cannot be loaded safely: .*{safe}"):
+        with pytest.raises(
+            CheckpointError, match=f"(?s){file}.safetensors' is damaged, or cannot be loaded safely: .*{safe}"
+        ):
             other.training_state.open(folder)
     with torch.serialization.safe_globals([Projector]):
         load(other, tmp_path / "groups")

@@ -110,7 +110,8 @@ def test_torch_files_that_are_not_loaded(save, tmp_path):
     for content in contents:
         path.write_bytes(content)
         with pytest.raises(
-            CheckpointError, match=r"(?s)pytorch_model.bin' cannot be loaded safely: .*; use another checkpoint"
+            CheckpointError,
+            match=r"(?s)pytorch_model.bin' is damaged, or cannot be loaded safely: .*; use another checkpoint",
         ):
             open_weights(path)
     assert not (tmp_path / "canary").exists(), "nothing is executed"
