@@ -71,12 +71,6 @@ def frames_of_threads() -> Iterator[dict[int, types.FrameType]]:
         _looks.end()
 
 
-def numbers_of_threads() -> set[int]:
-    """The numbers of the threads that run Python code."""
-    with frames_of_threads() as frames:
-        return set(frames)
-
-
 def find_caller() -> str:
     """The innermost line of this thread that belongs to neither a library of Hugging Face, nor torch, nor Python.
 

@@ -44,7 +44,6 @@ from hf_patrickstar.resources import Resources
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.chunked_loss import chunk_losses, find_heads
 from hf_patrickstar.runtime.executor import MovePolicy
-from hf_patrickstar.runtime.gate import FORWARD, STATE_DICT, Gate
 from hf_patrickstar.runtime.hooks import ModelHooks
 from hf_patrickstar.runtime.live_parameter import set_raw_data
 from hf_patrickstar.runtime.live_tensor import managers_of
@@ -148,9 +147,8 @@ class PatrickStarEngine:
             self.manager.originals,
             self._workers,
         )
-        with Gate(model.modules(), FORWARD + STATE_DICT) as gate:
-            self._attach(given, gate, situation)
-        self.hooks.note_structure()  # without the gate
+        with self.manager.lock.held("PatrickStarEngine()"):
+            self._attach(given, situation)
         for part in (model, *roots_of(model)):
             part.__dict__["patrickstar_engine"] = self
         for parameter, gradient in gradients:
@@ -188,7 +186,7 @@ class PatrickStarEngine:
         Raises:
             BudgetError: If there is no room for new parameters; nothing has changed then.
         """
-        with self.manager.model_lock.held("follow_model()"):
+        with self.manager.lock.held("follow_model()"):
             return self._follow_model(True)
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> ChunkedOptimizer:
@@ -258,11 +256,10 @@ class PatrickStarEngine:
         """How many chunks are loaded ahead, by the settings or as was decided."""
         return self._decisions.prefetch_depth
 
-    def _attach(self, optimizers: Sequence[torch.optim.Optimizer], gate: Gate, situation: Situation) -> None:
+    def _attach(self, optimizers: Sequence[torch.optim.Optimizer], situation: Situation) -> None:
         """Attaches hooks, then moves values into chunks; an error undoes all of it."""
         gradients = [(parameter, parameter.grad) for parameter in self._decisions.parameters]
         try:
-            gate.wait("attach an engine to the model")
             chunk_losses(self._heads)
             self._first_values.begin(self.model)
             for number, (optimizer, kernel) in enumerate(zip(optimizers, self._kernels, strict=True)):
@@ -284,6 +281,7 @@ class PatrickStarEngine:
             )
             self._recovery = Recovery(self.manager, self.device, functools.partial(buffers_of, self.model), self._emit)
             self.hooks.attach()
+            self.manager.lock.wait_for_forwards(self.model.modules(), "PatrickStarEngine()")
             of_copy = self._decisions.precision.casting(torch.device("cpu"))
             estimator = make_estimator(self.model, self.manager, of_copy, self._decisions, situation)
             self.manager.steps.estimator = None if estimator is None else estimator.estimate
@@ -491,13 +489,9 @@ class PatrickStarEngine:
         if not self._attached:
             return
         if self.manager.frames.stack:
-            self.manager.unwind()  # a forward of this thread that was interrupted holds the model lock
-        if self.manager.model_lock.is_computing:  # in a block of full_parameters(), others may wait for its end
-            self.weights.check_closed()
-        with Gate(self.model.modules(), FORWARD + STATE_DICT) as gate:
-            gate.wait("detach the engine")
-            with self.manager.model_lock.held("detach()"):
-                self._detach()
+            self.manager.unwind()  # a forward of this thread that was interrupted holds the lock
+        with self.manager.lock.held("detach()"):
+            self._detach()
 
     @unseen()
     @torch.no_grad()

@@ -31,7 +31,6 @@ from hf_patrickstar.optim.optimizer import ChunkedOptimizer
 from hf_patrickstar.payloads import Payloads
 from hf_patrickstar.runtime.admission import check_modules, check_values
 from hf_patrickstar.runtime.chunk import Chunk, ManagedParameter
-from hf_patrickstar.runtime.gate import STATE_DICT, Gate
 from hf_patrickstar.runtime.hooks import ModelHooks
 from hf_patrickstar.runtime.live_parameter import raw_grad, set_raw_data
 from hf_patrickstar.runtime.manager import ChunkManager
@@ -139,10 +138,8 @@ class Membership:
     def _follow(self, is_training: bool) -> None:
         change = self._compare(is_training)
         if change.new or change.gone:
-            with Gate(self.model.modules(), STATE_DICT) as gate:
-                gate.wait("change what is in chunks")
-                with self.manager.gradients.lock:  # other threads may read parameters
-                    self._adapt(change)
+            with self.manager.gradients.lock:  # other threads may read parameters
+                self._adapt(change)
         elif any(self.manager.by_index[spec.index].spec != spec for spec in change.specs):
             self._rename(change)
         self.hooks.refresh()

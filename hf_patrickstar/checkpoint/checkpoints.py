@@ -268,7 +268,7 @@ class Checkpoints(Transactions):
         self.wait()
         is_fresh = self._is_fresh()
         opened = self.together(lambda: self._open(found, state_directory, is_fresh))
-        with self._manager.model_lock.held("loading a checkpoint"), torch.no_grad():
+        with self._manager.lock.held("loading a checkpoint"), torch.no_grad():
             if found.values or opened is not None:
                 self._manager.begin_loading()
                 if opened is not None:

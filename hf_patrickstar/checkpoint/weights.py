@@ -192,7 +192,7 @@ class ChunkWeights:
         opened = [tensor for tensor in tensors if not tensor.is_open]
         gradients: dict[int, tuple[torch.Tensor, int]] = {}
         lock = self._manager.gradients.lock  # other threads may read parameters
-        with self._manager.model_lock.held("full_parameters()"):
+        with self._manager.lock.held("full_parameters()"):
             with unseen():
                 for tensor in opened:
                     value = self.read(tensor)
@@ -212,7 +212,7 @@ class ChunkWeights:
                 with lock:
                     for tensor in opened:
                         tensor.answer()
-                    self._manager.model_lock.wait_for_calls()
+                    self._manager.lock.let_others_read()
                     for tensor in opened:
                         self._close(tensor, writeback, with_grads, gradients.get(tensor.spec.index))
                 if reshaped and writeback:

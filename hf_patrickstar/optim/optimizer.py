@@ -30,8 +30,8 @@ from hf_patrickstar.optim.state import (
     states_outside,
 )
 from hf_patrickstar.runtime.chunk import Chunk, GradientPlace, ManagedParameter
+from hf_patrickstar.runtime.lock import locked
 from hf_patrickstar.runtime.manager import ChunkManager
-from hf_patrickstar.runtime.model_lock import holds_model_lock
 from hf_patrickstar.runtime.ranges import named
 
 logger = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             self._manager.writes.sync()
             for tensor in self._tensors:  # it may write to masters and states
                 tensor.chunk.wait_for_reader()
-            with self._manager.model_lock.held(f"optimizer.{name}()"), self.kernel.lent(self._tensors) as changed:
+            with self._manager.lock.held(f"optimizer.{name}()"), self.kernel.lent(self._tensors) as changed:
                 result = found(*args, **kwargs)
             for tensor in changed:
                 self._manager.writes.follow_master(tensor)
@@ -205,7 +205,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """
         return self._step(None if closure is None else with_modes_of_users(closure))
 
-    @holds_model_lock
+    @locked
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None and not self.kernel.updates_at_once:
@@ -283,7 +283,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             tensor.chunk.wait_for_reader()
         return gradients.take_factor()
 
-    @holds_model_lock
+    @locked
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients of the parameters in its groups, and restores values that gradients had overwritten.
 
@@ -293,7 +293,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         self._manager.zero_gradients(parameters, set_to_none=set_to_none)
 
-    @holds_model_lock
+    @locked
     def skip_step(self) -> None:
         """Drops a step: gradients that overflowed are discarded, parameters keep their values."""
         self.follow_groups()
@@ -304,7 +304,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     # Norm, clipping and unscaling
 
-    @holds_model_lock
+    @locked
     def grad_norm(self, parameters: Iterable[torch.Tensor] | None = None, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of all gradients together, computed as ``torch.nn.utils.get_total_norm`` does.
 
@@ -325,7 +325,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         found = {id(parameter): self._manager.find(parameter) or parameter for parameter in parameters}
         return list(found.values())
 
-    @holds_model_lock
+    @locked
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | None, max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
@@ -344,7 +344,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """
         return clip_by_norm(self._manager, self._find(parameters), max_norm, norm_type)
 
-    @holds_model_lock
+    @locked
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[torch.Tensor] | None = None) -> None:
         """Clips every element of gradients to ``[-clip_value, clip_value]``.
 
@@ -354,7 +354,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """
         clip_by_value(self._manager, self._find(parameters), float(clip_value))
 
-    @holds_model_lock
+    @locked
     def unscale(self, inverse_scale: torch.Tensor) -> torch.Tensor:
         """Removes a loss scale from the gradients: if possible only when the next step reads them, else at once.
 
@@ -419,7 +419,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """Replaces ``other_states``; a parameter without a given state begins anew."""
         load_states_outside(self.inner, self._others, states)
 
-    @holds_model_lock
+    @locked
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """The state in torch's own format, with tensors in the parameters' shapes.
 
@@ -481,7 +481,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 if is_own:
                     self.kernel.check_own_state(tensor, state)
 
-    @holds_model_lock
+    @locked
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
         """Takes over a state in torch's format, from this class or from a stock optimizer of the same kind.
 
@@ -512,7 +512,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         load_entries(self.inner, state_dict)
         call_hooks(self._optimizer_load_state_dict_post_hooks, self)
 
-    @holds_model_lock
+    @locked
     def take_inner_state(self, tensor: ManagedParameter | None = None) -> None:
         """Moves the states that the user's optimizer has from earlier use into chunks.
 
@@ -539,11 +539,11 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     def _leave_given_up(self) -> None:
         """Gives the user's optimizer the states of parameters that were given another shape."""
-        with self._manager.model_lock.held("a look at states"):  # the forward of another thread takes them in
+        with self._manager.lock.held("a look at states"):  # the forward of another thread takes them in
             for tensor in [t for t in self._manager.tensors if t.is_given_up and self._updates(t)]:
                 self.give_back_state(tensor)
 
-    @holds_model_lock
+    @locked
     def give_back_state(self, tensor: ManagedParameter | None = None) -> None:
         """Moves states from chunks to the user's optimizer, as ordinary tensors on the devices of the parameters.
 

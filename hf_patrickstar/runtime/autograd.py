@@ -38,7 +38,7 @@ class Autograd:
         pack: Called for every operand that autograd keeps; returns what it keeps instead: an address, a tensor, or a
             tensor and its version.
         unpack: Called in backward for what ``pack`` has returned, if that is no tensor; returns the operand.
-        begin: Called when a backward begins.
+        begin: Called when a backward begins, with the function that autograd calls at its end and keeps until then.
         end: Called when it has ended.
         is_parameter: Tells from the address of a storage whether the value of a parameter is in it.
 
@@ -51,7 +51,7 @@ class Autograd:
         self,
         pack: Callable[[torch.Tensor], Any],
         unpack: Callable[[Any], torch.Tensor],
-        begin: Callable[[], None],
+        begin: Callable[[Callable[[], None]], None],
         end: Callable[[], None],
         is_parameter: Callable[[int], bool],
     ) -> None:
@@ -146,13 +146,13 @@ class Autograd:
         with self._beginnings.setdefault(task, threading.RLock()):
             if task in self.graph_tasks:
                 return
-            self._begin()
 
             def end() -> None:
                 self.graph_tasks.discard(task)
                 self._beginnings.pop(task, None)
                 self._end()
 
+            self._begin(end)
             torch.autograd.Variable._execution_engine.queue_callback(end)
             self.graph_tasks.add(task)
 

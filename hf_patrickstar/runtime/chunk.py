@@ -24,7 +24,7 @@ import enum
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,6 @@ from hf_patrickstar.memory.streams import Copy
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.live_parameter import (
     LiveMixin,
-    acquired_type,
     can_answer,
     released_type,
     set_raw_data,
@@ -233,19 +232,6 @@ class ManagedParameter:
         """Writes the value at home from its master; see ``round_masters``."""
         round_masters([self.view(self.chunk.lists[MASTER])], [self.view(self.chunk.param)])
 
-    def materialize(self, payload: torch.Tensor, type_of: Callable[[type], type] = acquired_type) -> None:
-        """Gives the parameter its value, in what its chunk is computed with, so that torch computes with it.
-
-        Args:
-            payload: What its chunk is computed with.
-            type_of: The class of a parameter that has its value, by the class that it had.
-        """
-        set_raw_data(self.parameter, self.view_copy(payload))
-        if self.is_bound:  # after it has a value, and until it has none: another thread may use it at any moment
-            self.parameter.__class__ = type_of(self.original_type)
-        self.is_materialized = True
-        self.version = self.parameter._version
-
     def answer(self) -> None:
         """Lets the parameter answer by itself from now on, if it is bound."""
         if self.is_bound:
@@ -295,17 +281,6 @@ class ManagedParameter:
     def is_cpu_embedding(self) -> bool:
         """Whether an embedding reads its rows where this weight is at home, on the host."""
         return self.lookup != "device" and self.chunk.home is Tier.HOST
-
-    @property
-    def is_as_left(self) -> bool:
-        """Whether the parameter is as the engine left it: not exchanged, nor assigned other data unnoticed.
-
-        An assignment while it has its value, or is open, is found when that ends.
-        """
-        if self.is_open:
-            return True
-        is_there = not self.is_bound or isinstance(self.parameter, LiveMixin)
-        return is_there and (self.is_materialized or storage_key(self.parameter) == self.placeholder_key)
 
     @property
     def is_needed_at_home(self) -> bool:

@@ -39,7 +39,7 @@ class Frame:
             inside of which hooks of the user would be innermost.
         autocast: The context of autocast, if this forward entered it.
         handled: The exception that the caller was handling when the forward began.
-        has_lock: Whether the forward acquired the model lock, which it then releases; see ``ModelLock``.
+        has_lock: Whether the forward acquired the engine's lock, which it then releases; see ``EngineLock``.
     """
 
     module: torch.nn.Module

@@ -142,7 +142,6 @@ class ModelHooks:
                 here = lists.get(module, [])  # a hook that is running goes on with this list
                 here[:] = own
                 self._of_modules[module] = here, [] if module in inside else self._attach_module(module, here)
-                self._of_modules[module][1].append(self._attach_filling(module))
         self._places = [place for module in self._names for place in (module._parameters, module._modules)]
         self._attributes = [module.__dict__ for module in self._names]
         self.note_structure()
@@ -154,7 +153,7 @@ class ModelHooks:
 
     def _detach_module(self, module: torch.nn.Module) -> None:
         own, handles = self._of_modules.pop(module)
-        own.clear()  # a thread that waits for the model lock in the hook goes on without
+        own.clear()  # a thread that waits for the lock in the hook goes on without
         for handle in handles:
             handle.remove()
 
@@ -174,7 +173,7 @@ class ModelHooks:
         for tensor in tensors:
             is_narrow = self._casting.inputs is not None
             tensor.bind(LiveTensor(tensor, self._manager, self._weights, self._autograd, is_narrow))
-        self._manager.model_lock.wait_for_calls()
+        self._manager.lock.let_others_read()
 
     def detach(self) -> None:
         """Removes every hook; the model's attributes are as they were before ``attach``."""
@@ -298,11 +297,6 @@ class ModelHooks:
             module.register_forward_hook(after, always_call=True),
         ]
 
-    def _attach_filling(self, module: torch.nn.Module) -> Any:
-        # torch marks this hook with an attribute, which a bound method cannot carry.
-        fill = self._live_model.fill_state_dict
-        return module.register_state_dict_post_hook(lambda *args: fill(*args))
-
     def _held_by(self, module: torch.nn.Module) -> list[ManagedParameter]:
         """What a module computes with itself, each parameter once."""
         return list(dict.fromkeys(tensor for _, _, tensor in self._places_of(module)))
@@ -389,7 +383,10 @@ class ModelHooks:
             return
         frame.handled = sys.exc_info()[1]
         may_keep(f"the forward of {name}")
-        self._manager.model_lock.acquire(f"the forward of {name}")
+        self._manager.lock.acquire(f"the forward of {name}")
+        if not self._is_attached:  # another thread has detached the engine, or failed to attach it, meanwhile
+            self._manager.lock.release()
+            return
         try:
             self._follow_model(frame.stage is Stage.FORWARD)
             inputs = list(tensors_in((args, kwargs)))
@@ -401,7 +398,7 @@ class ModelHooks:
             name = "" if frame.module is self._model else name
             self._manager.before_forward(frame.stage, call, name, shapes, present)
         except BaseException:
-            self._manager.model_lock.release()
+            self._manager.lock.release()
             raise
         frame.has_lock = True
         frame.saved_tensors = self._autograd.kept_as_numbers()
@@ -415,7 +412,8 @@ class ModelHooks:
 
     def _leave_outermost(self, frame: Frame) -> None:
         frame.leave_contexts()
-        self._manager.after_forward(frame, has_failed=sys.exc_info()[1] is not frame.handled)
+        if frame.has_lock:
+            self._manager.after_forward(frame, has_failed=sys.exc_info()[1] is not frame.handled)
 
     @property
     def is_running(self) -> bool:

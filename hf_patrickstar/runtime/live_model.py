@@ -12,7 +12,6 @@ from hf_patrickstar.runtime import captures
 from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.runtime.live_tensor import LiveWeights, cannot_share
 from hf_patrickstar.runtime.manager import ChunkManager
-from hf_patrickstar.runtime.quantized import parameters_of
 from hf_patrickstar.runtime.together import roots_of
 
 _HOOK_DICTIONARIES = tuple(name for name in vars(torch.nn.Module()) if "_hooks" in name)
@@ -34,7 +33,6 @@ class LiveModel:
         self._weights = weights
         self._installed: dict[torch.nn.Module, set[str]] = {}
         self._hook_ids: frozenset[int] = frozenset()
-        self._read_cache: dict[int, tuple[int, Any]] = {}
 
     # Attributes of modules
 
@@ -124,38 +122,6 @@ class LiveModel:
                 if buffer is not None:
                     part._buffers[name] = function(buffer)
         return module
-
-    # State dictionaries
-
-    @unseen()
-    def fill_state_dict(self, module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-        """Puts values into the state dictionary of one module."""
-        for place, at, name in parameters_of(module):
-            key, parameter = prefix + name, place[at]
-            if parameter is None or state_dict.get(key, parameter) is parameter:
-                continue
-            with self._manager.gradients.lock:  # it leaves its chunk before this, or after
-                tensor = self._manager.find(parameter)
-                if tensor is not None:
-                    state_dict[key] = self._read(tensor)
-                elif getattr(state_dict[key], "is_placeholder", False):
-                    state_dict[key] = parameter.detach()
-
-    def _read(self, tensor: ManagedParameter) -> torch.Tensor:
-        """The value of a parameter; tied names of one ``state_dict`` call share one tensor, as they do in torch."""
-        deferred = self._weights.deferred(tensor)
-        if deferred is not None:
-            return deferred
-        version, reference = self._read_cache.get(tensor.spec.index, (-1, None))
-        if len(tensor.spec.aliases) and reference is not None and version == self._manager.values.version:
-            value = reference()
-            if value is not None:
-                if self._weights.needs_all:  # others may not have kept theirs
-                    self._weights.read(tensor)
-                return value
-        value = self._weights.hand_out(tensor)
-        self._read_cache[tensor.spec.index] = (self._manager.values.version, weakref.ref(value))
-        return value
 
     # Generating and saving
 

@@ -16,12 +16,14 @@ that autograd records gets a stand-in (``_Alias`` in ``live_tensor.py``), whose 
 Code that goes around ``__torch_function__`` (an extension in C++ that was handed a released parameter) finds NaN.
 """
 
+import contextlib
 import copy
 import functools
 import sys
 import threading
+import types
 from collections.abc import Callable, Collection
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
@@ -43,6 +45,8 @@ _Base: Any = torch._C.TensorBase
 _Tensor: Any = torch.Tensor
 _get_data, SET_DATA = _Base.data.__get__, _Base.data.__set__
 """``SET_DATA`` is what torch itself does for ``parameter.data = value``; see ``set_data_inside``."""
+_STATE_DICT = "_save_to_state_dict"
+"""The method of modules that detaches parameters for ``state_dict``."""
 GET_GRAD, SET_GRAD = _Base.grad.__get__, _Base.grad.__set__
 _get_requires_grad = _Base.requires_grad.__get__
 
@@ -132,8 +136,8 @@ class Live:
     def note_data_is_out(self) -> None:
         """Called when ``.data`` is read while the parameter is computed with."""
 
-    def detached_for_state_dict(self) -> torch.Tensor:
-        """What ``_save_to_state_dict`` gets; where the value is in a chunk, it is replaced later."""
+    def value_for_state_dict(self) -> torch.Tensor:
+        """What ``state_dict`` gets: a tensor that stays the same as the value."""
         return self.host_value()
 
     def host_value(self) -> torch.Tensor:
@@ -272,6 +276,11 @@ class AcquiredMixin(LiveMixin):
     def data(self, value: torch.Tensor) -> None:
         """Assigns a value; the engine takes it over when the module that computes with it has ended."""
         _Base.data.__set__(self, value)
+
+    def detach(self) -> torch.Tensor:
+        """As of any tensor; ``state_dict`` gets what outlives the forward that it is called in."""
+        is_kept = sys._getframe(1).f_code.co_name == _STATE_DICT
+        return _live_of(self).value_for_state_dict() if is_kept else _Base.detach(self)  # type: ignore[no-any-return]
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -598,20 +607,20 @@ WITHOUT_VALUE = _OF_TYPES | frozenset(
 """Functions that need shapes and flags alone, or that mean the parameter itself and not its value."""
 
 
-def _is_called_by(function: Any) -> bool:
-    """Whether the Python code that has called into torch is that of a function; modes of users may be in between."""
+def _find_caller() -> types.CodeType:
+    """The Python code that has called into torch, which may have called a mode of the user first."""
     frame: Any = sys._getframe(3)
     while frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back
-    return frame.f_code is function.__code__
+    return frame.f_code  # type: ignore[no-any-return]
 
 
 def detach(parameter: Any) -> torch.Tensor:
     """Answers ``parameter.detach()``; what has called torch must be the caller's caller."""
-    if _is_called_by(torch.nn.Module._save_to_state_dict):
-        return _live_of(parameter).detached_for_state_dict()
+    if _find_caller().co_name == _STATE_DICT:
+        return _live_of(parameter).value_for_state_dict()
     value: torch.Tensor = call_with_values(torch.Tensor.detach, (parameter,), {})
-    if not _is_called_by(torch.nn.Parameter.__new__):
+    if _find_caller() is not torch.nn.Parameter.__new__.__code__:
         return value
     # ``nn.Parameter(parameter)`` insists on the type that it was given, and returns this.
     return torch.Tensor._make_subclass(type(parameter), value)
@@ -664,6 +673,73 @@ def _undisturbed(func: Any) -> Callable[..., Any]:
         return tuple(None if made is None else made.to(getattr(item, "dtype", made.dtype)) for item, made in pairs)
 
     return answer
+
+
+_AS_THEY_ARE = WITHOUT_VALUE | {_Tensor.data.__set__}
+_DATA: Any = AcquiredMixin.data
+
+
+class ThreadLock(Protocol):
+    """Knows which thread computes with the model; see ``EngineLock``."""
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread does."""
+
+    def held(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Keeps other threads from it."""
+
+
+class Guard:
+    """The ``__torch_function__`` of parameters that one thread computes with while others may read them.
+
+    It is switched off for the thread that computes, and answers all others as if the parameter were released; see
+    [Note: other threads read].
+
+    Args:
+        lock: Knows which thread computes.
+    """
+
+    def __init__(self, lock: ThreadLock) -> None:
+        self._lock = lock
+        self._types: dict[type, type] = {}
+
+    def __get__(self, parameter: Any, owner: type) -> Any:
+        """What torch finds as ``__torch_function__``, of a parameter or of its class."""
+        return NOT_OVERRIDDEN if self._lock.is_mine else self._answer
+
+    def _set_data(self, parameter: Any, value: torch.Tensor) -> None:
+        """Assigns ``.data``; of a parameter that another thread computes with, when it has done so."""
+        if self._lock.is_mine:
+            _DATA.fset(parameter, value)
+            return
+        with self._lock.held("an assignment to the data of a parameter"):
+            parameter.data = value
+
+    def type_of(self, original: type) -> type:
+        """The class of a guarded parameter.
+
+        Args:
+            original: The class that it had.
+        """
+        if original not in self._types:
+            members = {
+                "_original": original,
+                "__module__": original.__module__,
+                "__torch_function__": self,
+                "data": property(_DATA.fget, self._set_data),
+            }
+            self._types[original] = type(original.__name__, (AcquiredMixin, *bases_of(original)), members)
+        return self._types[original]
+
+    def _answer(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _AS_THEY_ARE:
+            return call_without_values(func, args, kwargs)
+        if func in BACKWARDS:
+            with self._lock.held("a backward"):
+                return func(*args, **kwargs)
+        return detach(*args) if func is torch.Tensor.detach else call_with_values(func, args, kwargs)
 
 
 _OWN_ANSWERS: dict[Any, Callable[..., Any]] = {

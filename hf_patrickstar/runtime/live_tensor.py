@@ -1,6 +1,7 @@
 """What answers for a parameter whose value is in a chunk: how one call gets at its value, and its gradient."""
 
 import contextlib
+import weakref
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -136,13 +137,14 @@ class LiveTensor(Live):
         narrow: See ``Live.is_narrow``.
     """
 
-    __slots__ = ("autograd", "frames", "is_narrow", "kept", "manager", "tensor", "weights")
+    __slots__ = ("_given", "autograd", "frames", "is_narrow", "kept", "manager", "tensor", "weights")
 
     def __init__(
         self, tensor: ManagedParameter, manager: ChunkManager, weights: LiveWeights, autograd: Autograd, narrow: bool
     ) -> None:
         self.tensor, self.manager, self.weights, self.autograd = tensor, manager, weights, autograd
         self.frames, self.is_narrow = manager.frames, narrow
+        self._given: tuple[int, Any] = -1, None  # to ``state_dict``: the version of all values, and the tensor
         self.kept: torch.Tensor | None = None  # the value, for what the parameter was exchanged for
 
     def value_for(self, parameter: torch.Tensor) -> torch.Tensor | None:
@@ -200,18 +202,30 @@ class LiveTensor(Live):
         if tuple(value.shape) == self.tensor.spec.shape:
             manager.writes.assign(self.tensor, value.data)
             return
-        with manager.model_lock.held("an assignment that gives a parameter another shape"):
+        with manager.lock.held("an assignment that gives a parameter another shape"):
             manager.writes.assign(self.tensor, value.data)
 
     def note_data_is_out(self) -> None:
         """Remembers to compare: what is written to ``.data`` leaves no trace."""
         self.manager.writes.watch(self.tensor)
 
-    def detached_for_state_dict(self) -> torch.Tensor:
-        """The placeholder, marked: the parameter may be an ordinary one when its value is asked for."""
-        placeholder: Any = raw_data(self.tensor.parameter)
-        placeholder.is_placeholder = True
-        return placeholder
+    def value_for_state_dict(self) -> torch.Tensor:
+        """See ``Live``; tied names of one ``state_dict`` share one tensor, as they do in torch."""
+        tensor, values = self.tensor, self.manager.values
+        with self.manager.gradients.lock:  # another thread takes it out of its chunk before this, or after
+            if tensor.is_open or not tensor.is_bound:
+                return raw_data(tensor.parameter)
+            deferred = self.weights.deferred(tensor)
+            if deferred is not None:
+                return deferred
+            version, reference = self._given
+            value = reference() if len(tensor.spec.aliases) and version == values.version else None
+            if value is None:
+                value = self.weights.hand_out(tensor)
+                self._given = values.version, weakref.ref(value)
+            elif self.weights.needs_all:
+                self.weights.read(tensor)  # others may not have kept theirs
+            return value
 
     def host_value(self) -> torch.Tensor:
         """The value on the host, in the type that the model was loaded in; it may alias the chunk."""
@@ -351,7 +365,10 @@ class _InsideAccess(Access):
         if self._stage is Stage.BACKWARD:
             refuse_reentrant(f"code that reads parameter '{tensor.spec.name}'")
         is_alias = self._stage is Stage.BACKWARD and not requires_grad(tensor.parameter)
-        self._manager.parameters.acquire(tensor, "code that reads a parameter of another module", is_alias=is_alias)
+        is_recomputed = self._stage is Stage.BACKWARD
+        self._manager.parameters.acquire(
+            tensor, "code that reads a parameter of another module", is_recomputed=is_recomputed
+        )
         chunk = tensor.chunk
         assert chunk.compute is not None
         self.value = tensor.view_copy(chunk.compute) if is_alias else tensor.parameter
@@ -405,12 +422,12 @@ class _GraphAccess(Access):
         self._tensor = tensor
         self._manager = manager
         may_keep(f"code that computes with parameter '{tensor.spec.name}'")
-        self._manager.model_lock.acquire("code that computes with a parameter")
+        self._manager.lock.acquire("code that computes with a parameter")
         try:
             _HasLeftError.check(tensor)
             self._manager.parameters.acquire(tensor, "code outside of every forward that computes with a parameter")
         except BaseException:
-            self._manager.model_lock.release()
+            self._manager.lock.release()
             raise
         self._kept = autograd.kept_as_numbers()
         self._kept.__enter__()
@@ -436,7 +453,7 @@ class _GraphAccess(Access):
     def end(self) -> None:
         self._kept.__exit__(None, None, None)
         self._release()
-        self._manager.model_lock.release()
+        self._manager.lock.release()
 
     def _release(self) -> None:
         if self._is_held:

@@ -38,8 +38,8 @@ from hf_patrickstar.runtime.frames import Frame, Frames, Lookup
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.groups import Groups
 from hf_patrickstar.runtime.live_parameter import GET_GRAD, RAW, SET_GRAD, set_raw_grad
+from hf_patrickstar.runtime.lock import EngineLock
 from hf_patrickstar.runtime.mirrors import GradientMirrors, ValueMirrors
-from hf_patrickstar.runtime.model_lock import ModelLock, is_backward_elsewhere
 from hf_patrickstar.runtime.originals import Originals
 from hf_patrickstar.runtime.parameters import Parameters, SavedView
 from hf_patrickstar.runtime.placement import Placement
@@ -83,7 +83,7 @@ class ChunkManager:
 
     Attributes:
         engine: The engine, for those who find its parameters in a model.
-        model_lock: Held by the thread that runs a forward, a backward or an update.
+        lock: Held by the thread that runs a forward, a backward or an update.
         frames: The forwards that run on this thread.
         has_new_groups: Whether param groups were changed, so that parameters may need other lists.
         overlaps_updates: Whether chunks at home on the host are updated beside what comes next.
@@ -157,10 +157,10 @@ class ChunkManager:
         self.steps = Steps(
             chunks, copies, pool, meter, tracer, order, executor, self._groups, activations, policy, num_micro_batches
         )
-        self.model_lock, self.frames = ModelLock(), Frames()
+        self.lock, self.frames = EngineLock(), Frames()
         visit = executor.visit if self._groups is None else self._groups.visit
         self.parameters = Parameters(
-            chunks, copies, executor, visit, self.steps, self.gradients, self.writes, self.model_lock, activations
+            chunks, copies, executor, visit, self.steps, self.gradients, self.writes, self.lock, activations
         )
         self.tensors, self.by_index = self.parameters.tensors, self.parameters.by_index
         self.has_new_groups = False
@@ -319,7 +319,7 @@ class ChunkManager:
     def _release_lock(self, frame: Frame) -> None:
         if frame.has_lock:
             frame.has_lock = False
-            self.model_lock.release()
+            self.lock.release()
 
     # Backward
 
@@ -329,9 +329,13 @@ class ChunkManager:
         return self.activations.bring(saved) if isinstance(saved, KeptActivation) else self.parameters.unpack(saved)
 
     @phase
-    def backward_begin(self) -> None:
-        """A backward begins; called from within, by what it needs or finishes first."""
-        self.model_lock.acquire_backward()
+    def backward_begin(self, end: Callable[[], None]) -> None:
+        """A backward begins; called from within, by what it needs or finishes first.
+
+        Args:
+            end: What autograd calls when it has ended.
+        """
+        self.lock.acquire_backward(end)
         self.executor.in_backward = True
         self.writes.sync()
         self.apply_factor()  # what this backward adds is not clipped, or unscaled, with what is there
@@ -385,7 +389,7 @@ class ChunkManager:
             with self._lock:
                 yield
         finally:
-            self.model_lock.release_backward()
+            self.lock.release_backward()
 
     def settle_failures(self) -> None:
         """A forward or a step begins: it reports an update that failed, and drops a step whose backward did.
@@ -403,7 +407,7 @@ class ChunkManager:
 
     def abandon_failed_backward(self) -> None:
         """Drops the step whose backward raised: one that has begun and neither runs nor has ended."""
-        if self.executor.in_backward and torch._C._current_graph_task_id() == -1 and not is_backward_elsewhere():
+        if self.executor.in_backward and torch._C._current_graph_task_id() == -1 and not self.lock.has_backward:
             self.executor.in_backward = False
             drop_failed_graph()
             if self._groups is not None:

@@ -4,11 +4,6 @@ A parameter's life, top to bottom (PatrickStar section 6.2). ``acquire_all`` giv
 values, when the module begins, and ``release_all`` takes them away, when it ends. What autograd keeps of a value
 meanwhile is replaced by an address (``pack``), and backward gets a view of the chunk for it (``unpack``). An embedding
 that reads rows where its weight is at home gets a leaf instead (``begin_lookup``).
-
-[Note: one call for a module]
-A module's parameters get their values in one call, whatever their number. What is to be found out about each of them
-(writes, assignments, gradients in the place of the value, other threads) is asked there, without a call. Where there is
-more to do for a parameter, it and those after it go one by one through ``acquire`` or ``release``.
 """
 
 import threading
@@ -31,10 +26,10 @@ from hf_patrickstar.runtime.copies import Copies
 from hf_patrickstar.runtime.executor import Executor
 from hf_patrickstar.runtime.frames import Lookup
 from hf_patrickstar.runtime.gradients import Gradients
-from hf_patrickstar.runtime.guard import Guard
 from hf_patrickstar.runtime.live_parameter import (
     RAW,
     SET_DATA,
+    Guard,
     LiveMixin,
     acquired_type,
     released_type,
@@ -42,7 +37,7 @@ from hf_patrickstar.runtime.live_parameter import (
     set_data_inside,
     storage_key,
 )
-from hf_patrickstar.runtime.model_lock import ModelLock, pauses_s
+from hf_patrickstar.runtime.lock import EngineLock, pauses_s
 from hf_patrickstar.runtime.steps import Steps
 from hf_patrickstar.runtime.writes import Writes
 
@@ -81,7 +76,7 @@ class Parameters:
         steps: Counts updates.
         gradients: Makes way for a value that is needed while a gradient is in its place.
         writes: Takes over what users wrote to a parameter.
-        model_lock: Knows whether other threads may read parameters.
+        engine_lock: Knows whether other threads may read parameters.
         activations: Moves operands that are no parameters.
 
     Attributes:
@@ -101,7 +96,7 @@ class Parameters:
         steps: Steps,
         gradients: Gradients,
         writes: Writes,
-        model_lock: ModelLock,
+        engine_lock: EngineLock,
         activations: Activations,
     ) -> None:
         self._activations = activations
@@ -117,8 +112,8 @@ class Parameters:
         self._gradients = gradients
         self._writes = writes
         self._lock = gradients.lock
-        self._model_lock = model_lock
-        self._guard = Guard(model_lock)
+        self._engine_lock = engine_lock
+        self._guard = Guard(engine_lock)
         self._is_trained = False  # whether any chunk has masters, so that gradients are asked for
         tensors = (tensor for chunk in chunks for tensor in chunk.tensors)
         self.index(sorted(tensors, key=lambda tensor: tensor.spec.index))
@@ -163,188 +158,142 @@ class Parameters:
     @property
     def type_of(self) -> Callable[[type], type]:
         """Finds the class that a parameter has while it has its value, by the class that it had before the engine."""
-        return self._guard.type_of if self._model_lock.others_may_read() else acquired_type
+        return self._guard.type_of if self._engine_lock.others_may_read() else acquired_type
 
     def acquire_all(
         self, tensors: Sequence[ManagedParameter], caller: str, acquired: list[ManagedParameter], *, is_recomputed: bool
     ) -> None:
-        """Gives the parameters of a module their values; see [Note: one call for a module].
+        """Gives parameters their values on the compute device, until each is released as often as it was acquired.
 
         Args:
-            tensors: The parameters.
-            caller: The module, for errors.
+            tensors: The parameters of a module, or one parameter.
+            caller: The module, or who asks, for errors.
             acquired: Each is added to it as soon as it has its value.
-            is_recomputed: Whether the forward runs again inside of a backward. Of a frozen parameter checkpointing
-                would keep the object, which has no value later: it is an alias, and its chunk stays.
+            is_recomputed: Whether a forward runs again inside of a backward. Of a frozen parameter checkpointing would
+                keep the object, which has no value later: whoever asks looks into the chunk, which stays on the device.
 
         Raises:
-            Exception: See ``acquire``.
-        """
-        num = 0
-        if self._writes.watched:
-            self._writes.settle_watched()
-        # Under fake tensors a view is a fake one, and no other must be beside it.
-        if not (peek_interpreter_stack() or torch.is_inference_mode_enabled() or torch._C._get_dispatch_mode(_FAKE)):
-            executor, users = self._executor, (threading.get_ident(),)
-            mirrored = self._writes.mirrors.by_tensor
-            type_of: Callable[[type], type] = acquired_type
-            if threading.active_count() != self._model_lock.num_threads or self._model_lock.others_read:
-                type_of = self.type_of
-            with self._lock:
-                is_at_rest = executor.is_at_rest
-                for tensor in tensors:
-                    parameter, chunk = tensor.parameter, tensor.chunk
-                    if (
-                        tensor.users
-                        or tensor.is_open
-                        or tensor.is_materialized
-                        or not tensor.is_bound
-                        or (tensor.gradient is _PARAM and not chunk.is_group)
-                        or not isinstance(parameter, LiveMixin)
-                        or storage_key(parameter) != tensor.placeholder_key
-                        or (mirrored and tensor.spec.index in mirrored)
-                        or (chunk.is_group and not tensor.spec.trainable)
-                        or (is_recomputed and not requires_grad(parameter))
-                    ):
-                        break
-                    if not (is_at_rest or chunk.num_computing):
-                        try:
-                            self._visit(chunk, caller)
-                        except DeviceMemoryError as error:
-                            if error.__cause__ is not None or not self._is_held_elsewhere():
-                                self._steps.give_up()
-                                raise
-                            break  # another thread may free a chunk, which ``acquire`` waits for
-                    view = tensor.view_on_device
-                    if view is None:
-                        view = chunk.view_of(tensor)
-                    tensor.read_at = tensor.num_writes
-                    with RAW():
-                        try:
-                            SET_DATA(parameter, view)
-                        except RuntimeError:
-                            set_data_inside(parameter, view)
-                        parameter.__class__ = type_of(tensor.original_type)  # another thread may use it from now on
-                        tensor.version = parameter._version
-                    tensor.is_materialized = True
-                    chunk.num_computing += 1
-                    tensor.users = users
-                    acquired.append(tensor)
-                    num += 1
-        for tensor in tensors[num:]:
-            is_alias = is_recomputed and not requires_grad(tensor.parameter)
-            self.acquire(tensor, caller, is_alias=is_alias)
-            acquired.append(tensor)
-
-    def release_all(self, tensors: Sequence[ManagedParameter]) -> None:
-        """Ends one acquisition of each of the parameters of a module, in order."""
-        num = 0
-        if peek_interpreter_stack() is None:
-            users, watched = (threading.get_ident(),), self._writes.watched
-            with self._lock, RAW():
-                for tensor in tensors:
-                    parameter, chunk = tensor.parameter, tensor.chunk
-                    if tensor.users != users:
-                        break
-                    if tensor.is_materialized:
-                        storage = chunk.storage
-                        if (
-                            not tensor.is_bound
-                            or storage is None
-                            or storage_key(parameter) != storage._cdata
-                            or parameter._version != tensor.version
-                            or parameter.shape != tensor.spec.shape  # of an assigned view no version is another one
-                            or tensor in watched
-                        ):
-                            break
-                        parameter.__class__ = released_type(tensor.original_type)  # it answers by itself from now on
-                        try:
-                            SET_DATA(parameter, tensor.placeholder)
-                        except RuntimeError:
-                            set_data_inside(parameter, tensor.placeholder)
-                        tensor.is_materialized = False
-                    tensor.users = ()
-                    chunk.num_computing -= 1
-                    num += 1
-        for tensor in tensors[num:]:
-            self.release(tensor)
-
-    # One by one
-
-    def acquire(self, tensor: ManagedParameter, caller: str, *, is_alias: bool = False) -> None:
-        """Gives a parameter its value, on the compute device, until it is released as often as it was acquired.
-
-        Args:
-            tensor: The parameter.
-            caller: Who asks, for errors.
-            is_alias: Only keep its chunk on the device: whoever asks looks into that, and the parameter stays released.
-
-        Raises:
-            BudgetError: If its chunk cannot be brought to the device.
-            EngineError: If the parameter is open (``full_parameters``), or was unfrozen since the engine was made.
+            BudgetError: If a chunk cannot be brought to the device.
+            EngineError: If a parameter is open (``full_parameters``), or was unfrozen since the engine was made.
         """
         if torch.is_inference_mode_enabled() or peek_interpreter_stack() is not None:
             # A payload made there could never be trained with, or would be a wrapper without storage.
             is_graph = torch.is_grad_enabled()
             with torch.inference_mode(False), torch.set_grad_enabled(is_graph), temporarily_clear_interpreter_stack():
-                return self.acquire(tensor, caller, is_alias=is_alias)
-        pauses = None
-        while True:
-            try:
-                with self._lock:
-                    try:
-                        return self._acquire(tensor, caller, is_alias)
-                    except DeviceMemoryError:
-                        is_held = self._is_held_elsewhere()  # by now, as the attempt has seen it
+                return self.acquire_all(tensors, caller, acquired, is_recomputed=is_recomputed)
+        writes, executor, this = self._writes, self._executor, threading.get_ident()
+        if writes.watched:
+            writes.settle_watched()
+        type_of: Callable[[type], type] = acquired_type
+        if threading.active_count() != self._engine_lock.num_threads or self._engine_lock.others_read:
+            type_of = self.type_of
+        mirrored, is_at_rest = writes.mirrors.by_tensor, executor.is_at_rest
+        is_fake = torch._C._get_dispatch_mode(_FAKE) is not None
+        left, pauses, pause_s = iter(tensors), None, 0.0
+        tensor = next(left, None)
+        while tensor is not None:
+            with self._lock:
+                try:
+                    while tensor is not None:
+                        parameter, chunk, users = tensor.parameter, tensor.chunk, tensor.users
+                        if not users:
+                            if tensor.is_open:
+                                self.check_usable(tensor)
+                            if chunk.is_group and not tensor.spec.trainable:
+                                self._check_unfrozen(tensor)
+                            if (
+                                (mirrored and tensor.spec.index in mirrored)
+                                or storage_key(parameter) != tensor.placeholder_key
+                                or not (isinstance(parameter, LiveMixin) or not tensor.is_bound)
+                            ):
+                                writes.take_over(tensor)
+                        if tensor.gradient is _PARAM and not chunk.is_group:
+                            self._gradients.move_to_list(tensor)
+                        if not (is_at_rest or chunk.num_computing) or chunk.compute is None:
+                            self._visit(chunk, caller)
+                        tensor.read_at = tensor.num_writes
+                        if not tensor.is_materialized and not (is_recomputed and not requires_grad(parameter)):
+                            # Under fake tensors a view is a fake one, and no other must be beside it.
+                            view = None if is_fake else tensor.view_on_device
+                            if view is None:
+                                view = chunk.view_of(tensor)
+                            with RAW():
+                                try:
+                                    SET_DATA(parameter, view)
+                                except RuntimeError:
+                                    set_data_inside(parameter, view)
+                                if tensor.is_bound:  # another thread may use its value from now on
+                                    parameter.__class__ = type_of(tensor.original_type)
+                                tensor.version = parameter._version
+                            tensor.is_materialized = True
+                        if not users:
+                            chunk.num_computing += 1
+                        tensor.users = (*users, this)
+                        acquired.append(tensor)
+                        tensor = next(left, None)
+                except DeviceMemoryError as error:
+                    pauses = iter(pauses_s()) if pauses is None else pauses
+                    pause_s = next(pauses)
+                    # Another thread may free a chunk; where the system refused memory, none will.
+                    if not pause_s or error.__cause__ is not None or not self._is_held_elsewhere():
+                        self._steps.give_up()
                         raise
-            except DeviceMemoryError as error:
-                pauses = iter(pauses_s()) if pauses is None else pauses
-                pause_s = next(pauses)
-                # Where the system refused memory, no thread will let go of it.
-                if not pause_s or not is_held or error.__cause__ is not None:
-                    self._steps.give_up()
-                    raise
+            if tensor is not None:
                 time.sleep(pause_s)
+        return None
 
-    def _acquire(self, tensor: ManagedParameter, caller: str, is_alias: bool) -> None:
-        chunk = tensor.chunk
-        if not tensor.users:
-            if tensor.is_open:
-                self.check_usable(tensor)
-            if not tensor.spec.trainable:
-                self._check_unfrozen(tensor)
-            self._writes.take_over(tensor)
-        if tensor.gradient is _PARAM and not chunk.is_group:
-            self._gradients.move_to_list(tensor)
-        payload = chunk.compute
-        if payload is None or not chunk.num_computing:
-            payload = self._bring(tensor, caller)
-        tensor.read_at = tensor.num_writes
-        if not is_alias and not tensor.is_materialized:
-            tensor.materialize(payload, self.type_of)
-        if not tensor.users:
-            chunk.num_computing += 1
-        tensor.users = (*tensor.users, threading.get_ident())
+    def release_all(self, tensors: Sequence[ManagedParameter]) -> None:
+        """Ends one acquisition of each parameter, in order; after its last one a parameter is a placeholder again."""
+        if peek_interpreter_stack() is not None:
+            with temporarily_clear_interpreter_stack():
+                return self.release_all(tensors)
+        this, watched, written = (threading.get_ident(),), self._writes.watched, []
+        with self._lock:
+            with RAW():
+                for tensor in tensors:
+                    parameter, chunk, users = tensor.parameter, tensor.chunk, tensor.users
+                    if users != this:  # what code in backward holds, any thread may release
+                        place = users.index(this[0]) if this[0] in users else len(users) - 1
+                        tensor.users = users[:place] + users[place + 1 :]
+                        if tensor.users:
+                            continue
+                    tensor.users = ()
+                    chunk.num_computing -= 1
+                    if not tensor.is_materialized:
+                        continue
+                    storage = chunk.storage
+                    if (
+                        not tensor.is_bound
+                        or storage is None
+                        or storage_key(parameter) != storage._cdata
+                        or parameter._version != tensor.version
+                        or parameter.shape != tensor.spec.shape  # of an assigned view no version is another one
+                        or tensor in watched
+                    ):
+                        written.append(tensor)
+                        continue
+                    parameter.__class__ = released_type(tensor.original_type)  # it answers by itself from now on
+                    try:
+                        SET_DATA(parameter, tensor.placeholder)
+                    except RuntimeError:
+                        set_data_inside(parameter, tensor.placeholder)
+                    tensor.is_materialized = False
+            for tensor in written:
+                self._writes.take_back(tensor)
+        return None
+
+    def acquire(self, tensor: ManagedParameter, caller: str, *, is_recomputed: bool = False) -> None:
+        """Gives one parameter its value; see ``acquire_all``."""
+        self.acquire_all((tensor,), caller, [], is_recomputed=is_recomputed)
+
+    def release(self, tensor: ManagedParameter) -> None:
+        """Ends one acquisition of one parameter; see ``release_all``."""
+        self.release_all((tensor,))
 
     def _is_held_elsewhere(self) -> bool:
         """Whether another thread holds a parameter, and may let go of it."""
         this = threading.get_ident()
         return any(ident != this for tensor in self.tensors for ident in tensor.users)
-
-    def release(self, tensor: ManagedParameter) -> None:
-        """Ends one acquisition; after the last, the parameter is a placeholder again."""
-        if peek_interpreter_stack() is not None:
-            with temporarily_clear_interpreter_stack():
-                return self.release(tensor)
-        with self._lock:
-            users, this = list(tensor.users), threading.get_ident()
-            users.remove(this if this in users else users[-1])  # what code in backward holds, any thread may release
-            tensor.users = tuple(users)
-            if not users:
-                tensor.chunk.num_computing -= 1
-                if tensor.is_materialized:
-                    self._writes.take_back(tensor)
-        return None
 
     def release_held_outside_forward(self) -> None:
         """Takes back parameters that were read outside of every forward."""

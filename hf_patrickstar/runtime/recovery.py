@@ -112,7 +112,7 @@ class Recovery:
                 said = str(error.args[0] if error.args else error).partition("\n")[0]
                 # The frames of the failed attempt hold its activations.
                 traceback.clear_frames(error.__traceback__)
-                with manager.model_lock.held("to undo a micro-batch"):
+                with manager.lock.held("to undo a micro-batch"):
                     self._reset()
                     state.restore()
                     freed = ["with memory that Python had not freed yet"] * (manager.ledger.measured_nbytes() < there)

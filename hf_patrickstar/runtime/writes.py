@@ -141,26 +141,26 @@ class Writes:
         self.gradient_mirrors.sync()
 
     def take_over(self, tensor: ManagedParameter, *, keeps_unused: bool = False) -> None:
-        """Takes over what users wrote to one parameter: to what was handed out, or around torch's functions.
+        """Does for one parameter what ``take_over_all`` does for several."""
+        self.take_over_all((tensor,), keeps_unused=keeps_unused)
+
+    def take_over_all(self, tensors: Iterable[ManagedParameter], *, keeps_unused: bool = False) -> None:
+        """Takes over what users wrote to parameters: to what was handed out, or around torch's functions.
 
         Args:
-            tensor: The parameter.
+            tensors: The parameters.
             keeps_unused: As for ``ValueMirrors.sync_one``.
         """
-        if not tensor.is_as_left:
-            self._take_over_data(tensor)
-        self.mirrors.sync_one(tensor, keeps_unused=keeps_unused)
-
-    def take_over_all(self, tensors: Iterable[ManagedParameter]) -> None:
-        """Does the same for several parameters."""
+        mirrored = self.mirrors.by_tensor
         for tensor in tensors:
             parameter = tensor.parameter
-            is_as_left = tensor.is_open or (
-                (isinstance(parameter, LiveMixin) or not tensor.is_bound)
-                and (tensor.is_materialized or storage_key(parameter) == tensor.placeholder_key)
-            )
-            if not is_as_left or tensor.spec.index in self.mirrors.by_tensor:
-                self.take_over(tensor)
+            is_ours = isinstance(parameter, LiveMixin) or not tensor.is_bound
+            # An assignment while it has its value, or is open, is found when that ends.
+            is_left = is_ours and (tensor.is_materialized or storage_key(parameter) == tensor.placeholder_key)
+            if not (is_left or tensor.is_open):
+                self._take_over_data(tensor)
+            if mirrored and tensor.spec.index in mirrored:
+                self.mirrors.sync_one(tensor, keeps_unused=keeps_unused)
 
     def _take_over_data(self, tensor: ManagedParameter) -> None:
         if not tensor.is_ours:

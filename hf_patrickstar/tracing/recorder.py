@@ -126,7 +126,7 @@ class _Recorder(AnsweringMode):
         self._is_quiet = False
         self._is_evaluation = not torch.is_grad_enabled()
         self._autograd = Autograd(
-            self._pack, self._unpack, lambda: None, self._end_backward, self._by_storage.__contains__
+            self._pack, self._unpack, lambda end: None, self._end_backward, self._by_storage.__contains__
         )
         self._stack = self._notes.frames.stack
 

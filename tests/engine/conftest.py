@@ -12,9 +12,6 @@ def pytest_generate_tests(metafunc):
 @pytest.fixture
 def short_waits(monkeypatch):
     """A thread waits a moment for another one, and not a minute: the one place that knows where the limit stands."""
-    from hf_patrickstar.runtime.gate import Gate
-    from hf_patrickstar.runtime.model_lock import ModelLock
+    from hf_patrickstar.runtime.lock import EngineLock
 
-    for function in (ModelLock.__init__, Gate.wait):
-        defaults = tuple(0.3 if value == 60.0 else value for value in function.__defaults__ or ())
-        monkeypatch.setattr(function, "__defaults__", defaults)
+    monkeypatch.setattr(EngineLock.__init__, "__defaults__", (0.3,))

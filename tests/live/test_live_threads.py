@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_patrickstar import EngineError, PatrickStarEngine
 from hf_patrickstar.runtime import live_parameter
-from hf_patrickstar.runtime.gate import Gate
+from hf_patrickstar.runtime.lock import EngineLock
 
 CONFIG = {"chunk_budget": 16384, "chunk_numel": 400}
 DEPTH = 6
@@ -153,7 +153,7 @@ class Stop(nn.Module):
 
 def test_a_forward_that_does_not_end_is_named(monkeypatch):
     """No engine is attached meanwhile, and one can be attached later."""
-    monkeypatch.setattr(Gate.wait, "__defaults__", (0.1,))
+    monkeypatch.setattr(EngineLock.__init__, "__defaults__", (0.1,))
     model = make()
     model.norm = nn.Sequential(model.norm, Stop())
     stop = model.norm[1]
@@ -237,15 +237,14 @@ def test_an_engine_is_detached_when_a_call_has_begun(monkeypatch):
     assert type(weight) is nn.Parameter
 
 
-def test_detach_inside_of_full_parameters_does_not_wait_for_those_that_wait_for_it(monkeypatch):
-    monkeypatch.setattr(Gate.wait, "__defaults__", (0.1,))
+def test_detach_inside_of_full_parameters_does_not_wait_for_those_that_wait_for_it():
     model = make()
     engine = PatrickStarEngine(model, CONFIG, adamw(model))
     thread = threading.Thread(target=compute, args=(model,), daemon=True)
     with engine.full_parameters():
         thread.start()
         deadline = time.monotonic() + 30
-        while thread not in engine.manager.model_lock._waiting:
+        while thread not in engine.manager.lock._waiting:
             assert time.monotonic() < deadline
             time.sleep(0.001)
         with pytest.raises(EngineError, match=r"is open in full_parameters\(\); detach after the block has ended"):

@@ -641,7 +641,7 @@ WATCHED = (
 ELSEWHERE = {
     "for threads": ["checkpoint/checkpoints.py", "memory/driver.py", "membership.py", "optim/workers.py"],
     "for threads, and a compute stream that simulated tensors do not have": ["checkpoint/transaction.py"],
-    "for threads that use the model": ["runtime/gate.py", "runtime/model_lock.py"],
+    "for threads that use the model": ["runtime/lock.py"],
     "for workers: tests/unit/checkpoint/test_first_values.py": ["checkpoint/first_values.py"],
     "for complete checkpoints": ["integrations/accelerator_checkpoints.py", "integrations/trainer_checkpoints.py"],
     "for errors of work that has ended: tests/parity/test_overlapped_updates.py": ["engine.py"],

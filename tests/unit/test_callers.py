@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_patrickstar import callers
-from hf_patrickstar.callers import find_caller, frames_of_threads, numbers_of_threads
+from hf_patrickstar.callers import find_caller, frames_of_threads
 
 
 def in_library(name, text, **scope):
@@ -63,6 +63,11 @@ def test_code_without_a_file_or_without_a_user():
     thread.start()
     thread.join()
     assert found == [""]
+
+
+def numbers_of_threads():
+    with frames_of_threads() as frames:
+        return set(frames)
 
 
 def test_collections_begin_again_when_the_last_has_looked(monkeypatch):

@@ -11,7 +11,7 @@ from hf_patrickstar.events import MicroBatchRepeated
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime import recovery as module
-from hf_patrickstar.runtime.model_lock import ModelLock
+from hf_patrickstar.runtime.lock import EngineLock
 from hf_patrickstar.runtime.recovery import Recovery, is_out_of_memory
 
 IN_PIECES = "CUDA out of memory. Tried to allocate 20.00 MiB, and 64.00 MiB is reserved by PyTorch but unallocated."
@@ -25,7 +25,7 @@ def on_gpu(monkeypatch):
     for name in ("random_state", "set_random_state", "empty_cache"):
         monkeypatch.setattr(module, name, lambda *args: None)
     ledger, events = Ledger({Tier.DEVICE: 1000, Tier.HOST: 1000}), []
-    manager = mock.MagicMock(ledger=ledger, model_lock=ModelLock())
+    manager = mock.MagicMock(ledger=ledger, lock=EngineLock())
     manager.gradients = types.SimpleNamespace(
         attempts=types.SimpleNamespace(has_leftovers=False, begin=lambda: None, end=lambda: None)
     )
