@@ -1,10 +1,13 @@
-"""What docs/architecture.md says of files and names is there."""
+"""What docs/architecture.md says of files and names is there, and docs/migrating.md knows all keys."""
 
 import ast
+import dataclasses
+import fnmatch
 import pathlib
 import re
 
 import pytest
+from accelerate.utils import FullyShardedDataParallelPlugin
 
 import hf_patrickstar
 
@@ -102,3 +105,9 @@ def test_private_names_are_used_where_the_table_says(names, paths):
     texts = [path.read_text() for path in paths]
     assert [name for name in names if not any(name in text for text in texts)] == []
     assert [path for path, text in zip(paths, texts, strict=True) if not any(name in text for name in names)] == []
+
+
+def test_every_key_of_accelerates_fsdp_is_in_the_table():
+    table = (ROOT.parent / "docs" / "migrating.md").read_text().split("## Keys", 1)[1]
+    keys = {field.name.removeprefix("fsdp_") for field in dataclasses.fields(FullyShardedDataParallelPlugin)}
+    assert {key for key in keys if not any(fnmatch.fnmatch(key, known) for known in MARKED.findall(table))} == set()

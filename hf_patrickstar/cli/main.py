@@ -50,9 +50,9 @@ def _parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     """Knows all commands; where it is ``plan`` this one alone, whose answer may be known: others import torch."""
     modules: tuple[Any, ...] = (plan,)
     if words[:1] != ["plan"]:
-        from hf_patrickstar.cli import check, convert, env, export, report, run
+        from hf_patrickstar.cli import check, env, export, report, run
 
-        modules = export, env, plan, check, run, report, convert
+        modules = export, env, plan, check, run, report
     parser = argparse.ArgumentParser(
         prog="hf-patrickstar", description="Fine-tune models that are too big for the device."
     )

@@ -26,7 +26,6 @@ from hf_patrickstar.integrations.accelerator_checkpoints import (
     missing_anywhere,
     warn_of_missing,
 )
-from hf_patrickstar.integrations.conversion import check_origin
 
 logger = logging.getLogger(__name__)
 
@@ -290,6 +289,34 @@ class TrainerCheckpoints(_AnyTrainer):
             super()._load_best_model()
         else:
             self._load_weights(engine, best)
+
+
+def check_origin(directory: str | os.PathLike[str]) -> str | None:
+    """Looks whether a checkpoint was written by DeepSpeed or FSDP, whose optimizer states cannot be read.
+
+    Args:
+        directory: The checkpoint that a run is resumed from.
+
+    Returns:
+        A warning if the weights can be loaded and the optimizer's states cannot; ``None`` for an ordinary checkpoint.
+
+    Raises:
+        CheckpointError: If the weights cannot be read either.
+    """
+    signs = {"DeepSpeed": ("global_step*/", "zero_to_fp32.py"), "FSDP": ("pytorch_model_fsdp*", "optimizer_0/")}
+    for name, tool in (("DeepSpeed", "its zero_to_fp32.py"), ("FSDP", "'accelerate merge-weights'")):
+        if not any(any(Path(directory).glob(sign)) for sign in signs[name]):
+            continue
+        if not has_weights(directory):
+            raise CheckpointError(
+                f"'{directory}' is a checkpoint of {name}, with no weights to read; convert it with {tool}, and give "
+                "the result as --model_name_or_path"
+            )
+        return (
+            f"patrickstar: '{directory}' is a checkpoint of {name}: its weights are loaded, its optimizer states are "
+            "not read, and training goes on with new ones"
+        )
+    return None
 
 
 def _check_schedule(checkpoint: str) -> None:

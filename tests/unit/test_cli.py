@@ -79,10 +79,8 @@ def test_bars_of_a_plan_are_for_terminals(is_terminal, capsys, monkeypatch):
     assert ("trying changes" in capsys.readouterr().err) == is_terminal
 
 
-def test_who_reads_may_close_the_pipe(tmp_path):
-    source = tmp_path / "zero.json"
-    source.write_text('{"zero_optimization": {"stage": 3}}')
-    command = [sys.executable, "-m", "hf_patrickstar", "convert", str(source)]
+def test_who_reads_may_close_the_pipe():
+    command = [sys.executable, "-m", "hf_patrickstar", "env"]
     read, write = os.pipe()
     os.close(read)
     try:
