@@ -21,7 +21,7 @@ from hf_patrickstar.version import __version__
 if TYPE_CHECKING:
     from hf_patrickstar.checkpoint.weight_files import deferred_weights
     from hf_patrickstar.config import PatrickStarConfig
-    from hf_patrickstar.engine import PatrickStarEngine, initialize_engine
+    from hf_patrickstar.engine import PatrickStarEngine, get_engine, initialize_engine
     from hf_patrickstar.integrations.accelerator import PatrickStarAccelerator
     from hf_patrickstar.integrations.trainer import PatrickStarTrainer, PatrickStarTrainerMixin
     from hf_patrickstar.integrations.training_args import PatrickStarArgumentsMixin, PatrickStarTrainingArguments
@@ -33,13 +33,11 @@ if TYPE_CHECKING:
     from hf_patrickstar.integrations.trl import PatrickStarSFTTrainer as PatrickStarSFTTrainer
     from hf_patrickstar.planner.from_python import plan
     from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse, TriedChange
-    from hf_patrickstar.prepared import get_engine
 
 _LAZY = {
     "deferred_weights": "hf_patrickstar.checkpoint.weight_files",
     "PatrickStarConfig": "hf_patrickstar.config",
-    **dict.fromkeys(("PatrickStarEngine", "initialize_engine"), "hf_patrickstar.engine"),
-    "get_engine": "hf_patrickstar.prepared",
+    **dict.fromkeys(("PatrickStarEngine", "get_engine", "initialize_engine"), "hf_patrickstar.engine"),
     "PatrickStarArgumentsMixin": "hf_patrickstar.integrations.training_args",
     "PatrickStarAccelerator": "hf_patrickstar.integrations.accelerator",
     "PatrickStarTrainer": "hf_patrickstar.integrations.trainer",

@@ -16,8 +16,8 @@ import sys
 import tempfile
 
 from hf_patrickstar.checkpoint.torch_state import verify_files
+from hf_patrickstar.cli.comparison import RECORD, Record, compare
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.integrations.sameness import RECORD, Record, compare
 
 HELP = (
     "compare a few steps of a script's training without and with --patrickstar, bit by bit. It compares losses, "
@@ -25,7 +25,7 @@ HELP = (
     "checksums of the optimizer's files."
 )
 
-_TRAINING = "hf_patrickstar.integrations.short_training"
+_TRAINING = "hf_patrickstar.cli.check_run"
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 _SIGNALLED = 128
 """What a shell adds to the number of a signal that has ended a process."""

@@ -1,10 +1,12 @@
 """``hf-patrickstar env``: what this machine is, and how fast."""
 
 import argparse
+import contextlib
 import functools
 import importlib.metadata
+import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from tqdm import tqdm
@@ -13,9 +15,8 @@ from hf_patrickstar.checkpoint.progress import PROGRESS_AFTER_S
 from hf_patrickstar.cli.files import check_file, write_text
 from hf_patrickstar.cores import usable_cores
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.integrations.launched import joined, num_launched
 from hf_patrickstar.machine import Machine, name_of_products
-from hf_patrickstar.memory.accelerator import device_name, find_device, is_accelerator, memory_info
+from hf_patrickstar.memory.accelerator import device_name, find_device, is_accelerator, memory_info, num_accelerators
 from hf_patrickstar.memory.tiers import available_host_nbytes, total_host_nbytes
 from hf_patrickstar.planner.visits import seconds_of_a_visit
 from hf_patrickstar.report.measure import cpu_name, measure_machine, measure_together
@@ -47,12 +48,12 @@ def run(options: argparse.Namespace) -> None:
         if not options.measure:
             raise ConfigError("--json writes what was measured; add --measure")
         check_file(options.json, "--json")
-    with joined() as is_first:
+    with _joined() as is_first:
         if is_first:
             _print(describe())
         machine = None
         if options.measure:
-            measure = measure_together if num_launched() > 1 else measure_machine
+            measure = measure_together if _num_launched() > 1 else measure_machine
             bar = {"desc": "measuring", "unit": "figure", "leave": False, "delay": PROGRESS_AFTER_S}
             progress = functools.partial(tqdm, disable=not is_first or None, **bar)
             machine = measure(progress=progress, visit=seconds_of_a_visit)
@@ -63,6 +64,30 @@ def run(options: argparse.Namespace) -> None:
     if options.json is not None:
         write_text(options.json, machine.to_json() + "\n", "--json")
         print(f"\n{options.json}: written")
+
+
+def _num_launched() -> int:
+    """How many processes ``torchrun`` or ``accelerate launch`` has started together; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE") or 1)
+
+
+@contextlib.contextmanager
+def _joined() -> Iterator[bool]:
+    """Inside the block the default process group is that of the launcher, if there is one.
+
+    Yields:
+        Whether this is the first process.
+    """
+    if _num_launched() == 1:
+        yield True
+        return
+    from accelerate import PartialState  # not sooner: `run` puts its mixins where accelerate is imported
+
+    state = PartialState(cpu=not num_accelerators())
+    try:
+        yield state.is_main_process
+    finally:
+        state.destroy_process_group()
 
 
 def describe() -> dict[str, str]:

@@ -13,8 +13,8 @@ from tqdm import tqdm
 
 from hf_patrickstar.checkpoint.progress import PROGRESS_AFTER_S
 from hf_patrickstar.cli.files import trace_beside, write_html
+from hf_patrickstar.cli.patching import Defaults, install
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.integrations.unchanged import Defaults, install
 from hf_patrickstar.planner import advice, screen
 from hf_patrickstar.planner.adapters import parse_lora, read_peft
 from hf_patrickstar.planner.plan import Plan

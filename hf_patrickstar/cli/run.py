@@ -4,15 +4,16 @@ import argparse
 import dataclasses
 import json
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Sequence
 
+from hf_patrickstar.cli import inherited
+from hf_patrickstar.cli.patching import Defaults, install
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import ConfigError, PatrickStarError
-from hf_patrickstar.integrations import inherited
-from hf_patrickstar.integrations.program import find_program, run_program
-from hf_patrickstar.integrations.unchanged import Defaults, install
+from hf_patrickstar.integrations.program import run_program
 
 HELP = (
     "run a training script that does not know this package; its parser then knows --patrickstar. Its Trainer and "
@@ -70,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     PatrickStarConfig.from_any(config)
     if config is not None and os.path.isfile(config):
         config = os.path.abspath(config)  # the script may change the working directory
-    program = find_program(options.script or [])
+    program = _find_program(options.script or [])
     defaults = Defaults(options.patrickstar, config)
     install(defaults)
     if options.inherit:
@@ -81,6 +82,31 @@ def run(options: argparse.Namespace) -> int:
         print(f"hf-patrickstar run: {_place(error, program[0])}{error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     return 0
+
+
+def _find_program(words: Sequence[str]) -> list[str]:
+    """Finds the program of a command line; a script that is no file is looked up on ``PATH``, as a shell does.
+
+    Args:
+        words: ``SCRIPT ARGS...`` or ``-m MODULE ARGS...``.
+
+    Returns:
+        The same with the path of the script.
+
+    Raises:
+        ConfigError: If there is no such program.
+    """
+    if not words:
+        raise ConfigError("there is no script to run; write SCRIPT ARGS or -m MODULE ARGS")
+    given, *others = words
+    if given == "-m":
+        if not others:
+            raise ConfigError("-m is given without a module; write -m MODULE ARGS")
+        return list(words)
+    path = given if os.path.isfile(given) else shutil.which(given)
+    if path is None:
+        raise ConfigError(f"there is no script '{given}'; give the path of a file, or -m MODULE")
+    return [path, *others]
 
 
 def _place(error: PatrickStarError, path: str) -> str:

@@ -14,7 +14,7 @@ from hf_patrickstar.dist.watchdog import announce
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.errors import ConfigError, EngineError
 from hf_patrickstar.events import Listener
-from hf_patrickstar.integrations.accelerator_checkpoints import AcceleratorCheckpoints, engines_of, get_engine, having
+from hf_patrickstar.integrations.accelerator_checkpoints import AcceleratorCheckpoints, engine_of, engines_of, having
 from hf_patrickstar.integrations.accelerator_optimizers import (
     PreparedOptimizer,
     families,
@@ -162,7 +162,7 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
         Returns:
             The same model.
         """
-        if get_engine(model) is None:
+        if engine_of(model) is None:
             is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
             if is_frozen and not evaluation_mode:  # a teacher, for example, which Accelerate prepares as usual
                 with (

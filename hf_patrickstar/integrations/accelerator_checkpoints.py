@@ -29,14 +29,14 @@ RANDOM_LOST = "random numbers will differ from those of an uninterrupted run"
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 
-def get_engine(model: torch.nn.Module) -> PatrickStarEngine | None:
+def engine_of(model: torch.nn.Module) -> PatrickStarEngine | None:
     """The engine that is attached to a model, or ``None``."""
     return model.__dict__.get("patrickstar_engine")
 
 
 def engines_of(models: Iterable[torch.nn.Module]) -> list[PatrickStarEngine]:
     """The engines that are attached to models, each once."""
-    return list(dict.fromkeys(engine for model in models if (engine := get_engine(model)) is not None))
+    return list(dict.fromkeys(engine for model in models if (engine := engine_of(model)) is not None))
 
 
 @contextlib.contextmanager
@@ -159,7 +159,7 @@ class AcceleratorCheckpoints(Accelerator):
             model: The model.
             unwrap: As for ``Accelerator.get_state_dict``.
         """
-        engine = get_engine(model)
+        engine = engine_of(model)
         if engine is not None and engine.weights.is_elsewhere:
             return {}
         state = super().get_state_dict(model, unwrap)
@@ -214,7 +214,7 @@ class AcceleratorCheckpoints(Accelerator):
             for engine, weights, state in zip(engines, found, states, strict=True):
                 engine.checkpoints.load_parts(weights, state)
             if not self._load_model_state_pre_hook:
-                models = [_Loaded() if get_engine(model) in engines else model for model in self._models]
+                models = [_Loaded() if engine_of(model) in engines else model for model in self._models]
                 stack.enter_context(having(self, "_models", models))
                 super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
 
@@ -242,7 +242,7 @@ class AcceleratorCheckpoints(Accelerator):
         all_found = FoundWeights()
         roots = {id(root): number for number, root in enumerate(roots_of(engine.model))}
         for place, model in enumerate(self._models):
-            if get_engine(model) is not engine:
+            if engine_of(model) is not engine:
                 continue
             ending = f"_{place}" if place else ""
             path = directory / f"model{ending}.safetensors"

@@ -13,9 +13,9 @@ from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import ConfigError, DeviceMemoryError, EngineError
 from hf_patrickstar.events import Event, ModelDecided
 from hf_patrickstar.integrations.accelerator import PatrickStarAccelerator
-from hf_patrickstar.integrations.script import naming_plan_command
 from hf_patrickstar.integrations.trainer_checkpoints import TrainerCheckpoints
 from hf_patrickstar.integrations.trainer_report import Run, bars_as_asked, tell_console, tell_figures
+from hf_patrickstar.integrations.training_script import naming_plan_command
 from hf_patrickstar.runtime.admission import check_model, check_shapes
 from hf_patrickstar.runtime.recovery import MAX_RETRIES
 

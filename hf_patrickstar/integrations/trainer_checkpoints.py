@@ -21,7 +21,7 @@ from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.integrations.accelerator_checkpoints import (
     RANDOM_LOST,
-    get_engine,
+    engine_of,
     having,
     missing_anywhere,
     warn_of_missing,
@@ -54,7 +54,7 @@ class TrainerCheckpoints(_AnyTrainer):
     @property
     def patrickstar_engine(self) -> PatrickStarEngine | None:
         """The engine that is attached to the model, or ``None`` before the first ``train`` or ``evaluate``."""
-        return get_engine(self.model)
+        return engine_of(self.model)
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Trains as the Trainer does; when it returns, every checkpoint is complete.

@@ -15,12 +15,12 @@ from transformers import PretrainedConfig
 from hf_patrickstar.checkpoint.progress import no_bars
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import BudgetError, ConfigError, EngineError, PatrickStarError, TraceError
-from hf_patrickstar.integrations.launched import measure_launched, threads_of_each
 from hf_patrickstar.machine import Machine, find_machine
 from hf_patrickstar.memory.operators import without_modes
 from hf_patrickstar.memory.tiers import DEVICE_SHARE, HOST_SHARE, Tier
 from hf_patrickstar.needs import PLENTY_NBYTES, least_budgets
 from hf_patrickstar.plan_cache import keep_traces
+from hf_patrickstar.planner.local_machine import measure_launched, threads_of_each
 from hf_patrickstar.planner.optimizers import find_optimizer, optimizer_name
 from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse
 from hf_patrickstar.planner.simulation import OpsOf, Simulation, Trained, model_data, simulate

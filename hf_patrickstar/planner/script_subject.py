@@ -30,7 +30,7 @@ from transformers import Trainer
 from hf_patrickstar.checkpoint.weight_files import deferred_weights
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import ConfigError, EngineError, PatrickStarError
-from hf_patrickstar.integrations.script import StopScript, run_script, touch_nothing
+from hf_patrickstar.integrations.training_script import StopScript, run_script, touch_nothing
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.planner.arguments import OF_THE_MACHINE, is_checkpointing, settings_of
 from hf_patrickstar.planner.planning import THIS, TrainingSetup, arrange_machine, time_operators

@@ -10,10 +10,10 @@ import torch
 
 from hf_patrickstar import cores
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.integrations import launched
-from hf_patrickstar.integrations.launched import measure_launched, threads_of_each
 from hf_patrickstar.machine import find_machine
 from hf_patrickstar.memory.tiers import total_host_nbytes
+from hf_patrickstar.planner import local_machine
+from hf_patrickstar.planner.local_machine import measure_launched, threads_of_each
 from hf_patrickstar.report import measure as measuring
 from hf_patrickstar.report.measure import Effort, Sweeps, measure_together
 
@@ -94,13 +94,13 @@ def test_processes_that_cannot_measure_are_a_sentence(monkeypatch, tmp_path, doe
     broken.write_text(f"#!/bin/sh\n{does}\n")
     broken.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(broken))
-    monkeypatch.setattr(launched, "_LIMIT_S", limit_s)
+    monkeypatch.setattr(local_machine, "_LIMIT_S", limit_s)
     with pytest.raises(ConfigError, match=f"2 processes cannot measure .* {said}; run 'torchrun"):
         measure_launched(2)
 
 
 def test_devices_that_are_not_here_are_a_sentence(monkeypatch):
-    monkeypatch.setattr(launched, "num_accelerators", lambda: 1)
+    monkeypatch.setattr(local_machine, "num_accelerators", lambda: 1)
     with pytest.raises(ConfigError, match="2 processes need as many devices, 1 are here; use fewer"):
         measure_launched(2)
 

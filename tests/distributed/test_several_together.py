@@ -11,7 +11,7 @@ from together import launched
 from torch import nn
 
 from hf_patrickstar import PatrickStarAccelerator
-from hf_patrickstar.integrations.accelerator_checkpoints import get_engine
+from hf_patrickstar.integrations.accelerator_checkpoints import engine_of
 
 pytestmark = pytest.mark.xdist_group("distributed")
 
@@ -81,7 +81,7 @@ def three_optimizers(models):
 
 
 def detach(models):
-    for engine in dict.fromkeys(map(get_engine, models)):
+    for engine in dict.fromkeys(map(engine_of, models)):
         engine.detach()
 
 
@@ -95,8 +95,8 @@ def prepare_in_any_order(rank, config, max_norm):
         first, second, third = three_optimizers(models)
         second = accelerator.prepare(second)
         third, one, first, two, three = accelerator.prepare(third, models[0], first, models[1], models[2])
-        assert get_engine(one) is get_engine(two) is not get_engine(three)
-        assert {get_engine(model).collectives.world_size for model in models} == {2}
+        assert engine_of(one) is engine_of(two) is not engine_of(three)
+        assert {engine_of(model).collectives.world_size for model in models} == {2}
         train(accelerator, models, [first, second, third], rank, 3, max_norm=max_norm)
         assert_same(expected, models)
         detach(models)
@@ -120,7 +120,7 @@ def train_without_prepared_optimizers(rank, config, way):
     with launched(rank):
         accelerator = PatrickStarAccelerator(cpu=True, patrickstar_config=config)
         models = list(accelerator.prepare(*models))
-        engines = list(map(get_engine, models))
+        engines = list(map(engine_of, models))
         assert [engine.collectives.world_size for engine in engines] == [dist.get_world_size()] * 3 == [2] * 3
         assert [engine.optimizers for engine in engines] == [[], [], []]
         optimizer = plain_optimizers(models)[0]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from hf_patrickstar import CheckpointError, PatrickStarAccelerator
-from hf_patrickstar.integrations.accelerator_checkpoints import get_engine
+from hf_patrickstar.integrations.accelerator_checkpoints import engine_of
 
 
 @pytest.fixture(params=list(CONFIGS))
@@ -97,7 +97,7 @@ def test_one_call_in_any_order(accelerated, order):
         steps(accelerator, parts[:3], parts[3:], note, max_norm=0.1)
         note_all(note, *parts)
         if isinstance(accelerator, PatrickStarAccelerator):
-            encoder, decoder, judge = map(get_engine, parts[:3])
+            encoder, decoder, judge = map(engine_of, parts[:3])
             assert encoder is decoder is not judge
             assert [len(engine.optimizers) for engine in (encoder, judge)] == [1, 2]
 
@@ -122,8 +122,8 @@ def test_the_models_of_an_optimizer_in_two_calls(accelerated):
             decoder = accelerator.prepare(decoder)
         note_all(note, encoder, decoder, optimizer)
         if isinstance(accelerator, PatrickStarAccelerator):
-            assert get_engine(encoder) is get_engine(decoder)
-            assert optimizer.optimizer is get_engine(encoder).optimizer
+            assert engine_of(encoder) is engine_of(decoder)
+            assert optimizer.optimizer is engine_of(encoder).optimizer
 
     accelerated(script)
 

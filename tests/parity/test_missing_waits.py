@@ -653,7 +653,7 @@ ELSEWHERE = {
     ],
     "to measure, with nobody beside it": ["memory/lanes.py", "report/measure.py", "memory/accelerator.py"],
     "in virtual time": ["schedule/replay.py"],
-    "not: it joins words": ["cli/run.py", "schedule/repeats.py", "integrations/script.py"],
+    "not: it joins words": ["cli/run.py", "schedule/repeats.py", "integrations/training_script.py"],
     "not: it notes a loss": ["integrations/accelerator.py"],
 }
 """Modules that wait for something else, by what they wait for."""

@@ -11,8 +11,8 @@ import pytest
 import torch
 from user_scripts import ARGUMENTS, WRONG_STEP, write_script
 
+from hf_patrickstar.cli import check_run
 from hf_patrickstar.cli.main import main
-from hf_patrickstar.integrations import short_training
 
 NAME = "transformer.h.1.mlp.c_fc.weight"
 TESTS = pathlib.Path(__file__).parents[2]
@@ -36,7 +36,7 @@ def here(monkeypatch):
     def run(command, stdout, **kwargs):
         commands.append(command)
         with contextlib.redirect_stdout(stdout):
-            short_training.record_training(command[-1])
+            check_run.record_training(command[-1])
         return types.SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(subprocess, "run", run)

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from stock_scripts import trl_arguments, write_stock_scripts, write_trl_inputs
 from user_scripts import write_script
 
+from hf_patrickstar.cli import inherited, patching
 from hf_patrickstar.cli import run as run_command
 from hf_patrickstar.cli.main import main
-from hf_patrickstar.integrations import inherited, unchanged
 from hf_patrickstar.report.run_record import record_folder
 
 TESTS = pathlib.Path(__file__).parents[2]
@@ -235,7 +235,7 @@ def test_started_processes_inherit_by_their_environment_alone(tmp_path, monkeypa
     (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.own_sitecustomize = True\n")
     code = "import sys; print(own_sitecustomize, 'torch' in sys.modules, type(sys.meta_path[0]).__name__)"
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    run_command._let_inherit(unchanged.Defaults(patrickstar=True))
+    run_command._let_inherit(patching.Defaults(patrickstar=True))
     variables = {name: os.environ[name] for name in ("PYTHONPATH", "HF_PATRICKSTAR_RUN")}
     folder = os.path.dirname(inherited.__file__)
     assert variables["PYTHONPATH"].split(os.pathsep)[0] == folder

@@ -24,7 +24,7 @@ class Finder(importlib.abc.MetaPathFinder):
         put: Puts them.
     """
 
-    puts_classes = True
+    patches_classes = True
 
     def __init__(self, put: Callable[[], None]) -> None:
         self._put: Callable[[], None] | None = put
@@ -53,9 +53,9 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 def _put_inherited() -> None:
-    from hf_patrickstar.integrations.unchanged import Defaults, put_classes
+    from hf_patrickstar.cli.patching import Defaults, patch_classes
 
-    put_classes(Defaults(**json.loads(os.environ["HF_PATRICKSTAR_RUN"])))
+    patch_classes(Defaults(**json.loads(os.environ["HF_PATRICKSTAR_RUN"])))
 
 
 def _run_own_sitecustomize(here: str) -> None:

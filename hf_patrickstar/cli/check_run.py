@@ -1,4 +1,4 @@
-"""A few steps of a script's training, recorded: ``hf-patrickstar run -m hf_patrickstar.integrations.short_training``.
+"""A few steps of a script's training, recorded: ``hf-patrickstar run -m hf_patrickstar.cli.check_run``.
 
 ``hf-patrickstar check`` starts one such process for each training that it compares; by ``run`` it checks stock scripts,
 too. Nothing of the user's is written to: the training has a directory of its own, and saving, evaluating, pushing and
@@ -19,8 +19,8 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, set_se
 
 from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, Reader
 from hf_patrickstar.checkpoint.safetensors_file import write_safetensors
-from hf_patrickstar.integrations.sameness import WEIGHTS, Record
-from hf_patrickstar.integrations.script import ScriptError, StopScript, run_script, touch_nothing
+from hf_patrickstar.cli.comparison import WEIGHTS, Record
+from hf_patrickstar.integrations.training_script import ScriptError, StopScript, run_script, touch_nothing
 
 _SEED = 0
 _DIGEST_NBYTES = 16

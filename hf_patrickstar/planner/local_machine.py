@@ -1,13 +1,11 @@
-"""Processes that a launcher starts together, where no Trainer joins them."""
+"""Measures this machine as each of several processes has it."""
 
-import contextlib
 import os
 import pathlib
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from typing import Any
 
 from hf_patrickstar.cores import own_cores
@@ -17,30 +15,6 @@ from hf_patrickstar.memory.accelerator import num_accelerators
 
 _LIMIT_S = 600
 _MOST_LINES = 5
-
-
-def num_launched() -> int:
-    """How many processes ``torchrun`` or ``accelerate launch`` has started together; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE") or 1)
-
-
-@contextlib.contextmanager
-def joined() -> Iterator[bool]:
-    """Inside the block the default process group is that of the launcher, if there is one.
-
-    Yields:
-        Whether this is the first process.
-    """
-    if num_launched() == 1:
-        yield True
-        return
-    from accelerate import PartialState  # not sooner: `run` puts its mixins where accelerate is imported
-
-    state = PartialState(cpu=not num_accelerators())
-    try:
-        yield state.is_main_process
-    finally:
-        state.destroy_process_group()
 
 
 def measure_launched(num_processes: int) -> Machine:

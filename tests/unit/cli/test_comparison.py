@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hf_patrickstar.integrations import sameness
-from hf_patrickstar.integrations.sameness import WEIGHTS, Record, compare
+from hf_patrickstar.cli import comparison
+from hf_patrickstar.cli.comparison import WEIGHTS, Record, compare
 
 WEIGHT = torch.tensor([0.0, 4.0])
 
@@ -84,7 +84,7 @@ def test_numbers_are_close_within_a_rounding_step(run, precision, norm, verdict)
 def test_weights_are_close_within_rounding_and_learning_rates(
     run, monkeypatch, value, precision, rates, verdict, words
 ):
-    monkeypatch.setattr(sameness, "_PIECE_NUMEL", 1)
+    monkeypatch.setattr(comparison, "_PIECE_NUMEL", 1)
     found, details = run(torch.tensor([0.0, value]), precision=precision, rates=rates, digests=["x", "y", "Z"])
     assert found == verdict
     assert words in details

@@ -7,8 +7,8 @@ import types
 import pytest
 from transformers import Trainer, TrainingArguments
 
-from hf_patrickstar.integrations.script import ScriptError, StopScript, plan_command, run_script
 from hf_patrickstar.integrations.training_args import PatrickStarArgumentsMixin
+from hf_patrickstar.integrations.training_script import ScriptError, StopScript, plan_command, run_script
 
 TRAINING = """
 import torch

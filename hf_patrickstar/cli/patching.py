@@ -25,8 +25,8 @@ import sys
 import types
 from typing import Any
 
+from hf_patrickstar.cli.inherited.sitecustomize import Finder
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.integrations.inherited.sitecustomize import Finder
 
 PLACES = (
     ("transformers.training_args", "PatrickStarArgumentsMixin"),
@@ -62,7 +62,7 @@ def install(defaults: Defaults) -> None:
     if any(isinstance(finder, Finder) for finder in sys.meta_path):
         return
     # What this process has inherited makes way for its own options.
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not hasattr(finder, "puts_classes")]
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not hasattr(finder, "patches_classes")]
     for module, base in PLACES if defaults.patrickstar else PLACES[:2]:
         if module in sys.modules:
             raise ConfigError(
@@ -70,12 +70,12 @@ def install(defaults: Defaults) -> None:
                 "process, by 'hf-patrickstar run' alone"
             )
     if "transformers" in sys.modules:
-        put_classes(defaults)
+        patch_classes(defaults)
     else:
-        sys.meta_path.insert(0, Finder(functools.partial(put_classes, defaults)))
+        sys.meta_path.insert(0, Finder(functools.partial(patch_classes, defaults)))
 
 
-def put_classes(defaults: Defaults) -> None:
+def patch_classes(defaults: Defaults) -> None:
     """Puts the classes at their places, once in a process.
 
     Args:
