@@ -48,9 +48,9 @@ from hf_patrickstar.runtime.hooks import ModelHooks
 from hf_patrickstar.runtime.live_parameter import set_raw_data
 from hf_patrickstar.runtime.live_tensor import managers_of
 from hf_patrickstar.runtime.manager import ChunkManager
+from hf_patrickstar.runtime.model_set import roots_of
 from hf_patrickstar.runtime.quantized import buffers_of
 from hf_patrickstar.runtime.recovery import MAX_RETRIES, Recovery
-from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.tracing.estimator import make_estimator
 
@@ -70,7 +70,7 @@ class PatrickStarEngine:
 
     Args:
         model: The model, on the host or on the compute device; several that share an optimizer are given as one
-            ``Together`` and stay models of their own.
+            ``ModelSet`` and stay models of their own.
         config: Settings; a ``PatrickStarConfig``, dictionary, JSON text or path.
         optimizer: A torch optimizer over the model's parameters, or several; the engine takes over their states.
             ``None`` makes an engine for evaluation, or for an optimizer that comes later: it has no optimizer states,

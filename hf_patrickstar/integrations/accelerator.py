@@ -24,7 +24,7 @@ from hf_patrickstar.integrations.accelerator_optimizers import (
 )
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
 from hf_patrickstar.optim.scaler import ChunkedGradScaler
-from hf_patrickstar.runtime.together import Together, roots_of
+from hf_patrickstar.runtime.model_set import ModelSet, roots_of
 
 
 class PatrickStarAccelerator(AcceleratorCheckpoints):
@@ -245,7 +245,7 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
                     engine.add_optimizer(optimizer)
                 return
         PatrickStarEngine(
-            models[0] if len(models) == 1 else Together(models),
+            models[0] if len(models) == 1 else ModelSet(models),
             self.patrickstar_config,
             optimizers,
             device=self.device,

@@ -21,7 +21,7 @@ from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.integrations.accelerator_optimizers import unwrapped
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
-from hf_patrickstar.runtime.together import roots_of
+from hf_patrickstar.runtime.model_set import roots_of
 
 logger = logging.getLogger(__name__)
 

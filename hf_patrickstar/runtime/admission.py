@@ -7,8 +7,8 @@ import torch
 
 from hf_patrickstar.errors import ConfigError, EngineError
 from hf_patrickstar.runtime.compiled import is_compiled
+from hf_patrickstar.runtime.model_set import roots_of
 from hf_patrickstar.runtime.quantized import is_packed
-from hf_patrickstar.runtime.together import roots_of
 
 
 def check_model(model: torch.nn.Module) -> None:

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 
 from hf_patrickstar.errors import ConfigError, EngineError
 from hf_patrickstar.runtime.live_parameter import RAW, WITHOUT_VALUE
-from hf_patrickstar.runtime.together import roots_of
+from hf_patrickstar.runtime.model_set import roots_of
 
 logger = logging.getLogger(__name__)
 

@@ -37,9 +37,9 @@ from hf_patrickstar.runtime.live_model import LiveModel
 from hf_patrickstar.runtime.live_parameter import GET_GRAD, RAW, SET_GRAD, LiveMixin, raw_data, requires_grad
 from hf_patrickstar.runtime.live_tensor import LiveTensor, LiveWeights
 from hf_patrickstar.runtime.manager import ChunkManager
+from hf_patrickstar.runtime.model_set import roots_of
 from hf_patrickstar.runtime.quantized import PackedLayers, parameters_of
 from hf_patrickstar.runtime.steps import Call
-from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule.trace import input_shapes
 from hf_patrickstar.states import Stage
 

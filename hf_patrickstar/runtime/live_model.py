@@ -12,7 +12,7 @@ from hf_patrickstar.runtime import captures
 from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.runtime.live_tensor import LiveWeights, cannot_share
 from hf_patrickstar.runtime.manager import ChunkManager
-from hf_patrickstar.runtime.together import roots_of
+from hf_patrickstar.runtime.model_set import roots_of
 
 _HOOK_DICTIONARIES = tuple(name for name in vars(torch.nn.Module()) if "_hooks" in name)
 

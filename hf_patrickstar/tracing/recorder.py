@@ -32,8 +32,8 @@ from hf_patrickstar.runtime.compiled import is_compiled
 from hf_patrickstar.runtime.frames import Frame, Lookup, current_stage
 from hf_patrickstar.runtime.hooks import has_hooks_of_user, is_embedding, places_of, tensors_in
 from hf_patrickstar.runtime.live_parameter import LiveMixin, raw_data, released_type, storage_key, take_raw_grad
+from hf_patrickstar.runtime.model_set import roots_of
 from hf_patrickstar.runtime.quantized import PackedLayers, buffers_of, named_parameters
-from hf_patrickstar.runtime.together import roots_of
 from hf_patrickstar.schedule import op_trace
 from hf_patrickstar.schedule.script import Begin, Part
 from hf_patrickstar.schedule.trace import input_shapes

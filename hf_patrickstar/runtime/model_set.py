@@ -3,7 +3,7 @@
 import torch
 
 
-class Together(torch.nn.ModuleList):
+class ModelSet(torch.nn.ModuleList):
     """Holds models that stay models of their own: each is called, saved and zeroed by itself.
 
     Nobody calls this one. Parameters are named by the place of their model: ``0.weight``.
@@ -11,9 +11,9 @@ class Together(torch.nn.ModuleList):
 
 
 def roots_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The user's models in what an engine trains: the model itself, or those that are held together.
+    """The user's models in what an engine trains: the model itself, or those of a set.
 
     Args:
         model: What the engine was given.
     """
-    return list(model) if isinstance(model, Together) else [model]
+    return list(model) if isinstance(model, ModelSet) else [model]
