@@ -38,23 +38,18 @@ _LAZY = {
     "deferred_weights": "hf_patrickstar.checkpoint.weight_files",
     "PatrickStarConfig": "hf_patrickstar.config",
     **dict.fromkeys(("PatrickStarEngine", "get_engine", "initialize_engine"), "hf_patrickstar.engine"),
-    "PatrickStarArgumentsMixin": "hf_patrickstar.integrations.training_args",
     "PatrickStarAccelerator": "hf_patrickstar.integrations.accelerator",
-    "PatrickStarTrainer": "hf_patrickstar.integrations.trainer",
-    "PatrickStarTrainerMixin": "hf_patrickstar.integrations.trainer",
+    **dict.fromkeys(("PatrickStarTrainer", "PatrickStarTrainerMixin"), "hf_patrickstar.integrations.trainer"),
+    "PatrickStarArgumentsMixin": "hf_patrickstar.integrations.training_args",
     "PatrickStarTrainingArguments": "hf_patrickstar.integrations.training_args",
     **dict.fromkeys(("Chunks", "Plan", "Speed", "TierUse", "TriedChange"), "hf_patrickstar.planner.plan"),
     "plan": "hf_patrickstar.planner.from_python",
 }
 
-# These need an optional package, so they are not in __all__: "from hf_patrickstar import *" would fail without it.
-_OPTIONAL = {
-    "PatrickStarDPOConfig": "hf_patrickstar.integrations.trl",
-    "PatrickStarDPOTrainer": "hf_patrickstar.integrations.trl",
-    "PatrickStarGRPOConfig": "hf_patrickstar.integrations.trl",
-    "PatrickStarGRPOTrainer": "hf_patrickstar.integrations.trl",
-    "PatrickStarSFTConfig": "hf_patrickstar.integrations.trl",
-    "PatrickStarSFTTrainer": "hf_patrickstar.integrations.trl",
+# These need TRL, which is optional, so they are not in __all__: "from hf_patrickstar import *" would fail without it.
+_OF_TRL = {
+    *("PatrickStarDPOConfig", "PatrickStarDPOTrainer", "PatrickStarGRPOConfig", "PatrickStarGRPOTrainer"),
+    *("PatrickStarSFTConfig", "PatrickStarSFTTrainer"),
 }
 
 __all__ = [
@@ -88,10 +83,10 @@ if not TYPE_CHECKING:  # where type checkers see a __getattr__, every name is th
 
     def __getattr__(name: str) -> Any:
         """Imports torch, transformers and accelerate only when something that needs them is asked for."""
-        if name in _LAZY or name in _OPTIONAL:
+        if name in _LAZY or name in _OF_TRL:
             import importlib
 
-            return getattr(importlib.import_module(_LAZY.get(name) or _OPTIONAL[name]), name)
+            return getattr(importlib.import_module(_LAZY.get(name, "hf_patrickstar.integrations.trl")), name)
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
 
 

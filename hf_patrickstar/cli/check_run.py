@@ -45,7 +45,7 @@ class Task:
     arguments: list[str]
 
 
-class _Recorder(TrainerCallback):
+class _StepRecorder(TrainerCallback):
     """Notes what a training does, and stops it.
 
     Args:
@@ -125,7 +125,7 @@ def _train(task: Task, trainer: Any, train: Any) -> None:
         raise ScriptError(f"'{task.path}' changes 'patrickstar' of its arguments; leave it as it was given")
     _change_arguments(task, trainer.args)  # again, for a script that has changed them after they were made
     trainer.remove_callback(EarlyStoppingCallback)  # it refuses to train without evaluation
-    recorder = _Recorder(task, trainer)
+    recorder = _StepRecorder(task, trainer)
     trainer.training_step = recorder.training_step
     trainer.add_callback(recorder)
     train(resume_from_checkpoint=False)

@@ -72,7 +72,7 @@ def largest(model, count):
 
 def test_the_classes_are_names_of_the_package_and_an_error_names_the_extra(monkeypatch):
     assert hf_patrickstar.PatrickStarGRPOTrainer is PatrickStarGRPOTrainer
-    assert not set(hf_patrickstar._OPTIONAL) & set(hf_patrickstar.__all__), "a star import would need TRL"
+    assert not hf_patrickstar._OF_TRL & set(hf_patrickstar.__all__), "a star import would need TRL"
     monkeypatch.setitem(sys.modules, "trl", None)
     path = sys.modules[PatrickStarGRPOTrainer.__module__].__file__
     spec = importlib.util.spec_from_file_location("a_copy_of_the_module", path)
