@@ -20,8 +20,8 @@ import pytest
 import torch
 import transformers
 from accelerate.state import AcceleratorState, GradientState
-from processes import Workers
-from simulated import streams_of
+from support.processes import Workers
+from support.streams import streams_of
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
 from hf_patrickstar import units

@@ -49,7 +49,12 @@ def test_the_guide_names_what_it_tells_to_change():
     sources = "".join(
         (ROOT / path).read_text(encoding="utf-8")
         for path in (
-            *("tests/test_architecture.py", "tests/unit/test_config.py", "tests/models.py", "tests/conftest.py"),
+            *(
+                "tests/test_architecture.py",
+                "tests/unit/test_config.py",
+                "tests/support/models.py",
+                "tests/conftest.py",
+            ),
             *("hf_patrickstar/config.py", "hf_patrickstar/errors.py", "benchmarks/common.py", "pyproject.toml"),
         )
     )

@@ -1,5 +1,5 @@
 import pytest
-from processes import Workers
+from support.processes import Workers
 
 
 def started(world_size):

@@ -3,11 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
-from as_one import copy_state, differences, on_one_rank, train_alone, train_together
-from checkpoint_files import same_bits
-from models import make_batch
-from quantized_states import LEAST_NUMEL, flat, make
-from together import engaged, hf_loss
+from support.checkpoint_files import same_bits
+from support.models import make_batch
+from support.quantized_states import LEAST_NUMEL, flat, make
+from support.together import copy_state, differences, engaged, hf_loss, on_one_rank, train_alone, train_together
 
 from hf_patrickstar import PatrickStarEngine
 

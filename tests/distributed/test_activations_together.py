@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from as_one import alone, on_one_rank, train_as_alone
-from together import engaged, hf_loss, prepared
+from support.together import alone, engaged, hf_loss, on_one_rank, prepared, train_as_alone
 
 from hf_patrickstar.memory.tiers import Tier
 

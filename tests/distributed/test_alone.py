@@ -9,9 +9,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from models import gpt2
-from processes import Workers
-from together import heard
+from support.models import gpt2
+from support.processes import Workers
+from support.together import heard
 
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.errors import CollectiveError

@@ -5,9 +5,9 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from as_one import make_optimizer, train_together
-from models import make_model
-from processes import Workers
+from support.models import make_model
+from support.processes import Workers
+from support.together import make_optimizer, train_together
 from test_branches import ROUTES, SMALL, WIDTH, Chain, chain_loss
 
 from hf_patrickstar import PatrickStarEngine

@@ -6,9 +6,19 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from as_one import alone, differences, make_optimizer, on_one_rank, seed_of, train_as_alone, train_together
-from processes import Workers
-from together import engaged, heard, recorded
+from support.processes import Workers
+from support.together import (
+    alone,
+    differences,
+    engaged,
+    heard,
+    make_optimizer,
+    on_one_rank,
+    recorded,
+    seed_of,
+    train_as_alone,
+    train_together,
+)
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.errors import CollectiveError

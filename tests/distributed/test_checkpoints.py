@@ -10,10 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from as_one import alone, differences, make_optimizer, train_as_alone, train_together
-from models import make_model
-from processes import Workers
-from together import engaged, hf_loss, launched
+from support.models import make_model
+from support.processes import Workers
+from support.together import (
+    alone,
+    differences,
+    engaged,
+    hf_loss,
+    launched,
+    make_optimizer,
+    train_as_alone,
+    train_together,
+)
 
 from hf_patrickstar import PatrickStarAccelerator, PatrickStarEngine, deferred_weights
 from hf_patrickstar.checkpoint import safetensors_file, transaction

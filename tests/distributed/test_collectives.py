@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from processes import GROUP_TIMEOUT_S, Workers
+from support.processes import GROUP_TIMEOUT_S, Workers
 
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import CollectiveError, ConfigError

@@ -6,8 +6,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from models import make_batch, make_model
-from processes import Workers
+from support.models import make_batch, make_model
+from support.processes import Workers
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.dist.collectives import Collectives

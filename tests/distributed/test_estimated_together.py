@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from as_one import alone, on_one_rank, seed_of, train_as_alone
-from models import make_batch, make_model
-from together import engaged, tight
+from support.models import make_batch, make_model
+from support.together import alone, engaged, on_one_rank, seed_of, tight, train_as_alone
 
 pytestmark = pytest.mark.xdist_group("distributed")
 

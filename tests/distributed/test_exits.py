@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from processes import ENVIRONMENT
+from support.processes import ENVIRONMENT
 
 pytestmark = pytest.mark.xdist_group("distributed")
 

@@ -6,11 +6,10 @@ import os
 
 import pytest
 import torch
-from as_one import copy_state, differences, make_optimizer, train_together
-from checkpoint_files import same_bits
-from models import make_model
+from support.checkpoint_files import same_bits
+from support.models import make_model
+from support.together import copy_state, differences, engaged, hf_loss, make_optimizer, train_together
 from test_checkpoints import build
-from together import engaged, hf_loss
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.checkpoint import torch_state

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from models import make_model
-from together import engaged, hf_loss
+from support.models import make_model
+from support.together import engaged, hf_loss
 
 from hf_patrickstar import PatrickStarEngine
 

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from as_one import differences, train_together
-from models import make_model
-from together import engaged, hf_loss, launched
-from trainers import train
+from support.models import make_model
+from support.together import differences, engaged, hf_loss, launched, train_together
+from support.trainers import train
 
 from hf_patrickstar import CheckpointError, PatrickStarAccelerator, PatrickStarEngine
 

@@ -1,7 +1,7 @@
 """What users do with a model that several processes share, beside training it."""
 
 import torch
-from models import gpt2
+from support.models import gpt2
 
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.engine import PatrickStarEngine

@@ -9,9 +9,9 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from live.both import VOCAB, Block, Notes, assert_same_model, assert_same_notes, make_adamw, make_tower
-from models import make_batch, make_model
-from together import engaged
+from support.live import VOCAB, Block, Notes, assert_same_model, assert_same_notes, make_adamw, make_tower
+from support.models import make_batch, make_model
+from support.together import engaged
 from torch import nn
 
 from hf_patrickstar.errors import CollectiveError

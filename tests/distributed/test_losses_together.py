@@ -3,10 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
-from as_one import alone, differences, on_one_rank, parts_of, seed_of, train_as_alone
-from fused_losses import LOSSES, loss_of, make
-from models import make_batch, make_model
-from together import engaged, tight
+from support.fused_losses import LOSSES, loss_of, make
+from support.models import make_batch, make_model
+from support.together import alone, differences, engaged, on_one_rank, parts_of, seed_of, tight, train_as_alone
 
 from hf_patrickstar.runtime.chunked_loss import chunk_losses, find_heads
 

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from processes import Workers
+from support.processes import Workers
 
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.dist.watchdog import announce

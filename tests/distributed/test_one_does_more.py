@@ -5,10 +5,9 @@ import re
 
 import pytest
 import torch.distributed as dist
-from as_one import make_optimizer
-from models import make_batch, make_model
-from processes import Workers
-from together import hf_loss, join_again
+from support.models import make_batch, make_model
+from support.processes import Workers
+from support.together import hf_loss, join_again, make_optimizer
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.errors import CollectiveError

@@ -3,9 +3,19 @@
 import pytest
 import torch
 import torch.distributed as dist
-from as_one import alone, copy_state, differences, on_one_rank, train_alone, train_as_alone, train_together
 from integration.test_states_of_any_shape import Rotation
-from together import engaged, hf_loss, prepared
+from support.together import (
+    alone,
+    copy_state,
+    differences,
+    engaged,
+    hf_loss,
+    on_one_rank,
+    prepared,
+    train_alone,
+    train_as_alone,
+    train_together,
+)
 from transformers.optimization import Adafactor
 
 from hf_patrickstar import PatrickStarEngine

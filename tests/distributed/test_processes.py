@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from processes import WorkerError, Workers
+from support.processes import WorkerError, Workers
 
 
 def describe(rank, offset):

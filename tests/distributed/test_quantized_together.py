@@ -3,9 +3,8 @@
 import pytest
 import safetensors.torch
 import torch.distributed as dist
-from as_one import alone, differences, on_one_rank, train_as_alone
-from quantized import load, saved, with_adapter, without_packing
-from together import engaged, hf_loss, tight
+from support.quantized import load, saved, with_adapter, without_packing
+from support.together import alone, differences, engaged, hf_loss, on_one_rank, tight, train_as_alone
 
 pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.xdist_group("distributed")

@@ -2,9 +2,9 @@
 
 from unittest import mock
 
-import mutations
 import pytest
-from race_detector import RaceError, SimulatedStream
+from support import mutations
+from support.race_detector import RaceError, SimulatedStream
 from test_training import train_like_one
 
 from hf_patrickstar.memory.streams import Copy

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from stock_scripts import PLAIN_EXIT, write_stock_scripts
+from support.scripts import PLAIN_EXIT, write_stock_scripts
 
 TESTS = pathlib.Path(__file__).parents[1]
 LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

@@ -6,8 +6,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from as_one import copy_state, differences, seed_of
-from together import launched
+from support.together import copy_state, differences, launched, seed_of
 from torch import nn
 
 from hf_patrickstar import PatrickStarAccelerator

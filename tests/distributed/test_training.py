@@ -3,8 +3,17 @@
 import pytest
 import torch
 import torch.distributed as dist
-from as_one import alone, differences, on_one_rank, parts_of, train_as_alone
-from together import engaged, hf_loss, prepared, tight
+from support.together import (
+    alone,
+    differences,
+    engaged,
+    hf_loss,
+    on_one_rank,
+    parts_of,
+    prepared,
+    tight,
+    train_as_alone,
+)
 
 pytestmark = pytest.mark.xdist_group("distributed")  # one worker of pytest-xdist, or each starts processes
 

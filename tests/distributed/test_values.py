@@ -10,12 +10,23 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
-from as_one import alone, copy_state, differences, make_optimizer, on_one_rank, train_as_alone, train_together
-from models import make_batch, make_model
-from processes import WorkerError, Workers
+from support.models import make_batch, make_model
+from support.processes import WorkerError, Workers
+from support.together import (
+    alone,
+    copy_state,
+    differences,
+    engaged,
+    heard,
+    hf_loss,
+    launched,
+    make_optimizer,
+    on_one_rank,
+    train_as_alone,
+    train_together,
+)
+from support.trainers import train
 from test_branches import SMALL, chain_loss, make_chain
-from together import engaged, heard, hf_loss, launched
-from trainers import train
 from transformers import GPT2LMHeadModel
 
 from hf_patrickstar import PatrickStarAccelerator, PatrickStarEngine, deferred_weights

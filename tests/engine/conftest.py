@@ -1,5 +1,5 @@
 import pytest
-from engine.small import BUDGETS
+from support.small import BUDGETS
 
 
 def pytest_generate_tests(metafunc):

@@ -5,10 +5,10 @@ import functools
 
 import pytest
 import torch
-from engine.pairs import Pair
-from engine.same import assert_same, gradients_of
-from engine.small import WIDTH, Stack, batch
-from models import MODELS, make_batch
+from support.models import MODELS, make_batch
+from support.pairs import Pair
+from support.same import assert_same, gradients_of
+from support.small import WIDTH, Stack, batch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -6,9 +6,9 @@ import weakref
 
 import pytest
 import torch
-from engine.pairs import Pair, config_of, engine_of
-from engine.same import assert_same, assert_same_values, values_of
-from engine.small import (
+from support.pairs import Pair, config_of, engine_of
+from support.same import assert_same, assert_same_values, values_of
+from support.small import (
     CHUNK_NUMEL,
     DTYPES,
     LAYER_NUMEL,
@@ -24,7 +24,7 @@ from engine.small import (
     tokens,
     trainable,
 )
-from simulated import streams_of
+from support.streams import streams_of
 from torch import nn
 
 from hf_patrickstar import BudgetError, DeviceMemoryError, PatrickStarEngine

@@ -9,11 +9,11 @@ import weakref
 
 import pytest
 import torch
-from buffers import are_there
-from engine.pairs import Pair, engine_of
-from engine.same import assert_same_states
-from engine.small import WIDTH, Stack, adamw, batch, make, step_of, trainable
-from simulated import simulated_streams
+from support.buffers import are_there
+from support.pairs import Pair, engine_of
+from support.same import assert_same_states
+from support.small import WIDTH, Stack, adamw, batch, make, step_of, trainable
+from support.streams import simulated_streams
 from torch import nn
 
 from hf_patrickstar.events import ChunkRehomed

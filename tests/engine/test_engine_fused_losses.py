@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from fused_losses import LOSSES, loss_of, make
-from models import make_batch
+from support.fused_losses import LOSSES, loss_of, make
+from support.models import make_batch
 
 from hf_patrickstar import PatrickStarEngine
 

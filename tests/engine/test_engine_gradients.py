@@ -5,9 +5,9 @@ import weakref
 
 import pytest
 import torch
-from engine.pairs import Pair, alike, clip, config_of
-from engine.same import assert_same, assert_same_values, copied, gradients_of, values_of
-from engine.small import DTYPES, WIDTH, Stack, Tied, adamw, batch, loss_of, make, sgd, step_of, steps
+from support.pairs import Pair, alike, clip, config_of
+from support.same import assert_same, assert_same_values, copied, gradients_of, values_of
+from support.small import DTYPES, WIDTH, Stack, Tied, adamw, batch, loss_of, make, sgd, step_of, steps
 from torch import nn
 
 from hf_patrickstar import BudgetError, EngineError, PatrickStarEngine

@@ -11,9 +11,9 @@ import weakref
 
 import pytest
 import torch
-from engine.pairs import Pair, alike, evict
-from engine.same import copied, gradients_of, values_of
-from engine.small import WIDTH, Stack, Tied, batch, loss_of, sgd, step_of, tokens
+from support.pairs import Pair, alike, evict
+from support.same import copied, gradients_of, values_of
+from support.small import WIDTH, Stack, Tied, batch, loss_of, sgd, step_of, tokens
 from torch import nn
 
 from hf_patrickstar import EngineError

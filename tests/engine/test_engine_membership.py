@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from engine.pairs import Pair, config_of, engine_of
-from engine.same import assert_same, assert_same_values, copied, gradients_of, values_of
-from engine.small import WIDTH, Stack, Tied, adamw, batch, loss_of, make, sgd, step_of, trainable
+from support.pairs import Pair, config_of, engine_of
+from support.same import assert_same, assert_same_values, copied, gradients_of, values_of
+from support.small import WIDTH, Stack, Tied, adamw, batch, loss_of, make, sgd, step_of, trainable
 from torch import nn
 
 from hf_patrickstar import BudgetError, ConfigError, EngineError, PatrickStarEngine, get_engine, initialize_engine

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 import torch
-from engine.pairs import Pair, engine_of
-from engine.same import assert_same_values
-from engine.small import DTYPES, WIDTH, Block, Stack, adamw, batch, loss_of, make, step_of
+from support.pairs import Pair, engine_of
+from support.same import assert_same_values
+from support.small import DTYPES, WIDTH, Block, Stack, adamw, batch, loss_of, make, step_of
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile

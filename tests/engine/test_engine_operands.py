@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from engine.pairs import Pair, alike, engine_of
-from engine.same import copied, gradients_of
-from engine.small import WIDTH, Block, Stack, Tied, batch, loss_of, make, sgd, step_of
+from support.pairs import Pair, alike, engine_of
+from support.same import copied, gradients_of
+from support.small import WIDTH, Block, Stack, Tied, batch, loss_of, make, sgd, step_of
 from torch import nn
 from torch._dynamo import convert_frame
 from torch.autograd.graph import saved_tensors_hooks

@@ -6,9 +6,9 @@ import pickle
 
 import pytest
 import torch
-from engine.pairs import Pair, alike, config_of
-from engine.same import assert_same, assert_same_states, assert_same_values, copied, values_of
-from engine.small import DTYPES, WIDTH, Stack, Tied, adamw, batch, loss_of, make, sgd, step_of, tokens
+from support.pairs import Pair, alike, config_of
+from support.same import assert_same, assert_same_states, assert_same_values, copied, values_of
+from support.small import DTYPES, WIDTH, Stack, Tied, adamw, batch, loss_of, make, sgd, step_of, tokens
 from torch import nn
 
 from hf_patrickstar import PatrickStarEngine

@@ -5,10 +5,10 @@ import random
 
 import pytest
 import torch
-from engine.pairs import Pair
-from engine.same import assert_same, copied, values_of
-from engine.small import WIDTH, Stack, adamw, batch, loss_of, make, sgd
-from simulated import simulated_streams
+from support.pairs import Pair
+from support.same import assert_same, copied, values_of
+from support.small import WIDTH, Stack, adamw, batch, loss_of, make, sgd
+from support.streams import simulated_streams
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -6,10 +6,10 @@ import time
 
 import pytest
 import torch
-from engine.pairs import Pair, alike
-from engine.same import gradients_of, values_of
-from engine.small import Stack, Tied, batch, loss_of, step_of
-from engine.threads import beside, in_threads, read_parameters, read_state
+from support.pairs import Pair, alike
+from support.same import gradients_of, values_of
+from support.small import Stack, Tied, batch, loss_of, step_of
+from support.threads import beside, in_threads, read_parameters, read_state
 
 from hf_patrickstar import EngineError
 

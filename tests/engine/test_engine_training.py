@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from engine.pairs import Pair, alike, engine_of
-from engine.small import WIDTH, Stack, Tied, batch, loss_of, make, step_of, tokens
-from simulated import delayed_streams, simulated_streams
+from support.pairs import Pair, alike, engine_of
+from support.small import WIDTH, Stack, Tied, batch, loss_of, make, step_of, tokens
+from support.streams import delayed_streams, simulated_streams
 from torch import nn
 
 

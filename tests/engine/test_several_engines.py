@@ -4,9 +4,9 @@ import gc
 
 import pytest
 import torch
-from engine.pairs import config_of
-from engine.same import assert_same, values_of
-from engine.small import Stack, adamw, batch, make, trainable
+from support.pairs import config_of
+from support.same import assert_same, values_of
+from support.small import Stack, adamw, batch, make, trainable
 from torch import nn
 
 from hf_patrickstar import get_engine, initialize_engine

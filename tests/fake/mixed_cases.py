@@ -15,12 +15,11 @@ import traceback
 import warnings
 from unittest import mock
 
-import fake_device
-import fused_losses
 import pytest
 import torch
-from models import make_batch, make_model
-from reference import Reference
+from support import fake_device, fused_losses
+from support.models import make_batch, make_model
+from support.reference import Reference
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

@@ -1,5 +1,5 @@
 import pytest
-from on_gpu import exact_kernels
+from support.on_gpu import exact_kernels
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from on_gpu import DEVICE, LOSS_TOLERANCE
-from trainers import train
+from support.on_gpu import DEVICE, LOSS_TOLERANCE
+from support.trainers import train
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("bitsandbytes")

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from models import make_batch, make_model
-from on_gpu import DEVICE, MIB, STEPS, adamw, batch_of, capped, free, needs_cuda, warm_up
+from support.models import make_batch, make_model
+from support.on_gpu import DEVICE, MIB, STEPS, adamw, batch_of, capped, free, needs_cuda, warm_up
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.memory.tiers import Tier

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from on_gpu import DEVICE, LOSS_TOLERANCE, needs_cuda
-from trainers import train
+from support.on_gpu import DEVICE, LOSS_TOLERANCE, needs_cuda
+from support.trainers import train
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
 

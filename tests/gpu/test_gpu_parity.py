@@ -7,9 +7,9 @@ reference, so with clipping that comparison is to 1e-3 of the update.
 
 import pytest
 import torch
-from models import make_model, make_rows
-from on_gpu import DEVICE, assert_same, capped, repeats_itself, run_engine, run_plain, run_reference
-from trainers import LossRecorder, arguments
+from support.models import make_model, make_rows
+from support.on_gpu import DEVICE, assert_same, capped, repeats_itself, run_engine, run_plain, run_reference
+from support.trainers import LossRecorder, arguments
 
 from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments
 

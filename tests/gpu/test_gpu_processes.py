@@ -6,12 +6,12 @@ nccl refuses two ranks on one device, so what the package sends from the device 
 import contextlib
 from unittest import mock
 
-import processes
 import pytest
 import torch
 import torch.distributed as dist
-from models import make_batch, make_model
-from on_gpu import DEVICE, STEPS, adamw, exact_kernels, synchronize
+from support import processes
+from support.models import make_batch, make_model
+from support.on_gpu import DEVICE, STEPS, adamw, exact_kernels, synchronize
 
 from hf_patrickstar import PatrickStarEngine
 

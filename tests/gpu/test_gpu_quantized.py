@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from models import make_rows
-from on_gpu import DEVICE, LOSS_TOLERANCE
-from quantized import load, packed_nbytes, with_adapter, without_packing
-from trainers import LossRecorder, arguments
+from support.models import make_rows
+from support.on_gpu import DEVICE, LOSS_TOLERANCE
+from support.quantized import load, packed_nbytes, with_adapter, without_packing
+from support.trainers import LossRecorder, arguments
 from transformers import Trainer, TrainingArguments
 
 from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments

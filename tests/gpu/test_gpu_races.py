@@ -7,8 +7,19 @@ import random
 
 import pytest
 import torch
-from models import make_model
-from on_gpu import DEVICE, adamw, assert_same, batch_of, capped, free, occupy, repeats_itself, run_engine, run_reference
+from support.models import make_model
+from support.on_gpu import (
+    DEVICE,
+    adamw,
+    assert_same,
+    batch_of,
+    capped,
+    free,
+    occupy,
+    repeats_itself,
+    run_engine,
+    run_reference,
+)
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.memory.driver import Driver

@@ -2,8 +2,19 @@
 
 import pytest
 import torch
-from models import make_model
-from on_gpu import DEVICE, STEPS, adamw, assert_same, batch_of, capped, free, needs_cuda, repeats_itself, run_reference
+from support.models import make_model
+from support.on_gpu import (
+    DEVICE,
+    STEPS,
+    adamw,
+    assert_same,
+    batch_of,
+    capped,
+    free,
+    needs_cuda,
+    repeats_itself,
+    run_reference,
+)
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.memory.tiers import Tier

@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from on_gpu import DEVICE, needs_cuda
+from support.on_gpu import DEVICE, needs_cuda
 
 from hf_patrickstar.cli.main import main
 from hf_patrickstar.machine import find_machine

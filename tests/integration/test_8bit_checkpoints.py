@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 import torch
-from checkpoint_files import STATE_INDEX, names_in, same_bits
-from quantized_states import flat, make, trained
-from trainers import assert_same_weights, logged
+from support.checkpoint_files import STATE_INDEX, names_in, same_bits
+from support.quantized_states import flat, make, trained
+from support.trainers import assert_same_weights, logged
 
 from hf_patrickstar.cli.main import main
 

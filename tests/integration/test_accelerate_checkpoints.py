@@ -8,9 +8,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
-from checkpoint_files import assert_same_files, assert_same_tensors, names_in, same_bits, snapshot
-from models import make_model, make_rows
-from trainers import assert_same_weights, tight
+from support.checkpoint_files import assert_same_files, assert_same_tensors, names_in, same_bits, snapshot
+from support.models import make_model, make_rows
+from support.trainers import assert_same_weights, tight
 
 from hf_patrickstar import CheckpointError, PatrickStarAccelerator
 from hf_patrickstar.checkpoint import training_state

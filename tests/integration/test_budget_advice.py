@@ -10,8 +10,8 @@ import types
 import pytest
 import torch
 import transformers
-from models import make_batch, make_model
-from trainers import train
+from support.models import make_batch, make_model
+from support.trainers import train
 
 import hf_patrickstar.resources
 from hf_patrickstar import BudgetError, DeviceMemoryError, PatrickStarEngine

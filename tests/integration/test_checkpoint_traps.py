@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from models import make_batch, make_model
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from support.models import make_batch, make_model
 
 from hf_patrickstar import CheckpointError, PatrickStarEngine, deferred_weights
 

@@ -7,11 +7,11 @@ import pickle
 import peft
 import pytest
 import torch
-from models import make_batch, make_model
+from support.models import make_batch, make_model
+from support.trainers import assert_same_weights, logged, make_trainer, pair, run, train
+from support.watch import non_model_peak
 from torch import nn
-from trainers import assert_same_weights, logged, make_trainer, pair, run, train
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
-from watch import non_model_peak
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.errors import ConfigError, EngineError

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from models import make_model
+from support.models import make_model
 from torch import nn
 
 from hf_patrickstar import PatrickStarEngine

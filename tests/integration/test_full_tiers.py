@@ -4,8 +4,8 @@ import re
 
 import pytest
 import torch
-from models import IDS
-from reference import Reference
+from support.models import IDS
+from support.reference import Reference
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_patrickstar import BudgetError, PatrickStarEngine

@@ -5,12 +5,12 @@ import shutil
 
 import pytest
 import torch
-from checkpoint_files import STATE_INDEX, same_bits
-from models import make_batch, make_model
 from peft import LoraConfig, get_peft_model
+from support.checkpoint_files import STATE_INDEX, same_bits
+from support.models import make_batch, make_model
+from support.trainers import logged, run, tight
 from test_accelerate_checkpoints import Loop
 from test_interchange import ours, stock
-from trainers import logged, run, tight
 
 from hf_patrickstar import CheckpointError, PatrickStarEngine
 from hf_patrickstar.checkpoint.torch_state import export

@@ -7,17 +7,17 @@ import shutil
 
 import pytest
 import torch
-from checkpoint_files import (
+from safetensors.torch import load_file, save_file
+from support.checkpoint_files import (
     STATE_INDEX,
     assert_same_files,
     assert_same_tensors,
     names_in,
     tensors_in,
+    write_index,
 )
-from models import make_model
-from safetensors.torch import load_file, save_file
-from sources import write_index
-from trainers import assert_same_weights, logged, make_trainer, run, tight
+from support.models import make_model
+from support.trainers import assert_same_weights, logged, make_trainer, run, tight
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_patrickstar import CheckpointError, PatrickStarTrainer, PatrickStarTrainingArguments, deferred_weights

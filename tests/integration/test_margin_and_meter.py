@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from checkpoint_files import same_bits
-from models import make_batch, make_model
+from support.checkpoint_files import same_bits
+from support.models import make_batch, make_model
+from support.trainers import smallest_budget, train_with_engine
+from support.watch import non_model_peak
 from torch import nn
-from trainers import smallest_budget, train_with_engine
-from watch import non_model_peak
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.runtime import tracer as tracer_module

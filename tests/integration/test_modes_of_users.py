@@ -6,9 +6,9 @@ import copy
 
 import pytest
 import torch
-from checkpoint_files import same_bits
-from models import make_batch, make_model
 from safetensors.torch import load_file
+from support.checkpoint_files import same_bits
+from support.models import make_batch, make_model
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode

@@ -8,11 +8,10 @@ import tracemalloc
 import numpy
 import pytest
 import torch
-from checkpoint_files import STATE_INDEX, names_in, same_bits, snapshot, tensors_in
-from models import make_batch, make_model
-from sources import write_training_state
+from support.checkpoint_files import STATE_INDEX, names_in, same_bits, snapshot, tensors_in, write_training_state
+from support.models import make_batch, make_model
+from support.trainers import assert_same_weights, logged, run, tight
 from test_interchange import OPTIMIZERS, ours, stock, with_adapters, without_chunks
-from trainers import assert_same_weights, logged, run, tight
 
 from hf_patrickstar import CheckpointError, PatrickStarAccelerator, PatrickStarEngine
 from hf_patrickstar.checkpoint.torch_state import export

@@ -7,9 +7,9 @@ import os
 import peft
 import pytest
 import torch
-from models import make_batch, make_model, make_rows
 from safetensors.torch import load_file
-from trainers import arguments, smallest_budget
+from support.models import make_batch, make_model, make_rows
+from support.trainers import arguments, smallest_budget
 from transformers import GPT2LMHeadModel, Trainer, TrainingArguments
 
 from hf_patrickstar import PatrickStarEngine, PatrickStarTrainer, PatrickStarTrainingArguments, deferred_weights

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from trainers import arguments, assert_same_weights, logged, run
+from support.trainers import arguments, assert_same_weights, logged, run
 from transformers import Trainer, TrainingArguments
 
 from hf_patrickstar import (

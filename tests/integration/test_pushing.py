@@ -2,10 +2,10 @@
 
 import pytest
 import transformers.utils.hub
-from checkpoint_files import assert_same_tensors, names_in
-from hub import Hub
 from huggingface_hub import HfApi, constants
-from trainers import make_trainer, run, tight
+from support.checkpoint_files import assert_same_tensors, names_in
+from support.hub import Hub
+from support.trainers import make_trainer, run, tight
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
-from engine.same import assert_same
-from models import make_rows
-from quantized import load, saved, with_adapter
-from trainers import arguments, logged, smallest_budget
+from support.models import make_rows
+from support.quantized import load, saved, with_adapter
+from support.same import assert_same
+from support.trainers import arguments, logged, smallest_budget
 from transformers import Trainer, TrainingArguments
 
 from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments, units

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from models import make_batch, make_model
-from trainers import assert_same_weights, smallest_budget
+from support.models import make_batch, make_model
+from support.trainers import assert_same_weights, smallest_budget
 
 from hf_patrickstar import PatrickStarEngine
 

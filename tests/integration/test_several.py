@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 import torch
-from live.both import TIGHT, WIDTH, make_tower
-from live.hf import CONFIGS, Accelerated, states
+from support.hf import CONFIGS, Accelerated, states
+from support.live import TIGHT, WIDTH, make_tower
 from torch import nn
 from torch.optim import lr_scheduler
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from checkpoint_files import same_bits
-from models import make_batch, make_model
-from trainers import assert_same_weights, logged, make_trainer, run, tight
+from support.checkpoint_files import same_bits
+from support.models import make_batch, make_model
+from support.trainers import assert_same_weights, logged, make_trainer, run, tight
 from transformers import Trainer, TrainingArguments
 
 from hf_patrickstar import CheckpointError, PatrickStarEngine, PatrickStarTrainer, PatrickStarTrainingArguments

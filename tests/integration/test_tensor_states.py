@@ -1,8 +1,8 @@
 """The state of a parameter follows from facts, and moves as PatrickStar's figure 7 says."""
 
 import torch
-from models import make_batch, make_model
-from trainers import smallest_budget
+from support.models import make_batch, make_model
+from support.trainers import smallest_budget
 
 from hf_patrickstar import PatrickStarEngine
 

@@ -5,8 +5,8 @@ import inspect
 
 import pytest
 import torch
-from models import make_batch, make_model, make_rows
-from trainers import arguments, assert_same_weights, logged, make_trainer, pair, run
+from support.models import make_batch, make_model, make_rows
+from support.trainers import arguments, assert_same_weights, logged, make_trainer, pair, run
 from transformers import (
     PreTrainedModel,
     Seq2SeqTrainer,

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_files import assert_same_files, assert_same_tensors, names_in, trainer_state
-from models import make_model
+from support.checkpoint_files import assert_same_files, assert_same_tensors, names_in, trainer_state
+from support.models import make_model
+from support.trainers import assert_same_weights, logged, make_trainer, run, tight
 from test_interchange import SAVING, stock
-from trainers import assert_same_weights, logged, make_trainer, run, tight
 from transformers import TrainerCallback
 
 from hf_patrickstar import CheckpointError, PatrickStarTrainer, PatrickStarTrainingArguments

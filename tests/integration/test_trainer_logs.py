@@ -5,7 +5,7 @@ import pathlib
 import re
 
 import pytest
-from trainers import LogRecorder, make_trainer, tight, train
+from support.trainers import LogRecorder, make_trainer, tight, train
 from transformers import HfArgumentParser
 
 from hf_patrickstar import ConfigError, PatrickStarEngine, PatrickStarTrainer, PatrickStarTrainingArguments

@@ -5,8 +5,8 @@ import re
 import sys
 
 import pytest
-from simulated import simulated_streams
-from trainers import make_trainer, run, tight, train
+from support.streams import simulated_streams
+from support.trainers import make_trainer, run, tight, train
 from transformers import PrinterCallback
 from transformers.utils.logging import is_progress_bar_enabled
 

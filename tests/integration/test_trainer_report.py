@@ -4,9 +4,9 @@ import json
 import pathlib
 
 import pytest
-from pages import PageReader, check_alone, check_charts
-from simulated import simulated_streams
-from trainers import tight, train
+from support.pages import PageReader, check_alone, check_charts
+from support.streams import simulated_streams
+from support.trainers import tight, train
 
 from hf_patrickstar.cli.main import main
 from hf_patrickstar.report.run_record import read_run, record_folder

@@ -1,7 +1,7 @@
 import os
 
 import pytest
-from live.both import CONFIGS, Both
+from support.live import CONFIGS, Both
 
 
 def pytest_generate_tests(metafunc):

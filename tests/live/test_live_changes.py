@@ -5,14 +5,26 @@ import copy
 import peft
 import pytest
 import torch
-from live.both import VOCAB, WIDTH, Block, Tower, live, loss_of, make_adamw, make_ids, make_tower, raises_in_both, train
-from live.hf import states
-from models import make_batch, make_model
 from peft.utils.hotswap import hotswap_adapter_from_state_dict
+from support.hf import states
+from support.live import (
+    VOCAB,
+    WIDTH,
+    Block,
+    Tower,
+    live,
+    loss_of,
+    make_adamw,
+    make_ids,
+    make_tower,
+    raises_in_both,
+    train,
+)
+from support.models import make_batch, make_model
+from support.trainers import tight
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
-from trainers import tight
 
 
 def room(nbytes):

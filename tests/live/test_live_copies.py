@@ -12,9 +12,9 @@ from multiprocessing.reduction import ForkingPickler
 import pytest
 import torch
 import torch.multiprocessing  # registers how tensors are sent to other processes
-from live.both import WIDTH, Block, Tower, live, loss_of, make_adamw, make_ids, make_tower, train
+from support.live import WIDTH, Block, Tower, live, loss_of, make_adamw, make_ids, make_tower, train
+from support.trainers import tight
 from torch import nn
-from trainers import tight
 
 from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments
 
@@ -312,7 +312,7 @@ def test_a_trainer_copied(both, tmp_path):
 
     So the copy of ours is compared with the stock Trainer itself.
     """
-    from trainers import assert_same_weights, logged, make_trainer, run
+    from support.trainers import assert_same_weights, logged, make_trainer, run
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Copies(TrainerCallback):

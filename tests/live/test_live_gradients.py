@@ -5,12 +5,12 @@ import math
 
 import pytest
 import torch
-from live.both import WIDTH, Block, Tower, live, loss_of, make_ids, make_tower, make_with_list, raises_in_both, train
-from models import make_model
+from support.live import WIDTH, Block, Tower, live, loss_of, make_ids, make_tower, make_with_list, raises_in_both, train
+from support.models import make_model
+from support.trainers import assert_same_weights, make_trainer, run, tight
+from support.trainers import logged as logged_by
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from trainers import assert_same_weights, make_trainer, run, tight
-from trainers import logged as logged_by
 from transformers import Trainer, TrainingArguments
 
 from hf_patrickstar import PatrickStarEngine

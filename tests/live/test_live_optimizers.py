@@ -12,8 +12,8 @@ import pytest
 import schedulefree
 import torch
 from accelerate.utils import ProjectConfiguration
-from live.both import VOCAB, WIDTH, live, loss_of, make_adamw, make_ids, make_tower, raises_in_both, train
-from live.hf import CONFIGS, Accelerated, states
+from support.hf import CONFIGS, Accelerated, states
+from support.live import VOCAB, WIDTH, live, loss_of, make_adamw, make_ids, make_tower, raises_in_both, train
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook

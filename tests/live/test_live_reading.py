@@ -11,8 +11,8 @@ import numpy
 import pytest
 import safetensors.torch
 import torch
-from engine.threads import in_threads
-from live.both import WIDTH, Tower, live, loss_of, make_ids, make_tower, make_with_list, raises_in_both, train
+from support.live import WIDTH, Tower, live, loss_of, make_ids, make_tower, make_with_list, raises_in_both, train
+from support.threads import in_threads
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional

@@ -7,8 +7,8 @@ import time
 
 import pytest
 import torch
-from engine.threads import beside, read_parameters, read_state
-from live.both import Tower, make_ids, train
+from support.live import Tower, make_ids, train
+from support.threads import beside, read_parameters, read_state
 from torch import nn
 
 from hf_patrickstar import EngineError, PatrickStarEngine

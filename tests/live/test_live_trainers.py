@@ -9,9 +9,9 @@ import schedulefree
 import torch
 import trl
 from datasets import Dataset
-from live.hf import Trainers, logged, note_run, states
-from models import make_batch, make_model
-from texts import completions, count_sevens, make_tokenizer, preferences, prompts, words
+from support.hf import Trainers, logged, note_run, states
+from support.models import make_batch, make_model
+from support.texts import completions, count_sevens, make_tokenizer, preferences, prompts, words
 from torch import nn
 from transformers import LlamaConfig, LlamaForSequenceClassification, Trainer, TrainerCallback
 from transformers.optimization import Adafactor, AdafactorSchedule

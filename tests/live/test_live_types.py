@@ -6,11 +6,11 @@ import pickle
 
 import pytest
 import torch
-from live.both import WIDTH, Tower, live, loss_of, train
-from models import make_model
 from safetensors import safe_open
+from support.live import WIDTH, Tower, live, loss_of, train
+from support.models import make_model
+from support.trainers import make_trainer, run
 from torch import nn
-from trainers import make_trainer, run
 from transformers import TrainerCallback
 
 from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments

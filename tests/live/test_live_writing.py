@@ -5,7 +5,7 @@ import copy
 import numpy
 import pytest
 import torch
-from live.both import (
+from support.live import (
     VOCAB,
     WIDTH,
     Tower,

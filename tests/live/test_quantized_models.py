@@ -9,10 +9,10 @@ import threading
 import pytest
 import safetensors.torch
 import torch
-from engine.same import assert_same
-from models import make_batch
-from quantized import KINDS, load, packed, saved, with_adapter, without_packing
-from trainers import smallest_budget
+from support.models import make_batch
+from support.quantized import KINDS, load, packed, saved, with_adapter, without_packing
+from support.same import assert_same
+from support.trainers import smallest_budget
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hf_patrickstar import PatrickStarEngine

@@ -7,8 +7,8 @@ import dataclasses
 
 import pytest
 import torch
-from models import IDS, VOCAB
-from oracle.training import make_training, record_step
+from support.models import IDS, VOCAB
+from support.oracle import make_training, record_step
 from test_same_as_engine import NODE, check
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 

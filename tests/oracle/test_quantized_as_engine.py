@@ -4,10 +4,10 @@ import functools
 
 import pytest
 from oracle.test_same_as_engine import NODE, check, without_activations
-from oracle.training import Training, make_training, record_step
-from quantized import load, saved, with_adapter
+from support.oracle import Training, make_training, record_step
+from support.quantized import load, saved, with_adapter
+from support.trainers import smallest_budget
 from torch._dynamo import convert_frame
-from trainers import smallest_budget
 
 from hf_patrickstar.tracing.twins import copy_without_bytes
 

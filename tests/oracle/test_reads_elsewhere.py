@@ -5,7 +5,7 @@ import types
 
 import pytest
 import torch
-from oracle.training import Training, record_step
+from support.oracle import Training, record_step
 from test_same_as_engine import check, gaps, without_activations
 
 from hf_patrickstar import PatrickStarEngine

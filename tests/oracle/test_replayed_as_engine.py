@@ -1,11 +1,11 @@
 """A step is simulated as it ran: with homes, lookups and activations of a run, whatever would have been chosen."""
 
 import pytest
-from models import make_model
-from oracle.training import make_training, record_step
+from support.models import make_model
+from support.oracle import make_training, record_step
+from support.trainers import smallest_budget
 from test_offload_as_engine import llama, training_of
 from test_same_as_engine import NODE, SLOW_BUS, check
-from trainers import smallest_budget
 
 from hf_patrickstar.planner.simulation import Ran
 

@@ -8,9 +8,9 @@ import dataclasses
 
 import pytest
 import torch
-from models import make_batch, make_model
-from oracle.training import make_training, record_step
-from trainers import smallest_budget
+from support.models import make_batch, make_model
+from support.oracle import make_training, record_step
+from support.trainers import smallest_budget
 
 from hf_patrickstar.machine import CPU_TIER, find_machine
 from hf_patrickstar.schedule.clock import Lane

@@ -4,13 +4,13 @@ import functools
 
 import pytest
 import torch
-from checkpoint_files import same_bits
-from covering import ids, pairwise
-from models import make_batch
-from quantized_states import BLOCK_NUMEL, LEAST_NUMEL, begin_apart, flat, make, trained
+from support.checkpoint_files import same_bits
+from support.covering import ids, pairwise
+from support.models import make_batch
+from support.quantized_states import BLOCK_NUMEL, LEAST_NUMEL, begin_apart, flat, make, trained
+from support.trainers import LossRecorder, assert_same_run, assert_same_weights, smallest_budget
+from support.watch import non_model_peak
 from torch import nn
-from trainers import LossRecorder, assert_same_run, assert_same_weights, smallest_budget
-from watch import non_model_peak
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.memory.tiers import Tier

@@ -5,12 +5,12 @@ import shutil
 
 import pytest
 import torch
-from checkpoint_files import names_in
-from covering import ids, pairwise
-from models import make_model
-from simulated import streams_of
+from support.checkpoint_files import names_in
+from support.covering import ids, pairwise
+from support.models import make_model
+from support.streams import streams_of
+from support.trainers import assert_same_weights, logged, make_trainer, run, smallest_budget, tight
 from test_sixteen_bit import LR, groups, run_ours, run_reference, small_tiles
-from trainers import assert_same_weights, logged, make_trainer, run, smallest_budget, tight
 from transformers import Trainer, TrainingArguments
 
 from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments

@@ -4,10 +4,10 @@ import contextlib
 
 import pytest
 import torch
-from covering import ids, pairwise
-from models import make_batch, make_model
-from trainers import smallest_budget
-from watch import Watch, non_model_peak
+from support.covering import ids, pairwise
+from support.models import make_batch, make_model
+from support.trainers import smallest_budget
+from support.watch import Watch, non_model_peak
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.memory.tiers import Tier

@@ -6,8 +6,7 @@ import threading
 
 import pytest
 import torch
-from delayed import DelayedDriver
-from simulated import streams_of
+from support.streams import DelayedDriver, streams_of
 from test_overlapped_updates import Run, threads_of_engines
 
 from hf_patrickstar.layout.specs import MASTER

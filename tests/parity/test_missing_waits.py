@@ -8,11 +8,11 @@ import threading
 import types
 from unittest import mock
 
-import mutations
 import pytest
 import safetensors.torch
 import torch
-from simulated import simulated_streams
+from support import mutations
+from support.streams import simulated_streams
 from torch import nn
 
 import hf_patrickstar

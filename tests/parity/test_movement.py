@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from models import make_batch, make_model
 from movement import simulate
+from support.models import make_batch, make_model
+from support.trainers import smallest_budget
 from torch._dynamo import convert_frame
-from trainers import smallest_budget
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.memory.tiers import Tier

@@ -9,10 +9,10 @@ import threading
 import pytest
 import test_overlapped_updates as overlapped
 import torch
-from engine.same import assert_same
-from engine.small import WIDTH
-from quantized_states import begin_apart
-from simulated import streams_of
+from support.quantized_states import begin_apart
+from support.same import assert_same
+from support.small import WIDTH
+from support.streams import streams_of
 from test_overlapped_updates import Run, outcome
 
 bnb = pytest.importorskip("bitsandbytes")

@@ -1,9 +1,9 @@
 """Updates beside the next forward under a Trainer with everything that looks at its model, and under a loss scaler."""
 
 import pytest
-from simulated import streams_of
+from support.streams import streams_of
+from support.trainers import assert_same_run, tight, train
 from test_sixteen_bit import compare
-from trainers import assert_same_run, tight, train
 from transformers import TrainerCallback
 
 from hf_patrickstar.memory.streams import DeviceStreams

@@ -19,9 +19,9 @@ from unittest import mock
 
 import pytest
 import torch
-from engine.same import assert_same
-from engine.small import CHUNK_NUMEL, WIDTH, Stack, Tied, loss_of, make
-from simulated import streams_of
+from support.same import assert_same
+from support.small import CHUNK_NUMEL, WIDTH, Stack, Tied, loss_of, make
+from support.streams import streams_of
 from transformers.optimization import Adafactor
 
 from hf_patrickstar import PatrickStarEngine
@@ -807,7 +807,7 @@ def test_no_thread_stays_when_an_engine_ends_with_work_under_way(late, end):
 EXIT = """
     import atexit, sys, time
     import torch
-    from simulated import streams_of
+    from support.streams import streams_of
     import test_overlapped_updates as tests
     from hf_patrickstar.optim.adam_kernel import AdamKernel
 

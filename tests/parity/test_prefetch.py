@@ -8,9 +8,9 @@ from unittest import mock
 
 import pytest
 import torch
-from models import make_model
-from simulated import HandingStreams
-from trainers import smallest_budget, train_with_engine
+from support.models import make_model
+from support.streams import HandingStreams
+from support.trainers import smallest_budget, train_with_engine
 
 from hf_patrickstar.memory.streams import copy_bytes
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from covering import ids, pairwise
-from models import make_rows
 from peft import prepare_model_for_kbit_training
-from quantized import KINDS, load, packed, packed_nbytes, saved, with_adapter, without_packing
-from trainers import LossRecorder, arguments, assert_same_run, logged, smallest_budget
+from support.covering import ids, pairwise
+from support.models import make_rows
+from support.quantized import KINDS, load, packed, packed_nbytes, saved, with_adapter, without_packing
+from support.trainers import LossRecorder, arguments, assert_same_run, logged, smallest_budget
 from transformers import Trainer, TrainingArguments
 
 from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from covering import ids, pairwise
-from models import make_batch, make_model
-from reference import Reference
-from trainers import smallest_budget
+from support.covering import ids, pairwise
+from support.models import make_batch, make_model
+from support.reference import Reference
+from support.trainers import smallest_budget
 
 from hf_patrickstar import PatrickStarAccelerator
 from hf_patrickstar.optim import adam_script, elementwise, workers

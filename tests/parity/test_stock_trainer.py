@@ -4,11 +4,11 @@ Two param groups, a cosine schedule and evaluations in between, in every archite
 """
 
 import pytest
-from covering import ids, pairwise
-from models import MODELS, make_model
+from support.covering import ids, pairwise
+from support.models import MODELS, make_model
+from support.trainers import assert_same_run, smallest_budget, train
 from test_budget import budget_of
 from torch import nn
-from trainers import assert_same_run, smallest_budget, train
 
 
 def tight(name, precision="no", checkpointing=False):

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from covering import pairwise
-from models import make_batch, make_model
+from support.covering import pairwise
+from support.models import make_batch, make_model
+from support.trainers import smallest_budget
 from torch import nn
-from trainers import smallest_budget
 
 from hf_patrickstar import PatrickStarAccelerator, PatrickStarEngine
 

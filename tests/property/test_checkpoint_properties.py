@@ -8,7 +8,7 @@ import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sources import make_deferred, same_bits, write_training_state
+from support.checkpoint_files import make_deferred, same_bits, write_training_state
 
 from hf_patrickstar.checkpoint.deferred import DeferredTensor, Reader
 from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile, write_safetensors

@@ -5,7 +5,7 @@ import re
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.spec_builders import fixed_layout, make_modules, make_tensors, pack, search_layout
+from support.spec_builders import fixed_layout, make_modules, make_tensors, pack, search_layout
 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.layout import groups

@@ -4,12 +4,12 @@ import copy
 import os
 
 import torch
-from engine.same import same_bits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from live.both import POISONED, ROOMY, TIGHT, assert_same_model, make_adamw, train
-from live.both import loss_of as loss_of_tower
-from live.both import make_tower as make_large
+from support.live import POISONED, ROOMY, TIGHT, assert_same_model, make_adamw, train
+from support.live import loss_of as loss_of_tower
+from support.live import make_tower as make_large
+from support.same import same_bits
 from torch import nn
 
 from hf_patrickstar import PatrickStarEngine

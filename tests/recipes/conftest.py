@@ -6,8 +6,8 @@ import sys
 
 import pytest
 import torch
-from models import bert_classifier, bert_mlm, gpt2
-from running import LABELS, ROOT, SENTENCES, write_rows
+from support.models import bert_classifier, bert_mlm, gpt2
+from support.running import LABELS, ROOT, SENTENCES, write_rows
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / "recipes"))
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    """Byte-level, so it knows every text; the size is what the models of ``tests/models.py`` do not have."""
+    """Byte-level, so it knows every text; the size is what the models of ``tests/support/models.py`` do not have."""
     special = ["<pad>", "<bos>", "<eos>", "<mask>"]
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(SENTENCES, vocab_size=300, min_frequency=1, special_tokens=special, show_progress=False)

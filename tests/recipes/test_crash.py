@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from running import ROOT
+from support.running import ROOT
 
 pytestmark = pytest.mark.xdist_group("distributed")  # one worker of pytest-xdist, or each starts processes
 

@@ -6,13 +6,13 @@ import sys
 
 import pytest
 import torch
-from models import make_model
 from peft import PeftModel
 from PIL import Image
-from running import CHUNKS, COMMON, SENTENCES, write_rows
-from texts import completions, make_tokenizer, preferences
+from support.models import make_model
+from support.running import CHUNKS, COMMON, SENTENCES, write_rows
+from support.texts import completions, make_tokenizer, preferences
+from support.trainers import assert_same_weights
 from tokenizers.processors import TemplateProcessing
-from trainers import assert_same_weights
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,

@@ -5,7 +5,7 @@ import json
 
 import torch
 from matplotlib.figure import Figure
-from running import ROOT
+from support.running import ROOT
 
 
 def run_cells(path, names):

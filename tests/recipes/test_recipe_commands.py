@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from running import CHUNKS, COMMON, finish_recipe, recipe_path, start
+from support.running import CHUNKS, COMMON, finish_recipe, recipe_path, start
 
 
 @pytest.fixture

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from hub import Hub
-from running import COMMON, start_recipe, write_rows
+from support.hub import Hub
+from support.running import COMMON, start_recipe, write_rows
 
 DO = "--do_train --train_file {data}/train.jsonl"
 FILES = {

@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from running import COMMON, ROOT
-from stock_scripts import PLAIN_EXIT
+from support.running import COMMON, ROOT
+from support.scripts import PLAIN_EXIT
 
 pytestmark = pytest.mark.xdist_group("distributed")  # one worker of pytest-xdist, or each starts processes
 

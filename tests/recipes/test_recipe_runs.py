@@ -8,9 +8,9 @@ import shutil
 
 import pytest
 import torch
-from hub import Hub
-from running import CHUNKS, COMMON, finish_recipe, start_recipe
-from trainers import assert_same_weights
+from support.hub import Hub
+from support.running import CHUNKS, COMMON, finish_recipe, start_recipe
+from support.trainers import assert_same_weights
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
 
 AUTO = {

@@ -52,7 +52,7 @@ sys.meta_path.insert(0, Blocker())
 
 USES = """
 import torch
-from models import make_model, make_rows
+from support.models import make_model, make_rows
 
 import hf_patrickstar
 from hf_patrickstar.cli.main import main

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from sources import write_training_state
+from support.checkpoint_files import write_training_state
 
 from hf_patrickstar.cli import plan_run
 from hf_patrickstar.cli.main import main

@@ -1,7 +1,7 @@
 """The engine of a model, by a function that type checkers know."""
 
 import pytest
-from models import make_model
+from support.models import make_model
 
 from hf_patrickstar import EngineError, get_engine, initialize_engine
 

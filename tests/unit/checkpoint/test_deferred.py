@@ -8,7 +8,7 @@ import numpy
 import pytest
 import safetensors.torch
 import torch
-from sources import make_deferred
+from support.checkpoint_files import make_deferred
 
 from hf_patrickstar.checkpoint.deferred import Reader, in_reading_order
 from hf_patrickstar.errors import EngineError

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from sources import same_bits
+from support.checkpoint_files import same_bits
 
 from hf_patrickstar import CheckpointError, PatrickStarEngine
 from hf_patrickstar.checkpoint import first_values

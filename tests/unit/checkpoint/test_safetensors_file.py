@@ -10,7 +10,7 @@ import struct
 import pytest
 import safetensors.torch
 import torch
-from sources import make_deferred
+from support.checkpoint_files import make_deferred
 
 from hf_patrickstar.checkpoint.safetensors_file import (
     CHECKSUMS,

@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from sources import make_deferred, same_bits, write_training_state
+from support.checkpoint_files import make_deferred, same_bits, write_training_state
 from torch.utils._pytree import tree_map_only
 
 from hf_patrickstar.checkpoint.deferred import DeferredTensor, Reader

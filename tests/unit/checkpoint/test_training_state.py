@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from sources import write_index, write_training_state
+from support.checkpoint_files import write_index, write_training_state
 from torch import nn
 
 from hf_patrickstar import PatrickStarEngine

@@ -7,7 +7,7 @@ import threading
 import pytest
 import safetensors.torch
 import torch
-from unit.spec_builders import pack
+from support.spec_builders import pack
 
 from hf_patrickstar.checkpoint import safetensors_file, storage, transaction
 from hf_patrickstar.checkpoint.safetensors_file import Unwritten

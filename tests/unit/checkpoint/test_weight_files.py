@@ -7,8 +7,8 @@ import pytest
 import safetensors.torch
 import torch
 import transformers.modeling_utils
-from models import MODELS, make_model
 from peft import LoraConfig, get_peft_model
+from support.models import MODELS, make_model
 from transformers import BertForMaskedLM
 
 from hf_patrickstar import deferred_weights

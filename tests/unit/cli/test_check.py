@@ -9,7 +9,7 @@ import types
 
 import pytest
 import torch
-from user_scripts import ARGUMENTS, WRONG_STEP, write_script
+from support.scripts import ARGUMENTS, WRONG_STEP, write_script
 
 from hf_patrickstar.cli import check_run
 from hf_patrickstar.cli.main import main

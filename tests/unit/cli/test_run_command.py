@@ -9,10 +9,9 @@ import sys
 import types
 
 import pytest
-from quantized import saved
 from safetensors.torch import load_file
-from stock_scripts import trl_arguments, write_stock_scripts, write_trl_inputs
-from user_scripts import write_script
+from support.quantized import saved
+from support.scripts import trl_arguments, write_script, write_stock_scripts, write_trl_inputs
 
 from hf_patrickstar.cli import inherited, patching
 from hf_patrickstar.cli import run as run_command

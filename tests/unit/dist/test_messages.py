@@ -4,7 +4,7 @@ import concurrent.futures
 
 import pytest
 import torch
-from unit.dist.ranks import Exchange
+from support.threads import Exchange
 
 from hf_patrickstar.dist.messages import ROW_NBYTES, swap_messages
 from hf_patrickstar.errors import CollectiveError

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from unit.dist.ranks import Exchange, ThreadCollectives, in_threads
+from support.threads import Exchange, ThreadCollectives, in_threads
 
 from hf_patrickstar.dist.order import Beginning, Collective, Order, Room, Subject
 from hf_patrickstar.errors import CollectiveError

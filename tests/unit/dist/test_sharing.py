@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
-from unit.dist import ranks
-from unit.dist.ranks import ThreadCollectives
-from unit.spec_builders import BF16
+from support import threads
+from support.threads import ThreadCollectives
+from support.spec_builders import BF16
 
 from hf_patrickstar.dist.order import Order
 from hf_patrickstar.dist.sharing import Held, Sharing
@@ -37,7 +37,7 @@ class Rank:
 
 
 def run_together(world_size, function):
-    return ranks.run_together(world_size, lambda collectives: function(Rank(collectives)))
+    return threads.run_together(world_size, lambda collectives: function(Rank(collectives)))
 
 
 def spec_of(index, *shape):

@@ -12,7 +12,7 @@ from datetime import timedelta
 import psutil
 import pytest
 import torch.distributed as dist
-from unit.dist.ranks import in_threads
+from support.threads import in_threads
 
 from hf_patrickstar.dist import watchdog as module
 from hf_patrickstar.dist.watchdog import Process, Watchdog

@@ -2,10 +2,11 @@
 
 import inspect
 
-import fake_axolotl
 import pytest
 import torch
-from fake_axolotl import (
+from pydantic import ValidationError
+from support import fake_axolotl
+from support.fake_axolotl import (
     AxolotlDPOTrainer,
     AxolotlGRPOTrainer,
     AxolotlTrainer,
@@ -15,9 +16,8 @@ from fake_axolotl import (
     HFRLTrainerBuilder,
     PluginManager,
 )
-from models import make_model, make_rows
-from pydantic import ValidationError
-from trainers import arguments, assert_same_weights, logged, tight
+from support.models import make_model, make_rows
+from support.trainers import arguments, assert_same_weights, logged, tight
 from transformers import Trainer, TrainingArguments
 
 from hf_patrickstar import PatrickStarTrainerMixin

@@ -4,12 +4,12 @@ import copy
 import sys
 import types
 
-import fake_llamafactory
 import pytest
 import torch
-from fake_llamafactory import BasePlugin, BaseTrainer, InitPlugin, PluginConfig
-from models import make_batch, make_model
-from trainers import assert_same_weights, smallest_budget
+from support import fake_llamafactory
+from support.fake_llamafactory import BasePlugin, BaseTrainer, InitPlugin, PluginConfig
+from support.models import make_batch, make_model
+from support.trainers import assert_same_weights, smallest_budget
 
 from hf_patrickstar import ConfigError
 from hf_patrickstar.errors import BudgetError

@@ -8,9 +8,9 @@ import peft
 import pytest
 import torch
 import trl
-from models import make_model
-from texts import count_sevens, make_tokenizer, prompts
-from trainers import arguments, assert_same_weights, logged, smallest_budget
+from support.models import make_model
+from support.texts import count_sevens, make_tokenizer, prompts
+from support.trainers import arguments, assert_same_weights, logged, smallest_budget
 from trl.generation import vllm_generation
 
 import hf_patrickstar

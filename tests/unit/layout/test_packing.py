@@ -1,7 +1,7 @@
 """Where tensors lie, in examples by hand; tests/property has laws of all layouts."""
 
 import pytest
-from unit.spec_builders import make_modules, make_tensors, pack, placed
+from support.spec_builders import make_modules, make_tensors, pack, placed
 
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.layout.packing import gradients_nbytes

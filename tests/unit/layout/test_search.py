@@ -5,8 +5,8 @@ import re
 
 import pytest
 import torch
+from support.spec_builders import fixed_layout, make_modules, make_tensors, pack, search_layout, typed
 from transformers import GPT2Config, GPT2LMHeadModel
-from unit.spec_builders import fixed_layout, make_modules, make_tensors, pack, search_layout, typed
 
 from hf_patrickstar.errors import BudgetError, ConfigError
 from hf_patrickstar.layout.search import check_fits

@@ -5,8 +5,8 @@ import types
 
 import pytest
 import torch
-from race_detector import SimulatedDriver
-from simulated import HandingStreams
+from support.race_detector import SimulatedDriver
+from support.streams import HandingStreams
 
 from hf_patrickstar.memory.lanes import WorkLane
 from hf_patrickstar.memory.streams import DeviceStreams, Streams

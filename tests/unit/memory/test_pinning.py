@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from buffers import are_there
+from support.buffers import are_there
 
 from hf_patrickstar.memory import pages, pinning
 from hf_patrickstar.memory.pinning import PagePinning, TorchPinning, make_pinning

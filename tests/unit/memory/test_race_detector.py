@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from race_detector import RaceError, SimulatedDriver
+from support.race_detector import RaceError, SimulatedDriver
 
 from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.memory.tiers import Tier

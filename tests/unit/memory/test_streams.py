@@ -6,8 +6,8 @@ import types
 
 import pytest
 import torch
-from race_detector import SimulatedDriver
-from simulated import HandingStreams
+from support.race_detector import SimulatedDriver
+from support.streams import HandingStreams
 
 from hf_patrickstar.memory.streams import DeviceStreams, copy_bytes, seconds_of
 from hf_patrickstar.memory.tiers import Tier

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from quantized_states import BLOCK_NUMEL, LEAST_NUMEL, begin_apart
+from support.quantized_states import BLOCK_NUMEL, LEAST_NUMEL, begin_apart
 from torch import nn
 
 from hf_patrickstar import PatrickStarEngine

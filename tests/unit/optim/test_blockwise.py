@@ -4,8 +4,8 @@ import functools
 
 import pytest
 import torch
-from quantized_states import begin_apart, flat
-from simulated import streams_of
+from support.quantized_states import begin_apart, flat
+from support.streams import streams_of
 from torch import nn
 
 from hf_patrickstar import PatrickStarEngine

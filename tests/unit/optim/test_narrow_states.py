@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from simulated import streams_of
+from support.streams import streams_of
 from torch import nn
 
 from hf_patrickstar import PatrickStarEngine

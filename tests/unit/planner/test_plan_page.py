@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from pages import PageReader, check_alone, check_charts
+from support.pages import PageReader, check_alone, check_charts
 
 from hf_patrickstar.cli.main import main
 from hf_patrickstar.memory.tiers import Tier

@@ -11,7 +11,7 @@ import re
 import warnings
 
 import pytest
-from pages import PageReader
+from support.pages import PageReader
 from transformers import BertConfig, BertForSequenceClassification
 
 import hf_patrickstar

@@ -5,7 +5,7 @@ import importlib.util
 import peft
 import pytest
 import torch
-from quantized import saved
+from support.quantized import saved
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_patrickstar import PatrickStarEngine, plan

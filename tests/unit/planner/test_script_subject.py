@@ -6,10 +6,10 @@ import re
 
 import pytest
 import torch
-from models import make_model
-from quantized import saved
+from support.models import make_model
+from support.quantized import saved
+from support.scripts import ARGUMENTS, write_script
 from torch._subclasses.fake_tensor import FakeTensorMode
-from user_scripts import ARGUMENTS, write_script
 
 from hf_patrickstar import plan
 from hf_patrickstar.checkpoint.deferred import DeferredTensor

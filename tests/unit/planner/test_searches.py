@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 import pytest
-from pages import PageReader, check_alone
+from support.pages import PageReader, check_alone
 
 from hf_patrickstar.cli.main import main
 from hf_patrickstar.machine import BY_PRICE, MACHINES

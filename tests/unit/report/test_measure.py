@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from race_detector import SimulatedDriver
+from support.race_detector import SimulatedDriver
 
 from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.report import measure

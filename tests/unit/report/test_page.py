@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 import pytest
-from pages import PageReader, check_alone, check_charts
+from support.pages import PageReader, check_alone, check_charts
 
 from hf_patrickstar.cli.main import main
 from hf_patrickstar.report.page import Page, Table, render

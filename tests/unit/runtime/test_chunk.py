@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from unit.spec_builders import pack
+from support.spec_builders import pack
 
 from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.memory.tiers import Tier

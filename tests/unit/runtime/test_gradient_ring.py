@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from race_detector import SimulatedDriver
+from support.race_detector import SimulatedDriver
 
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.pool import PayloadPool

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from unit.spec_builders import BF16, FP32, pack
+from support.spec_builders import BF16, FP32, pack
 
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.layout.specs import MASTER, TensorSpec

@@ -6,8 +6,8 @@ import logging
 
 import pytest
 import torch
-from models import IDS, VOCAB
-from oracle.training import SMALL, Training, compute_loss, make_training
+from support.models import IDS, VOCAB
+from support.oracle import SMALL, Training, compute_loss, make_training
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import (

@@ -4,8 +4,8 @@ import collections
 import dataclasses
 
 import pytest
-from models import IDS, VOCAB
-from oracle.training import SMALL, Training, compute_loss, make_training
+from support.models import IDS, VOCAB
+from support.oracle import SMALL, Training, compute_loss, make_training
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hf_patrickstar.layout.packing import ChunkSpec

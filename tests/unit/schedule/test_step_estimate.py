@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from oracle.training import Training
+from support.oracle import Training
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_patrickstar.machine import MACHINES

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from oracle.training import compute_loss, make_training
+from support.oracle import compute_loss, make_training
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hf_patrickstar.machine import MACHINES

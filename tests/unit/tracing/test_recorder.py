@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
-from models import make_batch, make_model
+from support.models import make_batch, make_model
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 

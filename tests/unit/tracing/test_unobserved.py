@@ -17,7 +17,7 @@ import numpy
 import pytest
 import torch
 from accelerate.utils.operations import convert_outputs_to_fp32
-from models import make_batch, make_model
+from support.models import make_batch, make_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -2,7 +2,7 @@
 
 import torch
 from datasets import Dataset
-from models import VOCAB
+from support.models import VOCAB
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit

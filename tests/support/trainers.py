@@ -4,7 +4,7 @@ import contextlib
 import functools
 
 import torch
-from models import make_batch, make_model, make_rows
+from support.models import make_batch, make_model, make_rows
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_patrickstar import (

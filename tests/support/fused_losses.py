@@ -3,7 +3,7 @@
 import types
 
 import torch
-from models import make_model
+from support.models import make_model
 from transformers.modeling_outputs import CausalLMOutput
 
 ROWS = 8

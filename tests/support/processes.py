@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from simulated import streams_of
+from support.streams import streams_of
 
 from hf_patrickstar import units
 

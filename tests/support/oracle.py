@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import make_batch, make_model
-from oracle.collectives import VirtualPeers
-from oracle.driver import VirtualDriver
+from support.models import make_batch, make_model
+from support.virtual_machine import VirtualDriver, VirtualPeers
 
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.machine import CPU_TIER, Machine

@@ -1,4 +1,4 @@
-"""Training scripts of other people, in the shape of those of transformers, TRL and Accelerate."""
+"""Training scripts: in the shape of those of transformers, TRL and Accelerate, and as our users write them."""
 
 import pathlib
 
@@ -11,7 +11,7 @@ import json
 import sys
 
 import torch
-from models import make_model, make_rows
+from support.models import make_model, make_rows
 
 
 @dataclasses.dataclass
@@ -96,7 +96,7 @@ import argparse
 import json
 
 import torch
-from models import make_model, make_rows
+from support.models import make_model, make_rows
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
@@ -195,7 +195,7 @@ def write_trl_inputs(folder):
     import json
 
     import torch
-    from models import gpt2
+    from support.models import gpt2
     from tokenizers import ByteLevelBPETokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -253,3 +253,43 @@ for words in json.loads(sys.argv[1]):
     else:
         runpy.run_path(words[0], run_name="__main__")
 """
+
+
+TINY = """
+import torch
+from support.models import make_model, make_rows
+from transformers import HfArgumentParser, TrainerCallback
+
+from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments
+
+callbacks = []
+(args,) = HfArgumentParser(PatrickStarTrainingArguments).parse_args_into_dataclasses()
+Trainer = PatrickStarTrainer
+torch.manual_seed(5)
+model = make_model("gpt2")
+{more}
+trainer = Trainer(model=model, args=args, train_dataset=make_rows("gpt2", 16), callbacks=callbacks)
+trainer.train()
+raise AssertionError("a command has let the script go on after it had trained")
+"""
+
+WRONG_STEP = '''
+class Wrong(TrainerCallback):
+    """Changes one element after a step of the optimizer, as a mistake in it would."""
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if args.patrickstar and state.global_step == {step}:
+            model.get_parameter("transformer.h.1.mlp.c_fc.weight").data[3, 5] += 0.25
+
+
+callbacks.append(Wrong())
+'''
+
+ARGUMENTS = ("--use_cpu", "--disable_tqdm", "true", "--per_device_train_batch_size", "2", "--learning_rate", "5e-3")
+
+
+def write_script(folder, more="", name="train.py", text=TINY):
+    """Writes a script; ``more`` is what it does before it makes its Trainer. Returns its path as text."""
+    path = folder / name
+    path.write_text(text.replace("{more}", more), encoding="utf-8")
+    return str(path)

@@ -1,8 +1,8 @@
 """Training with the optimizers of bitsandbytes: models with tensors of all kinds, runs apart, flat states."""
 
 import torch
-from models import IDS, VOCAB, make_rows
-from trainers import arguments, run
+from support.models import IDS, VOCAB, make_rows
+from support.trainers import arguments, run
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments

@@ -14,8 +14,8 @@ import os
 
 import pytest
 import torch
-from models import make_batch, make_model
-from reference import rounded
+from support.models import make_batch, make_model
+from support.reference import rounded
 
 from hf_patrickstar import PatrickStarEngine
 

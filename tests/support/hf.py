@@ -9,10 +9,10 @@ import numpy
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from live.both import ROOMY, TIGHT, Notes, assert_same_notes
-from models import make_rows
-from trainers import arguments as make_arguments
-from trainers import smallest_budget
+from support.live import ROOMY, TIGHT, Notes, assert_same_notes
+from support.models import make_rows
+from support.trainers import arguments as make_arguments
+from support.trainers import smallest_budget
 from transformers import Trainer, TrainingArguments
 
 from hf_patrickstar import PatrickStarAccelerator, PatrickStarTrainer, PatrickStarTrainerMixin

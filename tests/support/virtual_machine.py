@@ -9,18 +9,25 @@ host takes the host all of it. A value of the device that the program asks for s
 
 The device is the CPU tier, so the engine decides as it does there. ``tracing/charges.py`` says which tensors are on the
 host, and what operators cost.
+
+[Note: virtual processes]
+One process of several runs in virtual time. Its engine, plans, groups of chunks and buckets of gradients are those of a
+real run. The others are imagined: they do the same at the same time. So nobody waits for a straggler, and every answer
+to a message is the message. ``VirtualCollectives`` takes the place of the backend of a device below ``Collectives``: a
+gather and a reduction are work in two lanes, as on two communicators, and each has the links for itself.
 """
 
+import collections
 import concurrent.futures
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from buffers import told_of_buffers
-from oracle.host_cache import HostCache, touches_of
+from support.buffers import told_of_buffers
 
-from hf_patrickstar.events import ChunkVisited, Event
+from hf_patrickstar.dist.collectives import Collectives
+from hf_patrickstar.events import ChunkVisited, Event, Listener, MessageExchanged
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk
@@ -29,8 +36,9 @@ from hf_patrickstar.schedule.replay import Player
 from hf_patrickstar.schedule.script import BlockingCopy, HostWork, Kernel, Reduce, ThreadWork
 from hf_patrickstar.tracing.answers import AnsweringMode
 from hf_patrickstar.tracing.charges import Charges, caller
-from hf_patrickstar.tracing.costs import cost_of
-from hf_patrickstar.tracing.operands import storage_key
+from hf_patrickstar.tracing.costs import ADAMS, READS_ROWS, cost_of, writes_over
+from hf_patrickstar.tracing.operands import read_operands, storage_key, written_operands
+from hf_patrickstar.units import MIB
 
 
 class VirtualEvent:
@@ -250,3 +258,147 @@ class _Operators(AnsweringMode):
     def has_run(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         if getattr(func, "_schema", None) is not None:
             self._driver.note_operator(func, args, kwargs, result)
+
+
+HOST_CACHE_NBYTES = 16 * MIB
+"""Bytes that the caches of a core keep: a tile of Adam's lists, which is made to stay there (``adam_script.py``)."""
+
+
+class Touch(NamedTuple):
+    """A range of memory that an operator on the host works with."""
+
+    storage: int
+    begin: int
+    end: int
+    is_write: bool
+    is_read: bool
+
+
+def touches_of(operator: Any, args: Any, kwargs: dict[str, Any]) -> list[Touch]:
+    """What an operator works with that may be in a cache, in order."""
+    packet = operator._overloadpacket
+    if packet in READS_ROWS:
+        return []
+    written = written_operands(operator, args, kwargs)
+    only_read = {id(tensor) for tensor in (args[1] if packet in ADAMS else ())}
+    touches = [_touch(tensor, is_write=False, is_read=True) for tensor in read_operands(written, args, kwargs)]
+    is_read = not writes_over(operator)
+    for tensor in written:
+        is_write = id(tensor) not in only_read
+        touches.append(_touch(tensor, is_write=is_write, is_read=is_read or not is_write))
+    return touches
+
+
+def _touch(tensor: torch.Tensor, *, is_write: bool, is_read: bool) -> Touch:
+    begin = int(tensor.storage_offset()) * tensor.element_size()
+    return Touch(storage_key(tensor), begin, begin + tensor.nbytes, is_write, is_read)
+
+
+class HostCache:
+    """What operators on the host have touched last, and need not fetch from memory again.
+
+    What was written there comes to memory once, whatever is written over it meanwhile.
+    """
+
+    def __init__(self, nbytes: int = HOST_CACHE_NBYTES) -> None:
+        self._nbytes = nbytes
+        self._used = 0
+        self._lines: collections.OrderedDict[tuple[int, int, int], bool] = collections.OrderedDict()  # is it written?
+
+    def saved_nbytes(self, touches: Iterable[Touch]) -> int:
+        """Bytes of an operator's cost that stay in the cache; what it touches is there from now on."""
+        saved = 0
+        for storage, begin, end, is_write, is_read in touches:
+            key = (storage, begin, end)
+            was_written = self._lines.pop(key, None)
+            if was_written is None:
+                self._used += end - begin
+            else:
+                saved += (end - begin) * (is_read + (is_write and was_written))
+            self._lines[key] = bool(was_written) or is_write
+            while self._used > self._nbytes:
+                (_, first, last), _ = self._lines.popitem(last=False)
+                self._used -= last - first
+        return saved
+
+
+class VirtualPeers:
+    """Makes the collectives of processes that are not here; see ``Resources.find``."""
+
+    def __init__(self, driver: VirtualDriver, world_size: int) -> None:
+        self._driver = driver
+        self._world_size = world_size
+
+    def __call__(self, device: torch.device, emit: Listener, reduce_dtype: str) -> Collectives:
+        """Makes them."""
+        return VirtualCollectives(self._driver, self._world_size, device, emit, reduce_dtype)
+
+
+class VirtualWork:
+    """A collective in a lane; see ``torch.distributed.Work``."""
+
+    def __init__(self, driver: VirtualDriver, event: VirtualEvent) -> None:
+        self._driver = driver
+        self._event = event
+
+    def is_completed(self) -> bool:
+        """Whether the host's time is past its end."""
+        return self._event.query()
+
+    def wait(self) -> None:
+        """Makes the compute lane go on after it."""
+        self._driver.clock.follow(Lane.COMPUTE, self._event.mark)
+
+
+class VirtualCollectives(Collectives):
+    """The collectives of one process among others that are not here; see [Note: virtual processes]."""
+
+    def __init__(
+        self, driver: VirtualDriver, world_size: int, device: torch.device, emit: Listener, reduce_dtype: str
+    ) -> None:
+        super().__init__(0, world_size, device, emit=emit, reduce_dtype=reduce_dtype)
+        self._driver = driver
+        self._is_gloo = not driver.machine.has_accelerator
+
+    def exchange(self, value: Any, what: str, *, subject: str | None = None, is_prompt: bool = False) -> list[Any]:
+        self._exchange()
+        return [value] * self.world_size
+
+    def all_reduce(self, tensor: torch.Tensor, what: str) -> None:
+        """See ``Collectives``; the host waits for what the device has computed of it, and sends it."""
+        if self.world_size > 1 and tensor.numel():
+            self._driver.bring_home(tensor)
+            self._driver.message()
+
+    def begin_broadcast(self, tensor: torch.Tensor, source: int, what: str) -> Callable[[], None]:
+        """See ``Collectives``; the values that all get are those that this process has."""
+        return self._exchange
+
+    def _exchange(self) -> None:
+        if self.world_size > 1:
+            self._emit(MessageExchanged())
+            self._driver.message()
+
+    def _broadcast(self, slices: Sequence[torch.Tensor]) -> list[VirtualWork]:
+        return [self._gather(slices[0], slices[self.rank])]
+
+    def _receive(self, piece: torch.Tensor, source: int) -> VirtualWork:
+        return VirtualWork(self._driver, self._driver.reduce(piece.nbytes))
+
+    def _send(self, piece: torch.Tensor, target: int) -> VirtualWork:
+        """It ends with what is received, which has the link."""
+        return VirtualWork(self._driver, VirtualEvent(self._driver, Mark()))
+
+    def _gather(self, buffer: torch.Tensor, own: torch.Tensor) -> VirtualWork:
+        return VirtualWork(self._driver, self._driver.gather((self.world_size - 1) * own.nbytes))
+
+    def _scatter(self, total: torch.Tensor, terms: torch.Tensor) -> VirtualWork:
+        return VirtualWork(self._driver, self._driver.reduce((self.world_size - 1) * total.nbytes))
+
+    def _wait(self, work: VirtualWork, what: str) -> None:
+        work.wait()
+
+    @contextlib.contextmanager
+    def _guarded(self, what: str, *, is_blocking: bool = False) -> Iterator[Any]:
+        """Nothing fails, and nobody is missing."""
+        yield None

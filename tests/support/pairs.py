@@ -4,8 +4,8 @@ import functools
 import inspect
 
 import torch
-from engine.same import assert_same, assert_same_states, assert_same_values, copied, gradients_of
-from engine.small import CHUNK_NUMEL, DTYPES, Stack, adamw, loss_of, make, trainable
+from support.same import assert_same, assert_same_states, assert_same_values, copied, gradients_of
+from support.small import CHUNK_NUMEL, DTYPES, Stack, adamw, loss_of, make, trainable
 from torch import nn
 
 from hf_patrickstar import PatrickStarEngine

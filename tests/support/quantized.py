@@ -5,7 +5,7 @@ import tempfile
 
 import peft
 import torch
-from models import IDS, VOCAB
+from support.models import IDS, VOCAB
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 KINDS = {
