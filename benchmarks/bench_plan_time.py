@@ -169,7 +169,6 @@ def construct_here(name):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from hf_patrickstar import PatrickStarEngine
-    from hf_patrickstar.events import ModelDecided
     from hf_patrickstar.memory.streams import DeviceStreams
     from hf_patrickstar.tracing.answers import AnsweringMode
 
@@ -185,10 +184,9 @@ def construct_here(name):
     }
     texts = []
 
-    def listen(event):
-        if isinstance(event, ModelDecided):
-            texts.append((time.perf_counter(), event.text))
-            raise _DecidedError
+    def stop(text):
+        texts.append((time.perf_counter(), text))
+        raise _DecidedError
 
     streams = DeviceStreams(torch.device("cpu"), _NoDriver())
     with FakeTensorMode(), AnsweringMode():
@@ -196,11 +194,11 @@ def construct_here(name):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         begin = time.perf_counter()
         try:
-            PatrickStarEngine(model, settings, optimizer, device=streams, listener=listen)
+            PatrickStarEngine(model, settings, optimizer, device=streams, on_decided=stop)
         except _DecidedError:
             end, text = texts[0]
             return {"seconds": end - begin, "expected": text}
-    raise SystemExit("bench_plan_time: the engine was made without ModelDecided")
+    raise SystemExit("bench_plan_time: the engine was made without a decision")
 
 
 HERE = {"ask": ask_here, "plan": plan_here, "construct": construct_here}

@@ -10,7 +10,7 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -21,9 +21,9 @@ from hf_patrickstar.checkpoint.training_state import TrainingState
 from hf_patrickstar.checkpoint.weight_files import is_in_model_file
 from hf_patrickstar.checkpoint.weights import ChunkWeights
 from hf_patrickstar.config import ConfigSource, PatrickStarConfig
+from hf_patrickstar.counts import Counts
 from hf_patrickstar.decisions import list_names
 from hf_patrickstar.errors import EngineError
-from hf_patrickstar.events import Listener, ModelDecided, both
 from hf_patrickstar.homes import Situation, can_move_homes
 from hf_patrickstar.membership import Membership, check_optimizers, holders
 from hf_patrickstar.memory.operators import unseen
@@ -38,7 +38,6 @@ from hf_patrickstar.optim.torch_kernel import OWN_STATE, make_kernel
 from hf_patrickstar.optim.workers import HostWorkers
 from hf_patrickstar.payloads import Payloads
 from hf_patrickstar.plan_cache import find_traces
-from hf_patrickstar.report.figures import Statistics
 from hf_patrickstar.report.survey import Survey, take_survey
 from hf_patrickstar.resources import Resources
 from hf_patrickstar.runtime.chunk import Chunk
@@ -80,7 +79,7 @@ class PatrickStarEngine:
         gradient_accumulation_steps: Micro-batches per step. With more than one, gradients have their own chunk list
             from the start (4 bytes more per parameter). It is a hint: results are right for any pattern of calls.
         precision: ``"no"``, ``"bf16"`` or ``"fp16"``: what ``dtype="auto"`` follows.
-        listener: Called with every event (``hf_patrickstar.events``), as the engine's own statistics are.
+        on_decided: Called with what was decided, in one line, before anything is allocated.
         process_group: The processes that train together, each with its part of the data; by default the default group
             of ``torch.distributed``, if that is initialised. Each process must make the engine, for the same model. Or
             a function that makes collectives that stand in for them (see ``Resources.find``), to simulate them.
@@ -90,6 +89,10 @@ class PatrickStarEngine:
         BudgetError: If a budget is too small; the message says for what, and by how much.
         EngineError: If the model cannot be managed (no trainable parameter, meta parameters), or an optimizer is not
             one over its parameters.
+
+    Attributes:
+        counts: What it has done so far; ``stats`` returns these numbers and others.
+        logged: What ``stats`` returned when a Trainer last logged it.
     """
 
     def __init__(
@@ -101,19 +104,19 @@ class PatrickStarEngine:
         device: torch.device | str | Streams | None = None,
         gradient_accumulation_steps: int = 1,
         precision: str = "no",
-        listener: Listener | None = None,
+        on_decided: Callable[[str], object] | None = None,
         process_group: Any = None,
     ) -> None:
         self.model = model
         self.config = PatrickStarConfig.from_any(config)
         self._num_micro_batches = max(gradient_accumulation_steps, 1)
-        self.statistics = Statistics()
-        self._emit = self.statistics.record if listener is None else both(self.statistics.record, listener)
+        self.counts = Counts()
+        self.logged: Mapping[str, Any] = {}
         given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*(optimizer or ())]
         check_optimizers(model, given)
         self._heads = find_heads(model) if self.config.chunked_loss is True else []
         gradients = _take_over(model, given)
-        self.resources = Resources.find(self.config, device, process_group, self._make_room, self._emit)
+        self.resources = Resources.find(self.config, device, process_group, self._make_room, self.counts)
         self.device, self.collectives = self.resources.device, self.resources.collectives
         self.ledger = self.resources.ledger
         num_threads, said = choose_threads(self.config.host_threads, self.collectives.num_core_sharers, os.environ)
@@ -132,7 +135,8 @@ class PatrickStarEngine:
         if known.traces and self._decisions.taken_nbytes(situation, known) is None:
             known = dataclasses.replace(known, traces={})  # a step without room is looked at before it begins
         logger.info("patrickstar: %s", expected)
-        self._emit(ModelDecided(expected))
+        if on_decided is not None:
+            on_decided(expected)
         self._payloads = Payloads(self.resources, self._decisions, self._kernels)
         self.manager = self._make_manager(self._payloads.allocate(), known)
         self.manager.engine = self
@@ -173,7 +177,7 @@ class PatrickStarEngine:
         return make_kernel(optimizer, resources.pool, prefer_fused, *others, self.config.state_dtype)
 
     def _make_optimizer(self, optimizer: torch.optim.Optimizer, kernel: Kernel, number: int) -> ChunkedOptimizer:
-        return ChunkedOptimizer(optimizer, kernel, self.manager, self._emit, number, self.follow_model, self.optimizers)
+        return ChunkedOptimizer(optimizer, kernel, self.manager, number, self.follow_model, self.optimizers)
 
     def follow_model(self) -> bool:
         """Adapts the engine to changes of the model or the param groups, as every forward and step does anyway.
@@ -238,7 +242,7 @@ class PatrickStarEngine:
             meter=resources.meter,
             streams=resources.streams,
             collectives=collectives,
-            emit=self._emit,
+            counts=self.counts,
             policy=MovePolicy.of(config, collectives.world_size, decisions.prefetch_depth),
             rules=self._rules,
             fills_margin=can_move_homes(self._situation),
@@ -279,7 +283,7 @@ class PatrickStarEngine:
                 self.collectives,
                 self._decisions,
             )
-            self._recovery = Recovery(self.manager, self.device, functools.partial(buffers_of, self.model), self._emit)
+            self._recovery = Recovery(self.manager, self.device, functools.partial(buffers_of, self.model))
             self.hooks.attach()
             self.manager.lock.wait_for_forwards(self.model.modules(), "PatrickStarEngine()")
             of_copy = self._decisions.precision.casting(torch.device("cpu"))
@@ -397,7 +401,7 @@ class PatrickStarEngine:
             logger.warning("patrickstar: '%s' has %s, which the model does not know", directory, found.unexpected_keys)
 
     def stats(self) -> dict[str, Any]:
-        """Bytes and events so far.
+        """Bytes and counts so far.
 
         Returns:
             ``device_peak_nbytes``, ``host_peak_nbytes``: most bytes of chunks at once on each tier.
@@ -412,7 +416,8 @@ class PatrickStarEngine:
             activations that left the device between forward and backward.
             ``chunk_loads``, ``chunk_evictions``, ``chunk_invalidations``: how often a chunk came to the device, left
             it for want of room, or was dropped because the optimizer had changed its home.
-            ``chunk_hits``: how often a chunk was on the device when it was needed, without a wait.
+            ``chunk_visits``: how often a chunk was needed on the device, in a model whose chunks move; ``chunk_hits``:
+            how often it was there, without a wait.
             ``prefetches``, ``late_prefetches``, ``waiting_seconds``: loads that were started ahead, those that had not
             arrived when they were needed, and how long the host waited for them.
             ``loading_seconds``: how long the host was busy with loads that had not been started ahead.
@@ -442,7 +447,7 @@ class PatrickStarEngine:
             "host_budget_nbytes": self.ledger.budget(Tier.HOST),
             "chunk_budget_nbytes": min(limit.nbytes for limit in self.ledger.limits(Tier.DEVICE)),
             "model_data_nbytes": self.model_data_nbytes(),
-            **self.statistics.summary(),
+            **dataclasses.asdict(self.counts),
             "computing_seconds": self.manager.steps.durations.computing_s,
             "settling_seconds": self.manager.steps.durations.settling_s,
             "updating_seconds": self.manager.steps.durations.updating_s,

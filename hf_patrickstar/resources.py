@@ -10,8 +10,8 @@ import torch
 
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.cores import own_cores
+from hf_patrickstar.counts import Counts
 from hf_patrickstar.dist.collectives import Collectives
-from hf_patrickstar.events import Listener
 from hf_patrickstar.machine import ACCELERATOR, CPU_TIER, Machine, machine_of
 from hf_patrickstar.memory.accelerator import can_pin_memory, choose_segments, device_name, find_device, is_accelerator
 from hf_patrickstar.memory.ledger import Ledger
@@ -71,7 +71,7 @@ class Resources:
         device: torch.device | str | Streams | None,
         process_group: Any,
         make_room: Callable[[], None],
-        emit: Listener,
+        counts: Counts,
     ) -> "Resources":
         """Finds the device, the other processes and the budgets; no payload is allocated yet.
 
@@ -80,10 +80,10 @@ class Resources:
             device: The compute device; by default the accelerator of this machine if there is one, else the CPU tier.
                 Or streams that stand in for those of a device.
             process_group: The processes; by default the default group of ``torch.distributed``, if there is one. Or
-                a function of the device, a listener that is told of every collective, and ``reduce_dtype``, which
+                a function of the device, the counts of collectives, and ``reduce_dtype``, which
                 makes the collectives of simulated processes.
             make_room: Makes room on the CPU tier when the measured bytes reach its budget.
-            emit: Called with every collective.
+            counts: Counts collectives.
 
         Raises:
             ConfigError: If a setting cannot work here.
@@ -97,10 +97,10 @@ class Resources:
         if said is not None:
             logger.info("patrickstar: %s", said)
         if callable(process_group):
-            collectives = process_group(found, emit, config.reduce_dtype)
+            collectives = process_group(found, counts, config.reduce_dtype)
         else:
             wait_s = config.process_wait_s
-            collectives = Collectives.connect(process_group, found, wait_s, emit, config.reduce_dtype)
+            collectives = Collectives.connect(process_group, found, wait_s, counts, config.reduce_dtype)
         budgets = resolve_budgets(found, config.device_budget, config.host_budget, collectives.local_world_size)
         streams.hold_at_most(budgets[Tier.DEVICE] // SHARE_IN_FLIGHT)
         meter: Meter

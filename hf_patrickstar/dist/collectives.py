@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_patrickstar.counts import Counts
 from hf_patrickstar.dist.messages import swap_messages
 from hf_patrickstar.dist.tickets import DeviceTicket, GlooTicket
 from hf_patrickstar.dist.watchdog import Watchdog
 from hf_patrickstar.errors import CollectiveError, ConfigError
-from hf_patrickstar.events import Listener, MessageExchanged, SlicesGathered, SlicesReduced, tell_nobody
 from hf_patrickstar.memory.lanes import Ticket
 from hf_patrickstar.units import ALIGNMENT_NUMEL, KIB, MIB
 
@@ -52,7 +52,7 @@ class Collectives:
         world_size: The number of processes.
         device: The compute device.
         group: The process group for data; ``None`` for one process.
-        emit: Called with every collective with other processes.
+        counts: Counts collectives with other processes; by default nobody reads it.
         reduce_dtype: ``"fp32"`` if a backend of a device adds 16-bit gradients in fp32, ``"auto"`` if in their type.
 
     Attributes:
@@ -70,7 +70,7 @@ class Collectives:
         world_size: int,
         device: torch.device,
         group: "dist.ProcessGroup | None" = None,
-        emit: Listener = tell_nobody,
+        counts: Counts | None = None,
         reduce_dtype: str = "auto",
     ) -> None:
         self.rank = rank
@@ -79,7 +79,7 @@ class Collectives:
         self.control: dist.ProcessGroup | None = None
         self._device = device
         self._group = self._reductions = self._users = group
-        self._emit = emit
+        self._counts = Counts() if counts is None else counts
         self._widens = reduce_dtype == "fp32"
         self._last_reduction: Ticket | None = None
         self._is_cut_off = False
@@ -93,7 +93,7 @@ class Collectives:
         group: "dist.ProcessGroup | None",
         device: torch.device,
         wait_s: float | None = 60.0,
-        emit: Listener = tell_nobody,
+        counts: Counts | None = None,
         reduce_dtype: str = "auto",
     ) -> "Collectives":
         """Joins the other processes; all of them must call this.
@@ -102,7 +102,7 @@ class Collectives:
             group: The processes, or ``None`` for the default group, if there is one.
             device: The compute device.
             wait_s: How long to wait for a message, in seconds; see [Note: how long a rank waits].
-            emit: Called with every collective with other processes.
+            counts: See the class.
             reduce_dtype: See the class.
 
         Returns:
@@ -126,7 +126,7 @@ class Collectives:
             return cls(0, 1, device)
         data = dist.group.WORLD if group is None else group
         assert data is not None
-        collectives = cls(rank, world_size, device, data, emit, reduce_dtype)
+        collectives = cls(rank, world_size, device, data, counts, reduce_dtype)
         if device.type != "cpu" and collectives._is_gloo:
             raise ConfigError(
                 f"collectives: gloo cannot send from {device}; initialise torch.distributed with the backend of the "
@@ -187,7 +187,8 @@ class Collectives:
         ticket = GlooTicket(what, self._wait, buffer)  # before the slices, which it would count as users of the buffer
         slices = self._slices(buffer)
         with self._guarded(what):
-            self._emit(SlicesGathered((self.world_size - 1) * slices[0].nbytes))
+            self._counts.all_gathers += 1
+            self._counts.sent_nbytes += (self.world_size - 1) * slices[0].nbytes
             if not self._is_gloo:
                 return DeviceTicket(self._gather(buffer, slices[self.rank]), self._device, what, self._failure)
             ticket.works = self._broadcast(slices)
@@ -240,7 +241,8 @@ class Collectives:
         if not self._is_gloo:
             return self._reduce_concurrently(buffer, own, wide, what)
         with self._guarded(what, is_blocking=True):
-            self._emit(SlicesReduced((self.world_size - 1) * own.nbytes))
+            self._counts.reduce_scatters += 1
+            self._counts.sent_nbytes += (self.world_size - 1) * own.nbytes
             self._reduce_in_rounds(self._slices(buffer), narrow, wide)
         return GlooTicket(what, self._wait)
 
@@ -260,7 +262,8 @@ class Collectives:
                 own.copy_(total)
 
         with self._guarded(what):
-            self._emit(SlicesReduced((self.world_size - 1) * total.nbytes))
+            self._counts.reduce_scatters += 1
+            self._counts.sent_nbytes += (self.world_size - 1) * total.nbytes
             ticket = DeviceTicket(self._scatter(total, terms), self._device, what, self._failure, finish)
         self._last_reduction = ticket if wide.numel() else None
         return ticket
@@ -344,7 +347,7 @@ class Collectives:
         """
         if self.world_size == 1:
             return [value]
-        self._emit(MessageExchanged())
+        self._counts.messages += 1
         with self._guarded(what) as watchdog:
 
             def gather(rows: list[torch.Tensor], own: torch.Tensor) -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from hf_patrickstar.config import ConfigSource, PatrickStarConfig
 from hf_patrickstar.dist.watchdog import announce
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.errors import ConfigError, EngineError
-from hf_patrickstar.events import Listener
 from hf_patrickstar.integrations.accelerator_checkpoints import AcceleratorCheckpoints, engine_of, engines_of, having
 from hf_patrickstar.integrations.accelerator_optimizers import (
     PreparedOptimizer,
@@ -56,7 +55,11 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
         self.set_up_patrickstar(config, precision, self.gradient_state.num_steps)
 
     def set_up_patrickstar(
-        self, config: PatrickStarConfig, precision: str, accumulation_steps: int, listener: Listener | None = None
+        self,
+        config: PatrickStarConfig,
+        precision: str,
+        accumulation_steps: int,
+        on_decided: Callable[[str], object] | None = None,
     ) -> None:
         """Completes an accelerator that was made without mixed precision, here or by a Trainer.
 
@@ -64,7 +67,7 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
             config: Settings.
             precision: ``"no"``, ``"bf16"`` or ``"fp16"``.
             accumulation_steps: Micro-batches per step.
-            listener: Called with every event of the engines that it will make; ``None`` for nobody.
+            on_decided: See ``PatrickStarEngine``; for each engine that it will make.
 
         Raises:
             ConfigError: If a setting cannot work, or processes that were launched together would train alone.
@@ -96,7 +99,7 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
         self._patrickstar_accumulation_steps = accumulation_steps
         self.patrickstar_dtype = precision if config.dtype == "auto" else config.dtype
         self._patrickstar_preparing: list[torch.nn.Module] = []
-        self._patrickstar_listener = listener
+        self._patrickstar_on_decided = on_decided
         self.scaler = ChunkedGradScaler(self.device.type) if self.patrickstar_dtype == "fp16" else None
 
     @property
@@ -251,7 +254,7 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
             device=self.device,
             gradient_accumulation_steps=self._patrickstar_accumulation_steps,
             precision=self._patrickstar_precision,
-            listener=self._patrickstar_listener,
+            on_decided=self._patrickstar_on_decided,
         )
 
     def _chunked(self, optimizer: torch.optim.Optimizer) -> ChunkedOptimizer | None:

@@ -11,11 +11,11 @@ from transformers.trainer_utils import TrainOutput
 
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import ConfigError, DeviceMemoryError, EngineError
-from hf_patrickstar.events import Event, ModelDecided
 from hf_patrickstar.integrations.accelerator import PatrickStarAccelerator
 from hf_patrickstar.integrations.trainer_checkpoints import TrainerCheckpoints
 from hf_patrickstar.integrations.trainer_report import Run, bars_as_asked, tell_console, tell_figures
 from hf_patrickstar.integrations.training_script import naming_plan_command
+from hf_patrickstar.report.figures import figures_between
 from hf_patrickstar.runtime.admission import check_model, check_shapes
 from hf_patrickstar.runtime.recovery import MAX_RETRIES
 
@@ -61,7 +61,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         accelerator: Any = self.accelerator
         accelerator.__class__ = PatrickStarAccelerator  # the same object, since the Trainer hands out its bound methods
         steps = self.args.gradient_accumulation_steps
-        accelerator.set_up_patrickstar(config, self.args.patrickstar_precision, steps, _EventListener(self))
+        accelerator.set_up_patrickstar(config, self.args.patrickstar_precision, steps, _Teller(self))
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Logs as the Trainer does; with a training loss, callbacks also get figures of the engine.
@@ -79,7 +79,8 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         engine, choice = self.patrickstar_engine, getattr(self.args, "patrickstar_logging", "off")
         with contextlib.ExitStack() as stack:
             if engine is not None and "loss" in logs:
-                figures = engine.statistics.since_last(engine.stats())
+                before, engine.logged = engine.logged, engine.stats()
+                figures = figures_between(before, engine.logged)
                 if self._run is not None:
                     self._run.note_loss(logs, figures)
                 if choice != "off":
@@ -200,7 +201,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
             return super().evaluation_loop(*args, **kwargs)
 
     def patrickstar_stats(self) -> dict[str, Any]:
-        """Bytes and events of the engine so far.
+        """Bytes and counts of the engine so far.
 
         Returns:
             See ``PatrickStarEngine.stats``; all sizes in bytes.
@@ -222,7 +223,7 @@ def _follow_log_level(level: int) -> None:
         package.addHandler(logging.StreamHandler())
 
 
-class _EventListener:
+class _Teller:
     """Has a Trainer print what a new engine expects; a Trainer that is pickled is an ordinary one, and has none."""
 
     def __init__(self, trainer: PatrickStarTrainerMixin) -> None:
@@ -231,11 +232,11 @@ class _EventListener:
     def __reduce__(self) -> Any:
         return type(None), ()
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, text: str) -> None:
         trainer = self._trainer()
         is_logged = logging.getLogger("hf_patrickstar").isEnabledFor(logging.INFO)
-        if trainer is not None and isinstance(event, ModelDecided) and not is_logged:
-            trainer._tell(event.text)
+        if trainer is not None and not is_logged:
+            trainer._tell(text)
 
 
 class PatrickStarTrainer(PatrickStarTrainerMixin, Trainer):

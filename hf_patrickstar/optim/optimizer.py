@@ -3,12 +3,12 @@
 import contextlib
 import copy
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from hf_patrickstar.events import Listener, StepFinished
 from hf_patrickstar.interrupts import held_back
 from hf_patrickstar.layout.specs import MASTER
 from hf_patrickstar.memory.operators import unseen, with_modes_of_users
@@ -48,7 +48,6 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         optimizer: The user's optimizer; its class and groups say what a step does.
         kernel: Updates chunks.
         manager: The manager of the chunks.
-        emit: Called with an event for every step.
         index: Its number among the optimizers of the engine.
         follow_model: Lets the engine follow changes of the model, or of param groups, before a step; returns whether
             there may have been any.
@@ -66,7 +65,6 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         optimizer: torch.optim.Optimizer,
         kernel: Kernel,
         manager: ChunkManager,
-        emit: Listener,
         index: int = 0,
         follow_model: Callable[[], bool] = lambda: False,
         peers: Sequence["ChunkedOptimizer"] = (),
@@ -74,10 +72,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self.inner = optimizer
         self.index = index
         self._manager = manager
-        self._emit = emit
         self._follow_model = follow_model
         self._peers = peers
-        self._num_steps = 0
         self._collected: dict[int, dict[str, Any]] | None = None
         self._outdated = Outdated(kernel.list_names)
         # Copies of the groups, since torch's constructor replaces their lists, to which some optimizers (LBFGS) refer.
@@ -241,8 +237,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         num_held = sum([len(group["params"]) for group in self.param_groups])
         if not self.kernel.updates_at_once and len(self.group_numbers) < num_held:
             self.kernel.update_others(self._others)
-        self._num_steps += 1
-        self._emit(StepFinished(self._num_steps, skipped=False))
+        manager.counts.steps += 1
+        self._note_step()
         self.kernel.end_step()
         return loss
 
@@ -300,7 +296,16 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self._manager.discard_gradients(self._tensors if self._is_beside_others else None)
         for parameter in self._others:
             parameter.grad = None
-        self._emit(StepFinished(self._num_steps, skipped=True))
+        self._manager.counts.skipped_steps += 1
+        self._note_step()
+
+    def _note_step(self) -> None:
+        counts = self._manager.counts
+        if counts.log is not None:
+            counts.log.append(("step", counts.steps))
+        if counts.steps + counts.skipped_steps == 1:
+            seconds = time.perf_counter() - counts.begun_s
+            logger.info("patrickstar: %.1f s from the engine to the end of the first step", seconds)
 
     # Norm, clipping and unscaling
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from hf_patrickstar.config import PatrickStarConfig
+from hf_patrickstar.counts import Counts
 from hf_patrickstar.dist.collectives import Collectives
-from hf_patrickstar.events import Listener, tell_nobody
 from hf_patrickstar.machine import CPU_TIER, Machine
 from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.resources import Resources
@@ -44,14 +44,14 @@ def resources_of(machine: Machine, config: PatrickStarConfig, world_size: int) -
     streams = DeviceStreams(torch.device("cpu"), no_driver)
     if not machine.has_accelerator:
         streams.hold_at_most(0)  # there a gradient is at home when its copy is started
-    return Resources.find(config, streams, connect, lambda: None, tell_nobody)
+    return Resources.find(config, streams, connect, lambda: None, Counts())
 
 
 class _ImaginedCollectives(Collectives):
     """Those of the processes of a machine that is not here: each says what this one says."""
 
     def __init__(
-        self, world_size: int, machine: Machine, device: torch.device, emit: Listener, reduce_dtype: str
+        self, world_size: int, machine: Machine, device: torch.device, counts: Counts, reduce_dtype: str
     ) -> None:
         super().__init__(0, world_size, device, reduce_dtype=reduce_dtype)
         self._is_gloo = not machine.has_accelerator

@@ -4,9 +4,9 @@ import statistics
 
 import torch
 
+from hf_patrickstar.counts import Counts
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.engine import PatrickStarEngine
-from hf_patrickstar.events import ChunkVisited, Event, Listener
 from hf_patrickstar.memory.accelerator import find_device
 from hf_patrickstar.report.measure import Sweeps
 
@@ -19,9 +19,9 @@ _NUM_WARMUP = 3
 _LEAST_S = 1e-9
 
 
-def _alone(device: torch.device, emit: Listener, reduce_dtype: str) -> Collectives:
+def _alone(device: torch.device, counts: Counts, reduce_dtype: str) -> Collectives:
     """One process, whatever others there are."""
-    return Collectives(0, 1, device, emit=emit, reduce_dtype=reduce_dtype)
+    return Collectives(0, 1, device, counts=counts, reduce_dtype=reduce_dtype)
 
 
 def seconds_of_a_visit() -> float:
@@ -36,24 +36,20 @@ def seconds_of_a_visit() -> float:
     device = find_device(None)
     sweeps = Sweeps(device)
     plain, ours = _make_model(sweeps).to(device), _make_model(sweeps)
-    inputs, num_visits = torch.ones(1, _WIDTH, device=device), 0
-
-    def count(event: Event) -> None:
-        nonlocal num_visits
-        num_visits += isinstance(event, ChunkVisited)
-
+    inputs = torch.ones(1, _WIDTH, device=device)
     # There is room for copies of all chunks and not for the optimizer's states beside them, so chunks do move.
     param_nbytes = sum(parameter.nbytes for parameter in ours.parameters())
     settings = {"placement": "host", "chunk_numel": _CHUNK_NUMEL, "chunk_budget": f"{2 * param_nbytes}B"}
     made = torch.optim.AdamW(ours.parameters(), lr=0.0)
-    engine = PatrickStarEngine(ours, settings, made, device=device, listener=count, process_group=_alone)
+    engine = PatrickStarEngine(ours, settings, made, device=device, process_group=_alone)
     try:
         differences = []
         for number in range(_NUM_WARMUP + _NUM_STEPS):
             own = sweeps.host_seconds(lambda: plain(inputs).sum().backward())
             plain.zero_grad(set_to_none=True)
-            num_visits = 0
+            before = engine.counts.chunk_visits
             over = sweeps.host_seconds(lambda: ours(inputs).sum().backward())
+            num_visits = engine.counts.chunk_visits - before
             for optimizer in engine.optimizers:
                 optimizer.step()
                 optimizer.zero_grad()

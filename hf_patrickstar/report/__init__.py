@@ -1,1 +1,1 @@
-"""From events to summaries."""
+"""From counts to summaries."""

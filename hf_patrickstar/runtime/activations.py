@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from hf_patrickstar.counts import Counts
 from hf_patrickstar.errors import BudgetError
-from hf_patrickstar.events import ActivationLeft, ActivationReturned, Listener
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import Copy, Streams
 from hf_patrickstar.memory.tiers import Tier
@@ -117,7 +117,7 @@ class Activations:
     Args:
         pool: Gives buffers on the host, and knows which memory is that of chunks.
         streams: How bytes cross.
-        emit: Called with every event.
+        counts: Counts bytes that cross.
         asked: The setting ``activation_offload``.
 
     Attributes:
@@ -125,8 +125,8 @@ class Activations:
         has_begun: Whether any may have left in the micro-batch; else there is nothing to end.
     """
 
-    def __init__(self, pool: PayloadPool, streams: Streams, emit: Listener, asked: Asked) -> None:
-        self._pool, self._streams, self._emit, self._asked = pool, streams, emit, asked
+    def __init__(self, pool: PayloadPool, streams: Streams, counts: Counts, asked: Asked) -> None:
+        self._pool, self._streams, self._counts, self._asked = pool, streams, counts, asked
         self._is_eager = self._is_eager_now = asked is True  # from now on, and in this micro-batch
         self.is_on = self.has_begun = False
         self._places: dict[int, int] | None = None  # numbers of activations by place; ``None`` without a plan
@@ -271,7 +271,8 @@ class Activations:
         buffer.note(copy)
         self._leaving = copy, values
         buffer.user, memory.buffer, memory.values = weakref.ref(memory), buffer, None
-        self._emit(ActivationLeft(values.nbytes))
+        self._counts.device_to_host_nbytes += values.nbytes
+        self._counts.offloaded_nbytes += values.nbytes
         return True
 
     def _let_go(self) -> None:
@@ -330,7 +331,7 @@ class Activations:
         memory.values, memory.arrival = self._streams.fetch_anew(buffer.of(memory), buffer.under_way)
         buffer.note(memory.arrival)
         self._coming, self.has_begun = memory, True  # also of a second backward of the same graph
-        self._emit(ActivationReturned(memory.values.nbytes))
+        self._counts.host_to_device_nbytes += memory.values.nbytes
 
     def _join_coming(self) -> None:
         coming, self._coming = self._coming, None

@@ -10,8 +10,8 @@ from torch._C._autograd import _profiler_enabled
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from hf_patrickstar.counts import Counts
 from hf_patrickstar.errors import BudgetError, DeviceMemoryError
-from hf_patrickstar.events import ChunkEvicted, ChunkInvalidated, ChunkLoaded, ChunkRehomed, Listener
 from hf_patrickstar.interrupts import held_back
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import Streams
@@ -33,18 +33,18 @@ class Copies:
         chunks: All chunks.
         pool: Where copies come from.
         streams: How bytes cross.
-        emit: Called with every event.
+        counts: Counts what moves.
 
     Attributes:
         find: Finds the chunk whose compute payload has a storage, by the key of that, or ``None``.
         moves: Whether any chunk is not computed with where it is at home.
     """
 
-    def __init__(self, chunks: list[Chunk], pool: PayloadPool, streams: Streams, emit: Listener) -> None:
+    def __init__(self, chunks: list[Chunk], pool: PayloadPool, streams: Streams, counts: Counts) -> None:
         self._chunks = chunks
         self._pool = pool
         self._streams = streams
-        self._emit = emit
+        self._counts = counts
         self._by_storage: dict[int, Chunk] = {}  # chunks that can be computed with, in the order in which they came
         self.find = self._by_storage.get
         self.moves = False
@@ -105,8 +105,9 @@ class Copies:
                 raise
         if copy is not None:
             chunk.note(copy)
-        nbytes = home.nbytes if chunk.home is Tier.HOST else 0
-        self._emit(ChunkLoaded(chunk.spec.index, nbytes, ahead, 0.0 if ahead else time.perf_counter() - begin))
+        self._note_load(chunk, home.nbytes, ahead)
+        if not ahead:
+            self._counts.loading_seconds += time.perf_counter() - begin
 
     @contextlib.contextmanager
     def loaded_by_others(self, chunk: Chunk, *, ahead: bool) -> Iterator[torch.Tensor]:
@@ -132,7 +133,16 @@ class Copies:
             except BaseException:
                 self._drop(chunk)
                 raise
-        self._emit(ChunkLoaded(chunk.spec.index, home.nbytes if chunk.home is Tier.HOST else 0, ahead))
+        self._note_load(chunk, home.nbytes, ahead)
+
+    def _note_load(self, chunk: Chunk, nbytes: int, ahead: bool) -> None:
+        counts = self._counts
+        counts.chunk_loads += 1
+        counts.prefetches += ahead
+        if chunk.home is Tier.HOST:
+            counts.host_to_device_nbytes += nbytes
+        if counts.log is not None:
+            counts.log.append(("load ahead" if ahead else "load", chunk.spec.index))
 
     def _begin(self, chunk: Chunk) -> torch.Tensor:
         try:
@@ -163,7 +173,9 @@ class Copies:
         """Drops a copy for want of room."""
         with named("evict", chunk.spec.index) if _profiler_enabled() else _NOTHING:
             self._drop(chunk)
-        self._emit(ChunkEvicted(chunk.spec.index, chunk.copy_nbytes))
+        self._counts.chunk_evictions += 1
+        if self._counts.log is not None:
+            self._counts.log.append(("evict", chunk.spec.index))
 
     def poison(self, chunk: Chunk) -> None:
         """Fills a copy that is about to be evicted with NaN: who goes on to use it computes with that (debugging).
@@ -177,7 +189,9 @@ class Copies:
         """Drops the copy of a chunk, if it has one, because its home has changed."""
         if chunk in self:
             self._drop(chunk)
-            self._emit(ChunkInvalidated(chunk.spec.index, chunk.copy_nbytes))
+            self._counts.chunk_invalidations += 1
+            if self._counts.log is not None:
+                self._counts.log.append(("drop", chunk.spec.index))
 
     def forget(self, chunk: Chunk) -> None:
         """Drops what a chunk is computed with, because the chunk is about to go."""
@@ -222,8 +236,14 @@ class Copies:
             lists.fresh.update({name: new[name] for name in lists.fresh})
             chunk.live_on(home)
         self.note_chunks()
-        nbytes = sum(payload.nbytes for payload in new.values())
-        self._emit(ChunkRehomed(chunk.spec.index, to_device=home is Tier.DEVICE, nbytes=nbytes))
+        counts, nbytes = self._counts, sum(payload.nbytes for payload in new.values())
+        counts.chunk_moves += 1
+        if home is Tier.DEVICE:
+            counts.moved_home_to_device_nbytes += nbytes
+        else:
+            counts.moved_home_to_host_nbytes += nbytes
+        if counts.log is not None:
+            counts.log.append(("move home", chunk.spec.index))
 
     def pin(self, chunk: Chunk) -> None:
         """Moves a chunk that is at home on the host into pinned memory, if that is wanted and there is room for it."""

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 import torch
 
 from hf_patrickstar.config import PatrickStarConfig
+from hf_patrickstar.counts import Counts
 from hf_patrickstar.errors import DeviceMemoryError, Later
-from hf_patrickstar.events import ChunkVisited, Listener
 from hf_patrickstar.memory.meters import Meter
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import Streams
@@ -91,7 +91,7 @@ class Executor:
         advise: Says what helps when there is no room.
         looked_into: Chunks that code has got a value of where it is; they are asked at the next recorded visit.
         policy: How copies come and go.
-        emit: Called with every visit.
+        counts: Counts visits.
 
     Attributes:
         in_backward: Whether a backward has begun that has not ended.
@@ -110,7 +110,7 @@ class Executor:
         advise: Callable[[], str],
         looked_into: set[Chunk],
         policy: MovePolicy,
-        emit: Listener,
+        counts: Counts,
     ) -> None:
         self._chunks = chunks
         self._copies = copies
@@ -123,7 +123,7 @@ class Executor:
         self._advise = advise
         self._looked_into = looked_into
         self._policy = policy
-        self._emit = emit
+        self._counts = counts
         self.in_backward = False
         self.least: Later | None = None
         self._tick = 0
@@ -185,8 +185,16 @@ class Executor:
             measures = actions is None or step is None or step.is_measured or self._takes_more(chunk, actions)
             with ledger.one_reading(measures=measures):
                 self._bring(chunk, actions, caller)
+        counts = self._counts
         waited_s = self._copies.wait(chunk) if chunk.arrival is not None else None
-        self._emit(ChunkVisited(chunk.spec.index, was_there and waited_s is None and not chunk.is_static, waited_s))
+        counts.chunk_visits += 1
+        if waited_s is not None:
+            counts.late_prefetches += 1
+            counts.waiting_seconds += waited_s
+        elif was_there and not chunk.is_static:
+            counts.chunk_hits += 1
+        if counts.log is not None:
+            counts.log.append(("visit", chunk.spec.index))
         if step is not None and (moment is None or step.is_measured) and step.has_moments:
             self._meter.restart()
         elif step is not None and step.plan is not None:  # it is not measured: what the trace says is noted

@@ -24,8 +24,8 @@ from typing import Literal
 
 import torch
 
+from hf_patrickstar.counts import Counts
 from hf_patrickstar.errors import BudgetError, EngineError
-from hf_patrickstar.events import GradientStored, Listener
 from hf_patrickstar.interrupts import held_back
 from hf_patrickstar.layout.specs import GRADIENT, MASTER
 from hf_patrickstar.memory.lanes import WorkLane
@@ -50,7 +50,7 @@ class Gradients:
     Args:
         pool: Where accumulation lists come from.
         streams: How bytes cross.
-        emit: Called with every event.
+        counts: Counts bytes that cross.
         executor: Makes room for lists that nobody has planned for.
         values: Brings values back; its lock is held while places change.
         chunks: All chunks: what else may need an accumulation list.
@@ -75,7 +75,7 @@ class Gradients:
         self,
         pool: PayloadPool,
         streams: Streams,
-        emit: Listener,
+        counts: Counts,
         executor: Executor,
         values: Values,
         chunks: Sequence[Chunk],
@@ -93,7 +93,7 @@ class Gradients:
         self.norms = Norms(streams.device)
         self._pool = pool
         self._streams = streams
-        self._emit = emit
+        self._counts = counts
         self._executor = executor
         self._values = values
         self._chunks = chunks
@@ -194,8 +194,7 @@ class Gradients:
             chunk.note(ticket)
         tensor.gradient_norm = norm
         tensor.gradient = _PARAM
-        nbytes, tensor.crossing_nbytes = tensor.crossing_nbytes, 0
-        self._emit(GradientStored(chunk.spec.index, tensor.spec.index, nbytes))
+        self._note_stored(tensor)
 
     def _add_to_list(self, tensor: ManagedParameter, gradient: torch.Tensor) -> None:
         chunk, is_first, norm = tensor.chunk, tensor.gradient is _NONE, None
@@ -216,8 +215,13 @@ class Gradients:
                 place.add_(self._streams.on_tier_of(gradient, place))
         tensor.gradient = _LIST
         tensor.gradient_norm = norm
-        nbytes, tensor.crossing_nbytes = tensor.crossing_nbytes, 0
-        self._emit(GradientStored(chunk.spec.index, tensor.spec.index, nbytes))
+        self._note_stored(tensor)
+
+    def _note_stored(self, tensor: ManagedParameter) -> None:
+        self._counts.device_to_host_nbytes += tensor.crossing_nbytes
+        tensor.crossing_nbytes = 0
+        if self._counts.log is not None:
+            self._counts.log.append(("gradient", tensor.chunk.spec.index))
 
     def _crosses_beside(self, chunk: Chunk, gradient: torch.Tensor) -> bool:
         """Whether a copy of a gradient to the chunk's home on the host runs beside the host."""

@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 import torch
 
+from hf_patrickstar.counts import Counts
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.dist.order import Order
 from hf_patrickstar.dist.sharing import Held, Sharing
 from hf_patrickstar.errors import BudgetError
-from hf_patrickstar.events import Listener
 from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.memory.driver import Pending
 from hf_patrickstar.memory.meters import Meter
@@ -69,7 +69,7 @@ class ChunkManager:
         meter: Measures non-model bytes on the device.
         streams: How bytes cross.
         collectives: The processes.
-        emit: Called with every event.
+        counts: What is counted.
         policy: How copies come and go.
         rules: What the placement takes into account.
         fills_margin: Whether chunks may move to the device margin; else the first placement stays for ever.
@@ -98,7 +98,7 @@ class ChunkManager:
         meter: Meter,
         streams: Streams,
         collectives: Collectives,
-        emit: Listener,
+        counts: Counts,
         policy: MovePolicy,
         rules: PlacementRules,
         fills_margin: bool,
@@ -111,32 +111,32 @@ class ChunkManager:
         known: KnownTraces,
     ) -> None:
         self.engine: Any = None
-        self.chunks, self.ledger = chunks, pool.ledger
+        self.chunks, self.counts, self.ledger = chunks, counts, pool.ledger
         self._pool, self._meter, self._streams = pool, meter, streams
         order = Order(collectives, checks_all=checks_all)
         # What a parameter's value is, and what users have of it.
         self.originals = Originals(pool)
         self.sharing = Sharing(collectives, order)
         looked_into: set[Chunk] = set()  # by code that has got a value
-        self.values = values = Values(self.sharing, streams, self.originals, emit, looked_into)
+        self.values = values = Values(self.sharing, streams, self.originals, counts, looked_into)
         self._lock = values.lock
         num_own: dict[int, int] = {}  # users of a storage that are mirrors
         self.mirrors = ValueMirrors(values, num_own)
         # Where chunks are, and how they move.
-        self.copies = copies = Copies(chunks, pool, streams, emit)
-        self.tracer = tracer = Tracer((chunk.copy_nbytes for chunk in chunks), meter, pool.ledger, order, emit, known)
-        self.activations = activations = Activations(pool, streams, emit, rules.offload)
+        self.copies = copies = Copies(chunks, pool, streams, counts)
+        self.tracer = tracer = Tracer((chunk.copy_nbytes for chunk in chunks), meter, pool.ledger, order, counts, known)
+        self.activations = activations = Activations(pool, streams, counts, rules.offload)
         self.placement = Placement(
             chunks, chunk_nbytes, copies, pool.ledger, tracer, reserve, rules, fills_margin, activations
         )
         self.placement.in_margin |= spilled
         self.placement.settle_lookups(known.lookups)
         self.executor = executor = Executor(
-            chunks, copies, pool, meter, streams, tracer, self.placement, advise, looked_into, policy, emit
+            chunks, copies, pool, meter, streams, tracer, self.placement, advise, looked_into, policy, counts
         )
         # Where gradients are.
         accumulates = num_micro_batches > 1
-        self.gradients = Gradients(pool, streams, emit, executor, values, chunks, accumulates, keeps_gradients)
+        self.gradients = Gradients(pool, streams, counts, executor, values, chunks, accumulates, keeps_gradients)
         self.gradient_mirrors = GradientMirrors(values, num_own, self.gradients)
         self.writes = Writes(values, self.gradients, self.mirrors, self.gradient_mirrors)
         self._groups: Groups | None = None

@@ -11,7 +11,6 @@ import numpy
 import torch
 
 from hf_patrickstar.errors import DeviceMemoryError, Later
-from hf_patrickstar.events import Listener, MicroBatchRepeated
 from hf_patrickstar.memory.accelerator import (
     empty_cache,
     is_accelerator,
@@ -55,7 +54,6 @@ class Recovery:
         manager: The manager of the chunks.
         device: The compute device.
         buffers: Gives the model's buffers; some modules write to them in forward.
-        emit: Called with every repetition.
     """
 
     def __init__(
@@ -63,13 +61,11 @@ class Recovery:
         manager: ChunkManager,
         device: torch.device,
         buffers: Callable[[], Iterable[torch.Tensor]],
-        emit: Listener,
     ) -> None:
         self._num_calm_runs = _CALM_RUNS
         self._manager = manager
         self._device = device
         self._buffers = buffers
-        self._emit = emit
         self._is_running = False
 
     def run(self, function: Callable[[], _T], max_retries: int = MAX_RETRIES) -> _T:
@@ -120,7 +116,7 @@ class Recovery:
                     if attempt > max_retries or (is_own and not (freed or (changes and may_change))):
                         raise self._given_up(error, attempt, more)  # noqa: B904, its cause is set
                     changes = [*self._make_careful(had_plan, in_pieces, is_own), *freed]
-            self._emit(MicroBatchRepeated(attempt, is_defragmented=changes == [_IN_PIECES]))
+            manager.counts.retries += 1
             logger.warning(
                 "patrickstar: out of memory on %s; the micro-batch is repeated (%d of %d) %s (%s)",
                 *(self._device, attempt, max_retries, ", ".join(changes), said),

@@ -6,8 +6,8 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from hf_patrickstar.counts import Counts
 from hf_patrickstar.dist.order import Order
-from hf_patrickstar.events import Listener, StepDiverged, StepRecorded
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.meters import Meter
 from hf_patrickstar.memory.tiers import Tier
@@ -96,7 +96,7 @@ class Tracer:
         meter: Measures non-model bytes while a step is recorded.
         ledger: Has the bytes of chunks, and of gradients that wait on the device for their group.
         order: Makes one trace of the traces of several processes.
-        emit: Called when a step is recorded, and when one diverges.
+        counts: Counts steps that are recorded, and those that diverge.
         known: Traces of a plan: steps follow them that would be recorded first otherwise.
 
     Attributes:
@@ -114,7 +114,7 @@ class Tracer:
         meter: Meter,
         ledger: Ledger,
         order: Order,
-        emit: Listener,
+        counts: Counts,
         known: KnownTraces = NOTHING_KNOWN,
     ) -> None:
         self.known = known
@@ -127,7 +127,7 @@ class Tracer:
         self._meter = meter
         self._ledger = ledger
         self._order = order
-        self._emit = emit
+        self._counts = counts
         self._diverged_in_a_row: dict[str, int] = {}
         self._learnt = set(known.traces)  # traces made beforehand that no step has followed yet
         self._wrong: set[str] = set()  # steps whose traces, made beforehand, were not what they did
@@ -270,7 +270,7 @@ class Tracer:
                 step.note_visit(chunk_index, pinned(*of))
             return moment
         step.cursor = None
-        self._emit(StepDiverged(step.key))
+        self._counts.diverged_steps += 1
         if step.is_measured and self._order.is_alone:  # all of its visits are known, and it goes on as one recorded
             self._wrong.add(step.key)
             self._learnt.discard(step.key)
@@ -327,7 +327,7 @@ class Tracer:
                 known = self.traces.get(step.key)
                 self.traces[step.key] = trace if known is None else trace.merged(known)
             self.version += 1
-            self._emit(StepRecorded(step.key))
+            self._counts.recorded_steps += 1
             self._diverged_in_a_row[step.key] = 0
             return
         if step.is_measured:

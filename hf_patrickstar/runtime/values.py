@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from hf_patrickstar.counts import Counts
 from hf_patrickstar.dist.sharing import Held, Sharing
-from hf_patrickstar.events import Listener, ValueRestored
 from hf_patrickstar.layout.specs import MASTER
 from hf_patrickstar.memory.operators import without_modes
 from hf_patrickstar.memory.streams import Streams
@@ -25,7 +25,7 @@ class Values:
         sharing: Reads what other ranks have at home.
         streams: How bytes cross.
         originals: Has the bits of frozen parameters that chunks do not hold.
-        emit: Called with every event.
+        counts: Counts bytes that cross.
         looked_into: Chunks are added to it whose own memory was handed out, perhaps.
 
     Attributes:
@@ -36,7 +36,7 @@ class Values:
     """
 
     def __init__(
-        self, sharing: Sharing, streams: Streams, originals: Originals, emit: Listener, looked_into: set[Chunk]
+        self, sharing: Sharing, streams: Streams, originals: Originals, counts: Counts, looked_into: set[Chunk]
     ) -> None:
         self.version = 0
         self.sharing = sharing
@@ -44,7 +44,7 @@ class Values:
         self.device = streams.device
         self.lock = threading.RLock()
         self.streams = streams
-        self._emit = emit
+        self._counts = counts
         self._looked_into = looked_into
 
     # Reading
@@ -173,7 +173,7 @@ class Values:
         if chunk.compute is not None and not chunk.is_static:
             home = tensor.view(chunk.param)
             chunk.note(self.streams.to_device(home, tensor.view_copy(chunk.compute)))
-            self._emit(ValueRestored(chunk.spec.index, tensor.spec.index, home.numel() * home.dtype.itemsize))
+            self._counts.host_to_device_nbytes += home.numel() * home.dtype.itemsize
 
     def load(self, tensor: ManagedParameter, fill: Callable[[torch.Tensor], None]) -> None:
         """Changes what this rank has at home of a parameter that has no gradient and no copy; see ``begin_loading``.

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from support.processes import GROUP_TIMEOUT_S, Workers
 
+from hf_patrickstar.counts import Counts
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import CollectiveError, ConfigError
-from hf_patrickstar.report.figures import Statistics
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -24,18 +24,18 @@ GUARD = 64
 
 @contextlib.contextmanager
 def connected(group=None):
-    """Collectives, with ``statistics`` of what they told."""
-    statistics = Statistics()
-    collectives = Collectives.connect(group, CPU, emit=statistics.record)
-    collectives.statistics = statistics
+    """Collectives, with ``counts`` of what they did."""
+    counts = Counts()
+    collectives = Collectives.connect(group, CPU, counts=counts)
+    collectives.counts = counts
     try:
         yield collectives
     finally:
         collectives.close()
 
 
-def counted(statistics, *names):
-    return tuple(statistics.summary()[name] for name in names)
+def counted(counts, *names):
+    return tuple(getattr(counts, name) for name in names)
 
 
 def make_contributions(world_size, numel, dtype):
@@ -89,7 +89,7 @@ def gather(rank, numel, dtype, group_ranks=None):
         assert torch.equal(buffer, torch.cat(reference))
         assert torch.equal(buffer, values.flatten())
         check_guards(whole)
-        return counted(collectives.statistics, "all_gathers", "reduce_scatters", "sent_nbytes")
+        return counted(collectives.counts, "all_gathers", "reduce_scatters", "sent_nbytes")
 
 
 @pytest.mark.parametrize(("numel", "dtype"), [(64, torch.float16), (100_003, torch.bfloat16)], ids=str)
@@ -134,7 +134,7 @@ def reduce(rank, numel, dtype, group_ranks=None):
         is_order_visible = not torch.equal(expected, add_in_order(values[:, mine].flip(0)))
         rounded_often = (sum(values[1:, mine], values[0, mine]) / world_size).to(dtype)
         is_rounding_visible = not torch.equal(expected, rounded_often)
-        counters = counted(collectives.statistics, "all_gathers", "reduce_scatters", "sent_nbytes")
+        counters = counted(collectives.counts, "all_gathers", "reduce_scatters", "sent_nbytes")
         return counters, sizes, is_order_visible, is_rounding_visible
 
 
@@ -221,7 +221,7 @@ def talk(rank):
         dist.barrier()
         return (
             (collectives.rank, collectives.world_size, collectives.local_world_size),
-            counted(collectives.statistics, "messages", "all_gathers", "sent_nbytes"),
+            counted(collectives.counts, "messages", "all_gathers", "sent_nbytes"),
         )
 
 

@@ -16,7 +16,6 @@ from support.small import WIDTH, Stack, adamw, batch, make, step_of, trainable
 from support.streams import simulated_streams
 from torch import nn
 
-from hf_patrickstar.events import ChunkRehomed
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.optim.adam_kernel import AdamKernel
@@ -143,7 +142,7 @@ def test_a_thread_that_looks_at_a_state_takes_nothing_away(garbage):
 
 @pytest.mark.own_streams
 def test_only_values_and_masters_are_copied_when_chunks_first_move(monkeypatch):
-    moved, copied, real, rehome = [], [], torch.Tensor.copy_, Copies.rehome
+    copied, real, rehome = [], torch.Tensor.copy_, Copies.rehome
 
     def count(self, source, *args):
         copied.append(source.nbytes)
@@ -156,11 +155,12 @@ def test_only_values_and_masters_are_copied_when_chunks_first_move(monkeypatch):
 
     monkeypatch.setattr(Copies, "rehome", counted)
     settings = {**MOVING, "chunk_numel": 320}
-    listener = lambda event: moved.append(event.nbytes) if isinstance(event, ChunkRehomed) else None  # noqa: E731
-    engine = engine_of(make(lambda: Stack(10)), "resident", dtype="bf16", settings=settings, listener=listener)
+    engine = engine_of(make(lambda: Stack(10)), "resident", dtype="bf16", settings=settings)
     engine.model(batch().bfloat16())
-    assert sum(moved) == 14 * 320 * len(moved) > 0
-    assert sum(copied) == 6 * 320 * len(moved)
+    stats = engine.stats()
+    moves = stats["chunk_moves"]
+    assert stats["moved_home_to_device_nbytes"] + stats["moved_home_to_host_nbytes"] == 14 * 320 * moves > 0
+    assert sum(copied) == 6 * 320 * moves
 
 
 @pytest.mark.own_streams

@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_patrickstar import BudgetError, DeviceMemoryError, PatrickStarEngine
-from hf_patrickstar.events import MicroBatchRepeated
 
 SITUATIONS = ("moving",)
 
@@ -49,9 +48,9 @@ class Noisy(nn.Module):
         return x
 
 
-def run(dtype, accumulation, failures, budget, make_optimizer=adamw, listener=None, clips=True):
+def run(dtype, accumulation, failures, budget, make_optimizer=adamw, clips=True):
     """Losses, values and statistics of three steps; ``failures`` has operators that fail by step and micro-batch."""
-    pair = Pair(Noisy, budget, make_optimizer, dtype=dtype, gradient_accumulation_steps=accumulation, listener=listener)
+    pair = Pair(Noisy, budget, make_optimizer, dtype=dtype, gradient_accumulation_steps=accumulation)
     torch.manual_seed(5)
     losses = []
     for step in range(3):
@@ -136,12 +135,6 @@ def test_other_optimizers_and_no_clipping():
     found = run("fp32", 2, {(0, 1): [20], (1, 1): [30]}, "moving", sgd, clips=False)
     assert found[0] == expected[0]
     assert_same(found[1], expected[1])
-
-
-def test_repetitions_are_told():
-    seen = []
-    run("fp32", 1, {(1, 0): [9]}, "moving", listener=seen.append)
-    assert [event.attempt for event in seen if type(event) is MicroBatchRepeated] == [1]
 
 
 @pytest.mark.parametrize(("accumulation", "where"), [(2, "forward"), (2, "backward"), (1, "after")])

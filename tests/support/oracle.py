@@ -160,9 +160,9 @@ def make_engine(training: Training, driver: VirtualDriver, known: KnownTraces | 
             training.make_optimizer(model.parameters()),
             device=streams,
             gradient_accumulation_steps=training.num_micro_batches,
-            listener=driver.note_event,
             process_group=VirtualPeers(driver, training.world_size),
         )
+    driver.follow(engine.counts)
     engine.optimizer.zero_grad()  # tells the engine that nobody wants gradients after a step
     return engine
 

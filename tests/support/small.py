@@ -1,6 +1,6 @@
 """Small models in chunks beside their plain twins: the same code runs on both, and what it finds must be the same bits.
 
-The tests of this folder know of the package what its users know: the engine, its optimizer, its settings, events,
+The tests of this folder know of the package what its users know: the engine, its optimizer, its settings, counts,
 errors and statistics. They say what must be true, never who calls whom.
 """
 

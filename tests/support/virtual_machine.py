@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from support.buffers import told_of_buffers
 
+from hf_patrickstar.counts import Counts
 from hf_patrickstar.dist.collectives import Collectives
-from hf_patrickstar.events import ChunkVisited, Event, Listener, MessageExchanged
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk
@@ -166,10 +166,9 @@ class VirtualDriver:
     def close(self) -> None:
         """See ``Driver``."""
 
-    def note_event(self, event: Event) -> None:
-        """Hears what the engine tells: a listener."""
-        if isinstance(event, ChunkVisited):
-            self._player.visit()
+    def follow(self, counts: Counts) -> None:
+        """Charges the host for each visit to a chunk, at its moment."""
+        counts.log = _Visits(self._player)
 
     # What ``VirtualCollectives`` asks for
 
@@ -246,6 +245,18 @@ class VirtualDriver:
         for lane in Lane:
             self.clock.wait(self.clock.end_of(lane), "the end")
         return timeline
+
+
+class _Visits(list[tuple[str, int]]):
+    """A log of an engine's counts that keeps nothing, and has a player play visits."""
+
+    def __init__(self, player: Player) -> None:
+        super().__init__()
+        self._player = player
+
+    def append(self, entry: tuple[str, int], /) -> None:
+        if entry[0] == "visit":
+            self._player.visit()
 
 
 class _Operators(AnsweringMode):
@@ -329,9 +340,9 @@ class VirtualPeers:
         self._driver = driver
         self._world_size = world_size
 
-    def __call__(self, device: torch.device, emit: Listener, reduce_dtype: str) -> Collectives:
+    def __call__(self, device: torch.device, counts: Counts, reduce_dtype: str) -> Collectives:
         """Makes them."""
-        return VirtualCollectives(self._driver, self._world_size, device, emit, reduce_dtype)
+        return VirtualCollectives(self._driver, self._world_size, device, counts, reduce_dtype)
 
 
 class VirtualWork:
@@ -354,9 +365,9 @@ class VirtualCollectives(Collectives):
     """The collectives of one process among others that are not here; see [Note: virtual processes]."""
 
     def __init__(
-        self, driver: VirtualDriver, world_size: int, device: torch.device, emit: Listener, reduce_dtype: str
+        self, driver: VirtualDriver, world_size: int, device: torch.device, counts: Counts, reduce_dtype: str
     ) -> None:
-        super().__init__(0, world_size, device, emit=emit, reduce_dtype=reduce_dtype)
+        super().__init__(0, world_size, device, counts=counts, reduce_dtype=reduce_dtype)
         self._driver = driver
         self._is_gloo = not driver.machine.has_accelerator
 
@@ -376,7 +387,7 @@ class VirtualCollectives(Collectives):
 
     def _exchange(self) -> None:
         if self.world_size > 1:
-            self._emit(MessageExchanged())
+            self._counts.messages += 1
             self._driver.message()
 
     def _broadcast(self, slices: Sequence[torch.Tensor]) -> list[VirtualWork]:

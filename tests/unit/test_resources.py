@@ -10,6 +10,7 @@ import torch
 
 from hf_patrickstar import resources as module
 from hf_patrickstar.config import PatrickStarConfig
+from hf_patrickstar.counts import Counts
 from hf_patrickstar.machine import ACCELERATOR, MACHINES
 from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.resources import Resources
@@ -21,7 +22,7 @@ def test_gradients_in_flight_take_a_64th_of_the_device_budget(monkeypatch, budge
     asked = []
     monkeypatch.setattr(Streams, "hold_at_most", lambda self, nbytes: asked.append(nbytes))
     config = PatrickStarConfig(device_budget=budget)
-    resources = Resources.find(config, torch.device("cpu"), None, lambda: None, lambda event: None)
+    resources = Resources.find(config, torch.device("cpu"), None, lambda: None, Counts())
     resources.streams.close()
     assert asked == [held]
 

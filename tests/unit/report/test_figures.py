@@ -1,59 +1,22 @@
-"""What is counted of events, what a log has of it, and what a run says at its end."""
+"""What a log has of what is counted, and what a run says at its end."""
 
 import dataclasses
 import re
 
 import pytest
 
-from hf_patrickstar import events
-from hf_patrickstar.report.figures import PER_STEP, PREFIX, STANDING, Statistics, brief
+from hf_patrickstar.report.figures import PER_STEP, PREFIX, STANDING, brief, figures_between
 from hf_patrickstar.report.outcome import Outcome, describe_outcome, describe_step
 from hf_patrickstar.units import GIB
 
-EVENTS = [
-    (events.ModelDecided("124 M parameters"), {}),
-    (events.ChunkLoaded(0, 7, waited_s=0.5), {"host_to_device_nbytes": 7, "chunk_loads": 1, "loading_seconds": 0.5}),
-    (events.ChunkLoaded(0, 7, ahead=True), {"host_to_device_nbytes": 7, "chunk_loads": 1, "prefetches": 1}),
-    (events.ChunkRehomed(0, True, 7), {"chunk_moves": 1, "moved_home_to_device_nbytes": 7}),
-    (events.ChunkRehomed(0, False, 7), {"chunk_moves": 1, "moved_home_to_host_nbytes": 7}),
-    (events.ChunkEvicted(0, 7), {"chunk_evictions": 1}),
-    (events.ChunkInvalidated(0, 7), {"chunk_invalidations": 1}),
-    (events.GradientStored(0, 1, 7), {"device_to_host_nbytes": 7}),
-    (events.ValueRestored(0, 1, 7), {"host_to_device_nbytes": 7}),
-    (events.ActivationLeft(7), {"device_to_host_nbytes": 7, "offloaded_nbytes": 7}),
-    (events.ActivationReturned(7), {"host_to_device_nbytes": 7}),
-    (events.ChunkVisited(0, True), {"chunk_hits": 1}),
-    (events.ChunkVisited(0, False, 0.5), {"late_prefetches": 1, "waiting_seconds": 0.5}),
-    (events.StepFinished(1, skipped=False), {"steps": 1}),
-    (events.StepFinished(0, skipped=True), {"skipped_steps": 1}),
-    (events.StepRecorded("training"), {"recorded_steps": 1}),
-    (events.StepDiverged("training"), {"diverged_steps": 1}),
-    (events.MicroBatchRepeated(1), {"retries": 1}),
-    (events.SlicesGathered(7), {"all_gathers": 1, "sent_nbytes": 7}),
-    (events.SlicesReduced(7), {"reduce_scatters": 1, "sent_nbytes": 7}),
-    (events.MessageExchanged(), {"messages": 1}),
-]
 
-
-def test_every_event_has_its_place():
-    assert {type(event) for event, _ in EVENTS} == {
-        kind for kind in vars(events).values() if isinstance(kind, type) and events.Event in kind.__bases__
-    }
-    statistics, total = Statistics(), dict.fromkeys(Statistics().summary(), 0)
-    for event, expected in EVENTS:
-        statistics.record(event)
-        total = {name: number + expected.get(name, 0) for name, number in total.items()}
-        assert statistics.summary() == total, event
-
-
-def test_figures_are_means_over_the_steps_since_the_last_log_and_a_reader_gets_two():
-    statistics = Statistics()
+def test_figures_are_means_over_the_steps_between_two_moments_and_a_reader_gets_two():
     first = dict.fromkeys((*PER_STEP, *STANDING, "steps"), 0) | {"steps": 2, "skipped_steps": 1, "chunk_loads": 6}
-    assert statistics.since_last(first)[f"{PREFIX}chunk_loads"] == 2, "a skipped step moves chunks, too"
+    assert figures_between({}, first)[f"{PREFIX}chunk_loads"] == 2, "a skipped step moves chunks, too"
     later = first | {"steps": 4, "chunk_loads": 9, "device_peak_nbytes": 5}
-    found = statistics.since_last(later)
+    found = figures_between(first, later)
     assert (found[f"{PREFIX}chunk_loads"], found[f"{PREFIX}device_peak_nbytes"]) == (1.5, 5)
-    assert statistics.since_last(later)[f"{PREFIX}chunk_loads"] == 0, "a log without a step"
+    assert figures_between(later, later)[f"{PREFIX}chunk_loads"] == 0, "a log without a step"
     few = {"device_total_step_peak_nbytes": 2**20, "host_to_device_nbytes": 1000, "device_to_host_nbytes": 24}
     told = brief({f"{PREFIX}{name}": value for name, value in {**few, "waiting_seconds": 0.25}.items()})
     assert list(told.values()) == ["1.00 MiB", "1.00 KiB"]

@@ -1,4 +1,4 @@
-"""What moves, and when: literal event lists, and bytes against formulas with named terms."""
+"""What moves, and when: literal lists, and bytes against formulas with named terms."""
 
 import logging
 
@@ -8,30 +8,8 @@ from support.models import make_model
 from torch import nn
 
 from hf_patrickstar import PatrickStarEngine
-from hf_patrickstar.events import (
-    ChunkEvicted,
-    ChunkInvalidated,
-    ChunkLoaded,
-    ChunkRehomed,
-    ChunkVisited,
-    GradientStored,
-    ModelDecided,
-    StepDiverged,
-    StepFinished,
-    StepRecorded,
-)
 
 WIDTH = 8
-HOW = (ModelDecided, ChunkVisited, StepRecorded, StepDiverged)
-"""Events that say how a step went, and not what moved."""
-WORDS = {
-    ChunkLoaded: "load",
-    ChunkEvicted: "evict",
-    ChunkInvalidated: "drop",
-    ChunkRehomed: "move home",
-    GradientStored: "gradient",
-    StepFinished: "step",
-}
 
 
 def make_layers(count=3):
@@ -40,7 +18,6 @@ def make_layers(count=3):
 
 
 def record(eviction, num_chunks, num_layers=3, prefetch_depth=0, **kwargs):
-    events = []
     model = make_layers(num_layers)
     config = {
         "chunk_numel": 64,
@@ -48,23 +25,14 @@ def record(eviction, num_chunks, num_layers=3, prefetch_depth=0, **kwargs):
         "eviction": eviction,
         "prefetch_depth": prefetch_depth,
     }
-    engine = PatrickStarEngine(
-        model,
-        config,
-        torch.optim.AdamW(model.parameters(), fused=True),
-        listener=lambda event: None if isinstance(event, HOW) else events.append(event),
-        **kwargs,
-    )
-    return model, engine, events
+    engine = PatrickStarEngine(model, config, torch.optim.AdamW(model.parameters(), fused=True), **kwargs)
+    engine.counts.log = []
+    return model, engine
 
 
-def words(events):
-    listed = []
-    for event in events:
-        chunk = "" if isinstance(event, StepFinished) else f" {event.chunk_index}"
-        ahead = " ahead" if isinstance(event, ChunkLoaded) and event.ahead else ""
-        listed.append(WORDS[type(event)] + chunk + ahead)
-    return listed
+def moves(engine):
+    """What moved, in order; visits are left out."""
+    return [f"{what} {number}" for what, number in engine.counts.log if what != "visit"]
 
 
 def train_step(model, engine):
@@ -74,22 +42,23 @@ def train_step(model, engine):
 
 
 ON_DEMAND = ["gradient 3", "gradient 2", "evict 2", "load 1", "gradient 1", "gradient 0", "drop 1", "drop 3"]
-AHEAD = ["gradient 3", "evict 3", "load 1 ahead", "gradient 2", "evict 2", "gradient 1", "gradient 0", "drop 1"]
+AHEAD = ["gradient 3", "evict 3", "load ahead 1", "gradient 2", "evict 2", "gradient 1", "gradient 0", "drop 1"]
 
 
 @pytest.mark.parametrize("is_recorded", [True, False])
-def test_events_of_a_first_step_and_of_planned_ones(is_recorded, request):
+def test_moves_of_a_first_step_and_of_planned_ones(is_recorded, request):
     """Room for two of four chunks: what a plan brings ahead arrives while the layer before computes."""
     if is_recorded:
         request.getfixturevalue("recorded")
-    model, engine, events = record("belady", 2, num_layers=4, prefetch_depth=1)
+    model, engine = record("belady", 2, num_layers=4, prefetch_depth=1)
     for step in range(3):
-        events.clear()
+        engine.counts.log.clear()
         train_step(model, engine)
         recorded = ["load 0", "load 1", "evict 0", "load 2", "evict 1", "load 3"]
-        planned = ["load 0", "load 1 ahead", "evict 0", "load 2 ahead", "evict 1", "load 3 ahead"]
+        planned = ["load 0", "load ahead 1", "evict 0", "load ahead 2", "evict 1", "load ahead 3"]
         is_planned = not is_recorded or step > 0
-        assert words(events) == [*(planned + AHEAD if is_planned else recorded + ON_DEMAND), "step"]
+        expected = planned + AHEAD if is_planned else recorded + ON_DEMAND
+        assert moves(engine) == [*expected, f"step {step + 1}"]
 
 
 WITH_ROOM_FOR = {
@@ -101,12 +70,13 @@ WITH_ROOM_FOR = {
 
 
 @pytest.mark.parametrize(("eviction", "num_chunks"), [("lru", 1), ("lru", 2), ("list_order", 2)])
-def test_events_of_a_step(eviction, num_chunks):
-    model, engine, events = record(eviction, num_chunks)
-    for _ in range(2):
-        events.clear()
+def test_moves_of_a_step(eviction, num_chunks):
+    model, engine = record(eviction, num_chunks)
+    for step in range(2):
+        engine.counts.log.clear()
         train_step(model, engine)
-        assert words(events) == [*WITH_ROOM_FOR[num_chunks].split(", "), "step"], "every step is the same"
+        expected = WITH_ROOM_FOR[num_chunks].split(", ")
+        assert moves(engine) == [*expected, f"step {step + 1}"], "every step is the same"
 
 
 def test_evicting_all_warns_where_there_is_nothing_to_evict(caplog):
