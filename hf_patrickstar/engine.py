@@ -32,7 +32,6 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.needs import decide, remedies
 from hf_patrickstar.optim.kernel import Kernel
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
-from hf_patrickstar.optim.optimizer_set import OptimizerSet
 from hf_patrickstar.optim.threads import choose_threads
 from hf_patrickstar.optim.torch_kernel import OWN_STATE, make_kernel
 from hf_patrickstar.optim.workers import HostWorkers
@@ -269,7 +268,7 @@ class PatrickStarEngine:
             for number, (optimizer, kernel) in enumerate(zip(optimizers, self._kernels, strict=True)):
                 self.optimizers.append(self._make_optimizer(optimizer, kernel, number))
             collectives, is_in_file = self.collectives, functools.partial(is_in_model_file, self.model)
-            state = TrainingState(self.manager, OptimizerSet(self.optimizers), collectives, is_in_file)
+            state = TrainingState(self.manager, self.optimizers, collectives, is_in_file)
             self.checkpoints = Checkpoints(self.model, self.manager, self.weights, state, collectives, self.config)
             casting = self._decisions.precision.casting(self.device)
             self.hooks = ModelHooks(self.model, self.manager, self.weights, self._follow_model, self.device, casting)

@@ -345,7 +345,7 @@ def can_move_homes(situation: Situation) -> bool:
     """
     config, kernels = situation.config, situation.kernels
     is_fixed = config.placement == "host" or config.debug_evict_all or not kernels
-    return not is_fixed and all(kernel.follows_homes for kernel in kernels)
+    return not is_fixed and all(kernel.runs_beside for kernel in kernels)
 
 
 def chunk_bytes(

@@ -108,7 +108,7 @@ class Checkpoints(Transactions):
             return
         place, form = directory or checkpoint.path, self._config.optimizer_format
         is_torch = form == "torch" or (form == "auto" and self._is_alone and paths is None)
-        checkpoint.paths = (paths or torch_paths(place, len(self.state.optimizer))) if is_torch else ()
+        checkpoint.paths = (paths or torch_paths(place, len(self.state.optimizers))) if is_torch else ()
         if not is_torch:
             file = self.state.begin_save(place, with_index=self._collectives.rank in checkpoint.makers)
         elif self._is_alone:
@@ -285,14 +285,13 @@ class Checkpoints(Transactions):
 
     def _load_state(self, load: Callable[[], None], is_fresh: bool) -> None:
         """Loads the training state before any weight; if it is damaged, an optimizer without a state has none again."""
-        optimizer = self.state.optimizer
-        before = optimizer.state_dicts({}) if is_fresh else None
+        before = self.state.state_dicts({}) if is_fresh else None
         try:
             self.together(load)
         except CheckpointError:
             if before is not None:
-                optimizer.load_state_dicts(before)
-                optimizer.load_other_states({})
+                self.state.load_state_dicts(before)
+                self.state.load_other_states({})
             raise
 
     def note(self, value: torch.Tensor | None, what: str) -> None:

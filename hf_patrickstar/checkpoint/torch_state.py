@@ -84,7 +84,7 @@ def begin_torch_state(saved: TrainingState, paths: Sequence[Path]) -> tuple[Unwr
                 state[key] = DeferredTensor.make(StreamedSource(item.shape, item.dtype, stream))
                 state[key].place = item.number  # in the order of chunks
                 held[state[key].place] = item
-    state_dicts = list(map(_packed, saved.optimizer.state_dicts(states)))
+    state_dicts = list(map(_packed, saved.state_dicts(states)))
 
     def write(**how: Any) -> None:
         for path, state_dict in zip(paths, state_dicts, strict=True):
@@ -122,13 +122,13 @@ def open_torch_state(
     """
     found: list[dict[str, Any]] = []
     masters: dict[str, torch.Tensor] = {}
-    optimizers, owned = state.optimizer, {tensor.spec.name for tensor in state.owned()}
-    paths = torch_paths(directory, len(optimizers))
-    for number, (path, groups) in enumerate(zip(paths, optimizers.placed_groups(), strict=True)):
-        names = [name for group in groups for name in group]
+    owned = {tensor.spec.name for tensor in state.owned()}
+    for optimizer, path in zip(state.optimizers, torch_paths(directory, len(state.optimizers)), strict=True):
+        names = [name for group in optimizer.placed_groups() for name in group]
         found.append(TorchFile(path).value)
         try:
-            optimizers.check_state_dict(number, found[-1])
+            if not optimizer._optimizer_load_state_dict_pre_hooks:  # else it is checked after they may have changed it
+                optimizer.check_state_dict(found[-1])
             own = {str(names[n]): master for n, master in found[-1].pop(SAVED_MASTER, {}).items() if names[n] in owned}
         except ValueError as error:
             raise CheckpointError(f"'{path}': {error}; resume with the model and optimizer that were saved") from error
@@ -136,7 +136,7 @@ def open_torch_state(
             raise CheckpointError(damaged(f"'{path}' is not the state of an optimizer: {error!r}")) from error
         verify([own, found[-1] if is_verified else {}])
         masters.update(own)
-    return OpenedState(functools.partial(optimizers.load_state_dicts, found), masters)
+    return OpenedState(functools.partial(state.load_state_dicts, found), masters)
 
 
 class TorchFile(SafetensorsFile):

@@ -20,7 +20,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +34,8 @@ from hf_patrickstar.checkpoint.storage import damaged, missing_file, text_checks
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.layout.specs import MASTER
-from hf_patrickstar.optim.optimizer_set import OptimizerSet
+from hf_patrickstar.optim.kernel import Kernel
+from hf_patrickstar.optim.optimizer import ChunkedOptimizer
 from hf_patrickstar.optim.state import SAVED_MASTER, check_shapes
 from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.runtime.manager import ChunkManager
@@ -101,20 +102,70 @@ class TrainingState:
 
     Attributes:
         manager: The manager of the chunks.
-        optimizer: The optimizers over them, as if they were one.
+        optimizers: The optimizers over them; the list may grow.
         collectives: The processes that share them.
         is_in_model_file: Whether a parameter is saved with the model; otherwise its master is saved here.
     """
 
     manager: ChunkManager
-    optimizer: OptimizerSet
+    optimizers: Sequence[ChunkedOptimizer]
     collectives: Collectives
     is_in_model_file: Callable[[ManagedParameter], bool]
 
     @property
     def is_empty(self) -> bool:
         """Whether there is no optimizer, and so nothing to save."""
-        return not self.optimizer.param_groups
+        return not self.optimizers
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The param groups of all optimizers."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @property
+    def class_name(self) -> str:
+        """The class names of the users' optimizers, joined by ``+``."""
+        return "+".join(type(optimizer.inner).__name__ for optimizer in self.optimizers)
+
+    def kernel_of(self, tensor: ManagedParameter) -> Kernel:
+        """The kernel that updates a parameter."""
+        return self.optimizers[tensor.chunk.spec.optimizer_index].kernel
+
+    def named_groups(self) -> list[list[str]]:
+        """The names of the parameters in chunks of each param group."""
+        return [names for optimizer in self.optimizers for names in optimizer.named_groups()]
+
+    def other_states(self) -> dict[str, dict[str, Any]]:
+        """The states of parameters that are updated outside of chunks, by optimizer and position in its groups."""
+        return {
+            f"{number}.{place}": state
+            for number, optimizer in enumerate(self.optimizers)
+            for place, state in optimizer.other_states().items()
+        }
+
+    def load_other_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replaces ``other_states``; a parameter without a given state begins anew."""
+        for number, optimizer in enumerate(self.optimizers):
+            optimizer.load_other_states(
+                {place: states.get(f"{number}.{place}", {}) for place in optimizer.other_states()}
+            )
+
+    def state_dicts(self, states: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
+        """The ``state_dict`` of each optimizer.
+
+        Args:
+            states: The states of all ranks, by tensor index; their tensors may be deferred.
+        """
+        found = []
+        for optimizer in self.optimizers:
+            with optimizer.collected(keep=True, states=states):
+                found.append(optimizer.state_dict())
+        return found
+
+    def load_state_dicts(self, state_dicts: Sequence[dict[str, Any]]) -> None:
+        """Loads a ``state_dict`` into each optimizer."""
+        for optimizer, state_dict in zip(self.optimizers, state_dicts, strict=True):
+            optimizer.load_state_dict(state_dict)
 
     def begin_save(self, directory: Path, *, with_index: bool) -> Unwritten:
         """Writes the index, and returns what this rank has to write. Nothing is copied.
@@ -140,7 +191,7 @@ class TrainingState:
 
     def own_states(self) -> dict[ManagedParameter, dict[Any, Any]]:
         """The states of ``owned``, with their masters if the model's file does not have these to the last bit."""
-        states = {tensor: {**self.optimizer.own_state(tensor)} for tensor in self.owned()}
+        states = {tensor: {**self.kernel_of(tensor).own_state(tensor)} for tensor in self.owned()}
         for tensor, state in states.items():
             if tensor.original_dtype is not tensor.chunk.state_dtype or not self.is_in_model_file(tensor):
                 state[SAVED_MASTER] = tensor.view(tensor.chunk.lists.get(MASTER, tensor.chunk.param))
@@ -149,25 +200,25 @@ class TrainingState:
     @property
     def is_fresh(self) -> bool:
         """Whether the optimizers have no state yet on this process."""
-        has_any = any(self.optimizer.own_state(tensor) for tensor in self.owned())
-        return not (has_any or any(self.optimizer.other_states().values()))
+        has_any = any(self.kernel_of(tensor).own_state(tensor) for tensor in self.owned())
+        return not (has_any or any(self.other_states().values()))
 
     def _save_index(self, directory: Path) -> None:
         settings = {
             f"{_GROUP}{number}": {key: value for key, value in group.items() if key != "params"}
-            for number, group in enumerate(self.optimizer.param_groups)
+            for number, group in enumerate(self.param_groups)
         }
-        write_safetensors(directory / _OTHERS_NAME, *state_files.pack(self.optimizer.other_states() | settings))
+        write_safetensors(directory / _OTHERS_NAME, *state_files.pack(self.other_states() | settings))
         world_size = self.collectives.world_size
         trained = [tensor for tensor in self.manager.tensors if tensor.chunk.spec.is_updated]
         types = {t.spec.name: str(t.original_dtype).removeprefix("torch.") for t in trained}
         index = {
             "format": _FORMAT,
             "version": _VERSION,
-            "optimizer": self.optimizer.class_name,
+            "optimizer": self.class_name,
             "files": [shard_name(rank, world_size) for rank in range(world_size)],
-            "param_groups": [{"params": names} for names in self.optimizer.named_groups()],
-            "optimizers": self.optimizer.placed_groups(),
+            "param_groups": [{"params": names} for names in self.named_groups()],
+            "optimizers": [optimizer.placed_groups() for optimizer in self.optimizers],
             "parameters": {t.spec.name: {"shape": t.spec.shape, "dtype": types[t.spec.name]} for t in trained},
         }
         text = json.dumps({**index, "checksum": text_checksum(index)}, indent=1)
@@ -189,13 +240,13 @@ class TrainingState:
             CheckpointError: If a file is missing or damaged, or the state belongs to another optimizer, or to other
                 parameters or groups.
         """
-        saved, optimizer = SavedState(directory), self.optimizer
-        if saved.optimizer != optimizer.class_name:
+        saved = SavedState(directory)
+        if saved.optimizer != self.class_name:
             raise CheckpointError(
-                f"'{saved.path}' was saved by {saved.optimizer}, this is {optimizer.class_name}; resume with the same "
+                f"'{saved.path}' was saved by {saved.optimizer}, this is {self.class_name}; resume with the same "
                 "optimizer, or load the weights alone, as a model"
             )
-        ours, theirs = optimizer.named_groups(), [group["params"] for group in saved.groups]
+        ours, theirs = self.named_groups(), [group["params"] for group in saved.groups]
         if len(ours) != len(theirs):
             raise CheckpointError(
                 f"'{saved.path}' has {len(theirs)} param groups, this optimizer {len(ours)}; make the same ones (with "
@@ -210,7 +261,7 @@ class TrainingState:
         for tensor in self.manager.tensors:
             if tensor.chunk.spec.is_updated:
                 self._check_tensor(saved, tensor, is_verified=is_verified)
-        if unknown := sorted(saved.others.keys() - optimizer.other_states().keys()):
+        if unknown := sorted(saved.others.keys() - self.other_states().keys()):
             raise CheckpointError(
                 f"'{saved.path.with_name(_OTHERS_NAME)}' has a state of parameter {unknown[0]}, which has "
                 "none outside of chunks here; prepare the same optimizers in the same order"
@@ -229,7 +280,7 @@ class TrainingState:
         if not tensor.is_owned:
             return  # its owner checks
         saved.check_complete(name, *tensor.part, is_verified=is_verified)
-        state, kernel = saved.state_of(name), self.optimizer.kernel_of(tensor)
+        state, kernel = saved.state_of(name), self.kernel_of(tensor)
         try:
             check_shapes(tensor, state, kernel.state_places(tensor))
             kernel.check_own_state(tensor, state)
@@ -242,18 +293,18 @@ class TrainingState:
         Raises:
             CheckpointError: If a file cannot be read any more.
         """
-        reader, optimizer = Reader(), self.optimizer
+        reader = Reader()
         for tensor in shown(self.owned(), "Reading training state", "tensors", is_first=self.collectives.rank == 0):
             name, start = tensor.spec.name, tensor.part[0]
-            state, kernel = saved.state_of(name), optimizer.kernel_of(tensor)
+            state, kernel = saved.state_of(name), self.kernel_of(tensor)
             places = kernel.state_places(tensor)
             for key in places.keys() & state.keys():
                 reader.fill(places[key], state.pop(key), start)
             found = {key: reader.read_whole(v) if isinstance(v, DeferredTensor) else v for key, v in state.items()}
             kernel.load_own_state(tensor, found)
-        for group, found in zip(optimizer.param_groups, saved.groups, strict=True):
+        for group, found in zip(self.param_groups, saved.groups, strict=True):
             state_files.update_group(group, found)
-        optimizer.load_other_states(saved.others)
+        self.load_other_states(saved.others)
 
 
 def read_index(path: Path) -> dict[str, Any]:

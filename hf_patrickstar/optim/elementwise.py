@@ -118,11 +118,9 @@ class ElementwiseKernel(Kernel):
         has_lanes: Whether a device computes beside the host.
     """
 
-    follows_homes = True
     splits_tensors = True
     updates_at_once = False
     runs_beside = True
-    is_one_by_one = False
     cut_numel = ALIGNMENT_NUMEL
     """Ranges are cut at multiples of so many elements."""
     num_states = 2

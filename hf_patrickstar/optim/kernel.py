@@ -32,9 +32,6 @@ class Kernel(abc.ABC):
     list_names: tuple[str, ...]
     """The kernel needs these fp32 lists beside ``param``."""
 
-    follows_homes: bool
-    """Whether a chunk may move its home between two steps."""
-
     splits_tensors: bool
     """Whether the kernel can update a part of a tensor without the rest."""
 
@@ -42,10 +39,12 @@ class Kernel(abc.ABC):
     """Whether a step must see all parameters and gradients together."""
 
     runs_beside: bool
-    """Whether an update may run in another thread while the program goes on: it has read everything before."""
+    """Whether the kernel has all states in chunk lists.
 
-    is_one_by_one: bool
-    """Whether a chunk is updated before the update of the next one is prepared."""
+    Then updates of all chunks are prepared together, which read everything that may change, and may run in another
+    thread while the program goes on; between two steps chunks may move their homes. Else the optimizer keeps tensors of
+    its own, and a chunk is updated before the update of the next one is prepared.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, pool: PayloadPool) -> None:
         self._optimizer = optimizer

@@ -248,7 +248,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         keeps = (gradients.must_keep or self._is_wanted_by_peers) and gradients.try_to_keep(chunks)
         places = () if factor is None else dict.fromkeys([chunk.home_device for chunk in chunks])
         factors = {place: factor.to(place) for place in places} if factor is not None else {}
-        for batch in [[chunk] for chunk in chunks] if kernel.is_one_by_one else [chunks]:
+        for batch in [chunks] if kernel.runs_beside else [[chunk] for chunk in chunks]:
             phases.before_update(batch)
             for chunk in batch:
                 for tensor in chunk.tensors:
@@ -399,11 +399,6 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             view = self.state
             view.clear()
             view.update(states)
-
-    @property
-    def class_name(self) -> str:
-        """The class of the user's optimizer."""
-        return type(self.inner).__name__
 
     def named_groups(self) -> list[list[str]]:
         """The names of the parameters in chunks of each param group, in order."""

@@ -45,10 +45,8 @@ class TorchKernel(Kernel):
     """
 
     list_names = (MASTER,)
-    follows_homes = False  # the optimizer keeps tensors of its own where the masters were
-    is_one_by_one = True  # an optimizer's step launches what it launches for each parameter anyway
+    runs_beside = False  # the optimizer keeps tensors of its own where the masters were
     splits_tensors = False  # it may look at rows and columns, or at norms
-    runs_beside = False
 
     def __init__(
         self,

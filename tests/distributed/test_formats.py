@@ -87,7 +87,7 @@ def count_reads(rank, folder):
 
         torch_state.TorchFile.read_into = read_into
         try:
-            engine.training_state.optimizer.load_state_dicts([saved])
+            engine.training_state.load_state_dicts([saved])
         finally:
             torch_state.TorchFile.read_into = original
         return sum(counted), sum(tensor.own_numel * 2 * 4 for tensor in engine.training_state.owned())
