@@ -15,12 +15,11 @@ from hf_patrickstar.checkpoint.storage import StagedDirectory, remove_leftovers
 from hf_patrickstar.checkpoint.torch_state import begin_torch_state, open_torch_state, torch_paths
 from hf_patrickstar.checkpoint.training_state import (
     INDEX_NAME,
-    OpenedState,
     TrainingState,
     has_training_state,
     write_read_me,
 )
-from hf_patrickstar.checkpoint.transaction import BackgroundWrite, Checkpoint, Transactions
+from hf_patrickstar.checkpoint.transaction import Checkpoint, Transactions
 from hf_patrickstar.checkpoint.weight_files import FoundWeights, find_weights, origin_of, shape_mismatch
 from hf_patrickstar.checkpoint.weights import ChunkWeights
 from hf_patrickstar.config import PatrickStarConfig
@@ -115,7 +114,8 @@ class Checkpoints(Transactions):
             file, _ = begin_torch_state(self.state, checkpoint.paths)
         else:
             return
-        checkpoint.write = BackgroundWrite(file, self._weights.piece_numel)
+        file.start(self._weights.piece_numel)
+        checkpoint.write = file
 
     @unseen()
     def end_state(self, checkpoint: Checkpoint, directory: Path | None = None) -> None:
@@ -132,7 +132,7 @@ class Checkpoints(Transactions):
         """
         if self.state.is_empty:
             return
-        is_maker, final = self._collectives.rank in checkpoint.makers, checkpoint.staged.final
+        is_maker, final = self._collectives.rank in checkpoint.makers, checkpoint.final
         if checkpoint.paths and not self._is_alone:
             file, held = begin_torch_state(self.state, checkpoint.paths)
             with self._manager.sharing.led(lambda number: held[number], is_reader=is_maker):
@@ -146,9 +146,8 @@ class Checkpoints(Transactions):
             logger.warning(text, final)
         if checkpoint.write is not None and (directory or not self._config.background_save):
             write, checkpoint.write = checkpoint.write, None
-            write.join()
-            if write.error is not None:
-                raise write.error
+            if (error := write.join()) is not None:
+                raise error
 
     def _save_weights(self, directory: Path) -> None:
         model: Any = self._model
@@ -272,8 +271,8 @@ class Checkpoints(Transactions):
             if found.values or opened is not None:
                 self._manager.begin_loading()
                 if opened is not None:
-                    self._load_state(opened.load, is_fresh)
-                self._apply(found.values, {} if opened is None else opened.masters)
+                    self._load_state(opened[0], is_fresh)
+                self._apply(found.values, {} if opened is None else opened[1])
                 self._manager.end_loading()
         self._manager.sharing.meet("loads a checkpoint")  # one process may have a slower disk
         self._loaded, self._num_watched = str(state_directory or self._loaded), _NUM_WATCHED
@@ -327,8 +326,8 @@ class Checkpoints(Transactions):
 
     def _open(
         self, found: FoundWeights, directory: str | os.PathLike[str] | None, is_fresh: bool
-    ) -> OpenedState | None:
-        """Checks what is to be loaded, and returns the training state, if there is one."""
+    ) -> tuple[Callable[[], None], Mapping[str, torch.Tensor]] | None:
+        """Checks what is to be loaded; returns what ``TrainingState.open`` does, if there is a training state."""
         for tensor in self._manager.tensors:
             value = _value_of(tensor, found.values)
             if value is not None and tuple(value.shape) != tensor.spec.shape:

@@ -22,26 +22,37 @@ it is written. The allocator may spread several pieces over the heap; together t
 """
 
 
-_Stream = Callable[[int, int, int], Generator[torch.Tensor, None, None]]
-
-
 class Source:
-    """Where the values of a tensor are. A subclass has ``read`` or ``stream``.
+    """Where the values of a tensor are: a function reads them at any place, or in pieces one after the other.
 
-    Attributes:
+    Args:
         shape: The shape of the tensor.
         dtype: Its type.
+        read: See the method; ``stream`` then calls it for each piece.
+        stream: See the method; ``read`` then takes its only piece.
         is_for_threads: Several threads may read it at once.
+        name: What has the values, for errors.
     """
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
     is_for_threads = False
     read_into: Callable[[int, torch.Tensor], None] | None = None
     """Fills a tensor with elements of the flattened tensor from the given one on, if the source can do that.
 
     The tensor to fill is flat, contiguous, on the host, and has the source's type.
     """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        read: Callable[[int, int], torch.Tensor] | None = None,
+        *,
+        stream: Callable[[int, int, int], Generator[torch.Tensor, None, None]] | None = None,
+        is_for_threads: bool = False,
+        name: str = "",
+    ) -> None:
+        self.shape, self.dtype, self.is_for_threads = shape, dtype, is_for_threads
+        self._read, self._stream, self._name = read, stream, name
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         """Reads elements of the flattened tensor.
@@ -53,41 +64,21 @@ class Source:
         Returns:
             A flat tensor on the host that may alias memory in use: do not write to it.
         """
+        if self._read is not None:
+            return self._read(start, stop)
         (value,) = self.stream(start, stop, max(stop - start, 1))
         return value
 
     def stream(self, start: int, stop: int, piece_numel: int) -> Generator[torch.Tensor, None, None]:
         """Reads pieces of ``piece_numel`` elements in order; see ``read``. A caller that stops early must close it."""
+        if self._stream is not None:
+            yield from self._stream(start, stop, piece_numel)
+            return
         for begin in range(start, stop, piece_numel):
             yield self.read(begin, min(begin + piece_numel, stop))
 
-
-class StreamedSource(Source):
-    """A source that a function reads.
-
-    Args:
-        shape: The shape of the tensor.
-        dtype: Its type.
-        stream: See ``Source.stream``.
-    """
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, stream: _Stream) -> None:
-        self.shape, self.dtype = shape, dtype
-        self.stream = stream  # type: ignore[assignment, method-assign]
-
-
-class _Cast(Source):
-    """A source converted to another type. Conversion is element-wise, so parts can be read."""
-
-    def __init__(self, source: Source, dtype: torch.dtype) -> None:
-        self._source = source
-        self.shape, self.dtype, self.is_for_threads = source.shape, dtype, source.is_for_threads
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        return self._source.read(start, stop).to(self.dtype)
-
     def __str__(self) -> str:
-        return str(self._source)
+        return self._name
 
 
 class _Call:
@@ -260,7 +251,15 @@ def _cast(func: Any, args: Any, kwargs: Any) -> Any:
         return _alias(tensor)
     if isinstance(tensor.recipe, _Call):
         return _record(torch.Tensor.to, (tensor, dtype), {})
-    return DeferredTensor.make(_Cast(tensor.recipe, dtype), is_loadable=tensor.is_loadable)
+    source: Source = tensor.recipe
+    cast = Source(
+        source.shape,
+        dtype,
+        lambda start, stop: source.read(start, stop).to(dtype),  # element by element, so parts can be read
+        is_for_threads=source.is_for_threads,
+        name=str(source),
+    )
+    return DeferredTensor.make(cast, is_loadable=tensor.is_loadable)
 
 
 def _record(func: Any, args: Any, kwargs: Any) -> Any:

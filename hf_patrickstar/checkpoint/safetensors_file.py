@@ -6,7 +6,6 @@ them, and reads values straight into chunks.
 """
 
 import contextlib
-import dataclasses
 import functools
 import json
 import math
@@ -34,7 +33,6 @@ from hf_patrickstar.checkpoint.storage import (
 )
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.memory.operators import unseen
-from hf_patrickstar.runtime.chunk import Chunk
 
 SAVE_FILE = (
     ("safetensors.torch", "save_file"),
@@ -184,20 +182,20 @@ class SafetensorsFile:
             raise CheckpointError(damaged(f"'{self.path}': tensor '{name}' cannot be read: {error}")) from error
 
 
-@dataclasses.dataclass(eq=False)
 class FileSource(Source):
     """A tensor in files, whole or in ranges of elements, as the source of a deferred tensor.
 
-    Attributes:
+    Args:
         shape: The shape of the whole tensor.
         dtype: Its type.
         pieces: The first element of each range and one after the last, the file that has it, and its name there.
     """
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    pieces: list[tuple[int, int, SafetensorsFile, str]]
-    is_for_threads = True
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, pieces: list[tuple[int, int, SafetensorsFile, str]]
+    ) -> None:
+        super().__init__(shape, dtype, is_for_threads=True, name=f"'{pieces[0][2].path}'")
+        self.pieces = pieces
 
     def first_missing(self, start: int, stop: int) -> int:
         """The first of some elements that is in no file; ``stop`` if all are there."""
@@ -232,25 +230,6 @@ class FileSource(Source):
         for *_, file, _ in self.pieces:
             file.check_unchanged()  # it must not have changed during the read either
         return value
-
-    def __str__(self) -> str:
-        return f"'{self.pieces[0][2].path}'"
-
-
-class Unwritten(NamedTuple):
-    """A file that is to be written.
-
-    Attributes:
-        path: The file.
-        tensors: Its tensors by name, those of a chunk one after the other; they are not copied.
-        chunks: The chunk of each tensor, by the tensor's name.
-        write: Writes it, with ``piece_numel`` and ``on_written`` as for ``write_safetensors``.
-    """
-
-    path: Path
-    tensors: dict[str, torch.Tensor]
-    chunks: dict[str, Chunk]
-    write: Callable[..., None]
 
 
 @unseen()

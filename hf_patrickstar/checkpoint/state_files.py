@@ -1,11 +1,21 @@
-"""How optimizer states are kept in a safetensors file: tensors, Python's literals, and pickled objects."""
+"""Files of optimizer states: written beside training, and what is in those of safetensors.
+
+A safetensors file has tensors, Python's literals, and pickled objects.
+
+[Note: consistent without a copy]
+Only the optimizer's step changes masters and optimizer states, chunk by chunk. So the training state can be written in
+the background without a copy: a thread writes the chunks in the order in which the step updates them, and the step
+waits at a chunk that is not written yet. Forward and backward do not wait for the writer.
+"""
 
 import ast
 import contextlib
 import io
 import json
 import math
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -17,12 +27,71 @@ from hf_patrickstar.checkpoint.safetensors_file import CHECKSUMS, FileSource, Sa
 from hf_patrickstar.checkpoint.storage import damaged
 from hf_patrickstar.checkpoint.weight_files import load_torch_file
 from hf_patrickstar.errors import CheckpointError
+from hf_patrickstar.memory.streams import synchronize
+from hf_patrickstar.runtime.chunk import Chunk
 
 _PICKLED = "pickled"
 """The tensor of a file that has objects as bytes of ``torch.save``."""
 
 States = dict[str, dict[Any, Any]]
 """What an optimizer keeps, by the parameter or group that it belongs to, and by key."""
+
+
+class StateFile:
+    """A file of optimizer states that is to be written, at once or in its own thread.
+
+    It gets its final name when all of it is on the disk.
+
+    Args:
+        path: The file.
+        tensors: Its tensors by name, those of a chunk one after the other; they are not copied.
+        chunks: The chunk of each tensor, by the tensor's name.
+        write: Writes it, with ``piece_numel`` and ``on_written`` as for ``write_safetensors``.
+
+    Attributes:
+        path: The file.
+        tensors: Its tensors by name.
+        write: Writes it in the thread of the caller.
+        error: Why the thread could not write it, or ``None``.
+    """
+
+    def __init__(
+        self, path: Path, tensors: dict[str, torch.Tensor], chunks: Mapping[str, Chunk], write: Callable[..., None]
+    ) -> None:
+        self.path, self.tensors, self.write = path, tensors, write
+        self.error: BaseException | None = None
+        self._chunks = chunks
+        self._written = {name: threading.Event() for name in tensors}
+        self._thread: threading.Thread | None = None
+
+    def start(self, piece_numel: int) -> None:
+        """Starts the thread; updates of a chunk wait until its tensors are written.
+
+        Args:
+            piece_numel: Elements in memory at once.
+        """
+        for name, chunk in self._chunks.items():
+            chunk.reader = self._written[name]  # in the end that of its last tensor
+        for device in {tensor.device for tensor in self.tensors.values() if not tensor.is_cpu}:
+            synchronize(device)  # the thread has a compute stream of its own, which waits for no update
+        self._thread = threading.Thread(target=self._run, args=(piece_numel,), name=f"writes {self.path.name}")
+        self._thread.start()
+
+    def join(self) -> BaseException | None:
+        """Waits until the thread has ended, if there is one; returns ``error``."""
+        if self._thread is not None:
+            self._thread.join()
+        return self.error
+
+    def _run(self, piece_numel: int) -> None:
+        try:
+            unknown = threading.Event()
+            self.write(piece_numel=piece_numel, on_written=lambda name: self._written.get(name, unknown).set())
+        except BaseException as error:
+            self.error = error
+        finally:
+            for event in self._written.values():
+                event.set()
 
 
 def pack(states: Mapping[str, Mapping[Any, Any]]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

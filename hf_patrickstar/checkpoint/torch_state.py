@@ -23,7 +23,7 @@ import struct
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,11 +31,11 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only, tree_map_with_path
 
-from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor, Reader, StreamedSource
-from hf_patrickstar.checkpoint.safetensors_file import CHECKSUMS, Entry, FileSource, SafetensorsFile, Unwritten
-from hf_patrickstar.checkpoint.state_files import pickling, without_numpy
+from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor, Reader, Source
+from hf_patrickstar.checkpoint.safetensors_file import CHECKSUMS, Entry, FileSource, SafetensorsFile
+from hf_patrickstar.checkpoint.state_files import StateFile, pickling, without_numpy
 from hf_patrickstar.checkpoint.storage import NewFile, byte_pieces, checksum, damaged
-from hf_patrickstar.checkpoint.training_state import INDEX_NAME, OpenedState, SavedState, TrainingState, read_index
+from hf_patrickstar.checkpoint.training_state import INDEX_NAME, SavedState, TrainingState, read_index
 from hf_patrickstar.checkpoint.weight_files import load_torch_file
 from hf_patrickstar.dist.sharing import Held
 from hf_patrickstar.errors import CheckpointError
@@ -62,7 +62,7 @@ def torch_paths(directory: str | os.PathLike[str], num: int = 1, name: str = "op
     return [first.with_stem(f"{first.stem}_{number}") if number else first for number in range(num)]
 
 
-def begin_torch_state(saved: TrainingState, paths: Sequence[Path]) -> tuple[Unwritten, dict[int, Held]]:
+def begin_torch_state(saved: TrainingState, paths: Sequence[Path]) -> tuple[StateFile, dict[int, Held]]:
     """Finds out what there is to write in torch's format: a file for each optimizer. All processes call it together.
 
     Args:
@@ -81,7 +81,7 @@ def begin_torch_state(saved: TrainingState, paths: Sequence[Path]) -> tuple[Unwr
         for key, item in state.items():
             if isinstance(item, Held):
                 stream = functools.partial(sharing.parts, item, f"'{key}'", is_prompt=False)
-                state[key] = DeferredTensor.make(StreamedSource(item.shape, item.dtype, stream))
+                state[key] = DeferredTensor.make(Source(item.shape, item.dtype, stream=stream))
                 state[key].place = item.number  # in the order of chunks
                 held[state[key].place] = item
     state_dicts = list(map(_packed, saved.state_dicts(states)))
@@ -92,7 +92,7 @@ def begin_torch_state(saved: TrainingState, paths: Sequence[Path]) -> tuple[Unwr
 
     tensors = {str(place): item.source for place, item in held.items() if isinstance(item.source, torch.Tensor)}
     chunks = {name: saved.manager.by_index[held[int(name)].spec.index].chunk for name in tensors}
-    return Unwritten(paths[0], tensors, chunks, write), held
+    return StateFile(paths[0], tensors, chunks, write), held
 
 
 def _packed(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def _packed(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 def open_torch_state(
     state: TrainingState, directory: str | os.PathLike[str], *, is_verified: bool = True
-) -> OpenedState:
+) -> tuple[Callable[[], None], Mapping[str, torch.Tensor]]:
     """Does for ``optimizer.pt`` what ``TrainingState.open`` does for the files of this package.
 
     Args:
@@ -136,7 +136,7 @@ def open_torch_state(
             raise CheckpointError(damaged(f"'{path}' is not the state of an optimizer: {error!r}")) from error
         verify([own, found[-1] if is_verified else {}])
         masters.update(own)
-    return OpenedState(functools.partial(state.load_state_dicts, found), masters)
+    return functools.partial(state.load_state_dicts, found), masters
 
 
 class TorchFile(SafetensorsFile):

@@ -22,14 +22,14 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from hf_patrickstar.checkpoint import state_files
 from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor, Reader
 from hf_patrickstar.checkpoint.progress import shown
-from hf_patrickstar.checkpoint.safetensors_file import FileSource, SafetensorsFile, Unwritten, write_safetensors
+from hf_patrickstar.checkpoint.safetensors_file import FileSource, SafetensorsFile, write_safetensors
 from hf_patrickstar.checkpoint.storage import damaged, missing_file, text_checksum
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import CheckpointError
@@ -82,18 +82,6 @@ def write_read_me(directory: Path, older: Path | None = None) -> None:
     before = found[0].read_text(encoding="utf-8", errors="replace") if found else ""
     own = before.partition(_README_TITLE)[0].rstrip()
     path.write_text(f"{own}\n\n{_README}".lstrip(), encoding="utf-8")
-
-
-class OpenedState(NamedTuple):
-    """A saved state that fits.
-
-    Attributes:
-        load: Loads it. If a state is damaged, it raises ``CheckpointError``, and the optimizer has a part of the state.
-        masters: The masters of parameters by name, deferred: they are to be loaded instead of weights.
-    """
-
-    load: Callable[[], None]
-    masters: Mapping[str, torch.Tensor]
 
 
 @dataclasses.dataclass
@@ -167,7 +155,7 @@ class TrainingState:
         for optimizer, state_dict in zip(self.optimizers, state_dicts, strict=True):
             optimizer.load_state_dict(state_dict)
 
-    def begin_save(self, directory: Path, *, with_index: bool) -> Unwritten:
+    def begin_save(self, directory: Path, *, with_index: bool) -> state_files.StateFile:
         """Writes the index, and returns what this rank has to write. Nothing is copied.
 
         Args:
@@ -187,7 +175,9 @@ class TrainingState:
         path = directory / shard_name(self.collectives.rank, self.collectives.world_size)
         chunks = {key: tensor.chunk for key, tensor in owners.items()}
         metadata |= {"parts": json.dumps(parts)}
-        return Unwritten(path, tensors, chunks, functools.partial(write_safetensors, path, tensors, metadata))
+        return state_files.StateFile(
+            path, tensors, chunks, functools.partial(write_safetensors, path, tensors, metadata)
+        )
 
     def own_states(self) -> dict[ManagedParameter, dict[Any, Any]]:
         """The states of ``owned``, with their masters if the model's file does not have these to the last bit."""
@@ -228,13 +218,20 @@ class TrainingState:
         """The parameters with optimizer states of which this rank has a part at home, in the order of chunks."""
         return [t for chunk in self.manager.chunks if chunk.spec.is_updated for t in chunk.owned]
 
-    def open(self, directory: str | os.PathLike[str], *, is_verified: bool = True) -> OpenedState:
+    def open(
+        self, directory: str | os.PathLike[str], *, is_verified: bool = True
+    ) -> tuple[Callable[[], None], Mapping[str, torch.Tensor]]:
         """Checks a saved state against this optimizer.
 
         Args:
             directory: The directory of the state, which any number of processes may have saved.
             is_verified: Whether all checksums are verified now, and not only those of masters. They need not be if no
                 process has a state that could be lost: loading verifies them, too.
+
+        Returns:
+            A function that loads the state, and the masters of parameters by name, deferred: they are to be loaded
+            instead of weights. If a state is damaged, the function raises ``CheckpointError``, and the optimizer has a
+            part of the state.
 
         Raises:
             CheckpointError: If a file is missing or damaged, or the state belongs to another optimizer, or to other
@@ -268,7 +265,7 @@ class TrainingState:
             )
         states = {tensor.spec.name: saved.states.get(tensor.spec.name, {}) for tensor in self.owned()}
         masters = {name: DeferredTensor.make(s[SAVED_MASTER]) for name, s in states.items() if SAVED_MASTER in s}
-        return OpenedState(functools.partial(self._load, saved), masters)
+        return functools.partial(self._load, saved), masters
 
     def _check_tensor(self, saved: "SavedState", tensor: ManagedParameter, *, is_verified: bool) -> None:
         name = tensor.spec.name

@@ -1,13 +1,6 @@
-"""Checkpoints that several processes write together, and that appear complete or not at all.
-
-[Note: consistent without a copy]
-Only the optimizer's step changes masters and optimizer states, chunk by chunk. So the training state can be written in
-the background without a copy: a thread writes the chunks in the order in which the step updates them, and the step
-waits at a chunk that is not written yet. Forward and backward do not wait for the writer.
-"""
+"""Checkpoints that several processes write together, and that appear complete or not at all."""
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import os
@@ -17,56 +10,22 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from hf_patrickstar.checkpoint.safetensors_file import Unwritten
+from hf_patrickstar.checkpoint.state_files import StateFile
 from hf_patrickstar.checkpoint.storage import MARK, StagedDirectory, disk_error
 from hf_patrickstar.checkpoint.training_state import shard_name
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import CheckpointError, CollectiveError
-from hf_patrickstar.memory.streams import synchronize
 
 logger = logging.getLogger(__name__)
 
 
-class BackgroundWrite:
-    """Writes a file in its own thread; the file gets its final name when all of it is on the disk.
-
-    Args:
-        file: The file; updates of a chunk wait until its tensors are written.
-        piece_numel: Elements in memory at once.
-
-    Attributes:
-        error: Why the file could not be written, or ``None``.
-        join: Waits until the thread has ended; ``error`` then says whether it failed.
-    """
-
-    def __init__(self, file: Unwritten, piece_numel: int) -> None:
-        self.error: BaseException | None = None
-        self._written = {name: threading.Event() for name in file.tensors}
-        for name, chunk in file.chunks.items():
-            chunk.reader = self._written[name]  # in the end that of its last tensor
-        for device in {tensor.device for tensor in file.tensors.values() if not tensor.is_cpu}:
-            synchronize(device)  # the thread has a compute stream of its own, which waits for no update
-        thread = threading.Thread(target=self._run, args=(file, piece_numel), name=f"writes {file.path.name}")
-        self.join = thread.join
-        thread.start()
-
-    def _run(self, file: Unwritten, piece_numel: int) -> None:
-        try:
-            unknown = threading.Event()
-            file.write(piece_numel=piece_numel, on_written=lambda name: self._written.get(name, unknown).set())
-        except BaseException as error:
-            self.error = error
-        finally:
-            for event in self._written.values():
-                event.set()
-
-
-@dataclasses.dataclass(slots=True)
-class Checkpoint:
+class Checkpoint(StagedDirectory):
     """A checkpoint that is being written.
 
+    Args:
+        final: The directory of the finished checkpoint.
+
     Attributes:
-        staged: Its directory.
         makers: Each rank that makes and completes the directory, with the ranks that write into it. There is one such
             rank, or one on each disk if machines do not share a disk.
         paths: The files of the training state in torch's format; empty if each process writes its part.
@@ -76,41 +35,36 @@ class Checkpoint:
         thread: The thread that completes the checkpoint in the background.
     """
 
-    staged: StagedDirectory
-    makers: dict[int, list[int]] = dataclasses.field(default_factory=dict)
-    paths: Sequence[Path] = ()
-    write: BackgroundWrite | None = None
-    on_commit: Callable[[], None] = lambda: None
-    error: BaseException | None = None
-    thread: threading.Thread | None = None
+    def __init__(self, final: str | os.PathLike[str]) -> None:
+        super().__init__(final)
+        self.makers: dict[int, list[int]] = {}
+        self.paths: Sequence[Path] = ()
+        self.write: StateFile | None = None
+        self.on_commit: Callable[[], None] = lambda: None
+        self.error: BaseException | None = None
+        self.thread: threading.Thread | None = None
 
-    @property
-    def path(self) -> Path:
-        """Where files are written now."""
-        return self.staged.path
-
-    def commit(self) -> None:
-        """Lets it appear at its final path, if no other process has done so."""
-        if self.staged.commit():
+    def commit(self) -> bool:
+        """Lets it appear at its final path; returns false if another process has done so."""
+        if is_mine := super().commit():
             self.on_commit()
+        return is_mine
 
-    def complete(self, write: BackgroundWrite, files: Sequence[Path]) -> None:
+    def complete(self, write: StateFile, files: Sequence[Path]) -> None:
         """Commits it if this process is the last one to write its part.
 
         Args:
             write: The part of this process.
             files: The parts of all processes that write into the directory.
         """
-        write.join()
-        if write.error is None and all(file.exists() for file in files):
+        if write.join() is None and all(file.exists() for file in files):
             self.error = _attempt(self.commit)
 
     def join(self) -> BaseException | None:
         """Waits for its threads, and returns their error or ``None``."""
-        for part in (self.write, self.thread):
-            if part is not None:
-                part.join()
-        return getattr(self.write, "error", None) or self.error
+        if self.thread is not None:
+            self.thread.join()
+        return (None if self.write is None else self.write.join()) or self.error
 
 
 class Transactions:
@@ -140,7 +94,7 @@ class Transactions:
         """
         self._enter("saves a checkpoint")
         self.wait()
-        checkpoint = Checkpoint(StagedDirectory(final))
+        checkpoint = Checkpoint(final)
         self._begin(checkpoint)
         try:
             yield checkpoint
@@ -173,13 +127,12 @@ class Transactions:
         """Waits for the threads of this process when other processes may be gone, and logs their error."""
         checkpoint, self._pending = self._pending, None
         if checkpoint is not None and (error := checkpoint.join()) is not None:
-            logger.error("patrickstar: checkpoint '%s' was not written: %s", checkpoint.staged.final, error)
+            logger.error("patrickstar: checkpoint '%s' was not written: %s", checkpoint.final, error)
 
     def _begin(self, checkpoint: Checkpoint) -> None:
-        rank, staged = self._collectives.rank, checkpoint.staged
-        own, mark = uuid.uuid4().hex, staged.path / MARK
-
-        error = _attempt(functools.partial(staged.begin, own)) if rank == 0 else None
+        rank = self._collectives.rank
+        own, mark = uuid.uuid4().hex, checkpoint.path / MARK
+        error = _attempt(functools.partial(checkpoint.begin, own)) if rank == 0 else None
         self._agree(error, checkpoint, "cannot be written")
         what = "looks for the directory of the checkpoint"
         wanted = self._collectives.exchange(own, what)[0]
@@ -191,7 +144,7 @@ class Transactions:
             checkpoint.makers[ranks[0]] = ranks
         if len(checkpoint.makers) > 1:  # ranks that do not see it have another disk
             is_maker = rank > 0 and rank in checkpoint.makers
-            self._agree(_attempt(staged.begin) if is_maker else None, checkpoint, "cannot be written")
+            self._agree(_attempt(checkpoint.begin) if is_maker else None, checkpoint, "cannot be written")
 
     def _end(self, checkpoint: Checkpoint, error: BaseException | None) -> None:
         try:
@@ -221,16 +174,16 @@ class Transactions:
                 self._abandon(checkpoint)
                 where = f" on rank {rank}" if len(texts) > 1 else ""
                 raise CheckpointError(
-                    f"checkpoint '{checkpoint.staged.final}' {what}: {found}{where}. Earlier ones are as they were"
+                    f"checkpoint '{checkpoint.final}' {what}: {found}{where}. Earlier ones are as they were"
                 ) from error
 
     def _abandon(self, checkpoint: Checkpoint) -> None:
         checkpoint.join()
         if self._collectives.rank in checkpoint.makers:
-            checkpoint.staged.abandon()
+            checkpoint.abandon()
 
 
-def _attempt(function: Callable[[], None]) -> BaseException | None:
+def _attempt(function: Callable[[], object]) -> BaseException | None:
     try:
         function()
     except Exception as error:
@@ -243,6 +196,6 @@ def _disk_error(checkpoint: Checkpoint, raised: BaseException) -> CheckpointErro
     error = disk_error(checkpoint.path, raised)
     if error is None and type(raised) is RuntimeError and checkpoint.write is not None:
         # The background write may have failed on the full disk too; it then made room by removing its own file.
-        checkpoint.write.join()
-        error = checkpoint.write.error if isinstance(checkpoint.write.error, CheckpointError) else None
+        found = checkpoint.write.join()
+        error = found if isinstance(found, CheckpointError) else None
     return error

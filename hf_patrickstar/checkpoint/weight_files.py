@@ -43,21 +43,6 @@ _WRAPPERS = ("base_layer", "original_module")
 """Names of modules that PEFT puts between a module and its parameters."""
 
 
-class _MemorySource(Source):
-    """A tensor in memory, or in a memory-mapped file, as the source of a deferred tensor."""
-
-    def __init__(self, tensor: torch.Tensor, path: Path) -> None:
-        self._tensor, self._path = tensor, path
-        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
-        self.is_for_threads = tensor.is_contiguous()  # each piece of another one is made from a copy of the whole
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        return self._tensor.reshape(-1)[start:stop]
-
-    def __str__(self) -> str:
-        return f"'{self._path}'"
-
-
 def has_weights(directory: str | os.PathLike[str]) -> bool:
     """Whether a directory has the weights of a model, under one of the names that libraries look for."""
     return any((Path(directory) / name).is_file() for name in _NAMES)
@@ -103,10 +88,21 @@ def _open_file(path: Path) -> dict[str, DeferredTensor]:
         file = SafetensorsFile(path)
         return {name: file.get_tensor(name) for name in file.entries}
     return {
-        name: DeferredTensor.make(_MemorySource(tensor, path), is_loadable=True)
+        name: DeferredTensor.make(_in_memory(tensor, path), is_loadable=True)
         for name, tensor in load_torch_file(path).items()
         if isinstance(tensor, torch.Tensor)
     }
+
+
+def _in_memory(tensor: torch.Tensor, path: Path) -> Source:
+    """A tensor in memory, or in a memory-mapped file, as the source of a deferred tensor."""
+    return Source(
+        tuple(tensor.shape),
+        tensor.dtype,
+        lambda start, stop: tensor.reshape(-1)[start:stop],
+        is_for_threads=tensor.is_contiguous(),  # each piece of another one is made from a copy of the whole
+        name=f"'{path}'",
+    )
 
 
 def load_torch_file(path: Path, data: io.BytesIO | None = None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterable, Iterator
 
 import torch
 
-from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor, StreamedSource
+from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor, Source
 from hf_patrickstar.checkpoint.safetensors_file import streamed_writing
 from hf_patrickstar.dist.sharing import Held
 from hf_patrickstar.errors import EngineError
@@ -89,7 +89,7 @@ class ChunkWeights:
         index = tensor.spec.index
         if index not in self._deferred:
             stream = functools.partial(self._parts, tensor)
-            made = DeferredTensor.make(StreamedSource(tensor.spec.shape, tensor.original_dtype, stream))
+            made = DeferredTensor.make(Source(tensor.spec.shape, tensor.original_dtype, stream=stream))
             self._deferred[index] = torch.nn.Parameter(made, requires_grad=False)
         return self._deferred[index]
 

@@ -1,12 +1,23 @@
-"""Data and messages between the processes that train one model together."""
+"""Data and messages between the processes that train one model together.
+
+[Note: messages of any length]
+gloo ends a process that gets more bytes than it expects. Processes that do different things send different messages,
+and how long a message is may depend on what only one process knows. So the first row of every message has the same
+length. It says what the message is about, and how long it is. The row has room for most messages; what does not fit
+follows in a second row, which is as long as the longest message of all processes needs. Processes whose messages are
+about different things then say what they do, and raise an error.
+"""
 
 import atexit
 import contextlib
 import functools
 import os
+import pickle
+import struct
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,13 +26,17 @@ import torch
 import torch.distributed as dist
 
 from hf_patrickstar.counts import Counts
-from hf_patrickstar.dist.messages import swap_messages
 from hf_patrickstar.dist.tickets import DeviceTicket, GlooTicket
 from hf_patrickstar.dist.watchdog import Watchdog
 from hf_patrickstar.errors import CollectiveError, ConfigError
 from hf_patrickstar.memory.lanes import Ticket
 from hf_patrickstar.units import ALIGNMENT_NUMEL, KIB, MIB
 
+ROW_NBYTES = 2048
+"""Messages about a model of 10,000 parameters fit."""
+DOES = "says what it does"
+"""The subject of the messages of processes that have found out that they do not do the same."""
+_HEADER = struct.Struct("=Qq")
 _ROUND_NBYTES = 2 * MIB
 """What a rank receives at a time in ``reduce_scatter``, from all others together."""
 _MIN_PIECE_NBYTES = 16 * KIB
@@ -331,7 +346,7 @@ class Collectives:
     # Messages, and other tensors
 
     def exchange(self, value: Any, what: str, *, subject: str | None = None, is_prompt: bool = False) -> list[Any]:
-        """Sends a value to all ranks, and waits for theirs.
+        """Sends a value to all ranks, and waits for theirs; see [Note: messages of any length].
 
         Args:
             value: The value; pickle must accept it.
@@ -348,14 +363,31 @@ class Collectives:
         if self.world_size == 1:
             return [value]
         self._counts.messages += 1
-        with self._guarded(what) as watchdog:
+        with self._guarded(what):
+            return self._swap(value, subject or what, what, is_prompt)
 
-            def gather(rows: list[torch.Tensor], own: torch.Tensor) -> None:
-                # Direct sends to each rank would be twice as fast on idle cores, and many times slower on busy ones.
-                work = dist.all_gather(rows, own, group=self.control, async_op=True)
-                watchdog.wait(work, what, is_message=True, is_prompt=is_prompt)
+    def _swap(self, value: Any, subject: str, what: str, is_prompt: bool) -> list[Any]:
+        text = pickle.dumps(value)
+        text = _HEADER.pack(zlib.crc32(subject.encode()), len(text)) + text
+        rows = self._gather_rows(text[:ROW_NBYTES].ljust(ROW_NBYTES, b"\0"), what, is_prompt)
+        subjects, sizes = zip(*(_HEADER.unpack_from(row) for row in rows), strict=True)
+        if len(set(subjects)) > 1:
+            raise disagreement(self._swap(what, DOES, what, is_prompt))
+        rest_nbytes = _HEADER.size + max(sizes) - ROW_NBYTES
+        if rest_nbytes > 0:
+            rest = self._gather_rows(text[ROW_NBYTES:].ljust(rest_nbytes, b"\0"), what, is_prompt)
+            rows = [first + second for first, second in zip(rows, rest, strict=True)]
+        return [pickle.loads(row[_HEADER.size :]) for row in rows]  # pickle knows where it ends
 
-            return swap_messages(value, subject or what, what, self.world_size, gather)
+    def _gather_rows(self, row: bytes, what: str, is_prompt: bool) -> list[bytes]:
+        """The rows of all ranks, which have one length."""
+        assert self._watchdog is not None
+        own = torch.frombuffer(bytearray(row), dtype=torch.uint8)
+        rows = [own.clone() for _ in range(self.world_size)]
+        # Direct sends to each rank would be twice as fast on idle cores, and many times slower on busy ones.
+        work = dist.all_gather(rows, own, group=self.control, async_op=True)
+        self._watchdog.wait(work, what, is_message=True, is_prompt=is_prompt)
+        return [row.numpy().tobytes() for row in rows]
 
     def begin_broadcast(self, tensor: torch.Tensor, source: int, what: str) -> Callable[[], None]:
         """Begins to overwrite a tensor with that of one rank.
@@ -536,6 +568,19 @@ def _average(terms: Sequence[torch.Tensor], rank: int, wide: torch.Tensor) -> No
         for tile in tiles[1:]:
             total.add_(widened.copy_(tile))
         tiles[rank].copy_(total.div_(world_size))
+
+
+def disagreement(doings: Sequence[str]) -> CollectiveError:
+    """The error of processes that do not do the same.
+
+    Args:
+        doings: What each rank is about to do, as a verb phrase.
+    """
+    listing = "; ".join(f"rank {rank} {doing}" for rank, doing in enumerate(doings))
+    return CollectiveError(
+        f"the processes do not do the same: {listing}. Forward, backward, the optimizer's step, evaluation, saving "
+        "and reading of parameters must be called by all of them, in the same order and equally often"
+    )
 
 
 def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ A collective in which not every process takes part never ends, and data may lead
 
 An order only says what comes next; the caller executes it.
 
-Messages on different subjects may meet, also with those of other parts of the package (see ``dist/messages.py``). So
+Messages on different subjects may meet, also with those of other parts of the package (see [Note: messages of any length]). So
 processes that do different things find out, and raise an error that says what each one does, instead of waiting.
 
 A message is prompt, so that a rank gives up that waits for it alone, where a rank does not know yet whether the others
@@ -40,8 +40,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_patrickstar.dist.collectives import Collectives
-from hf_patrickstar.dist.messages import DOES, disagreement
+from hf_patrickstar.dist.collectives import DOES, Collectives, disagreement
 from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace, common_trace
 from hf_patrickstar.states import Stage
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import hf_patrickstar
 from hf_patrickstar import PatrickStarEngine
-from hf_patrickstar.checkpoint import transaction
+from hf_patrickstar.checkpoint import state_files
 from hf_patrickstar.checkpoint.weight_files import FoundWeights
 from hf_patrickstar.errors import DeviceMemoryError, PatrickStarError
 from hf_patrickstar.memory import streams
@@ -162,7 +162,7 @@ class LateWriter:
 
     def __enter__(self):
         may_begin = self._may_begin
-        begin = transaction.BackgroundWrite._run
+        begin = state_files.StateFile._run
 
         class Event(threading.Event):
             def wait(self, timeout=None):
@@ -175,20 +175,20 @@ class LateWriter:
 
         names = types.SimpleNamespace(Event=Event, Thread=threading.Thread)
         with (
-            mock.patch.object(transaction, "threading", names),
-            mock.patch.object(transaction.BackgroundWrite, "_run", run),
+            mock.patch.object(state_files, "threading", names),
+            mock.patch.object(state_files.StateFile, "_run", run),
         ):
             file = self._run.engine.training_state.begin_save(self._folder, with_index=True)
-            self._path, self._expected = file.path, {key: tensor.clone() for key, tensor in file.tensors.items()}
-            self._write = transaction.BackgroundWrite(file, self._run.engine.weights.piece_numel)
+            self._file, self._expected = file, {key: tensor.clone() for key, tensor in file.tensors.items()}
+            file.start(self._run.engine.weights.piece_numel)
         return self
 
     def __exit__(self, kind, *_):
         self._may_begin.set()
-        self._write.join()
+        error = self._file.join()
         if kind is None:
-            assert self._write.error is None
-            saved = safetensors.torch.load_file(self._path)
+            assert error is None
+            saved = safetensors.torch.load_file(self._file.path)
             self._run.keep(*(saved[key] for key in sorted(saved)))
             self.is_right = all(torch.equal(saved[key], value) for key, value in self._expected.items())
 
@@ -639,8 +639,11 @@ WATCHED = (
 """Modules that order copies and kernels of one process, some with the classes that do."""
 
 ELSEWHERE = {
-    "for threads": ["checkpoint/checkpoints.py", "memory/driver.py", "membership.py", "optim/workers.py"],
-    "for threads, and a compute stream that simulated tensors do not have": ["checkpoint/transaction.py"],
+    "for threads": [
+        *("checkpoint/checkpoints.py", "checkpoint/transaction.py", "memory/driver.py", "membership.py"),
+        "optim/workers.py",
+    ],
+    "for threads, and a compute stream that simulated tensors do not have": ["checkpoint/state_files.py"],
     "for threads that use the model": ["runtime/lock.py"],
     "for workers: tests/unit/checkpoint/test_first_values.py": ["checkpoint/first_values.py"],
     "for complete checkpoints": ["integrations/accelerator_checkpoints.py", "integrations/trainer_checkpoints.py"],

@@ -82,8 +82,8 @@ class RecordingSource(Source):
     """A tensor in memory; ``reads`` has the bounds of every part that was asked for."""
 
     def __init__(self, values):
+        super().__init__(tuple(values.shape), values.dtype)
         self.values, self.reads = values, []
-        self.shape, self.dtype = tuple(values.shape), values.dtype
 
     def read(self, start, stop):
         self.reads.append((start, stop))

@@ -12,7 +12,6 @@ from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.checkpoint.deferred import Reader
 from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile, write_safetensors
 from hf_patrickstar.checkpoint.training_state import INDEX_NAME, SavedState, shard_name
-from hf_patrickstar.checkpoint.transaction import BackgroundWrite
 from hf_patrickstar.errors import CheckpointError
 
 W = torch.arange(12.0).view(3, 4)
@@ -157,9 +156,9 @@ def train(engine, steps=2):
 
 
 def save(engine, path):
-    write = BackgroundWrite(engine.training_state.begin_save(path, with_index=True), 5)
-    write.join()
-    assert write.error is None
+    file = engine.training_state.begin_save(path, with_index=True)
+    file.start(5)
+    assert file.join() is None
 
 
 def load(engine, path):

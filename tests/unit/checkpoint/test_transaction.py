@@ -9,10 +9,10 @@ import safetensors.torch
 import torch
 from support.spec_builders import pack
 
-from hf_patrickstar.checkpoint import safetensors_file, storage, transaction
-from hf_patrickstar.checkpoint.safetensors_file import Unwritten
+from hf_patrickstar.checkpoint import safetensors_file, state_files, storage
+from hf_patrickstar.checkpoint.state_files import StateFile
 from hf_patrickstar.checkpoint.training_state import shard_name
-from hf_patrickstar.checkpoint.transaction import BackgroundWrite, Transactions
+from hf_patrickstar.checkpoint.transaction import Transactions
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.layout.specs import TensorSpec
@@ -47,7 +47,9 @@ def begin(path, chunks, tensors=TENSORS):
     def write(**how):
         safetensors_file.write_safetensors(path, tensors, {"format": "pt"}, **how)
 
-    return BackgroundWrite(Unwritten(path, tensors, of, write), 3)
+    file = StateFile(path, tensors, of, write)
+    file.start(3)
+    return file
 
 
 class Gate:
@@ -142,7 +144,7 @@ def test_a_directory_that_another_process_has_given_up(tmp_path, monkeypatch):
 def test_lists_on_a_device_are_written_after_what_the_compute_stream_was_told(tmp_path, monkeypatch, device):
     """The thread reads on a stream that does not wait for the optimizer's; ``meta`` stands for any device here."""
     told = []
-    monkeypatch.setattr(transaction, "synchronize", lambda device: told.append(device.type))
+    monkeypatch.setattr(state_files, "synchronize", lambda device: told.append(device.type))
     monkeypatch.setattr(safetensors_file, "write_safetensors", lambda *args, **kwargs: told.append("written"))
     begin(tmp_path / "file", make_chunks(), {name: tensor.to(device) for name, tensor in TENSORS.items()}).join()
     assert told == ["meta"] * (device == "meta") + ["written"]

@@ -1,13 +1,31 @@
 """Messages of any length and on any subject meet, with threads for processes."""
 
 import concurrent.futures
+import contextlib
 
 import pytest
 import torch
 from support.threads import Exchange
 
-from hf_patrickstar.dist.messages import ROW_NBYTES, swap_messages
+from hf_patrickstar.dist.collectives import ROW_NBYTES, Collectives
 from hf_patrickstar.errors import CollectiveError
+
+
+class ThreadMessages(Collectives):
+    """Rows go to other threads; nobody is missing."""
+
+    def __init__(self, rank, exchange):
+        super().__init__(rank, exchange.world_size, torch.device("cpu"))
+        self.place, self.lengths = exchange, []
+
+    def _gather_rows(self, row, what, is_prompt):
+        self.lengths.append(len(row))
+        rows = self.place.swap(self.rank, row)
+        assert len(set(map(len, rows))) == 1, "gloo ends a process that gets more than it expects"
+        return rows
+
+    def _guarded(self, what, *, is_blocking=False):
+        return contextlib.nullcontext()
 
 
 def talk(*messages):
@@ -15,19 +33,11 @@ def talk(*messages):
     exchange = Exchange(len(messages))
 
     def send(rank):
-        lengths = []
-
-        def gather(rows, own):
-            lengths.append(own.numel())
-            sent = exchange.swap(rank, own)
-            assert len({row.numel() for row in sent}) == 1, "gloo ends a process that gets more than it expects"
-            for row, found in zip(rows, sent, strict=True):
-                row.copy_(found)
-
+        collectives, (value, subject, what) = ThreadMessages(rank, exchange), messages[rank]
         try:
-            return swap_messages(*messages[rank], len(messages), gather), lengths
+            return collectives.exchange(value, what, subject=subject), collectives.lengths
         except CollectiveError as error:
-            return error, lengths
+            return error, collectives.lengths
 
     with concurrent.futures.ThreadPoolExecutor(len(messages)) as pool:
         return list(pool.map(send, range(len(messages))))
