@@ -112,7 +112,7 @@ class ChunkWeights:
                 f"parameter '{tensor.spec.name}' is being saved by another process, not by this one; read it on the "
                 "process that saves"
             )
-        is_prompt = False if self.is_streaming else None  # the others have come to save, and a disk may be slow
+        is_prompt = not self.is_streaming  # else the others have come to save, and a disk may be slow
         held = self._held(tensor)
         return self._manager.sharing.parts(held, "the value", start, stop, piece_numel, is_prompt=is_prompt)
 

@@ -34,7 +34,7 @@ from hf_patrickstar.units import ALIGNMENT_NUMEL, KIB, MIB
 
 ROW_NBYTES = 2048
 """Messages about a model of 10,000 parameters fit."""
-DOES = "says what it does"
+_DOES = "says what it does"
 """The subject of the messages of processes that have found out that they do not do the same."""
 _HEADER = struct.Struct("=Qq")
 _ROUND_NBYTES = 2 * MIB
@@ -366,13 +366,21 @@ class Collectives:
         with self._guarded(what):
             return self._swap(value, subject or what, what, is_prompt)
 
+    def disagreement(self, what: str) -> CollectiveError:
+        """The error of processes that have found out that they do not do the same; all of them call this.
+
+        Args:
+            what: What this rank is about to do, as a verb phrase.
+        """
+        return _disagreement(self.exchange(what, _DOES))
+
     def _swap(self, value: Any, subject: str, what: str, is_prompt: bool) -> list[Any]:
         text = pickle.dumps(value)
         text = _HEADER.pack(zlib.crc32(subject.encode()), len(text)) + text
         rows = self._gather_rows(text[:ROW_NBYTES].ljust(ROW_NBYTES, b"\0"), what, is_prompt)
         subjects, sizes = zip(*(_HEADER.unpack_from(row) for row in rows), strict=True)
         if len(set(subjects)) > 1:
-            raise disagreement(self._swap(what, DOES, what, is_prompt))
+            raise _disagreement(self._swap(what, _DOES, what, is_prompt))
         rest_nbytes = _HEADER.size + max(sizes) - ROW_NBYTES
         if rest_nbytes > 0:
             rest = self._gather_rows(text[ROW_NBYTES:].ljust(rest_nbytes, b"\0"), what, is_prompt)
@@ -570,12 +578,7 @@ def _average(terms: Sequence[torch.Tensor], rank: int, wide: torch.Tensor) -> No
         tiles[rank].copy_(total.div_(world_size))
 
 
-def disagreement(doings: Sequence[str]) -> CollectiveError:
-    """The error of processes that do not do the same.
-
-    Args:
-        doings: What each rank is about to do, as a verb phrase.
-    """
+def _disagreement(doings: Sequence[str]) -> CollectiveError:
     listing = "; ".join(f"rank {rank} {doing}" for rank, doing in enumerate(doings))
     return CollectiveError(
         f"the processes do not do the same: {listing}. Forward, backward, the optimizer's step, evaluation, saving "

@@ -18,18 +18,18 @@ A collective in which not every process takes part never ends, and data may lead
 
 An order only says what comes next; the caller executes it.
 
-Messages on different subjects may meet, also with those of other parts of the package (see [Note: messages of any length]). So
-processes that do different things find out, and raise an error that says what each one does, instead of waiting.
+Processes that do different things find out, and raise an error that says what each one does, instead of waiting; see
+[Note: messages of any length].
 
 A message is prompt, so that a rank gives up that waits for it alone, where a rank does not know yet whether the others
 come at all (see [Note: how long a rank waits]):
 
-| subject | prompt |
+| message | prompt |
 |---|---|
-| `BEGIN` of an evaluation, `GATHER` between steps, `READ`, `NORM`, `ENTER` | yes |
-| `BEGIN` of training: its batch may take long | no |
-| `GATHER`, `REDUCE`, `CHECK`, `END` of a step: all have begun it | no |
-| `READ`, `LEAVE`, `FOLLOW` while the model is saved, `MEET`: all have entered, and a disk may be slow | no |
+| the beginning of an evaluation, a gather between steps; see `dist/sharing.py`: a read, a norm, `enter` | yes |
+| the beginning of training: its batch may take long | no |
+| a gather, a reduction, a check or an end in a step: all have begun it | no |
+| while the model is saved, and `meet`: all have entered, and a disk may be slow | no |
 """
 
 import dataclasses
@@ -40,37 +40,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_patrickstar.dist.collectives import DOES, Collectives, disagreement
+from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace, common_trace
 from hf_patrickstar.states import Stage
 
 _ABOUT = "what comes next"
-"""The subject of all messages of an order for ``Collectives``; these are about a ``Subject`` each."""
+"""The subject of messages that ask for a collective or end a phase, which may meet."""
 
 
 class Subject(enum.IntEnum):
-    """What a message is about.
-
-    All ranks must send the same subject, except that they may mix the first three, and ``FOLLOW`` with ``READ`` or
-    ``LEAVE``.
-    """
+    """What a message is about that asks for a collective or ends a phase."""
 
     GATHER = 1
     REDUCE = 2
     END = 3
-    BEGIN = 4
-    READ = 5
-    NORM = 6
-    CHECK = 7
-    FOLLOW = 8
-    LEAVE = 9
-    ENTER = 10
-    MEET = 11
-
-
-_ASKING = frozenset({Subject.GATHER, Subject.REDUCE, Subject.END})
-_FOLLOWED = frozenset({Subject.READ, Subject.LEAVE})
-_PROMPT = frozenset({Subject.READ, Subject.NORM, Subject.ENTER})
 
 
 class Collective(NamedTuple):
@@ -163,8 +146,8 @@ class Order:
         what, is_prompt = f"begins '{kind}'", not StepKind.of(kind).is_training
         resident = zlib.crc32(repr(room.resident).encode())
         own = kind, version, shapes, traces, room.free_nbytes, room.chunk_nbytes, room.floor_nbytes, resident
-        found = self._exchange(Subject.BEGIN, own, what, is_prompt=is_prompt)
-        _, kinds, versions, inputs, known, free, limits, floors, residents = zip(*found, strict=True)
+        found = self._collectives.exchange(own, what, subject="the beginning of a step", is_prompt=is_prompt)
+        kinds, versions, inputs, known, free, limits, floors, residents = zip(*found, strict=True)
         if not (_are_same(kinds) and _are_same(versions)):
             self._mismatch(f"{what} after change {version} of the parameters")
         agreed = Room(
@@ -219,8 +202,7 @@ class Order:
         """
         if self._checks_all:
             what = f"is about to {collective.subject.name.lower()} group {collective.group}, as planned"
-            what = f"{what} ({numel} elements of {dtype})"
-            self.agree(Subject.CHECK, (*map(int, collective), dtype, numel), what)
+            self._collectives.exchange(None, f"{what} ({numel} elements of {dtype})")
         self._note(collective)
 
     def ask(self, collective: Collective, who: str, *, is_in_step: bool) -> tuple[Collective, ...]:
@@ -239,7 +221,8 @@ class Order:
         """
         subject, index = collective
         what = f"needs group {index} ({subject.name.lower()}) for {who}"
-        return self._wanted(self._exchange(subject, (index,), what, _ASKING, is_prompt=not is_in_step))
+        own = int(subject), index
+        return self._wanted(self._collectives.exchange(own, what, subject=_ABOUT, is_prompt=not is_in_step))
 
     def end(self, phase: Stage, indices: Sequence[int] = (), *, is_diverged: bool, is_recorded: bool) -> Ended:
         """Ends a forward, a backward or an evaluation, if all processes end it; see ``Ended.collectives``.
@@ -254,8 +237,8 @@ class Order:
             CollectiveError: If another process ended something else, or has executed other collectives.
         """
         what, bits = f"has ended its {phase.value}", _to_bits(indices)
-        own = phase.value, self._checksum, is_diverged, is_recorded, bits
-        messages = self._exchange(Subject.END, own, what, _ASKING)
+        own = int(Subject.END), phase.value, self._checksum, is_diverged, is_recorded, bits
+        messages = self._collectives.exchange(own, what, subject=_ABOUT)
         if any(message[0] != Subject.END for message in messages):
             return Ended(self._wanted(messages))
         _, phases, checksums, diverged, recorded, found = zip(*messages, strict=True)
@@ -263,65 +246,7 @@ class Order:
             self._mismatch(f"{what}, with collectives of checksum {self._checksum:08x} so far")
         return Ended((), any(diverged) or not _are_same(recorded), frozenset().union(*map(_from_bits, set(found))))
 
-    def agree(
-        self, subject: Subject, payload: Sequence[Any], what: str, *, is_prompt: bool | None = None
-    ) -> list[int]:
-        """Makes sure that all processes are about to do the same; some may follow, see ``follow_readers``.
-
-        Args:
-            subject: ``READ``, ``NORM``, ``LEAVE``, ``ENTER`` or ``MEET``.
-            payload: What identifies the parameter or call that it is about.
-            what: What this process is about to do, as a verb phrase, for warnings and errors.
-            is_prompt: Whether the others may not come; by default as the table of the note says.
-
-        Returns:
-            The ranks that do it; the others follow.
-
-        Raises:
-            CollectiveError: If the processes are about to do different things.
-        """
-        allowed = frozenset((subject, Subject.FOLLOW)) if subject in _FOLLOWED else frozenset((subject,))
-        is_prompt = subject in _PROMPT if is_prompt is None else is_prompt
-        return self._readers(self._exchange(subject, payload, what, allowed, is_prompt=is_prompt), what)[1]
-
-    def follow_readers(self) -> tuple[Subject, Sequence[Any], list[int]]:
-        """Waits for what the reading processes do next, on a process that only follows them.
-
-        Returns:
-            ``READ`` or ``LEAVE``, the readers' payload, and the ranks of the readers.
-
-        Raises:
-            CollectiveError: If the readers do different things, or no process reads.
-        """
-        what = "follows the processes that save the model"
-        messages = self._exchange(Subject.FOLLOW, (), what, _FOLLOWED | {Subject.FOLLOW})
-        (subject, *payload), readers = self._readers(messages, what)
-        return Subject(subject), payload, readers
-
     # Inside
-
-    def _readers(self, messages: Sequence[tuple[Any, ...]], what: str) -> tuple[tuple[Any, ...], list[int]]:
-        """The message of the ranks that do not follow, which must be the same on all of them, and these ranks."""
-        readers = [rank for rank, message in enumerate(messages) if message[0] != Subject.FOLLOW]
-        if len({messages[rank] for rank in readers}) != 1:
-            self._mismatch(what)
-        return messages[readers[0]], readers
-
-    def _exchange(
-        self,
-        subject: Subject,
-        payload: Sequence[Any],
-        what: str,
-        allowed: frozenset[Subject] = frozenset(),
-        *,
-        is_prompt: bool = False,
-    ) -> list[tuple[Any, ...]]:
-        """Sends a message and gets those of all ranks: the subject, then the payload; others may send ``allowed``."""
-        own = int(subject), *payload
-        messages = self._collectives.exchange(own, what, subject=_ABOUT, is_prompt=is_prompt)
-        if not {message[0] for message in messages} <= (allowed or {subject}):
-            self._mismatch(what)
-        return messages
 
     def _wanted(self, messages: Sequence[tuple[Any, ...]]) -> tuple[Collective, ...]:
         """The collectives that messages ask for, each once, in the order in which all processes execute them."""
@@ -335,7 +260,7 @@ class Order:
         self._checksum = zlib.crc32(b"%d %d" % collective, self._checksum)
 
     def _mismatch(self, what: str) -> None:
-        raise disagreement(self._collectives.exchange(what, DOES))
+        raise self._collectives.disagreement(what)
 
 
 def _are_same(values: Iterable[object]) -> bool:

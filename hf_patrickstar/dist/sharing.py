@@ -10,7 +10,6 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_patrickstar.dist.collectives import Collectives
-from hf_patrickstar.dist.order import Order, Subject
 from hf_patrickstar.errors import CheckpointError, CollectiveError
 from hf_patrickstar.layout.specs import TensorSpec
 
@@ -43,23 +42,16 @@ class Sharing:
     """Gives all ranks copies, on the host, of what one rank has at home.
 
     Args:
-        collectives: Sends the copies.
-        order: Makes sure that all ranks ask for the same.
+        collectives: Sends the copies, and makes sure that all ranks ask for the same.
+
+    Attributes:
+        is_alone: Whether there is only one process.
+        rank: This process.
     """
 
-    def __init__(self, collectives: Collectives, order: Order) -> None:
+    def __init__(self, collectives: Collectives) -> None:
+        self.is_alone, self.rank = collectives.world_size == 1, collectives.rank
         self._collectives = collectives
-        self._order = order
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether there is only one process."""
-        return self._order.is_alone
-
-    @property
-    def rank(self) -> int:
-        """This process."""
-        return self._collectives.rank
 
     def enter(self, what: str) -> None:
         """Begins a call that all processes must make together; one that waits alone gives up, see ``dist/order.py``.
@@ -67,7 +59,7 @@ class Sharing:
         Args:
             what: What the call does, as a verb phrase, for warnings and errors.
         """
-        self._order.agree(Subject.ENTER, (what,), what)
+        self._collectives.exchange(None, what, subject=f"enters: {what}", is_prompt=True)
 
     def meet(self, what: str) -> None:
         """Waits until all processes have come.
@@ -75,7 +67,7 @@ class Sharing:
         Args:
             what: What a process does here, as a verb phrase, for warnings and errors.
         """
-        self._order.agree(Subject.MEET, (), what)
+        self._collectives.exchange(None, what, subject="meets")
 
     def tensor(self, held: Held, name: str) -> torch.Tensor:
         """A copy of what the owners of a parameter have, in the parameter's shape.
@@ -92,7 +84,7 @@ class Sharing:
         return value.view(held.spec.shape).data  # no view, which would keep its base alive as well
 
     def parts(
-        self, held: Held, name: str, start: int, stop: int, piece_numel: int, *, is_prompt: bool | None = None
+        self, held: Held, name: str, start: int, stop: int, piece_numel: int, *, is_prompt: bool = True
     ) -> Generator[torch.Tensor, None, None]:
         """Reads what the owners of a parameter have, in pieces. To skip the rest, close the generator.
 
@@ -102,14 +94,14 @@ class Sharing:
             start: The first element of the flattened parameter.
             stop: One after the last element.
             piece_numel: Elements of a piece.
-            is_prompt: Whether the other processes may not come; see ``Order.agree``.
+            is_prompt: Whether the other processes may not come; see ``dist/order.py``.
 
         Yields:
             Flat tensors on the host, which may alias the source; one empty tensor if there are no elements.
         """
         what = _reading(held, name)
         asked = (held.spec.index if held.number is None else held.number, start, stop, piece_numel, held.dtype)
-        readers = self._order.agree(Subject.READ, asked, what, is_prompt=is_prompt)
+        _, readers = self._ask(asked, what, is_prompt=is_prompt)
         yield from self._pieces(held, start, stop, piece_numel, what, readers)
 
     @contextlib.contextmanager
@@ -141,20 +133,42 @@ class Sharing:
     def _serve(self, held_of: Callable[[int], Held]) -> None:
         """Takes part in the reads of other processes, until these end."""
         while True:
-            subject, payload, readers = self._order.follow_readers()
-            if subject is Subject.LEAVE:
-                (has_failed,) = payload
+            asked, readers = self._ask(None, "follows the processes that save the model")
+            if len(asked) == 1:
+                (has_failed,) = asked
                 if has_failed:
                     raise CheckpointError("the process that saves the model failed; its own error says why")
                 return
-            number, start, stop, piece_numel, dtype = payload
+            number, start, stop, piece_numel, dtype = asked
             held = held_of(number)._replace(dtype=dtype)
             for _ in self._pieces(held, start, stop, piece_numel, _reading(held, "the value"), readers):
                 pass
 
     def _leave(self, *, has_failed: bool) -> None:
         """Tells the processes that follow that this process reads nothing more."""
-        self._order.agree(Subject.LEAVE, (has_failed,), "has saved the model")
+        self._ask((has_failed,), "has saved the model")
+
+    def _ask(
+        self, asked: tuple[Any, ...] | None, what: str, *, is_prompt: bool = False
+    ) -> tuple[tuple[Any, ...], list[int]]:
+        """Finds out what is read next.
+
+        Args:
+            asked: What this rank reads, ``(has_failed,)`` if it reads nothing more, or ``None`` if it follows others.
+            what: What this rank is about to do, as a verb phrase, for warnings and errors.
+            is_prompt: See ``parts``.
+
+        Returns:
+            What the ranks ask for that do not follow, and these ranks.
+
+        Raises:
+            CollectiveError: If the readers do different things, or no process reads.
+        """
+        found = self._collectives.exchange(asked, what, subject="reads", is_prompt=is_prompt)
+        readers = [rank for rank, item in enumerate(found) if item is not None]
+        if len({found[rank] for rank in readers}) != 1:
+            raise self._collectives.disagreement(what)
+        return found[readers[0]], readers
 
     def _pieces(
         self, held: Held, start: int, stop: int, piece_numel: int, what: str, readers: list[int]
@@ -209,7 +223,7 @@ class Sharing:
             The vector, in fp32, on the host.
         """
         what = f"computes the norm of {num} gradients"
-        self._order.agree(Subject.NORM, (num,), what)
+        self._collectives.exchange(None, what, is_prompt=True)
         vector = torch.zeros(num, dtype=torch.float32, device="cpu")
         places: dict[torch.device, list[int]] = {}
         for place, scalar in found.items():

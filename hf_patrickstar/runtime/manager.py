@@ -116,7 +116,7 @@ class ChunkManager:
         order = Order(collectives, checks_all=checks_all)
         # What a parameter's value is, and what users have of it.
         self.originals = Originals(pool)
-        self.sharing = Sharing(collectives, order)
+        self.sharing = Sharing(collectives)
         looked_into: set[Chunk] = set()  # by code that has got a value
         self.values = values = Values(self.sharing, streams, self.originals, counts, looked_into)
         self._lock = values.lock

@@ -5,6 +5,8 @@ import threading
 
 import torch
 
+from hf_patrickstar.dist import collectives
+
 TIMEOUT_S = 10
 
 
@@ -104,7 +106,12 @@ class ThreadCollectives:
     def exchange(self, value, what, *, subject=None, is_prompt=False):
         self.whats.append(what)
         self.prompt.append(is_prompt)
+        if len(set(self.place.swap(self.rank, subject or what))) > 1:
+            raise self.disagreement(what)
         return self.place.swap(self.rank, value)
+
+    def disagreement(self, what):
+        return collectives._disagreement(self.place.swap(self.rank, what))
 
     def begin_broadcast(self, tensor, source, what):
         """Writes when it is waited for, and not before."""

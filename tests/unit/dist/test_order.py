@@ -8,6 +8,7 @@ import torch
 from support.threads import Exchange, ThreadCollectives, in_threads
 
 from hf_patrickstar.dist.order import Beginning, Collective, Order, Room, Subject
+from hf_patrickstar.dist.sharing import Sharing
 from hf_patrickstar.errors import CollectiveError
 from hf_patrickstar.schedule.trace import Trace, Visit
 from hf_patrickstar.states import Stage
@@ -23,6 +24,7 @@ class Rank:
         self.rank = collectives.rank
         self.collectives = collectives
         self.order = Order(collectives, checks_all=checks_all)
+        self.sharing = Sharing(collectives)
         self.is_in_step = True
         self.done = []
 
@@ -52,9 +54,6 @@ class Rank:
 
     def begin(self, kind="training", shapes=SHAPES, traces=7, room=ROOM, version=0):
         return self.order.begin(kind, shapes, traces, room, version)
-
-    def agree(self, subject, indices=(), what="does it", **settings):
-        return self.order.agree(subject, list(indices), what, **settings)
 
 
 def run(*functions, **settings):
@@ -163,11 +162,18 @@ def test_what_ended_anywhere_is_known_to_all(endings, is_diverged):
 
 # One does something else
 
+
+def leave(rank, is_reader):
+    with rank.sharing.led(None, is_reader=is_reader):
+        pass
+
+
 DOINGS = {
     "asks": (gathers(4), "needs group 4 (gather) for layer 4"),
     "begins": (lambda rank: rank.begin(), "begins 'training'"),
-    "reads": (lambda rank: rank.agree(Subject.READ, [3], "reads 'weight'"), "reads 'weight'"),
-    "norm": (lambda rank: rank.agree(Subject.NORM, [3], "computes a norm"), "computes a norm"),
+    "enters": (lambda rank: rank.sharing.enter("saves the model"), "saves the model"),
+    "follows": (lambda rank: leave(rank, is_reader=False), "follows the processes that save the model"),
+    "norm": (lambda rank: rank.sharing.scalars({}, 3), "computes the norm of 3 gradients"),
     "checks": (
         lambda rank: rank.follow(Subject.REDUCE, 3),
         "is about to reduce group 3, as planned (8 elements of torch.float32)",
@@ -199,11 +205,15 @@ def test_each_subject_against_each_other(left, right):
             "rank 1 begins 'training' after change 2 of the parameters",
         ),
         (
-            [lambda rank: rank.order.follow_readers(), lambda rank: rank.agree(Subject.NORM)],
-            "rank 0 follows the processes that save the model; rank 1 does it",
+            [lambda rank: leave(rank, is_reader=False)] * 2,
+            "rank 0 follows the processes that save the model; rank 1 follows the processes that save the model",
+        ),
+        (
+            [lambda rank: rank.sharing.scalars({}, 3 + rank.rank)] * 2,
+            "rank 0 computes the norm of 3 gradients; rank 1 computes the norm of 4 gradients",
         ),
     ],
-    ids=["steps of different kinds", "fewer steps", "follows no reader"],
+    ids=["steps of different kinds", "fewer steps", "nobody reads", "other norms"],
 )
 def test_those_that_do_not_do_the_same_are_named(functions, text):
     assert disagree(*functions) == text
@@ -235,7 +245,6 @@ def test_one_process_agrees_with_itself():
     assert order.ask(wanted, "layer 3", is_in_step=True) == (wanted,)
     ended = order.end(Stage.BACKWARD, [2, 5], is_diverged=True, is_recorded=False)
     assert (ended.collectives, ended.is_diverged, ended.indices) == ((), True, frozenset({2, 5}))
-    assert order.agree(Subject.READ, [3], "reads") == [0]
     assert (order.agree_on_trace(trace), list(order.agree_on_estimated([trace]))) == (trace, [trace])
 
 
@@ -307,19 +316,15 @@ def read_between_steps(rank):
     rank.gather(1)
 
 
-def follow_or_read(rank):
-    return rank.agree(Subject.READ, is_prompt=False) if rank.rank else rank.order.follow_readers()
-
-
 @pytest.mark.parametrize(
     ("doing", "prompt"),
     [
         (train, [False] * 5),
         (evaluate, [True, False, False]),
         (read_between_steps, [True]),
-        (follow_or_read, [False]),
-        (lambda rank: rank.agree(Subject.NORM), [True]),
-        (lambda rank: rank.agree(Subject.LEAVE), [False]),
+        (lambda rank: leave(rank, is_reader=rank.rank == 1), [False]),
+        (lambda rank: rank.sharing.enter("saves the model"), [True]),
+        (lambda rank: rank.sharing.meet("has saved the model"), [False]),
     ],
 )
 def test_who_may_be_alone_gives_up(doing, prompt):

@@ -8,7 +8,6 @@ from support import threads
 from support.threads import ThreadCollectives
 from support.spec_builders import BF16
 
-from hf_patrickstar.dist.order import Order
 from hf_patrickstar.dist.sharing import Held, Sharing
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.layout.specs import TensorSpec
@@ -22,7 +21,7 @@ class Rank:
     def __init__(self, collectives=None):
         self.collectives = collectives or ThreadCollectives()
         self.rank = self.collectives.rank
-        self.sharing = Sharing(self.collectives, Order(self.collectives))
+        self.sharing = Sharing(self.collectives)
 
     def hold(self, *numels, chunk_numel):
         """A function that returns what the rank has of tensors that are one after the other in chunks of a group."""
