@@ -244,12 +244,11 @@ class Checkpoints(Transactions):
             result = function()
         except CheckpointError as raised:
             error = raised
-        texts = self._collectives.exchange(None if error is None else str(error), "loads a checkpoint")
+        failed = self._first_failure(error, "loads a checkpoint")
         if error is not None:
             raise error
-        for rank, text in enumerate(texts):
-            if text is not None:
-                raise CheckpointError(f"rank {rank} cannot load the checkpoint: {text}")
+        if failed is not None:
+            raise CheckpointError("rank {} cannot load the checkpoint: {}".format(*failed))
         return result
 
     @unseen()

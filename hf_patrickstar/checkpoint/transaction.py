@@ -167,15 +167,19 @@ class Transactions:
 
     def _agree(self, error: BaseException | None, checkpoint: Checkpoint, what: str) -> None:
         """Abandons the checkpoint and raises, on all processes, if one of them has an error."""
+        if (failed := self._first_failure(error, "completes a checkpoint")) is not None:
+            self._abandon(checkpoint)
+            rank, text = failed
+            where = f" on rank {rank}" if self._collectives.world_size > 1 else ""
+            raise CheckpointError(
+                f"checkpoint '{checkpoint.final}' {what}: {text}{where}. Earlier ones are as they were"
+            ) from error
+
+    def _first_failure(self, error: BaseException | None, what: str) -> tuple[int, str] | None:
+        """Sends an error of this process to all; returns the first rank that has one, with its text."""
         text = None if error is None else f"{error}" or type(error).__name__
-        texts = self._collectives.exchange(text, "completes a checkpoint")
-        for rank, found in enumerate(texts):
-            if found is not None:
-                self._abandon(checkpoint)
-                where = f" on rank {rank}" if len(texts) > 1 else ""
-                raise CheckpointError(
-                    f"checkpoint '{checkpoint.final}' {what}: {found}{where}. Earlier ones are as they were"
-                ) from error
+        texts = self._collectives.exchange(text, what)
+        return next(((rank, found) for rank, found in enumerate(texts) if found is not None), None)
 
     def _abandon(self, checkpoint: Checkpoint) -> None:
         checkpoint.join()

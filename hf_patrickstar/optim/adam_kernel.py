@@ -140,13 +140,13 @@ class AdamKernel(ElementwiseKernel):
 
     def own_state(self, tensor: ManagedParameter) -> dict[str, Any]:
         """See ``Kernel``. The state is ``step`` and ``state_places``."""
-        lists = tensor.chunk.lists  # an update that fails changes the number before this returns
+        places = self.state_places(tensor)  # an update that fails changes the number before this returns
         step = self._steps.get(tensor.spec.index)
         if step is None:
             return {}
         if not isinstance(step, torch.Tensor):
             step = self._steps[tensor.spec.index] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
-        return {"step": step, **{name: tensor.view(lists[name]) for name in self.list_names[1:]}}
+        return {"step": step, **places}
 
     def state_places(self, tensor: ManagedParameter) -> dict[str, torch.Tensor]:
         """See ``Kernel``. They are ``exp_avg`` and ``exp_avg_sq``, in the chunk lists."""

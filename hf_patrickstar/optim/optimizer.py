@@ -4,6 +4,7 @@ import contextlib
 import copy
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,17 +18,12 @@ from hf_patrickstar.optim.kernel import Kernel, place_state
 from hf_patrickstar.optim.state import (
     HOOK_NAMES,
     SAVED_MASTER,
-    Outdated,
     StateView,
     call_hooks,
     check_shapes,
-    entries_of,
-    load_entries,
-    load_states_outside,
     pack_state,
     pair_up,
     read,
-    states_outside,
 )
 from hf_patrickstar.runtime.chunk import Chunk, GradientPlace, ManagedParameter
 from hf_patrickstar.runtime.lock import locked
@@ -35,6 +31,9 @@ from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.ranges import named
 
 logger = logging.getLogger(__name__)
+
+_NO_PARAMETER = -1
+"""The position in the groups of what an optimizer keeps under keys that are no parameters."""
 
 
 class ChunkedOptimizer(torch.optim.Optimizer):
@@ -75,7 +74,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self._follow_model = follow_model
         self._peers = peers
         self._collected: dict[int, dict[str, Any]] | None = None
-        self._outdated = Outdated(kernel.list_names)
+        # The shape and the state that a parameter had in a chunk when somebody gave it another shape.
+        self._before: dict[int, tuple[tuple[int, ...], list[weakref.ref[torch.Tensor]]]] = {}
         # Copies of the groups, since torch's constructor replaces their lists, to which some optimizers (LBFGS) refer.
         super().__init__([{**group, "params": [*group["params"]]} for group in optimizer.param_groups], {})
         self.kernel = kernel  # not earlier: torch's constructor assigns an empty state
@@ -412,12 +412,35 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         return [[self._manager.find(parameter) for parameter in group["params"]] for group in self.param_groups]
 
     def other_states(self) -> dict[int, dict[str, Any]]:
-        """The states of parameters outside of its chunks, and other entries; see ``states_outside``."""
-        return states_outside(self.inner, self._others)
+        """The states that the user's optimizer keeps itself, by the position of the parameter in its groups.
+
+        They are empty before the first step. Position -1 has what is kept under keys that are no parameters.
+        """
+        ids = {id(parameter) for parameter in self._others}
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        found = {n: self.inner.state.get(p, {}) for n, p in enumerate(parameters) if id(p) in ids}
+        return {**found, _NO_PARAMETER: self._entries}
 
     def load_other_states(self, states: Mapping[int, Mapping[str, Any]]) -> None:
         """Replaces ``other_states``; a parameter without a given state begins anew."""
-        load_states_outside(self.inner, self._others, states)
+        self._replace_entries(states.get(_NO_PARAMETER, {}))
+        parameters = [(p, group) for group in self.param_groups for p in group["params"]]
+        for number in self.other_states().keys() - {_NO_PARAMETER}:
+            parameter, group = parameters[number]
+            self.inner.state.pop(parameter, None)
+            if given := states.get(number):
+                placed = {k: place_state(k, value, parameter.device, group) for k, value in given.items()}
+                self.inner.state[parameter] = placed
+
+    @property
+    def _entries(self) -> dict[Any, Any]:
+        """What the user's optimizer keeps under keys that are no parameters: a counter of steps, say."""
+        return {key: value for key, value in self.inner.state.items() if not isinstance(key, torch.Tensor)}
+
+    def _replace_entries(self, entries: Mapping[Any, Any]) -> None:
+        for key in self._entries:
+            del self.inner.state[key]
+        self.inner.state.update(entries)
 
     @locked
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
@@ -430,7 +453,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         call_hooks(self._optimizer_state_dict_pre_hooks, self)
         self._leave_given_up()
         states = self._all_states() if self._collected is None else self._collected
-        packed = pack_state(self.param_groups, self._by_parameter(states), entries_of(self.inner))
+        packed = pack_state(self.param_groups, self._by_parameter(states), self._entries)
         return call_hooks(self._optimizer_state_dict_post_hooks, self, packed)
 
     def _by_parameter(self, states: Mapping[int, Any]) -> Iterator[tuple[torch.Tensor, Any]]:
@@ -509,7 +532,9 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             tensor = self._manager.find(parameter)
             if SAVED_MASTER in state and tensor is not None and self._updates(tensor):
                 self._manager.writes.apply(tensor, read(state[SAVED_MASTER]))  # also in copies on other ranks
-        load_entries(self.inner, state_dict)
+        numbers = {number for group in state_dict["param_groups"] for number in group["params"]}
+        entries = {key: value for key, value in state_dict["state"].items() if key not in numbers}
+        self._replace_entries(copy.deepcopy(read(entries)))
         call_hooks(self._optimizer_load_state_dict_post_hooks, self)
 
     @locked
@@ -523,19 +548,34 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             self.follow_groups()
         for item in self._tensors if tensor is None else [tensor]:
             state = self.inner.state.get(item.parameter)
-            if state and self._updates(item) and item.is_owned and not self._outdated.has(item, state):
+            if state and self._updates(item) and item.is_owned and not self._is_outdated(item, state):
                 self.inner.state.pop(item.parameter)
                 self.kernel.load_tensor_state(item, state)
 
     def _begin_anew(self, tensor: ManagedParameter) -> None:
         """Drops a state of before the parameter got another shape, if this step updates the parameter."""
         state = self.inner.state.get(tensor.parameter)
-        if state and self._manager.gradients.has(tensor) and self._outdated.has(tensor, state):
+        if state and self._manager.gradients.has(tensor) and self._is_outdated(tensor, state):
             logger.warning(
                 "patrickstar: parameter '%s' has another shape than its optimizer state, which begins anew",
                 tensor.spec.name,
             )
             del self.inner.state[tensor.parameter]
+
+    def _is_outdated(self, tensor: ManagedParameter, state: Mapping[str, Any]) -> bool:
+        """Whether a state of the user's optimizer was made for another shape than the parameter has.
+
+        Tensors in a state may have any shape, so only those with places in chunks show it. Of others it is known where
+        the shape has changed while the parameter was in a chunk.
+        """
+        shape, kept = self._before.get(id(tensor.parameter), (tensor.spec.shape, []))
+        if shape != tensor.spec.shape and any(value is old() for value in state.values() for old in kept):
+            return True
+        try:
+            check_shapes(tensor, state, self.kernel.list_names)
+        except ValueError:
+            return True
+        return False
 
     def _leave_given_up(self) -> None:
         """Gives the user's optimizer the states of parameters that were given another shape."""
@@ -565,7 +605,9 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 group = self.param_groups[number] if number is not None else {}
                 state = {key: place_state(key, value, item.device, group) for key, value in given.items()}
                 self.inner.state[item.parameter] = state
-                self._outdated.remember(item, state)
+                if item.is_given_up:
+                    kept = [weakref.ref(value) for value in state.values() if isinstance(value, torch.Tensor)]
+                    self._before[id(item.parameter)] = item.spec.shape, kept
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; the engine gives its parameters places with optimizer states before the next step."""

@@ -1,7 +1,6 @@
 """``optimizer.state``: the states of parameters that live in chunks, under the parameters, as in torch."""
 
 import copy
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch.utils._pytree import tree_map_only
 
 from hf_patrickstar.layout.specs import MASTER
 from hf_patrickstar.memory.operators import unseen
-from hf_patrickstar.optim.kernel import SAVED_MASTER, Kernel, place_state
+from hf_patrickstar.optim.kernel import SAVED_MASTER, Kernel
 from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.runtime.manager import ChunkManager
 
@@ -22,8 +21,6 @@ HOOK_NAMES = (
 """The hooks of torch's optimizers."""
 _INNER = "__bnb_optimizer_quant_state__"
 """What bitsandbytes calls the dictionary that it puts around states of 8 bits when it saves them."""
-_NO_PARAMETER = -1
-"""The position in the groups of what an optimizer keeps under keys that are no parameters."""
 
 
 class StateView(MutableMapping[Any, Any]):
@@ -163,15 +160,6 @@ class ParameterState(MutableMapping[str, Any]):
         return repr(dict(self))
 
 
-def has_shapes(tensor: ManagedParameter, state: Mapping[str, Any], keys: Iterable[str]) -> bool:
-    """Whether tensors of a state have the parameter's shape; see ``check_shapes``."""
-    try:
-        check_shapes(tensor, state, keys)
-    except ValueError:
-        return False
-    return True
-
-
 def check_shapes(tensor: ManagedParameter, state: Mapping[str, Any], keys: Iterable[str]) -> None:
     """Makes sure that the tensors of a state that have places in chunks have the parameter's shape.
 
@@ -201,84 +189,9 @@ def check_shapes(tensor: ManagedParameter, state: Mapping[str, Any], keys: Itera
             )
 
 
-class Outdated:
-    """Knows which states of a user's optimizer were made for another shape of their parameter.
-
-    Tensors in a state may have any shape, so only those with places in chunks show it. Of others it is known where the
-    shape has changed while the parameter was in a chunk.
-
-    Args:
-        keys: The names of the lists in chunks.
-    """
-
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._keys = keys
-        self._before: dict[int, tuple[tuple[int, ...], list[weakref.ref[torch.Tensor]]]] = {}
-
-    def remember(self, tensor: ManagedParameter, state: Mapping[str, Any]) -> None:
-        """Remembers the state that a parameter had in a chunk, if somebody has given it another shape since."""
-        if tensor.is_given_up:
-            kept = [weakref.ref(value) for value in state.values() if isinstance(value, torch.Tensor)]
-            self._before[id(tensor.parameter)] = tensor.spec.shape, kept
-
-    def has(self, tensor: ManagedParameter, state: Mapping[str, Any]) -> bool:
-        """Whether a state was made for another shape than the parameter has."""
-        shape, kept = self._before.get(id(tensor.parameter), (tensor.spec.shape, []))
-        is_of_before = any(value is old() for value in state.values() for old in kept)
-        return (is_of_before and shape != tensor.spec.shape) or not has_shapes(tensor, state, self._keys)
-
-
-def entries_of(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-    """What a user's optimizer keeps under keys that are no parameters: a counter of steps, say."""
-    return {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
-
-
-def load_entries(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Replaces what a user's optimizer keeps under keys that are no parameters by copies of what a state has."""
-    numbers = {number for group in state_dict["param_groups"] for number in group["params"]}
-    found = {key: value for key, value in state_dict["state"].items() if key not in numbers}
-    _replace_entries(optimizer, copy.deepcopy(read(found)))
-
-
 def read(value: Any) -> Any:
     """Reads tensors that are still in a file, which are on the meta device."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.cpu() if tensor.is_meta else tensor, value)
-
-
-def _replace_entries(optimizer: torch.optim.Optimizer, entries: Mapping[Any, Any]) -> None:
-    for key in entries_of(optimizer):
-        del optimizer.state[key]
-    optimizer.state.update(entries)
-
-
-def states_outside(optimizer: torch.optim.Optimizer, others: Iterable[torch.Tensor]) -> dict[int, dict[str, Any]]:
-    """The states that a user's optimizer keeps itself, by the position of the parameter in its groups.
-
-    Args:
-        optimizer: The optimizer.
-        others: The parameters outside of its chunks. Their states are empty before the first step.
-
-    Returns:
-        The states. Position -1 has what is kept under keys that are no parameters.
-    """
-    ids = {id(parameter) for parameter in others}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    found = {n: optimizer.state.get(p, {}) for n, p in enumerate(parameters) if id(p) in ids}
-    return {**found, _NO_PARAMETER: entries_of(optimizer)}
-
-
-def load_states_outside(
-    optimizer: torch.optim.Optimizer, others: Iterable[torch.Tensor], states: Mapping[int, Mapping[str, Any]]
-) -> None:
-    """Replaces what ``states_outside`` returns; a parameter without a given state begins anew."""
-    _replace_entries(optimizer, states.get(_NO_PARAMETER, {}))
-    parameters = [(p, group) for group in optimizer.param_groups for p in group["params"]]
-    for number in states_outside(optimizer, others).keys() - {_NO_PARAMETER}:
-        parameter, group = parameters[number]
-        optimizer.state.pop(parameter, None)
-        if states.get(number):
-            given = states[number].items()
-            optimizer.state[parameter] = {k: place_state(k, value, parameter.device, group) for k, value in given}
 
 
 def call_hooks(hooks: Mapping[int, Any], optimizer: torch.optim.Optimizer, *state_dict: Any) -> Any:
