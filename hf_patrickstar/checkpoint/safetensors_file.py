@@ -65,6 +65,7 @@ class SafetensorsFile:
 
     Attributes:
         entries: The tensors by name.
+        checksums: Those of pieces of tensors, by name, and elements of a piece; empty if the file has none.
 
     Raises:
         CheckpointError: If it is missing, truncated, or no safetensors file.
@@ -72,11 +73,13 @@ class SafetensorsFile:
 
     def __init__(self, filename: str | os.PathLike[str], *_args: Any, **_kwargs: Any) -> None:
         self.path = Path(filename)
+        self.entries: dict[str, Entry] = {}
+        self.checksums: dict[str, Any] = {}
+        self._metadata: dict[str, str] = {}
         try:
             self._descriptor = os.open(self.path, os.O_RDONLY)
             weakref.finalize(self, os.close, self._descriptor).atexit = False
-            self.entries, self._metadata = self._read_header()
-            self._checksums = json.loads(self._metadata.get(CHECKSUMS, '{"sums": {}}'))
+            self._read_header()
             self._stamp = self._find_stamp()
         except FileNotFoundError as error:
             raise CheckpointError(missing_file(self.path)) from error
@@ -86,21 +89,19 @@ class SafetensorsFile:
             raise CheckpointError(damaged(f"'{self.path}' is not a complete safetensors file: {error}")) from error
 
     @unseen()
-    def _read_header(self) -> tuple[dict[str, Entry], dict[str, str]]:
-        entries = {}
+    def _read_header(self) -> None:
         with safetensors.safe_open(self.path, "pt") as file:
             (length,) = struct.unpack("<Q", os.pread(self._descriptor, 8, 0))
-            start, metadata = 8 + length, file.metadata() or {}
-            if CHECKSUMS in metadata:
+            start, self._metadata = 8 + length, file.metadata() or {}
+            if CHECKSUMS in self._metadata:
                 header = json.loads(os.pread(self._descriptor, length, 8))
-                known = json.loads(header["__metadata__"].pop(CHECKSUMS))
-                if known.pop("header", None) != text_checksum([header, known]):
+                self.checksums = json.loads(header["__metadata__"].pop(CHECKSUMS))
+                if self.checksums.pop("header", None) != text_checksum([header, self.checksums]):
                     raise ValueError("its header is not the one that was saved")
             for name in file.offset_keys():
                 tensor = file.get_tensor(name)  # maps its bytes, and reads none
-                entries[name] = Entry(tensor.dtype, tuple(tensor.shape), start)
+                self.entries[name] = Entry(tensor.dtype, tuple(tensor.shape), start)
                 start += tensor.numel() * tensor.dtype.itemsize
-            return entries, metadata
 
     def _find_stamp(self) -> tuple[int, int]:
         found = os.fstat(self._descriptor)
@@ -153,10 +154,10 @@ class SafetensorsFile:
         """
         entry, view = self.entries[name], bytes_of(values)
         begin = start * entry.dtype.itemsize
-        if (sums := self._checksums["sums"].get(name)) is None:
+        if name not in (sums_of := self.checksums.get("sums", {})):
             self._read_bytes(name, begin, view)
             return
-        size = self._checksums["piece_numel"] * entry.dtype.itemsize
+        sums, size = sums_of[name], self.checksums["piece_numel"] * entry.dtype.itemsize
         end, numel = begin + len(view), math.prod(entry.shape)
         for number in range(begin // size, -(-end // size)):
             low, high = number * size, min((number + 1) * size, numel * entry.dtype.itemsize)

@@ -166,29 +166,27 @@ class TorchFile(SafetensorsFile):
 
         return tree_map_with_path(deferred, self._loaded)  # type: ignore[no-any-return]
 
-    def _read_header(self) -> tuple[dict[str, Entry], dict[str, str]]:
-        entries: dict[str, Entry] = {}
-
+    def _read_header(self) -> None:
         def find(path: Any, tensor: Any, outlined: Any) -> None:
             if type(tensor) is torch.Tensor and tensor.is_contiguous():
                 start = getattr(outlined.untyped_storage(), "_checkpoint_offset", None)
                 if start is not None and tensor.untyped_storage().nbytes() == tensor.nbytes:
-                    entries[_name_of(path)] = Entry(tensor.dtype, tuple(tensor.shape), start)
+                    self.entries[_name_of(path)] = Entry(tensor.dtype, tuple(tensor.shape), start)
 
         self._loaded = load_torch_file(self.path)
         tree_map_with_path(find, self._loaded, torch.load(self.path, map_location="meta", weights_only=True))
         if not zipfile.is_zipfile(self.path):  # the format that torch had before 1.6
-            return entries, {}
+            return
         try:
             with zipfile.ZipFile(self.path) as archive:
                 if f"archive/{CHECKSUMS}" not in archive.namelist():  # torch has written it
-                    return entries, {}
+                    return
                 saved = json.loads(archive.read(f"archive/{CHECKSUMS}"))
                 archive.read("archive/data.pkl")  # which has a CRC32
-            saved["sums"] = {name: saved["sums"][str(entry.start)] for name, entry in entries.items()}
+            saved["sums"] = {name: saved["sums"][str(entry.start)] for name, entry in self.entries.items()}
+            self.checksums = saved
         except Exception as error:  # zipfile raises many kinds
             raise CheckpointError(damaged(f"'{self.path}' is not as it was saved: {error!r}")) from error
-        return entries, {CHECKSUMS: json.dumps(saved)}
 
 
 def _name_of(path: Any) -> str:
@@ -298,7 +296,7 @@ def verify_files(directory: str | os.PathLike[str]) -> Iterator[str]:
         if path.suffix in (".safetensors", ".pt", ".bin"):
             file = SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
             verify([file.get_tensor(name) for name in file.entries])
-            yield f"{path}: {'as it was saved' if CHECKSUMS in file.metadata() else 'readable; it has no checksums'}"
+            yield f"{path}: {'as it was saved' if file.checksums else 'readable; it has no checksums'}"
 
 
 def torch_state_dict(directory: str | os.PathLike[str]) -> dict[str, Any]:
