@@ -263,7 +263,7 @@ class Membership:
             error = too_large
         if not self._agree(error is None):
             for chunk in chunks:
-                self.manager.retire(chunk)
+                chunk.retire(self.manager.device.pool)
             self.payloads.reserve_anew(self.manager.chunks)
             raise error or BudgetError(
                 "another process has no room for parameters of the model that are new; look at its own error"

@@ -1,4 +1,7 @@
-"""A managed parameter and the chunk that it lives in: storage and bookkeeping, no decisions.
+"""A managed parameter and the chunk that it lives in: where they are, and how a chunk comes, leaves and moves its home.
+
+A copy of a chunk on the device is never dirty, so dropping one copies nothing. A chunk that is computed with where it
+is at home (a static one) has no copy. What moves when is decided elsewhere.
 
 [Note: groups at run time]
 With several processes a ``Chunk`` is a communication group (PatrickStar section 7). Modules compute with one buffer,
@@ -19,21 +22,29 @@ are needed, where they are needed.
 """
 
 import bisect
+import contextlib
 import dataclasses
 import enum
 import itertools
 import threading
+import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._C._autograd import _profiler_enabled
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from hf_patrickstar.counts import Counts
+from hf_patrickstar.errors import BudgetError, DeviceMemoryError
+from hf_patrickstar.interrupts import held_back
 from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import MASTER, TensorSpec
 from hf_patrickstar.memory.lanes import Ticket, WorkLane
 from hf_patrickstar.memory.pool import PayloadPool
-from hf_patrickstar.memory.streams import Copy
+from hf_patrickstar.memory.streams import Copy, Streams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.live_parameter import (
     LiveMixin,
@@ -43,12 +54,15 @@ from hf_patrickstar.runtime.live_parameter import (
     set_raw_grad,
     storage_key,
 )
+from hf_patrickstar.runtime.ranges import named
 from hf_patrickstar.states import TensorState
 
 GRADIENTS = "gradients"
 STAGING = "staging"
 """Owners of buffers on the device: gradients of groups until they are reduced, and scratch space to reduce them in."""
 _use_count = torch._C._storage_Use_Count
+_NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 def round_masters(masters: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> None:
@@ -349,6 +363,7 @@ class Chunk:
     last_access: int = 0
     num_computing: int = 0  # parameters that modules compute with
     num_watched: int = 0  # parameters whose copy may have been written to without a trace; see ``Writes.watch``
+    device: "Device" = dataclasses.field(init=False)  # the device of its engine
 
     def __post_init__(self) -> None:
         types = self.spec.types
@@ -391,19 +406,6 @@ class Chunk:
         """Takes note of the tier where its lists live from now on."""
         self.home = home
         self.is_static = home is Tier.DEVICE and not self.is_group
-
-    def give_back(self, pool: PayloadPool) -> None:
-        """Gives the payloads at home back to where they come from."""
-        for name, payload in self.held.items():
-            pool.release(self.home, payload, name, keep=False)
-
-    def retire(self) -> None:
-        """Makes the chunk empty after its payloads were given back; its index stays."""
-        self.spec = dataclasses.replace(self.spec, capacity_numel=0, used_numel=0, tensor_indices=(), trainable=False)
-        self.copy_nbytes, self.is_updated = 0, False
-        self.live_on(Tier.HOST)
-        self.param = self.param[:0].clone()
-        self.lists.clear()
 
     # The lists at home
 
@@ -492,18 +494,6 @@ class Chunk:
         numel = self.spec.chunk_numel
         return payload[self.rank * numel : (self.rank + 1) * numel]
 
-    def set_compute(self, payload: torch.Tensor) -> int:
-        """Gives it a payload to compute with.
-
-        Returns:
-            The key by which a tensor that aliases the payload can be recognised: the address of its storage object,
-            which, unlike a data pointer, fake tensors have too.
-        """
-        self.compute = payload
-        self.storage = payload.untyped_storage()
-        self.base_use_count = _use_count(self.storage._cdata)
-        return self.storage._cdata
-
     def view_of(self, tensor: ManagedParameter) -> torch.Tensor:
         """The place of a parameter in the payload to compute with; that of a static chunk is made once for all uses.
 
@@ -515,18 +505,6 @@ class Chunk:
             tensor.view_on_device = view
             self.num_views += 1
         return view
-
-    def clear_compute(self) -> tuple[torch.Tensor, int]:
-        """Takes the payload away; returns it and its key."""
-        assert self.compute is not None
-        assert self.storage is not None
-        payload, key = self.compute, self.storage._cdata
-        self.compute, self.storage = None, None
-        if self.num_views:
-            for tensor in self.tensors:
-                tensor.view_on_device = None
-            self.num_views = 0
-        return payload, key
 
     @property
     def is_aliased(self) -> bool:
@@ -586,3 +564,287 @@ class Chunk:
         if self.reader is not None:
             self.reader.wait()
             self.reader = None
+
+    # Its copy on the device
+
+    @property
+    def has_copy(self) -> bool:
+        """Whether it is at home elsewhere, and can be computed with on the device."""
+        return self.compute is not None and not self.is_static
+
+    def load(self, *, ahead: bool) -> None:
+        """Copies it, if this process has all of it, from its home to the device.
+
+        Args:
+            ahead: Whether nobody needs it yet: the copy is started, and the compute device does not wait for it; see
+                ``wait_for_copy``.
+
+        Raises:
+            DeviceMemoryError: If the device has no room.
+        """
+        home, begin, streams = self.home_param, time.perf_counter(), self.device.streams
+        name = "bring in ahead" if ahead else "load"
+        with named(name, self.spec.index) if _profiler_enabled() else _NOTHING, _as_it_is(home):
+            payload = self._allocate_copy()
+            try:  # the copy comes after an update that is under way
+                if ahead:
+                    self.arrival = copy = streams.fetch(home, payload, self.under_way)
+                else:
+                    copy = streams.to_device(home, payload, self.under_way)
+            except BaseException:
+                self.drop_copy()
+                raise
+        if copy is not None:
+            self.note(copy)
+        self._count_load(ahead)
+        if not ahead:
+            self.device.counts.loading_seconds += time.perf_counter() - begin
+
+    @contextlib.contextmanager
+    def gathered(self, *, ahead: bool) -> Iterator[torch.Tensor]:
+        """Copies this rank's chunk of a group from its home; inside of the block those of others are brought.
+
+        Args:
+            ahead: Whether nobody needs it yet.
+
+        Yields:
+            The buffer of the group.
+
+        Raises:
+            DeviceMemoryError: If the device has no room.
+        """
+        home, streams = self.home_param, self.device.streams
+        with _as_it_is(home):
+            payload = self._allocate_copy()
+            try:
+                self.note(streams.to_slice(home, self.own_slice(payload), self.under_way))
+                with streams.beside():
+                    yield payload
+            except BaseException:
+                self.drop_copy()
+                raise
+        self._count_load(ahead)
+
+    def _allocate_copy(self) -> torch.Tensor:
+        try:
+            payload = self.device.pool.allocate(Tier.DEVICE, self.spec.capacity_numel, self.dtype, "param")
+        except BudgetError as error:
+            raise DeviceMemoryError(str(error)) from error
+        self.compute_with(payload)
+        return payload
+
+    def _count_load(self, ahead: bool) -> None:
+        counts = self.device.counts
+        counts.chunk_loads += 1
+        counts.prefetches += ahead
+        if self.home is Tier.HOST:
+            counts.host_to_device_nbytes += self.home_param.nbytes
+        if counts.log is not None:
+            counts.log.append(("load ahead" if ahead else "load", self.spec.index))
+
+    def compute_with(self, payload: torch.Tensor) -> None:
+        """Lets modules compute with a payload: a copy, or the one at home."""
+        self.compute, self.storage = payload, payload.untyped_storage()
+        self.base_use_count = _use_count(self.storage._cdata)
+        self.device.by_storage[self.storage._cdata] = self
+
+    def wait_for_copy(self) -> float | None:
+        """Lets the compute device wait for a copy that was started ahead.
+
+        Returns:
+            Seconds that the host waited, or ``None`` if the copy had arrived.
+        """
+        arrival = self.arrival
+        assert arrival is not None
+        is_late = not arrival.is_done
+        begin = time.perf_counter()
+        with named("wait for", self.spec.index):
+            arrival.join()
+        self.arrival = None
+        return time.perf_counter() - begin if is_late else None
+
+    def evict(self) -> None:
+        """Drops the copy for want of room; a copy is never dirty, so nothing is copied."""
+        with named("evict", self.spec.index) if _profiler_enabled() else _NOTHING:
+            self.drop_copy()
+        counts = self.device.counts
+        counts.chunk_evictions += 1
+        if counts.log is not None:
+            counts.log.append(("evict", self.spec.index))
+
+    def invalidate(self) -> None:
+        """Drops the copy, if there is one, because the home has changed."""
+        if self.has_copy:
+            self.drop_copy()
+            counts = self.device.counts
+            counts.chunk_invalidations += 1
+            if counts.log is not None:
+                counts.log.append(("drop", self.spec.index))
+
+    def drop_copy(self) -> None:
+        """Ends that modules can compute with it; a payload at home stays."""
+        if self.arrival is not None:
+            self.wait_for_copy()
+        aliased, payload, storage = self.is_aliased, self.compute, self.storage
+        assert payload is not None
+        assert storage is not None
+        self.compute = self.storage = None
+        del self.device.by_storage[storage._cdata]
+        if self.num_views:
+            for tensor in self.tensors:
+                tensor.view_on_device = None
+            self.num_views = 0
+        if not self.is_static:
+            self.device.pool.release(Tier.DEVICE, payload, "param", keep=not aliased)
+
+    # Its home
+
+    def move_home(self, home: Tier) -> None:
+        """Moves it, with all its lists, to another tier. None of its tensors may be in use.
+
+        Lists of zeros are not copied; see [Note: lists of zeros].
+
+        Args:
+            home: Where it shall live.
+
+        Raises:
+            BudgetError: If there is no room; the chunk stays where it is.
+        """
+        self.wait()
+        self.wait_for_reader()
+        if self.has_copy and not self.is_group:
+            self.drop_copy()  # a copy with the chunks of others stays true
+        lists, pool, name = self.home_lists, self.device.pool, f"move home to the {home.value} of"
+        # Ctrl-C waits: the old ``param`` list may have been overwritten before the new one takes its place.
+        with held_back(), lists.lock, named(name, self.spec.index), _as_it_is(self.home_param):
+            new = self._copy_lists(home)
+            if self.is_static:
+                self.drop_copy()
+            self.give_back(pool)
+            self.param = new["param"]
+            lists.update({name: new[name] for name in lists})
+            lists.fresh.update({name: new[name] for name in lists.fresh})
+            self.live_on(home)
+        self.device.note_chunks()
+        counts, nbytes = self.device.counts, sum(payload.nbytes for payload in new.values())
+        counts.chunk_moves += 1
+        if home is Tier.DEVICE:
+            counts.moved_home_to_device_nbytes += nbytes
+        else:
+            counts.moved_home_to_host_nbytes += nbytes
+        if counts.log is not None:
+            counts.log.append(("move home", self.spec.index))
+
+    def pin(self) -> None:
+        """Moves a chunk that is at home on the host into pinned memory, if that is wanted and there is room for it."""
+        if self.device.pool.pins_memory and not self.home_param.is_pinned():
+            with contextlib.suppress(BudgetError):  # copies are slower then, and right
+                self.move_home(Tier.HOST)
+
+    def _copy_lists(self, home: Tier) -> dict[str, torch.Tensor]:
+        """The lists on another tier, without the values of those that have none; all or none.
+
+        The host's ``param`` list may be page-locked: the others go through it, before its own values come there or
+        after they have left it.
+        """
+        old, new, fresh = self.held, dict[str, torch.Tensor](), self.home_lists.fresh
+        to_host, is_lent, is_overwritten = home is Tier.HOST, self.is_lent(("param",)), False
+        pool, streams = self.device.pool, self.device.streams
+        try:
+            for name, payload in old.items():
+                pinned = to_host and name == "param"
+                kind, is_zero = payload.dtype, name in fresh
+                new[name] = pool.allocate(home, payload.numel(), kind, name, pinned=pinned, zero=is_zero)
+            names = [name for name in old if name not in fresh]
+            for name in sorted(names, key=lambda name: (name == "param") is to_host):
+                if name == "param" or (is_lent and not to_host):
+                    new[name].copy_(old[name])
+                else:
+                    is_overwritten = not to_host
+                    streams.copy_through(old[name], new[name], (new if to_host else old)["param"])
+        except BaseException:
+            if is_overwritten:
+                old["param"].copy_(new["param"])
+            for name, payload in new.items():
+                pool.release(home, payload, name, keep=False)
+            raise
+        return new
+
+    def give_back(self, pool: PayloadPool) -> None:
+        """Gives the payloads at home back to where they come from."""
+        for name, payload in self.held.items():
+            pool.release(self.home, payload, name, keep=False)
+
+    def retire(self, pool: PayloadPool) -> None:
+        """Frees a chunk that has become empty; its index stays, and is not used again."""
+        self.wait()
+        self.wait_for_reader()
+        if self.compute is not None:
+            self.drop_copy()
+        self.give_back(pool)
+        self.spec = dataclasses.replace(self.spec, capacity_numel=0, used_numel=0, tensor_indices=(), trainable=False)
+        self.copy_nbytes, self.is_updated = 0, False
+        self.live_on(Tier.HOST)
+        self.param = self.param[:0].clone()
+        self.lists.clear()
+
+
+class Device:
+    """The compute device of an engine, as chunks see it: which can be computed with there, and how bytes cross.
+
+    Args:
+        chunks: All chunks; the list may grow.
+        pool: Where payloads come from.
+        streams: How bytes cross.
+        counts: Counts what moves.
+
+    Attributes:
+        by_storage: The chunks that can be computed with, by the address of the storage that modules compute with, in
+            the order in which they came: those with a copy, and those that are at home on the device.
+        moves: Whether any chunk is not computed with where it is at home.
+    """
+
+    def __init__(self, chunks: list[Chunk], pool: PayloadPool, streams: Streams, counts: Counts) -> None:
+        self.chunks, self.pool, self.streams, self.counts = chunks, pool, streams, counts
+        self.by_storage: dict[int, Chunk] = {}
+        self.moves = False
+        self.note_chunks()
+
+    def note_chunks(self) -> None:
+        """Takes note of chunks that came, went or have another home."""
+        for chunk in self.chunks:
+            chunk.device = self
+            if chunk.is_static and chunk.compute is None:
+                chunk.compute_with(chunk.param)
+        self.moves = any(not (chunk.is_static or chunk.is_retired) for chunk in self.chunks)
+
+    @property
+    def copies(self) -> list[Chunk]:
+        """The chunks with a copy."""
+        return [chunk for chunk in self.by_storage.values() if not chunk.is_static]
+
+    def unused(self, exclude: Chunk | None = None) -> list[Chunk]:
+        """Chunks whose copies nobody computes with or looks into: these can leave."""
+        return [chunk for chunk in self.copies if chunk is not exclude and not chunk.is_in_use]
+
+
+def _as_it_is(payload: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Leaves whatever modes code is run under, so that new payloads are what the old one is.
+
+    In inference mode they could never be trained with, inside a function transform they would be wrappers, and under
+    fake tensors they would hold nothing.
+    """
+    is_disguised = type(payload) is torch.Tensor and torch._C._get_dispatch_mode(_FAKE) is not None
+    if is_disguised or torch.is_inference_mode_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return _without_modes(is_real=type(payload) is torch.Tensor)
+    return _NOTHING
+
+
+@contextlib.contextmanager
+def _without_modes(*, is_real: bool) -> Iterator[None]:
+    with (
+        torch.inference_mode(False),
+        temporarily_clear_interpreter_stack(),
+        unset_fake_temporarily() if is_real else _NOTHING,
+    ):
+        yield

@@ -15,14 +15,10 @@ from collections.abc import Callable, Iterable
 import torch
 
 from hf_patrickstar.config import PatrickStarConfig
-from hf_patrickstar.counts import Counts
 from hf_patrickstar.errors import DeviceMemoryError, Later
 from hf_patrickstar.memory.meters import Meter
-from hf_patrickstar.memory.pool import PayloadPool
-from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime.chunk import Chunk
-from hf_patrickstar.runtime.copies import Copies
+from hf_patrickstar.runtime.chunk import Chunk, Device
 from hf_patrickstar.runtime.placement import Placement
 from hf_patrickstar.runtime.tracer import Step, Tracer
 from hf_patrickstar.schedule.eviction import Chooser
@@ -81,17 +77,13 @@ class Executor:
     and chunks leave in list order.
 
     Args:
-        chunks: All chunks; the list may grow.
-        copies: Makes and drops their copies on the device.
-        pool: Keeps buffers for reuse, and has the ledger.
-        meter: Measures what else is on the device.
-        streams: Hold gradients that are on their way to the host.
+        device: The device.
+        meter: Measures what else is on it.
         tracer: Has the step that runs: what a visit does depends on it.
         placement: Knows which chunks live in the device margin, and moves them out.
         advise: Says what helps when there is no room.
         looked_into: Chunks that code has got a value of where it is; they are asked at the next recorded visit.
         policy: How copies come and go.
-        counts: Counts visits.
 
     Attributes:
         in_backward: Whether a backward has begun that has not ended.
@@ -100,30 +92,22 @@ class Executor:
 
     def __init__(
         self,
-        chunks: list[Chunk],
-        copies: Copies,
-        pool: PayloadPool,
+        device: Device,
         meter: Meter,
-        streams: Streams,
         tracer: Tracer,
         placement: Placement,
         advise: Callable[[], str],
         looked_into: set[Chunk],
         policy: MovePolicy,
-        counts: Counts,
     ) -> None:
-        self._chunks = chunks
-        self._copies = copies
-        self._pool = pool
-        self._ledger = pool.ledger
+        self._device, self._chunks = device, device.chunks
+        self._pool, self._ledger = device.pool, device.pool.ledger
         self._meter = meter
-        self._streams = streams
         self._tracer = tracer
         self._placement = placement
         self._advise = advise
         self._looked_into = looked_into
         self._policy = policy
-        self._counts = counts
         self.in_backward = False
         self.least: Later | None = None
         self._tick = 0
@@ -135,7 +119,7 @@ class Executor:
     @property
     def is_at_rest(self) -> bool:
         """Whether every chunk is computed with where it is at home, and no visit has to be noted."""
-        if self._copies.moves:
+        if self._device.moves:
             return False
         step = self._tracer.step
         return step is None or step.cursor is not None
@@ -156,7 +140,7 @@ class Executor:
         """
         tracer, ledger = self._tracer, self._ledger
         step = tracer.step
-        if chunk.compute is not None and not self._copies.moves and (step is None or step.cursor is not None):
+        if chunk.compute is not None and not self._device.moves and (step is None or step.cursor is not None):
             return chunk.compute  # every chunk is at home on the device: there is nothing to follow
         self._tick += 1
         chunk.last_access = self._tick
@@ -185,8 +169,8 @@ class Executor:
             measures = actions is None or step is None or step.is_measured or self._takes_more(chunk, actions)
             with ledger.one_reading(measures=measures):
                 self._bring(chunk, actions, caller)
-        counts = self._counts
-        waited_s = self._copies.wait(chunk) if chunk.arrival is not None else None
+        counts = self._device.counts
+        waited_s = chunk.wait_for_copy() if chunk.arrival is not None else None
         counts.chunk_visits += 1
         if waited_s is not None:
             counts.late_prefetches += 1
@@ -224,7 +208,7 @@ class Executor:
             for index in actions.load:
                 other = self._chunks[index]
                 if other is not chunk and other.compute is None and self._pool.room(Tier.DEVICE) >= other.copy_nbytes:
-                    self._copies.load(other, ahead=True)
+                    other.load(ahead=True)
                 elif other is chunk and chunk.compute is None:
                     self._load(chunk, caller)
         if chunk.compute is None:
@@ -242,11 +226,11 @@ class Executor:
 
     def _load(self, chunk: Chunk, caller: str) -> None:
         self.make_room_for(chunk, chunk.copy_nbytes, caller)
-        self._copies.load(chunk, ahead=False)
+        chunk.load(ahead=False)
 
     def shrink_to_budget(self, chunk: Chunk, caller: str) -> None:
         """Evicts what is there beyond the budget, because non-model data has grown; the visited chunk stays."""
-        if self._ledger.available(Tier.DEVICE) < 0 and len(self._copies):
+        if self._ledger.available(Tier.DEVICE) < 0 and self._device.copies:
             self.make_room_for(chunk, 0, caller)
 
     # What is in use; see [Note: chunks in use]
@@ -260,7 +244,7 @@ class Executor:
         number, moment = self._tracer.place
         chunks = {*self._asked.values(), *self._looked_into}
         if self._asked_at != (number, moment):
-            chunks = {*self._copies.computable}
+            chunks = {*self._device.by_storage.values()}
         self._looked_into.clear()
         others = [chunk for chunk in chunks if chunk is not visited]
         found = [chunk for chunk in others if chunk.is_in_use]
@@ -344,28 +328,29 @@ class Executor:
 
     def evict_unused(self) -> None:
         """Evicts every copy that can leave, and gives up the buffers that are kept for reuse."""
-        for chunk in self._copies.unused():
-            self._copies.evict(chunk)
+        for chunk in self._device.unused():
+            chunk.evict()
         self._pool.trim()
 
     def evict_if_unused(self, indices: Iterable[int]) -> None:
         """Evicts those of these copies that nobody looks into."""
         for index in indices:
             chunk = self._chunks[index]
-            if chunk.compute is not None and not (chunk.is_static or chunk.is_in_use):
-                self._copies.evict(chunk)
+            if chunk.has_copy and not chunk.is_in_use:
+                chunk.evict()
 
     def _evict_everything(self, exclude: Chunk) -> None:
-        for chunk in self._copies.unused(exclude):
-            self._copies.poison(chunk)
-            self._copies.evict(chunk)
+        for chunk in self._device.unused(exclude):  # who goes on to use one computes with NaN, or with bytes of 85
+            assert chunk.compute is not None
+            chunk.compute.fill_(float("nan") if chunk.dtype.is_floating_point else 85)
+            chunk.evict()
 
     def _evict_until(self, is_enough: Callable[[], bool], exclude: Chunk | None = None) -> bool:
         """Evicts copies one by one until there is enough room; whether there is."""
         while not is_enough():
             victim = self._choose(exclude)
             if victim is not None:
-                self._copies.evict(victim)
+                victim.evict()
             elif not (self._await_gathers(exclude) or self._free_gradients_in_flight()):
                 return False
         return True
@@ -373,7 +358,7 @@ class Executor:
     def _choose(self, exclude: Chunk | None) -> Chunk | None:
         step = self._tracer.step
         cursor, is_diverged = (step.cursor, step.is_diverged) if step is not None else (None, True)
-        chunks = {chunk.spec.index: chunk for chunk in self._copies if chunk is not exclude}
+        chunks = {chunk.spec.index: chunk for chunk in self._device.copies if chunk is not exclude}
         candidates = [(index, chunk.last_access) for index, chunk in chunks.items()]
         order = self._policy.chooser.in_order(candidates, cursor, is_diverged)
         # Whether a chunk is in use is asked in that order, since it takes longest.
@@ -381,15 +366,15 @@ class Executor:
 
     def _await_gathers(self, exclude: Chunk | None) -> bool:
         """Waits for gathers that this process had no need of, which still look into copies; whether there were any."""
-        groups = (chunk for chunk in self._copies if chunk.is_group and chunk is not exclude)
+        groups = (chunk for chunk in self._device.copies if chunk.is_group and chunk is not exclude)
         pending = [chunk for chunk in groups if chunk.arrival is not None]
         for chunk in pending:
-            self._copies.wait(chunk)
+            chunk.wait_for_copy()
         return bool(pending)
 
     def _free_gradients_in_flight(self) -> bool:
         """Waits for gradients on their way; what was measured of this step with them is more than later steps need."""
-        has_freed = self._streams.hold_at_most(0)
+        has_freed = self._device.streams.hold_at_most(0)
         self._ledger.read_again()
         if has_freed and self._tracer.step is not None:
             self._tracer.step.is_void = True
@@ -407,15 +392,15 @@ class Executor:
 
     def _too_small(self, nbytes: int, chunk: Chunk | None, caller: str) -> DeviceMemoryError:
         """The error where so many bytes more have no room: what is needed and what there is, and what helps."""
-        ledger, others = self._ledger, [other for other in self._copies if other is not chunk]
+        ledger, others = self._ledger, [other for other in self._device.copies if other is not chunk]
         in_use = sum(other.copy_nbytes for other in others)
         kinds = {"activations and temporaries": ledger.non_model_nbytes(), "chunks in use": in_use + nbytes}
-        kinds["others"] = ledger.used(Tier.DEVICE) - sum(copy.copy_nbytes for copy in self._copies)
+        kinds["others"] = ledger.used(Tier.DEVICE) - sum(copy.copy_nbytes for copy in self._device.copies)
         booked = kinds["chunks in use"] + kinds["others"]
         short = Shortage(zip(ledger.limits(Tier.DEVICE), (sum(kinds.values()), booked), strict=False))
         need = " and ".join(f"{format_nbytes(need)} of {format_nbytes(limit.nbytes)}" for limit, need in short.needs)
         parts = ", ".join(f"{kind} {format_nbytes(size)}" for kind, size in kinds.items() if size)
-        names = sorted({tensor.spec.name for copy in self._copies for tensor in copy.tensors if tensor.users})
+        names = sorted({tensor.spec.name for copy in self._device.copies for tensor in copy.tensors if tensor.users})
         computing = ""
         if others and nbytes:
             computing = (

@@ -15,11 +15,8 @@ import torch
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.dist.order import Collective, Order, Subject
 from hf_patrickstar.memory.lanes import Ticket
-from hf_patrickstar.memory.pool import PayloadPool
-from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime.chunk import GRADIENTS, STAGING, Chunk, ManagedParameter
-from hf_patrickstar.runtime.copies import Copies
+from hf_patrickstar.runtime.chunk import GRADIENTS, STAGING, Chunk, Device, ManagedParameter
 from hf_patrickstar.runtime.executor import Executor
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.mirrors import GradientMirrors
@@ -32,10 +29,7 @@ class Groups:
     """Gathers and reduces groups, by the plan of the step, which all processes execute, or as one of them asks.
 
     Args:
-        chunks: All chunks; the list may grow.
-        copies: The copies on the device.
-        pool: Gives buffers, and has the ledger.
-        streams: How averages get to their lists.
+        device: The device.
         collectives: Talks to other processes.
         order: Says which collective comes next on all processes.
         tracer: Has the step that runs.
@@ -49,10 +43,7 @@ class Groups:
 
     def __init__(
         self,
-        chunks: list[Chunk],
-        copies: Copies,
-        pool: PayloadPool,
-        streams: Streams,
+        device: Device,
         collectives: Collectives,
         order: Order,
         tracer: Tracer,
@@ -61,10 +52,7 @@ class Groups:
         gradient_mirrors: GradientMirrors,
     ) -> None:
         self.found: set[int] = set()
-        self._chunks = chunks
-        self._copies = copies
-        self._pool = pool
-        self._streams = streams
+        self._chunks, self._pool, self._streams = device.chunks, device.pool, device.streams
         self._collectives = collectives
         self._order = order
         self._tracer = tracer
@@ -139,11 +127,11 @@ class Groups:
             if self._pool.room(Tier.DEVICE) < chunk.copy_nbytes:
                 self._release_leaving()
             self._executor.make_room_for(chunk, chunk.copy_nbytes, f"gathering group {index}")
-            with self._copies.loaded_by_others(chunk, ahead=chunk is not self._needed) as payload:
+            with chunk.gathered(ahead=chunk is not self._needed) as payload:
                 chunk.arrival = self._collectives.all_gather(payload, what)
         else:
             if chunk.arrival is not None:
-                self._copies.wait(chunk)
+                chunk.wait_for_copy()
             chunk.arrival = self._collectives.all_gather(chunk.compute, what)
         self._executor.note_gathered(chunk)
 

@@ -89,13 +89,12 @@ class ModelHooks:
         self._compiled: dict[torch.nn.Module, Any] = {}  # with what is called; see [Note: compiled parts]
         self._parameters = manager.parameters
         self._frames = manager.frames
-        copies = manager.copies
         self._autograd = Autograd(
             self._parameters.pack,
             manager.operand_needed,
             manager.backward_begin,
             manager.backward_end,
-            lambda key: copies.find(key) is not None,
+            manager.device.by_storage.__contains__,
         )
         self._weights = weights
         self._live_model = LiveModel(model, manager, weights)

@@ -31,8 +31,7 @@ from hf_patrickstar.memory.streams import Copy, DeviceStreams, Streams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.activations import Activations, KeptActivation
 from hf_patrickstar.runtime.autograd import drop_failed_graph
-from hf_patrickstar.runtime.chunk import Chunk, GradientPlace, ManagedParameter
-from hf_patrickstar.runtime.copies import Copies
+from hf_patrickstar.runtime.chunk import Chunk, Device, GradientPlace, ManagedParameter
 from hf_patrickstar.runtime.executor import Executor, MovePolicy
 from hf_patrickstar.runtime.frames import Frame, Frames, Lookup
 from hf_patrickstar.runtime.gradients import Gradients
@@ -123,17 +122,13 @@ class ChunkManager:
         num_own: dict[int, int] = {}  # users of a storage that are mirrors
         self.mirrors = ValueMirrors(values, num_own)
         # Where chunks are, and how they move.
-        self.copies = copies = Copies(chunks, pool, streams, counts)
+        self.device = device = Device(chunks, pool, streams, counts)
         self.tracer = tracer = Tracer((chunk.copy_nbytes for chunk in chunks), meter, pool.ledger, order, counts, known)
         self.activations = activations = Activations(pool, streams, counts, rules.offload)
-        self.placement = Placement(
-            chunks, chunk_nbytes, copies, pool.ledger, tracer, reserve, rules, fills_margin, activations
-        )
+        self.placement = Placement(chunks, chunk_nbytes, pool.ledger, tracer, reserve, rules, fills_margin, activations)
         self.placement.in_margin |= spilled
         self.placement.settle_lookups(known.lookups)
-        self.executor = executor = Executor(
-            chunks, copies, pool, meter, streams, tracer, self.placement, advise, looked_into, policy, counts
-        )
+        self.executor = executor = Executor(device, meter, tracer, self.placement, advise, looked_into, policy)
         # Where gradients are.
         accumulates = num_micro_batches > 1
         self.gradients = Gradients(pool, streams, counts, executor, values, chunks, accumulates, keeps_gradients)
@@ -142,10 +137,7 @@ class ChunkManager:
         self._groups: Groups | None = None
         if collectives.world_size > 1:
             self._groups = Groups(
-                chunks,
-                copies,
-                pool,
-                streams,
+                device,
                 collectives,
                 order,
                 tracer,
@@ -154,13 +146,11 @@ class ChunkManager:
                 self.gradient_mirrors,
             )
         # What happens when.
-        self.steps = Steps(
-            chunks, copies, pool, meter, tracer, order, executor, self._groups, activations, policy, num_micro_batches
-        )
+        self.steps = Steps(device, meter, tracer, order, executor, self._groups, activations, policy, num_micro_batches)
         self.lock, self.frames = EngineLock(), Frames()
         visit = executor.visit if self._groups is None else self._groups.visit
         self.parameters = Parameters(
-            chunks, copies, executor, visit, self.steps, self.gradients, self.writes, self.lock, activations
+            device, executor, visit, self.steps, self.gradients, self.writes, self.lock, activations
         )
         self.tensors, self.by_index = self.parameters.tensors, self.parameters.by_index
         self.has_new_groups = False
@@ -441,7 +431,7 @@ class ChunkManager:
             with self.ledger.one_reading():
                 for chunk in chunks:
                     if chunk.compute is not None and not chunk.is_static:
-                        self.copies.invalidate(chunk)
+                        chunk.invalidate()
             self.steps.begin_update([chunk.spec.index for chunk in chunks], optimizer_index)
 
     @phase
@@ -566,7 +556,7 @@ class ChunkManager:
     def add_chunks(self, chunks: Sequence[Chunk]) -> None:
         """Adds chunks at the end of the chunk list."""
         self.chunks.extend(chunks)
-        self.copies.note_chunks()
+        self.device.note_chunks()
 
     def remove(self, tensor: ManagedParameter) -> None:
         """Removes a parameter, which is an ordinary one again; its chunk is freed if no other is in it."""
@@ -578,15 +568,7 @@ class ChunkManager:
             chunk.remove(tensor)
             self.parameters.forget(tensor)
             if not chunk.tensors:
-                self.retire(chunk)
-
-    def retire(self, chunk: Chunk) -> None:
-        """Frees a chunk that has become empty; its number is not used again."""
-        chunk.wait()
-        chunk.wait_for_reader()
-        self.copies.forget(chunk)
-        chunk.give_back(self._pool)
-        chunk.retire()
+                chunk.retire(self._pool)
 
     def end_change(self, nbytes: Sequence[ChunkBytes]) -> None:
         """Ends it: whatever was recorded is of no use any more.
@@ -595,7 +577,7 @@ class ChunkManager:
             nbytes: The bytes of every chunk over all lists.
         """
         self.tracer.note_chunks([chunk.copy_nbytes for chunk in self.chunks])
-        self.copies.note_chunks()
+        self.device.note_chunks()
         if self._groups is not None:
             self._groups.note_chunks()
         self.placement.note_chunks(nbytes)
@@ -685,7 +667,7 @@ class ChunkManager:
         self.discard_gradients()
         with self._lock:
             for chunk in self.chunks:
-                self.copies.invalidate(chunk)
+                chunk.invalidate()
                 chunk.wait_for_reader()
 
     def load(self, tensor: ManagedParameter, fill: Callable[[torch.Tensor], None]) -> None:
@@ -713,7 +695,9 @@ class ChunkManager:
                 self._groups.close()
             self.gradients.close()
             self.activations.close()
-            self.copies.close()
+            for chunk in self.device.copies:
+                chunk.drop_copy()
+            self.device.by_storage.clear()
             self._meter.stop()
             for chunk in (chunk for chunk in self.chunks if not chunk.is_retired):
                 chunk.wait()

@@ -21,8 +21,7 @@ from hf_patrickstar.layout.specs import MASTER
 from hf_patrickstar.memory.operators import has_modes_of_users, unseen
 from hf_patrickstar.runtime.activations import Activations
 from hf_patrickstar.runtime.autograd import KeptOperand
-from hf_patrickstar.runtime.chunk import Chunk, Epoch, GradientPlace, ManagedParameter
-from hf_patrickstar.runtime.copies import Copies
+from hf_patrickstar.runtime.chunk import Chunk, Device, Epoch, GradientPlace, ManagedParameter
 from hf_patrickstar.runtime.executor import Executor
 from hf_patrickstar.runtime.frames import Lookup
 from hf_patrickstar.runtime.gradients import Gradients
@@ -69,8 +68,7 @@ class Parameters:
     """Finds parameters, and gives them their values.
 
     Args:
-        chunks: All chunks; the list may grow.
-        copies: Finds the chunk that a storage belongs to.
+        device: Finds the chunk that a storage belongs to.
         executor: Knows whether chunks move at all.
         visit: Brings a chunk to the device.
         steps: Counts updates.
@@ -89,8 +87,7 @@ class Parameters:
 
     def __init__(
         self,
-        chunks: Sequence[Chunk],
-        copies: Copies,
+        device: Device,
         executor: Executor,
         visit: Callable[[Chunk, str], torch.Tensor],
         steps: Steps,
@@ -105,7 +102,7 @@ class Parameters:
         self.exact: dict[int, ManagedParameter] = {}
         self.held_outside_forward: list[ManagedParameter] = []
         self.by_parameter: dict[int, ManagedParameter] = {}
-        self._find_chunk = copies.find
+        self._find_chunk = device.by_storage.get
         self._steps = steps
         self._executor = executor
         self._visit = visit
@@ -115,7 +112,7 @@ class Parameters:
         self._engine_lock = engine_lock
         self._guard = Guard(engine_lock)
         self._is_trained = False  # whether any chunk has masters, so that gradients are asked for
-        tensors = (tensor for chunk in chunks for tensor in chunk.tensors)
+        tensors = (tensor for chunk in device.chunks for tensor in chunk.tensors)
         self.index(sorted(tensors, key=lambda tensor: tensor.spec.index))
 
     # Which there are

@@ -10,7 +10,6 @@ from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.activations import Activations
 from hf_patrickstar.runtime.chunk import Chunk
-from hf_patrickstar.runtime.copies import Copies
 from hf_patrickstar.runtime.tracer import Tracer
 from hf_patrickstar.schedule.estimate import Estimate, PlacementRules, left_device
 from hf_patrickstar.schedule.margin import StepCost
@@ -28,7 +27,6 @@ class Placement:
     Args:
         chunks: All chunks, by index.
         nbytes: The bytes of each, over all lists.
-        copies: Moves them.
         ledger: Knows the limits.
         tracer: Has the traces.
         reserve: Makes the optimizer allocate its workspace on a tier where it will update chunks.
@@ -48,7 +46,6 @@ class Placement:
         self,
         chunks: Sequence[Chunk],
         nbytes: Sequence[ChunkBytes],
-        copies: Copies,
         ledger: Ledger,
         tracer: Tracer,
         reserve: Callable[[Sequence[Chunk], Tier], None],
@@ -62,7 +59,6 @@ class Placement:
         self.estimated: StepCost | None = None
         self._chunks = chunks
         self.nbytes = list(nbytes)
-        self._copies = copies
         self._ledger = ledger
         self._tracer = tracer
         self._reserve = reserve
@@ -220,7 +216,7 @@ class Placement:
         try:
             self._reserve(self._chunks, Tier.HOST)
             for chunk in leaving:
-                self._copies.rehome(chunk, Tier.HOST)
+                chunk.move_home(Tier.HOST)
                 num_moved += 1
         except BudgetError as error:
             logger.info("patrickstar: the host has no room for all that the device cannot hold: %s", error)
@@ -262,7 +258,7 @@ class Placement:
                 if tensor.lookup == "auto" and tensor.spec.index in lookups:
                     tensor.lookup = self._lookups[tensor.spec.index] = lookups[tensor.spec.index]
                     if tensor.lookup == "device":
-                        self._copies.pin(chunk)  # from now on it moves
+                        chunk.pin()  # from now on it moves
 
     def _at_home_on_device(self) -> frozenset[int]:
         return frozenset(chunk.spec.index for chunk in self._chunks if chunk.home is Tier.DEVICE)
@@ -337,7 +333,7 @@ class Placement:
                 continue
             try:
                 self._reserve(self._chunks, Tier.HOST)
-                self._copies.rehome(chunk, Tier.HOST)
+                chunk.move_home(Tier.HOST)
             except BudgetError as error:
                 logger.info("patrickstar: the host has no room for a chunk of the device margin: %s", error)
                 return
@@ -355,7 +351,7 @@ class Placement:
                 continue  # of a forward that was interrupted; there will be another time
             try:
                 make_room(self.nbytes[index].device_nbytes, keep_margin=True)
-                self._copies.rehome(self._chunks[index], Tier.DEVICE)
+                self._chunks[index].move_home(Tier.DEVICE)
             except BudgetError as error:  # something that no trace knows of is there; what moved in is enough
                 logger.info("patrickstar: the device margin is smaller than recorded: %s", error)
                 break

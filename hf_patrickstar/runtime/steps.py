@@ -11,11 +11,9 @@ import torch
 from hf_patrickstar.dist.order import Beginning, Order, Room
 from hf_patrickstar.errors import BudgetError, Later
 from hf_patrickstar.memory.meters import Meter
-from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.activations import Activations
-from hf_patrickstar.runtime.chunk import Chunk
-from hf_patrickstar.runtime.copies import Copies
+from hf_patrickstar.runtime.chunk import Chunk, Device
 from hf_patrickstar.runtime.executor import Executor, MovePolicy
 from hf_patrickstar.runtime.groups import Groups
 from hf_patrickstar.runtime.ranges import named
@@ -189,9 +187,7 @@ class Steps:
     chunks leave in list order.
 
     Args:
-        chunks: All chunks; the list may grow.
-        copies: Their copies on the device.
-        pool: Gives buffers, and has the ledger.
+        device: The device.
         meter: Measures what else is on the device.
         tracer: Records steps, and follows them.
         order: Says what comes next on all processes.
@@ -204,9 +200,7 @@ class Steps:
 
     def __init__(
         self,
-        chunks: Sequence[Chunk],
-        copies: Copies,
-        pool: PayloadPool,
+        device: Device,
         meter: Meter,
         tracer: Tracer,
         order: Order,
@@ -224,9 +218,7 @@ class Steps:
         self.durations = Durations()
         self.peaks = (0, 0, 0)  # bytes in the last step: chunks on the device, all on the device, on the host
         self.policy = policy
-        self._chunks = chunks
-        self._copies = copies
-        self._pool = pool
+        self._device, self._chunks, self._pool = device, device.chunks, device.pool
         self._meter = meter
         self._executor = executor
         self._groups = groups
@@ -417,7 +409,7 @@ class Steps:
         if step.cursor is not None and self.policy.has_plans:
             step.plan = self._plan(step.cursor.trace, step.dropped_after, room)
             self.has_plan = step.plan is not None
-            if step.plan is not None and not self._copies.moves:
+            if step.plan is not None and not self._device.moves:
                 self._pool.ledger.note_total(step.cursor.trace.non_model_peak_nbytes)
         if step.is_metered:
             self._meter.start(present)
@@ -435,7 +427,7 @@ class Steps:
         return [latest[kind] for kind in sorted(latest, key=order.index)]
 
     def _room(self) -> Room:
-        resident = self._copies.by_age
+        resident = sorted(self._device.copies, key=lambda chunk: chunk.last_access)
         fixed = self._pool.in_use(Tier.DEVICE) - sum(chunk.copy_nbytes for chunk in resident)
         chunk_budget = self._pool.ledger.chunk_budget
         return Room(

@@ -20,7 +20,7 @@ from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.optim.adam_kernel import AdamKernel
 from hf_patrickstar.optim.elementwise import ElementwiseKernel
-from hf_patrickstar.runtime.copies import Copies
+from hf_patrickstar.runtime.chunk import Chunk
 
 MOVING = {"device_budget": 26000}
 """Some chunks of ``Stack(10)`` move their homes to the device when the first step is planned."""
@@ -142,18 +142,18 @@ def test_a_thread_that_looks_at_a_state_takes_nothing_away(garbage):
 
 @pytest.mark.own_streams
 def test_only_values_and_masters_are_copied_when_chunks_first_move(monkeypatch):
-    copied, real, rehome = [], torch.Tensor.copy_, Copies.rehome
+    copied, real, move_home = [], torch.Tensor.copy_, Chunk.move_home
 
     def count(self, source, *args):
         copied.append(source.nbytes)
         return real(self, source, *args)
 
-    def counted(self, chunk, home):
+    def counted(self, home):
         with monkeypatch.context() as patch:
             patch.setattr(torch.Tensor, "copy_", count)
-            rehome(self, chunk, home)
+            move_home(self, home)
 
-    monkeypatch.setattr(Copies, "rehome", counted)
+    monkeypatch.setattr(Chunk, "move_home", counted)
     settings = {**MOVING, "chunk_numel": 320}
     engine = engine_of(make(lambda: Stack(10)), "resident", dtype="bf16", settings=settings)
     engine.model(batch().bfloat16())
@@ -246,14 +246,14 @@ def test_chunks_stay_while_their_update_is_prepared(monkeypatch):
 
 def test_memory_of_lists_that_move_is_free_at_once(monkeypatch):
     """What updated them has ended: whoever still had it would keep both homes of all that move."""
-    real, num_kept = Copies.rehome, []
+    real, num_kept = Chunk.move_home, []
 
-    def rehome(self, chunk, home):
-        before = [weakref.ref(payload) for payload in chunk.held.values()]
-        real(self, chunk, home)
+    def move_home(self, home):
+        before = [weakref.ref(payload) for payload in self.held.values()]
+        real(self, home)
         num_kept.append(sum(payload() is not None for payload in before))
 
-    monkeypatch.setattr(Copies, "rehome", rehome)
+    monkeypatch.setattr(Chunk, "move_home", move_home)
     pair = Pair(lambda: Stack(10), "resident", settings=MOVING)
     for step, size in enumerate((2, 2, 24, 24, 2, 2)):
         pair.check(step_of, step, size)

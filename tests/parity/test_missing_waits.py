@@ -632,7 +632,7 @@ RUNS = {
 
 WATCHED = (
     ("memory/streams.py", "DeviceStreams", "Copy", "StreamCopy"),
-    *((f"runtime/{name}.py",) for name in ("activations", "chunk", "copies", "executor", "gradients", "manager")),
+    *((f"runtime/{name}.py",) for name in ("activations", "chunk", "executor", "gradients", "manager")),
     *((f"runtime/{name}.py",) for name in ("parameters", "values")),
     *((f"optim/{name}.py",) for name in ("clipping", "kernel", "optimizer", "state")),
 )
@@ -668,18 +668,18 @@ UNNOTICED = {
     "memory/streams.py DeviceStreams.beside: lane.wait_stream(...)": _GROUP,
     "memory/streams.py StreamCopy.event: self.after.synchronize()": "asks for the error of work that has ended",
     "runtime/chunk.py Chunk.param: self.wait_for_update()": "who reads values waits for gradients on their way as well",
-    "runtime/copies.py Copies.loaded_by_others: chunk.note(...)": _GROUP,
-    "runtime/copies.py Copies.loaded_by_others: chunk.under_way": _GROUP,
-    "runtime/copies.py Copies.rehome: chunk.wait_for_reader()": _HELD,
+    "runtime/chunk.py Chunk.gathered: self.note(...)": _GROUP,
+    "runtime/chunk.py Chunk.gathered: self.under_way": _GROUP,
+    "runtime/chunk.py Chunk.move_home: self.wait_for_reader()": _HELD,
+    "runtime/chunk.py Chunk.retire: self.wait_for_reader()": _HELD,
     "runtime/gradients.py Gradients._add_to_list: chunk.wait()": "all gradients of a parameter leave the same way",
     "runtime/gradients.py Gradients._write_over_value: chunk.under_way": _GROUP,
     "runtime/gradients.py Gradients._write_over_value: copy.join()": _GROUP,
     "runtime/manager.py ChunkManager.close: chunk.wait_for_reader()": _HELD,
-    "runtime/manager.py ChunkManager.retire: chunk.wait_for_reader()": _HELD,
     "runtime/manager.py ChunkManager.settle_failures: update.wait()": "asks for the error of work that has ended",
     "runtime/manager.py ChunkManager.update: chunk.wait_for_update()": "there are no workers beside modes of operators",
     "runtime/manager.py ChunkManager.update: found.wait()": "there are no workers beside modes of operators",
-    "runtime/executor.py Executor._await_gathers: self._copies.wait(...)": _GROUP,
+    "runtime/executor.py Executor._await_gathers: chunk.wait_for_copy()": _GROUP,
     "runtime/values.py Values.own_part: chunk.wait()": "only on the CPU tier is a value written where it is",
 }
 """Sites that no run of one process can miss, and why."""

@@ -20,7 +20,7 @@ import hf_patrickstar
 _CALLS = frozenset(
     {
         *("wait", "join", "wait_stream", "wait_event", "synchronize", "wait_for_reader", "wait_for_update"),
-        "wait_for_host_work",
+        *("wait_for_host_work", "wait_for_copy"),
         *("release_in_flight", "hold_at_most", "_hold", "note", "_let_go", "_join_coming"),
     }
 )
