@@ -24,12 +24,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hf_patrickstar.counts import Counts
 from hf_patrickstar.errors import BudgetError
-from hf_patrickstar.memory.pool import PayloadPool
-from hf_patrickstar.memory.streams import Copy, Streams
+from hf_patrickstar.memory.streams import Copy
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.autograd import KeptOperand, check_version
+from hf_patrickstar.runtime.chunk import Device
 from hf_patrickstar.runtime.live_parameter import storage_key
 from hf_patrickstar.schedule.offload import Asked
 from hf_patrickstar.schedule.trace import Trace
@@ -115,9 +114,7 @@ class Activations:
     """Moves activations to the host and back; see [Note: activations that leave].
 
     Args:
-        pool: Gives buffers on the host, and knows which memory is that of chunks.
-        streams: How bytes cross.
-        counts: Counts bytes that cross.
+        device: The device.
         asked: The setting ``activation_offload``.
 
     Attributes:
@@ -125,8 +122,9 @@ class Activations:
         has_begun: Whether any may have left in the micro-batch; else there is nothing to end.
     """
 
-    def __init__(self, pool: PayloadPool, streams: Streams, counts: Counts, asked: Asked) -> None:
-        self._pool, self._streams, self._counts, self._asked = pool, streams, counts, asked
+    def __init__(self, device: Device, asked: Asked) -> None:
+        self._pool, self._streams, self._counts = device.pool, device.streams, device.counts
+        self._asked = asked
         self._is_eager = self._is_eager_now = asked is True  # from now on, and in this micro-batch
         self.is_on = self.has_begun = False
         self._places: dict[int, int] | None = None  # numbers of activations by place; ``None`` without a plan

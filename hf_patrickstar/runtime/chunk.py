@@ -43,6 +43,7 @@ from hf_patrickstar.interrupts import held_back
 from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import MASTER, TensorSpec
 from hf_patrickstar.memory.lanes import Ticket, WorkLane
+from hf_patrickstar.memory.meters import Meter
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import Copy, Streams
 from hf_patrickstar.memory.tiers import Tier
@@ -794,18 +795,23 @@ class Device:
 
     Args:
         chunks: All chunks; the list may grow.
-        pool: Where payloads come from.
+        pool: Where payloads come from; it has the ledger.
+        meter: Measures what else is on the device.
         streams: How bytes cross.
         counts: Counts what moves.
 
     Attributes:
+        ledger: Has the bytes of both tiers, and their limits.
+        looked_into: Chunks of which code has got a value where it is; they are asked at the next recorded visit.
         by_storage: The chunks that can be computed with, by the address of the storage that modules compute with, in
             the order in which they came: those with a copy, and those that are at home on the device.
         moves: Whether any chunk is not computed with where it is at home.
     """
 
-    def __init__(self, chunks: list[Chunk], pool: PayloadPool, streams: Streams, counts: Counts) -> None:
-        self.chunks, self.pool, self.streams, self.counts = chunks, pool, streams, counts
+    def __init__(self, chunks: list[Chunk], pool: PayloadPool, meter: Meter, streams: Streams, counts: Counts) -> None:
+        self.chunks, self.pool, self.ledger, self.meter = chunks, pool, pool.ledger, meter
+        self.streams, self.counts = streams, counts
+        self.looked_into: set[Chunk] = set()
         self.by_storage: dict[int, Chunk] = {}
         self.moves = False
         self.note_chunks()

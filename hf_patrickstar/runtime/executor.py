@@ -16,7 +16,6 @@ import torch
 
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import DeviceMemoryError, Later
-from hf_patrickstar.memory.meters import Meter
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk, Device
 from hf_patrickstar.runtime.placement import Placement
@@ -78,11 +77,9 @@ class Executor:
 
     Args:
         device: The device.
-        meter: Measures what else is on it.
         tracer: Has the step that runs: what a visit does depends on it.
         placement: Knows which chunks live in the device margin, and moves them out.
         advise: Says what helps when there is no room.
-        looked_into: Chunks that code has got a value of where it is; they are asked at the next recorded visit.
         policy: How copies come and go.
 
     Attributes:
@@ -93,20 +90,17 @@ class Executor:
     def __init__(
         self,
         device: Device,
-        meter: Meter,
         tracer: Tracer,
         placement: Placement,
         advise: Callable[[], str],
-        looked_into: set[Chunk],
         policy: MovePolicy,
     ) -> None:
         self._device, self._chunks = device, device.chunks
         self._pool, self._ledger = device.pool, device.pool.ledger
-        self._meter = meter
+        self._meter = device.meter
         self._tracer = tracer
         self._placement = placement
         self._advise = advise
-        self._looked_into = looked_into
         self._policy = policy
         self.in_backward = False
         self.least: Later | None = None
@@ -242,10 +236,10 @@ class Executor:
     def _in_use(self, visited: Chunk) -> list[int]:
         """The indices of all other chunks that are in use at a visit that is recorded, in order."""
         number, moment = self._tracer.place
-        chunks = {*self._asked.values(), *self._looked_into}
+        chunks = {*self._asked.values(), *self._device.looked_into}
         if self._asked_at != (number, moment):
             chunks = {*self._device.by_storage.values()}
-        self._looked_into.clear()
+        self._device.looked_into.clear()
         others = [chunk for chunk in chunks if chunk is not visited]
         found = [chunk for chunk in others if chunk.is_in_use]
         pending = [chunk for chunk in others if chunk.arrival is not None]  # whose gather may begin to look into it

@@ -19,20 +19,18 @@ by a backward that would add to it, is an error and not a wrong number.
 
 import collections
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import torch
 
-from hf_patrickstar.counts import Counts
 from hf_patrickstar.errors import BudgetError, EngineError
 from hf_patrickstar.interrupts import held_back
 from hf_patrickstar.layout.specs import GRADIENT, MASTER
 from hf_patrickstar.memory.lanes import WorkLane
-from hf_patrickstar.memory.pool import PayloadPool
-from hf_patrickstar.memory.streams import Copy, Hold, Streams
+from hf_patrickstar.memory.streams import Copy, Hold
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime.chunk import Chunk, GradientPlace, ManagedParameter
+from hf_patrickstar.runtime.chunk import Chunk, Device, GradientPlace, ManagedParameter
 from hf_patrickstar.runtime.executor import Executor
 from hf_patrickstar.runtime.gradient_ring import GradientRing, most_nbytes
 from hf_patrickstar.runtime.live_parameter import take_raw_grad
@@ -48,12 +46,9 @@ class Gradients:
     """Stores gradients, and finds and drops them.
 
     Args:
-        pool: Where accumulation lists come from.
-        streams: How bytes cross.
-        counts: Counts bytes that cross.
+        device: The device.
         executor: Makes room for lists that nobody has planned for.
         values: Brings values back; its lock is held while places change.
-        chunks: All chunks: what else may need an accumulation list.
         accumulate: Whether gradients go to the accumulation list at once: several micro-batches make a step.
         keeps: Whether gradients stay after a step: see ``keep_gradients`` of the configuration.
 
@@ -73,12 +68,9 @@ class Gradients:
 
     def __init__(
         self,
-        pool: PayloadPool,
-        streams: Streams,
-        counts: Counts,
+        device: Device,
         executor: Executor,
         values: Values,
-        chunks: Sequence[Chunk],
         accumulate: bool,
         keeps: bool | Literal["auto"],
     ) -> None:
@@ -90,16 +82,14 @@ class Gradients:
         self.coefficient: torch.Tensor | None = None
         self.inverse_scale: torch.Tensor | None = None
         self.is_watched = False
-        self.norms = Norms(streams.device)
-        self._pool = pool
-        self._streams = streams
-        self._counts = counts
+        self.norms = Norms(device.streams.device)
+        self._pool, self._streams, self._counts = device.pool, device.streams, device.counts
+        self._chunks = device.chunks
         self._executor = executor
         self._values = values
-        self._chunks = chunks
         self._keeps = keeps
         self._was_zeroed = False
-        self._ring = GradientRing(pool, streams, most_nbytes(_lists_nbytes(chunks)))
+        self._ring = GradientRing(self._pool, self._streams, most_nbytes(_lists_nbytes(self._chunks)))
         self._has_all_lists = False
         self.is_after_step = self.was_read_late = False
 

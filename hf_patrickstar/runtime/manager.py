@@ -113,40 +113,31 @@ class ChunkManager:
         self.chunks, self.counts, self.ledger = chunks, counts, pool.ledger
         self._pool, self._meter, self._streams = pool, meter, streams
         order = Order(collectives, checks_all=checks_all)
+        self.device = device = Device(chunks, pool, meter, streams, counts)
         # What a parameter's value is, and what users have of it.
         self.originals = Originals(pool)
         self.sharing = Sharing(collectives)
-        looked_into: set[Chunk] = set()  # by code that has got a value
-        self.values = values = Values(self.sharing, streams, self.originals, counts, looked_into)
+        self.values = values = Values(device, self.sharing, self.originals)
         self._lock = values.lock
-        num_own: dict[int, int] = {}  # users of a storage that are mirrors
-        self.mirrors = ValueMirrors(values, num_own)
+        self.mirrors = ValueMirrors(values)
         # Where chunks are, and how they move.
-        self.device = device = Device(chunks, pool, streams, counts)
-        self.tracer = tracer = Tracer((chunk.copy_nbytes for chunk in chunks), meter, pool.ledger, order, counts, known)
-        self.activations = activations = Activations(pool, streams, counts, rules.offload)
+        self.tracer = tracer = Tracer(device, order, known)
+        self.activations = activations = Activations(device, rules.offload)
         self.placement = Placement(chunks, chunk_nbytes, pool.ledger, tracer, reserve, rules, fills_margin, activations)
         self.placement.in_margin |= spilled
         self.placement.settle_lookups(known.lookups)
-        self.executor = executor = Executor(device, meter, tracer, self.placement, advise, looked_into, policy)
+        self.executor = executor = Executor(device, tracer, self.placement, advise, policy)
         # Where gradients are.
         accumulates = num_micro_batches > 1
-        self.gradients = Gradients(pool, streams, counts, executor, values, chunks, accumulates, keeps_gradients)
-        self.gradient_mirrors = GradientMirrors(values, num_own, self.gradients)
+        self.gradients = Gradients(device, executor, values, accumulates, keeps_gradients)
+        self.gradient_mirrors = GradientMirrors(values, self.gradients)
         self.writes = Writes(values, self.gradients, self.mirrors, self.gradient_mirrors)
         self._groups: Groups | None = None
         if collectives.world_size > 1:
-            self._groups = Groups(
-                device,
-                collectives,
-                order,
-                tracer,
-                executor,
-                self.gradients,
-                self.gradient_mirrors,
-            )
+            mirrors = self.gradient_mirrors
+            self._groups = Groups(device, collectives, order, tracer, executor, self.gradients, mirrors)
         # What happens when.
-        self.steps = Steps(device, meter, tracer, order, executor, self._groups, activations, policy, num_micro_batches)
+        self.steps = Steps(device, tracer, order, executor, self._groups, activations, policy, num_micro_batches)
         self.lock, self.frames = EngineLock(), Frames()
         visit = executor.visit if self._groups is None else self._groups.visit
         self.parameters = Parameters(

@@ -100,19 +100,18 @@ class Mirrors:
 
     Args:
         values: Reads and writes values.
-        num_own: How many users of each storage are mirrors, by its address; all mirrors of an engine share it.
 
     Attributes:
         by_tensor: What was handed out of each parameter, by its index.
         follows: Whether it stays the same as the value; see [Note: mirrors].
     """
 
-    def __init__(self, values: Values, num_own: dict[int, int]) -> None:
+    def __init__(self, values: Values) -> None:
         self.by_tensor: dict[int, list[Mirror]] = {}
         self.follows = values.sharing.is_alone
         self._values = values
         self._lock = values.lock
-        self._num_own = num_own
+        self._num_own = values.num_mirrors
         self._recent: list[ManagedParameter] = []  # the last two that were asked for
         self._scan_at = _SCAN_AT
 
@@ -287,12 +286,11 @@ class GradientMirrors(Mirrors):
 
     Args:
         values: Knows the processes and the device.
-        num_own: See ``Mirrors``.
         gradients: Has the gradients.
     """
 
-    def __init__(self, values: Values, num_own: dict[int, int], gradients: Gradients) -> None:
-        super().__init__(values, num_own)
+    def __init__(self, values: Values, gradients: Gradients) -> None:
+        super().__init__(values)
         self._gradients = gradients
 
     def of(self, tensor: ManagedParameter) -> Mirror | None:

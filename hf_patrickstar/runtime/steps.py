@@ -10,7 +10,6 @@ import torch
 
 from hf_patrickstar.dist.order import Beginning, Order, Room
 from hf_patrickstar.errors import BudgetError, Later
-from hf_patrickstar.memory.meters import Meter
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.activations import Activations
 from hf_patrickstar.runtime.chunk import Chunk, Device
@@ -188,7 +187,6 @@ class Steps:
 
     Args:
         device: The device.
-        meter: Measures what else is on the device.
         tracer: Records steps, and follows them.
         order: Says what comes next on all processes.
         executor: Executes plans.
@@ -201,7 +199,6 @@ class Steps:
     def __init__(
         self,
         device: Device,
-        meter: Meter,
         tracer: Tracer,
         order: Order,
         executor: Executor,
@@ -219,7 +216,7 @@ class Steps:
         self.peaks = (0, 0, 0)  # bytes in the last step: chunks on the device, all on the device, on the host
         self.policy = policy
         self._device, self._chunks, self._pool = device, device.chunks, device.pool
-        self._meter = meter
+        self._meter = device.meter
         self._executor = executor
         self._groups = groups
         self._activations = activations

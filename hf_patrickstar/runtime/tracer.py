@@ -6,12 +6,9 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from hf_patrickstar.counts import Counts
 from hf_patrickstar.dist.order import Order
-from hf_patrickstar.memory.ledger import Ledger
-from hf_patrickstar.memory.meters import Meter
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime.chunk import GRADIENTS
+from hf_patrickstar.runtime.chunk import GRADIENTS, Device
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.plan import Plan
 from hf_patrickstar.schedule.trace import Cursor, Shapes, StepKind, Trace, Visit, trace_key
@@ -92,11 +89,8 @@ class Tracer:
     correct the trace. If it diverges, it is recorded itself; with several processes the next one is.
 
     Args:
-        chunk_nbytes: Bytes of every chunk's ``param`` payload, by chunk index.
-        meter: Measures non-model bytes while a step is recorded.
-        ledger: Has the bytes of chunks, and of gradients that wait on the device for their group.
+        device: The device.
         order: Makes one trace of the traces of several processes.
-        counts: Counts steps that are recorded, and those that diverge.
         known: Traces of a plan: steps follow them that would be recorded first otherwise.
 
     Attributes:
@@ -110,11 +104,8 @@ class Tracer:
 
     def __init__(
         self,
-        chunk_nbytes: Iterable[int],
-        meter: Meter,
-        ledger: Ledger,
+        device: Device,
         order: Order,
-        counts: Counts,
         known: KnownTraces = NOTHING_KNOWN,
     ) -> None:
         self.known = known
@@ -123,11 +114,9 @@ class Tracer:
         self.step: Step | None = None
         self.asks_padding = bool(known.traces) and not known.has_padding
         self.diverging: set[str] = set()
-        self._chunk_nbytes = tuple(chunk_nbytes)
-        self._meter = meter
-        self._ledger = ledger
+        self._chunk_nbytes = tuple(chunk.copy_nbytes for chunk in device.chunks)
+        self._meter, self._ledger, self._counts = device.meter, device.ledger, device.counts
         self._order = order
-        self._counts = counts
         self._diverged_in_a_row: dict[str, int] = {}
         self._learnt = set(known.traces)  # traces made beforehand that no step has followed yet
         self._wrong: set[str] = set()  # steps whose traces, made beforehand, were not what they did

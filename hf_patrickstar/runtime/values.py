@@ -8,13 +8,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from hf_patrickstar.counts import Counts
 from hf_patrickstar.dist.sharing import Held, Sharing
 from hf_patrickstar.layout.specs import MASTER
 from hf_patrickstar.memory.operators import without_modes
-from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.runtime.bits import differs
-from hf_patrickstar.runtime.chunk import Chunk, GradientPlace, ManagedParameter
+from hf_patrickstar.runtime.chunk import Device, GradientPlace, ManagedParameter
 from hf_patrickstar.runtime.originals import Originals
 
 
@@ -22,30 +20,26 @@ class Values:
     """Reads and writes the values of parameters where no module computes with them.
 
     Args:
+        device: The device.
         sharing: Reads what other ranks have at home.
-        streams: How bytes cross.
         originals: Has the bits of frozen parameters that chunks do not hold.
-        counts: Counts bytes that cross.
-        looked_into: Chunks are added to it whose own memory was handed out, perhaps.
 
     Attributes:
         device: The compute device.
         streams: How bytes cross.
         lock: Held while values or gradients change their places.
         version: Counts changes of values.
+        num_mirrors: How many mirrors look into each storage, by its address; see ``Mirrors``.
     """
 
-    def __init__(
-        self, sharing: Sharing, streams: Streams, originals: Originals, counts: Counts, looked_into: set[Chunk]
-    ) -> None:
+    def __init__(self, device: Device, sharing: Sharing, originals: Originals) -> None:
         self.version = 0
+        self.num_mirrors: dict[int, int] = {}
         self.sharing = sharing
         self.originals = originals
-        self.device = streams.device
+        self.device, self.streams = device.streams.device, device.streams
         self.lock = threading.RLock()
-        self.streams = streams
-        self._counts = counts
-        self._looked_into = looked_into
+        self._counts, self._looked_into = device.counts, device.looked_into
 
     # Reading
 
