@@ -124,7 +124,7 @@ def terms_of(engine):
     """The named terms of the formula in bytes, from the parameters and the layout alone."""
     terms = dict.fromkeys(("param", "master", "state1", "state2", "absmax1", "absmax2", "padding"), 0)
     embedding = engine.model.get_input_embeddings().weight
-    for chunk in engine.manager.chunks:
+    for chunk in engine.chunks:
         widths = {"param": chunk.param.dtype.itemsize, "master": chunk.state_dtype.itemsize}
         used_numel = num_blocks = 0
         for tensor in chunk.tensors:

@@ -76,7 +76,7 @@ class Run:
     @property
     def trace(self):
         """What a micro-batch does."""
-        return next(made for made in self.engine.manager.tracer.traces.values() if made.kind.is_training)
+        return next(made for made in self.engine.traces.values() if made.kind.is_training)
 
     def weights(self):
         """All values."""

@@ -44,7 +44,7 @@ class Updates:
         config = {"dtype": "bf16", "autocast": False, "host_threads": workers}
         self.engine = PatrickStarEngine(model, config, torch.optim.AdamW(model.parameters(), fused=True), device="cpu")
         model().backward()
-        optimizer, chunks = self.engine.optimizer, self.engine.manager.chunks
+        optimizer, chunks = self.engine.optimizer, self.engine.chunks
         place = "hf_patrickstar.optim.adam_kernel.adam_script"
         with mock.patch(place, script) if script else contextlib.nullcontext():
             self._updates = optimizer.kernel.prepare(chunks, optimizer.group_numbers, {})

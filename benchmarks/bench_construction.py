@@ -130,10 +130,9 @@ def measure_here(folder, way, threads, num_parameters, budget):
     clocks.append(time.perf_counter())
     load, construction, step = (end - begin for begin, end in itertools.pairwise(clocks))
     peak, moves = peak_nbytes() - resting, engine.stats()["chunk_moves"]
-    bits = [
-        sum(int(p.view(torch.int16).sum(dtype=torch.int64)) for p in chunk.payloads.values())
-        for chunk in engine.manager.chunks
-    ]
+    states = engine.optimizer.state_dict()["state"].values()
+    values = [*model.state_dict().values(), *(value for state in states for value in state.values() if value.dim())]
+    bits = [int(value.view(torch.int16).sum(dtype=torch.int64)) for value in values]
     times = {"load": load, "engine": construction, "step": step, "bound": bound}
     return {**times, "peak": peak, "moves": moves, "bits": bits}
 

@@ -31,7 +31,7 @@ SHARES = (None, 1.0, 0.5, 0.25, 0.1)
 
 def formula(engine, numel, accumulation):
     """The named terms, in bytes per tier, from the layout alone."""
-    layout = engine.manager.chunks
+    layout = engine.chunks
     itemsize = engine.dtype.itemsize
     lists = {"param": itemsize, "master": 4, "exp_avg": 4, "exp_avg_sq": 4}
     if accumulation > 1:
@@ -48,7 +48,7 @@ def formula(engine, numel, accumulation):
 
 def cache_peak(engine, budget):
     """Bytes that an LRU cache of whole chunks reaches over one forward and backward; written without the engine."""
-    of_parameter = {id(tensor.parameter): tensor.chunk for tensor in engine.manager.tensors}
+    of_parameter = {id(tensor.parameter): tensor.chunk for chunk in engine.chunks for tensor in chunk.tensors}
     visits = []
     for module in engine.model.modules():
         visits += [of_parameter[id(p)] for p in module._parameters.values() if p is not None]

@@ -118,7 +118,7 @@ def trace_path(folder, name, checkpointing):
 
 def trace_of(engine):
     """The trace of the training step; there is one, since all batches have one shape."""
-    (trace,) = (t for key, t in engine.manager.tracer.traces.items() if key.startswith("training"))
+    (trace,) = (t for key, t in engine.traces.items() if key.startswith("training"))
     return trace
 
 

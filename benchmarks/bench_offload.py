@@ -235,7 +235,7 @@ class Steps:
 
     def _measured(self):
         begin = time.perf_counter()
-        for chunk in self.engine.manager.chunks if self.engine else ():
+        for chunk in self.engine.chunks if self.engine else ():
             chunk.wait_for_update()
         found = {
             "seconds_per_step": self._seconds,
@@ -381,14 +381,14 @@ def make_step(model, device, options):
 
 def facts_of(engine):
     """Figures of the engine, what was decided, and what a replay has to know."""
-    manager, stats = engine.manager, engine.stats()
+    stats = engine.stats()
     return {
         "stats": {key: value for key, value in stats.items() if isinstance(value, (int, float, str))},
         "reasons": engine.reasons,
         "ran": {
-            "homed": [chunk.spec.index for chunk in manager.chunks if chunk.home is Tier.DEVICE],
-            "lookups": manager.placement.lookups,
-            "num_offloaded": max((made.num_offloaded for made in manager.tracer.traces.values()), default=0),
+            "homed": [chunk.spec.index for chunk in engine.chunks if chunk.home is Tier.DEVICE],
+            "lookups": engine.manager.placement.lookups,
+            "num_offloaded": max((made.num_offloaded for made in engine.traces.values()), default=0),
             "prefetch_depth": engine.prefetch_depth,
         },
     }

@@ -85,8 +85,7 @@ def find_budget(options):
         device=device,
     )
     model(**common.make_batch(0, options.large, LENGTH, 256, device)).loss.backward()
-    traces = engine.manager.tracer.traces.values()
-    peak = max(trace.non_model_peak_nbytes for trace in traces)
+    peak = max(trace.non_model_peak_nbytes for trace in engine.traces.values())
     engine.detach()
     return peak + int(options.share * 2 * numel), numel
 

@@ -50,6 +50,7 @@ from hf_patrickstar.runtime.model_set import roots_of
 from hf_patrickstar.runtime.quantized import buffers_of
 from hf_patrickstar.runtime.recovery import MAX_RETRIES, Recovery
 from hf_patrickstar.schedule.known import KnownTraces
+from hf_patrickstar.schedule.trace import Trace
 from hf_patrickstar.tracing.estimator import make_estimator
 
 logger = logging.getLogger(__name__)
@@ -459,6 +460,16 @@ class PatrickStarEngine:
     def survey(self) -> Survey:
         """Which parameter lives where, and what was on the device at each moment of the last steps, sizes in bytes."""
         return take_survey(self.manager.chunks, self.ledger, self.manager.steps.followed, self.reasons)
+
+    @property
+    def chunks(self) -> Sequence[Chunk]:
+        """All chunks of this process, in order, for measurements: to be read only."""
+        return self.manager.chunks
+
+    @property
+    def traces(self) -> Mapping[str, Trace]:
+        """What each kind of micro-batch does, by key, as planned, estimated or recorded: to be read only."""
+        return self.manager.tracer.traces
 
     @property
     def reasons(self) -> tuple[str, ...]:

@@ -87,7 +87,7 @@ def engine_first(device, numel):
         losses.append(loss.item())
     stats, found = engine.stats(), {}
     if is_accelerator(device):
-        chunks, settings = engine.manager.chunks, torch.cuda.memory._snapshot(device).get("allocator_settings", {})
+        chunks, settings = engine.chunks, torch.cuda.memory._snapshot(device).get("allocator_settings", {})
         found["pinned"] = f"{sum(chunk.param.is_pinned() for chunk in chunks)} of {len(chunks)} chunks"
         found["expandable_segments"] = settings.get("expandable_segments")
     engine.detach()

@@ -20,6 +20,7 @@ import pytest
 import torch
 import transformers
 from accelerate.state import AcceleratorState, GradientState
+from support import inside
 from support.processes import Workers
 from support.streams import streams_of
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
@@ -83,9 +84,10 @@ def keeping(monkeypatch):
 
 
 @pytest.fixture
-def recorded(monkeypatch):
+def recorded():
     """No engine estimates its first steps: they are recorded."""
-    monkeypatch.setattr("hf_patrickstar.engine.make_estimator", lambda *_: None)
+    with inside.recorded():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import inside
 from support.together import alone, engaged, hf_loss, on_one_rank, prepared, train_as_alone
 
 from hf_patrickstar.memory.tiers import Tier
@@ -72,9 +73,9 @@ def train_where_a_host_is_small(rank, host_nbytes):
             if not step:
                 with torch.no_grad():
                     hf_loss(name, 4, 24)(engine.model, step, 0, rank)
-            traces = engine.manager.tracer.traces.values()
+            traces = inside.traces(engine).values()
             nums.append(sorted(trace.num_offloaded for trace in traces if trace.activations))
-        return nums, engine.manager.activations.nbytes, engine.ledger.used(Tier.HOST)
+        return nums, inside.activations(engine).nbytes, engine.ledger.used(Tier.HOST)
 
 
 def test_a_process_with_little_memory_of_the_host_lets_fewer_leave_on_all(pair):

@@ -6,6 +6,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from support import inside
+from support.inside import recorded
 from support.processes import Workers
 from support.together import (
     alone,
@@ -14,7 +16,6 @@ from support.together import (
     heard,
     make_optimizer,
     on_one_rank,
-    recorded,
     seed_of,
     train_as_alone,
     train_together,
@@ -22,7 +23,6 @@ from support.together import (
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.errors import CollectiveError
-from hf_patrickstar.runtime.groups import Groups
 
 pytestmark = pytest.mark.xdist_group("distributed")  # one worker of pytest-xdist, or each starts processes
 
@@ -77,13 +77,13 @@ class Recorder:
 
     def __init__(self, monkeypatch):
         self.done = []
-        original = Groups.perform
+        original = getattr(*inside.DO_COLLECTIVES)
 
         def perform(groups, collectives):
             self.done += [(subject.name.lower(), index) for subject, index in collectives]
             original(groups, collectives)
 
-        monkeypatch.setattr(Groups, "perform", perform)
+        monkeypatch.setattr(*inside.DO_COLLECTIVES, perform)
 
     def take(self):
         done, self.done = self.done, []

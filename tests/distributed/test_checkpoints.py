@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from support import inside
 from support.models import make_model
 from support.processes import Workers
 from support.together import (
@@ -144,7 +145,7 @@ def read_own_part(rank, folder):
             model = type(model).from_pretrained(folder)
         parameters = list(model.parameters())
         with engaged(model) as engine:
-            own = sum(tensor.own_numel for tensor in engine.manager.tensors) * 4
+            own = sum(tensor.own_numel for tensor in inside.tensors(engine)) * 4
             num_read = sum(counted)
             train_as_alone(engine, expected, hf_loss("gpt2"))
     finally:

@@ -5,6 +5,7 @@ Activations differ by some KiB: the run has messages to the other process in mem
 
 import pytest
 import torch
+from support import inside
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.machine import CPU_TIER
@@ -73,7 +74,7 @@ def run_as_planned(rank, share, num_micro_batches, settings):
     moved = {key: after[key] - before[key] for key in MOVED}
     if rank == 0:
         for trace in recording.traces:
-            assert visits_of(trace) == visits_of(engine.manager.tracer.traces[trace.key])
+            assert visits_of(trace) == visits_of(inside.traces(engine)[trace.key])
         assert recording.moved_nbytes == (moved[MOVED[0]], moved[MOVED[1]])
         assert plan.speed.sent_nbytes == moved["sent_nbytes"] > 0
         assert sum(made.num_loads for made in recording.plans) == moved["chunk_loads"]

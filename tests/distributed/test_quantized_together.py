@@ -3,6 +3,7 @@
 import pytest
 import safetensors.torch
 import torch.distributed as dist
+from support import inside
 from support.quantized import load, saved, with_adapter, without_packing
 from support.together import alone, differences, engaged, hf_loss, on_one_rank, tight, train_as_alone
 
@@ -21,11 +22,11 @@ def train(rank, kind, path, folder, config, checkpointing):
     model = make(kind, path, checkpointing)
     places = {name: place for place, (name, _) in enumerate(model.named_parameters())}
     with engaged(model, tight(model, config)) as engine:
-        parts = {places[t.spec.name]: t.parts for t in engine.manager.tensors if t.is_split and t.spec.trainable}
+        parts = {places[t.spec.name]: t.parts for t in inside.tensors(engine) if t.is_split and t.spec.trainable}
         how = {"max_norm": 0.3, "parts": parts}
         expected = on_one_rank(lambda: alone(lambda: make(kind, path, checkpointing), hf_loss("llama"), **how))
         train_as_alone(engine, expected, hf_loss("llama"), max_norm=0.3)
-        weights = [tensor for tensor in engine.manager.tensors if tensor.spec.name.endswith("base_layer.weight")]
+        weights = [tensor for tensor in inside.tensors(engine) if tensor.spec.name.endswith("base_layer.weight")]
         stats = engine.stats()
         model.get_base_model().save_pretrained(folder)
         dist.barrier()

@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
+from support import inside
 from support.models import make_batch, make_model
 from support.processes import WorkerError, Workers
 from support.together import (
@@ -270,7 +271,7 @@ def read_originals(rank, directory, is_deferred, is_lost):
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("ln_" in name)
     with engaged(model, {"dtype": "bf16", "chunk_numel": 1024, **DROPPED}) as engine:
-        rounded = [tensor for tensor in engine.manager.tensors if tensor.is_rounded]
+        rounded = [tensor for tensor in inside.tensors(engine) if tensor.is_rounded]
         assert {tensor.is_split for tensor in rounded} == {True, False}
         if is_lost and rank == 1:
             os.truncate(own / "model.safetensors", 1000)
@@ -296,7 +297,7 @@ def read_originals(rank, directory, is_deferred, is_lost):
         assert not [name for name, value in expected.items() if "ln_" not in name and (saved[name] != value).any()]
         model.transformer.h[1].mlp.c_fc.weight.requires_grad_(True)
         train_together(engine, hf_loss("gpt2"), 1)
-        assert engine.manager.find(model.transformer.h[1].mlp.c_fc.weight).chunk.spec.trainable
+        assert inside.find(engine, model.transformer.h[1].mlp.c_fc.weight).chunk.spec.trainable
 
 
 @pytest.mark.parametrize(("is_deferred", "is_lost"), [(True, False), (False, True)])
@@ -316,7 +317,7 @@ def merge_together(rank, directory):
         models.append(peft.get_peft_model(model, peft.LoraConfig(**config)))
     ours, plain = models
     with engaged(ours, {"dtype": "bf16", **DROPPED}) as engine:
-        assert any(tensor.is_rounded for tensor in engine.manager.tensors)
+        assert any(tensor.is_rounded for tensor in inside.tensors(engine))
         assert differences(plain.merge_and_unload().state_dict(), ours.merge_and_unload().state_dict()) == {}
 
 

@@ -1,4 +1,5 @@
 import pytest
+from support import inside
 from support.small import BUDGETS
 
 
@@ -11,7 +12,5 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture
 def short_waits(monkeypatch):
-    """A thread waits a moment for another one, and not a minute: the one place that knows where the limit stands."""
-    from hf_patrickstar.runtime.lock import EngineLock
-
-    monkeypatch.setattr(EngineLock.__init__, "__defaults__", (0.3,))
+    """A thread waits a moment for another one, and not a minute."""
+    inside.shorten_waits(monkeypatch, 0.3)

@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from support import inside
 from support.models import MODELS, make_batch
 from support.pairs import Pair
 from support.same import assert_same, gradients_of
@@ -16,7 +17,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from hf_patrickstar import BudgetError
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime import activations
 
 NUMEL = 4096
 ROOMY = {"chunk_numel": NUMEL, "chunk_budget": 8 * NUMEL * 4, "placement": "host", "device_budget": "1GiB"}
@@ -49,7 +49,7 @@ def loss_of(name, length=96):
 def planned(pair, seed=9):
     """The trace and the plan that a micro-batch of the engine follows, which is dropped."""
     pair.ours(**make_batch("llama", 4, seed, 96))
-    step = pair.engine.manager.tracer.step
+    step = inside.step(pair.engine)
     assert step.cursor is not None
     assert step.plan is not None
     return step.cursor.trace, step.plan
@@ -203,8 +203,8 @@ def test_micro_batches_use_the_same_buffers(micro):
 def leaving(request, monkeypatch):
     """Settings with which activations stay, leave by a plan, or leave although nothing is known of the step."""
     if request.param == "eager":
-        monkeypatch.setattr("hf_patrickstar.engine.make_estimator", lambda *_: None)
-        monkeypatch.setattr(activations, "_EAGER_NBYTES", 1)
+        inside.record_first_steps(monkeypatch)
+        monkeypatch.setattr(*inside.EAGER_NBYTES, 1)
     return {"activation_offload": request.param != "stays"}
 
 
@@ -589,7 +589,7 @@ class Failing(TorchDispatchMode):
 @pytest.mark.parametrize("at", [20, 300, 450], ids=str)
 @pytest.mark.parametrize("asked", [True, "auto"])
 def test_a_step_that_runs_out_of_memory_is_repeated_and_still_fits(asked, at, monkeypatch):
-    monkeypatch.setattr(activations, "_EAGER_NBYTES", 1)
+    monkeypatch.setattr(*inside.EAGER_NBYTES, 1)
     budget = 2_000_000  # 5.8 MB without, 0.8 MB if all leave
     pair = Pair(deep("llama"), "resident", settings={**ROOMY, "device_budget": budget, "activation_offload": asked})
     loss, failures = loss_of("llama"), []

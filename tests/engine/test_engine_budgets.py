@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from support import inside
 from support.pairs import Pair, config_of, engine_of
 from support.same import assert_same, assert_same_values, values_of
 from support.small import (
@@ -519,7 +520,7 @@ def test_rows_of_an_embedding_are_looked_up_at_home(dtype, accumulation):
     crossed = 3 * accumulation * 3 * LAYER_NUMEL * DTYPES[dtype].itemsize
     assert pair.engine.stats()["device_to_host_nbytes"] == crossed, "the embedding's gradient never crosses"
     # No step visits its chunk, and the next forward reads its rows first of all.
-    assert [tensor.spec.name for tensor in pair.engine.manager.in_order_of_use[0].tensors] == ["embedding.weight"]
+    assert [tensor.spec.name for tensor in inside.in_order_of_use(pair.engine)[0].tensors] == ["embedding.weight"]
     with torch.no_grad():
         pair.check(lambda model, _: model(tokens(9, vocab=40)).clone())
 

@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from support import inside
 from support.buffers import are_there
 from support.pairs import Pair, engine_of
 from support.same import assert_same_states
@@ -20,7 +21,6 @@ from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.optim.adam_kernel import AdamKernel
 from hf_patrickstar.optim.elementwise import ElementwiseKernel
-from hf_patrickstar.runtime.chunk import Chunk
 
 MOVING = {"device_budget": 26000}
 """Some chunks of ``Stack(10)`` move their homes to the device when the first step is planned."""
@@ -124,7 +124,7 @@ def test_a_thread_that_looks_at_a_state_takes_nothing_away(garbage):
     """Two ask for the same list at the same time, and one of them writes at once."""
     model = make(lambda: nn.Linear(512, 512))
     engine = engine_of(model, "resident", settings={"chunk_numel": 2**19, "host_threads": 2})
-    (chunk,) = engine.manager.chunks
+    (chunk,) = inside.chunks(engine)
     both = threading.Barrier(2)
 
     def write(place):
@@ -142,7 +142,7 @@ def test_a_thread_that_looks_at_a_state_takes_nothing_away(garbage):
 
 @pytest.mark.own_streams
 def test_only_values_and_masters_are_copied_when_chunks_first_move(monkeypatch):
-    copied, real, move_home = [], torch.Tensor.copy_, Chunk.move_home
+    copied, real, move_home = [], torch.Tensor.copy_, getattr(*inside.MOVE_HOME)
 
     def count(self, source, *args):
         copied.append(source.nbytes)
@@ -153,7 +153,7 @@ def test_only_values_and_masters_are_copied_when_chunks_first_move(monkeypatch):
             patch.setattr(torch.Tensor, "copy_", count)
             move_home(self, home)
 
-    monkeypatch.setattr(Chunk, "move_home", counted)
+    monkeypatch.setattr(*inside.MOVE_HOME, counted)
     settings = {**MOVING, "chunk_numel": 320}
     engine = engine_of(make(lambda: Stack(10)), "resident", dtype="bf16", settings=settings)
     engine.model(batch().bfloat16())
@@ -175,7 +175,7 @@ def test_values_outlive_a_move_that_is_interrupted(monkeypatch, looks):
 
     with simulated_streams():
         pair = Pair(lambda: Stack(10), "resident", dtype="bf16", settings=MOVING)
-        chunks = pair.engine.manager.chunks
+        chunks = inside.chunks(pair.engine)
         homes = [chunk.home_param.view(-1) for chunk in chunks]  # views count as somebody who looks
         before = [home.tolist() for home in homes]
         if not looks:
@@ -198,7 +198,7 @@ def test_values_outlive_a_move_that_is_interrupted(monkeypatch, looks):
 def test_the_system_gives_memory_for_states_when_they_are_needed(monkeypatch):
     """Not for those that move, where they were first; and all of it before an update reads them, in small pages."""
     engine = engine_of(make(lambda: nn.Linear(2048, 1024)), "resident", settings={"chunk_numel": 2**21})
-    (chunk,) = [chunk for chunk in engine.manager.chunks if chunk.spec.chunk_numel >= 2**21]
+    (chunk,) = [chunk for chunk in inside.chunks(engine) if chunk.spec.chunk_numel >= 2**21]
     states = [payload for name, payload in chunk.held.items() if name.startswith("exp_avg")]
 
     def share(payload):
@@ -235,7 +235,7 @@ def test_chunks_stay_while_their_update_is_prepared(monkeypatch):
 
     def prepare(self, chunks, *args, **kwargs):
         updates = real(self, chunks, *args, **kwargs)
-        pair.engine.manager.placement.leave_margin()
+        inside.leave_margin(pair.engine)
         return updates
 
     pair = Pair(lambda: Stack(10), "resident", settings=MOVING)
@@ -246,14 +246,14 @@ def test_chunks_stay_while_their_update_is_prepared(monkeypatch):
 
 def test_memory_of_lists_that_move_is_free_at_once(monkeypatch):
     """What updated them has ended: whoever still had it would keep both homes of all that move."""
-    real, num_kept = Chunk.move_home, []
+    real, num_kept = getattr(*inside.MOVE_HOME), []
 
     def move_home(self, home):
         before = [weakref.ref(payload) for payload in self.held.values()]
         real(self, home)
         num_kept.append(sum(payload() is not None for payload in before))
 
-    monkeypatch.setattr(Chunk, "move_home", move_home)
+    monkeypatch.setattr(*inside.MOVE_HOME, move_home)
     pair = Pair(lambda: Stack(10), "resident", settings=MOVING)
     for step, size in enumerate((2, 2, 24, 24, 2, 2)):
         pair.check(step_of, step, size)

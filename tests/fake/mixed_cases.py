@@ -17,7 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support import fake_device, fused_losses
+from support import fake_device, fused_losses, inside
 from support.models import make_batch, make_model
 from support.reference import Reference
 from torch import nn
@@ -247,7 +247,7 @@ def margin():
     _move(plain, "cpu")
     model, engine = make_engine("gpt2", budgeted(1_000_000), tight=False)
     assert train("gpt2", model, engine.optimizer, engine.optimizer.clip_grad_norm_, steps=3) == expected
-    homes = {chunk.home for chunk in engine.manager.chunks}
+    homes = inside.homes(engine)
     assert homes == {Tier.DEVICE, Tier.HOST}, homes
     assert_same(model, plain.state_dict())
     return model, engine
@@ -365,13 +365,13 @@ def norms_of_many_gradients(most_held, num_calls):
 def leaving_the_device_before_norms_are_asked_for():
     """The memory of a chunk with gradients is free when the chunk has left."""
     model, engine = margin()
-    manager, freed = engine.manager, []
+    freed = []
 
     def leave(*_):
         gc.collect()
-        before = fake_device.MEMORY.current, manager.ledger.used(Tier.DEVICE)
-        manager.placement.leave_margin()
-        after = fake_device.MEMORY.current, manager.ledger.used(Tier.DEVICE)
+        before = fake_device.MEMORY.current, engine.ledger.used(Tier.DEVICE)
+        inside.leave_margin(engine)
+        after = fake_device.MEMORY.current, engine.ledger.used(Tier.DEVICE)
         freed.extend(was - now for was, now in zip(before, after, strict=True))
 
     handle = model.transformer.h[0].register_full_backward_pre_hook(leave)
@@ -430,7 +430,7 @@ def clipping_some_and_by_value():
 def clipping_on_both_tiers():
     """Norms are where the gradients are, and the coefficient goes to each of these places."""
     model, engine = margin()
-    assert len({chunk.param.device for chunk in engine.manager.chunks}) == 2
+    assert len({chunk.param.device for chunk in inside.chunks(engine)}) == 2
     run_backward(model, "gpt2", 0)
     engine.optimizer.clip_grad_norm_(list(model.parameters())[::2], MAX_NORM)
     engine.optimizer.clip_grad_norm_(model.parameters(), MAX_NORM)

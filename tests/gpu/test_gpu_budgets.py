@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import inside
 from support.models import make_batch, make_model
 from support.on_gpu import DEVICE, MIB, STEPS, adamw, batch_of, capped, free, needs_cuda, warm_up
 
@@ -45,7 +46,7 @@ def test_page_locked_memory_is_booked_as_what_is_taken(at_home_on_host, caplog):
     assert "page-locked memory is" in caplog.text
     taken = stats().get("allocated_bytes.current", 0) - before
     assert taken <= engine.ledger.owners(Tier.HOST)["param"]
-    assert all(chunk.param.is_pinned() for chunk in engine.manager.chunks if chunk.home is Tier.HOST)
+    assert all(chunk.param.is_pinned() for chunk in inside.chunks(engine) if chunk.home is Tier.HOST)
     engine.detach()
     free()
 

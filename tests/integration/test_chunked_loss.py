@@ -7,6 +7,7 @@ import pickle
 import peft
 import pytest
 import torch
+from support import inside
 from support.models import make_batch, make_model
 from support.trainers import assert_same_weights, logged, make_trainer, pair, run, train
 from support.watch import non_model_peak
@@ -314,7 +315,7 @@ def test_the_peak_is_that_of_a_chunk_and_bits_are_those_of_the_same_loss_on_a_pl
             learn(each, tokens(step))
             optimizer.step()
             optimizer.zero_grad()
-    (traced,) = (trace for trace in engine.manager.tracer.traces.values() if trace.kind.is_training)
+    (traced,) = (trace for trace in inside.traces(engine).values() if trace.kind.is_training)
     assert engine.stats()["device_total_peak_nbytes"] <= 9 * 2**20
     engine.detach()
     assert_same_weights(plain, model)
@@ -332,7 +333,7 @@ def test_the_first_step_is_planned_for_the_loss_in_chunks(tied):
         model = make_llama(tied)
         with pytest.MonkeyPatch.context() as monkeypatch:
             if not is_estimated:
-                monkeypatch.setattr("hf_patrickstar.engine.make_estimator", lambda *_: None)
+                inside.record_first_steps(monkeypatch)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
             engine = PatrickStarEngine(model, {"device_budget": "9MiB", "chunked_loss": True}, optimizer, device="cpu")
         for step in range(2):
@@ -341,7 +342,7 @@ def test_the_first_step_is_planned_for_the_loss_in_chunks(tied):
             engine.optimizer.zero_grad()
         assert (engine.stats()["recorded_steps"] == 0) is is_estimated
         assert engine.stats()["diverged_steps"] == 0
-        made += [trace for trace in engine.manager.tracer.traces.values() if trace.kind.is_training]
+        made += [trace for trace in inside.traces(engine).values() if trace.kind.is_training]
     assert made[0].non_model_peak_nbytes == made[1].non_model_peak_nbytes
     assert [visit.chunk_index for visit in made[0].visits] == [visit.chunk_index for visit in made[1].visits]
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import inside
 from support.checkpoint_files import same_bits
 from support.models import make_batch, make_model
 from support.trainers import smallest_budget, train_with_engine
@@ -9,7 +10,6 @@ from support.watch import non_model_peak
 from torch import nn
 
 from hf_patrickstar import PatrickStarEngine
-from hf_patrickstar.runtime import tracer as tracer_module
 
 
 def adamw(model):
@@ -26,13 +26,13 @@ def test_an_evaluation_that_fails_makes_no_trace():
     """Half of its visits would be taken for the whole, and the next evaluation would be lost."""
     model = make_layers()
     engine = PatrickStarEngine(model, {"chunk_budget": 3000, "chunk_numel": 320}, adamw(model))
-    tracer, x = engine.manager.tracer, torch.randn(4, 16)
+    traces, x = inside.traces(engine), torch.randn(4, 16)
 
     def fail(*_):
         raise ValueError("in evaluation")
 
     def evaluations():
-        return [key for key in tracer.traces if key.startswith("evaluation")]
+        return [key for key in traces if key.startswith("evaluation")]
 
     handle = model[4].register_forward_pre_hook(fail)
     with torch.no_grad(), pytest.raises(ValueError, match="in evaluation"):
@@ -42,8 +42,8 @@ def test_an_evaluation_that_fails_makes_no_trace():
     with torch.no_grad():
         model(x)
     (key,) = evaluations()
-    visited = {visit.chunk_index for visit in tracer.traces[key].visits}
-    assert visited == {chunk.spec.index for chunk in engine.manager.chunks}
+    visited = {visit.chunk_index for visit in traces[key].visits}
+    assert visited == {chunk.spec.index for chunk in inside.chunks(engine)}
     with torch.no_grad():
         model(x)
     assert engine.stats()["diverged_steps"] == 0
@@ -52,18 +52,18 @@ def test_an_evaluation_that_fails_makes_no_trace():
 @pytest.mark.usefixtures("recorded")
 def test_forwards_that_never_meet_a_backward_are_forgotten(monkeypatch):
     """Somebody evaluates with gradients on: what is noted of it must not grow without end."""
-    monkeypatch.setattr(tracer_module, "MOST_VISITS", 20)
+    monkeypatch.setattr(*inside.MOST_VISITS, 20)
     model, plain = make_layers(), make_layers()
     optimizer = adamw(plain)
     engine = PatrickStarEngine(model, {"device_budget": 40000, "chunk_numel": 320}, adamw(model))
-    tracer, x = engine.manager.tracer, torch.randn(4, 16)
+    traces, x = inside.traces(engine), torch.randn(4, 16)
     num_visits = []
     for _ in range(30):
         assert torch.equal(model(x), plain(x))
-        num_visits.append(len(tracer.step.visits) if tracer.step is not None else 0)
+        num_visits.append(len(step.visits) if (step := inside.step(engine)) is not None else 0)
     assert max(num_visits) <= 20
     assert 0 in num_visits
-    assert not tracer.traces
+    assert not traces
     for _ in range(3):
         for one, step in ((model, engine.optimizer), (plain, optimizer)):
             one(x).sum().backward()

@@ -8,6 +8,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
+from support import inside
 from support.models import make_batch, make_model, make_rows
 from support.trainers import arguments, smallest_budget
 from transformers import GPT2LMHeadModel, Trainer, TrainingArguments
@@ -74,7 +75,7 @@ def lost(caplog):
 def test_reads(load, saved, tmp_path, caplog):
     model = load()
     engine = engage(model)
-    frozen = [tensor for tensor in engine.manager.tensors if tensor.is_rounded]
+    frozen = [tensor for tensor in inside.tensors(engine) if tensor.is_rounded]
     assert frozen
     assert all("master" not in tensor.chunk.lists for tensor in frozen)
     train(engine)
@@ -107,7 +108,7 @@ def test_a_file_that_is_written_to_is_not_read(load, saved, caplog, how):
     found = model.state_dict()
     train(engine)
     for name, value in saved[1].items():
-        if TRAINED not in name and engine.manager.find(model.get_parameter(name)).is_rounded:
+        if TRAINED not in name and inside.find(engine, model.get_parameter(name)).is_rounded:
             assert torch.equal(found[name], value.bfloat16().float()), name
     (message,) = lost(caplog)
     assert str(path) in message
@@ -120,7 +121,7 @@ def test_unfreezing_begins_with_all_bits(load, saved):
     train(engine)
     model.get_parameter(WEIGHT).requires_grad_(True)
     model(**make_batch("gpt2"))
-    assert engine.manager.find(model.get_parameter(WEIGHT)).chunk.spec.trainable
+    assert inside.find(engine, model.get_parameter(WEIGHT)).chunk.spec.trainable
     assert torch.equal(model.state_dict()[WEIGHT], saved[1][WEIGHT])
 
 
@@ -160,7 +161,7 @@ def test_the_same_values_keep_the_file(load, saved):
     assert "original" not in engine.ledger.owners(Tier.HOST)
     assert_frozen(model.state_dict(), saved[1])
     model.load_state_dict({name: value + 1e-6 for name, value in saved[1].items()})
-    rounded = [tensor for tensor in engine.manager.tensors if tensor.is_rounded]
+    rounded = [tensor for tensor in inside.tensors(engine) if tensor.is_rounded]
     assert engine.ledger.owners(Tier.HOST)["original"] == sum(4 * tensor.spec.numel for tensor in rounded)
     engine.detach()
     assert "original" not in engine.ledger.owners(Tier.HOST)

@@ -1,6 +1,7 @@
 """The state of a parameter follows from facts, and moves as PatrickStar's figure 7 says."""
 
 import torch
+from support import inside
 from support.models import make_batch, make_model
 from support.trainers import smallest_budget
 
@@ -12,7 +13,7 @@ def test_the_path_of_one_weight():
     config = {"chunk_budget": smallest_budget(make_model("gpt2"))}
     engine = PatrickStarEngine(model, config, torch.optim.AdamW(model.parameters(), lr=1e-3))
     weight = model.transformer.h[0].mlp.c_fc.weight
-    tensor = next(tensor for tensor in engine.manager.tensors if tensor.parameter is weight)
+    tensor = next(tensor for tensor in inside.tensors(engine) if tensor.parameter is weight)
     path = [tensor.state.name]
 
     def look(*_):

@@ -5,6 +5,7 @@ import re
 import sys
 
 import pytest
+from support import inside
 from support.streams import simulated_streams
 from support.trainers import make_trainer, run, tight, train
 from transformers import PrinterCallback
@@ -14,7 +15,6 @@ from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments, pla
 from hf_patrickstar.checkpoint import progress
 from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.payloads import Payloads
-from hf_patrickstar.schedule.known import KnownTraces
 
 EXPECTED = r"patrickstar: [\d.]+ [KM] parameters \([\d.]+ [KM] trained\): model data takes .* on the host, and .*"
 _SIZE = r"[\d.]+ \w+"
@@ -116,7 +116,7 @@ def test_beside_lanes_the_clock_of_the_simulator_says_what_a_step_waits_for(tmp_
     with simulated_streams():
         trainer, _ = train("gpt2", tmp_path, config, max_steps=3)
     *_, line = said(capsys.readouterr().out)
-    cost = trainer.patrickstar_engine.manager.placement.estimated
+    cost = inside.estimated(trainer.patrickstar_engine)
     assert 0.8 < cost.copying_ns / cost.duration_ns <= 1 - cost.updating_ns / cost.duration_ns
     assert f"estimated for 'slow bus': {cost.copying_ns / cost.duration_ns:.0%} waiting for copies" in line
     assert re.search("to change first: .*(waits for copies|what the script does between steps)", line)
@@ -144,13 +144,12 @@ def test_seconds_are_expected_where_a_plan_left_traces(tmp_path, capsys):
     expected, first, *_ = said(capsys.readouterr().out)
     assert re.fullmatch(EXPECTED, expected)
     assert " s per step" not in expected, "nothing is known of the inputs"
-    cost = engine.manager.placement.estimated
+    cost = inside.estimated(engine)
     assert re.search(rf"first planned step \(step 1\): [\d.e-]+ s \({cost.seconds:.3g} s estimated\); ", first)
 
-    tracer, placement = engine.manager.tracer, engine.manager.placement
-    plan_cache.keep_traces(KnownTraces(tracer.known.key, tracer.traces, placement.lookups))
+    plan_cache.keep_traces(inside.known(engine))
     again = run_with_lanes(tmp_path)
     expected, first, *_ = said(capsys.readouterr().out)
     assert expected.endswith(f", and about {cost.seconds:.3g} s per step by the rates of 'rtx4090'")
     assert "first planned step" in first
-    assert again.manager.placement.estimated == cost == again.estimated, "the same as when the chunks had their homes"
+    assert inside.estimated(again) == cost == again.estimated, "the same as when the chunks had their homes"

@@ -7,13 +7,12 @@ import time
 
 import pytest
 import torch
+from support import inside
 from support.live import Tower, make_ids, train
 from support.threads import beside, read_parameters, read_state
 from torch import nn
 
 from hf_patrickstar import EngineError, PatrickStarEngine
-from hf_patrickstar.runtime import live_parameter
-from hf_patrickstar.runtime.lock import EngineLock
 
 CONFIG = {"chunk_budget": 16384, "chunk_numel": 400}
 DEPTH = 6
@@ -114,7 +113,7 @@ def move_homes(model, make_engine, directory):
     """Larger inputs than any before need the device margin, where chunks live meanwhile."""
     engine = make_engine(model, {"device_budget": 100000, "chunk_numel": 400}, adamw(model))
     if make_engine is PatrickStarEngine:
-        engine.manager.steps.estimator = None  # what is estimated moves once
+        inside.estimate_never(engine)  # what is estimated moves once
     for size in range(1, 6):
         train(model, engine.optimizer, 3, loss=lambda model, step, size=size: loss_of(model, step, size))
     assert engine.stats()["chunk_moves"] > 10, engine.stats()["chunk_moves"]
@@ -153,7 +152,7 @@ class Stop(nn.Module):
 
 def test_a_forward_that_does_not_end_is_named(monkeypatch):
     """No engine is attached meanwhile, and one can be attached later."""
-    monkeypatch.setattr(EngineLock.__init__, "__defaults__", (0.1,))
+    inside.shorten_waits(monkeypatch, 0.1)
     model = make()
     model.norm = nn.Sequential(model.norm, Stop())
     stop = model.norm[1]
@@ -186,7 +185,7 @@ def test_a_forward_of_another_thread_cannot_move_gradients_that_are_looked_at(lo
         engine = PatrickStarEngine(model, CONFIG, adamw(model))
         loss_of(model, 0, 4).backward()
         thread = threading.Thread(target=compute, args=(model,), daemon=True)
-        gradients = engine.manager.gradients
+        gradients = inside.gradients(engine)
 
         def interrupted(tensor, of=gradients.of, thread=thread):
             gradient = of(tensor)
@@ -226,13 +225,13 @@ def test_an_engine_is_detached_when_a_call_has_begun(monkeypatch):
     model = make()
     engine = PatrickStarEngine(model, CONFIG, adamw(model))
     weight = model.blocks[1].linear.weight
-    before, written = weight.detach().clone(), live_parameter._written
+    before, written = weight.detach().clone(), getattr(*inside.OPERATOR_WRITES)
 
     def detach_first(*args):
         engine.detach()
         return written(*args)
 
-    monkeypatch.setattr(live_parameter, "_written", detach_first)
+    monkeypatch.setattr(*inside.OPERATOR_WRITES, detach_first)
     assert torch.equal(weight * 1, before)
     assert type(weight) is nn.Parameter
 
@@ -244,7 +243,7 @@ def test_detach_inside_of_full_parameters_does_not_wait_for_those_that_wait_for_
     with engine.full_parameters():
         thread.start()
         deadline = time.monotonic() + 30
-        while thread not in engine.manager.lock._waiting:
+        while thread not in inside.waiting_threads(engine):
             assert time.monotonic() < deadline
             time.sleep(0.001)
         with pytest.raises(EngineError, match=r"is open in full_parameters\(\); detach after the block has ended"):

@@ -9,6 +9,7 @@ import threading
 import pytest
 import safetensors.torch
 import torch
+from support import inside
 from support.models import make_batch
 from support.quantized import KINDS, load, packed, saved, with_adapter, without_packing
 from support.same import assert_same
@@ -197,7 +198,7 @@ def test_detaching_gives_the_same_model_back(pair):
 def frozen_bytes(engine):
     """Bytes of chunks of packed weights and their scales, and those that no element has."""
     weights = [
-        tensor for tensor in engine.manager.tensors if re.search(r"base_layer\.weight(\.absmax)?$", tensor.spec.name)
+        tensor for tensor in inside.tensors(engine) if re.search(r"base_layer\.weight(\.absmax)?$", tensor.spec.name)
     ]
     chunks = {id(tensor.chunk): tensor.chunk for tensor in weights}.values()
     others = [t for chunk in chunks for t in chunk.tensors if t not in weights]
@@ -216,7 +217,7 @@ def test_bytes(kind, nbytes):
     found, padding = frozen_bytes(engine)
     assert found == nbytes * numel
     assert padding <= 0.02 * found
-    assert engine.ledger.owners(Tier.HOST)["param"] == sum(chunk.param_nbytes for chunk in engine.manager.chunks)
+    assert engine.ledger.owners(Tier.HOST)["param"] == sum(chunk.param_nbytes for chunk in inside.chunks(engine))
 
 
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32, torch.int8])

@@ -7,28 +7,24 @@ import dataclasses
 
 import pytest
 import torch
-from support.models import IDS, VOCAB
+from support import inside, models
 from support.oracle import make_training, record_step
 from test_same_as_engine import NODE, check
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hf_patrickstar.errors import BudgetError
-from hf_patrickstar.runtime.tracer import Tracer
 
 RECOMPUTED = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
 
 
 def llama():
     """Blocks are recomputed."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=VOCAB, num_hidden_layers=8, use_cache=False, **sizes, **IDS)
-    model = LlamaForCausalLM(config).train()
+    model = models.llama(num_hidden_layers=8, use_cache=False).train()
     model.gradient_checkpointing_enable(**RECOMPUTED)
     return model
 
 
 def gpt2():
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=32, n_layer=4, n_head=2, **IDS)).train()
+    return models.gpt2(n_layer=4).train()
 
 
 def make_inputs():
@@ -72,7 +68,7 @@ def test_all_leave(make, world_size, num_micro_batches):
 @pytest.mark.parametrize(("make", "device_budget"), [(llama, 700_000), (gpt2, 1_200_000)])
 def test_as_many_leave_as_a_step_needs_to_fit(make, world_size, num_micro_batches, device_budget, monkeypatch):
     """Without what the engine measures in its first step: then it has more room for prefetches."""
-    monkeypatch.setattr(Tracer, "_correct", lambda *_: None)
+    monkeypatch.setattr(*inside.CORRECT_TRACE, lambda *_: None)
 
     def training(asked):
         return training_of(make, world_size, num_micro_batches, activation_offload=asked, device_budget=device_budget)

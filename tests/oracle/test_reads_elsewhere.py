@@ -5,6 +5,7 @@ import types
 
 import pytest
 import torch
+from support import inside
 from support.oracle import Training, record_step
 from test_same_as_engine import check, gaps, without_activations
 
@@ -98,7 +99,7 @@ def run(training):
 def assert_as_run(training, most_missing_nbytes=0):
     told = training.simulate(CPU_TIER)
     engine, moved = run(training)
-    real = types.SimpleNamespace(traces=[engine.manager.tracer.traces[trace.key] for trace in told.traces])
+    real = types.SimpleNamespace(traces=[inside.traces(engine)[trace.key] for trace in told.traces])
     assert all(-most_missing_nbytes <= min(found) <= max(found) <= 0 for found in gaps(told, real))
     assert list(told.moved_nbytes) == moved
 

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from support import inside
 from support.checkpoint_files import same_bits
 from support.covering import ids, pairwise
 from support.models import make_batch
@@ -79,7 +80,7 @@ def config_of(memory, name, precision):
 
 def assert_moved(engine, memory, config):
     """What the settings are for has happened."""
-    stats, homes = engine.stats(), {chunk.home for chunk in engine.manager.chunks}
+    stats, homes = engine.stats(), inside.homes(engine)
     if memory == "resident":
         assert stats["chunk_loads"] == 0
         assert homes == {Tier.DEVICE}

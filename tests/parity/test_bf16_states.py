@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from support import inside
 from support.checkpoint_files import names_in
 from support.covering import ids, pairwise
 from support.models import make_model
@@ -92,7 +93,7 @@ def test_bytes():
         "gpt2", "bf16", 1, 1, {**config, "state_dtype": "bf16"}, lambda named: torch.optim.AdamW(named.values()), None
     )
     engine = model.patrickstar_engine
-    numel = sum(chunk.spec.chunk_numel for chunk in engine.manager.chunks)
+    numel = sum(chunk.spec.chunk_numel for chunk in inside.chunks(engine))
     owners = engine.ledger.owners(Tier.HOST)
     widths = {"param": 2, "master": 4, "exp_avg": 2, "exp_avg_sq": 2}
     assert {name: owners[name] for name in widths} == {name: width * numel for name, width in widths.items()}

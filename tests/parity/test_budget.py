@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from support import inside
 from support.covering import ids, pairwise
 from support.models import make_batch, make_model
 from support.trainers import smallest_budget
@@ -19,7 +20,7 @@ def watch_over(engine):
     pool, ledger = engine.resources.pool, engine.ledger
 
     def is_settled():
-        step = engine.manager.tracer.step
+        step = inside.step(engine)
         return step is None or not step.is_metered or engine.resources.meter.is_on
 
     with Watch(lambda storage: pool.owns(storage._cdata), lambda: ledger.used(Tier.DEVICE), is_settled) as watch:
@@ -125,7 +126,7 @@ def test_input_lengths_that_alternate():
     lengths = [6, 9, 13, 16, 7]
     engine, _ = run("gpt2", "fp32", False, 1, lengths, steps=3 * len(lengths))
     kinds = {trace_key("training", ((4, length),)) for length in lengths}
-    traces = engine.manager.tracer.traces
+    traces = inside.traces(engine)
     assert {key for key in traces if key.startswith("training")} == kinds
     for key in kinds:
         longest = max(length for length in lengths if trace_key("training", ((4, length),)) == key)

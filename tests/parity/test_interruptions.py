@@ -6,13 +6,13 @@ import threading
 
 import pytest
 import torch
+from support import inside
+from support.runs import Run
 from support.streams import DelayedDriver, streams_of
-from test_overlapped_updates import Run, threads_of_engines
+from test_overlapped_updates import threads_of_engines
 
 from hf_patrickstar.layout.specs import MASTER
 from hf_patrickstar.optim.adam_kernel import AdamKernel
-from hf_patrickstar.runtime.manager import ChunkManager
-from hf_patrickstar.runtime.update import Update
 
 pytestmark = pytest.mark.own_streams
 
@@ -25,7 +25,7 @@ def around_hand_over(patched, begin, end=lambda: None):
     on_host = DelayedDriver.on_host
 
     def interrupted(thread, work, *args):
-        if not isinstance(getattr(args[-1], "__self__", None), Update):  # what is done if it fails
+        if not inside.is_of_update(args[-1]):  # what is done if it fails
             return on_host(thread, work, *args)
         begin()
         event = on_host(thread, work, *args)
@@ -70,13 +70,13 @@ def after_counting(patched, come):
 
 
 def before_noting(patched, come):
-    chunks_updated = ChunkManager.chunks_updated
+    note = getattr(*inside.NOTE_UPDATES)
 
     def interrupted(phases, *args, **settings):
         come()
-        return chunks_updated(phases, *args, **settings)
+        return note(phases, *args, **settings)
 
-    patched.setattr(ChunkManager, "chunks_updated", interrupted)
+    patched.setattr(*inside.NOTE_UPDATES, interrupted)
 
 
 PLACES = [before_hand_over, after_hand_over, in_the_pools_lock]
@@ -87,7 +87,7 @@ def states_of(run):
     """Master, number of steps and moments of every parameter."""
     kernel = run.optimizer.kernel
     found = []
-    for tensor in run.engine.manager.tensors:
+    for tensor in inside.tensors(run.engine):
         tensor.chunk.wait()
         state = kernel.own_state(tensor)
         found.append([tensor.view(tensor.chunk.lists[MASTER]).clone(), *(state[key].clone() for key in sorted(state))])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import inside
 from torch import nn
 
 from hf_patrickstar import PatrickStarEngine
@@ -13,7 +14,7 @@ def adamw(model):
 
 def embeddings_of(engine):
     modules = {id(m.weight) for m in engine.model.modules() if isinstance(m, nn.Embedding)}
-    return [tensor for tensor in engine.manager.tensors if id(tensor.parameter) in modules]
+    return [tensor for tensor in inside.tensors(engine) if id(tensor.parameter) in modules]
 
 
 def test_what_crosses():

@@ -11,18 +11,16 @@ from unittest import mock
 import pytest
 import safetensors.torch
 import torch
-from support import mutations
+from support import inside, mutations, runs
 from support.streams import simulated_streams
 from torch import nn
 
 import hf_patrickstar
-from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.checkpoint import state_files
 from hf_patrickstar.checkpoint.weight_files import FoundWeights
 from hf_patrickstar.errors import DeviceMemoryError, PatrickStarError
 from hf_patrickstar.memory import streams
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime import activations
 from hf_patrickstar.schedule.trace import Activation, Trace, Visit
 
 pytestmark = pytest.mark.own_streams
@@ -77,51 +75,28 @@ class Woven(nn.Module):
         return nn.functional.cross_entropy((x @ self.embedding.weight.t()).flatten(0, 1), ids.flatten())
 
 
-class Run:
-    """An engine over simulated streams, and what came out of it."""
+class Run(runs.Run):
+    """See there; over simulated streams."""
 
-    def __init__(self, model=None, *, optimizer=None, accumulation=1, num_chunks=3, **config):
-        self.model = model or Layers()
-        made = (optimizer or (lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True)))(self.model.parameters())
-        config = {"placement": "host", "chunk_numel": CHUNK, "chunk_budget": num_chunks * CHUNK * 4, **config}
-        self.engine = PatrickStarEngine(self.model, config, made, gradient_accumulation_steps=accumulation)
-        self.optimizer = self.engine.optimizer
-        self.manager = self.engine.manager
-        self.found = []
-
-    @property
-    def parameters(self):
-        return list(self.model.parameters())
-
-    def keep(self, *tensors):
-        self.found += [tensor.detach().clone() for tensor in tensors]
+    def __init__(self, model=None, optimizer=None, **others):
+        super().__init__(optimizer, model=model or Layers(), loss_of=lambda model, seed: model(batch(seed)), **others)
 
     def keep_in_flight(self):
         """How many gradients hold memory on the device until they are at home."""
         self.keep(torch.tensor(len(self.engine.resources.streams._in_flight)))
 
-    def backward(self, seed=0):
-        loss = self.model(batch(seed))
-        loss.backward()
-        self.keep(loss)
-        return loss
-
     def evaluate(self):
         with torch.no_grad():
             self.keep(self.model(batch(99)))
 
-    def step(self, *, to_none=True):
+    def update(self, *, to_none=True):
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=to_none)
 
     def train(self, steps=2):
         for number in range(steps):
             self.backward(number)
-            self.step()
-
-    def end(self):
-        self.keep(*self.model.state_dict().values())
-        return self.found
+            self.update()
 
     def fail_in_backward(self):
         """A backward that fails after its first gradients are on their way home."""
@@ -218,7 +193,7 @@ def clipped(steps, accumulation=1, *, evaluates=True, **config):
             if evaluates:
                 run.evaluate()
             run.keep(run.optimizer.clip_grad_norm_(None, 0.1))
-            run.step()
+            run.update()
         return run.end()
 
     return train
@@ -237,7 +212,7 @@ def looking_at_states(folder):
     states = [run.optimizer.state[parameter] for parameter in run.parameters]
     for number in range(3):
         run.backward(number)
-        run.step()
+        run.update()
         run.keep(*(state["exp_avg"] for state in states if "exp_avg" in state))
         run.keep(*(state["exp_avg"] for state in run.optimizer.state_dict()["state"].values()))
     return run.end()
@@ -254,10 +229,10 @@ def holding_a_state(folder):
     """Somebody looks into the state of the last chunk, and the host's thread is still at those before it."""
     run = Run(dtype="bf16", num_chunks=16, device_budget=10**6)
     run.train(1)
-    held = run.optimizer.state[run.manager.chunks[-1].owned[-1].parameter]["exp_avg"]
+    held = run.optimizer.state[inside.chunks(run.engine)[-1].owned[-1].parameter]["exp_avg"]
     for number in range(2):
         run.backward(number)
-        run.step()
+        run.update()
         run.keep(held)
     return run.end()
 
@@ -268,7 +243,7 @@ def accumulation(folder):
         run.backward(2 * number)
         run.backward(2 * number + 1)
         run.keep(*(p.grad for p in run.parameters)) if number else None
-        run.step()
+        run.update()
     return run.end()
 
 
@@ -278,7 +253,7 @@ def several_backwards(folder):
         run.backward(2 * number)
         run.backward(2 * number + 1)
         run.keep_in_flight()
-        run.step()
+        run.update()
     return run.end()
 
 
@@ -286,7 +261,7 @@ def margin(folder):
     run = Run(placement="auto", num_chunks=16, device_budget=10**6)
     run.train(4)
     assert run.engine.stats()["chunks_in_margin"] > 0
-    run.manager.placement.leave_margin()
+    inside.leave_margin(run.engine)
     run.train(1)
     return run.end()
 
@@ -295,13 +270,13 @@ def lookups(folder):
     """The gradient of a tied embedding is added up on the host, and written over what the head's copy reads."""
     run = Run(Layers(tied=True), cpu_embedding=True)
     driver = run.engine.resources.streams._driver
-    place = run.manager.gradients.place_deferred
+    place = inside.gradients(run.engine).place_deferred
 
     def place_deferred(tensor):
         driver.take(tensor.deferred_gradient, Tier.HOST, "a gradient")
         place(tensor)
 
-    with mock.patch.object(run.manager.gradients, "place_deferred", place_deferred):
+    with mock.patch.object(inside.gradients(run.engine), "place_deferred", place_deferred):
         run.train(3)
     run.evaluate()
     return run.end()
@@ -324,7 +299,7 @@ def dropped_gradients(folder):
     run.evaluate()
     run.backward()
     run.optimizer.zero_grad(set_to_none=False)
-    run.step(to_none=False)
+    run.update(to_none=False)
     return run.end()
 
 
@@ -336,7 +311,7 @@ def assigning(folder):
     for parameter, gradient in zip(run.parameters, given, strict=True):
         parameter.grad = gradient
         gradient.mul_(0.5)
-    run.step()
+    run.update()
     return run.end()
 
 
@@ -346,7 +321,7 @@ def saving(folder):
         run.backward(number)
         run.keep(*run.model.state_dict().values())
         run.engine.checkpoints.save(folder / f"before-{number}")
-        run.step()
+        run.update()
         run.evaluate()
         run.engine.checkpoints.save(folder / f"after-{number}")
     run.backward()
@@ -387,7 +362,7 @@ def changes_of_the_model(folder):
     run.backward()
     run.model.layers[1] = nn.Linear(WIDTH, WIDTH)
     run.evaluate()
-    run.step()
+    run.update()
     run.evaluate()
     del run.model.layers[2]
     run.evaluate()
@@ -418,7 +393,7 @@ def short_of_room(folder):
     run = Run()
 
     def make_room(*_):
-        run.manager.executor.make_room(10**9)
+        inside.make_room(run.engine, 10**9)
         run.keep_in_flight()
 
     run.model.layers[0].register_full_backward_pre_hook(make_room)
@@ -440,7 +415,7 @@ def out_of_memory(folder):
 
     for _ in range(2):
         run.engine.attempt(attempt)
-        run.step()
+        run.update()
     return run.end()
 
 
@@ -502,7 +477,7 @@ def open_other_state(run, folder):
     (folder / "other").mkdir()
     file = run.engine.training_state.begin_save(folder / "other", with_index=True)
     file.write()
-    run.step()
+    run.update()
     return folder / "other"
 
 
@@ -539,10 +514,10 @@ def leaving(folder):
     for number in range(3):
         loss = run.model(batch(number))
         run.keep_in_flight()
-        run.keep(torch.tensor(run.manager.activations._leaving is None))
+        run.keep(torch.tensor(inside.activations(run.engine)._leaving is None))
         loss.backward()
         run.keep(loss)
-        run.step()
+        run.update()
     run.model(batch(3))  # has no backward
     run.engine.detach()
     return run.end()
@@ -567,7 +542,7 @@ def leaving_out_of_order(folder):
     """Another one begins to come back before the one that comes is used."""
     run = Run(Skipping(), num_chunks=16, activation_offload=True)
     activations = [Activation(place, 4 * 32 * 32, 0, 0, 9) for place in range(4)]
-    moving = run.manager.activations
+    moving = inside.activations(run.engine)
     moving.begin(Trace("training", (), (Visit(0),), activations=tuple(activations), num_offloaded=3))
     kept = [moving.keep(torch.full((32, 32), float(place))) for place in range(4)]
     moving.end_forward()
@@ -579,8 +554,8 @@ def leaving_out_of_order(folder):
 def leaving_inside(folder):
     """Nothing is known of such a step."""
     with (
-        mock.patch.object(activations, "_EAGER_NBYTES", 1),
-        mock.patch("hf_patrickstar.engine.make_estimator", return_value=None),
+        mock.patch.object(*inside.EAGER_NBYTES, 1),
+        inside.recorded(),
     ):
         run = Run(Inside(), activation_offload=True)
         run.train(1)
@@ -595,7 +570,7 @@ RUNS = {
     "looking at states": looking_at_states,
     "updated by the caller": updated_by_the_caller,
     "holding a state": holding_a_state,
-    "saved while it steps": saved_while(Run.step),
+    "saved while it steps": saved_while(Run.update),
     "accumulation": accumulation,
     "accumulation and norms": clipped(3, 2, evaluates=False),
     "several backwards": several_backwards,
@@ -621,7 +596,7 @@ RUNS = {
     "saved while states are replaced": saved_while(replace_states),
     "saved while states are written to": saved_while(write_to_states),
     "saved while values are written": saved_while(write_values, model=lambda: Layers().bfloat16(), dtype="bf16"),
-    "saved while all is updated at once": saved_while(Run.step, optimizer=Momentum),
+    "saved while all is updated at once": saved_while(Run.update, optimizer=Momentum),
     "saved while the optimizer's method runs": saved_while(lambda run: run.optimizer.shrink(), optimizer=Momentum),
     "saved while another is loaded": saved_while(load_other_state, open_other_state),
     "saving": saving,

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from movement import simulate
+from support import inside
 from support.models import make_batch, make_model
 from support.trainers import smallest_budget
 from torch._dynamo import convert_frame
@@ -15,7 +16,7 @@ FIELDS = ("loads", "evictions", "prefetches", "host_to_device_nbytes", "device_t
 
 
 def traces_of(engine, kind):
-    traces = engine.manager.tracer.traces
+    traces = inside.traces(engine)
     return [trace for key, trace in traces.items() if key.split("/")[0] == kind]
 
 
@@ -65,17 +66,17 @@ def test_simulation_is_the_engine(name, checkpointing, freeze, monkeypatch):
             moved, losses, engine = steps_of(name, config, 3, checkpointing, freeze)
             all_losses.append(losses)
             (recorded,) = traces_of(engine, "training")
-            margin = frozenset(engine.manager.placement.in_margin)
-            fixed = sum(engine.manager.placement.nbytes[index].device_nbytes for index in margin)
+            margin = frozenset(inside.in_margin(engine))
+            fixed = sum(inside.chunk_nbytes(engine)[index].device_nbytes for index in margin)
             predicted = simulate(
                 recorded,
                 budget - fixed,
                 eviction,
-                dropped_after=frozenset(c.spec.index for c in engine.manager.chunks if c.spec.trainable),
+                dropped_after=frozenset(c.spec.index for c in inside.chunks(engine) if c.spec.trainable),
                 static=margin,
                 prefetch_depth=depth,
-                gradient_nbytes=[c.spec.used_numel * 4 * c.spec.trainable for c in engine.manager.chunks],
-                home_nbytes=[nbytes.host_nbytes for nbytes in engine.manager.placement.nbytes],
+                gradient_nbytes=[c.spec.used_numel * 4 * c.spec.trainable for c in inside.chunks(engine)],
+                home_nbytes=[nbytes.host_nbytes for nbytes in inside.chunk_nbytes(engine)],
             )
             assert predicted.host_peak_nbytes == engine.ledger.used(Tier.HOST)
             expected = [getattr(predicted, field) for field in FIELDS]

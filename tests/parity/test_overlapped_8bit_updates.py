@@ -9,11 +9,13 @@ import threading
 import pytest
 import test_overlapped_updates as overlapped
 import torch
+from support import inside
 from support.quantized_states import begin_apart
+from support.runs import Run
 from support.same import assert_same
 from support.small import WIDTH
 from support.streams import streams_of
-from test_overlapped_updates import Run, outcome
+from test_overlapped_updates import outcome
 
 bnb = pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.own_streams
@@ -133,7 +135,7 @@ def test_a_step_returns_before_chunks_are_updated(monkeypatch):
             opened.set()
 
         run.step(1, look)
-        chunks = {run.engine.manager.find(layer.weight).chunk.spec.index for layer in run.model.layers}
+        chunks = {inside.find(run.engine, layer.weight).chunk.spec.index for layer in run.model.layers}
         assert run.found[-1] >= len(chunks) > 3
         run.end()
         assert threads

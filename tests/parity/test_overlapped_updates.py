@@ -19,6 +19,8 @@ from unittest import mock
 
 import pytest
 import torch
+from support import inside
+from support.runs import Run
 from support.same import assert_same
 from support.small import CHUNK_NUMEL, WIDTH, Stack, Tied, loss_of, make
 from support.streams import streams_of
@@ -34,46 +36,6 @@ pytestmark = pytest.mark.own_streams
 
 STREAMS = ["simulated", "simulated:1", "delayed", "pooled"]
 WORKERS = "hf_patrickstar-update"
-
-
-class Run:
-    """Training whose every result is kept."""
-
-    def __init__(self, make_optimizer=None, *, factory=Stack, accumulation=1, **config):
-        self.model = make(factory).train()
-        config = {"placement": "host", "chunk_numel": CHUNK_NUMEL, "chunk_budget": f"{12 * CHUNK_NUMEL}B", **config}
-        make_optimizer = make_optimizer or (lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True))
-        made = make_optimizer(self.model.parameters())
-        self.engine = PatrickStarEngine(self.model, config, made, gradient_accumulation_steps=accumulation)
-        self.optimizer = self.engine.optimizer
-        self.found = []
-
-    def keep(self, *values):
-        self.found += [v.detach().clone() if isinstance(v, torch.Tensor) else v for v in values]
-
-    def keep_state(self, state):
-        self.keep(*(value for entry in state["state"].values() for value in entry.values()))
-
-    def backward(self, seed=0):
-        loss = loss_of(self.model, seed)
-        loss.backward()
-        self.keep(loss)
-
-    def step(self, seed=0, after=lambda run: None):
-        self.backward(seed)
-        self.keep(self.optimizer.clip_grad_norm_(None, 0.5))
-        self.optimizer.step()
-        after(self)
-        self.optimizer.zero_grad()
-
-    @property
-    def num_under_way(self):
-        updates = [chunk.update for chunk in self.engine.manager.chunks]
-        return sum(isinstance(update, Copy) and not update.is_done for update in updates)
-
-    def end(self):
-        self.keep(*self.model.state_dict().values())
-        return self.found
 
 
 def after_steps(after):
@@ -264,7 +226,7 @@ def one_at_a_time(run):
     """Somebody looks into the state of the last chunk alone, and the thread is still at those before it."""
     for seed in range(2):
         run.step(seed)
-    held = run.optimizer.state[run.engine.manager.chunks[-1].owned[-1].parameter]["exp_avg"]
+    held = run.optimizer.state[inside.chunks(run.engine)[-1].owned[-1].parameter]["exp_avg"]
     for seed in range(2, 5):
         run.step(seed, lambda run: run.keep(held))
 
@@ -285,7 +247,7 @@ def a_step_that_raises_in_the_middle(run):
     plain(run)
     run.backward(1)
     run.keep(run.optimizer.clip_grad_norm_(None, 0.5))
-    num_homes = len({chunk.home for chunk in run.engine.manager.chunks})  # updates of each are prepared together
+    num_homes = len(inside.homes(run.engine))  # updates of each are prepared together
     fail = mock.Mock(side_effect=[*[None] * (num_homes - 1), MemoryError("in the middle")])
     with mock.patch.object(AdamKernel, "_numbers", fail), pytest.raises(MemoryError):
         run.optimizer.step()
@@ -433,7 +395,7 @@ def test_a_step_returns_before_chunks_are_updated(late, gate):
         gate.set()
 
     run.step(1, look)
-    assert run.found[-1] == len(run.engine.manager.chunks) > 3
+    assert run.found[-1] == len(inside.chunks(run.engine)) > 3
 
 
 @pytest.mark.parametrize("streams", ["delayed", "pooled"])
@@ -445,7 +407,7 @@ def test_a_forward_begins_when_the_first_chunk_is_updated(streams, monkeypatch):
         run.model.state_dict()  # waits for all updates
         first_module_ran, threads = threading.Event(), []
         update, update_share = AdamKernel._run, AdamKernel._update_share
-        last = run.engine.manager.chunks[-1]
+        last = inside.chunks(run.engine)[-1]
 
         def update_late(kernel, job, segments, *others):
             if streams == "delayed" and segments and segments[-1].chunk is last:
@@ -477,7 +439,7 @@ def test_no_worker_waits_while_a_chunk_is_left_of_a_step(monkeypatch):
         run = Run(host_threads=2)
         plain(run)
         run.model.state_dict()  # waits for all updates
-        first, *others = run.engine.manager.in_order_of_use
+        first, *others = inside.in_order_of_use(run.engine)
         opened, begun, update_share = threading.Event(), [], AdamKernel._update_share
 
         def update_share_late(kernel, job, share):
@@ -557,9 +519,9 @@ def test_chunks_are_updated_in_the_order_in_which_forward_needs_them(late, monke
     monkeypatch.setattr(AdamKernel, "prepare", note)
     run = Run(factory=LastFirst)
     plain(run)
-    chunks = [run.engine.manager.find(layer.weight).chunk.spec.index for layer in run.model.layers]
+    chunks = [inside.find(run.engine, layer.weight).chunk.spec.index for layer in run.model.layers]
     assert chunks == sorted(chunks)
-    assert [index for index in updated[-len(run.engine.manager.chunks) :] if index in chunks] == chunks[::-1]
+    assert [index for index in updated[-len(inside.chunks(run.engine)) :] if index in chunks] == chunks[::-1]
     assert run.engine.stats()["diverged_steps"] == 0
 
 
@@ -596,7 +558,7 @@ def test_a_second_attempt_begins_while_all_chunks_are_updated(late, gate):
     run.optimizer.register_step_pre_hook(close_after_the_first_step)
     a_second_attempt(run, note)
     gate.set()
-    assert under_way[-1] == len(run.engine.manager.chunks) > 3
+    assert under_way[-1] == len(inside.chunks(run.engine)) > 3
     assert run.engine.stats()["retries"] == 3
     assert_same(outcome("threads", a_second_attempt, {}, overlap_optimizer=False), run.end())
 
@@ -620,7 +582,7 @@ def failing(chunk_index, monkeypatch):
 
 
 def rounded_masters(run):
-    return {t.spec.name: t.view(t.chunk.lists["master"]).to(t.chunk.dtype).clone() for t in run.engine.manager.tensors}
+    return {t.spec.name: t.view(t.chunk.lists["master"]).to(t.chunk.dtype).clone() for t in inside.tensors(run.engine)}
 
 
 @pytest.mark.parametrize(("streams", "dtype"), [("simulated", "bf16"), ("delayed", "fp32"), ("pooled", "bf16")])
@@ -637,7 +599,7 @@ def test_an_error_in_a_worker_names_the_chunk_at_the_next_use(streams, dtype, mo
             assert "while the optimizer updated '" in note
             assert "chunk 2" in note
         masters = rounded_masters(run)
-        for tensor in run.engine.manager.tensors:
+        for tensor in inside.tensors(run.engine):
             assert torch.equal(tensor.view(tensor.chunk.param), masters[tensor.spec.name]), tensor.spec.name
         num_steps = {int(run.optimizer.state[p]["step"]) for p in run.model.parameters()}
         assert num_steps == {1, 2}, "those before the error, and the others"
@@ -653,7 +615,7 @@ def test_an_error_of_a_worker_that_has_ended_is_raised_by_what_begins_next(begin
     with streams_of("delayed"):
         run = Run(host_threads=3)
         run.step(0)
-        last = run.engine.manager.in_order_of_use[-1].spec.index
+        last = inside.in_order_of_use(run.engine)[-1].spec.index
         with failing(last, monkeypatch):
             run.step(1)
             while run.num_under_way:
@@ -717,7 +679,7 @@ def test_an_error_in_one_chunk_leaves_no_other_half_updated(dtype, monkeypatch):
         run = Run(dtype=dtype, autocast=False, host_threads=3, overlap_optimizer=False)
         run.step(0)
         run.backward(1)
-        first, begun, compute = run.engine.manager.in_order_of_use[0], threading.Event(), AdamKernel._update_by_script
+        first, begun, compute = inside.in_order_of_use(run.engine)[0], threading.Event(), AdamKernel._update_by_script
 
         def fail(kernel, job, rules, share):
             if share[0].chunk is not first:
@@ -733,7 +695,7 @@ def test_an_error_in_one_chunk_leaves_no_other_half_updated(dtype, monkeypatch):
             with contextlib.nullcontext() if index is None else pytest.raises(ArithmeticError):
                 run.optimizer.step()
         run.optimizer.zero_grad()
-        return [[chunk.param.clone(), *map(torch.clone, chunk.lists.values())] for chunk in run.engine.manager.chunks]
+        return [[chunk.param.clone(), *map(torch.clone, chunk.lists.values())] for chunk in inside.chunks(run.engine)]
 
     with streams_of("pooled"):
         done, failed = train(), train(0)
@@ -808,12 +770,12 @@ EXIT = """
     import atexit, sys, time
     import torch
     from support.streams import streams_of
-    import test_overlapped_updates as tests
+    from support.runs import Run
     from hf_patrickstar.optim.adam_kernel import AdamKernel
 
     context = streams_of("pooled")
     threads = context.__enter__()
-    run = tests.Run(host_threads=3, dtype="bf16", autocast=False)
+    run = Run(host_threads=3, dtype="bf16", autocast=False)
     run.step(0)
     update = AdamKernel._update_share
     def update_late(*args, **settings):
@@ -882,7 +844,7 @@ def test_a_reader_that_has_waited_forgets_no_later_update(late, gate, monkeypatc
     """Another thread waits for the update of one step while the next step begins."""
     run = Run(host_threads=1)
     run.step(0)
-    chunk = run.engine.manager.chunks[-1]
+    chunk = inside.chunks(run.engine)[-1]
     waited, go_on = threading.Event(), threading.Event()
     wait = Copy.wait
 
@@ -937,7 +899,7 @@ def test_workspace_goes_when_no_update_uses_it_any_more(late, gate):
     run.optimizer.step()
     threading.Timer(0.05, gate.set).start()
     assert run.num_under_way > 3
-    run.engine._payloads.reserve_anew(run.engine.manager.chunks)
+    inside.reserve_anew(run.engine)
     assert run.num_under_way == 0
 
 

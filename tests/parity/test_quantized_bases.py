@@ -3,6 +3,7 @@
 import pytest
 import torch
 from peft import prepare_model_for_kbit_training
+from support import inside
 from support.covering import ids, pairwise
 from support.models import make_rows
 from support.quantized import KINDS, load, packed, packed_nbytes, saved, with_adapter, without_packing
@@ -57,10 +58,10 @@ def test_same_run(case, tmp_path):
     actual = train(ours, tmp_path / "ours", config, **kwargs)
     assert_same_run(expected, actual)
     assert logged(actual[0], "eval_loss") == logged(expected[0], "eval_loss")
-    stats, manager = actual[0].patrickstar_stats(), actual[0].patrickstar_engine.manager
-    moved = {manager.find(weight).chunk.spec.index for weight in packed(ours).values()}
+    stats, engine = actual[0].patrickstar_stats(), actual[0].patrickstar_engine
+    moved = {inside.find(engine, weight).chunk.spec.index for weight in packed(ours).values()}
     assert len(moved) > 10
-    assert not any(manager.chunks[index].is_static for index in moved)
+    assert not any(inside.chunks(engine)[index].is_static for index in moved)
     assert stats["chunk_evictions"] > 3 * len(moved)
     assert stats["device_peak_nbytes"] <= config["chunk_budget"]
     assert stats["diverged_steps"] == 0

@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from support import inside
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_patrickstar import PatrickStarEngine, plan, plan_cache
@@ -56,7 +57,7 @@ def plan_it(config, num_micro_batches=1, **settings):
     return found
 
 
-class Run:
+class FourSteps:
     """Four steps of a model with the weights of a seed; what it has seen."""
 
     def __init__(self, config, num_micro_batches=1, length=32, more=lambda tokens: {}, **settings):
@@ -98,11 +99,11 @@ def assert_same(ours, theirs):
 
 @pytest.mark.parametrize(("config", "num_micro_batches"), [(GPT2, 3), (LLAMA, 1)], ids=["gpt2", "llama"])
 def test_no_step_is_recorded_first(config, num_micro_batches, caplog):
-    before = Run(config, num_micro_batches)
+    before = FourSteps(config, num_micro_batches)
     assert before.recorded[0] > 0
     plan_it(config, num_micro_batches)
     with caplog.at_level(logging.INFO, "hf_patrickstar"):
-        after = Run(config, num_micro_batches)
+        after = FourSteps(config, num_micro_batches)
     assert after.recorded == [0, 0, 0, 0]
     assert after.stats["diverged_steps"] == 0
     assert "reuse_plan: the first steps follow a plan made before" in caplog.text
@@ -112,11 +113,11 @@ def test_no_step_is_recorded_first(config, num_micro_batches, caplog):
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_a_loss_in_chunks_follows_the_plan_of_one(config):
-    before = Run(config, chunked_loss=True)
+    before = FourSteps(config, chunked_loss=True)
     plan_it(config)
-    assert Run(config, chunked_loss=True).recorded[0] > 0, "that plan has whole logits"
+    assert FourSteps(config, chunked_loss=True).recorded[0] > 0, "that plan has whole logits"
     plan_it(config, chunked_loss=True)
-    after = Run(config, chunked_loss=True)
+    after = FourSteps(config, chunked_loss=True)
     assert after.recorded == [0, 0, 0, 0]
     assert after.stats["diverged_steps"] == 0
     assert_same(after, before)
@@ -128,14 +129,14 @@ def test_chunks_that_the_host_has_no_room_for_are_chosen_by_what_steps_need(monk
     monkeypatch.setitem(BUDGETS, "host_budget", 3 * MIB)
     config = copy.deepcopy(GPT2)
     config.tie_word_embeddings = False  # a second gradient would need a list of its own
-    before = Run(config)
+    before = FourSteps(config)
     plan_it(config)
-    after = Run(config)
-    spilled, placement = after.engine._decisions.homes.spilled, after.engine.manager.placement
+    after = FourSteps(config)
+    spilled = inside.spilled(after.engine)
     assert after.recorded == [0, 0, 0, 0]
     assert_same(after, before)
-    assert spilled == placement.in_margin
-    assert before.engine._decisions.homes.spilled != spilled
+    assert spilled == inside.in_margin(after.engine)
+    assert inside.spilled(before.engine) != spilled
     assert after.stats["device_total_step_peak_nbytes"] <= device_budget(config)
 
 
@@ -146,9 +147,9 @@ def mask_and_number(tokens):
 
 def test_batches_of_usual_collators_are_those_of_a_plan():
     plan_it(LLAMA)
-    run = Run(LLAMA, more=mask_and_number)
+    run = FourSteps(LLAMA, more=mask_and_number)
     assert run.recorded == [0, 0, 0, 0]
-    assert run.engine.manager.placement.lookups == kept_traces().lookups != {}
+    assert inside.lookups(run.engine) == kept_traces().lookups != {}
 
 
 def padded(tokens):
@@ -159,10 +160,10 @@ def padded(tokens):
 
 def test_a_first_batch_with_padding_is_not_that_of_a_plan(caplog):
     """It has a mask of all pairs of tokens, which the plan knows nothing of."""
-    before = Run(LLAMA, more=padded)
+    before = FourSteps(LLAMA, more=padded)
     plan_it(LLAMA)
     with caplog.at_level(logging.INFO, "hf_patrickstar"):
-        after = Run(LLAMA, more=padded)
+        after = FourSteps(LLAMA, more=padded)
     assert after.recorded[0] > 0
     assert "the batches of the plan have no padding, and the first one here has" in caplog.text
     assert_same(after, before)
@@ -175,10 +176,10 @@ def test_a_run_says_what_it_needs_with_the_activations_of_the_plan(caplog):
         return parse_nbytes(found, "bytes")
 
     with caplog.at_level(logging.INFO, "hf_patrickstar"):
-        Run(GPT2)
+        FourSteps(GPT2)
         chunks = least("beside")
         plan_it(GPT2)
-        run = Run(GPT2)
+        run = FourSteps(GPT2)
         everything = least("with")
     assert chunks < everything <= run.stats["device_total_step_peak_nbytes"]
 
@@ -201,7 +202,7 @@ def test_plans_of_other_trainings_and_activations_or_unwanted_ones_are_not_follo
     plan_it(GPT2)
     other = copy.deepcopy(GPT2)
     other.update(model)
-    run = Run(other, **training)
+    run = FourSteps(other, **training)
     assert run.recorded[0] > 0
     assert run.stats["device_total_step_peak_nbytes"] <= device_budget(GPT2)
 
@@ -211,20 +212,20 @@ def test_a_model_that_was_saved_under_another_name_follows_its_plan(tmp_path):
     other = copy.deepcopy(GPT2)
     other.update({"architectures": ["GPT2LMHeadModel"], "use_cache": False, "pad_token_id": 3, "name_or_path": "mine"})
     other.save_pretrained(tmp_path / "mine")
-    assert Run(AutoConfig.from_pretrained(tmp_path / "mine")).recorded == [0, 0, 0, 0]
+    assert FourSteps(AutoConfig.from_pretrained(tmp_path / "mine")).recorded == [0, 0, 0, 0]
 
 
 def test_larger_batches_are_recorded():
     plan_it(GPT2)
-    before = Run(GPT2, length=48, reuse_plan=False)
-    after = Run(GPT2, length=48)
+    before = FourSteps(GPT2, length=48, reuse_plan=False)
+    after = FourSteps(GPT2, length=48)
     assert after.recorded[0] > 0
     assert_same(after, before)
 
 
 def test_a_plan_that_is_wrong_costs_time_and_no_bits():
     """It visits the chunks in another order, and expects no activations."""
-    before = Run(GPT2)
+    before = FourSteps(GPT2)
     plan_it(GPT2)
     known = kept_traces()
     traces = {
@@ -234,7 +235,7 @@ def test_a_plan_that_is_wrong_costs_time_and_no_bits():
         for key, trace in known.traces.items()
     }
     plan_cache.keep_traces(dataclasses.replace(known, traces=traces))
-    after = Run(GPT2)
+    after = FourSteps(GPT2)
     assert after.stats["diverged_steps"] > 0
     assert after.recorded[-1] > 0
     assert_same(after, before)
@@ -244,4 +245,4 @@ def test_a_plan_that_is_wrong_costs_time_and_no_bits():
 def test_a_damaged_file_is_no_plan(damage):
     plan_it(GPT2)
     next(plan_cache.directory("traces").iterdir()).write_bytes(damage)
-    assert Run(GPT2).recorded[0] > 0
+    assert FourSteps(GPT2).recorded[0] > 0

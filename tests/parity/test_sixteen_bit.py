@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import inside
 from support.covering import ids, pairwise
 from support.models import make_batch, make_model
 from support.reference import Reference
@@ -133,7 +134,7 @@ def test_bf16(case):
     engine, _ = compare(name, "bf16", configs[memory], **case)
     assert (engine.stats()["chunk_evictions"] > 0) is (memory != "resident")
     if not autocast:
-        assert {chunk.param.dtype for chunk in engine.manager.chunks} == {torch.bfloat16}
+        assert {chunk.param.dtype for chunk in inside.chunks(engine)} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,7 @@ def test_fp16_overflow_without_clipping_restores_parameters():
     scale = {"init_scale": 2.0**24, "growth_interval": 1000}
     engine, done = compare("gpt2", "fp16", steps=12, scale=scale, max_norm=None)
     assert done.count(False) == engine.stats()["skipped_steps"] > 0
-    for tensor in engine.manager.tensors:
+    for tensor in inside.tensors(engine):
         value = tensor.view(tensor.chunk.param)
         assert torch.equal(value, tensor.view(tensor.chunk.lists["master"]).to(value.dtype))
 

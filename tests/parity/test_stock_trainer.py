@@ -4,6 +4,7 @@ Two param groups, a cosine schedule and evaluations in between, in every archite
 """
 
 import pytest
+from support import inside
 from support.covering import ids, pairwise
 from support.models import MODELS, make_model
 from support.trainers import assert_same_run, smallest_budget, train
@@ -54,7 +55,7 @@ def test_same_run(case, tmp_path):
         assert stats["chunk_evictions"] > 0
         assert stats["device_peak_nbytes"] <= config["chunk_budget"]
     if memory == "looked up":
-        assert any(tensor.is_looked_up for tensor in engine.manager.tensors)
+        assert any(tensor.is_looked_up for tensor in inside.tensors(engine))
 
 
 def freeze_some(model):

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from support import inside
 from support.covering import pairwise
 from support.models import make_batch, make_model
 from support.trainers import smallest_budget
@@ -96,7 +97,7 @@ def test_a_model_that_nobody_asked_to_change_trains_as_in_plain_torch(dtype, mak
     model = make_stack(dtype, dtype, dtype)
     config = budget_for(model)
     engine = train_both(model, make_stack(dtype, dtype, dtype), make_optimizer, config, accumulation)
-    types = {payload.dtype for chunk in engine.manager.chunks for payload in (chunk.param, *chunk.lists.values())}
+    types = {payload.dtype for chunk in inside.chunks(engine) for payload in (chunk.param, *chunk.lists.values())}
     assert types == {dtype}
     assert engine.stats()["chunk_evictions"] > 0
 
@@ -117,13 +118,13 @@ def test_a_16_bit_model_of_transformers_without_bf16(name, fused):
 def test_types_beside_each_other():
     dtypes = (torch.float64, torch.bfloat16, torch.float32, torch.bfloat16)
     engine = train_both(make_stack(*dtypes), make_stack(*dtypes), adamw, budget_for(make_stack(*dtypes)), 3)
-    assert {chunk.param.dtype for chunk in engine.manager.chunks} == set(dtypes)
+    assert {chunk.param.dtype for chunk in inside.chunks(engine)} == set(dtypes)
 
 
 def types_of(engine):
     return {
         tensor.spec.name: (tensor.spec.types.param, tensor.spec.types.state)
-        for tensor in engine.manager.tensors
+        for tensor in inside.tensors(engine)
         if "bias" not in tensor.spec.name
     }
 
@@ -236,7 +237,7 @@ def test_frozen_16_bit_parameters_need_no_master():
         parameter.requires_grad_(False)
     model.lm_head.bias = nn.Parameter(torch.zeros(model.config.vocab_size))
     engine = PatrickStarEngine(model, {"dtype": "bf16", "frozen_master": True}, torch.optim.SGD([model.lm_head.bias]))
-    frozen = [chunk for chunk in engine.manager.chunks if not chunk.spec.trainable]
+    frozen = [chunk for chunk in inside.chunks(engine) if not chunk.spec.trainable]
     assert frozen
     assert not any(chunk.lists for chunk in frozen)
 

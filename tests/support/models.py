@@ -21,8 +21,22 @@ VOCAB = 96
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
-def gpt2():
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=32, n_layer=3, n_head=2, **IDS))
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 32,
+    **IDS,
+}
+"""Of a Llama and what has its settings."""
+
+
+def gpt2(**changes):
+    sizes = {"vocab_size": VOCAB, "n_positions": 32, "n_embd": 32, "n_layer": 3, "n_head": 2, **IDS}
+    return GPT2LMHeadModel(GPT2Config(**{**sizes, **changes}))
 
 
 def bert_classifier():
@@ -60,18 +74,8 @@ def opt():
     return OPTForCausalLM(config)
 
 
-def llama():
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=32,
-        **IDS,
-    )
-    return LlamaForCausalLM(config)
+def llama(**changes):
+    return LlamaForCausalLM(LlamaConfig(**{**SIZES, **changes}))
 
 
 def t5():
@@ -90,20 +94,8 @@ def t5():
 
 
 def mixtral():
-    config = MixtralConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=48,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        max_position_embeddings=32,
-        output_router_logits=True,
-        **IDS,
-    )
-    return MixtralForCausalLM(config)
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+    return MixtralForCausalLM(MixtralConfig(**{**SIZES, "intermediate_size": 48, **experts}))
 
 
 MODELS = {

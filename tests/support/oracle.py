@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import inside
 from support.models import make_batch, make_model
 from support.virtual_machine import VirtualDriver, VirtualPeers
 
@@ -133,7 +134,7 @@ def record_step(training: Training, machine: Machine, known: KnownTraces | None 
             num_to_pass = _num_to_pass(engine) + (known is not None)
             return _record(engine, training, driver, _totals_of(engine.ledger), num_to_pass)
         finally:
-            engine.manager.unwind()  # takes the meter's mode off before the modes around it
+            inside.unwind(engine)  # takes the meter's mode off before the modes around it
 
 
 def make_engine(training: Training, driver: VirtualDriver, known: KnownTraces | None = None) -> PatrickStarEngine:
@@ -186,8 +187,8 @@ def _record(
     for number in range(_MOST_STEPS):
         totals.clear()
         before, homes = engine.stats(), _homes_of(engine)
-        driver.begin(engine.manager.chunks)
-        for tensor in engine.manager.tensors:  # some optimizers make states when they are made
+        driver.begin(inside.chunks(engine))
+        for tensor in inside.tensors(engine):  # some optimizers make states when they are made
             for value in engine.optimizer.inner.state.get(tensor.parameter, {}).values():
                 driver.take(value, tensor.chunk.home, OWN_STATE)
         if number:
@@ -202,7 +203,7 @@ def _record(
 
 
 def _homes_of(engine: PatrickStarEngine) -> list[Tier]:
-    return [chunk.home for chunk in engine.manager.chunks]
+    return [chunk.home for chunk in inside.chunks(engine)]
 
 
 def _num_to_pass(engine: PatrickStarEngine) -> int:
@@ -226,7 +227,7 @@ def _train(engine: PatrickStarEngine, training: Training) -> list[Step | None]:
 
     def run(inputs: Mapping[str, Any]) -> Step | None:
         loss = training.compute_loss(engine.model, inputs)
-        step = engine.manager.tracer.step
+        step = inside.step(engine)
         training.micro_batch.run_backward(loss)
         return step
 
@@ -243,7 +244,7 @@ def _note(
     before: Mapping[str, Any],
     device_nbytes: int,
 ) -> Recording:
-    stats, chunks = engine.stats(), engine.manager.chunks
+    stats, chunks = engine.stats(), inside.chunks(engine)
     on_host = [chunk for chunk in chunks if chunk.home is Tier.HOST]
     gained = {name: stats[name] - before[name] for name in before if name.endswith("_nbytes")}
     return Recording(
@@ -258,5 +259,5 @@ def _note(
         moved_nbytes=(gained["host_to_device_nbytes"], gained["device_to_host_nbytes"]),
         sent_nbytes=gained["sent_nbytes"],
         layout=tuple(stats[name] for name in ("num_chunks", "chunk_numel", "chunk_utilisation")),
-        lookups=dict(engine.manager.placement.lookups),
+        lookups=dict(inside.lookups(engine)),
     )

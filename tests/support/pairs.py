@@ -4,6 +4,7 @@ import functools
 import inspect
 
 import torch
+from support import inside
 from support.same import assert_same, assert_same_states, assert_same_values, copied, gradients_of
 from support.small import CHUNK_NUMEL, DTYPES, Stack, adamw, loss_of, make, trainable
 from torch import nn
@@ -214,4 +215,4 @@ def alike(factory=Stack, make_optimizer=adamw, *, then=None, **settings):
 def evict(model):
     """What large activations do at any moment, of a model in chunks: every copy that may leave the device leaves it."""
     if hasattr(model, "patrickstar_engine"):
-        model.patrickstar_engine.manager.executor.evict_unused()
+        inside.evict_unused(model.patrickstar_engine)

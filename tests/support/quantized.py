@@ -5,7 +5,7 @@ import tempfile
 
 import peft
 import torch
-from support.models import IDS, VOCAB
+from support.models import SIZES
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 KINDS = {
@@ -21,16 +21,7 @@ WIDTH = 64
 @functools.cache
 def saved(num_layers=12, cls=LlamaConfig):
     """A directory with a model of this many layers, whose weights are not quantized."""
-    config = cls(
-        vocab_size=VOCAB,
-        hidden_size=WIDTH,
-        intermediate_size=4 * WIDTH,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        **IDS,
-    )
+    config = cls(**{**SIZES, "hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": num_layers})
     directory = tempfile.TemporaryDirectory(prefix="hf_patrickstar_quantized_")
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(directory.name)

@@ -1,9 +1,10 @@
 """Training with the optimizers of bitsandbytes: models with tensors of all kinds, runs apart, flat states."""
 
 import torch
-from support.models import IDS, VOCAB, make_rows
+from support import models
+from support.models import make_rows
 from support.trainers import arguments, run
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments
 
@@ -17,23 +18,12 @@ WRAPPED = "__bnb_optimizer_quant_state__"
 
 def llama():
     """No tied embedding; of its large tensors some end in the middle of a block, and one has exactly 4096 elements."""
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=131,
-        max_position_embeddings=32,
-        **IDS,
-    )
-    return LlamaForCausalLM(config)
+    return models.llama(hidden_size=64, intermediate_size=131)
 
 
 def gpt2():
     """A tied embedding, and large tensors with odd numbers of elements."""
-    config = GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=65, n_layer=2, n_head=5, **IDS)
-    return GPT2LMHeadModel(config)
+    return models.gpt2(n_embd=65, n_layer=2, n_head=5)
 
 
 MODELS = {"llama": llama, "gpt2": gpt2}

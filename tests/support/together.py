@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from support import inside
 from support.models import make_batch, make_model
 
 from hf_patrickstar import PatrickStarEngine
@@ -23,15 +24,6 @@ def hf_loss(name, size=2, length=8):
         return model(**make_batch(name, size, seed_of(step, micro, rank), length)).loss
 
     return loss
-
-
-@contextlib.contextmanager
-def recorded(is_recorded=True):
-    """Inside, engines do not estimate their first steps, which are recorded; as the fixture of this name."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        if is_recorded:
-            monkeypatch.setattr("hf_patrickstar.engine.make_estimator", lambda *_: None)
-        yield
 
 
 @contextlib.contextmanager
@@ -137,7 +129,7 @@ def make_scheduler(optimizer):
 
 def parts_of(engine):
     """Where parameters are cut that are spread over ranks, by their places in the model."""
-    return {tensor.spec.index: tensor.parts for tensor in engine.manager.tensors if tensor.is_split}
+    return {tensor.spec.index: tensor.parts for tensor in inside.tensors(engine) if tensor.is_split}
 
 
 def clip(parameters, max_norm, parts):

@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from support import inside
 
 from hf_patrickstar import BudgetError, PatrickStarEngine, resources
 from hf_patrickstar.checkpoint.first_values import FirstValues
@@ -75,7 +76,7 @@ def test_pages_are_locked_beside_the_first_values(monkeypatch, caplog, refusal):
     else:
         engine = make_engine(config)
         model, pool = engine.model, engine.resources.pool
-        places = {chunk.param.data_ptr() for chunk in engine.manager.chunks}
+        places = {chunk.param.data_ptr() for chunk in inside.chunks(engine)}
         assert set(locked) < places if refusal else set(locked) == places
         assert pool.pins_memory == (refusal is None)
         engine.detach()

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from support import inside
 from support.checkpoint_files import same_bits
 
 from hf_patrickstar import CheckpointError, PatrickStarEngine
@@ -108,8 +109,8 @@ def test_same_bits_with_any_number_of_workers(tmp_path, is_deferred, config, dty
         if is_deferred:
             defer(model, tmp_path)
         engine = make_engine(model, {**CHUNKS, **config, "host_threads": threads})
-        found.append([payload.clone() for chunk in engine.manager.chunks for payload in chunk.payloads.values()])
-        for chunk in engine.manager.chunks:
+        found.append([payload.clone() for chunk in inside.chunks(engine) for payload in chunk.payloads.values()])
+        for chunk in inside.chunks(engine):
             for tensor in chunk.tensors:
                 for payload in (chunk.param, *(chunk.lists[name] for name in chunk.lists if name == "master")):
                     assert same_bits(tensor.view(payload), expected[tensor.spec.name].to(payload.dtype))

@@ -8,6 +8,7 @@ import peft
 import pytest
 import torch
 import trl
+from support import inside
 from support.models import make_model
 from support.texts import count_sevens, make_tokenizer, prompts
 from support.trainers import arguments, assert_same_weights, logged, smallest_budget
@@ -61,8 +62,7 @@ class FakeClient:
 
 def bytes_handed_out(model):
     engine = getattr(model, "patrickstar_engine", None)
-    mirrors = [] if engine is None else engine.manager.mirrors.by_tensor.values()
-    return sum(mirror.value.nbytes for some in mirrors for mirror in some)
+    return 0 if engine is None else sum(mirror.nbytes for mirror in inside.mirrors(engine))
 
 
 def largest(model, count):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import inside
 from support.quantized_states import BLOCK_NUMEL, LEAST_NUMEL, begin_apart
 from torch import nn
 
@@ -64,7 +65,7 @@ def expected_of(engine, num_states):
     """Bytes of each list, and of the scales at least and at most: one for each block that a tensor has begun."""
     wanted = dict.fromkeys(("param", "master", *(f"state{number}" for number in range(1, num_states + 1))), 0)
     least = most = 0
-    for chunk in engine.manager.chunks:
+    for chunk in inside.chunks(engine):
         numel, kinds = chunk.spec.chunk_numel, {is_wide(tensor) for tensor in chunk.tensors}
         assert len(kinds) == 1, "states of a chunk have one type"
         wanted["param"] += 2 * numel
@@ -97,13 +98,13 @@ def test_bytes_per_parameter():
     engine = engaged(bnb.optim.AdamW8bit, **IN_16_BIT)
     train(engine)
     numel = {True: 0, False: 0}
-    for tensor in engine.manager.tensors:
+    for tensor in inside.tensors(engine):
         numel[is_wide(tensor)] += tensor.spec.numel
     formula = numel[False] * (2 + 4 + 1 + 1 + 2 * 4 / BLOCK_NUMEL) + numel[True] * (2 + 4 + 4 + 4)
     owners = engine.ledger.owners(Tier.HOST)
     found = sum(owners[name] for name in ("param", "master", "state1", "state2", "absmax1", "absmax2"))
     assert formula <= found <= 1.02 * formula
-    largest = max(chunk.spec.chunk_numel for chunk in engine.manager.chunks)
+    largest = max(chunk.spec.chunk_numel for chunk in inside.chunks(engine))
     assert engine.ledger.used(Tier.HOST) - found <= 4 * largest, "the gradients of one chunk may be widened at a time"
 
 

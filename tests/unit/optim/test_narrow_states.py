@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import inside
 from support.streams import streams_of
 from torch import nn
 
@@ -23,7 +24,7 @@ def test_bf16_states_of_masters_that_are_not_fp32_on_a_device(dtype, fused):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
         config = {"machine": MACHINES["rtx4090"], "pin_memory": False, "state_dtype": "bf16"}
         engine = PatrickStarEngine(model, config, optimizer, device="cpu")
-        assert {chunk.home for chunk in engine.manager.chunks} == {Tier.DEVICE}
+        assert inside.homes(engine) == {Tier.DEVICE}
         for seed in range(2):
             model(torch.full((2, 70), seed + 1.0, dtype=dtype)).sum().backward()
             engine.optimizer.step()

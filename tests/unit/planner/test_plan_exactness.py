@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import inside
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.machine import CPU_TIER
@@ -97,14 +98,14 @@ def assert_exact(subject, given, plan, recording):
     assert plan.fits
     engine, stats, moved = run_within(subject, given)
     for planned in recording.traces:
-        known = engine.manager.tracer.traces[planned.key]
+        known = inside.traces(engine)[planned.key]
         assert (known.activations, known.num_offloaded) == (planned.activations, planned.num_offloaded)
         if planned.num_offloaded:  # a plan has one on the device for the whole of the moment in which it leaves
             pairs = zip(known.visits, planned.visits, strict=True)
             assert all(there.non_model_nbytes <= most.non_model_nbytes for there, most in pairs)
         else:
             assert known == planned
-    assert recording.static == {chunk.spec.index for chunk in engine.manager.chunks if chunk.is_static}
+    assert recording.static == {chunk.spec.index for chunk in inside.chunks(engine) if chunk.is_static}
     assert recording.moved_nbytes == moved
     assert sum(moved) > 0
     assert plan.tier(Tier.DEVICE).need_nbytes == stats["device_total_step_peak_nbytes"]

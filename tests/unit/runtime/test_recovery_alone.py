@@ -1,18 +1,13 @@
 """Memory that was there in pieces, on an accelerator that is not there, and errors that say that a device is full."""
 
-import types
-from unittest import mock
-
 import pytest
 import torch
 
-from hf_patrickstar.counts import Counts
+from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.errors import BudgetError, ConfigError, DeviceMemoryError
-from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime import recovery as module
-from hf_patrickstar.runtime.lock import EngineLock
-from hf_patrickstar.runtime.recovery import Recovery, is_out_of_memory
+from hf_patrickstar.runtime import recovery
+from hf_patrickstar.runtime.recovery import is_out_of_memory
 
 IN_PIECES = "CUDA out of memory. Tried to allocate 20.00 MiB, and 64.00 MiB is reserved by PyTorch but unallocated."
 NONE_LEFT = "CUDA out of memory. Tried to allocate 20.00 MiB, and 2.00 MiB is reserved by PyTorch but unallocated."
@@ -21,18 +16,14 @@ DEFRAGMENTED = "with as much for chunks as before, because the memory was there 
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    """Runs micro-batches whose attempts fail with texts, on a device that is not there.
-
-    Returns the limit, and how many were repeated.
-    """
+    """Runs micro-batches whose attempts fail with texts, as on a GPU; returns the limit, and how many were repeated."""
     for name in ("random_state", "set_random_state", "empty_cache"):
-        monkeypatch.setattr(module, name, lambda *args: None)
-    ledger = Ledger({Tier.DEVICE: 1000, Tier.HOST: 1000})
-    manager = mock.MagicMock(ledger=ledger, lock=EngineLock(), counts=Counts())
-    manager.gradients = types.SimpleNamespace(
-        attempts=types.SimpleNamespace(has_leftovers=False, begin=lambda: None, end=lambda: None)
-    )
-    recovery = Recovery(manager, torch.device("cuda", 0), lambda: ())
+        monkeypatch.setattr(recovery, name, lambda *args: None)
+    is_fragmented, gpu = recovery.is_fragmented, torch.device("cuda", 0)
+    monkeypatch.setattr(recovery, "is_fragmented", lambda error, _: is_fragmented(error, gpu))
+    monkeypatch.setattr(recovery, "is_accelerator", lambda device: True)
+    config = {"device_budget": 1000, "chunk_numel": 64}
+    engine = PatrickStarEngine(torch.nn.Linear(2, 2), config, device="cpu")
 
     def run(*micro_batches):
         for texts in micro_batches:
@@ -42,10 +33,11 @@ def on_gpu(monkeypatch):
                 if errors:
                     raise errors.pop(0)
 
-            recovery.run(micro_batch)
-        return ledger.limit(Tier.DEVICE, cautious=False), manager.counts.retries
+            engine.attempt(micro_batch)
+        return engine.ledger.limit(Tier.DEVICE, cautious=False), engine.counts.retries
 
-    return run
+    yield run
+    engine.detach()
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ import collections
 import dataclasses
 
 import pytest
-from support.models import IDS, VOCAB
+from support import models
+from support.models import VOCAB
 from support.oracle import SMALL, Training, compute_loss, make_training
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import TensorSpec
@@ -126,12 +126,11 @@ def test_bytes_are_there_until_autograd_lets_go(middle, nbytes):
 
 
 def llama():
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, num_hidden_layers=DEPTH, use_cache=False, **sizes, **IDS))
+    return models.llama(intermediate_size=48, num_hidden_layers=DEPTH, use_cache=False)
 
 
 def gpt2():
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=32, n_layer=DEPTH, n_head=2, **IDS))
+    return models.gpt2(n_layer=DEPTH)
 
 
 NUM_ROWS = 4 * 16
