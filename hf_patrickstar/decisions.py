@@ -1,11 +1,10 @@
 """All that is decided about a model before anything is allocated: types, layout, homes. Numbers only."""
 
-import contextlib
 import dataclasses
 import functools
 import logging
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,12 +32,11 @@ from hf_patrickstar.runtime.admission import check_model, check_values, is_left_
 from hf_patrickstar.runtime.chunk import torch_dtype
 from hf_patrickstar.runtime.live_parameter import LiveMixin
 from hf_patrickstar.runtime.quantized import parameters_of
-from hf_patrickstar.schedule.estimate import Estimate, PlacementRules, left_device
+from hf_patrickstar.schedule.estimate import Estimate
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.margin import StepCost
-from hf_patrickstar.schedule.offload import choose_offload, describe_offload, least_that_fit, most_that_fit
+from hf_patrickstar.schedule.offload import describe_offload
 from hf_patrickstar.schedule.pace import choose_depth
-from hf_patrickstar.schedule.placement import HomePlan
 from hf_patrickstar.schedule.step import Places
 from hf_patrickstar.schedule.step_estimate import ChunkWork
 from hf_patrickstar.units import format_count, format_nbytes, format_seconds
@@ -81,26 +79,12 @@ class Decisions(Arrangement):
         reasons = {
             "types": self.precision.describe(self.tensors),
             "chunks": self.choice.describe(),
-            "first homes": self.homes.reason,
+            **self.homes.reasons,
             "embeddings": self.embeddings.reason,
             "depth": self.depth_reason,
             "activations": self.offload_reason,
         }
         return {name: reason for name, reason in reasons.items() if reason}
-
-    def rules(self, situation: Situation) -> PlacementRules:
-        """What a placement takes into account.
-
-        Args:
-            situation: What the decisions depended on.
-        """
-        config, resources, kernels = situation.config, situation.resources, situation.kernels
-        runs_beside = bool(config.overlap_optimizer) and all(kernel.runs_beside for kernel in kernels)
-        has_lanes = resources.has_lanes
-        rates = resources.machine, has_lanes, has_lanes and runs_beside
-        device_nbytes = self.device_workspace_nbytes + self.staging_nbytes(resources.collectives)
-        sizes = device_nbytes, self.workspace_nbytes, self.prefetch_depth
-        return PlacementRules(*sizes, config.eviction, *rates, config.activation_offload)
 
     def staging_nbytes(self, collectives: Collectives) -> int:
         """Bytes of the device in which slices of gradients of other processes arrive, for each type.
@@ -110,23 +94,6 @@ class Decisions(Arrangement):
         """
         largest = Outline.of(self.choice.layout.chunks).largest
         return staged_nbytes(largest, functools.partial(staging_nbytes, collectives))
-
-    def estimate_cost(self, situation: Situation, known: KnownTraces) -> StepCost | None:
-        """What a step will cost when homes are settled (``Estimate.settled``); ``None`` if that is not known.
-
-        Without traces nothing is known of the inputs, and without lanes no machine's rates tell what a step takes.
-
-        Args:
-            situation: What the decisions depended on.
-            known: Traces of a plan.
-        """
-        estimate, homed = self.estimate(situation, known), self.homes.device_homed
-        if not estimate.rules.has_lanes or not estimate.has_training:
-            return None
-        if can_move_homes(situation):
-            with contextlib.suppress(BudgetError):  # the inputs may be smaller than those that were planned
-                homed, _ = estimate.settled(homed, self.homes.spilled)
-        return estimate.cost(homed)
 
     def with_tide(self, situation: Situation, known: KnownTraces) -> tuple["Decisions", KnownTraces]:
         """These decisions, with the homes and the activations that fit what a step needs at each moment.
@@ -138,119 +105,73 @@ class Decisions(Arrangement):
         Returns:
             The decisions, and the traces with the activations that leave.
         """
-        num, most, decided, estimate = 0, 2**31, self, self.estimate(situation, known)
+        num, most, why, estimate = 0, 2**31, "", self.estimate(situation, known)
         if estimate.has_training:
-            num, most, why = self._choose_offload(situation, estimate)
-            reason = describe_offload(estimate.traces, num, estimate.rules.offload, why)
-            decided = dataclasses.replace(self, offload_reason=reason)
+            num, most, why = estimate.choose_offload(self.homes, are_made=False)
         num = Order(situation.resources.collectives).agree_on_offload(num, most)
         known = known.offloading(num)
+        reason = describe_offload(estimate.traces, num, estimate.offload, why) if why else ""
+        homes = self.homes
         try:
-            homes = self._homes_with(situation, estimate.offloading(num))
+            homes = estimate.offloading(num).first(homes)
         except BudgetError as error:  # no refusal: nobody knows whether inputs will be as large
             logger.info("patrickstar: a step with inputs as large as those that were planned has no room: %s", error)
-            return decided, known
         if homes is not self.homes:
-            nbytes = sum(self.chunk_nbytes[index].host_nbytes for index in homes.spilled)
+            nbytes = sum(self.chunk_nbytes[index].host_nbytes for index in homes.margin)
             situation.resources.ledger.spilled_nbytes = nbytes
-        return dataclasses.replace(decided, homes=homes), known
+        return dataclasses.replace(self, homes=homes, offload_reason=reason), known
 
-    def _homes_with(self, situation: Situation, estimate: Estimate) -> HomePlan:
-        """The homes for what is known of a step.
-
-        Raises:
-            BudgetError: If there are none.
-        """
-        spilled, leaves = self.homes.spilled, any(trace.num_offloaded for trace in estimate.traces)
-        if not estimate.has_training or not (spilled or leaves):
-            return self.homes
-        kept, reason = self.homes.device_homed - spilled, self.homes.reason
-        found = estimate.spilled(kept)
-        if leaves and kept and can_move_homes(situation) and estimate.room_beside(kept | found) < 0:
-            # A first step without a plan would not let activations leave.
-            reason, kept = left_device(len(kept), "beside what else a step takes"), frozenset()
-            found = estimate.spilled(kept)
-        homed = kept | found
-        return self.homes if homed == self.homes.device_homed else HomePlan(homed, reason, found)
-
-    def _choose_offload(self, situation: Situation, estimate: Estimate) -> tuple[int, int, str]:
-        """How many activations leave, how many may, and why."""
-        homes = functools.cache(functools.partial(self._homes_with_room, situation, estimate))
-
-        def cost_of(num: int) -> StepCost | None:
-            found, leaving = homes(num), estimate.offloading(num)
-            if found is None:
-                return None
-            homed = found.device_homed
-            return leaving.cost(leaving.settled(homed, found.spilled)[0] if can_move_homes(situation) else homed)
-
-        def fits(num: int) -> bool:
-            return homes(num) is not None
-
-        num, why = choose_offload(estimate.rules.offload, estimate.num_can_leave, cost_of, fits)
-        is_alone = situation.resources.collectives.world_size == 1
-        return num, num if is_alone else most_that_fit(num, estimate.num_can_leave, fits), why
-
-    def _homes_with_room(self, situation: Situation, estimate: Estimate, num: int) -> HomePlan | None:
-        """Homes that a step begins with if so many activations leave; ``None`` if it has no room with any."""
-        leaving = estimate.offloading(num)
-        try:
-            found = self._homes_with(situation, leaving)
-            homed = found.device_homed
-            if can_move_homes(situation) and leaving.room_beside(homed) < 0:
-                homed = leaving.spilled(frozenset())
-        except BudgetError:
-            return None
-        return found if leaving.room_beside(homed) >= 0 else None
-
-    def taken_nbytes(self, situation: Situation, known: KnownTraces) -> tuple[int, int] | None:
-        """Bytes of the device that a step takes, if need be with activations that leave it; see ``Estimate.fullest``.
+    def estimate(self, situation: Situation, known: KnownTraces) -> Estimate:
+        """What is known of a step before chunks are allocated.
 
         Args:
             situation: What the decisions depended on.
             known: Traces of it.
-
-        Returns:
-            Bytes of non-model data, and of chunks; ``None`` if the step has no room.
         """
-        estimate = self.estimate(situation, known)
-        homes = functools.cache(functools.partial(self._homes_with_room, situation, estimate))
-        most = 0 if estimate.rules.offload is False else estimate.num_can_leave
-        num = least_that_fit(most, lambda num: homes(num) is not None) if homes(0) is None else 0
-        found = None if num is None else homes(num)
-        return None if found is None or num is None else estimate.offloading(num).fullest(found.spilled)
-
-    def estimate(self, situation: Situation, known: KnownTraces) -> Estimate:
-        """What is known of a step before chunks are allocated; see ``estimate_cost``."""
-        resources, chunks, looked_up = situation.resources, self.choice.layout.chunks, self._looked_up(known)
+        config, resources, kernels = situation.config, situation.resources, situation.kernels
+        chunks, has_lanes = self.choice.layout.chunks, resources.has_lanes
+        looked_up = self.looked_up(known.lookups, self.homes.device)
         own_numel = Places.of(self.choice.layout, resources.collectives.rank).own_numel
         own = [[(self.tensors[index], own_numel[index]) for index in spec.tensor_indices] for spec in chunks]
+        runs_beside = config.overlap_optimizer and all(kernel.runs_beside for kernel in kernels)
         return Estimate(
-            [*known.traces.values()],
-            situation.num_micro_batches,
-            self.chunk_nbytes,
-            [ChunkWork.of(spec, tensors, looked_up) for spec, tensors in zip(chunks, own, strict=True)],
-            frozenset(spec.index for spec in chunks if spec.is_updated),
-            resources.collectives.world_size > 1,
-            resources.ledger.limit(Tier.HOST),
-            resources.ledger.limit(Tier.DEVICE, cautious=False),
-            resources.ledger.chunk_budget,
-            self.rules(situation),
+            traces=[*known.traces.values()],
+            num_micro_batches=situation.num_micro_batches,
+            nbytes=self.chunk_nbytes,
+            works=[ChunkWork.of(spec, tensors, looked_up) for spec, tensors in zip(chunks, own, strict=True)],
+            updated=frozenset(spec.index for spec in chunks if spec.is_updated),
+            has_groups=resources.collectives.world_size > 1,
+            host_nbytes=resources.ledger.limit(Tier.HOST),
+            device_nbytes=resources.ledger.limit(Tier.DEVICE, cautious=False),
+            chunk_nbytes=resources.ledger.chunk_budget,
+            workspace_nbytes=self.device_workspace_nbytes + self.staging_nbytes(resources.collectives),
+            host_workspace_nbytes=self.workspace_nbytes,
+            prefetch_depth=self.prefetch_depth,
+            policy=config.eviction,
+            machine=resources.machine,
+            has_lanes=has_lanes,
+            overlaps_update=has_lanes and runs_beside,
+            offload=config.activation_offload,
+            moves_homes=can_move_homes(situation),
         )
 
-    def _looked_up(self, known: KnownTraces) -> frozenset[int]:
-        """Tensors that are looked up on the host, where their chunk is at home."""
-        asked, homed = self.embeddings.tensor_indices, self.homes.device_homed
-        of_plan = {} if self.embeddings.is_final else known.lookups
-        placements = self.choice.layout.placements
-        return frozenset(i for i in asked if of_plan.get(i) != "device" and placements[i].chunk_index not in homed)
+    def looked_up(self, lookups: Mapping[int, str], homed: Container[int]) -> list[int]:
+        """Embeddings that are looked up on the host, where their chunks are at home, by tensor index.
 
-    def expected(self, situation: Situation, known: KnownTraces, estimated: StepCost | None) -> str:
+        Args:
+            lookups: Where they are looked up for which that was to be decided; see ``KnownTraces``.
+            homed: Chunks that are at home on the device.
+        """
+        chosen = {} if self.embeddings.is_final else lookups
+        asked = [index for index in self.embeddings.tensor_indices if chosen.get(index) != "device"]
+        return [index for index in asked if self.choice.layout.placements[index].chunk_index not in homed]
+
+    def expected(self, situation: Situation, estimate: Estimate, estimated: StepCost | None) -> str:
         """What this process will need for model data, and for a step, in one line.
 
         Args:
             situation: What the decisions depended on.
-            known: Traces of a plan, which know activations.
+            estimate: What is known of a step: with traces, of activations.
             estimated: What a step will cost, if that is known.
         """
         ledger = situation.resources.ledger
@@ -259,14 +180,12 @@ class Decisions(Arrangement):
         on_host, on_device = map(self.at_home_nbytes, (Tier.HOST, Tier.DEVICE))
         limits = [limit.nbytes for limit in ledger.limits(Tier.DEVICE)]
         words, room, parts, time, short = "beside activations", min(limits), "", "", ""
-        estimate, homed = self.estimate(situation, known), self.homes.device_homed
+        homed = self.homes.device
         if estimate.has_training:
-            if estimate.room_beside(homed) < 0 and can_move_homes(situation):
-                homed = self.homes.spilled
+            if estimate.room_beside(homed) < 0 and estimate.moves_homes:
+                homed = frozenset(self.homes.margin)
             activations, chunks = estimate.fullest(homed)
-            on_host += sum(
-                chunk.host_nbytes for chunk in self.chunk_nbytes if chunk.chunk_index in self.homes.device_homed - homed
-            )
+            on_host += sum(self.chunk_nbytes[index].host_nbytes for index in self.homes.device - homed)
             words, room, on_device = "with activations", limits[0], activations + chunks
             parts = f" ({format_nbytes(activations)} of activations and {format_nbytes(chunks)} of chunks)"
             if on_device > room:  # no refusal: nobody knows whether inputs will be as large
@@ -288,8 +207,8 @@ class Decisions(Arrangement):
         config, ledger = situation.config, situation.resources.ledger
         for reason in self.reasons.values():
             logger.info("patrickstar: %s", reason)
-        if config.debug_evict_all and len(self.chunk_nbytes) - len(self.homes.device_homed) < 2:
-            logger.warning("patrickstar: debug_evict_all has nothing to evict: %s", self.homes.reason)
+        if config.debug_evict_all and len(self.chunk_nbytes) - len(self.homes.device) < 2:
+            logger.warning("patrickstar: debug_evict_all has nothing to evict: %s", *self.homes.reasons.values())
         pinned = "are pinned" if situation.resources.pool.pins_memory else "are not pinned"
         logger.info("patrickstar: pin_memory=%s: host chunks %s", config.pin_memory, pinned)
         for tier, setting in ((Tier.DEVICE, config.device_budget), (Tier.HOST, config.host_budget)):
@@ -376,7 +295,7 @@ def decide_for(
     lists = _choose_lists(situation, is_restorable=numbers.is_restorable)
     arranger = Arranger(numbers, lists, situation, in_use_nbytes)
     found = arranger.arrange(agree or functools.partial(_agree, numbers, situation))
-    ledger.spilled_nbytes = sum(found.chunk_nbytes[index].host_nbytes for index in found.homes.spilled)
+    ledger.spilled_nbytes = sum(found.chunk_nbytes[index].host_nbytes for index in found.homes.margin)
     if not situation.resources.is_metered:
         # Both tiers are the same memory: the compute tier cannot have the bytes that are at home on the host.
         on_host = found.at_home_nbytes(Tier.HOST)

@@ -128,11 +128,11 @@ class PatrickStarEngine:
         weakref.finalize(self, self.collectives.close)  # the process group has threads and sockets
         self._decisions = decide(model, precision, situation)
         known = find_traces(model, self._decisions, situation)
-        self._rules = self._decisions.rules(situation)
         self._decisions, known = self._decisions.with_tide(situation, known)
-        self.estimated = self._decisions.estimate_cost(situation, known)
-        expected = self._decisions.expected(situation, known, self.estimated)
-        if known.traces and self._decisions.taken_nbytes(situation, known) is None:
+        estimate, homes = self._decisions.estimate(situation, known), self._decisions.homes
+        self.estimated = estimate.cost_when_settled(homes)
+        expected = self._decisions.expected(situation, estimate, self.estimated)
+        if known.traces and estimate.with_least_offload(homes) is None:
             known = dataclasses.replace(known, traces={})  # a step without room is looked at before it begins
         logger.info("patrickstar: %s", expected)
         if on_decided is not None:
@@ -237,16 +237,14 @@ class PatrickStarEngine:
         is_wide = decisions.precision.dtype is torch.float32 and decisions.precision.autocast is None
         return ChunkManager(
             chunks=chunks,
-            chunk_nbytes=self._payloads.nbytes_of(chunk.spec for chunk in chunks),
             pool=resources.pool,
             meter=resources.meter,
             streams=resources.streams,
             collectives=collectives,
             counts=self.counts,
             policy=MovePolicy.of(config, collectives.world_size, decisions.prefetch_depth),
-            rules=self._rules,
-            fills_margin=can_move_homes(self._situation),
-            spilled=decisions.homes.spilled,
+            estimate=decisions.estimate(self._situation, known),
+            margin=decisions.homes.margin,
             reserve=self._payloads.reserve,
             advise=functools.partial(remedies, self.model, config, is_wide=is_wide),
             num_micro_batches=self._num_micro_batches,

@@ -23,7 +23,7 @@ from hf_patrickstar.precision import Precision
 from hf_patrickstar.resources import Resources
 from hf_patrickstar.runtime.chunk import torch_dtype
 from hf_patrickstar.schedule.pace import exposed_ns
-from hf_patrickstar.schedule.placement import ChunkBytes, HomePlan, Tiers, plan_homes
+from hf_patrickstar.schedule.placement import ChunkBytes, Homes, Tiers, plan_homes
 from hf_patrickstar.shortage import Limit
 from hf_patrickstar.units import align
 
@@ -102,14 +102,14 @@ class Arrangement:
     choice: ChunkSizeChoice
     embeddings: EmbeddingChoice
     chunk_nbytes: list[ChunkBytes]
-    homes: HomePlan
+    homes: Homes
     workspace_nbytes: int
     device_workspace_nbytes: int
 
     def at_home_nbytes(self, tier: Tier) -> int:
         """Bytes of the chunks that have their home on a tier."""
         on_device = tier is Tier.DEVICE
-        at_home = [chunk for chunk in self.chunk_nbytes if (chunk.chunk_index in self.homes.device_homed) is on_device]
+        at_home = [chunk for chunk in self.chunk_nbytes if (chunk.chunk_index in self.homes.device) is on_device]
         return sum(chunk.device_nbytes if on_device else chunk.host_nbytes for chunk in at_home)
 
 

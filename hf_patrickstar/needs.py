@@ -149,7 +149,7 @@ def describe_least(
     asked = {name: nbytes for name, nbytes in there.items() if traces_on is not None or name == "host_budget"}
 
     def taken(budgets: Mapping[str, int]) -> tuple[int, int] | None:
-        """What a step takes on the device; see ``Decisions.taken_nbytes``."""
+        """What a step takes on the device, if need be with activations that leave it; see ``Estimate.fullest``."""
         device, chunks, host = {**there, **budgets}.values()
         ledger = Ledger({Tier.DEVICE: device, Tier.HOST: host}, chunk_budget=chunks)
         resources = dataclasses.replace(situation.resources, ledger=ledger)
@@ -159,9 +159,10 @@ def describe_least(
         except BudgetError:
             return None
         if traces_on is None:
-            return None if decided.homes.spilled else (0, 0)
+            return None if decided.homes.margin else (0, 0)
         traces = {made.key: made for made in traces_on(decided.choice.layout, device)}
-        return decided.taken_nbytes(other, KnownTraces("", traces))
+        found = decided.estimate(other, KnownTraces("", traces)).with_least_offload(decided.homes)
+        return None if found is None else found[0].fullest(frozenset(found[1].margin))
 
     found = least_budgets(asked, taken)
     short = {} if found is None else {name: nbytes for name, nbytes in found[0].items() if nbytes > there[name]}

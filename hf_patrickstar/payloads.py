@@ -45,7 +45,7 @@ class Payloads:
         chunks: list[Chunk] = []
         try:
             for spec in decisions.choice.layout.chunks:
-                home = Tier.DEVICE if spec.index in decisions.homes.device_homed else Tier.HOST
+                home = Tier.DEVICE if spec.index in decisions.homes.device else Tier.HOST
                 chunks.append(self.make_chunk(spec, home, locks_later=True))
             self.reserve(chunks)
         except PatrickStarError:

@@ -16,7 +16,7 @@ import torch
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.decisions import Decisions, decide_for, inspect
 from hf_patrickstar.dist.order import Room
-from hf_patrickstar.homes import ModelNumbers, Situation, can_move_homes, lists_of
+from hf_patrickstar.homes import ModelNumbers, Situation, lists_of
 from hf_patrickstar.layout.packing import ChunkSpec, Layout
 from hf_patrickstar.layout.specs import GRADIENT, MASTER, SCALES_SUFFIX
 from hf_patrickstar.machine import Machine
@@ -290,16 +290,15 @@ class _Simulator:
             estimate = self.decisions.estimate(self._situation, known)
             with no_collections():  # a plan is some hundred thousand small objects, none of which is garbage
                 return self._planned(ops, known, estimate, ran.homed, [])
-        ops, traces, lookups, reasons = self._looked_up(ops_of, self.decisions.homes.device_homed)
+        ops, traces, lookups, reasons = self._looked_up(ops_of, self.decisions.homes.device)
         decisions, situation = self.decisions, self._situation
         with no_collections():  # a plan is some hundred thousand small objects, none of which is garbage
             known = self._known_traces(traces, lookups)
             decisions, offloading = decisions.with_tide(situation, known)
-            estimate, homed = decisions.estimate(situation, offloading), decisions.homes.device_homed
-            if can_move_homes(situation):
-                homed, settled = estimate.settled(homed, decisions.homes.spilled)
-                reasons += settled
-            simulation = self._planned(ops, offloading, estimate, homed, [*decisions.reasons.values(), *reasons])
+            estimate = decisions.estimate(situation, offloading)
+            homes = estimate.settled(decisions.homes)
+            reasons = [*decisions.reasons.values(), *reasons, *homes.reasons.values()]
+            simulation = self._planned(ops, offloading, estimate, homes.device, reasons)
         return dataclasses.replace(simulation, known=known)  # of which an engine decides anew
 
     def _known_traces(self, traces: Sequence[Trace], lookups: Mapping[int, str]) -> KnownTraces:
@@ -336,8 +335,7 @@ class _Simulator:
         self, ops_of: OpsOf, lookups: Mapping[int, str], homed: frozenset[int]
     ) -> tuple[OpTrace, Sequence[Trace], list[int]]:
         """What micro-batches do and visit with these lookups, and which embeddings are looked up on the host."""
-        asked = [index for index in self.decisions.embeddings.tensor_indices if lookups.get(index) != "device"]
-        asked = [index for index in asked if self._places.chunk_of[index] not in homed]
+        asked = self.decisions.looked_up(lookups, homed)
         ops = ops_of(frozenset(self.decisions.tensors[index].name for index in asked))
         return ops, traces_of(ops, self._places, self._rules(frozenset())), asked
 
@@ -371,14 +369,11 @@ class _Simulator:
 
     def _update_trace(self, made: Trace, lookups: Mapping[int, str]) -> Trace:
         """What an update takes on the device beside chunks, in the order in which forward comes to them."""
-        chunks, decisions = self._layout.chunks, self.decisions
-        looked_up = [
-            self._places.chunk_of[index]
-            for index in sorted(decisions.embeddings.tensor_indices)
-            if lookups.get(index) != "device" and self._places.chunk_of[index] not in decisions.homes.device_homed
-        ]
+        chunks, looked_up = self._layout.chunks, self.decisions.looked_up(lookups, self.decisions.homes.device)
         visited = [visit.chunk_index for visit in made.visits]
-        order = dict.fromkeys([*looked_up, *visited, *(spec.index for spec in chunks)])
+        order = dict.fromkeys(
+            [*(self._places.chunk_of[index] for index in sorted(looked_up)), *visited, *(spec.index for spec in chunks)]
+        )
         updated = [chunks[index] for index in order if chunks[index].is_updated]
         taken = self._cost.temporary_nbytes
         visits = tuple(Visit(spec.index, non_model_nbytes=round(taken * spec.chunk_numel)) for spec in updated)
@@ -406,15 +401,12 @@ class _Simulator:
         )
         told = self._rules(homed)
         script = whole_step(ops, self._places, told, [made.kind for made in traces])
-        loads = tuple(
-            Load(size.param_nbytes, (trained.world_size - 1) * size.param_nbytes, size.chunk_index in homed)
-            for size in self.decisions.chunk_nbytes
-        )
+        loads = tuple(estimate.loads(homed))
         on_host = [spec for spec in layout.chunks if spec.is_updated and spec.index not in homed]
         num_on_host = sum(self._own_numel(spec.index) for spec in on_host)
         updated = sum(self._update_work(spec, False).nbytes for spec in on_host)
         timeline = replay(script, plans, loads, self._machine)
-        first, step_s = self.decisions.homes.device_homed, timeline.duration_ns / 1e9
+        first, step_s = self.decisions.homes.device, timeline.duration_ns / 1e9
         sizes, lists = self.decisions.chunk_nbytes, self.decisions.lists
         masters = [s.types.list_nbytes(MASTER, s.chunk_numel * (MASTER in lists_of(s, lists))) for s in layout.chunks]
         return Simulation(

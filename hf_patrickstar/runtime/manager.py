@@ -48,7 +48,7 @@ from hf_patrickstar.runtime.tracer import Tracer
 from hf_patrickstar.runtime.update import Update
 from hf_patrickstar.runtime.values import Values
 from hf_patrickstar.runtime.writes import Writes
-from hf_patrickstar.schedule.estimate import PlacementRules
+from hf_patrickstar.schedule.estimate import Estimate
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.placement import ChunkBytes
 from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace
@@ -63,16 +63,14 @@ class ChunkManager:
 
     Args:
         chunks: All chunks, with their payloads allocated; the list may grow.
-        chunk_nbytes: The bytes of each, over all lists.
         pool: Gives buffers, and has the ledger.
         meter: Measures non-model bytes on the device.
         streams: How bytes cross.
         collectives: The processes.
         counts: What is counted.
         policy: How copies come and go.
-        rules: What the placement takes into account.
-        fills_margin: Whether chunks may move to the device margin; else the first placement stays for ever.
-        spilled: Chunks at home on the device because the host has no room for them.
+        estimate: What decides where chunks live.
+        margin: Chunks at home on the device because the host has no room for them.
         reserve: Makes the optimizer allocate its workspace on a tier where it will update chunks.
         advise: Says what helps where the device has no room.
         num_micro_batches: How many make a step of the optimizer.
@@ -92,16 +90,14 @@ class ChunkManager:
         self,
         *,
         chunks: list[Chunk],
-        chunk_nbytes: Sequence[ChunkBytes],
         pool: PayloadPool,
         meter: Meter,
         streams: Streams,
         collectives: Collectives,
         counts: Counts,
         policy: MovePolicy,
-        rules: PlacementRules,
-        fills_margin: bool,
-        spilled: frozenset[int],
+        estimate: Estimate,
+        margin: Sequence[int],
         reserve: Callable[[Sequence[Chunk], Tier], None],
         advise: Callable[[], str],
         num_micro_batches: int,
@@ -122,9 +118,8 @@ class ChunkManager:
         self.mirrors = ValueMirrors(values)
         # Where chunks are, and how they move.
         self.tracer = tracer = Tracer(device, order, known)
-        self.activations = activations = Activations(device, rules.offload)
-        self.placement = Placement(chunks, chunk_nbytes, pool.ledger, tracer, reserve, rules, fills_margin, activations)
-        self.placement.in_margin |= spilled
+        self.activations = activations = Activations(device, estimate.offload)
+        self.placement = Placement(chunks, pool.ledger, tracer, reserve, estimate, margin, activations)
         self.placement.settle_lookups(known.lookups)
         self.executor = executor = Executor(device, tracer, self.placement, advise, policy)
         # Where gradients are.

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.memory.ledger import Ledger
@@ -11,10 +11,10 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.activations import Activations
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.tracer import Tracer
-from hf_patrickstar.schedule.estimate import Estimate, PlacementRules, left_device
+from hf_patrickstar.schedule.estimate import Estimate
 from hf_patrickstar.schedule.margin import StepCost
-from hf_patrickstar.schedule.offload import choose_offload, describe_offload, most_that_fit
-from hf_patrickstar.schedule.placement import ChunkBytes, Lookups, plan_lookups
+from hf_patrickstar.schedule.offload import describe_offload
+from hf_patrickstar.schedule.placement import ChunkBytes, Homes, Lookups, plan_lookups
 from hf_patrickstar.schedule.step_estimate import ChunkWork
 from hf_patrickstar.schedule.trace import Shapes
 
@@ -22,16 +22,15 @@ logger = logging.getLogger(__name__)
 
 
 class Placement:
-    """Decides anew, when traces have come or changed, which chunks live in the device margin.
+    """Asks anew where chunks live when traces have come or changed (``Estimate.settled``), and moves them there.
 
     Args:
         chunks: All chunks, by index.
-        nbytes: The bytes of each, over all lists.
         ledger: Knows the limits.
         tracer: Has the traces.
         reserve: Makes the optimizer allocate its workspace on a tier where it will update chunks.
-        rules: What is taken into account.
-        fills_margin: Whether chunks may move to the margin; else the first placement stays for ever.
+        estimate: What was known when chunks were allocated.
+        margin: Chunks that live in the margin from the start: the host has no room for them.
         activations: Have buffers on the host.
 
     Attributes:
@@ -45,27 +44,25 @@ class Placement:
     def __init__(
         self,
         chunks: Sequence[Chunk],
-        nbytes: Sequence[ChunkBytes],
         ledger: Ledger,
         tracer: Tracer,
         reserve: Callable[[Sequence[Chunk], Tier], None],
-        rules: PlacementRules,
-        fills_margin: bool,
+        estimate: Estimate,
+        margin: Iterable[int],
         activations: Activations,
     ) -> None:
-        self.in_margin: set[int] = set()
+        self.in_margin: set[int] = set(margin)
         self.stays = threading.Lock()
         self.reasons: dict[str, str] = {}
         self.estimated: StepCost | None = None
+        self.nbytes = list(estimate.nbytes)
         self._chunks = chunks
-        self.nbytes = list(nbytes)
         self._ledger = ledger
         self._tracer = tracer
         self._reserve = reserve
-        self._rules = rules
-        self._fills_margin = fills_margin
+        self._first = estimate
+        self._moves_homes = estimate.moves_homes
         self._activations = activations
-        self._has_groups = any(chunk.is_group for chunk in chunks)
         self._seen_version = 0
         self._lookups: dict[int, str] = {}
         self._num_micro_batches = 1
@@ -98,13 +95,16 @@ class Placement:
         if self._place_lookups():
             tracer.discard()  # the next step visits other chunks
         elif any(trace.kind.is_training for trace in tracer.traces.values()):
-            if is_estimated and not self._has_groups:
+            if is_estimated and not self._first.has_groups:
                 self.choose_offload()
-            if self._fills_margin:
-                if is_estimated and self._estimate().room_beside(self._at_home_on_device()) < 0:
-                    self._leave_device("beside what else a step takes")
-                self._fill_margin(make_room, is_certain=is_certain)
-            self._estimate_cost()
+            try:
+                self._settle(make_room)
+            except BudgetError as error:
+                if is_certain:
+                    raise
+                logger.info("patrickstar: chunks stay at home where they are: %s", error)
+            if self._first.has_lanes:  # else nothing waits for a copy beside computation
+                self.estimated = self._estimate().cost(self._homes().device)
 
     def choose_offload(self, agree: Callable[[int, int], int] | None = None) -> None:
         """Decides how many activations leave the device, for all micro-batches of training that are known.
@@ -112,54 +112,25 @@ class Placement:
         Args:
             agree: Makes one number of those of several processes: of each how many leave, and how many may.
         """
-        estimate, at_home, current = self._estimate(), self._at_home_on_device(), frozenset(self.in_margin)
-
-        def kept_with(num: int) -> frozenset[int] | None:
-            """Chunks that stay on the device whatever happens; ``None`` if a step has no room beside them."""
-            found = estimate.offloading(num)
-            if not self._fills_margin:
-                has_room = found.room_beside(at_home) >= 0 and found.host_room_beside(at_home) >= 0
-                return at_home if has_room else None
-            kept = at_home - current if found.room_beside(at_home) >= 0 else frozenset[int]()
-            try:
-                return kept if found.room_beside(kept | found.spilled(kept)) >= 0 else None
-            except BudgetError:
-                return None
-
-        def cost_of(num: int) -> StepCost | None:
-            kept, found = kept_with(num), estimate.offloading(num)
-            if kept is None:
-                return None
-            margin = found.margin(kept, current) if self._fills_margin else None
-            return found.cost(kept if margin is None else kept.union(margin.chunk_indices))
-
-        def fits(num: int) -> bool:
-            return kept_with(num) is not None
-
-        asked, most = self._rules.offload, estimate.num_can_leave
-        num, why = choose_offload(asked, most, cost_of, fits)
+        estimate = self._estimate()
+        num, most, why = estimate.choose_offload(self._homes(), are_made=True)
         if agree is not None:
-            num = agree(num, most_that_fit(num, most, fits))
+            num = agree(num, most)
             self._seen_version = -1  # homes follow
         if num < max(trace.num_offloaded for trace in estimate.traces):
             self._activations.trim()
         self._tracer.offload(num)
-        said = describe_offload(self._tracer.traces.values(), num, asked, why)
+        said = describe_offload(self._tracer.traces.values(), num, estimate.offload, why)
         logger.info("patrickstar: %s", said)
         self.reasons["activations"] = said
-
-    def _estimate_cost(self) -> None:
-        """Without lanes nothing waits for a copy beside computation, so there is nothing to estimate."""
-        if self._rules.has_lanes:
-            self.estimated = self._estimate().cost(self._at_home_on_device())
 
     def allow_margin(self, is_allowed: bool) -> None:
         """Tells whether chunks may move to the margin, now that an optimizer came.
 
         Args:
-            is_allowed: As ``fills_margin`` of the constructor.
+            is_allowed: See ``Estimate.moves_homes``.
         """
-        self._fills_margin = is_allowed
+        self._moves_homes = is_allowed
 
     def note_chunks(self, nbytes: Sequence[ChunkBytes]) -> None:
         """Takes note of chunks that came or went.
@@ -192,7 +163,7 @@ class Placement:
     @property
     def may_leave_device(self) -> bool:
         """Whether chunks are at home on the device that may leave it."""
-        return bool(self.in_margin) or (self._fills_margin and bool(self._at_home_on_device()))
+        return bool(self.in_margin) or (self._moves_homes and bool(self._homes().device))
 
     def leave_margin(self) -> bool:
         """Moves every chunk out of the margin that is not in use; whether any moved. It may be called in a step.
@@ -203,26 +174,13 @@ class Placement:
         self._seen_version = -1  # decide anew after this step, whether it is recorded or not
         if self.stays.locked():
             return False
-        before = len(self.in_margin)
-        self._move_out(set(self.in_margin))
-        return len(self.in_margin) < before or self._leave_device("a step ran out of memory")
-
-    def _leave_device(self, why: str) -> bool:
-        leaving = [chunk for chunk in self._chunks if chunk.home is Tier.DEVICE and chunk.can_rehome]
-        leaving = [chunk for chunk in leaving if chunk.spec.index not in self.in_margin]
-        if not (self._fills_margin and leaving):
-            return False
-        num_moved = 0
-        try:
-            self._reserve(self._chunks, Tier.HOST)
-            for chunk in leaving:
-                chunk.move_home(Tier.HOST)
-                num_moved += 1
-        except BudgetError as error:
-            logger.info("patrickstar: the host has no room for all that the device cannot hold: %s", error)
-        said = left_device(num_moved, why)
-        logger.info("patrickstar: %s", said)
-        self.reasons["homes"] = said
+        if self._move_out(self.in_margin):
+            return True
+        num_moved = self._move_out(self._homes().kept) if self._moves_homes else 0
+        if num_moved:
+            said = f"{num_moved} chunks left the device, where not everything fits after all: a step ran out of memory"
+            logger.info("patrickstar: %s", said)
+            self.reasons["homes"] = said
         return num_moved > 0
 
     def _place_lookups(self) -> bool:
@@ -231,11 +189,11 @@ class Placement:
         measured = {tensor.spec.index: tensor.lookup_nbytes // self._num_micro_batches for tensor in asked}
         if not any(measured.values()):
             return False
-        room = self._estimate().room_beside(self._at_home_on_device())
+        estimate = self._estimate()
         choice, reason = plan_lookups(
             {t.spec.index: Lookups(t.chunk.param_nbytes, measured[t.spec.index], t.spec.trainable) for t in asked},
-            self._rules.machine,
-            room,
+            estimate.machine,
+            estimate.room_beside(self._homes().device),
         )
         self.settle_lookups(choice)
         logger.info("patrickstar: %s", reason)
@@ -260,84 +218,73 @@ class Placement:
                     if tensor.lookup == "device":
                         chunk.pin()  # from now on it moves
 
-    def _at_home_on_device(self) -> frozenset[int]:
-        return frozenset(chunk.spec.index for chunk in self._chunks if chunk.home is Tier.DEVICE)
+    def _homes(self) -> Homes:
+        """Where chunks live now."""
+        device = frozenset(chunk.spec.index for chunk in self._chunks if chunk.home is Tier.DEVICE)
+        return Homes(device, tuple(self.in_margin))
 
-    def _fill_margin(self, make_room: Callable[..., None], *, is_certain: bool) -> None:
+    def _settle(self, make_room: Callable[..., None]) -> None:
+        """Moves chunks to where they are to live from now on."""
+        now = self._homes()
+        wanted = self._estimate().settled(now)
+        for name, reason in wanted.reasons.items():
+            if name not in self.reasons or wanted.device != now.device:
+                logger.info("patrickstar: %s", reason)
+        self.reasons.update(wanted.reasons)
+        self.in_margin = {*wanted.margin, *(self.in_margin - wanted.device)} & now.device
+        before = None
+        while before != now.device:  # where either tier is full, chunks change places as room comes free
+            before = now.device
+            self._move_out(now.device - wanted.device)
+            self._move_in(make_room, [index for index in wanted.margin if index not in self.in_margin])
+            now = self._homes()
+
+    def _estimate(self) -> Estimate:
+        """What is known of a step as chunks are now."""
         self.nbytes = [  # an accumulation list may have come since
             dataclasses.replace(nbytes, state_nbytes=chunk.state_nbytes)
             for nbytes, chunk in zip(self.nbytes, self._chunks, strict=True)
         ]
-        try:
-            kept, current = self._at_home_on_device() - self.in_margin, frozenset(self.in_margin)
-            plan = self._estimate().margin(kept, current)
-        except BudgetError as error:
-            if is_certain:
-                raise
-            logger.info("patrickstar: chunks stay at home where they are: %s", error)
-            return
-        if plan is None:
-            return
-        wanted = set(plan.chunk_indices)
-        if wanted != self.in_margin or "margin" not in self.reasons:
-            logger.info("patrickstar: %s", plan.reason)
-        self.reasons["margin"] = plan.reason
-        if wanted == self.in_margin:
-            return
-        is_moving = True
-        while is_moving:  # where either tier is full, chunks change places as room comes free
-            before = set(self.in_margin)
-            self._move_out(self.in_margin - wanted)
-            self._move_in(make_room, [index for index in plan.chunk_indices if index not in self.in_margin])
-            is_moving = self.in_margin not in (wanted, before)
-        self._move_out(self.in_margin - wanted)
-
-    def _estimate(self) -> Estimate:
-        """What is known of a step as chunks are now."""
         on_host = [chunk for chunk in self._chunks if chunk.home is Tier.HOST and not chunk.is_retired]
-        rules = self._rules
-        if any(chunk.is_updated for chunk in on_host):
-            rules = dataclasses.replace(rules, host_workspace_nbytes=0)  # it is there already
+        looked_up = {t.spec.index for chunk in self._chunks for t in chunk.tensors if t.is_cpu_embedding}
+        is_reserved = any(chunk.is_updated for chunk in on_host)
         homes_nbytes = sum(self.nbytes[chunk.spec.index].host_nbytes for chunk in on_host)
-        return Estimate(
-            list(self._tracer.traces.values()),
-            self._num_micro_batches,
-            self.nbytes,
-            self._works(frozenset()),
-            frozenset(chunk.spec.index for chunk in self._chunks if chunk.is_updated),
-            self._has_groups,
-            self._ledger.available(Tier.HOST) + homes_nbytes + self._activations.nbytes,
-            self._ledger.limit(Tier.DEVICE, cautious=False),
-            self._ledger.chunk_budget,
-            rules,
+        return dataclasses.replace(
+            self._first,
+            traces=list(self._tracer.traces.values()),
+            num_micro_batches=self._num_micro_batches,
+            nbytes=self.nbytes,
+            works=[
+                ChunkWork.of(chunk.spec, [(tensor.spec, tensor.own_numel) for tensor in chunk.tensors], looked_up)
+                for chunk in self._chunks
+            ],
+            updated=frozenset(chunk.spec.index for chunk in self._chunks if chunk.is_updated),
+            host_nbytes=self._ledger.available(Tier.HOST) + homes_nbytes + self._activations.nbytes,
+            device_nbytes=self._ledger.limit(Tier.DEVICE, cautious=False),
+            host_workspace_nbytes=0 if is_reserved else self._first.host_workspace_nbytes,
+            moves_homes=self._moves_homes,
         )
 
-    def _works(self, at_home: frozenset[int]) -> list[ChunkWork]:
-        """What a step does with each chunk if these are at home on the device."""
-        looked_up = {t.spec.index for chunk in self._chunks for t in chunk.tensors if t.is_cpu_embedding}
-        return [
-            ChunkWork.of(
-                chunk.spec,
-                [(tensor.spec, tensor.own_numel) for tensor in chunk.tensors],
-                looked_up,
-                is_static=chunk.spec.index in at_home,
-            )
-            for chunk in self._chunks
-        ]
-
-    def _move_out(self, indices: set[int]) -> None:
-        """Moves chunks to the host, as far as that has room: not those that it never had room for."""
+    def _move_out(self, indices: Iterable[int]) -> int:
+        """Moves chunks to the host, as far as that has room; how many have moved."""
+        num_moved = 0
         for index in sorted(indices):
             chunk = self._chunks[index]
-            if not chunk.can_rehome or self._ledger.available(Tier.HOST) < self.nbytes[index].host_nbytes:
+            if (
+                chunk.is_retired
+                or not chunk.can_rehome
+                or self._ledger.available(Tier.HOST) < self.nbytes[index].host_nbytes
+            ):
                 continue
             try:
                 self._reserve(self._chunks, Tier.HOST)
                 chunk.move_home(Tier.HOST)
             except BudgetError as error:
-                logger.info("patrickstar: the host has no room for a chunk of the device margin: %s", error)
-                return
+                logger.info("patrickstar: the host has no room for a chunk that is to leave the device: %s", error)
+                break
             self.in_margin.discard(index)
+            num_moved += 1
+        return num_moved
 
     def _move_in(self, make_room: Callable[..., None], indices: Sequence[int]) -> None:
         try:

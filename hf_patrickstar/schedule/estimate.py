@@ -1,15 +1,17 @@
 """What a step will cost, and which chunks are worth a home in the device margin: from traces and numbers alone."""
 
+import contextlib
 import dataclasses
+import functools
 import operator
 from collections.abc import Sequence
 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.schedule.clock import Lane
-from hf_patrickstar.schedule.margin import MarginPlan, StepCost, fill_margin, in_order, needed_nbytes, plan_margin
-from hf_patrickstar.schedule.offload import Asked
-from hf_patrickstar.schedule.placement import ChunkBytes, Tiers, spill, too_small
+from hf_patrickstar.schedule.margin import StepCost, fill_margin, in_order, needed_nbytes, plan_margin
+from hf_patrickstar.schedule.offload import Asked, choose_offload, least_that_fit, most_that_fit
+from hf_patrickstar.schedule.placement import FIRST_HOMES, ChunkBytes, Homes, Tiers, spill, too_small
 from hf_patrickstar.schedule.plan import chunkable_nbytes, repeated_plans
 from hf_patrickstar.schedule.replay import replay
 from hf_patrickstar.schedule.script import Load, Send
@@ -20,47 +22,30 @@ _COPYING = (Lane.TO_DEVICE, Lane.TO_HOST, Lane.GATHERS, Lane.REDUCTIONS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class PlacementRules:
-    """What a placement takes into account.
-
-    Attributes:
-        workspace_nbytes: Bytes of scratch space on the device: what the optimizer needs if it updates chunks there, and
-            what slices of gradients of other processes arrive in.
-        host_workspace_nbytes: Bytes of it that it needs on the host.
-        prefetch_depth: Chunks that are brought in ahead.
-        policy: The name of the policy by which copies leave.
-        machine: Its rates decide what takes the least time.
-        has_lanes: Whether copies run beside computation; else the time of a step is the sum of all.
-        overlaps_update: Whether the host updates chunks beside the next forward.
-        offload: Which activations leave the device between forward and backward; see ``choose_offload``.
-    """
-
-    workspace_nbytes: int
-    host_workspace_nbytes: int
-    prefetch_depth: int
-    policy: str
-    machine: Machine
-    has_lanes: bool
-    overlaps_update: bool
-    offload: Asked = "auto"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Estimate:
-    """What is known before a step: the same numbers before chunks are allocated as while they move.
+    """What decides where chunks live: the same numbers before chunks are allocated as while they move.
 
     Attributes:
         traces: The traces, of training and others.
         num_micro_batches: Micro-batches of a step.
         nbytes: The bytes of each chunk, over all lists.
-        works: What a step does with each chunk, as if all were at home on the host.
+        works: What a step does with each chunk.
         updated: Chunks that the optimizer changes.
         has_groups: Whether several processes share the chunks.
         host_nbytes: Bytes of the host for chunks that are at home there, for the optimizer's scratch space for them,
             and for activations.
         device_nbytes: Bytes of the device for chunks and non-model data.
         chunk_nbytes: Bytes of it that chunks may take, or ``None`` for all.
-        rules: What else is taken into account.
+        workspace_nbytes: Bytes of scratch space on the device: what the optimizer needs if it updates chunks there, and
+            what slices of gradients of other processes arrive in.
+        host_workspace_nbytes: Bytes of it that the optimizer needs on the host, and that are not there yet.
+        prefetch_depth: Chunks that are brought in ahead.
+        policy: The name of the policy by which copies leave.
+        machine: Its rates decide what takes the least time.
+        has_lanes: Whether copies run beside computation; else the time of a step is the sum of all.
+        overlaps_update: Whether the host updates chunks beside the next forward.
+        offload: Which activations leave the device between forward and backward; see ``choose_offload``.
+        moves_homes: Whether chunks find other homes once a step is known.
     """
 
     traces: Sequence[Trace]
@@ -72,7 +57,15 @@ class Estimate:
     host_nbytes: int
     device_nbytes: int
     chunk_nbytes: int | None
-    rules: PlacementRules
+    workspace_nbytes: int
+    host_workspace_nbytes: int
+    prefetch_depth: int
+    policy: str
+    machine: Machine
+    has_lanes: bool
+    overlaps_update: bool
+    offload: Asked = "auto"
+    moves_homes: bool = True
 
     @property
     def has_training(self) -> bool:
@@ -112,13 +105,13 @@ class Estimate:
             BudgetError: If none were found with which the device has room for every moment of the traces.
         """
         chunks = [chunk for chunk in self.nbytes if chunk.chunk_index not in kept]
-        needs = needed_nbytes(self.traces, frozenset() if self.has_groups else kept, self.unusable_nbytes)
+        needs = self._needs(kept, self.unusable_nbytes)
         tiers = Tiers(
             self.host_nbytes_for_chunks,
             self.device_nbytes - sum(self.nbytes[index].device_nbytes for index in kept),
             [(nbytes, frozenset()) for nbytes, _ in needs] if self.has_groups else needs,
-            self.rules.host_workspace_nbytes,
-            self.rules.workspace_nbytes,
+            self.host_workspace_nbytes,
+            self.workspace_nbytes,
         )
         if tiers.on_host(chunks) <= tiers.host_nbytes:
             return frozenset()
@@ -127,7 +120,7 @@ class Estimate:
             raise BudgetError(too_small(chunks, tiers, self.host_nbytes - self.host_nbytes_for_chunks))
         return found
 
-    def margin(self, kept: frozenset[int], current: frozenset[int] = frozenset()) -> MarginPlan | None:
+    def margin(self, kept: frozenset[int], current: frozenset[int] = frozenset()) -> tuple[tuple[int, ...], str] | None:
         """Decides which chunks are to live in the margin: those that the host cannot hold, and others worth it.
 
         Args:
@@ -136,7 +129,7 @@ class Estimate:
                 have no room to exchange chunks.
 
         Returns:
-            The decision, or ``None`` if no chunk may move.
+            The chunks, the first to move in first, and why; or ``None`` if no chunk may move.
 
         Raises:
             BudgetError: As for ``spilled``.
@@ -151,9 +144,9 @@ class Estimate:
                 return self._plan_margin(movable, candidates, kept, least)
         spilled = current if self._may_stay(current, kept) else self.spilled(kept)
         movable, kept = [index for index in movable if index not in spilled], kept | spilled
-        plan = self._plan_margin(movable, self._candidates(movable, kept), kept)
-        reason = f"the host has no room for {len(spilled)} chunks, which live on the device; beside them {plan.reason}"
-        return MarginPlan((*in_order(spilled, self.traces), *plan.chunk_indices), reason)
+        margin, why = self._plan_margin(movable, self._candidates(movable, kept), kept)
+        reason = f"the host has no room for {len(spilled)} chunks, which live on the device; beside them {why}"
+        return (*in_order(spilled, self.traces), *margin), reason
 
     def _candidates(self, movable: Sequence[int], kept: frozenset[int], *, is_ahead: bool = True) -> tuple[int, ...]:
         """What the margin has room for, beside chunks that are kept on the device; see ``fill_margin``.
@@ -163,7 +156,7 @@ class Estimate:
             kept: Chunks that are at home on the device whatever happens.
             is_ahead: Whether room is kept for a chunk that is brought in ahead.
         """
-        is_ahead = is_ahead and self.rules.prefetch_depth > 0
+        is_ahead = is_ahead and self.prefetch_depth > 0
         prefetched = [is_ahead * (work.gradient_nbytes + work.sent_nbytes) for work in self.works]
         return fill_margin(
             [self.nbytes[index] for index in movable],
@@ -177,8 +170,8 @@ class Estimate:
 
     def _plan_margin(
         self, movable: Sequence[int], candidates: Sequence[int], kept: frozenset[int], least: int = 0
-    ) -> MarginPlan:
-        chunks, name = [self.nbytes[index] for index in movable], self.rules.machine.name
+    ) -> tuple[tuple[int, ...], str]:
+        chunks, name = [self.nbytes[index] for index in movable], self.machine.name
         return plan_margin(chunks, candidates, lambda inside: self.cost(inside | kept), name, least)
 
     def _least_in_margin(self, candidates: Sequence[int], kept: frozenset[int], current: frozenset[int]) -> int | None:
@@ -187,7 +180,7 @@ class Estimate:
         Chunks that live there now and are no candidates change places with others, for which some of the host is free.
         """
         exchanged = [self.nbytes[index].host_nbytes for index in current.difference(candidates)]
-        need = self._on_host(kept) + self.rules.host_workspace_nbytes
+        need = self._on_host(kept) + self.host_workspace_nbytes
         left = need - self.host_nbytes_for_chunks + 2 * max(exchanged, default=0)
         for count, index in enumerate([*candidates, None]):
             if left <= 0:
@@ -197,7 +190,7 @@ class Estimate:
 
     def _may_stay(self, current: frozenset[int], kept: frozenset[int]) -> bool:
         """Whether the host needs that chunks live on the device, and those that do are enough, and have room."""
-        room = self.host_nbytes_for_chunks - self.rules.host_workspace_nbytes
+        room = self.host_nbytes_for_chunks - self.host_workspace_nbytes
         return self._on_host(kept | current) <= room < self._on_host(kept) and self.room_beside(kept | current) >= 0
 
     def room_beside(self, at_home: frozenset[int]) -> int:
@@ -206,7 +199,7 @@ class Estimate:
         Args:
             at_home: Chunks that are at home on the device.
         """
-        needs = needed_nbytes(self.traces, frozenset() if self.has_groups else at_home, self.unusable_nbytes)
+        needs = self._needs(at_home, self.unusable_nbytes)
         return self.device_nbytes - self._fixed_nbytes(at_home) - max((nbytes for nbytes, _ in needs), default=0)
 
     def fullest(self, at_home: frozenset[int]) -> tuple[int, int]:
@@ -215,9 +208,7 @@ class Estimate:
         Args:
             at_home: Chunks that are at home on the device.
         """
-        nbytes, in_use = max(
-            needed_nbytes(self.traces, frozenset() if self.has_groups else at_home, 0), key=operator.itemgetter(0)
-        )
+        nbytes, in_use = max(self._needs(at_home, 0), key=operator.itemgetter(0))
         chunks = sum(self.traces[0].chunk_nbytes[index] for index in in_use)
         return nbytes - chunks, chunks + self._fixed_nbytes(at_home)
 
@@ -227,34 +218,141 @@ class Estimate:
         Args:
             at_home: Chunks that are at home on the device.
         """
-        on_host = self._on_host(at_home)
-        return self.host_nbytes_for_chunks - on_host - (self.rules.host_workspace_nbytes if on_host else 0)
+        updates = any(chunk.state_nbytes for chunk in self.nbytes if chunk.chunk_index not in at_home)
+        workspace = self.host_workspace_nbytes if updates else 0
+        return self.host_nbytes_for_chunks - self._on_host(at_home) - workspace
 
     def _on_host(self, at_home: frozenset[int]) -> int:
         """Bytes of the host that chunks take, if these are at home on the device."""
         return sum(chunk.host_nbytes for chunk in self.nbytes if chunk.chunk_index not in at_home)
 
-    def settled(self, homed: frozenset[int], spilled: frozenset[int]) -> tuple[frozenset[int], list[str]]:
-        """Decides which chunks are at home on the device once a step is known, and why.
+    # Decisions
 
-        Where a step has no room beside them, all leave that the host has room for, as an engine does it.
+    def first(self, homes: Homes) -> Homes:
+        """Decides where chunks are allocated, now that it is known what a step takes.
 
         Args:
-            homed: Chunks that are at home there before the step is known.
-            spilled: Those of them that the host has no room for.
+            homes: What was decided before.
 
         Raises:
-            BudgetError: As for ``Estimate.spilled``.
+            BudgetError: As for ``spilled``.
         """
-        reasons = []
-        leaving = homed - spilled
-        if leaving and self.room_beside(homed) < 0:
-            reasons.append(left_device(len(leaving), "beside what else a step takes"))
-            homed = spilled
-        margin = self.margin(homed - spilled, current=spilled)
-        if margin is None:
-            return homed, reasons
-        return (homed - spilled).union(margin.chunk_indices), [*reasons, margin.reason]
+        leaves = any(trace.num_offloaded for trace in self.traces)
+        if not self.has_training or not (homes.margin or leaves):
+            return homes
+        kept, reasons = homes.kept, homes.reasons
+        found = self.spilled(kept)
+        if leaves and kept and self.moves_homes and self.room_beside(kept | found) < 0:
+            # A first step without a plan would not let activations leave.
+            reasons, kept = {FIRST_HOMES: _left_device(len(kept))}, frozenset()
+            found = self.spilled(kept)
+        device = kept | found
+        return homes if device == homes.device else Homes(device, tuple(sorted(found)), reasons)
+
+    def settled(self, homes: Homes) -> Homes:
+        """Decides where chunks live from now on.
+
+        Where a step has no room beside those that are on the device, all leave that the host has room for; then the
+        margin is filled.
+
+        Args:
+            homes: Where they live now.
+
+        Raises:
+            BudgetError: As for ``spilled``.
+        """
+        if not self.moves_homes:
+            return dataclasses.replace(homes, reasons={})
+        kept, reasons = self._staying(homes), {}
+        if kept != homes.kept:
+            reasons["homes"] = _left_device(len(homes.kept))
+        found = self.margin(kept, frozenset(homes.margin))
+        if found is None:
+            return Homes(kept.union(homes.margin), homes.margin, reasons)
+        margin, reasons["margin"] = found
+        return Homes(kept.union(margin), margin, reasons)
+
+    def choose_offload(self, homes: Homes, *, are_made: bool) -> tuple[int, int, str]:
+        """Decides how many activations leave the device between forward and backward.
+
+        Args:
+            homes: Where chunks live.
+            are_made: Whether they live there already; else what leaves decides where they are allocated.
+
+        Returns:
+            How many of each micro-batch of training leave, how many may, and why, as a clause.
+        """
+
+        @functools.cache
+        def begun(num: int) -> tuple[Estimate, Homes] | None:
+            """What is so if so many leave; ``None`` if a step has no room then."""
+            leaving = self.offloading(num)
+            found = leaving.homes_with_room(homes, are_made=are_made)
+            return None if found is None else (leaving, found)
+
+        def cost_of(num: int) -> StepCost | None:
+            if (found := begun(num)) is None:
+                return None
+            leaving, first = found
+            return leaving.cost(leaving.settled(first).device)
+
+        def fits(num: int) -> bool:
+            return begun(num) is not None
+
+        num, why = choose_offload(self.offload, self.num_can_leave, cost_of, fits)
+        most = most_that_fit(num, self.num_can_leave, fits) if self.has_groups else num
+        return num, most, why
+
+    def homes_with_room(self, homes: Homes, *, are_made: bool = False) -> Homes | None:
+        """Homes that a step begins with, of which those leave the device that may if it has no room beside them.
+
+        Args:
+            homes: See ``choose_offload``.
+            are_made: Likewise.
+
+        Returns:
+            The homes; ``None`` if the step has no room however chunks are placed.
+        """
+        try:
+            found = homes if are_made else self.first(homes)
+            device = found.device
+            if not self.moves_homes:
+                return found if self.room_beside(device) >= 0 and self.host_room_beside(device) >= 0 else None
+            kept = self._staying(found)
+            return found if self.room_beside(kept | self.spilled(kept)) >= 0 else None
+        except BudgetError:
+            return None
+
+    def with_least_offload(self, homes: Homes) -> "tuple[Estimate, Homes] | None":
+        """The fewest activations that leave, and the first homes, with which a step has room; ``None`` without any.
+
+        Args:
+            homes: What was decided before a step was known.
+        """
+        most = 0 if self.offload is False else self.num_can_leave
+        fits = functools.cache(lambda num: self.offloading(num).homes_with_room(homes))
+        num = 0 if fits(0) is not None else least_that_fit(most, lambda num: fits(num) is not None)
+        found = None if num is None else fits(num)
+        return None if found is None or num is None else (self.offloading(num), found)
+
+    def _staying(self, homes: Homes) -> frozenset[int]:
+        """Chunks that stay on the device whatever happens: none if a step has no room beside all that are there."""
+        kept = homes.kept
+        return kept if not kept or self.room_beside(homes.device) >= 0 else frozenset()
+
+    def cost_when_settled(self, homes: Homes) -> StepCost | None:
+        """What a step will cost when homes are settled; ``None`` if that is not known.
+
+        Without traces nothing is known of the inputs, and without lanes no machine's rates tell what a step takes.
+
+        Args:
+            homes: Where chunks live before.
+        """
+        if not self.has_lanes or not self.has_training:
+            return None
+        with contextlib.suppress(BudgetError):  # the inputs may be smaller than those that were planned
+            homes = self.settled(homes)
+        return self.cost(homes.device)
 
     def cost(self, at_home: frozenset[int]) -> StepCost | None:
         """What one step of each bucket of inputs costs.
@@ -265,11 +363,10 @@ class Estimate:
         Returns:
             The sum over all buckets, or ``None`` if a step has no room.
         """
-        rules, fixed = self.rules, self._fixed_nbytes(at_home)
+        fixed = self._fixed_nbytes(at_home)
         free = self.device_nbytes - fixed
         most = None if self.chunk_nbytes is None else self.chunk_nbytes - fixed
-        works = [dataclasses.replace(work, is_static=index in at_home) for index, work in enumerate(self.works)]
-        loads = [Load(work.gradient_nbytes, work.sent_nbytes, work.is_static) for work in works]
+        loads = self.loads(at_home)
         training = [trace for trace in self.traces if trace.kind.is_training]
         steps = steps_of(training, self.num_micro_batches)
         duration_ns = moved = copying_ns = updating_ns = 0
@@ -278,17 +375,17 @@ class Estimate:
                 plans = repeated_plans(
                     traces,
                     [chunkable_nbytes(trace, free, most) for trace in traces],
-                    rules.policy,
+                    self.policy,
                     dropped_after=self.updated,
                     static=frozenset() if self.has_groups else at_home,
-                    prefetch_depth=rules.prefetch_depth,
+                    prefetch_depth=self.prefetch_depth,
                     repetitions=1,
                 )
             except BudgetError:
                 return None
-            script = estimate_script(traces, works, overlaps_update=rules.overlaps_update)
-            timeline = replay(script, plans, loads, rules.machine)
-            duration_ns += timeline.duration_ns if rules.has_lanes else sum(timeline.busy_ns().values())
+            script = estimate_script(traces, self.works, at_home, overlaps_update=self.overlaps_update)
+            timeline = replay(script, plans, loads, self.machine)
+            duration_ns += timeline.duration_ns if self.has_lanes else sum(timeline.busy_ns().values())
             critical = timeline.critical_ns()
             copying_ns += sum(critical[lane] for lane in _COPYING)
             updating_ns += critical[Lane.HOST_WORK]
@@ -298,16 +395,23 @@ class Estimate:
             moved += 2 * sum(trace.offloaded_nbytes for trace in traces)
         return StepCost(duration_ns, moved, copying_ns, updating_ns, max(len(steps), 1))
 
+    def loads(self, at_home: frozenset[int]) -> list[Load]:
+        """What it takes to load each chunk.
+
+        Args:
+            at_home: Chunks that are at home on the device.
+        """
+        return [Load(work.gradient_nbytes, work.sent_nbytes, index in at_home) for index, work in enumerate(self.works)]
+
+    def _needs(self, at_home: frozenset[int], unusable_nbytes: int) -> list[tuple[int, frozenset[int]]]:
+        """What the device must have room for; with several processes a chunk at home there needs a copy, too."""
+        return needed_nbytes(self.traces, frozenset() if self.has_groups else at_home, unusable_nbytes)
+
     def _fixed_nbytes(self, at_home: frozenset[int]) -> int:
         """Bytes of the device that are no copies of chunks."""
-        return self.rules.workspace_nbytes + sum(self.nbytes[index].device_nbytes for index in at_home)
+        return self.workspace_nbytes + sum(self.nbytes[index].device_nbytes for index in at_home)
 
 
-def left_device(num_chunks: int, why: str) -> str:
-    """What is said where chunks leave the device that were at home there from the start.
-
-    Args:
-        num_chunks: How many.
-        why: Why there is no room for them, as a clause.
-    """
-    return f"{num_chunks} chunks left the device, where not everything fits after all: {why}"
+def _left_device(num_chunks: int) -> str:
+    """What is said where so many chunks leave the device that were at home there from the start."""
+    return f"{num_chunks} chunks left the device, where not everything fits after all: beside what else a step takes"

@@ -41,14 +41,6 @@ class StepCost:
         return self.duration_ns / self.num_steps / 1e9
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class MarginPlan:
-    """The chunks of the margin, in the order in which they move in, and why."""
-
-    chunk_indices: tuple[int, ...]
-    reason: str
-
-
 def needed_nbytes(
     traces: Sequence[Trace], kept: frozenset[int], unusable_nbytes: int
 ) -> list[tuple[int, frozenset[int]]]:
@@ -177,7 +169,7 @@ def plan_margin(
     cost_of: Callable[[frozenset[int]], StepCost | None],
     machine_name: str,
     least: int = 0,
-) -> MarginPlan:
+) -> tuple[tuple[int, ...], str]:
     """Decides how many of the chunks that fit the margin are worth it.
 
     A chunk in the margin neither crosses the bus nor is updated on the host. But the same bytes of the device could
@@ -191,6 +183,9 @@ def plan_margin(
         cost_of: What a step costs if these chunks live in the margin; ``None`` if it cannot work.
         machine_name: Whose rates the times follow.
         least: So many of the candidates, the first ones, live there in any case: the host has no room for them.
+
+    Returns:
+        The chunks, in the order in which they move in, and why.
     """
     sizes = {chunk.chunk_index: chunk.device_nbytes for chunk in chunks}
     costs: dict[int, StepCost | None] = {}  # by how many of the candidates live in the margin
@@ -202,7 +197,7 @@ def plan_margin(
             costs[count] = cost_of(frozenset(candidates[:count]))
         known = {count: cost for count, cost in costs.items() if cost is not None}
         if not known:
-            return MarginPlan((), "the device margin is empty: the recorded steps leave no room")
+            return (), "the device margin is empty: the recorded steps leave no room"
         limit_ns = min(cost.duration_ns for cost in known.values()) * _AS_FAST
         count = min(
             (count for count, cost in known.items() if cost.duration_ns <= limit_ns),
@@ -212,7 +207,7 @@ def plan_margin(
         counts = [math.floor(count - width), math.ceil(count + width)]
     chosen = tuple(candidates[:count])
     taken = format_nbytes(sum(sizes[index] for index in chosen))
-    return MarginPlan(
+    return (
         chosen,
         f"{count} of {len(chunks)} chunks stay on the device with their optimizer states ({taken}; {most} would fit)"
         + f". Of {len(costs)} simulated numbers it is the fastest, at the rates of '{machine_name}'" * (len(costs) > 1)

@@ -16,6 +16,8 @@ NEW_MEMORY = 3
 maps each page then. An embedding's gradient of 1 GB took 0.35 s in one thread and 0.21 s in two, of which zeros in
 memory that was there already took 0.12 s and 0.07 s (Xeon, torch 2.13)."""
 _MOST_SUMS = 1000
+FIRST_HOMES = "first homes"
+"""What a reason is about that was found before a step was known."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,12 +50,24 @@ class ChunkBytes:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class HomePlan:
-    """Which chunks are at home on the device, and why; ``spilled`` has those that do not fit the host."""
+class Homes:
+    """Where all chunks are at home, and why: on the device or on the host.
 
-    device_homed: frozenset[int]
-    reason: str
-    spilled: frozenset[int] = frozenset()
+    Attributes:
+        device: The chunks on the device.
+        margin: Those of them that live in the margin, the first to move in first. Before a step is known they are
+            those that the host has no room for.
+        reasons: What was decided, a sentence each, by what it is about.
+    """
+
+    device: frozenset[int]
+    margin: tuple[int, ...] = ()
+    reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """The chunks on the device that are there because all seemed to fit, or must not move."""
+        return self.device.difference(self.margin)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,8 +116,8 @@ def plan_homes(
     share_nbytes: int | None = None,
     gathered_nbytes: int = 0,
     keeps_off: bool = False,
-) -> HomePlan:
-    """Decides the home of every chunk.
+) -> Homes:
+    """Decides the home of every chunk while no step is known.
 
     If all model data fits its share of the device, all of it lives there and nothing ever moves. Otherwise chunks are
     at home on the host, where the optimizer updates them; if the host is too small, the chunks of ``spill`` are at home
@@ -125,9 +139,8 @@ def plan_homes(
     on_host = tiers.on_host(chunk for chunk in chunks if chunk.on_host)
     share = tiers.device_nbytes if share_nbytes is None else share_nbytes
     if on_device <= share and on_host <= tiers.host_nbytes and not keeps_off:
-        return HomePlan(
-            movable, f"all model data ({format_nbytes(total)}) is at home on the device: it fits the device budget"
-        )
+        reason = f"all model data ({format_nbytes(total)}) is at home on the device: it fits the device budget"
+        return Homes(movable, (), {FIRST_HOMES: reason})
     # That the device has room for the copies of a module was made sure of when the layout was chosen.
     homed = frozenset() if tiers.on_host(chunks) <= tiers.host_nbytes else spill(chunks, tiers)
     if homed is None:
@@ -136,7 +149,7 @@ def plan_homes(
     reason = f"model data ({format_nbytes(need)}) is at home on the host, chunks move to the device"
     if homed:
         reason = f"{len(homed)} of {len(movable)} chunks are at home on the device: the host is full"
-    return HomePlan(homed, reason, homed)
+    return Homes(homed, tuple(sorted(homed)), {FIRST_HOMES: reason})
 
 
 def spill(chunks: Sequence[ChunkBytes], tiers: Tiers, order: Sequence[int] | None = None) -> frozenset[int] | None:

@@ -14,7 +14,6 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from hf_patrickstar.layout.packing import ChunkSpec, Layout
 from hf_patrickstar.layout.specs import TensorSpec
@@ -92,18 +91,6 @@ class StepRules:
 Entries = tuple[script.Entry, ...]
 
 
-class MicroBatch(NamedTuple):
-    """A micro-batch, chunk by chunk.
-
-    Attributes:
-        trace: What it visits, and what else takes memory.
-        script: What it does beside what its plan moves.
-    """
-
-    trace: Trace
-    script: Entries
-
-
 def micro_batch(
     ops: op_trace.OpTrace,
     places: Places,
@@ -111,7 +98,7 @@ def micro_batch(
     kind: StepKind,
     numbers: Iterator[int] | None = None,
     name: str = "",
-) -> MicroBatch:
+) -> tuple[Trace, Entries]:
     """Translates what a model does into a trace and a script of chunks; see [Note: from operators to chunks].
 
     Args:
@@ -121,6 +108,9 @@ def micro_batch(
         kind: Which micro-batch of a step it is, or an evaluation.
         numbers: Counts copies, reductions and works of the thread in the whole script; by default from 0.
         name: The outermost module, if that is not the model.
+
+    Returns:
+        What the micro-batch visits, and what else takes memory; and what it does beside what its plan moves.
     """
     return _Translation(places, rules, kind, itertools.count() if numbers is None else numbers, name).translate(
         ops.notes
@@ -167,7 +157,7 @@ class _Translation:
         self._under_way: tuple[int, int] | None = None  # the group that is reduced, and the number of the reduction
         self._reduced: list[int] = []
 
-    def translate(self, notes: Iterable[op_trace.Note]) -> MicroBatch:
+    def translate(self, notes: Iterable[op_trace.Note]) -> tuple[Trace, Entries]:
         for note in notes:
             if self._is_inner and isinstance(note, (op_trace.Acquire, op_trace.Release)):
                 continue  # an evaluation is a step of its own
@@ -219,7 +209,7 @@ class _Translation:
         trace = Trace(key, self._sizes, tuple(self._visits), (self._shapes,), tuple(self._forward_ends))
         leaving = self._leaving(trace.non_model_peak_nbytes)
         trace = dataclasses.replace(trace, activations=tuple(self._activations[storage] for storage in leaving))
-        return MicroBatch(trace, tuple(self._numbered(leaving)))
+        return trace, tuple(self._numbered(leaving))
 
     def _begin(self, note: op_trace.EnterForward) -> None:
         if self._is_metered:
@@ -433,15 +423,20 @@ class _Translation:
         self._release_in_flight()
 
 
-def traces_of(ops: op_trace.OpTrace, places: Places, rules: StepRules) -> list[Trace]:
-    """The traces of all micro-batches of a step that do the same.
+def traces_of(
+    ops: op_trace.OpTrace, places: Places, rules: StepRules, *, is_training: bool = True, name: str = ""
+) -> list[Trace]:
+    """The traces of all micro-batches of a step that do the same, or of an evaluation.
 
     Args:
         ops: What each of them does.
         places: Where parameters are.
         rules: What becomes of gradients.
+        is_training: Whether they belong to a step.
+        name: The outermost module, if that is not the model.
     """
-    return [micro_batch(ops, places, rules, kind).trace for kind in kinds_of(rules.num_micro_batches)]
+    kinds = kinds_of(rules.num_micro_batches) if is_training else (StepKind.EVALUATION,)
+    return [micro_batch(ops, places, rules, kind, name=name)[0] for kind in kinds]
 
 
 def kinds_of(num_micro_batches: int) -> Sequence[StepKind]:
@@ -466,7 +461,7 @@ def whole_step(ops: op_trace.OpTrace, places: Places, rules: StepRules, kinds: I
     homed, chunks = rules.device_homed, places.chunks
     is_at_rest = len(homed) == len(chunks) and all(chunk.world_size == 1 for chunk in chunks)
     for kind in kinds:  # where all chunks are at home on the device, the engine has nothing to do at a visit
-        entries = micro_batch(ops, places, rules, kind, numbers).script
+        _, entries = micro_batch(ops, places, rules, kind, numbers)
         step += (entry for entry in entries if not (is_at_rest and isinstance(entry, script.Reach)))
     return tuple(step)
 

@@ -36,7 +36,6 @@ class ChunkWork:
         gradient_nbytes: Bytes of this process's gradients.
         sent_nbytes: Bytes of gradients that it sends to other processes.
         dtype: The type that is computed in.
-        is_static: Whether it is at home on the device, where it is updated.
         may_move: Whether its home may move to the device margin.
         update_nbytes: See ``update_nbytes``, for an element.
     """
@@ -46,7 +45,6 @@ class ChunkWork:
     gradient_nbytes: int
     sent_nbytes: int
     dtype: str
-    is_static: bool
     may_move: bool = True
     update_nbytes: int = ADAM_NBYTES
 
@@ -56,8 +54,6 @@ class ChunkWork:
         spec: ChunkSpec,
         tensors: Iterable[tuple[TensorSpec, int]],
         looked_up: Container[int],
-        *,
-        is_static: bool = False,
     ) -> "ChunkWork":
         """What a step does with a chunk; see [Note: the estimate of a step].
 
@@ -65,7 +61,6 @@ class ChunkWork:
             spec: The chunk.
             tensors: What is in it, and how many elements of each tensor this process has at home.
             looked_up: Indices of the tensors that are looked up on the host.
-            is_static: Whether it is at home on the device.
         """
         multiplied = own = 0
         stays = False
@@ -76,7 +71,7 @@ class ChunkWork:
             stays |= is_looked_up
         nbytes = spec.chunk_numel * spec.types.itemsize
         may_move = spec.trainable and not stays
-        others = is_static, may_move, update_nbytes(spec.types)
+        others = may_move, update_nbytes(spec.types)
         return cls(multiplied, own, nbytes, spec.nbytes - nbytes, spec.types.param, *others)
 
 
@@ -113,37 +108,39 @@ def steps_of(traces: Iterable[Trace], num_micro_batches: int) -> list[list[Trace
 
 
 def estimate_script(
-    traces: Sequence[Trace], works: Sequence[ChunkWork], *, overlaps_update: bool
+    traces: Sequence[Trace], works: Sequence[ChunkWork], at_home: frozenset[int], *, overlaps_update: bool
 ) -> list[script.Entry]:
     """The script of a step: the update of the last one, then forward and backward of every micro-batch.
 
     Args:
         traces: What each micro-batch visits.
         works: What is done with each chunk, by chunk index.
+        at_home: Chunks that are at home on the device, where they are updated.
         overlaps_update: Whether the host updates chunks beside what follows.
     """
     entries: list[script.Entry] = [script.Begin(script.Part.UPDATE)]
     visited = dict.fromkeys(visit.chunk_index for trace in traces for visit in trace.visits)
-    looked_up = [index for index, work in enumerate(works) if not (work.may_move or work.is_static)]
+    looked_up = [index for index, work in enumerate(works) if not (work.may_move or index in at_home)]
     looked_up = [index for index in looked_up if works[index].own_numel and index not in visited]
     order = [*looked_up, *visited]
-    entries += [_update(index, works[index], overlaps=overlaps_update) for index in order if works[index].own_numel]
+    for index in order:
+        work = works[index]
+        if not work.own_numel:
+            continue
+        if index in at_home:
+            entries.append(script.Kernel("update", 0, ADAM_NBYTES * work.own_numel, "float32"))
+            continue
+        operator = script.HostWork("update", 0, work.update_nbytes * work.own_numel)
+        entries.append(script.ThreadWork((operator,), frozenset({index}), ()) if overlaps_update else operator)
     entries += [script.Await(index) for index in looked_up]
     number = itertools.count(len([entry for entry in entries if isinstance(entry, script.ThreadWork)]))
     for trace in traces:
-        entries += _micro_batch(trace, works, number, accumulates=len(traces) > 1)
+        entries += _micro_batch(trace, works, at_home, number, accumulates=len(traces) > 1)
     return entries
 
 
-def _update(index: int, work: ChunkWork, *, overlaps: bool) -> script.Entry:
-    if work.is_static:
-        return script.Kernel("update", 0, ADAM_NBYTES * work.own_numel, "float32")
-    operator = script.HostWork("update", 0, work.update_nbytes * work.own_numel)
-    return script.ThreadWork((operator,), frozenset({index}), ()) if overlaps else operator
-
-
 def _micro_batch(
-    trace: Trace, works: Sequence[ChunkWork], number: Iterator[int], *, accumulates: bool
+    trace: Trace, works: Sequence[ChunkWork], at_home: frozenset[int], number: Iterator[int], *, accumulates: bool
 ) -> Iterator[script.Entry]:
     """``number`` counts copies, reductions and works of the thread, as ``Join`` does."""
     end = trace.forward_ends[-1] if trace.forward_ends else len(trace.visits)
@@ -175,14 +172,17 @@ def _micro_batch(
             if part is script.Part.BACKWARD:
                 done = visit.reduced if by_plan else (index,) * (last[index] == moment)
                 for leaving in done:
-                    yield from _gradients(leaving, works[leaving], number, accumulates=accumulates)
+                    is_home = leaving in at_home
+                    yield from _gradients(leaving, works[leaving], number, is_home=is_home, accumulates=accumulates)
 
 
-def _gradients(index: int, work: ChunkWork, number: Iterator[int], *, accumulates: bool) -> Iterator[script.Entry]:
+def _gradients(
+    index: int, work: ChunkWork, number: Iterator[int], *, is_home: bool, accumulates: bool
+) -> Iterator[script.Entry]:
     if work.sent_nbytes:
         next(number)
         yield script.Reduce(work.sent_nbytes)
-    if work.is_static or not work.own_numel:
+    if is_home or not work.own_numel:
         return
     sent = next(number)
     yield script.Send(index, work.gradient_nbytes, False)

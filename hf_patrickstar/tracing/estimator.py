@@ -46,8 +46,8 @@ from hf_patrickstar.runtime.quantized import parameters_of
 from hf_patrickstar.runtime.steps import Call, Estimated
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.op_trace import EnterForward, LookedUp, OpTrace
-from hf_patrickstar.schedule.step import Places, StepRules, kinds_of, micro_batch
-from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace
+from hf_patrickstar.schedule.step import Places, StepRules, traces_of
+from hf_patrickstar.schedule.trace import Shapes, Trace
 from hf_patrickstar.tracing.fake import FakeTensors, fused_attention
 from hf_patrickstar.tracing.masks import masks_of_batches
 from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
@@ -255,8 +255,7 @@ class StepEstimator:
             {spec.index: tensor.own_numel for spec, tensor in tensors.items()},
         )
         name = "" if call.module is self._model else call.name
-        kinds = kinds_of(self._rules.num_micro_batches) if call.is_training else (StepKind.EVALUATION,)
-        traces = [micro_batch(ops, places, self._rules, kind, name=name).trace for kind in kinds]
+        traces = traces_of(ops, places, self._rules, is_training=call.is_training, name=name)
         has_changed = [chunk.spec for chunk in self._manager.chunks] != self._first_chunks
         if call.is_training and self._keeps and not has_changed:
             self._keep(traces, _has_padding(call))
@@ -267,12 +266,11 @@ class StepEstimator:
         # What another process asks for may take more than the trace of this one says.
         if call.is_training and is_same and self._known[1].resources.collectives.world_size == 1:
 
-            def traces_on(layout: Layout, device_nbytes: int) -> Iterator[Trace]:
+            def traces_on(layout: Layout, device_nbytes: int) -> list[Trace]:
                 in_flight = self._rules.in_flight_nbytes and device_nbytes // SHARE_IN_FLIGHT
                 rules = dataclasses.replace(self._rules, in_flight_nbytes=in_flight)
-                for kind in kinds:
-                    found = micro_batch(ops, Places.of(layout), rules, kind, name=name).trace
-                    yield self._as_allocated(found, beside_nbytes)
+                found = traces_of(ops, Places.of(layout), rules, name=name)
+                return [self._as_allocated(made, beside_nbytes) for made in found]
 
             least = Later(functools.partial(describe_least, *self._known, traces_on))
         index_of = {place: index for index, place in place_of.items()}

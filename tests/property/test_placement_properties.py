@@ -67,11 +67,11 @@ def test_both_budgets_hold_or_it_is_refused(case):
         tiers = Tiers(host, device, [(working_set, frozenset())], workspace, workspace)
         assert not any(fits(chunks, homed, tiers) for homed in all_homes(chunks))
         return
-    device_need, host_need = needs(chunks, plan.device_homed, working_set, workspace)
+    device_need, host_need = needs(chunks, plan.device, working_set, workspace)
     assert device_need <= device
     assert host_need <= host
-    assert plan.device_homed <= {chunk.chunk_index for chunk in chunks if not chunk.on_host}
-    assert plan.reason
+    assert plan.device <= {chunk.chunk_index for chunk in chunks if not chunk.on_host}
+    assert plan.reasons["first homes"]
 
 
 def all_homes(chunks):

@@ -154,7 +154,7 @@ def in_margin(engine):
 
 def spilled(engine):
     """The indices of chunks that live on the device because the host has no room for them."""
-    return engine._decisions.homes.spilled
+    return frozenset(engine._decisions.homes.margin)
 
 
 def chunk_nbytes(engine):

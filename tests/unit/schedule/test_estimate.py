@@ -1,11 +1,13 @@
 """Where chunks live once a step is known: chunks of 100 bytes, 700 with their optimizer states."""
 
+import dataclasses
+
 import pytest
 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.machine import MACHINES
-from hf_patrickstar.schedule.estimate import Estimate, PlacementRules
-from hf_patrickstar.schedule.placement import ChunkBytes
+from hf_patrickstar.schedule.estimate import Estimate
+from hf_patrickstar.schedule.placement import ChunkBytes, Homes
 from hf_patrickstar.schedule.step_estimate import ChunkWork
 from hf_patrickstar.schedule.trace import Trace, Visit
 
@@ -20,13 +22,13 @@ def estimate_of(device_nbytes, host_nbytes=NUM * WHOLE, may_move=True, has_group
         [Trace("training/4", (PARAM,) * NUM, visits, (((4,),),), (NUM,))],
         1,
         [ChunkBytes(index, PARAM, PARAM, STATE) for index in range(NUM)],
-        [ChunkWork(50, 50, PARAM, 0, "bfloat16", False, may_move)] * NUM,
+        [ChunkWork(50, 50, PARAM, 0, "bfloat16", may_move)] * NUM,
         frozenset(range(NUM)),
         has_groups,
         host_nbytes,
         device_nbytes,
         None,
-        PlacementRules(workspace, 0, 1, "belady", MACHINES["h100"], True, True),
+        *(workspace, 0, 1, "belady", MACHINES["h100"], True, True),
     )
 
 
@@ -44,26 +46,48 @@ def test_the_room_beside_homes_is_what_no_moment_needs():
 
 
 def test_chunks_leave_the_device_where_a_step_has_no_room_beside_them():
-    homed, reasons = estimate_of(WHOLE + OTHERS + PARAM).settled(indices(0, 1, 2), indices())
-    assert len(homed) <= 1
-    assert reasons[0] == "3 chunks left the device, where not everything fits after all: beside what else a step takes"
-    assert "stay on the device with their optimizer states" in reasons[1]
+    homes = estimate_of(WHOLE + OTHERS + PARAM).settled(Homes(indices(0, 1, 2)))
+    assert len(homes.device) <= 1
+    assert (
+        homes.reasons["homes"]
+        == "3 chunks left the device, where not everything fits after all: beside what else a step takes"
+    )
+    assert "stay on the device with their optimizer states" in homes.reasons["margin"]
 
 
-@pytest.mark.parametrize("spilled", [indices(2, 3), indices(0, 1)])
+@pytest.mark.parametrize("spilled", [(2, 3), (0, 1)])
 def test_chunks_that_the_host_has_no_room_for_stay(spilled):
     estimate = estimate_of(2 * WHOLE + OTHERS + PARAM, host_nbytes=2 * WHOLE)
-    homed, reasons = estimate.settled(spilled, spilled)
-    assert homed == spilled
-    assert len(reasons) == 1
+    homes = estimate.settled(Homes(frozenset(spilled), spilled))
+    assert homes.device == frozenset(spilled)
+    assert list(homes.reasons) == ["margin"]
 
 
 def test_more_of_the_host_changes_nothing_where_it_has_room_for_all_that_is_worth_being_there():
     device = 2 * WHOLE + OTHERS + 2 * PARAM
-    for host, spilled in ((2 * WHOLE, indices(0, 1)), (3 * WHOLE, indices(0)), (4 * WHOLE, indices())):
-        assert estimate_of(device, host_nbytes=host).settled(spilled, spilled)[0] == indices(0, 1)
+    for host, spilled in ((2 * WHOLE, (0, 1)), (3 * WHOLE, (0,)), (4 * WHOLE, ())):
+        homes = Homes(frozenset(spilled), spilled)
+        assert estimate_of(device, host_nbytes=host).settled(homes).device == indices(0, 1)
+
+
+def test_chunks_are_allocated_where_they_were_decided_to_be_unless_the_host_has_no_room():
+    """What a step takes decides which chunks are spilled, and which leave; it does not fill the margin yet."""
+    everywhere, spilled = Homes(indices(0, 1, 2, 3)), Homes(indices(2, 3), (2, 3))
+    assert estimate_of(10 * WHOLE).first(everywhere) == everywhere
+    assert estimate_of(WHOLE).first(everywhere) == everywhere, "a first step may take less than was planned"
+    estimate = estimate_of(2 * WHOLE + OTHERS + PARAM, host_nbytes=2 * WHOLE)
+    assert estimate.first(spilled).margin == (0, 1), "those that are needed first"
+    assert estimate.homes_with_room(spilled) == estimate.first(spilled)
+    assert estimate_of(WHOLE, host_nbytes=2 * WHOLE).homes_with_room(spilled) is None
+
+
+def test_homes_that_do_not_move_are_those_of_before():
+    homes = Homes(indices(0, 1, 2))
+    fixed = dataclasses.replace(estimate_of(WHOLE + OTHERS + PARAM), moves_homes=False)
+    assert fixed.settled(homes) == homes
+    assert fixed.homes_with_room(homes) is None
 
 
 def test_what_fits_neither_tier_is_an_error():
     with pytest.raises(BudgetError):
-        estimate_of(WHOLE, host_nbytes=2 * WHOLE).settled(indices(), indices())
+        estimate_of(WHOLE, host_nbytes=2 * WHOLE).settled(Homes(indices()))

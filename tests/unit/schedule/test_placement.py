@@ -72,8 +72,10 @@ def test_an_embedding_for_which_the_device_has_no_room_stays_at_home():
 
 def test_all_at_home_on_the_device_if_it_fits():
     plan = place(make_chunks(3), device_nbytes=2150, host_nbytes=0, working_set_nbytes=200, workspace_nbytes=50)
-    assert plan.device_homed == {0, 1, 2}
-    assert plan.reason == "all model data (2.05 KiB) is at home on the device: it fits the device budget"
+    assert plan.device == {0, 1, 2}
+    assert (
+        plan.reasons["first homes"] == "all model data (2.05 KiB) is at home on the device: it fits the device budget"
+    )
 
 
 def test_of_equal_chunks_those_first_in_order_leave():

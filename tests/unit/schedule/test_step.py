@@ -97,17 +97,17 @@ NOTES = {
 
 @pytest.mark.parametrize(("more", "expected", "restored"), NOTES.values(), ids=NOTES)
 def test_which_can_leave(more, expected, restored):
-    found = translate(make_notes(**more))
-    assert found.trace.activations == expected
-    assert found.trace.num_offloaded == 0
-    numbers = {kind: [entry.number for entry in found.script if isinstance(entry, kind)] for kind in (Keep, Restore)}
+    trace, entries = translate(make_notes(**more))
+    assert trace.activations == expected
+    assert trace.num_offloaded == 0
+    numbers = {kind: [entry.number for entry in entries if isinstance(entry, kind)] for kind in (Keep, Restore)}
     assert numbers == {Keep: [*range(len(expected))], Restore: restored}
 
 
 def test_none_leaves_in_an_evaluation():
-    found = translate(make_notes(), StepKind.EVALUATION)
-    assert not found.trace.activations
-    assert not any(isinstance(entry, (Keep, Restore)) for entry in found.script)
+    trace, entries = translate(make_notes(), StepKind.EVALUATION)
+    assert not trace.activations
+    assert not any(isinstance(entry, (Keep, Restore)) for entry in entries)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_none_leaves_in_an_evaluation():
     ],
 )
 def test_bytes_are_there_until_autograd_lets_go(middle, nbytes):
-    assert [visit.non_model_nbytes for visit in translate(make_notes(middle=middle)).trace.visits] == nbytes
+    assert [visit.non_model_nbytes for visit in translate(make_notes(middle=middle))[0].visits] == nbytes
 
 
 # Small models
@@ -223,7 +223,7 @@ SMALL_MODELS = {
 @pytest.mark.parametrize("make", SMALL_MODELS.values(), ids=SMALL_MODELS)
 def test_bytes_of_small_models_are_those_of_brute_force(make):
     ops, places = notes_and_places(make())
-    trace = micro_batch(ops, places, StepRules(), StepKind.TRAINING).trace
+    trace, _ = micro_batch(ops, places, StepRules(), StepKind.TRAINING)
     most = len(trace.activations)
     for num in {1, 2, most // 2, most - 1, most}:
         left = trace.offloading(num)
@@ -242,7 +242,7 @@ def test_bytes_of_small_models_are_those_of_brute_force(make):
 def test_if_blocks_are_recomputed_their_inputs_leave(make):
     """Each is kept before its block is visited, and backward needs it before it visits the block again."""
     ops, places = notes_and_places(make_small(make, RECOMPUTED))
-    trace = micro_batch(ops, places, StepRules(), StepKind.TRAINING).trace
+    trace, _ = micro_batch(ops, places, StepRules(), StepKind.TRAINING)
     visited = [places.tensors[visit.chunk_index].name for visit in trace.visits]
     end, inputs = trace.forward_ends[0], []
     for number in range(DEPTH):
@@ -262,7 +262,7 @@ def test_what_the_user_holds_until_backward_stays():
     found = {}
     for loss in (compute_loss, loss_with_all_hidden_states):
         ops, places = notes_and_places(make_small(llama, RECOMPUTED, loss))
-        trace = micro_batch(ops, places, StepRules(), StepKind.TRAINING).trace
+        trace, _ = micro_batch(ops, places, StepRules(), StepKind.TRAINING)
         found[loss] = [known.place for known in trace.activations if known.nbytes == nbytes]
     inputs_and_last = found[compute_loss]
     assert found[loss_with_all_hidden_states] == inputs_and_last[DEPTH:]
@@ -270,7 +270,7 @@ def test_what_the_user_holds_until_backward_stays():
 
 def test_logits_and_what_the_loss_makes_of_them_stay():
     ops, places = notes_and_places(make_small(llama))
-    trace = micro_batch(ops, places, StepRules(), StepKind.TRAINING).trace
+    trace, _ = micro_batch(ops, places, StepRules(), StepKind.TRAINING)
     assert trace.activations
     sizes = {NUM_ROWS * VOCAB * itemsize for itemsize in (2, 4)}
     made = [nbytes for note in ops.notes if isinstance(note, Allocate) for _, nbytes in note.storages]

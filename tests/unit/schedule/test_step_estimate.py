@@ -14,7 +14,7 @@ from hf_patrickstar.schedule.step_estimate import ChunkWork, estimate_script, nu
 from hf_patrickstar.schedule.trace import Trace, Visit
 
 SIZES = (20, 20)
-HOST = ChunkWork(6, 8, 20, 0, "bfloat16", False)
+HOST = ChunkWork(6, 8, 20, 0, "bfloat16")
 
 
 def make_trace(key="training", *, reduced=()):
@@ -33,7 +33,7 @@ def compute(flops):
 
 def test_a_step():
     """Each matrix is multiplied with ten rows; the work of a chunk is spread over its visits."""
-    assert estimate_script([make_trace()], [HOST, HOST], overlaps_update=True) == [
+    assert estimate_script([make_trace()], [HOST, HOST], frozenset(), overlaps_update=True) == [
         *(Begin(Part.UPDATE), update(0), update(1)),
         Begin(Part.FORWARD),
         *(Reach(0), compute(60), Reach(1), compute(120), Reach(0), compute(60)),
@@ -46,7 +46,7 @@ def test_a_step():
 def test_gradients_of_micro_batches_are_added_when_they_have_left():
     """Numbers count all that may be waited for: two updates come first."""
     traces = [make_trace("training first"), make_trace("training last")]
-    script = estimate_script(traces, [HOST, HOST], overlaps_update=True)
+    script = estimate_script(traces, [HOST, HOST], frozenset(), overlaps_update=True)
     adding = [entry for entry in script if isinstance(entry, ThreadWork) and not entry.chunk_indices]
     assert [entry.after for entry in adding] == [(2,), (4,), (6,), (8,)]
     assert adding[0].operators == (HostWork("add gradients", 0, 20 + 64),)
@@ -87,8 +87,8 @@ def test_an_estimate_takes_about_as_long_as_what_was_simulated(num_micro_batches
     config = {"dtype": "bf16", "placement": "host", "chunk_budget": 2**26}
     training = Training(make_model, make_inputs, config, num_micro_batches=num_micro_batches)
     told = training.simulate(MACHINES["rtx4090"])
-    works = [ChunkWork(load.nbytes // 2, load.nbytes // 2, load.nbytes, 0, "bfloat16", False) for load in told.loads]
-    script = estimate_script(told.traces, works, overlaps_update=True)
+    works = [ChunkWork(load.nbytes // 2, load.nbytes // 2, load.nbytes, 0, "bfloat16") for load in told.loads]
+    script = estimate_script(told.traces, works, frozenset(), overlaps_update=True)
     for name in ("rtx4090", "h100", "v100"):
         machine = dataclasses.replace(MACHINES[name], operator_s=1e-7, kernel_s=1e-7)
         estimated, simulated = (replay(each, told.plans, told.loads, machine) for each in (script, told.script))
