@@ -3,30 +3,17 @@
 import pytest
 import torch
 from peft import prepare_model_for_kbit_training
-from support import inside
+from support import inside, trainers
 from support.covering import ids, pairwise
-from support.models import make_rows
 from support.quantized import KINDS, load, packed, packed_nbytes, saved, with_adapter, without_packing
-from support.trainers import LossRecorder, arguments, assert_same_run, logged, smallest_budget
-from transformers import Trainer, TrainingArguments
-
-from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments
+from support.trainers import assert_same_run, logged, smallest_budget
 
 pytest.importorskip("bitsandbytes")
 
 
-def train(model, tmp_path, config=None, rows=32, train_kwargs=None, **kwargs):
+def train(model, tmp_path, config=None, **kwargs):
     """Trains; ``config`` of ``None`` means the stock Trainer."""
-    recorder = LossRecorder()
-    if config is None:
-        cls, args = Trainer, arguments(TrainingArguments, tmp_path, **kwargs)
-    else:
-        settings = {"patrickstar": True, "patrickstar_config": config, **kwargs}
-        cls, args = PatrickStarTrainer, arguments(PatrickStarTrainingArguments, tmp_path, **settings)
-    data = make_rows("llama", rows)
-    trainer = cls(model=model, args=args, train_dataset=data, eval_dataset=data[:8], callbacks=[recorder])
-    trainer.train(**(train_kwargs or {}))
-    return trainer, recorder
+    return trainers.train("llama", tmp_path, config, model=model, **{"rows": 32, **kwargs})
 
 
 def tenth(model):

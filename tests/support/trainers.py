@@ -84,9 +84,19 @@ def arguments(cls, tmp_path, **kwargs):
     return cls(**defaults)
 
 
-def train(name, tmp_path, patrickstar_config=None, change=None, train_kwargs=None, rows=64, callbacks=(), **kwargs):
+def train(
+    name,
+    tmp_path,
+    patrickstar_config=None,
+    change=None,
+    train_kwargs=None,
+    rows=64,
+    callbacks=(),
+    model=None,
+    **kwargs,
+):
     """Trains a tiny model; ``patrickstar_config`` of ``None`` means the stock Trainer."""
-    model = make_model(name)
+    model = make_model(name) if model is None else model
     if change is not None:
         change(model)
     recorder = LossRecorder()
