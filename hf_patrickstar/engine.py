@@ -41,7 +41,7 @@ from hf_patrickstar.report.survey import Survey, take_survey
 from hf_patrickstar.resources import Resources
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.chunked_loss import chunk_losses, find_heads
-from hf_patrickstar.runtime.executor import MovePolicy
+from hf_patrickstar.runtime.evictor import MovePolicy
 from hf_patrickstar.runtime.hooks import ModelHooks
 from hf_patrickstar.runtime.live_parameter import set_raw_data
 from hf_patrickstar.runtime.live_tensor import managers_of
@@ -555,7 +555,7 @@ class PatrickStarEngine:
         """Makes room on the compute tier for non-model data."""
         if self.manager.writes.watched:
             self.manager.writes.settle_watched()
-        self.manager.executor.make_room_for_non_model(is_step=self.hooks.is_running)
+        self.manager.evictor.make_room_for_non_model(is_step=self.hooks.is_running)
 
     def _move_in(self) -> None:
         """Moves buffers to the device, and parameters into their chunks."""

@@ -31,7 +31,7 @@ from hf_patrickstar.memory.lanes import WorkLane
 from hf_patrickstar.memory.streams import Copy, Hold
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk, Device, GradientPlace, ManagedParameter
-from hf_patrickstar.runtime.executor import Executor
+from hf_patrickstar.runtime.evictor import Evictor
 from hf_patrickstar.runtime.gradient_ring import GradientRing, most_nbytes
 from hf_patrickstar.runtime.live_parameter import take_raw_grad
 from hf_patrickstar.runtime.norms import Norms
@@ -47,7 +47,7 @@ class Gradients:
 
     Args:
         device: The device.
-        executor: Makes room for lists that nobody has planned for.
+        evictor: Makes room for lists that nobody has planned for.
         values: Brings values back; its lock is held while places change.
         accumulate: Whether gradients go to the accumulation list at once: several micro-batches make a step.
         keeps: Whether gradients stay after a step: see ``keep_gradients`` of the configuration.
@@ -69,7 +69,7 @@ class Gradients:
     def __init__(
         self,
         device: Device,
-        executor: Executor,
+        evictor: Evictor,
         values: Values,
         accumulate: bool,
         keeps: bool | Literal["auto"],
@@ -85,7 +85,7 @@ class Gradients:
         self.norms = Norms(device.streams.device)
         self._pool, self._streams, self._counts = device.pool, device.streams, device.counts
         self._chunks = device.chunks
-        self._executor = executor
+        self._evictor = evictor
         self._values = values
         self._keeps = keeps
         self._was_zeroed = False
@@ -230,7 +230,7 @@ class Gradients:
         if not chunk.has_list(GRADIENT):
             numel = chunk.spec.chunk_numel
             if chunk.home is Tier.DEVICE:  # no plan knows of it: copies make room, or chunks leave the margin
-                self._executor.make_room(numel * chunk.state_dtype.itemsize)
+                self._evictor.make_room(numel * chunk.state_dtype.itemsize)
             others = (other for other in self._chunks if other is not chunk and chunk.home in (other.home, Tier.HOST))
             ahead = _lists_nbytes(other for other in others if not other.has_list(GRADIENT))
             chunk.lists[GRADIENT] = self._pool.allocate(

@@ -17,15 +17,17 @@ from hf_patrickstar.dist.order import Collective, Order, Subject
 from hf_patrickstar.memory.lanes import Ticket
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import GRADIENTS, STAGING, Chunk, Device, ManagedParameter
+from hf_patrickstar.runtime.evictor import Evictor
 from hf_patrickstar.runtime.executor import Executor
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.mirrors import GradientMirrors
 from hf_patrickstar.runtime.ranges import named
 from hf_patrickstar.runtime.tracer import Step, Tracer
+from hf_patrickstar.schedule.plan import Actions
 from hf_patrickstar.states import Stage
 
 
-class Groups:
+class Groups(Executor):
     """Gathers and reduces groups, by the plan of the step, which all processes execute, or as one of them asks.
 
     Args:
@@ -33,7 +35,7 @@ class Groups:
         collectives: Talks to other processes.
         order: Says which collective comes next on all processes.
         tracer: Has the step that runs.
-        executor: Makes room.
+        evictor: Makes room.
         gradients: Stores averages.
         gradient_mirrors: What was handed out of them.
 
@@ -47,16 +49,15 @@ class Groups:
         collectives: Collectives,
         order: Order,
         tracer: Tracer,
-        executor: Executor,
+        evictor: Evictor,
         gradients: Gradients,
         gradient_mirrors: GradientMirrors,
     ) -> None:
         self.found: set[int] = set()
-        self._chunks, self._pool, self._streams = device.chunks, device.pool, device.streams
+        super().__init__(device, tracer, evictor)
+        self._streams = device.streams
         self._collectives = collectives
         self._order = order
-        self._tracer = tracer
-        self._executor = executor
         self._gradients = gradients
         self._gradient_mirrors = gradient_mirrors
         self._needed: Chunk | None = None
@@ -93,18 +94,15 @@ class Groups:
 
     # Values
 
-    def visit(self, chunk: Chunk, caller: str) -> torch.Tensor:
-        """Brings a chunk to the device, as ``Executor.visit`` does, by a gather if need be."""
-        return self._executor.visit(chunk, caller, self._bring)
-
-    def _bring(self, chunk: Chunk, step: Step | None, moment: int | None, caller: str) -> None:
+    def _bring(self, chunk: Chunk, step: Step | None, moment: int | None, actions: Actions | None, caller: str) -> None:
+        """Executes the plan up to the visit, with all processes, and gathers the chunk if that has not."""
         self._needed = chunk
         ledger = self._pool.ledger
         is_followed = moment is not None and step is not None and step.plan is not None
         if ledger.available(Tier.DEVICE, measures=not is_followed) < 0:
             self._release_leaving()
         if step is not None and step.plan is not None:
-            end = self._end_of_phase(step, not self._executor.in_backward)
+            end = self._end_of_phase(step, not self.in_backward)
             if moment is not None:  # another branch may look like what comes after this forward
                 self._execute_until(step, min(moment + 1, end))
             while chunk.compute is None and step.num_followed < end:
@@ -117,7 +115,7 @@ class Groups:
                 self._ask(Subject.GATHER, chunk.spec.index, caller)
         self._needed = None
         if not is_followed or ledger.available(Tier.DEVICE, measures=False) < 0:
-            self._executor.shrink_to_budget(chunk, caller)
+            self.shrink_to_budget(chunk, caller)
 
     def _gather(self, index: int) -> None:
         """Takes part in a gather, whether or not this process needs it."""
@@ -126,14 +124,14 @@ class Groups:
         if chunk.compute is None:
             if self._pool.room(Tier.DEVICE) < chunk.copy_nbytes:
                 self._release_leaving()
-            self._executor.make_room_for(chunk, chunk.copy_nbytes, f"gathering group {index}")
+            self._evictor.make_room_for(chunk, chunk.copy_nbytes, f"gathering group {index}")
             with chunk.gathered(ahead=chunk is not self._needed) as payload:
                 chunk.arrival = self._collectives.all_gather(payload, what)
         else:
             if chunk.arrival is not None:
                 chunk.wait_for_copy()
             chunk.arrival = self._collectives.all_gather(chunk.compute, what)
-        self._executor.note_gathered(chunk)
+        self.note_gathered(chunk)
 
     # Gradients
 
@@ -174,7 +172,7 @@ class Groups:
             with self._pool.ledger.one_reading():
                 if self._pool.room(Tier.DEVICE) < chunk.copy_nbytes:
                     self._release_leaving()
-                self._executor.make_room_for_gradients(chunk)
+                self._evictor.make_room_for_gradients(chunk)
                 numel = chunk.spec.capacity_numel
                 self._buffers[index] = self._pool.allocate(Tier.DEVICE, numel, chunk.dtype, GRADIENTS)
             self._stored[index] = set()
@@ -295,7 +293,7 @@ class Groups:
             step.num_followed += 1
             if actions.moves:
                 with self._pool.ledger.one_reading():
-                    self._executor.evict_if_unused(actions.evict)
+                    self._evictor.evict_if_unused(actions.evict)
                     for index in actions.load:
                         self._perform_planned(Subject.GATHER, index)
             step.due = list(actions.reduce)
@@ -315,7 +313,7 @@ class Groups:
 
     def _ask(self, subject: Subject, index: int, caller: str) -> None:
         """Does a collective that no plan has, with all that other processes ask for at the same time."""
-        is_in_step = self._executor.in_backward or self._tracer.step is not None
+        is_in_step = self.in_backward or self._tracer.step is not None
         self.perform(self._order.ask(Collective(subject, index), caller, is_in_step=is_in_step))
 
     def _perform_planned(self, subject: Subject, index: int) -> None:

@@ -32,7 +32,8 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.activations import Activations, KeptActivation
 from hf_patrickstar.runtime.autograd import drop_failed_graph
 from hf_patrickstar.runtime.chunk import Chunk, Device, GradientPlace, ManagedParameter
-from hf_patrickstar.runtime.executor import Executor, MovePolicy
+from hf_patrickstar.runtime.evictor import Evictor, MovePolicy
+from hf_patrickstar.runtime.executor import Executor
 from hf_patrickstar.runtime.frames import Frame, Frames, Lookup
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.groups import Groups
@@ -121,23 +122,21 @@ class ChunkManager:
         self.activations = activations = Activations(device, estimate.offload)
         self.placement = Placement(chunks, pool.ledger, tracer, reserve, estimate, margin, activations)
         self.placement.settle_lookups(known.lookups)
-        self.executor = executor = Executor(device, tracer, self.placement, advise, policy)
+        self.evictor = evictor = Evictor(device, tracer, self.placement, advise, policy)
         # Where gradients are.
         accumulates = num_micro_batches > 1
-        self.gradients = Gradients(device, executor, values, accumulates, keeps_gradients)
+        self.gradients = Gradients(device, evictor, values, accumulates, keeps_gradients)
         self.gradient_mirrors = GradientMirrors(values, self.gradients)
         self.writes = Writes(values, self.gradients, self.mirrors, self.gradient_mirrors)
         self._groups: Groups | None = None
         if collectives.world_size > 1:
             mirrors = self.gradient_mirrors
-            self._groups = Groups(device, collectives, order, tracer, executor, self.gradients, mirrors)
+            self._groups = Groups(device, collectives, order, tracer, evictor, self.gradients, mirrors)
+        self.executor = executor = self._groups or Executor(device, tracer, evictor)
         # What happens when.
-        self.steps = Steps(device, tracer, order, executor, self._groups, activations, policy, num_micro_batches)
+        self.steps = Steps(device, tracer, order, executor, evictor, activations, policy, num_micro_batches)
         self.lock, self.frames = EngineLock(), Frames()
-        visit = executor.visit if self._groups is None else self._groups.visit
-        self.parameters = Parameters(
-            device, executor, visit, self.steps, self.gradients, self.writes, self.lock, activations
-        )
+        self.parameters = Parameters(device, executor, self.steps, self.gradients, self.writes, self.lock, activations)
         self.tensors, self.by_index = self.parameters.tensors, self.parameters.by_index
         self.has_new_groups = False
         self.overlaps_updates = policy.overlaps_updates and isinstance(streams, DeviceStreams)
@@ -224,12 +223,12 @@ class ChunkManager:
         if agreed and not self.steps.order.is_alone and self.tracer.step is None:  # the same on all processes
             with self._lock:
                 self.placement.choose_offload(self.steps.order.agree_on_offload)
-                self.placement.update(self.executor.make_room, self.steps.num_micro_batches, is_estimated=True)
+                self.placement.update(self.evictor.make_room, self.steps.num_micro_batches, is_estimated=True)
         return bool(agreed)
 
     def _learn(self, estimated: Estimated) -> None:
         self.tracer.learn(estimated.traces)
-        self.executor.least = estimated.least or self.executor.least
+        self.evictor.least = estimated.least or self.evictor.least
         if self.tracer.step is not None:
             return  # inside of a step no chunk moves home
         for index, nbytes in estimated.lookup_nbytes.items():
@@ -238,9 +237,9 @@ class ChunkManager:
             num = self.steps.num_micro_batches
             is_certain = estimated.is_exact and self.steps.order.is_alone  # a rank that fails alone is waited for
             try:
-                self.placement.update(self.executor.make_room, num, is_estimated=True, is_certain=is_certain)
+                self.placement.update(self.evictor.make_room, num, is_estimated=True, is_certain=is_certain)
             except BudgetError as error:
-                error.more = self.executor.what_helps()
+                error.more = self.evictor.what_helps()
                 raise
         for tensor in self.tensors:
             tensor.lookup_nbytes = 0
@@ -522,7 +521,7 @@ class ChunkManager:
         self.values.version += 1
         num_micro_batches = self.steps.end_update()
         with named("placement"), self._lock:
-            self.placement.update(self.executor.make_room, num_micro_batches)
+            self.placement.update(self.evictor.make_room, num_micro_batches)
         for tensor in self.tensors:
             tensor.lookup_nbytes = 0
 

@@ -21,7 +21,7 @@ from hf_patrickstar.layout.specs import MASTER
 from hf_patrickstar.memory.operators import has_modes_of_users, unseen
 from hf_patrickstar.runtime.activations import Activations
 from hf_patrickstar.runtime.autograd import KeptOperand
-from hf_patrickstar.runtime.chunk import Chunk, Device, Epoch, GradientPlace, ManagedParameter
+from hf_patrickstar.runtime.chunk import Device, Epoch, GradientPlace, ManagedParameter
 from hf_patrickstar.runtime.executor import Executor
 from hf_patrickstar.runtime.frames import Lookup
 from hf_patrickstar.runtime.gradients import Gradients
@@ -69,8 +69,7 @@ class Parameters:
 
     Args:
         device: Finds the chunk that a storage belongs to.
-        executor: Knows whether chunks move at all.
-        visit: Brings a chunk to the device.
+        executor: Brings chunks to the device, if they move at all.
         steps: Counts updates.
         gradients: Makes way for a value that is needed while a gradient is in its place.
         writes: Takes over what users wrote to a parameter.
@@ -89,7 +88,6 @@ class Parameters:
         self,
         device: Device,
         executor: Executor,
-        visit: Callable[[Chunk, str], torch.Tensor],
         steps: Steps,
         gradients: Gradients,
         writes: Writes,
@@ -105,7 +103,7 @@ class Parameters:
         self._find_chunk = device.by_storage.get
         self._steps = steps
         self._executor = executor
-        self._visit = visit
+        self._visit = executor.visit
         self._gradients = gradients
         self._writes = writes
         self._lock = gradients.lock

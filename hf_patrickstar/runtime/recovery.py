@@ -104,7 +104,7 @@ class Recovery:
                 if not is_out_of_memory(error):
                     raise
                 is_own, had_plan = isinstance(error, DeviceMemoryError), manager.steps.has_plan
-                in_pieces, more = is_fragmented(error, self._device), manager.executor.what_helps()
+                in_pieces, more = is_fragmented(error, self._device), manager.evictor.what_helps()
                 said = str(error.args[0] if error.args else error).partition("\n")[0]
                 # The frames of the failed attempt hold its activations.
                 traceback.clear_frames(error.__traceback__)
@@ -141,7 +141,7 @@ class Recovery:
             changes.append("with activations that leave the device")
         if manager.placement.leave_margin():
             changes.append("with chunks that have left the device")
-        manager.executor.evict_unused()
+        manager.evictor.evict_unused()
         if is_own:
             return changes
         if not is_accelerator(self._device):

@@ -13,7 +13,8 @@ from hf_patrickstar.errors import BudgetError, Later
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.activations import Activations
 from hf_patrickstar.runtime.chunk import Chunk, Device
-from hf_patrickstar.runtime.executor import Executor, MovePolicy
+from hf_patrickstar.runtime.evictor import Evictor, MovePolicy
+from hf_patrickstar.runtime.executor import Executor
 from hf_patrickstar.runtime.groups import Groups
 from hf_patrickstar.runtime.ranges import named
 from hf_patrickstar.runtime.tracer import Step, Tracer
@@ -189,8 +190,8 @@ class Steps:
         device: The device.
         tracer: Records steps, and follows them.
         order: Says what comes next on all processes.
-        executor: Executes plans.
-        groups: Ends phases together with other processes; ``None`` without any.
+        executor: Executes plans; that of several processes ends phases together with the others.
+        evictor: Makes room on the device.
         activations: Leave the device between forward and backward.
         policy: How copies come and go.
         num_micro_batches: How many make a step of the optimizer.
@@ -202,7 +203,7 @@ class Steps:
         tracer: Tracer,
         order: Order,
         executor: Executor,
-        groups: Groups | None,
+        evictor: Evictor,
         activations: Activations,
         policy: MovePolicy,
         num_micro_batches: int,
@@ -217,8 +218,8 @@ class Steps:
         self.policy = policy
         self._device, self._chunks, self._pool = device, device.chunks, device.pool
         self._meter = device.meter
-        self._executor = executor
-        self._groups = groups
+        self._executor, self._evictor = executor, evictor
+        self._groups = executor if isinstance(executor, Groups) else None
         self._activations = activations
         self._prefetch_depth = 0 if policy.evict_all else policy.prefetch_depth
         self._plans: dict[str, tuple[Trace, _Situation, Plan | None]] = {}
@@ -299,7 +300,7 @@ class Steps:
         if not agreed.is_traced:
             self.tracer.discard()
         if agreed.room.resident != room.resident:
-            self._executor.evict_unused()
+            self._evictor.evict_unused()
         return agreed
 
     def end_nested_evaluation(self, *, is_whole: bool) -> None:
@@ -337,7 +338,7 @@ class Steps:
     def _finish(self) -> None:
         """Ends a step. It may be called inside of backward, where the meter cannot be stopped, only paused."""
         self.tracer.finish()
-        self._executor.least = None
+        self._evictor.least = None
         self._meter.pause()
         self._executor.expect(None)
 

@@ -607,7 +607,7 @@ RUNS = {
 
 WATCHED = (
     ("memory/streams.py", "DeviceStreams", "Copy", "StreamCopy"),
-    *((f"runtime/{name}.py",) for name in ("activations", "chunk", "executor", "gradients", "manager")),
+    *((f"runtime/{name}.py",) for name in ("activations", "chunk", "executor", "gradients", "manager", "evictor")),
     *((f"runtime/{name}.py",) for name in ("parameters", "values")),
     *((f"optim/{name}.py",) for name in ("clipping", "kernel", "optimizer", "state")),
 )
@@ -654,7 +654,7 @@ UNNOTICED = {
     "runtime/manager.py ChunkManager.settle_failures: update.wait()": "asks for the error of work that has ended",
     "runtime/manager.py ChunkManager.update: chunk.wait_for_update()": "there are no workers beside modes of operators",
     "runtime/manager.py ChunkManager.update: found.wait()": "there are no workers beside modes of operators",
-    "runtime/executor.py Executor._await_gathers: chunk.wait_for_copy()": _GROUP,
+    "runtime/evictor.py Evictor._await_gathers: chunk.wait_for_copy()": _GROUP,
     "runtime/values.py Values.own_part: chunk.wait()": "only on the CPU tier is a value written where it is",
 }
 """Sites that no run of one process can miss, and why."""

@@ -169,12 +169,12 @@ def leave_margin(engine):
 
 def evict_unused(engine):
     """What large activations do: every copy that may leave the device leaves it."""
-    engine.manager.executor.evict_unused()
+    engine.manager.evictor.evict_unused()
 
 
 def make_room(engine, nbytes):
     """Makes room for a chunk of this size on the device."""
-    engine.manager.executor.make_room(nbytes)
+    engine.manager.evictor.make_room(nbytes)
 
 
 def activations(engine):
