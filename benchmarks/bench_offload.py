@@ -48,10 +48,10 @@ from hf_patrickstar.cores import usable_cores
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.machine import Machine, machine_of
 from hf_patrickstar.memory.accelerator import memory_info
-from hf_patrickstar.memory.lanes import WorkLane
 from hf_patrickstar.memory.tiers import Tier, available_host_nbytes
 from hf_patrickstar.planner.planning import make_adamw
 from hf_patrickstar.planner.simulation import Ran, Trained, simulate
+from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.tracing.fake import FakeTensors
 from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
 from hf_patrickstar.tracing.recorder import Setting
@@ -263,8 +263,8 @@ class Steps:
             self.engine.resources.streams.end_timing()
             began = max(event["ts"] for event in events if event.get("name") == STEP and event.get("ph") == "X")
             of_trace = lambda ns: began + (ns - self._since_ns) / 1e3  # noqa: E731
-            works = [work for work in self._times.works() if work.lane is WorkLane.HOST_WORK]
-            updates = [(of_trace(work.begin_ns), of_trace(work.end_ns)) for work in works]
+            works = [one for one in self._times.found() if one.lane is Lane.HOST_WORK and not one.waiter]
+            updates = [(of_trace(work.begin), of_trace(work.end)) for work in works]
         return {**summarize(events, updates), "counted": counted}
 
 

@@ -20,6 +20,10 @@ class Counts:
         late_prefetches: Those of them that had not arrived when the chunk was needed.
         waiting_seconds: How long the host waited for late prefetches.
         loading_seconds: How long the host was busy with loads that had not been started ahead.
+        computing_seconds: Seconds of the host from the begin of an outermost forward of training to the end of its
+            backward.
+        settling_seconds: Seconds from there to the begin of the optimizer's step.
+        updating_seconds: Seconds of steps of optimizers.
         chunk_moves: How often a chunk moved its home.
         moved_home_to_device_nbytes: Bytes, of all lists, of chunks that moved their home to the device.
         moved_home_to_host_nbytes: The same for moves to the host.
@@ -50,6 +54,9 @@ class Counts:
     late_prefetches: int = 0
     waiting_seconds: float = 0
     loading_seconds: float = 0
+    computing_seconds: float = 0
+    settling_seconds: float = 0
+    updating_seconds: float = 0
     chunk_moves: int = 0
     moved_home_to_device_nbytes: int = 0
     moved_home_to_host_nbytes: int = 0

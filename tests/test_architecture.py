@@ -16,7 +16,7 @@ ROOT = pathlib.Path(hf_patrickstar.__file__).parent
 
 _LEVELS = (
     "errors units interrupts cores shortage states counts config version machine callers",
-    *("layout memory", "schedule", "dist", "runtime", "optim resources precision", "checkpoint report homes"),
+    *("layout", "schedule", "memory", "dist", "runtime", "optim resources precision", "checkpoint report homes"),
     *("decisions", "plan_cache payloads needs", "tracing membership", "engine", "integrations", "planner"),
     *("cli", "__main__"),
 )

@@ -13,7 +13,7 @@ from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import ConfigError, DeviceMemoryError, EngineError
 from hf_patrickstar.integrations.accelerator import PatrickStarAccelerator
 from hf_patrickstar.integrations.trainer_checkpoints import TrainerCheckpoints
-from hf_patrickstar.integrations.trainer_report import Run, bars_as_asked, tell_console, tell_figures
+from hf_patrickstar.integrations.trainer_report import TrainingRun, bars_as_asked, tell_console, tell_figures
 from hf_patrickstar.integrations.training_script import naming_plan_command
 from hf_patrickstar.report.figures import figures_between
 from hf_patrickstar.runtime.admission import check_model, check_shapes
@@ -32,7 +32,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         EngineError: From ``train``, if the model cannot be managed.
     """
 
-    _run: Run | None = None
+    _run: TrainingRun | None = None
     _shown: dict[str, str]
     """Figures that the console has shown last."""
     _is_shrinking = False  # whether the Trainer is looking for a smaller batch size, because the engine has given up
@@ -165,7 +165,7 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
             return run(*args, **kwargs)
         if self._run is None:
             is_recorded = self.args.patrickstar_report and self.is_world_process_zero()  # type: ignore[attr-defined]
-            self._run = Run(self, is_recorded=is_recorded)
+            self._run = TrainingRun(self, is_recorded=is_recorded)
         self._tell(self._run.begin_micro_batch(kwargs["inputs"] if "inputs" in kwargs else args[1]))
         # on_optimizer_step is the only call of user code between a step and the Trainer's zero_grad.
         engine.manager.gradients.is_watched = any(

@@ -17,12 +17,10 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.integrations.accelerator_checkpoints import having
 from hf_patrickstar.memory.accelerator import device_name, is_accelerator
-from hf_patrickstar.memory.lanes import LaneTimes
-from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.report.figures import PREFIX, brief, few
 from hf_patrickstar.report.measure import cpu_name
-from hf_patrickstar.report.measured_step import measured_lanes, measured_timeline
+from hf_patrickstar.report.measured_step import measured_timeline
 from hf_patrickstar.report.outcome import Outcome, describe_outcome, describe_step
 from hf_patrickstar.report.run_record import RunRecorder
 from hf_patrickstar.schedule.clock import Timeline
@@ -116,7 +114,7 @@ def _logs_changed(owner: Any, change: Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class LaneWatch:
-    """Watches the first step that is not recorded.
+    """Measures the lanes of the first step that is not recorded.
 
     Args:
         engine: The engine.
@@ -127,12 +125,11 @@ class LaneWatch:
 
     def __init__(self, engine: PatrickStarEngine) -> None:
         self.is_over = False
-        self._engine = engine
         self._streams = engine.resources.streams
         self._durations = engine.manager.steps.durations
-        self._times: LaneTimes | None = None  # of the step that is watched
+        self._counts = engine.counts
+        self._recorded = 0  # steps that were recorded before the one that is measured
         self._num_tries = 0
-        self._recorded = 0  # steps that were recorded before that one
 
     def begin_step(self) -> Timeline | None:
         """Notes that a step of the optimizer begins, and so that the one before has ended.
@@ -140,34 +137,30 @@ class LaneWatch:
         Returns:
             Once, the timeline of the step that has ended.
         """
+        times, recorded = self._durations.times, self._counts.recorded_steps
+        is_usual = recorded == self._recorded
         if self.is_over:
             return None
-        recorded, times = int(self._engine.stats()["recorded_steps"]), self._times
-        is_usual = recorded == self._recorded
         if times is not None and (is_usual or self._num_tries == _MOST_TRIES):
             self.stop()
-            measure = measured_lanes if isinstance(self._streams, DeviceStreams) else measured_timeline
-            return measure(self._durations.last, times) if is_usual else None
+            return measured_timeline(times) if is_usual else None
         self._recorded = recorded
         self._num_tries += 1
         try:
-            self._times = self._streams.begin_timing()
+            self._durations.times = self._streams.begin_timing()
         except RuntimeError as error:  # not every accelerator has moments with times
             logger.info("patrickstar: the lanes of a step cannot be measured on %s: %s", self._streams.device, error)
             self.stop()
-            return None
-        if isinstance(self._streams, DeviceStreams):
-            self._durations.mark = self._times.mark
         return None
 
     def stop(self) -> None:
         """Measures no more."""
         self.is_over = True
         self._streams.end_timing()
-        self._durations.mark = None
+        self._durations.times = None
 
 
-class Run:
+class TrainingRun:
     """Measures one call of ``Trainer.train``, and records it; see [Note: the record of a run].
 
     Args:
@@ -220,13 +213,13 @@ class Run:
             return None
         if self._recorder is not None:
             self._recorder.timeline = self._lanes.begin_step() or self._recorder.timeline
-        now, stats = self._elapsed, self._trainer.patrickstar_stats()
-        self._begun = (step, int(stats["recorded_steps"]), now)
+        now, engine = self._elapsed, self._trainer.patrickstar_engine
+        self._begun = (step, engine.counts.recorded_steps, now)
         if self._is_told or last is None or last[1] != self._begun[1]:
             return None
         self._is_told = True
-        estimated = self._trainer.patrickstar_engine.manager.placement.estimated
-        return describe_step(step, now - last[2], stats, None if estimated is None else estimated.seconds)
+        estimated = engine.manager.placement.estimated
+        return describe_step(step, now - last[2], engine.stats(), None if estimated is None else estimated.seconds)
 
     def close(self) -> None:
         """Measures no more."""

@@ -18,6 +18,9 @@ On a machine without an accelerator one thread makes the copies that are started
 the host's thread, are complete when the call returns.
 
 [Note: measured lanes]
+Every run measures a step, with clocks of its own. ``torch.profiler`` cannot do that in every run: a process has one
+session, and where a user's callback begins a second one, both end without any event (torch 2.13).
+
 A moment of a stream has a time that can be read when the stream has come to it. While a step is measured, moments are
 put around every copy, and around what the compute stream waits for; threads, and the host where it waits, look at their
 own clock. The first moment is put into a stream that has nothing to do, while the host looks at its clock: so all times
@@ -26,26 +29,16 @@ after the step, so nothing in the step waits for them.
 """
 
 import contextlib
-import enum
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 from hf_patrickstar.memory.driver import Driver, Pending, Work
+from hf_patrickstar.schedule.clock import Lane
 
 _NS_PER_MS = 1_000_000
-_LEAST_STOP_NS = 20_000
-"""What stands still for less is not late: it is the time of the call, and of the moments around it."""
-
-
-class WorkLane(enum.Enum):
-    """A lane beside computation: copies in one direction, or a thread of the host."""
-
-    TO_DEVICE = "host -> device"
-    TO_HOST = "device -> host"
-    HOST_WORK = "host work"
-
-    __hash__ = object.__hash__  # members are compared by identity; Enum's own is a Python function
+_LEAST_WAIT_NS = 20_000
+"""Who waits for less is not held up: it is the time of the call, and of the moments around it."""
 
 
 class Ticket(Protocol):
@@ -62,33 +55,22 @@ class Ticket(Protocol):
         """Makes whatever the compute device does next come after the work."""
 
 
-class TimedCopy(NamedTuple):
-    """Work of a lane that was measured: when it began and ended, in nanoseconds of ``time.perf_counter_ns``.
-
-    ``is_ahead``: whether it was done beside the caller, who else stood still.
-    """
-
-    lane: WorkLane
-    begin_ns: int
-    end_ns: int
-    nbytes: int
-    is_ahead: bool
-
-
-class Stop(NamedTuple):
-    """Something stood still until work of another lane was done.
+class Timed(NamedTuple):
+    """Something that was measured.
 
     Attributes:
-        lane: Whose work it waited for.
-        begin_ns: Since when, in nanoseconds of ``time.perf_counter_ns``.
-        end_ns: Until when.
-        is_host: Whether the host stood still; else the compute stream.
+        lane: Where work ran.
+        waiter: Who stood still until it was done: the host, or the compute lane; ``None`` for the work itself.
+        begin: When it began: nanoseconds of ``time.perf_counter_ns``, or a moment of a stream that has such a time.
+        end: When it ended.
+        nbytes: The bytes of a copy; 0 for work of the host's thread, and for who waits for a ticket.
     """
 
-    lane: WorkLane
-    begin_ns: int
-    end_ns: int
-    is_host: bool
+    lane: Lane
+    waiter: Lane | None
+    begin: Any
+    end: Any
+    nbytes: int = 0
 
 
 class LaneTimes:
@@ -97,89 +79,83 @@ class LaneTimes:
     Args:
         driver: The driver of an accelerator's streams; by default there are none, but threads.
 
+    Attributes:
+        has_streams: Whether there is one.
+        parts: Parts of the step, and what ``now`` returned at the begin and at the end of each.
+
     Raises:
         RuntimeError: If moments have no times there.
     """
 
     def __init__(self, driver: Driver | None = None) -> None:
-        self._copies: list[tuple[WorkLane, Any, Any, int]] = []
-        self._stops: list[tuple[WorkLane, Any, Any]] = []
-        self._works: list[TimedCopy] = []
-        self._waits: list[Stop] = []
-        self._worked_until_ns = 0
+        self.has_streams = driver is not None
+        self.parts: list[tuple[str, tuple[int, Any], tuple[int, Any]]] = []
+        self._found: list[Timed] = []
+        self._worked_until_ns = dict.fromkeys(Lane, 0)
         if driver is not None:
             self._driver = driver
-            self._first = self.mark()
+            self._first = driver.record_moment(driver.current_stream())
             self._first.synchronize()
             self._first_ns = time.perf_counter_ns()
             self._first.elapsed_time(self._first)
 
-    def mark(self) -> Any:
-        """A moment of the compute stream: after all that it was given so far."""
-        return self._driver.record_moment(self._driver.current_stream())
+    def now(self) -> tuple[int, Any]:
+        """The host's time, and where there are streams, the moment after all that the compute stream was given."""
+        moment = self._driver.record_moment(self._driver.current_stream()) if self.has_streams else None
+        return time.perf_counter_ns(), moment
 
     def ns_of(self, moment: Any) -> int:
         """The time of a moment, in nanoseconds of ``time.perf_counter_ns``; waits until it has come."""
+        if isinstance(moment, int):
+            return moment
         moment.synchronize()
         return self._first_ns + round(self._first.elapsed_time(moment) * _NS_PER_MS)
 
     @contextlib.contextmanager
-    def around_copy(self, lane: WorkLane, stream: Any, nbytes: int) -> Iterator[None]:
-        """Measures the copy that is put into a stream inside the block."""
-        begin = self._driver.record_moment(stream)
-        yield
-        self._copies.append((lane, begin, self._driver.record_moment(stream), nbytes))
-
-    @contextlib.contextmanager
-    def around_join(self, lane: WorkLane) -> Iterator[None]:
-        """Measures for how long the compute stream, and the host, wait for what the stream is told inside the block."""
-        with self.around_wait(lane):
-            begin = self.mark()
-            yield
-            self._stops.append((lane, begin, self.mark()))
-
-    @contextlib.contextmanager
-    def around_wait(self, lane: WorkLane) -> Iterator[None]:
-        """Measures for how long the host waits inside the block."""
-        begin = time.perf_counter_ns()
+    def around(self, lane: Lane, *waiters: Lane | None, stream: Any = None, nbytes: int = 0) -> Iterator[None]:
+        """Measures what is done inside the block, for each waiter: by the clock of a stream, or else of the host."""
+        begin = self._moment(stream)
         try:
             yield
         finally:
-            self._waits.append(Stop(lane, begin, time.perf_counter_ns(), True))
+            end = self._moment(stream)
+            self._found.extend(Timed(lane, waiter, begin, end, nbytes) for waiter in waiters)
 
-    def of_work(self, work: Callable[[], Any], lane: WorkLane, nbytes: int = 0, *, is_ahead: bool = True) -> Work:
+    def _moment(self, stream: Any) -> Any:
+        return time.perf_counter_ns() if stream is None else self._driver.record_moment(stream)
+
+    @contextlib.contextmanager
+    def around_join(self, lane: Lane) -> Iterator[None]:
+        """Measures for how long the compute stream, and the host, wait for what the stream is told inside the block."""
+        with self.around(lane, Lane.HOST), self.around(lane, Lane.COMPUTE, stream=self._driver.current_stream()):
+            yield
+
+    def of_work(self, work: Work, lane: Lane, nbytes: int = 0) -> Work:
         """The same work for a thread, which measures it, with what its workers do."""
 
         def timed() -> Pending | None:
-            begin, future = time.perf_counter_ns(), None
+            begin, until = time.perf_counter_ns(), self._worked_until_ns
 
-            def end(_: object = None) -> None:
-                now, since = time.perf_counter_ns(), begin
-                if lane is WorkLane.HOST_WORK:  # workers have one queue: an update begins when the one before has ended
-                    since, self._worked_until_ns = max(begin, self._worked_until_ns), now
-                self._works.append(TimedCopy(lane, since, now, nbytes, is_ahead))
+            def end(_: object = None) -> None:  # workers have one queue: an update begins when the one before has ended
+                since, until[lane] = max(begin, until[lane]), time.perf_counter_ns()
+                self._found.append(Timed(lane, None, since, until[lane], nbytes))
 
             try:
                 pending = work()
-                future = getattr(pending, "future", None)
-            finally:
-                if future is None:
-                    end()
-            if future is None:
-                return None
-            future.add_done_callback(end)
-            return pending  # type: ignore[no-any-return]
+            except BaseException:
+                end()
+                raise
+            if pending is None:
+                end()
+            else:
+                pending.future.add_done_callback(end)
+            return pending
 
         return timed
 
-    def works(self) -> list[TimedCopy]:
-        """What lanes did; waits until an accelerator's have done it. Work of the host's thread has no bytes."""
-        if self._copies:
+    def found(self) -> list[Timed]:
+        """All that was measured, with times in nanoseconds; waits until an accelerator's lanes have done their work."""
+        if self.has_streams:
             self._driver.finish()
-        found = ((lane, self.ns_of(begin), self.ns_of(end), nbytes) for lane, begin, end, nbytes in self._copies)
-        return [*(TimedCopy(*copy, is_ahead=True) for copy in found), *self._works]
-
-    def stops(self) -> list[Stop]:
-        """Where the compute stream, and the host, stood still for long enough to be seen."""
-        found = [Stop(lane, self.ns_of(begin), self.ns_of(end), False) for lane, begin, end in self._stops]
-        return [stop for stop in (*found, *self._waits) if stop.end_ns - stop.begin_ns >= _LEAST_STOP_NS]
+        read = [timed._replace(begin=self.ns_of(timed.begin), end=self.ns_of(timed.end)) for timed in self._found]
+        return [one for one in read if one.nbytes or one.waiter is None or one.end - one.begin >= _LEAST_WAIT_NS]

@@ -12,7 +12,8 @@ import numpy
 import torch
 
 from hf_patrickstar.memory.driver import Driver, HostThread, Work
-from hf_patrickstar.memory.lanes import LaneTimes, WorkLane
+from hf_patrickstar.memory.lanes import LaneTimes
+from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.units import KIB, MIB
 
 _AT_ONCE_NBYTES = 256 * KIB
@@ -23,6 +24,7 @@ _LEAST_IN_FLIGHT = 2
 """Gradients that may be larger than that together: with one alone, computation would stand still for its copy."""
 Hold = bool | Callable[[], object]
 """Whether a tensor is held while it is copied, and perhaps what is called before its memory can be used again."""
+_NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 _STAGES = 4
 """Copies by way of page-locked memory that are under way at once, each through its part of that."""
 
@@ -43,7 +45,7 @@ class Copy:
     __slots__ = ("_event", "_times", "lane")
     after: Any = None
 
-    def __init__(self, event: Any, lane: WorkLane, times: LaneTimes | None = None) -> None:
+    def __init__(self, event: Any, lane: Lane, times: LaneTimes | None = None) -> None:
         self.lane = lane
         self._event = event
         self._times = times
@@ -60,7 +62,7 @@ class Copy:
 
     def wait(self) -> None:
         """Blocks the host, and so whatever the compute device does next; raises what the work raised."""
-        with contextlib.nullcontext() if self._times is None else self._times.around_wait(self.lane):
+        with _NOTHING if self._times is None else self._times.around(self.lane, Lane.HOST):
             self.event.synchronize()
 
     join = wait
@@ -80,7 +82,7 @@ class StreamCopy(Copy):
     __slots__ = ("_driver", "after")
 
     def __init__(
-        self, event: Any, lane: WorkLane, times: LaneTimes | None, driver: Driver, after: Any | None = None
+        self, event: Any, lane: Lane, times: LaneTimes | None, driver: Driver, after: Any | None = None
     ) -> None:
         self._event, self.lane, self._times, self._driver, self.after = event, lane, times, driver, after
 
@@ -173,8 +175,8 @@ class Streams:
         arrays = [tensor.view(torch.uint8).numpy() for tensor in (target, source)]
         work: Work = functools.partial(copy_bytes, arrays)
         if times is not None:
-            work = times.of_work(work, WorkLane.TO_DEVICE, source.nbytes)
-        return Copy(self._thread.on_host(work, ()), WorkLane.TO_DEVICE, times)
+            work = times.of_work(work, Lane.TO_DEVICE, source.nbytes)
+        return Copy(self._thread.on_host(work, ()), Lane.TO_DEVICE, times)
 
     def fetch_anew(self, source: torch.Tensor, after: Iterable[Copy] = ()) -> tuple[torch.Tensor, Copy | None]:
         """Does the same to new memory of the device, which is non-model data.
@@ -201,11 +203,8 @@ class Streams:
             A ticket to wait for before the host overwrites ``source``, or ``None`` if the copy is complete.
         """
         times = self._times  # another thread may end the measuring meanwhile
-        if times is None:
+        with _NOTHING if times is None else times.around(Lane.TO_DEVICE, None, Lane.HOST, nbytes=source.nbytes):
             target.copy_(source)
-        else:
-            copy = functools.partial(target.copy_, source)
-            times.of_work(copy, WorkLane.TO_DEVICE, source.nbytes, is_ahead=False)()
         return None
 
     def to_slice(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = ()) -> Copy | None:
@@ -255,12 +254,9 @@ class Streams:
         Returns:
             A ticket to wait for before the host reads ``target``, or ``None`` if the copy is complete.
         """
-        times = self._times  # another thread may end the measuring meanwhile
-        if times is None:
+        times = self._times
+        with _NOTHING if times is None else times.around(Lane.TO_HOST, None, Lane.HOST, nbytes=source.nbytes):
             target.copy_(source)
-        else:
-            copy = functools.partial(target.copy_, source)
-            times.of_work(copy, WorkLane.TO_HOST, source.nbytes, is_ahead=False)()
         return None
 
     def copy_through(self, source: torch.Tensor, target: torch.Tensor, stage: torch.Tensor) -> None:
@@ -355,7 +351,7 @@ class DeviceStreams(Streams):
         super().__init__(device)
         self.most_in_flight_nbytes = _IN_FLIGHT_NBYTES
         self._thread = self._driver = driver
-        self._lanes = {lane: driver.new_stream() for lane in (WorkLane.TO_DEVICE, WorkLane.TO_HOST)}
+        self._lanes = {lane: driver.new_stream() for lane in (Lane.TO_DEVICE, Lane.TO_HOST)}
         self._in_flight: collections.deque[tuple[Copy, torch.Tensor, Hold]] = collections.deque()
         self._in_flight_nbytes = 0
 
@@ -367,35 +363,35 @@ class DeviceStreams(Streams):
     def fetch(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = ()) -> Copy | None:
         """See ``Streams``."""
         after = tuple(after)
-        work = [other.event for other in after if other.lane is WorkLane.HOST_WORK and not other.is_done]
+        work = [other.event for other in after if other.lane is Lane.HOST_WORK and not other.is_done]
         if not work:
-            return self._copy(WorkLane.TO_DEVICE, source, target, after)
-        events = [other.event for other in after if other.lane is not WorkLane.HOST_WORK]
+            return self._copy(Lane.TO_DEVICE, source, target, after)
+        events = [other.event for other in after if other.lane is not Lane.HOST_WORK]
         events.append(self._driver.current_stream().record_event())
 
         def begin(stream: torch.Stream) -> torch.Event:
             for event in events:
                 stream.wait_event(event)
-            self._put(WorkLane.TO_DEVICE, source, target, stream)
+            self._put(Lane.TO_DEVICE, source, target, stream)
             return stream.record_event()
 
-        begun = self._driver.begin_after(work[-1], self._lanes[WorkLane.TO_DEVICE], begin)
-        return StreamCopy(begun, WorkLane.TO_DEVICE, self._times, self._driver, work[-1])
+        begun = self._driver.begin_after(work[-1], self._lanes[Lane.TO_DEVICE], begin)
+        return StreamCopy(begun, Lane.TO_DEVICE, self._times, self._driver, work[-1])
 
     def to_slice(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = ()) -> Copy | None:
         """See ``Streams``."""
-        return self._copy(WorkLane.TO_DEVICE, source, target, after)
+        return self._copy(Lane.TO_DEVICE, source, target, after)
 
     def to_device(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = ()) -> Copy | None:
         """See ``Streams``."""
-        ticket = self._copy(WorkLane.TO_DEVICE, source, target, after)
+        ticket = self._copy(Lane.TO_DEVICE, source, target, after)
         ticket.join()
         return ticket
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
         """See ``Streams``."""
-        lane = self._lanes[WorkLane.TO_DEVICE]
+        lane = self._lanes[Lane.TO_DEVICE]
         lane.wait_stream(self._driver.current_stream())
         with self._driver.inside(lane):
             yield
@@ -428,7 +424,7 @@ class DeviceStreams(Streams):
         is_held = holds and self.most_in_flight_nbytes > 0
         if callable(holds) and not is_held:
             holds()
-        ticket = self._copy(WorkLane.TO_HOST, source, target, after)
+        ticket = self._copy(Lane.TO_HOST, source, target, after)
         if is_held:
             self._in_flight.append((ticket, source, holds))
             self._in_flight_nbytes += source.nbytes
@@ -459,9 +455,9 @@ class DeviceStreams(Streams):
                     finish()
                 slot = whole[: part.numel()]
                 if to_device:
-                    copy = self._copy(WorkLane.TO_DEVICE, slot.copy_(part), place, ())
+                    copy = self._copy(Lane.TO_DEVICE, slot.copy_(part), place, ())
                 else:
-                    copy = self._copy(WorkLane.TO_HOST, part, slot, ())
+                    copy = self._copy(Lane.TO_HOST, part, slot, ())
                 under_way.append((copy, slot, place))
         finally:
             while under_way:
@@ -471,11 +467,11 @@ class DeviceStreams(Streams):
         self, work: Work, after: Iterable[Copy] = (), otherwise: Callable[[], None] | None = None
     ) -> Copy | None:
         """See ``Streams``."""
-        events = [other.event for other in after if other.lane is not WorkLane.HOST_WORK]
+        events = [other.event for other in after if other.lane is not Lane.HOST_WORK]
         times = self._times
         if times is not None:
-            work = times.of_work(work, WorkLane.HOST_WORK)
-        return Copy(self._driver.on_host(work, events, otherwise), WorkLane.HOST_WORK, times)
+            work = times.of_work(work, Lane.HOST_WORK)
+        return Copy(self._driver.on_host(work, events, otherwise), Lane.HOST_WORK, times)
 
     def on_tier_of(self, source: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """See ``Streams``."""
@@ -505,23 +501,20 @@ class DeviceStreams(Streams):
         self.release_in_flight()
         return True
 
-    def _copy(self, lane: WorkLane, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy]) -> StreamCopy:
+    def _copy(self, lane: Lane, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy]) -> StreamCopy:
         stream = self._lanes[lane]
         stream.wait_stream(self._driver.current_stream())
         for other in after:
-            if other.lane is WorkLane.HOST_WORK:
+            if other.lane is Lane.HOST_WORK:
                 other.wait()  # no stream can
             elif other.lane is not lane or other.after is not None:
                 stream.wait_event(other.event)
         self._put(lane, source, target, stream)
         return StreamCopy(stream.record_event(), lane, self._times, self._driver)
 
-    def _put(self, lane: WorkLane, source: torch.Tensor, target: torch.Tensor, stream: torch.Stream) -> None:
+    def _put(self, lane: Lane, source: torch.Tensor, target: torch.Tensor, stream: torch.Stream) -> None:
         times = self._times  # a late copy is put here by the host's thread, while the caller's may end the measuring
-        if times is None:
-            self._driver.copy(source, target, stream)
-            return
-        with times.around_copy(lane, stream, source.nbytes):
+        with _NOTHING if times is None else times.around(lane, None, stream=stream, nbytes=source.nbytes):
             self._driver.copy(source, target, stream)
 
     def _let_go_for(self, nbytes: int) -> None:

@@ -42,7 +42,7 @@ from hf_patrickstar.errors import BudgetError, DeviceMemoryError
 from hf_patrickstar.interrupts import held_back
 from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import MASTER, TensorSpec
-from hf_patrickstar.memory.lanes import Ticket, WorkLane
+from hf_patrickstar.memory.lanes import Ticket
 from hf_patrickstar.memory.meters import Meter
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import Copy, Streams
@@ -56,6 +56,7 @@ from hf_patrickstar.runtime.live_parameter import (
     storage_key,
 )
 from hf_patrickstar.runtime.ranges import named
+from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.states import TensorState
 
 GRADIENTS = "gradients"
@@ -352,7 +353,7 @@ class Chunk:
     home_param: torch.Tensor = dataclasses.field(init=False)  # read it after ``update``, as ``param`` does
     is_pinned: bool | None = None  # whether ``param`` is page-locked, once that was asked
     home_lists: Lists = dataclasses.field(default_factory=Lists)
-    tickets: dict[WorkLane, Copy] = dataclasses.field(default_factory=dict)  # out of and into them, the last of a lane
+    tickets: dict[Lane, Copy] = dataclasses.field(default_factory=dict)  # out of and into them, the last of a lane
     update: Copy | None = None  # of the optimizer, which may still write to them
     reader: threading.Event | None = None  # of a checkpoint that is being written from the fp32 lists
     # The payload that modules compute with.
@@ -541,7 +542,7 @@ class Chunk:
         """What may still be under way in the ``param`` list: the next copy out of it, or into it, comes after that."""
         if not self.tickets and self.update is None:
             return ()
-        copies = (ticket for lane, ticket in self.tickets.items() if lane is not WorkLane.HOST_WORK)
+        copies = (ticket for lane, ticket in self.tickets.items() if lane is not Lane.HOST_WORK)
         update = self.update
         return (*copies, *(() if update is None else (update,)))
 
@@ -556,7 +557,7 @@ class Chunk:
 
     def wait_for_host_work(self) -> None:
         """Waits for what the host's thread does with the lists: it has added gradients, and computed their norms."""
-        ticket = self.tickets.get(WorkLane.HOST_WORK)
+        ticket = self.tickets.get(Lane.HOST_WORK)
         if ticket is not None:
             ticket.wait()
 

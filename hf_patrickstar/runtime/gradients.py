@@ -27,7 +27,6 @@ import torch
 from hf_patrickstar.errors import BudgetError, EngineError
 from hf_patrickstar.interrupts import held_back
 from hf_patrickstar.layout.specs import GRADIENT, MASTER
-from hf_patrickstar.memory.lanes import WorkLane
 from hf_patrickstar.memory.streams import Copy, Hold
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk, Device, GradientPlace, ManagedParameter
@@ -36,6 +35,7 @@ from hf_patrickstar.runtime.gradient_ring import GradientRing, most_nbytes
 from hf_patrickstar.runtime.live_parameter import take_raw_grad
 from hf_patrickstar.runtime.norms import Norms
 from hf_patrickstar.runtime.values import Values
+from hf_patrickstar.schedule.clock import Lane
 
 # A name of the module is found faster than a member of an enum.
 _NONE, _PARAM, _LIST = GradientPlace.NONE, GradientPlace.PARAM, GradientPlace.LIST
@@ -177,7 +177,7 @@ class Gradients:
             holds = functools.partial(self.norms.need, norm)
         if is_on_device:
             place.copy_(gradient)
-            ticket = None if norm is None else Copy(self.norms, WorkLane.HOST_WORK)
+            ticket = None if norm is None else Copy(self.norms, Lane.HOST_WORK)
         else:
             ticket = self._streams.to_host(gradient, place, chunk.under_way, holds=holds, is_beside=is_held)
         if ticket is not None:

@@ -4,12 +4,14 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from hf_patrickstar.counts import Counts
 from hf_patrickstar.dist.order import Beginning, Order, Room
 from hf_patrickstar.errors import BudgetError, Later
+from hf_patrickstar.memory.lanes import LaneTimes
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.activations import Activations
 from hf_patrickstar.runtime.chunk import Chunk, Device
@@ -70,31 +72,8 @@ class Estimated:
     least: Later | None = None
 
 
-_MOST_PIECES = 10_000
-"""Of a step of more pieces the first ones are kept."""
-
-
-class Piece(NamedTuple):
-    """A part of a step, from its begin to its end, in nanoseconds of ``time.perf_counter_ns``.
-
-    Attributes:
-        part: Which one.
-        begin_ns: When the host began it.
-        end_ns: When the host left it.
-        moments: What ``Durations.mark`` gave then.
-    """
-
-    part: Part
-    begin_ns: int
-    end_ns: int
-    moments: tuple[Any, Any] = (None, None)
-
-
-class _Now(NamedTuple):
-    """The host's time, and what ``Durations.mark`` gives."""
-
-    ns: int
-    moment: Any
+_Now = tuple[int, Any]
+"""The host's time, and a moment of the compute stream; see ``LaneTimes.now``."""
 
 
 class Durations:
@@ -102,35 +81,19 @@ class Durations:
 
     An accelerator works beside the host, so a part of a step there may go on when the host has left it.
 
+    Args:
+        counts: Gets the sums.
+
     Attributes:
-        last: The pieces of the last step, from its first forward to the end of the update, in their order.
-        mark: Is called where a part begins or ends, and what it gives is kept with the piece: a moment of the compute
-            stream, in a step whose lanes are measured.
+        times: Gets the parts of a step whose lanes are measured.
     """
 
-    def __init__(self) -> None:
-        self.last: tuple[Piece, ...] = ()
-        self.mark: Callable[[], Any] | None = None
-        self._pieces: list[Piece] = []
-        self._sums = {"computing": 0, "settling": 0, "updating": 0}
+    def __init__(self, counts: Counts) -> None:
+        self.times: LaneTimes | None = None
+        self._counts = counts
         self._begin: _Now | None = None
         self._forward_end: _Now | None = None
         self._end: _Now | None = None
-
-    @property
-    def computing_s(self) -> float:
-        """Seconds from the begin of an outermost forward of training to the end of its backward."""
-        return self._sums["computing"] / 1e9
-
-    @property
-    def settling_s(self) -> float:
-        """Seconds from the end of the last backward of a step to the begin of the optimizer's step."""
-        return self._sums["settling"] / 1e9
-
-    @property
-    def updating_s(self) -> float:
-        """Seconds of steps of optimizers."""
-        return self._sums["updating"] / 1e9
 
     def begin_computing(self) -> None:
         """A micro-batch begins."""
@@ -148,14 +111,14 @@ class Durations:
         middle = self._begin if self._forward_end is None else self._forward_end
         self._add(Part.FORWARD, self._begin, middle)
         self._add(Part.BACKWARD, middle, self._end)
-        self._sums["computing"] += self._end.ns - self._begin.ns
+        self._counts.computing_seconds += (self._end[0] - self._begin[0]) / 1e9
         self._begin = None
 
     def begin_update(self) -> None:
         """The optimizer's step begins."""
         now = self._now()
         if self._end is not None:
-            self._sums["settling"] += now.ns - self._end.ns
+            self._counts.settling_seconds += (now[0] - self._end[0]) / 1e9
         self._begin, self._end = now, None
 
     def end_update(self) -> None:
@@ -163,17 +126,17 @@ class Durations:
         if self._begin is not None:
             now = self._now()
             self._add(Part.UPDATE, self._begin, now)
-            self._sums["updating"] += now.ns - self._begin.ns
+            self._counts.updating_seconds += (now[0] - self._begin[0]) / 1e9
         self._begin = None
-        self.last, self._pieces = tuple(self._pieces), []
 
     def _now(self) -> _Now:
-        mark = self.mark  # another thread may end the measuring meanwhile
-        return _Now(time.perf_counter_ns(), None if mark is None else mark())
+        times = self.times  # another thread may end the measuring meanwhile
+        return (time.perf_counter_ns(), None) if times is None else times.now()
 
     def _add(self, part: Part, begin: _Now, end: _Now) -> None:
-        if len(self._pieces) < _MOST_PIECES:
-            self._pieces.append(Piece(part, begin.ns, end.ns, (begin.moment, end.moment)))
+        times = self.times
+        if times is not None:
+            times.parts.append((part, begin, end))
 
 
 EstimateStep = Callable[[Call, Shapes], Estimated | None]
@@ -213,7 +176,7 @@ class Steps:
         self.num_micro_batches = num_micro_batches
         self.micro_batch = 0  # those since the optimizer's step
         self.num_updates = 0  # of all optimizers
-        self.durations = Durations()
+        self.durations = Durations(device.counts)
         self.peaks = (0, 0, 0)  # bytes in the last step: chunks on the device, all on the device, on the host
         self.policy = policy
         self._device, self._chunks, self._pool = device, device.chunks, device.pool

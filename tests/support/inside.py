@@ -131,7 +131,7 @@ def estimate_never(engine):
 
 def is_timed(engine):
     """Whether the lanes of the next step are timed."""
-    return engine.manager.steps.durations.mark is not None or engine.resources.streams._times is not None
+    return engine.manager.steps.durations.times is not None or engine.resources.streams._times is not None
 
 
 # Where things are

@@ -105,7 +105,7 @@ class VirtualDriver:
     # What ``DeviceStreams`` asks for
 
     def new_stream(self) -> VirtualStream:
-        """See ``Driver``: the lanes of copies, in the order of ``hf_patrickstar.memory.lanes.WorkLane``."""
+        """See ``Driver``: the lanes of copies, to the device and to the host."""
         return next(self._streams)
 
     def current_stream(self) -> VirtualStream:

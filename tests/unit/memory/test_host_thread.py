@@ -7,9 +7,9 @@ import time
 import pytest
 
 from hf_patrickstar.memory.driver import HostThread
-from hf_patrickstar.memory.lanes import WorkLane
 from hf_patrickstar.memory.streams import Copy, StreamCopy
 from hf_patrickstar.optim.workers import HostWorkers
+from hf_patrickstar.schedule.clock import Lane
 
 
 class Gate:
@@ -29,7 +29,7 @@ class Gate:
 
 
 def host_work(event):
-    return Copy(event, WorkLane.HOST_WORK)
+    return Copy(event, Lane.HOST_WORK)
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_copy_after_work_that_failed_is_made_and_raises_the_error(thread):
         raise ValueError("a reason")
 
     work = thread.on_host(fail, [])
-    copy = StreamCopy(thread.begin_after(work, "stream", Gate), WorkLane.TO_DEVICE, None, None, work)
+    copy = StreamCopy(thread.begin_after(work, "stream", Gate), Lane.TO_DEVICE, None, None, work)
     with pytest.raises(ValueError, match="a reason"):
         copy.wait()
     assert not copy.is_done

@@ -8,9 +8,9 @@ import torch
 from support.race_detector import SimulatedDriver
 from support.streams import HandingStreams
 
-from hf_patrickstar.memory.lanes import WorkLane
 from hf_patrickstar.memory.streams import DeviceStreams, Streams
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.schedule.clock import Lane
 
 CPU = torch.device("cpu")
 LONG_S = 0.02
@@ -52,15 +52,16 @@ def test_copies_in_both_directions_and_work_that_fails_have_times(sim):
     sim.streams.to_host(torch.full((2,), 7.0), sim.home[:2]).wait()
     with pytest.raises(ValueError, match="no"):
         sim.streams.on_host(fail).wait()
-    found = times.works()
-    assert [(work.lane, work.nbytes, work.is_ahead) for work in found] == [
-        (WorkLane.TO_DEVICE, 16, True),
-        (WorkLane.TO_HOST, 8, True),
-        (WorkLane.HOST_WORK, 0, True),
-    ]
+    found = [one for one in times.found() if not one.waiter]
+    assert {(work.lane, work.nbytes) for work in found} == {
+        (Lane.TO_DEVICE, 16),
+        (Lane.TO_HOST, 8),
+        (Lane.HOST_WORK, 0),
+    }
     for work in found:
-        assert before <= work.begin_ns <= work.end_ns <= time.perf_counter_ns()
-    assert found[2].end_ns - found[2].begin_ns >= LONG_S * 1e9
+        assert before <= work.begin <= work.end <= time.perf_counter_ns()
+        if work.lane is Lane.HOST_WORK:
+            assert work.end - work.begin >= LONG_S * 1e9
 
 
 def test_the_host_and_the_compute_stream_stand_still(sim):
@@ -69,12 +70,12 @@ def test_the_host_and_the_compute_stream_stand_still(sim):
     begun = time.perf_counter_ns()
     work = sim.streams.on_host(slow)
     sim.streams.fetch(sim.home, sim.copy, [work]).join()  # comes after work: it is put into the lane late
-    stops = times.stops()
-    of_device = [stop for stop in stops if not stop.is_host]
-    assert [stop.lane for stop in stops if stop.is_host] == [WorkLane.HOST_WORK, WorkLane.TO_DEVICE]
-    assert [stop.lane for stop in of_device] == [WorkLane.TO_DEVICE]
-    assert of_device[0].begin_ns >= begun - 1e6
-    assert all(stop.end_ns - stop.begin_ns >= LONG_S * 0.9e9 for stop in stops)
+    waits = [one for one in times.found() if one.waiter]
+    of_device = [one for one in waits if one.waiter is Lane.COMPUTE]
+    assert [one.lane for one in waits if one.waiter is Lane.HOST] == [Lane.HOST_WORK, Lane.TO_DEVICE]
+    assert [one.lane for one in of_device] == [Lane.TO_DEVICE]
+    assert of_device[0].begin >= begun - 1e6
+    assert all(one.end - one.begin >= LONG_S * 0.9e9 for one in waits)
 
 
 def test_another_thread_may_end_the_measuring_during_a_copy():
@@ -84,7 +85,7 @@ def test_another_thread_may_end_the_measuring_during_a_copy():
         times = streams.begin_timing()
         streams.fetch(torch.ones(2), target)
         streams.fetch(torch.ones(2), torch.ones(2))
-        assert len(times.works()) == 1, "the first is measured to its end, and the second is not"
+        assert len(times.found()) == 2, "the first is measured to its end, and the second is not"
 
 
 def test_copies_of_the_cpu_tier_have_times():
@@ -93,9 +94,9 @@ def test_copies_of_the_cpu_tier_have_times():
     streams.to_host(torch.ones(2), torch.ones(2))
     streams.fetch(torch.ones(4), torch.ones(4))
     streams.fetch(torch.ones(5), torch.ones(5)).wait()
-    assert [(copy.lane, copy.nbytes, copy.is_ahead) for copy in times.works()] == [
-        (WorkLane.TO_HOST, 8, False),
-        (WorkLane.TO_DEVICE, 16, False),
-        (WorkLane.TO_DEVICE, 20, True),
-    ]
+    assert [one[:2] + one[4:] for one in times.found() if one.nbytes] == [
+        *((Lane.TO_HOST, None, 8), (Lane.TO_HOST, Lane.HOST, 8)),
+        *((Lane.TO_DEVICE, None, 16), (Lane.TO_DEVICE, Lane.HOST, 16)),
+        (Lane.TO_DEVICE, None, 20),
+    ], "nobody waits for a copy that a thread makes"
     streams.close()

@@ -1,19 +1,17 @@
 """The timeline of a step that was measured, and the trace of one that Perfetto shows."""
 
 import json
-import types
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_patrickstar.memory.lanes import Stop, TimedCopy, WorkLane
-from hf_patrickstar.report.measured_step import MOST_SPANS, measured_lanes, measured_timeline
+from hf_patrickstar.memory.lanes import LaneTimes, Timed
+from hf_patrickstar.report.measured_step import MOST_SPANS, measured_timeline
 from hf_patrickstar.report.timeline import CRITICAL, STOPS, WAITS, to_trace
-from hf_patrickstar.runtime.steps import Piece
 from hf_patrickstar.schedule.clock import Clock, Lane
 from hf_patrickstar.schedule.script import Part
 
-TO_DEVICE, TO_HOST = WorkLane.TO_DEVICE, WorkLane.TO_HOST
+TO_DEVICE, TO_HOST = Lane.TO_DEVICE, Lane.TO_HOST
 
 
 def rows_of(timeline):
@@ -48,8 +46,11 @@ def test_a_trace_has_every_span_and_wait_to_the_nanosecond(work):
     assert rows_of(timeline) == expected
 
 
-def measured(works=(), stops=()):
-    return types.SimpleNamespace(ns_of=lambda moment: moment, works=lambda: list(works), stops=lambda: list(stops))
+def measured(parts, found, has_streams=False):
+    times = LaneTimes()
+    times.has_streams, times.parts = has_streams, parts
+    times.found = lambda: found
+    return times
 
 
 def spans_of(timeline, fields):
@@ -57,46 +58,55 @@ def spans_of(timeline, fields):
     return {lane: [span[1:fields] for span in timeline.own_spans if span.lane is lane] for lane in lanes}
 
 
-PIECES = [Piece(Part.FORWARD, 100, 200), Piece(Part.BACKWARD, 200, 400), Piece(Part.UPDATE, 410, 500)]
+PARTS = [
+    (Part.FORWARD, (100, None), (200, None)),
+    (Part.BACKWARD, (200, None), (400, None)),
+    (Part.UPDATE, (410, None), (500, None)),
+]
 ALONE = [
-    TimedCopy(TO_DEVICE, 10, 60, 8, False),  # before the step
-    TimedCopy(TO_DEVICE, 100, 120, 8, False),
-    TimedCopy(TO_DEVICE, 130, 160, 8, True),
-    TimedCopy(TO_HOST, 350, 360, 8, False),
+    Timed(TO_DEVICE, None, 10, 60, 8),  # before the step
+    *(Timed(TO_DEVICE, waiter, 100, 120, 8) for waiter in (None, Lane.HOST)),
+    Timed(TO_DEVICE, Lane.HOST, 150, 160),
+    Timed(TO_DEVICE, None, 130, 160, 8),
+    *(Timed(TO_HOST, waiter, 350, 360, 8) for waiter in (None, Lane.HOST)),
 ]
 
 
 def test_a_measured_step_of_the_cpu_tier():
-    timeline = measured_timeline(PIECES, measured(ALONE, [Stop(TO_DEVICE, 150, 160, True)]))
+    timeline = measured_timeline(measured(PARTS, ALONE))
     assert (timeline.begin_ns, timeline.end_ns) == (0, 400)
     assert spans_of(timeline, 3) == {
-        Lane.TO_DEVICE: [(30, 60), (0, 20)],
         Lane.COMPUTE: [(20, 50), (60, 100), (100, 250), (260, 300)],
-        Lane.TO_HOST: [(250, 260)],
         Lane.HOST: [(310, 400)],
+        Lane.TO_DEVICE: [(0, 20), (30, 60)],
+        Lane.TO_HOST: [(250, 260)],
     }
-    assert [span.begin_ns for span in timeline.critical_path()] == [0, 20, 60, 100, 250, 260, 310]
     assert [(wait.begin_ns, wait.duration_ns) for wait in timeline.waits] == [(0, 20), (50, 10), (250, 10)]
     assert len(timeline.waits_by_place()) == 3, "not started ahead, late, and to the host"
+    assert not timeline.critical_path(), "nobody knows what these spans began after"
 
 
 AHEAD = [
-    Piece(Part.FORWARD, 100, 150, (110, 210)),  # the host is far ahead
-    Piece(Part.BACKWARD, 150, 200, (210, 500)),
-    Piece(Part.UPDATE, 200, 230, (500, 510)),
+    (Part.FORWARD, (100, 110), (150, 210)),  # the host is far ahead
+    (Part.BACKWARD, (150, 210), (200, 500)),
+    (Part.UPDATE, (200, 500), (230, 510)),
 ]
 BESIDE = [
-    TimedCopy(TO_DEVICE, 50, 90, 8, True),  # before the step
-    TimedCopy(TO_DEVICE, 120, 160, 8, True),
-    TimedCopy(TO_HOST, 400, 520, 16, True),
-    TimedCopy(WorkLane.HOST_WORK, 520, 700, 0, True),
-    TimedCopy(TO_DEVICE, 800, 900, 8, True),  # of an evaluation
+    Timed(TO_DEVICE, None, 50, 90, 8),  # before the step
+    Timed(TO_DEVICE, None, 120, 160, 8),
+    Timed(TO_HOST, None, 400, 520, 16),
+    Timed(Lane.HOST_WORK, None, 520, 700),
+    Timed(TO_DEVICE, None, 800, 900, 8),  # of an evaluation
+    Timed(TO_DEVICE, Lane.COMPUTE, 800, 850),
+    Timed(Lane.HOST_WORK, Lane.HOST, 800, 850),
+    Timed(TO_DEVICE, Lane.COMPUTE, 130, 160),
+    Timed(TO_HOST, Lane.COMPUTE, 450, 480),
+    Timed(TO_HOST, Lane.HOST, 205, 225),
 ]
-STOOD = [Stop(TO_DEVICE, 800, 850, False), Stop(TO_DEVICE, 130, 160, False), Stop(TO_HOST, 450, 480, False)]
 
 
 def test_a_measured_step_of_an_accelerator():
-    timeline = measured_lanes(AHEAD, measured(BESIDE, [*STOOD, Stop(TO_HOST, 205, 225, True)]))
+    timeline = measured_timeline(measured(AHEAD, BESIDE, has_streams=True))
     computed = [(10, 30, "forward"), (60, 110, "forward"), (110, 350, "backward"), (380, 400, "backward")]
     assert spans_of(timeline, 4) == {
         Lane.COMPUTE: [*computed, (400, 410, "update")],
@@ -113,7 +123,10 @@ def test_a_measured_step_of_an_accelerator():
 
 
 def test_nothing_and_too_much_is_no_timeline():
-    much = measured([TimedCopy(TO_DEVICE, 150, 151, 8, True)] * MOST_SPANS)
-    assert measured_timeline([], measured(ALONE)) is measured_timeline(PIECES, much) is None
-    assert measured_lanes([], measured(BESIDE)) is measured_lanes(AHEAD, much) is None
-    assert measured_lanes([*AHEAD[:2], Piece(Part.UPDATE, 200, 230, (500, None))], measured(BESIDE)) is None
+    much = [Timed(TO_DEVICE, None, 150, 151, 8)] * MOST_SPANS
+    begun_before = [*AHEAD[:2], (Part.UPDATE, (200, None), (230, 510))]
+    for parts, found, has_streams in (
+        *(([], ALONE, False), (PARTS, much, False)),
+        *(([], BESIDE, True), (AHEAD, much, True), (begun_before, BESIDE, True)),
+    ):
+        assert measured_timeline(measured(parts, found, has_streams)) is None
