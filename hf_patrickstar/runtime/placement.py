@@ -78,7 +78,7 @@ class Placement:
         """Decides anew if a step was recorded since the last time; called between steps.
 
         Args:
-            make_room: Makes room for chunks that move in; see ``Executor.make_room``.
+            make_room: Makes room for chunks that move in; see ``Evictor.make_room``.
             num_micro_batches: Micro-batches of the step that has ended.
             is_estimated: Whether the traces are those of a step that has not run yet.
             is_certain: Whether it takes what they say, to the byte: what has no room is then an error, before anything
@@ -98,7 +98,7 @@ class Placement:
             if is_estimated and not self._first.has_groups:
                 self.choose_offload()
             try:
-                self._settle(make_room)
+                self._settle(make_room, may_leave=is_estimated)
             except BudgetError as error:
                 if is_certain:
                     raise
@@ -223,10 +223,10 @@ class Placement:
         device = frozenset(chunk.spec.index for chunk in self._chunks if chunk.home is Tier.DEVICE)
         return Homes(device, tuple(self.in_margin))
 
-    def _settle(self, make_room: Callable[..., None]) -> None:
+    def _settle(self, make_room: Callable[..., None], *, may_leave: bool) -> None:
         """Moves chunks to where they are to live from now on."""
         now = self._homes()
-        wanted = self._estimate().settled(now)
+        wanted = self._estimate().settled(now, may_leave=may_leave)
         for name, reason in wanted.reasons.items():
             if name not in self.reasons or wanted.device != now.device:
                 logger.info("patrickstar: %s", reason)

@@ -94,7 +94,6 @@ class Tracer:
         known: Traces of a plan: steps follow them that would be recorded first otherwise.
 
     Attributes:
-        counts: As it was given.
         known: As it was given.
         traces: The traces, by key.
         version: Another number when a step has been recorded: what follows from the traces is decided anew.

@@ -249,7 +249,7 @@ class Estimate:
         device = kept | found
         return homes if device == homes.device else Homes(device, tuple(sorted(found)), reasons)
 
-    def settled(self, homes: Homes) -> Homes:
+    def settled(self, homes: Homes, *, may_leave: bool = True) -> Homes:
         """Decides where chunks live from now on.
 
         Where a step has no room beside those that are on the device, all leave that the host has room for; then the
@@ -257,13 +257,15 @@ class Estimate:
 
         Args:
             homes: Where they live now.
+            may_leave: Whether those may leave that have been on the device from the start. A step that has run had room
+                beside them, whatever the traces of others say.
 
         Raises:
             BudgetError: As for ``spilled``.
         """
         if not self.moves_homes:
             return dataclasses.replace(homes, reasons={})
-        kept, reasons = self._staying(homes), {}
+        kept, reasons = self._staying(homes) if may_leave else homes.kept, {}
         if kept != homes.kept:
             reasons["homes"] = _left_device(len(homes.kept))
         found = self.margin(kept, frozenset(homes.margin))
