@@ -213,8 +213,9 @@ class LiveTensor(Live):
         """See ``Live``; tied names of one ``state_dict`` share one tensor, as they do in torch."""
         tensor, values = self.tensor, self.manager.values
         with self.manager.gradients.lock:  # another thread takes it out of its chunk before this, or after
-            if tensor.is_open or not tensor.is_bound:
-                return raw_data(tensor.parameter)
+            now = self._has_left()
+            if now is not None:
+                return raw_data(tensor.parameter) if now is self else now.value_for_state_dict()
             deferred = self.weights.deferred(tensor)
             if deferred is not None:
                 return deferred
@@ -237,8 +238,15 @@ class LiveTensor(Live):
         """A copy of it, also while another thread takes the parameter out of its chunk."""
         tensor = self.tensor
         with self.manager.gradients.lock:
-            has_left = tensor.is_open or not tensor.is_bound
-            return (raw_data(tensor.parameter) if has_left else self.host_value()).clone()
+            now = self._has_left()
+            if now is not None and now is not self:
+                return now.copied_value()
+            return (self.host_value() if now is None else raw_data(tensor.parameter)).clone()
+
+    def _has_left(self) -> Live | None:
+        """What answers for the parameter since it has left its chunk: itself for nobody, and ``None`` if it is here."""
+        tensor = self.tensor
+        return tensor.parameter.__dict__.get("_live", self) if tensor.is_open or not tensor.is_bound else None
 
     def view_whole(self, func: Any) -> torch.Tensor:
         """A mirror, as a function of the parameter."""
