@@ -43,6 +43,7 @@ from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.chunked_loss import chunk_losses, find_heads
 from hf_patrickstar.runtime.evictor import MovePolicy
 from hf_patrickstar.runtime.hooks import ModelHooks
+from hf_patrickstar.runtime.live_model import LiveModel
 from hf_patrickstar.runtime.live_parameter import set_raw_data
 from hf_patrickstar.runtime.live_tensor import managers_of
 from hf_patrickstar.runtime.manager import ChunkManager
@@ -270,11 +271,14 @@ class PatrickStarEngine:
             state = TrainingState(self.manager, self.optimizers, collectives, is_in_file)
             self.checkpoints = Checkpoints(self.model, self.manager, self.weights, state, collectives, self.config)
             casting = self._decisions.precision.casting(self.device)
-            self.hooks = ModelHooks(self.model, self.manager, self.weights, self._follow_model, self.device, casting)
+            self.hooks = hooks = ModelHooks(self.model, self.manager, self.device, casting, self._follow_model)
+            is_narrow = casting.inputs is not None
+            self._live = LiveModel(self.model, self.manager, self.weights, hooks.autograd, is_narrow)
             self._membership = Membership(
                 self.model,
                 self.manager,
                 self.hooks,
+                self._live,
                 self.weights,
                 self._payloads,
                 self.optimizers,
@@ -283,6 +287,7 @@ class PatrickStarEngine:
             )
             self._recovery = Recovery(self.manager, self.device, functools.partial(buffers_of, self.model))
             self.hooks.attach()
+            self._live.attach(self.hooks.ids)
             self.manager.lock.wait_for_forwards(self.model.modules(), "PatrickStarEngine()")
             of_copy = self._decisions.precision.casting(torch.device("cpu"))
             estimator = make_estimator(self.model, self.manager, of_copy, self._decisions, situation)
@@ -533,6 +538,8 @@ class PatrickStarEngine:
                 tensor.unbind()
         if hasattr(self, "hooks"):
             self.hooks.detach()
+            self.manager.parameters.release_held_outside_forward()
+            self._live.detach()
         self.manager.writes.sync()
         self.manager.discard_gradients()
         for optimizer in self.optimizers:
@@ -552,7 +559,7 @@ class PatrickStarEngine:
         """Makes room on the compute tier for non-model data."""
         if self.manager.writes.watched:
             self.manager.writes.settle_watched()
-        self.manager.evictor.make_room_for_non_model(is_step=self.hooks.is_running)
+        self.manager.evictor.make_room_for_non_model(is_step=self.manager.frames.is_inside)
 
     def _move_in(self) -> None:
         """Moves buffers to the device, and parameters into their chunks."""
@@ -560,7 +567,7 @@ class PatrickStarEngine:
             self._buffer_devices.append((buffer, buffer.device))
             set_raw_data(buffer, buffer.data.to(self.device))
         with self.manager.gradients.lock, self.resources.pool.locking_beside():  # other threads may read parameters
-            self._first_values.move_in(buffers_of(self.model), self.hooks.bind)
+            self._first_values.move_in(buffers_of(self.model), self._live.bind)
         self._workers.close()  # a process that is forked before the first update starts threads of its own
 
 

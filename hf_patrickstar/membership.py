@@ -32,6 +32,7 @@ from hf_patrickstar.payloads import Payloads
 from hf_patrickstar.runtime.admission import check_modules, check_values
 from hf_patrickstar.runtime.chunk import Chunk, ManagedParameter
 from hf_patrickstar.runtime.hooks import ModelHooks
+from hf_patrickstar.runtime.live_model import LiveModel
 from hf_patrickstar.runtime.live_parameter import raw_grad, set_raw_data
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.shortage import Shortage
@@ -92,6 +93,7 @@ class Membership:
         model: The model.
         manager: The manager of the model's chunks.
         hooks: The model's hooks.
+        live: Lets its parameters and modules answer.
         weights: Reads the model's parameters.
         payloads: Makes chunks and managed parameters.
         optimizers: The optimizers over chunks; the list may grow.
@@ -103,6 +105,7 @@ class Membership:
     model: torch.nn.Module
     manager: ChunkManager
     hooks: ModelHooks
+    live: LiveModel
     weights: ChunkWeights
     payloads: Payloads
     optimizers: Sequence[ChunkedOptimizer]
@@ -129,7 +132,8 @@ class Membership:
             EngineError: If a new parameter cannot be managed.
             ConfigError: If a new module cannot, or the model was compiled as a whole.
         """
-        if not self.hooks.may_have_changed(is_training) or _is_functional_call():
+        may_have_changed = self.hooks.may_have_changed(is_training) or self.manager.has_new_groups
+        if not may_have_changed or _is_functional_call():
             return False
         self._follow(is_training)
         return True
@@ -143,6 +147,8 @@ class Membership:
         elif any(self.manager.by_index[spec.index].spec != spec for spec in change.specs):
             self._rename(change)
         self.hooks.refresh()
+        self.live.refresh(self.hooks.ids)
+        self.manager.has_new_groups = False
 
     def _compare(self, is_training: bool) -> _Change:
         manager = self.manager
@@ -348,7 +354,8 @@ class Membership:
         tensor = self.payloads.make_tensor(spec, parameter, placement.offset_numel)
         chunk.add(tensor)
         values = FirstValues([tensor], self.collectives, self.weights.piece_numel, manager.originals)
-        values.move_in((), self.hooks.take_in)
+        self.hooks.attach_tensor(tensor)
+        values.move_in((), self.live.bind)
         optimizer = self._optimizer_of(tensor)
         if optimizer is not None:
             optimizer.take_inner_state(tensor)

@@ -162,9 +162,8 @@ FORBIDDEN = {
     "only dist knows torch.distributed": (
         *(_UNDER(r"torch\.distributed") + r"|dist\..*", lambda source: source.part == "dist"),
     ),
-    "only the engine's hooks and the recorder without an engine register hooks": (
-        r"(.*\.)?register_(\w+_)?hook",
-        lambda source: source.name in (f"{PACKAGE}.runtime.hooks", f"{PACKAGE}.tracing.recorder"),
+    "only one module registers hooks": (
+        *(r"(.*\.)?register_(\w+_)?hook", lambda source: source.name == f"{PACKAGE}.runtime.hooks"),
     ),
     "only one module has hooks of saved tensors": (
         *(r"(.*\.)?saved_tensors_hooks", lambda source: source.name == f"{PACKAGE}.runtime.autograd"),

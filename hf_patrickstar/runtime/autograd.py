@@ -14,15 +14,11 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.memory.operators import unseen
+from hf_patrickstar.runtime.listener import ModelListener
 from hf_patrickstar.runtime.live_parameter import RAW, LiveMixin, storage_key
+from hf_patrickstar.runtime.operands import KeptOperand, check_version
 
 _PACKAGE = __name__.partition(".")[0]
-
-
-class KeptOperand:
-    """What autograd keeps in place of an operand that is, or looks into, the value of a parameter."""
-
-    __slots__ = ()
 
 
 class _Kept(NamedTuple):
@@ -35,29 +31,16 @@ class Autograd:
     """What autograd keeps and needs, and when a backward begins and ends.
 
     Args:
-        pack: Called for every operand that autograd keeps; returns what it keeps instead: an address, a tensor, or a
-            tensor and its version.
-        unpack: Called in backward for what ``pack`` has returned, if that is no tensor; returns the operand.
-        begin: Called when a backward begins, with the function that autograd calls at its end and keeps until then.
-        end: Called when it has ended.
-        is_parameter: Tells from the address of a storage whether the value of a parameter is in it.
+        listener: Is told of it.
 
     Attributes:
-        pack: The same.
+        pack: That of the listener.
         graph_tasks: Backwards that have begun: threads may have one each.
     """
 
-    def __init__(
-        self,
-        pack: Callable[[torch.Tensor], Any],
-        unpack: Callable[[Any], torch.Tensor],
-        begin: Callable[[Callable[[], None]], None],
-        end: Callable[[], None],
-        is_parameter: Callable[[int], bool],
-    ) -> None:
-        self.pack = pack
-        self._unpack_address, self._begin, self._end = unpack, begin, end
-        self._is_parameter = is_parameter
+    def __init__(self, listener: ModelListener) -> None:
+        self._listener = listener
+        self.pack, self._unpack_address = listener.pack, listener.operand_needed
         self.graph_tasks: set[int] = set()
         self._beginnings: dict[int, threading.RLock] = {}
 
@@ -116,7 +99,7 @@ class Autograd:
             if theirs is shown:
                 return _Kept(_without_version(self.pack(view)))
             tensors = [leaf for leaf in tree_iter(theirs) if isinstance(leaf, torch.Tensor)]
-            if not any(self._is_parameter(storage_key(tensor)) for tensor in tensors):
+            if not any(self._listener.is_parameter(storage_key(tensor)) for tensor in tensors):
                 return theirs
             return _Kept(tree_map_only(torch.Tensor, lambda tensor: _without_version(self.pack(tensor)), theirs))
 
@@ -150,32 +133,11 @@ class Autograd:
             def end() -> None:
                 self.graph_tasks.discard(task)
                 self._beginnings.pop(task, None)
-                self._end()
+                self._listener.backward_end()
 
-            self._begin(end)
+            self._listener.backward_begin(end)
             torch.autograd.Variable._execution_engine.queue_callback(end)
             self.graph_tasks.add(task)
-
-
-def check_version(operand: torch.Tensor, version: int) -> None:
-    """Refuses an operand that was changed in place since autograd has kept it.
-
-    Torch does not look where there are hooks on what autograd keeps.
-
-    Args:
-        operand: Has its version.
-        version: The version that it had.
-
-    Raises:
-        RuntimeError: If it was changed.
-    """
-    if operand._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{operand.type()}] is at version {operand._version}; expected version {version} instead. Hint: enable "
-            "anomaly detection to find the operation that failed to compute its gradient, with "
-            "torch.autograd.set_detect_anomaly(True)."
-        )
 
 
 @unseen()

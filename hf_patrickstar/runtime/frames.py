@@ -25,6 +25,31 @@ class Lookup(NamedTuple):
     version: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """A call of an outermost module.
+
+    Attributes:
+        module: The module.
+        name: Its name in the model.
+        args: Positional arguments.
+        kwargs: Named arguments.
+        is_training: Whether a backward follows.
+    """
+
+    module: torch.nn.Module
+    name: str
+    args: Any
+    kwargs: Any
+    is_training: bool
+
+    @property
+    def has_padding(self) -> bool:
+        """Whether some tokens are masked by an attention mask, if there is one; it waits for the device."""
+        mask = self.kwargs.get("attention_mask")
+        return isinstance(mask, torch.Tensor) and mask.dim() == 2 and not bool(mask.all())
+
+
 @dataclasses.dataclass(slots=True)
 class Frame:
     """A module whose forward is running, and the parameters that it holds.

@@ -1,4 +1,4 @@
-"""Ties the manager to a model: every hook is registered here, and ``detach`` removes every one.
+"""Ties a listener to a model: every hook is registered here, and ``detach`` removes every one.
 
 The model is not wrapped. Its modules get a forward pre-hook and a forward hook, its trainable parameters a
 post-accumulate-grad hook, and every parameter a class that answers while it has no value (``live_parameter``).
@@ -9,8 +9,8 @@ import itertools
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch._C import _current_graph_task_id, _len_torch_dispatch_stack, _len_torch_function_stack
@@ -30,20 +30,14 @@ from hf_patrickstar.runtime.compiled import (
     hide_from_dynamo,
     is_compiled,
     may_be_traced,
-    stand_in,
 )
-from hf_patrickstar.runtime.frames import Frame
-from hf_patrickstar.runtime.live_model import LiveModel
+from hf_patrickstar.runtime.frames import Call, Frame
+from hf_patrickstar.runtime.listener import ModelListener
 from hf_patrickstar.runtime.live_parameter import GET_GRAD, RAW, SET_GRAD, LiveMixin, raw_data, requires_grad
-from hf_patrickstar.runtime.live_tensor import LiveTensor, LiveWeights
-from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.model_set import roots_of
 from hf_patrickstar.runtime.quantized import PackedLayers, parameters_of
-from hf_patrickstar.runtime.steps import Call
 from hf_patrickstar.schedule.trace import input_shapes
 from hf_patrickstar.states import Stage
-
-_Found = TypeVar("_Found")
 
 # A name of the module is found faster than a member of an enum.
 _FORWARD, _BACKWARD, _EVALUATION = Stage.FORWARD, Stage.BACKWARD, Stage.EVALUATION
@@ -54,26 +48,28 @@ class ModelHooks:
 
     Args:
         model: The model.
-        manager: The manager that the hooks call.
-        weights: Reads and writes full parameters.
-        follow_model: Called before an outermost forward, with whether it is a training forward.
+        listener: What the hooks call.
         device: The compute device.
         casting: The types that forwards compute in.
+        follow_model: Called before an outermost forward, with whether it is a training forward.
+
+    Attributes:
+        autograd: What autograd keeps and needs.
+        packed_layers: The layers whose weights are packed.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
-        manager: ChunkManager,
-        weights: LiveWeights,
-        follow_model: Callable[[bool], bool],
+        listener: ModelListener,
         device: torch.device,
         casting: Casting,
+        follow_model: Callable[[bool], bool] | None = None,
     ) -> None:
         self._model = model
         self._casting = casting
         self._roots = roots_of(model)
-        self._manager = manager
+        self._listener = listener
         self._device = device
         self._follow_model = follow_model
         self._of_modules: dict[
@@ -87,17 +83,8 @@ class ModelHooks:
         self._names: dict[torch.nn.Module, str] = {}
         self.packed_layers = PackedLayers()
         self._compiled: dict[torch.nn.Module, Any] = {}  # with what is called; see [Note: compiled parts]
-        self._parameters = manager.parameters
-        self._frames = manager.frames
-        self._autograd = Autograd(
-            self._parameters.pack,
-            manager.operand_needed,
-            manager.backward_begin,
-            manager.backward_end,
-            manager.device.by_storage.__contains__,
-        )
-        self._weights = weights
-        self._live_model = LiveModel(model, manager, weights)
+        self._parameters = listener.parameters
+        self.autograd = Autograd(listener)
         self._is_attached = False
         self._store_gradient = self._make_store()
 
@@ -107,15 +94,16 @@ class ModelHooks:
         """Registers everything."""
         hide_from_dynamo()
         self._attach_modules()
-        for tensor in self._manager.tensors:
-            self._attach_tensor(tensor)
+        for tensor in self._listener.tensors:
+            self.attach_tensor(tensor)
         self._is_attached = True
         if self._casting.inputs is not None:
             for root in self._roots:
                 self._of_model.append(root.register_forward_pre_hook(self._cast_inputs, with_kwargs=True))
-        self._live_model.attach(self._hook_ids())
 
-    def _hook_ids(self) -> set[int]:
+    @property
+    def ids(self) -> set[int]:
+        """Identities of all hooks of modules."""
         handles = [handle for _, own in self._of_modules.values() for handle in own]
         return {handle.id for handle in (*handles, *self._of_model)}
 
@@ -156,7 +144,8 @@ class ModelHooks:
         for handle in handles:
             handle.remove()
 
-    def _attach_tensor(self, tensor: ManagedParameter) -> None:
+    def attach_tensor(self, tensor: ManagedParameter) -> None:
+        """Registers the hook that takes the gradient of a parameter."""
         if not tensor.spec.trainable:
             return
         parameter: Any = tensor.parameter
@@ -167,25 +156,16 @@ class ModelHooks:
         parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
         parameter.requires_grad_(needs_grad)
 
-    def bind(self, tensors: Iterable[ManagedParameter]) -> None:
-        """Lets parameters answer; nobody uses the memory that they had when this has returned."""
-        for tensor in tensors:
-            is_narrow = self._casting.inputs is not None
-            tensor.bind(LiveTensor(tensor, self._manager, self._weights, self._autograd, is_narrow))
-        self._manager.lock.let_others_read()
-
     def detach(self) -> None:
         """Removes every hook; the model's attributes are as they were before ``attach``."""
         self._is_attached = False
-        self._manager.unwind()
-        self._parameters.release_held_outside_forward()
+        self._listener.unwind()
         for module in list(self._of_modules):
             self._detach_module(module)
         for handle in (*self._of_tensors.values(), *self._of_model):
             handle.remove()
         self._of_tensors.clear()
         self._of_model.clear()
-        self._live_model.detach()
 
     # Changes of the model
 
@@ -198,13 +178,13 @@ class ModelHooks:
         (sizes, found), (sizes_before, before) = self._found_structure(), self._structure
         if sizes != sizes_before or not all(map(operator.is_, found, before)):
             return True
-        for tensor in self._manager.tensors:
+        for tensor in self._listener.tensors:
             is_ours = not tensor.is_bound or isinstance(tensor.parameter, LiveMixin) or tensor.is_open
             if tensor.is_given_up or not is_ours:
                 return True
             if is_training and not tensor.spec.trainable and requires_grad(tensor.parameter):
                 return True
-        return self._manager.has_new_groups
+        return False
 
     def _found_structure(self) -> tuple[list[int], list[Any]]:
         contents = [place.values() for place in self._places]
@@ -214,14 +194,6 @@ class ModelHooks:
     def refresh(self) -> None:
         """Registers hooks anew where modules hold other parameters now."""
         self._attach_modules()
-        self._live_model.refresh(self._hook_ids())
-        self._manager.has_new_groups = False
-
-    def take_in(self, tensors: Iterable[ManagedParameter]) -> None:
-        """Lets new parameters answer, and their gradients arrive."""
-        for tensor in tensors:
-            self._attach_tensor(tensor)
-        self.bind(tensors)
 
     def release(self, tensor: ManagedParameter) -> None:
         """Removes the hook of a parameter that is given back."""
@@ -230,16 +202,16 @@ class ModelHooks:
             handle.remove()
 
     def _attach_module(self, module: torch.nn.Module, own: list[ManagedParameter]) -> list[Any]:
-        manager, frames, autograd, name = self._manager, self._frames, self._autograd, self._names[module]
+        listener, frames, autograd, name = self._listener, self._listener.frames, self.autograd, self._names[module]
         parameters = self._parameters
-        reads_rows = is_embedding(module)
+        reads_rows = _is_embedding(module)
         is_model, is_root = module is self._model, module in self._roots
 
         @ends_graphs
         def before(_module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
             stack = frames.stack
             if stack and (is_model or (is_root and stack[0].module is _module)):
-                manager.unwind()  # of a forward that was interrupted: torch runs no hooks after a KeyboardInterrupt
+                listener.unwind()  # of a forward that was interrupted: torch runs no hooks after a KeyboardInterrupt
             frame = Frame(
                 _module,
                 _BACKWARD if _current_graph_task_id() != -1 else _FORWARD if torch.is_grad_enabled() else _EVALUATION,
@@ -255,7 +227,7 @@ class ModelHooks:
                 self._replace(frame, name)
                 return None
             if _len_torch_function_stack() or _len_torch_dispatch_stack() or _profiler_enabled():
-                manager.before_module(frame, own, name)
+                listener.before_module(frame, own, name)
             else:
                 parameters.acquire_all(own, name, frame.acquired, is_recomputed=frame.stage is _BACKWARD)
             others = _top_saved_tensors_default_hooks(True)
@@ -275,13 +247,13 @@ class ModelHooks:
             if frame.replaced and frame.stage is _BACKWARD:
                 self._take_over_written(frame)
             if frame.replaced or _len_torch_function_stack() or _len_torch_dispatch_stack() or _profiler_enabled():
-                manager.after_module(frame)
+                listener.after_module(frame)
             elif frame.acquired:
                 parameters.release_all(frame.acquired)
             for lookup in frame.lookups.values():
                 counts = frame.stage is Stage.FORWARD and isinstance(output, torch.Tensor)
                 nbytes = output.numel() * output.element_size() if counts else 0
-                manager.lookup_end(lookup, nbytes)
+                listener.lookup_end(lookup, nbytes)
             result = _to(output, self._device) if frame.lookups and self._device.type != "cpu" else output
             if frame.autocast is not None:
                 result = self._casting.widen(result)
@@ -308,9 +280,9 @@ class ModelHooks:
         saved-tensors hooks are not possible. The copies belong to the graph, and take memory as long as it lives.
         """
         for places, key, tensor in self._places_of(frame.module):
-            self._parameters.acquire(tensor, name)
+            self._parameters.acquire_all((tensor,), name, [], is_recomputed=False)
             places[key] = tensor.parameter.clone()
-            self._parameters.release(tensor)
+            self._parameters.release_all((tensor,))
             frame.replaced.append((places, key, tensor.parameter))
 
     @unseen()
@@ -320,15 +292,13 @@ class ModelHooks:
         Checkpointing would keep the objects of frozen ones, so these have no value. To dynamo the aliases are what the
         parameters were in the forward, down to which of them are one: the same graph is run.
         """
-        aliases: dict[ManagedParameter, torch.Tensor] = {}
+        aliases: dict[ManagedParameter, torch.Tensor | None] = {}
         for places, key, tensor in self._places_of(frame.module):
-            if not tensor.is_materialized and tensor.chunk.compute is not None:
-                if tensor not in aliases:
-                    # ``.data`` has a version of its own, which tells whether the module writes to it.
-                    value = tensor.view_copy(tensor.chunk.compute).data
-                    cls = self._parameters.type_of(tensor.original_type)
-                    aliases[tensor] = stand_in(tensor.parameter, value, cls)
-                places[key] = aliases[tensor]
+            if tensor not in aliases:
+                aliases[tensor] = self._listener.stand_in_for(tensor)
+            alias = aliases[tensor]
+            if alias is not None:
+                places[key] = alias
                 frame.replaced.append((places, key, tensor.parameter))
 
     def _take_over_written(self, frame: Frame) -> None:
@@ -336,10 +306,15 @@ class ModelHooks:
         for places, key, parameter in frame.replaced:
             alias, tensor = places.get(key), self._parameters.find(parameter)
             if isinstance(alias, LiveMixin) and tensor is not None and alias._version:  # type: ignore[attr-defined]
-                self._manager.writes.apply(tensor, raw_data(alias), voids_graphs=False)  # type: ignore[arg-type]
+                self._listener.module_wrote(tensor, raw_data(alias))  # type: ignore[arg-type]
 
     def _places_of(self, module: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, ManagedParameter]]:
-        return places_of(module, self._parameters.find)
+        """Where what a module computes with is held: a dictionary, the name in it, and what stands for it."""
+        for part in _computed_by(module):
+            for place, key, _ in parameters_of(part):
+                tensor = None if place[key] is None else self._parameters.find(place[key])
+                if tensor is not None:
+                    yield place, key, tensor
 
     def _looks_up(self, tensor: ManagedParameter) -> bool:
         """Whether an embedding reads its rows at home; not if the user has hooks on the gradient of the weight."""
@@ -349,7 +324,7 @@ class ModelHooks:
 
     def _begin_lookup(self, frame: Frame, tensor: ManagedParameter, args: Any, kwargs: dict[str, Any]) -> Any:
         """Lets an embedding look rows up where its weight is at home: only activations cross the bus."""
-        lookup = frame.lookups[id(tensor.parameter)] = self._manager.lookup_begin(tensor)
+        lookup = frame.lookups[id(tensor.parameter)] = self._listener.lookup_begin(tensor)
         if lookup.leaf.requires_grad:
             this, parameter = weakref.ref(self), tensor.parameter
 
@@ -359,8 +334,8 @@ class ModelHooks:
                 if gradient is not None and (hooks is None or not hooks._is_attached):
                     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
                 elif hooks is not None and gradient is not None:
-                    hooks._autograd.notice_backward()
-                    hooks._manager.gradient_ready(tensor, gradient, is_at_home=True)
+                    hooks.autograd.notice_backward()
+                    hooks._listener.gradient_ready(tensor, gradient, is_at_home=True)
 
             lookup.leaf.register_post_accumulate_grad_hook(store)
         if self._device.type == "cpu":
@@ -382,25 +357,24 @@ class ModelHooks:
             return
         frame.handled = sys.exc_info()[1]
         may_keep(f"the forward of {name}")
-        self._manager.lock.acquire(f"the forward of {name}")
+        self._listener.lock.acquire(f"the forward of {name}")
         if not self._is_attached:  # another thread has detached the engine, or failed to attach it, meanwhile
-            self._manager.lock.release()
+            self._listener.lock.release()
             return
         try:
-            self._follow_model(frame.stage is Stage.FORWARD)
+            if self._follow_model is not None:
+                self._follow_model(frame.stage is Stage.FORWARD)
             inputs = list(tensors_in((args, kwargs)))
             shapes = input_shapes([tensor.shape for tensor in inputs])
-            if self._manager.tracer.asks_padding and frame.stage is Stage.FORWARD:
-                self._manager.tracer.note_padding(has_padding(kwargs.get("attention_mask")))
             present = itertools.chain(inputs, self._model.buffers(), self.packed_layers.tables())
             call = Call(frame.module, name, args, kwargs, frame.stage is Stage.FORWARD)
             name = "" if frame.module is self._model else name
-            self._manager.before_forward(frame.stage, call, name, shapes, present)
+            self._listener.before_forward(frame.stage, call, name, shapes, present)
         except BaseException:
-            self._manager.lock.release()
+            self._listener.lock.release()
             raise
         frame.has_lock = True
-        frame.saved_tensors = self._autograd.kept_as_numbers()
+        frame.saved_tensors = self.autograd.kept_as_numbers()
         frame.saved_tensors.__enter__()
         self._begin_autocast(frame)
 
@@ -412,12 +386,7 @@ class ModelHooks:
     def _leave_outermost(self, frame: Frame) -> None:
         frame.leave_contexts()
         if frame.has_lock:
-            self._manager.after_forward(frame, has_failed=sys.exc_info()[1] is not frame.handled)
-
-    @property
-    def is_running(self) -> bool:
-        """Whether this thread is inside of a forward or backward."""
-        return self._frames.is_inside
+            self._listener.after_forward(frame, has_failed=sys.exc_info()[1] is not frame.handled)
 
     # Backward
 
@@ -430,9 +399,9 @@ class ModelHooks:
             hooks = this()
             if hooks is None:
                 return
-            if _current_graph_task_id() not in hooks._autograd.graph_tasks:
-                hooks._autograd.notice_backward()
-            manager, tensor = hooks._manager, hooks._parameters.by_parameter.get(id(parameter))
+            if _current_graph_task_id() not in hooks.autograd.graph_tasks:
+                hooks.autograd.notice_backward()
+            listener, tensor = hooks._listener, hooks._parameters.by_parameter.get(id(parameter))
             if tensor is None or tensor.is_given_up:
                 return
             with RAW():
@@ -440,36 +409,21 @@ class ModelHooks:
                 SET_GRAD(parameter, None)
             if gradient is None:
                 return
-            if gradient.requires_grad and not tensor.chunk.is_group:  # backward(create_graph=True)
-                before = parameter.grad
-                total = gradient.to(tensor.original_dtype) if before is None else before + gradient
-                with unseen():
-                    manager.gradient_ready(tensor, gradient.detach())
-                    manager.gradient_mirrors.follow_recorded(tensor, total)
+            if gradient.requires_grad:  # backward(create_graph=True)
+                listener.recorded_gradient_ready(tensor, gradient)
             elif _len_torch_function_stack() or _len_torch_dispatch_stack() or _profiler_enabled():
-                manager.gradient_ready(tensor, gradient)
+                listener.gradient_ready(tensor, gradient)
             else:
-                manager.store_gradient(tensor, gradient)
+                listener.store_gradient(tensor, gradient)
 
         return store
 
 
-def computed_by(module: torch.nn.Module) -> list[torch.nn.Module]:
+def _computed_by(module: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules with whose parameters a module computes itself, instead of calling them."""
     if is_compiled(module):
         return list(module.modules())
     return [module, module.out_proj] if isinstance(module, torch.nn.MultiheadAttention) else [module]
-
-
-def places_of(
-    module: torch.nn.Module, find: Callable[[torch.Tensor], _Found | None]
-) -> Iterator[tuple[dict[str, Any], str, _Found]]:
-    """Where what a module computes with is held: a dictionary, the name in it, and what is found for the parameter."""
-    for part in computed_by(module):
-        for place, key, _ in parameters_of(part):
-            found = None if place[key] is None else find(place[key])
-            if found is not None:
-                yield place, key, found
 
 
 def has_hooks_of_user(parameter: Any, is_trainable: bool) -> bool:
@@ -478,7 +432,7 @@ def has_hooks_of_user(parameter: Any, is_trainable: bool) -> bool:
         return bool(parameter._backward_hooks) or len(parameter._post_accumulate_grad_hooks or ()) > int(is_trainable)
 
 
-def is_embedding(module: torch.nn.Module) -> bool:
+def _is_embedding(module: torch.nn.Module) -> bool:
     """Whether a module reads rows and does nothing else; one with a buffer, a scale say, computes on the device."""
     return isinstance(module, torch.nn.Embedding) and not any(True for _ in module.buffers())
 
@@ -497,8 +451,3 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def _to(value: Any, device: torch.device) -> Any:
     """Moves every tensor in a value to a device."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
-
-
-def has_padding(mask: Any) -> bool:
-    """Whether some tokens are masked by an attention mask, if there is one; it waits for the device."""
-    return isinstance(mask, torch.Tensor) and mask.dim() == 2 and not bool(mask.all())

@@ -9,8 +9,9 @@ import torch
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.runtime import captures
+from hf_patrickstar.runtime.autograd import Autograd
 from hf_patrickstar.runtime.chunk import ManagedParameter
-from hf_patrickstar.runtime.live_tensor import LiveWeights, cannot_share
+from hf_patrickstar.runtime.live_tensor import LiveManaged, LiveWeights, cannot_share
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.model_set import roots_of
 
@@ -24,15 +25,25 @@ class LiveModel:
         model: The model.
         manager: Has the parameters' values.
         weights: Reads full parameters.
+        autograd: What autograd keeps.
+        is_narrow: See ``Live.is_narrow``.
     """
 
-    def __init__(self, model: torch.nn.Module, manager: ChunkManager, weights: LiveWeights) -> None:
+    def __init__(
+        self, model: torch.nn.Module, manager: ChunkManager, weights: LiveWeights, autograd: Autograd, is_narrow: bool
+    ) -> None:
         self._model = model
         self._roots = roots_of(model)
-        self._manager = manager
-        self._weights = weights
+        self._manager, self._weights, self._autograd = manager, weights, autograd
+        self._is_narrow = is_narrow
         self._installed: dict[torch.nn.Module, set[str]] = {}
         self._hook_ids: frozenset[int] = frozenset()
+
+    def bind(self, tensors: Iterable[ManagedParameter]) -> None:
+        """Lets parameters answer; nobody uses the memory that they had when this has returned."""
+        for tensor in tensors:
+            tensor.bind(LiveManaged(tensor, self._manager, self._weights, self._autograd, self._is_narrow))
+        self._manager.lock.let_others_read()
 
     # Attributes of modules
 

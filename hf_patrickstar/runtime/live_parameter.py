@@ -16,14 +16,13 @@ that autograd records gets a stand-in (``_Alias`` in ``live_tensor.py``), whose 
 Code that goes around ``__torch_function__`` (an extension in C++ that was handed a released parameter) finds NaN.
 """
 
-import contextlib
 import copy
 import functools
 import sys
 import threading
 import types
 from collections.abc import Callable, Collection
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
@@ -33,6 +32,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.memory.operators import has_modes_of_users, unseen, with_modes_of_users
 from hf_patrickstar.runtime.compiled import is_dynamo_tracing
+from hf_patrickstar.runtime.lock import EngineLock
 from hf_patrickstar.runtime.quantized import bases_of, is_packed
 
 RAW = torch._C.DisableTorchFunctionSubclass
@@ -679,17 +679,6 @@ _AS_THEY_ARE = WITHOUT_VALUE | {_Tensor.data.__set__}
 _DATA: Any = AcquiredMixin.data
 
 
-class ThreadLock(Protocol):
-    """Knows which thread computes with the model; see ``EngineLock``."""
-
-    @property
-    def is_mine(self) -> bool:
-        """Whether this thread does."""
-
-    def held(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Keeps other threads from it."""
-
-
 class Guard:
     """The ``__torch_function__`` of parameters that one thread computes with while others may read them.
 
@@ -700,7 +689,7 @@ class Guard:
         lock: Knows which thread computes.
     """
 
-    def __init__(self, lock: ThreadLock) -> None:
+    def __init__(self, lock: EngineLock) -> None:
         self._lock = lock
         self._types: dict[type, type] = {}
 

@@ -12,8 +12,8 @@ from hf_patrickstar.errors import EngineError
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.runtime.autograd import Autograd, may_keep, refuse_reentrant
 from hf_patrickstar.runtime.chunk import GradientPlace, ManagedParameter
-from hf_patrickstar.runtime.frames import Frames
 from hf_patrickstar.runtime.gradients import Gradients, consumed
+from hf_patrickstar.runtime.listener import ModelListener
 from hf_patrickstar.runtime.live_parameter import (
     GET_GRAD,
     RAW,
@@ -36,13 +36,13 @@ from hf_patrickstar.states import Stage
 _Tensor: Any = torch.Tensor
 _DATA = _Tensor.data.__get__
 _ADDRESSES = frozenset({torch.Tensor.data_ptr, torch.Tensor.__cuda_array_interface__.__get__})
-EXPORTS = _ADDRESSES | {
+_EXPORTS = _ADDRESSES | {
     *(torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.untyped_storage, torch.Tensor.storage),
     *(torch.Tensor._typed_storage, torch.Tensor.__dlpack__, torch.Tensor.is_set_to),
 }
 """Functions that give away memory itself."""
 
-WITHOUT_GRAPH = EXPORTS | {
+_WITHOUT_GRAPH = _EXPORTS | {
     *(
         _DATA,
         torch.Tensor.detach,
@@ -88,21 +88,6 @@ class LiveWeights(Protocol):
         """A parameter as it is read while the model is saved piece by piece, or ``None``."""
 
 
-def computes(tensor: Any, frames: Frames, func: Any) -> bool:
-    """Whether a call inside of a forward or backward computes with a parameter, though autograd does not record it.
-
-    A backward without a forward in it computes with frozen parameters, which a function of autograd has kept. What the
-    library that has packed a weight does with its bytes is computing, too.
-
-    Args:
-        tensor: The parameter; it has a ``spec``.
-        frames: The forwards that are running.
-        func: What is called.
-    """
-    is_running = frames.stack or not tensor.spec.trainable
-    return bool(is_running) and (func not in WITHOUT_GRAPH or is_packed(tensor.parameter))
-
-
 def managers_of(parameters: Iterable[torch.Tensor]) -> list[ChunkManager]:
     """The managers that have any of some parameters, each once.
 
@@ -110,10 +95,10 @@ def managers_of(parameters: Iterable[torch.Tensor]) -> list[ChunkManager]:
         parameters: Of a model, maybe of several engines or of none.
     """
     lives = (parameter.__dict__.get("_live") for parameter in parameters)
-    return list(dict.fromkeys(live.manager for live in lives if isinstance(live, LiveTensor)))
+    return list(dict.fromkeys(live.manager for live in lives if isinstance(live, LiveManaged)))
 
 
-def needs_shown(func: Any, shown: torch.Tensor, dtype: torch.dtype) -> bool:
+def _needs_shown(func: Any, shown: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether a call must get the value in the type that a parameter shows, and not in that of modules.
 
     Args:
@@ -127,23 +112,104 @@ def needs_shown(func: Any, shown: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 class LiveTensor(Live):
-    """Answers for one parameter; see ``Live``.
+    """Answers for one parameter of a model that is listened to: decides how a call gets at its value.
+
+    Args:
+        tensor: What stands for the parameter.
+        listener: Gives and takes its value.
+        autograd: What autograd keeps.
+        is_narrow: See ``Live.is_narrow``.
+    """
+
+    __slots__ = ("autograd", "frames", "is_narrow", "listener", "tensor")
+
+    def __init__(self, tensor: Any, listener: ModelListener, autograd: Autograd, is_narrow: bool) -> None:
+        self.tensor, self.listener, self.autograd = tensor, listener, autograd
+        self.frames, self.is_narrow = listener.frames, is_narrow
+
+    def access(self, func: Any, *, is_graph: bool, writes: bool = False) -> Access:
+        """See ``Live.access``."""
+        tensor, frames = self.tensor, self.frames
+        is_graph = is_graph and func not in _WITHOUT_GRAPH
+        is_inside = frames.is_inside
+        if is_inside and frames.stage is Stage.BACKWARD:
+            self.autograd.notice_backward()
+        leaf = frames.find_lookup(tensor.parameter) if is_inside else None
+        if leaf is not None:
+            return Access(leaf)
+        is_together = is_inside and self.has_one_type
+        is_exact = not (writes or (is_together and func in _WITHOUT_GRAPH))
+        is_exact = is_exact and _needs_shown(func, self.typed, tensor.placeholder.dtype)
+        if is_together or (is_inside and (is_graph or (not writes and self._computes(func)))):
+            inner: Access = _InsideAccess(self, func)
+            return _ExactAccess(inner, self, is_graph=is_graph, is_rounded=is_together) if is_exact else inner
+        if is_graph and not is_inside:
+            inner = _GraphAccess(self)
+            return _ExactAccess(inner, self, is_graph=True) if is_exact else inner
+        return self.access_at_home(func, writes=writes)
+
+    def _computes(self, func: Any) -> bool:
+        """Whether a call inside of a forward or backward computes with the parameter, though autograd records nothing.
+
+        A backward without a forward in it computes with frozen parameters, which a function of autograd has kept. What
+        the library that has packed a weight does with its bytes is computing, too.
+        """
+        is_running = self.frames.stack or not self.tensor.spec.trainable
+        return bool(is_running) and (func not in _WITHOUT_GRAPH or is_packed(self.tensor.parameter))
+
+    # What differs between a parameter in a chunk and one whose uses are noted
+
+    @property
+    def has_one_type(self) -> bool:
+        """Whether all types must be one inside of a forward, or others may do something else meanwhile."""
+        return self.is_narrow
+
+    def access_at_home(self, func: Any, *, writes: bool) -> Access:
+        """Access to the value where it is, for a call that autograd does not record."""
+        raise NotImplementedError
+
+    def alias(self) -> torch.Tensor:
+        """Another tensor over the value, which the parameter does not have itself while it is acquired."""
+        raise NotImplementedError
+
+    def graph_copy(self) -> torch.Tensor:
+        """A copy of the value, as a function of the parameter: results may alias it."""
+        raise NotImplementedError
+
+    def exact_copy(self, value: torch.Tensor, *, is_graph: bool) -> torch.Tensor:
+        """The value as users see it, which autograd keeps as such.
+
+        Args:
+            value: What modules compute with.
+            is_graph: Whether it must be a function of the parameter.
+        """
+        raise NotImplementedError
+
+    def note_views(self, results: list[torch.Tensor]) -> None:
+        """A call inside of a forward or backward has returned results, which may look into the value."""
+
+    def note_exact(self, value: torch.Tensor) -> None:
+        """Results of a call look into a value that ``exact_copy`` has made."""
+
+
+class LiveManaged(LiveTensor):
+    """Answers for one parameter in a chunk.
 
     Args:
         tensor: The parameter.
         manager: Gives and takes its value.
         weights: Reads it as a whole.
         autograd: What autograd keeps.
-        narrow: See ``Live.is_narrow``.
+        is_narrow: See ``Live.is_narrow``.
     """
 
-    __slots__ = ("_given", "autograd", "frames", "is_narrow", "kept", "manager", "tensor", "weights")
+    __slots__ = ("_given", "kept", "manager", "weights")
 
     def __init__(
-        self, tensor: ManagedParameter, manager: ChunkManager, weights: LiveWeights, autograd: Autograd, narrow: bool
+        self, tensor: ManagedParameter, manager: ChunkManager, weights: LiveWeights, autograd: Autograd, is_narrow: bool
     ) -> None:
-        self.tensor, self.manager, self.weights, self.autograd = tensor, manager, weights, autograd
-        self.frames, self.is_narrow = manager.frames, narrow
+        super().__init__(tensor, manager, autograd, is_narrow)
+        self.manager, self.weights = manager, weights
         self._given: tuple[int, Any] = -1, None  # to ``state_dict``: the version of all values, and the tensor
         self.kept: torch.Tensor | None = None  # the value, for what the parameter was exchanged for
 
@@ -160,33 +226,52 @@ class LiveTensor(Live):
         Raises:
             EngineError: If the function needs memory that other processes share.
         """
-        manager, tensor, frames = self.manager, self.tensor, self.manager.frames
-        deferred = self.weights.deferred(tensor)
+        deferred = self.weights.deferred(self.tensor)
         if deferred is not None:
             return Access(deferred)
         if func in _SHARING:
-            raise EngineError(cannot_share(tensor))
-        is_graph = is_graph and func not in WITHOUT_GRAPH
-        is_inside = frames.is_inside
-        if is_inside and frames.stage is Stage.BACKWARD:
-            self.autograd.notice_backward()
-        leaf = frames.find_lookup(tensor.parameter) if is_inside else None
-        if leaf is not None:
-            return Access(leaf)
-        # There types must be one, or others may do something else meanwhile.
-        is_together = is_inside and (self.is_narrow or not manager.sharing.is_alone)
-        is_exact = not (writes or (is_together and func in WITHOUT_GRAPH))
-        is_exact = is_exact and needs_shown(func, self.typed, tensor.chunk.dtype)
-        if is_together or (is_inside and (is_graph or (not writes and computes(tensor, frames, func)))):
-            inner: Access = _InsideAccess(tensor, manager, func)
-            return _ExactAccess(inner, tensor, is_graph=is_graph, is_rounded=is_together) if is_exact else inner
+            raise EngineError(cannot_share(self.tensor))
         try:
-            if is_graph and not is_inside:
-                inner = _GraphAccess(tensor, manager, self.autograd)
-                return _ExactAccess(inner, tensor, is_graph=True) if is_exact else inner
-            return _ValueAccess(tensor, manager, func, writes=writes)
+            return super().access(func, is_graph=is_graph, writes=writes)
         except _HasLeftError:
-            return Access(tensor.parameter)  # which answers for itself now
+            return Access(self.tensor.parameter)  # which answers for itself now
+
+    @property
+    def has_one_type(self) -> bool:
+        """See ``LiveTensor``."""
+        return self.is_narrow or not self.manager.sharing.is_alone
+
+    def access_at_home(self, func: Any, *, writes: bool) -> Access:
+        """See ``LiveTensor``."""
+        return _ValueAccess(self.tensor, self.manager, func, writes=writes)
+
+    def alias(self) -> torch.Tensor:
+        """See ``LiveTensor``."""
+        return self.tensor.view_copy(self.tensor.chunk.compute)  # type: ignore[no-any-return]
+
+    def graph_copy(self) -> torch.Tensor:
+        """See ``LiveTensor``; a mirror."""
+        return _aliased(self.tensor, self.manager.mirrors.hand_out(self.tensor))
+
+    def exact_copy(self, value: torch.Tensor, *, is_graph: bool) -> torch.Tensor:
+        """See ``LiveTensor``."""
+        manager, tensor = self.manager, self.tensor
+        with manager.gradients.lock, as_it_is(), torch.no_grad():
+            exact = manager.values.look(tensor).clone()
+        made = _aliased(tensor, exact) if is_graph and requires_grad(tensor.parameter) else exact
+        if manager.sharing.is_alone:  # else it cannot be read again in the middle of a backward
+            manager.parameters.exact[storage_key(exact)] = tensor
+        return made
+
+    def note_views(self, results: list[torch.Tensor]) -> None:
+        """See ``LiveTensor``; what is written through views is looked for later."""
+        storage = self.tensor.chunk.storage
+        if storage is not None and any(_is_over(result, storage._cdata) for result in results):
+            self.manager.writes.watch(self.tensor)
+
+    def note_exact(self, value: torch.Tensor) -> None:
+        """See ``LiveTensor``; it becomes a mirror."""
+        self.manager.mirrors.add(self.tensor, value.detach())
 
     def assign(self, value: torch.Tensor) -> None:
         """Takes a value over, and follows the tensor that it came in: in torch both are the same memory from now on.
@@ -253,7 +338,7 @@ class LiveTensor(Live):
         manager, tensor = self.manager, self.tensor
         with manager.gradients.lock:
             manager.writes.take_over(tensor, keeps_unused=True)
-            return _aliased(tensor, manager.mirrors.hand_out(tensor))
+            return self.graph_copy()
 
     # The gradient
 
@@ -364,28 +449,23 @@ class _InsideAccess(Access):
     released again when backward comes to use it. So there functions get an alias of the chunk instead of the parameter.
     """
 
-    def __init__(self, tensor: ManagedParameter, manager: ChunkManager, func: Any) -> None:
-        self._tensor = tensor
-        self._manager = manager
-        self._stack = manager.frames.stack
-        self._stage = manager.frames.stage
-        self._is_held, self._is_kept = True, func in EXPORTS
-        if self._stage is Stage.BACKWARD:
+    def __init__(self, live: LiveTensor, func: Any) -> None:
+        tensor, frames = live.tensor, live.frames
+        self._live, self._tensor, self._stack = live, tensor, frames.stack
+        self._parameters = live.listener.parameters
+        self._is_held, self._is_kept = True, func in _EXPORTS
+        is_recomputed = frames.stage is Stage.BACKWARD
+        if is_recomputed:
             refuse_reentrant(f"code that reads parameter '{tensor.spec.name}'")
-        is_alias = self._stage is Stage.BACKWARD and not requires_grad(tensor.parameter)
-        is_recomputed = self._stage is Stage.BACKWARD
-        self._manager.parameters.acquire(
-            tensor, "code that reads a parameter of another module", is_recomputed=is_recomputed
-        )
-        chunk = tensor.chunk
-        assert chunk.compute is not None
-        self.value = tensor.view_copy(chunk.compute) if is_alias else tensor.parameter
+        caller = "code that reads a parameter of another module"
+        self._parameters.acquire_all((tensor,), caller, [], is_recomputed=is_recomputed)
+        is_alias = is_recomputed and not requires_grad(tensor.parameter)
+        super().__init__(live.alias() if is_alias else tensor.parameter)
 
     def needs_copy(self, results: list[torch.Tensor]) -> bool:
-        """No copy: what aliases the chunk keeps it on the device. What is written through it is looked for later."""
-        storage = self._tensor.chunk.storage
-        if self._is_held and storage is not None and any(_is_over(result, storage._cdata) for result in results):
-            self._manager.writes.watch(self._tensor)
+        """No copy: what aliases the chunk keeps it on the device."""
+        if self._is_held:
+            self._live.note_views(results)
         return False
 
     def make_room(self) -> None:
@@ -402,18 +482,18 @@ class _InsideAccess(Access):
             return
         self._is_held = False
         if not self._is_kept:
-            self._manager.parameters.release(self._tensor)
+            self._parameters.release_all((self._tensor,))
         elif self._stack:
             self._stack[-1].acquired.append(self._tensor)
         else:
-            self._manager.parameters.held_outside_forward.append(self._tensor)
+            self._parameters.held_outside_forward.append(self._tensor)
 
 
 class _HasLeftError(Exception):
     """The parameter has left its chunk while this thread waited."""
 
     @staticmethod
-    def check(tensor: ManagedParameter) -> None:
+    def check(tensor: Any) -> None:
         """Raises it if so."""
         if tensor.is_open or not tensor.is_bound:
             raise _HasLeftError
@@ -426,47 +506,47 @@ class _GraphAccess(Access):
     which is a part of the graph.
     """
 
-    def __init__(self, tensor: ManagedParameter, manager: ChunkManager, autograd: Autograd) -> None:
-        self._tensor = tensor
-        self._manager = manager
+    def __init__(self, live: LiveTensor) -> None:
+        self._live, self._listener, tensor = live, live.listener, live.tensor
         may_keep(f"code that computes with parameter '{tensor.spec.name}'")
-        self._manager.lock.acquire("code that computes with a parameter")
+        self._listener.lock.acquire("code that computes with a parameter")
         try:
             _HasLeftError.check(tensor)
-            self._manager.parameters.acquire(tensor, "code outside of every forward that computes with a parameter")
+            caller = "code outside of every forward that computes with a parameter"
+            self._listener.parameters.acquire_all((tensor,), caller, [], is_recomputed=False)
         except BaseException:
-            self._manager.lock.release()
+            self._listener.lock.release()
             raise
-        self._kept = autograd.kept_as_numbers()
+        self._kept = live.autograd.kept_as_numbers()
         self._kept.__enter__()
-        self._is_held, self._is_mirror = True, False
-        self.value: torch.Tensor = tensor.parameter
+        self._is_held, self._is_copy = True, False
+        super().__init__(tensor.parameter)
 
     def needs_copy(self, results: list[torch.Tensor]) -> bool:
         key = storage_key(self.value)
-        if self._is_mirror or not any(_is_over(result, key) for result in results):
+        if self._is_copy or not any(_is_over(result, key) for result in results):
             return False
-        self._use_mirror()
+        self._use_copy()
         return True
 
-    def _use_mirror(self) -> None:
-        self._is_mirror = True
-        self.value = _aliased(self._tensor, self._manager.mirrors.hand_out(self._tensor))
+    def _use_copy(self) -> None:
+        self._is_copy = True
+        self.value = self._live.graph_copy()
 
     def make_room(self) -> None:
         """A copy, which is a part of the graph: the chunks of all parameters of a call may be more than fit."""
-        self._use_mirror()
+        self._use_copy()
         self._release()
 
     def end(self) -> None:
         self._kept.__exit__(None, None, None)
         self._release()
-        self._manager.lock.release()
+        self._listener.lock.release()
 
     def _release(self) -> None:
         if self._is_held:
             self._is_held = False
-            self._manager.parameters.release(self._tensor)
+            self._listener.parameters.release_all((self._live.tensor,))
 
 
 class _ExactAccess(Access):
@@ -474,24 +554,19 @@ class _ExactAccess(Access):
 
     Args:
         inner: Lets it have what modules compute with; it keeps the chunk there, as plans have it.
-        tensor: The parameter.
+        live: Answers for the parameter.
         is_graph: Whether autograd records the call.
         is_rounded: Whether the value has the type alone, and not more bits.
     """
 
-    def __init__(self, inner: Access, tensor: ManagedParameter, *, is_graph: bool, is_rounded: bool = False) -> None:
-        self._inner, self._tensor, self._key = inner, tensor, 0
-        self._manager: ChunkManager = tensor.live.manager
+    def __init__(self, inner: Access, live: LiveTensor, *, is_graph: bool, is_rounded: bool = False) -> None:
+        self._inner, self._live, self._key = inner, live, 0
         try:
             if is_rounded:
-                self.value = inner.value.to(tensor.original_dtype)
+                super().__init__(inner.value.to(live.tensor.original_dtype))
                 return
-            with self._manager.gradients.lock, as_it_is(), torch.no_grad():
-                value = self._manager.values.look(tensor).clone()
-            self._key = storage_key(value)
-            self.value = _aliased(tensor, value) if is_graph and requires_grad(tensor.parameter) else value
-            if self._manager.sharing.is_alone:  # else it cannot be read again in the middle of a backward
-                self._manager.parameters.exact[self._key] = tensor
+            super().__init__(live.exact_copy(inner.value, is_graph=is_graph))
+            self._key = storage_key(self.value)
         except BaseException:
             inner.end()
             raise
@@ -499,14 +574,14 @@ class _ExactAccess(Access):
     def needs_copy(self, results: list[torch.Tensor]) -> bool:
         """No copy of the value, which is one already."""
         if self._key and any(_is_over(result, self._key) for result in results):
-            self._manager.mirrors.add(self._tensor, self.value.detach())
+            self._live.note_exact(self.value)
         return False
 
     def make_room(self) -> None:
         self._inner.make_room()
 
     def end(self) -> None:
-        self._manager.parameters.exact.pop(self._key, None)
+        self._live.listener.parameters.exact.pop(self._key, None)
         self._inner.end()
 
 
@@ -514,7 +589,7 @@ class _Alias(torch.autograd.Function):
     """A tensor with the values of a parameter, as a function of the parameter: what a copy of it is, without a copy."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, value: torch.Tensor, live: LiveTensor) -> torch.Tensor:
+    def forward(ctx: Any, parameter: torch.Tensor, value: torch.Tensor, live: LiveManaged) -> torch.Tensor:
         ctx.live = live
         return value.detach()
 
@@ -546,7 +621,7 @@ class _ValueAccess(Access):
             manager.gradient_mirrors.sync_unused(but=tensor)
             manager.writes.take_over(tensor, keeps_unused=True)
             tensor.read_at = tensor.num_writes
-            self._is_private = func in EXPORTS
+            self._is_private = func in _EXPORTS
             self._changes_shape = func in _CHANGES_OF_SHAPE
             if self._is_private:
                 self._use(manager.mirrors.hand_out(tensor, is_held=func in _ADDRESSES))

@@ -1,7 +1,8 @@
 """What happens when, on one page: every phase of a step, in the order in which it reads, and what is done between.
 
-``ModelHooks`` and ``Autograd`` translate what torch tells into these calls, the optimizer makes those of an update, and
-nobody below calls back. The constructor makes the parts, each of those before it: its lines are the layers.
+``ModelHooks`` and ``Autograd`` translate what torch tells into these calls (``ModelListener``), the optimizer makes
+those of an update, and nobody below calls back. The constructor makes the parts, each of those before it: its lines
+are the layers.
 
 [Note: where things live]
 Every chunk has a home tier with all its lists. A chunk at home on the host is copied to the device to be computed
@@ -32,9 +33,10 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.activations import Activations, KeptActivation
 from hf_patrickstar.runtime.autograd import drop_failed_graph
 from hf_patrickstar.runtime.chunk import Chunk, Device, GradientPlace, ManagedParameter
+from hf_patrickstar.runtime.compiled import stand_in
 from hf_patrickstar.runtime.evictor import Evictor, MovePolicy
 from hf_patrickstar.runtime.executor import Executor
-from hf_patrickstar.runtime.frames import Frame, Frames, Lookup
+from hf_patrickstar.runtime.frames import Call, Frame, Frames, Lookup
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.groups import Groups
 from hf_patrickstar.runtime.live_parameter import GET_GRAD, RAW, SET_GRAD, set_raw_grad
@@ -44,7 +46,7 @@ from hf_patrickstar.runtime.originals import Originals
 from hf_patrickstar.runtime.parameters import Parameters, SavedView
 from hf_patrickstar.runtime.placement import Placement
 from hf_patrickstar.runtime.ranges import named, phase
-from hf_patrickstar.runtime.steps import Call, Estimated, Steps
+from hf_patrickstar.runtime.steps import Estimated, Steps
 from hf_patrickstar.runtime.tracer import Tracer
 from hf_patrickstar.runtime.update import Update
 from hf_patrickstar.runtime.values import Values
@@ -138,6 +140,7 @@ class ChunkManager:
         self.lock, self.frames = EngineLock(), Frames()
         self.parameters = Parameters(device, executor, self.steps, self.gradients, self.writes, self.lock, activations)
         self.tensors, self.by_index = self.parameters.tensors, self.parameters.by_index
+        self.pack = self.parameters.pack
         self.has_new_groups = False
         self.overlaps_updates = policy.overlaps_updates and isinstance(streams, DeviceStreams)
         self._last_updates: list[Copy] = []  # on the host, beside what comes next
@@ -186,6 +189,8 @@ class ChunkManager:
             Exception: See ``settle_failures``.
         """
         self.settle_failures()
+        if self.tracer.asks_padding and call.is_training:
+            self.tracer.note_padding(call.has_padding)
         is_evaluation = stage is Stage.EVALUATION
         make_ready = functools.partial(self._make_ready, call)
         if is_evaluation:
@@ -282,6 +287,18 @@ class ChunkManager:
         """It has read so many bytes."""
         self.parameters.end_lookup(lookup, nbytes)
 
+    def stand_in_for(self, tensor: ManagedParameter) -> torch.Tensor | None:
+        """What stands in for a frozen parameter while its module is recomputed; ``None`` if it has its value itself."""
+        if tensor.is_materialized or tensor.chunk.compute is None:
+            return None
+        # ``.data`` has a version of its own, which tells whether the module writes to it.
+        value = tensor.view_copy(tensor.chunk.compute).data
+        return stand_in(tensor.parameter, value, self.parameters.type_of(tensor.original_type))
+
+    def module_wrote(self, tensor: ManagedParameter, value: torch.Tensor) -> None:
+        """A module has written a value to it."""
+        self.writes.apply(tensor, value, voids_graphs=False)
+
     def unwind(self) -> None:
         """Every forward that is open on this thread was interrupted, and ends."""
         self.steps.abandon_step()
@@ -297,6 +314,10 @@ class ChunkManager:
             self.lock.release()
 
     # Backward
+
+    def is_parameter(self, key: int) -> bool:
+        """Whether the value of a parameter is in the storage with this address."""
+        return key in self.device.by_storage
 
     @phase
     def operand_needed(self, saved: SavedView | KeptActivation) -> torch.Tensor:
@@ -342,6 +363,18 @@ class ChunkManager:
                     self.gradient_mirrors.refresh(tensor)
 
     gradient_ready = phase(store_gradient)
+
+    def recorded_gradient_ready(self, tensor: ManagedParameter, gradient: torch.Tensor) -> None:
+        """Autograd has finished a gradient that has a graph itself, as in ``backward(create_graph=True)``."""
+        if tensor.chunk.is_group:
+            self.gradient_ready(tensor, gradient)
+            return
+        parameter: Any = tensor.parameter
+        before = parameter.grad
+        total = gradient.to(tensor.original_dtype) if before is None else before + gradient
+        with unseen():
+            self.gradient_ready(tensor, gradient.detach())
+            self.gradient_mirrors.follow_recorded(tensor, total)
 
     @phase
     def backward_end(self) -> None:

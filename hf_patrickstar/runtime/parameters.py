@@ -20,7 +20,6 @@ from hf_patrickstar.errors import DeviceMemoryError, EngineError
 from hf_patrickstar.layout.specs import MASTER
 from hf_patrickstar.memory.operators import has_modes_of_users, unseen
 from hf_patrickstar.runtime.activations import Activations
-from hf_patrickstar.runtime.autograd import KeptOperand
 from hf_patrickstar.runtime.chunk import Device, Epoch, GradientPlace, ManagedParameter
 from hf_patrickstar.runtime.executor import Executor
 from hf_patrickstar.runtime.frames import Lookup
@@ -37,6 +36,7 @@ from hf_patrickstar.runtime.live_parameter import (
     storage_key,
 )
 from hf_patrickstar.runtime.lock import EngineLock, pauses_s
+from hf_patrickstar.runtime.operands import KeptOperand
 from hf_patrickstar.runtime.steps import Steps
 from hf_patrickstar.runtime.writes import Writes
 
@@ -277,14 +277,6 @@ class Parameters:
                 self._writes.take_back(tensor)
         return None
 
-    def acquire(self, tensor: ManagedParameter, caller: str, *, is_recomputed: bool = False) -> None:
-        """Gives one parameter its value; see ``acquire_all``."""
-        self.acquire_all((tensor,), caller, [], is_recomputed=is_recomputed)
-
-    def release(self, tensor: ManagedParameter) -> None:
-        """Ends one acquisition of one parameter; see ``release_all``."""
-        self.release_all((tensor,))
-
     def _is_held_elsewhere(self) -> bool:
         """Whether another thread holds a parameter, and may let go of it."""
         this = threading.get_ident()
@@ -295,7 +287,7 @@ class Parameters:
         if self.held_outside_forward:
             with self._lock:
                 while self.held_outside_forward:
-                    self.release(self.held_outside_forward.pop())
+                    self.release_all((self.held_outside_forward.pop(),))
 
     def ensure_on_device(self, tensor: ManagedParameter, caller: str) -> torch.Tensor:
         """The payload to compute with, with this parameter's value; while it is aliased its chunk cannot leave.

@@ -17,6 +17,7 @@ from hf_patrickstar.runtime.activations import Activations
 from hf_patrickstar.runtime.chunk import Chunk, Device
 from hf_patrickstar.runtime.evictor import Evictor, MovePolicy
 from hf_patrickstar.runtime.executor import Executor
+from hf_patrickstar.runtime.frames import Call
 from hf_patrickstar.runtime.groups import Groups
 from hf_patrickstar.runtime.ranges import named
 from hf_patrickstar.runtime.tracer import Step, Tracer
@@ -34,25 +35,6 @@ Returns whether traces or homes of chunks have changed.
 """
 _Situation = tuple[Room, frozenset[int], frozenset[int]]
 """What a plan depends on beside its trace: room, chunks that do not move, chunks whose copies are void after it."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Call:
-    """A call of an outermost module.
-
-    Attributes:
-        module: The module.
-        name: Its name in the model.
-        args: Positional arguments.
-        kwargs: Named arguments.
-        is_training: Whether a backward follows.
-    """
-
-    module: torch.nn.Module
-    name: str
-    args: Any
-    kwargs: Any
-    is_training: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

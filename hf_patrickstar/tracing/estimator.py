@@ -40,10 +40,11 @@ from hf_patrickstar.resources import SHARE_IN_FLIGHT
 from hf_patrickstar.runtime.casting import Casting
 from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.runtime.chunked_loss import has_chunked_loss
-from hf_patrickstar.runtime.hooks import has_hooks_of_user, has_padding
+from hf_patrickstar.runtime.frames import Call
+from hf_patrickstar.runtime.hooks import has_hooks_of_user
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.quantized import parameters_of
-from hf_patrickstar.runtime.steps import Call, Estimated
+from hf_patrickstar.runtime.steps import Estimated
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.op_trace import EnterForward, LookedUp, OpTrace
 from hf_patrickstar.schedule.step import Places, StepRules, traces_of
@@ -208,7 +209,7 @@ class StepEstimator:
             for tensor in self._manager.tensors
             if tensor.is_cpu_embedding and not has_hooks_of_user(tensor.parameter, tensor.spec.trainable)
         ]
-        masks = masks_of_batches(has_padding=_has_padding(call), is_packed="position_ids" in call.kwargs)
+        masks = masks_of_batches(has_padding=call.has_padding, is_packed="position_ids" in call.kwargs)
         is_apart = self._device.type != "cpu"
         limit = _time_limit(is_first=self._rank == 0)
         # The time that another thread traces is not counted.
@@ -258,7 +259,7 @@ class StepEstimator:
         traces = traces_of(ops, places, self._rules, is_training=call.is_training, name=name)
         has_changed = [chunk.spec for chunk in self._manager.chunks] != self._first_chunks
         if call.is_training and self._keeps and not has_changed:
-            self._keep(traces, _has_padding(call))
+            self._keep(traces, call.has_padding)
         beside_nbytes = self._beside_nbytes(ops)
         traces = [self._as_allocated(made, beside_nbytes) for made in traces]
         least = None
@@ -286,10 +287,6 @@ class StepEstimator:
             return made
         nbytes = (int((1 + _ROUNDING) * visit.non_model_nbytes) + beside_nbytes for visit in made.visits)
         return made.with_non_model_nbytes(list(nbytes))
-
-
-def _has_padding(call: Call) -> bool:
-    return has_padding(call.kwargs.get("attention_mask"))
 
 
 @contextlib.contextmanager

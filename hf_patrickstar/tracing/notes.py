@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,10 +10,10 @@ import torch
 from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.memory.meters import storages_of
 from hf_patrickstar.memory.operators import tensors_among
-from hf_patrickstar.runtime.autograd import KeptOperand
 from hf_patrickstar.runtime.chunk import torch_dtype
 from hf_patrickstar.runtime.frames import Frames
-from hf_patrickstar.runtime.live_parameter import raw_data, released_type
+from hf_patrickstar.runtime.live_parameter import raw_data, released_type, requires_grad
+from hf_patrickstar.runtime.operands import KeptOperand
 from hf_patrickstar.schedule import op_trace
 from hf_patrickstar.schedule.trace import Shapes
 from hf_patrickstar.tracing.operands import storage_key
@@ -27,6 +27,7 @@ class Watched:
     Args:
         spec: The parameter as numbers.
         parameter: The parameter, in the type that it was loaded in. It gets memory in the type of its chunk.
+        looked_up: Names of the weights whose embeddings read their rows at home.
 
     Attributes:
         typed: Its data of before; it shows their type while no module computes with it.
@@ -36,10 +37,13 @@ class Watched:
         num_saved: How many operands of it autograd keeps.
     """
 
-    num_writes = 0  # nobody writes to it
+    # As in ``ManagedParameter``: it has its value all the time, and nobody writes to it.
+    is_bound, is_open, is_given_up = True, False, False
+    num_writes = 0
 
-    def __init__(self, spec: TensorSpec, parameter: torch.Tensor) -> None:
+    def __init__(self, spec: TensorSpec, parameter: torch.Tensor, looked_up: Collection[str]) -> None:
         self.spec = spec
+        self.is_cpu_embedding = spec.name in looked_up
         self.typed = parameter.data
         self.placeholder = parameter.data = self.typed.new_empty(spec.shape, dtype=torch_dtype(spec.types.param))
         self.parameter: Any = parameter
@@ -49,6 +53,19 @@ class Watched:
         self._storage = parameter.untyped_storage()
         self.key: int = self._storage._cdata
         self._base_use_count = _use_count(self.key)
+        self._hooks_before = self.parameter._post_accumulate_grad_hooks
+
+    def bind(self, live: Any) -> None:
+        """Makes the parameter answer."""
+        self.parameter._live = live
+        self.parameter.__class__ = released_type(self.original_type)
+
+    def unbind(self) -> None:
+        """Makes it the parameter that it was."""
+        self.parameter.__class__ = self.original_type
+        self.parameter.__dict__.pop("_live", None)
+        self.parameter._post_accumulate_grad_hooks = self._hooks_before
+        self.parameter.data = self.typed
 
     @property
     def is_aliased(self) -> bool:
@@ -102,20 +119,29 @@ class Notes:
     Args:
         inputs: The tensors of the batch.
         buffers: Those of the model.
-        owned: Storages of parameters.
+        tensors: Its parameters.
 
     Attributes:
         is_odd: Whether something was done that the notes have no word for.
-        exact: Parameters of which calls have a value in the type that they show, by the address of its storage.
+        by_storage: Parameters by the address of their storage.
+        by_parameter: See ``ParameterValues``.
+        exact: See ``ParameterValues``.
+        held_outside_forward: See ``ParameterValues``; the notes have no word for these.
         frames: Which forwards are running.
     """
 
-    def __init__(self, inputs: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor], owned: set[int]) -> None:
-        self.is_odd, self.exact = False, dict[int, Watched]()
+    def __init__(
+        self, inputs: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor], tensors: Iterable[Watched]
+    ) -> None:
+        self.is_odd = False
+        self.by_parameter = {id(watched.parameter): watched for watched in tensors}
+        self.by_storage = {watched.key: watched for watched in self.by_parameter.values()}
+        self.exact: dict[int, Watched] = {}
+        self.held_outside_forward: list[Watched] = []
         self.frames = Frames()
         self._notes: list[op_trace.Note] = []
         self._inputs, self._buffers = set(map(storage_key, inputs)), set(map(storage_key, buffers))
-        self._owned = owned
+        self._owned = set(self.by_storage)  # storages with values of parameters
         self._live: dict[int, tuple[int, Any]] = {}  # storages -> their number, and who tells that they are free
         self._num_storages = 0
         self._seen: list[Watched] = []  # tensors may look into their memory
@@ -128,7 +154,7 @@ class Notes:
         """
         self._look()
         self._live.clear()
-        return None if self.is_odd else op_trace.OpTrace(tuple(self._notes))
+        return None if self.is_odd or self.held_outside_forward else op_trace.OpTrace(tuple(self._notes))
 
     def add(self, note: op_trace.Note) -> None:
         """Notes what was done just now."""
@@ -195,22 +221,37 @@ class Notes:
                     self.is_odd = True
         self.add(op_trace.EnterForward(shapes, tuple(others), sum(batch.values()), sum(buffers.values()), is_inner))
 
-    def acquire(self, watched: Watched, *, is_alias: bool = False) -> None:
-        """Somebody begins to compute with a parameter; an alias of it is no ordinary parameter to torch."""
-        self.add(op_trace.Acquire(watched.spec.index))
-        if not is_alias:
-            watched.parameter.__class__ = watched.original_type
-        watched.users.append(threading.get_ident())
+    def own(self, leaf: torch.Tensor) -> None:
+        """Takes note of a tensor that stands in for a parameter."""
+        key = storage_key(leaf)
+        self._owned.add(key)
+        weakref.finalize(leaf.untyped_storage(), self._owned.discard, key)  # other memory may be at the same address
 
-    def release(self, watched: Watched) -> None:
-        """Somebody ends it."""
-        watched.users.pop()
-        if not watched.users:
-            watched.parameter.__class__ = released_type(watched.original_type)
-        is_seen = not watched.users and watched.is_aliased
-        self.add(op_trace.Release(watched.spec.index, is_seen))
-        if is_seen:
-            self.note_use(watched)
+    # As ``ParameterValues``
+
+    def find(self, parameter: torch.Tensor) -> Watched | None:
+        """The parameter, if its uses are noted."""
+        return self.by_parameter.get(id(parameter))
+
+    def acquire_all(self, tensors: Sequence[Watched], caller: str, acquired: list[Any], *, is_recomputed: bool) -> None:
+        """See ``ParameterValues``; an alias of a frozen parameter is no ordinary parameter to torch."""
+        for watched in tensors:
+            self.add(op_trace.Acquire(watched.spec.index))
+            if not is_recomputed or requires_grad(watched.parameter):
+                watched.parameter.__class__ = watched.original_type
+            watched.users.append(threading.get_ident())
+            acquired.append(watched)
+
+    def release_all(self, tensors: Sequence[Watched]) -> None:
+        """See ``ParameterValues``."""
+        for watched in tensors:
+            watched.users.pop()
+            if not watched.users:
+                watched.parameter.__class__ = released_type(watched.original_type)
+            is_seen = not watched.users and watched.is_aliased
+            self.add(op_trace.Release(watched.spec.index, is_seen))
+            if is_seen:
+                self.note_use(watched)
 
     def note_use(self, watched: Watched) -> None:
         """Tensors may look into the memory of a parameter from now on."""

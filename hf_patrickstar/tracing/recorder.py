@@ -1,20 +1,16 @@
 """Records what a micro-batch of a plain model does; see [Note: micro-batches that are replayed].
 
-The recorder does what ``runtime/hooks.py`` does for an engine, without one: its hooks are at the same places of the
-model, parameters answer as they do there (``reads.py``), and autograd keeps operands in the same way. So the notes are
-what torch would tell an engine. The model has its parameters all the time, in fake tensors without bytes.
+The recorder listens to the model as an engine does: the same hooks call it, parameters answer in the same way, and
+autograd keeps operands in the same way. It notes what an engine would do. The model has its parameters all the time, in
+fake tensors without bytes.
 """
 
 import contextlib
 import dataclasses
-import itertools
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._C._autograd import _top_saved_tensors_default_hooks
-from torch._C._functorch import peek_interpreter_stack
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -26,23 +22,29 @@ from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.memory.operators import unpacked
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.activations import LEAST_DIM
-from hf_patrickstar.runtime.autograd import Autograd, may_keep, refuse_reentrant
 from hf_patrickstar.runtime.casting import Casting
-from hf_patrickstar.runtime.compiled import is_compiled
-from hf_patrickstar.runtime.frames import Frame, Lookup, current_stage
-from hf_patrickstar.runtime.hooks import has_hooks_of_user, is_embedding, places_of, tensors_in
-from hf_patrickstar.runtime.live_parameter import LiveMixin, raw_data, released_type, storage_key, take_raw_grad
-from hf_patrickstar.runtime.model_set import roots_of
-from hf_patrickstar.runtime.quantized import PackedLayers, buffers_of, named_parameters
+from hf_patrickstar.runtime.frames import Call, Frame, Lookup
+from hf_patrickstar.runtime.hooks import ModelHooks
+from hf_patrickstar.runtime.live_parameter import (
+    RAW,
+    Access,
+    LiveMixin,
+    raw_data,
+    raw_grad,
+    set_raw_grad,
+    storage_key,
+)
+from hf_patrickstar.runtime.live_tensor import LiveTensor
+from hf_patrickstar.runtime.lock import EngineLock
+from hf_patrickstar.runtime.quantized import buffers_of, named_parameters
 from hf_patrickstar.schedule import op_trace
 from hf_patrickstar.schedule.script import Begin, Part
-from hf_patrickstar.schedule.trace import input_shapes
+from hf_patrickstar.schedule.trace import Shapes
 from hf_patrickstar.states import Stage
 from hf_patrickstar.tracing.answers import ASKS_VALUE, AnsweringMode, has_no_value
 from hf_patrickstar.tracing.charges import Charges
 from hf_patrickstar.tracing.costs import cost_of
 from hf_patrickstar.tracing.notes import Activation, Notes, Operand, Watched
-from hf_patrickstar.tracing.reads import Reads
 from hf_patrickstar.tracing.timing import OperatorTimes
 
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor"})
@@ -104,7 +106,7 @@ def record(
 
 
 class _Recorder(AnsweringMode):
-    """Hooks of one model, for one micro-batch."""
+    """Listens to one model during one micro-batch; see ``ModelListener``, which has the meaning of most methods."""
 
     def __init__(
         self,
@@ -115,20 +117,14 @@ class _Recorder(AnsweringMode):
         setting: Setting,
     ) -> None:
         super().__init__()
-        self._model, self._casting = model, casting
-        self._setting = setting
+        self._model, self._casting, self._setting = model, casting, setting
         parameters = named_parameters(model)
-        self._watched = {id(parameters[spec.name]): Watched(spec, parameters[spec.name]) for spec in specs}
-        self._by_storage = {watched.key: watched for watched in self._watched.values()}
-        self._owned = set(self._by_storage)
-        self._notes = Notes(inputs, buffers_of(model), self._owned)
+        self.tensors = [Watched(spec, parameters[spec.name], setting.looked_up) for spec in specs]
+        self.parameters = self._notes = Notes(inputs, buffers_of(model), self.tensors)
+        self.frames, self.lock = self._notes.frames, EngineLock()
         self._charges = Charges(has_accelerator=setting.has_accelerator, times=setting.times)
         self._is_quiet = False
         self._is_evaluation = not torch.is_grad_enabled()
-        self._autograd = Autograd(
-            self._pack, self._unpack, lambda end: None, self._end_backward, self._by_storage.__contains__
-        )
-        self._stack = self._notes.frames.stack
 
     def run(self, forward: Callable[[], Any], backward: Callable[[Any], Any] | None) -> op_trace.OpTrace | None:
         """See ``record``."""
@@ -142,175 +138,81 @@ class _Recorder(AnsweringMode):
         del result  # which lives until then, and so does what a backward would need
         return found
 
-    # Attach and detach
-
     @contextlib.contextmanager
     def _attached(self) -> Iterator[None]:
         """Inside of it the model is listened to; what is compiled runs as it is written."""
+        hooks = ModelHooks(self._model, self, torch.device("cpu"), self._casting)
         with contextlib.ExitStack() as stack:
-            layers = PackedLayers()
-            stack.callback(layers.restore)
-            layers.prepare(self._model.modules())
-            for watched in self._watched.values():
-                self._attach_parameter(watched, stack)
-            inside = {
-                part
-                for module in self._model.modules()
-                if is_compiled(module)
-                for part in module.modules()
-                if part is not module
-            }
-            for name, module in self._model.named_modules():
-                if module not in inside and any(True for _ in module.parameters()):
-                    self._attach_module(module, name or type(self._model).__name__, stack)
-            if self._casting.inputs is not None:
-                for root in roots_of(self._model):
-                    stack.callback(root.register_forward_pre_hook(self._cast_inputs, with_kwargs=True).remove)
-            stack.callback(self._unwind)
+            stack.callback(hooks.packed_layers.restore)
+            for watched in self.tensors:
+                stack.callback(watched.unbind)
+            stack.callback(hooks.detach)
+            hooks.attach()
+            for watched in self.tensors:
+                watched.bind(LiveWatched(watched, self, hooks.autograd, self._casting.inputs is not None))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(self)
             yield
 
-    def _attach_parameter(self, watched: Watched, stack: contextlib.ExitStack) -> None:
-        parameter = watched.parameter
-        stack.callback(setattr, parameter, "data", watched.typed)
-        if watched.spec.trainable:
-            before = parameter._post_accumulate_grad_hooks
-            stack.callback(setattr, parameter, "_post_accumulate_grad_hooks", before)
-            stack.callback(parameter.register_post_accumulate_grad_hook(self._store_gradient).remove)
-        parameter._live = Reads(watched, self._notes, self._autograd, self._casting.inputs is not None)
-        stack.callback(parameter.__dict__.pop, "_live")
-        parameter.__class__ = released_type(watched.original_type)
-        stack.callback(setattr, parameter, "__class__", watched.original_type)
+    # Modules
 
-    def _attach_module(self, module: torch.nn.Module, name: str, stack: contextlib.ExitStack) -> None:
-        own = list(dict.fromkeys(watched for _, _, watched in self._places_of(module)))
-        is_lookup = is_embedding(module) and len(own) == 1 and own[0].spec.name in self._setting.looked_up
-        looks_up = is_lookup and not has_hooks_of_user(own[0].parameter, own[0].spec.trainable)
+    def before_forward(
+        self, stage: Stage, call: Call, name: str, shapes: Shapes, present: Iterable[torch.Tensor]
+    ) -> None:
+        if self._is_evaluation and call.is_training:
+            self._notes.is_odd = True
+        self._notes.enter_forward(shapes, present, is_inner=self._is_inner(stage))
 
-        def before(_module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            frame = Frame(_module, current_stage())
-            if not self._stack:
-                self._enter_outermost(frame, name, args, kwargs)
-            self._stack.append(frame)
-            if own and looks_up and peek_interpreter_stack() is None:
-                self._begin_lookup(frame, own[0])
-            elif own:
-                self._enter_module(frame, own)
+    def after_forward(self, frame: Frame, *, has_failed: bool) -> None:
+        self._notes.add(op_trace.LeaveForward(self._is_inner(frame.stage)))
+        self.lock.release()
 
-        def after(_module: torch.nn.Module, args: Any, output: Any) -> Any:
-            if not self._stack or self._stack[-1].module is not _module:
-                return None
-            result = self._leave_module(self._stack.pop(), output)
-            return None if result is output else result
-
-        stack.callback(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
-        stack.callback(module.register_forward_hook(after, always_call=True).remove)
-
-    def _places_of(self, module: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
-        return places_of(module, lambda parameter: self._watched.get(id(parameter)))
-
-    def _unwind(self) -> None:
-        """Ends forwards that were interrupted."""
-        while self._stack:
-            frame = self._stack.pop()
-            frame.leave_contexts()
-            self._notes.frames.end(frame)
-
-    # Forward
-
-    def _cast_inputs(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return self._casting.narrow(args, kwargs)
-
-    def _enter_outermost(self, frame: Frame, name: str, args: Any, kwargs: dict[str, Any]) -> None:
-        is_recomputed = frame.stage is Stage.BACKWARD
-        if is_recomputed:
-            refuse_reentrant(f"module '{name}'")
-        else:
-            may_keep(f"the forward of {name}")
-            inputs = list(tensors_in((args, kwargs)))
-            shapes = input_shapes([tensor.shape for tensor in inputs])
-            present = itertools.chain(inputs, buffers_of(self._model))
-            if self._is_evaluation and frame.stage is not Stage.EVALUATION:
-                self._notes.is_odd = True
-            self._notes.enter_forward(shapes, present, is_inner=self._is_inner(frame))
-            frame.saved_tensors = self._autograd.kept_as_numbers()
-            frame.saved_tensors.__enter__()
-        frame.autocast = self._casting.autocast(is_recomputed=is_recomputed)
-        if frame.autocast is not None:
-            frame.autocast.__enter__()
-
-    def _is_inner(self, frame: Frame) -> bool:
+    def _is_inner(self, stage: Stage) -> bool:
         """Whether a forward is an evaluation inside of a training step."""
-        return frame.stage is Stage.EVALUATION and not self._is_evaluation
+        return stage is Stage.EVALUATION and not self._is_evaluation
 
-    def _enter_module(self, frame: Frame, own: Sequence[Any]) -> None:
-        if peek_interpreter_stack() is not None:
-            self._replace(frame)
-            return
-        for watched in own:
-            is_alias = frame.stage is Stage.BACKWARD and not watched.parameter.requires_grad
-            self._notes.acquire(watched, is_alias=is_alias)
-            frame.acquired.append(watched)
-        others = _top_saved_tensors_default_hooks(True)
-        if frame.saved_tensors is None and (others is None or others[0] is not self._autograd.pack):
-            frame.saved_tensors = self._autograd.keep_inside()
+    def before_module(self, frame: Frame, own: Sequence[Watched], name: str) -> None:
+        self._notes.acquire_all(own, name, frame.acquired, is_recomputed=frame.stage is Stage.BACKWARD)
 
-    def _leave_module(self, frame: Frame, output: Any) -> Any:
-        """Ends the forward of a module; returns what takes the place of its output."""
-        self._notes.frames.end(frame)
-        for watched in frame.acquired:
-            self._notes.release(watched)  # type: ignore[arg-type]
-        for lookup in frame.lookups.values():
-            self._end_lookup(frame, lookup, output)
-        result = output if frame.autocast is None else self._casting.widen(output)
-        frame.leave_contexts()
-        if not self._stack and frame.stage is not Stage.BACKWARD:
-            self._notes.add(op_trace.LeaveForward(self._is_inner(frame)))
-        return result
+    def after_module(self, frame: Frame) -> None:
+        self.frames.end(frame)
+        self._notes.release_all(frame.acquired)  # type: ignore[arg-type]
 
-    def _replace(self, frame: Frame) -> None:
-        """Puts copies in the place of a module's parameters, for a forward under ``torch.func``; see ``hooks``."""
-        for places, key, watched in self._places_of(frame.module):
-            self._notes.acquire(watched)
-            places[key] = watched.parameter.clone()
-            self._notes.release(watched)
-            frame.replaced.append((places, key, watched.parameter))
-
-    # Embeddings that are looked up at home
-
-    def _begin_lookup(self, frame: Frame, watched: Any) -> None:
+    def lookup_begin(self, tensor: Any) -> Lookup:
         self._is_quiet = True
         with torch.inference_mode(False):  # a tensor of inference mode has no version
-            leaf = raw_data(watched.parameter).new_empty(watched.spec.shape)
+            leaf = raw_data(tensor.parameter).new_empty(tensor.spec.shape)
         self._is_quiet = False
         self._charges.put(leaf, Tier.HOST)
-        key = storage_key(leaf)
-        self._owned.add(key)
-        weakref.finalize(leaf.untyped_storage(), self._owned.discard, key)  # other memory may be at the same address
-        leaf.requires_grad_(watched.spec.trainable and torch.is_grad_enabled())
-        if leaf.requires_grad:
+        self._notes.own(leaf)
+        leaf.requires_grad_(tensor.spec.trainable and torch.is_grad_enabled())
+        return Lookup(tensor, leaf, leaf._version)
 
-            def store(found: torch.Tensor) -> None:
-                gradient, found.grad = found.grad, None
-                if gradient is not None:
-                    self._autograd.notice_backward()
-                    self._notes.add_gradient(watched, gradient, is_at_home=True)
-
-            leaf.register_post_accumulate_grad_hook(store)
-        frame.lookups[id(watched.parameter)] = Lookup(watched, leaf, leaf._version)
-
-    def _end_lookup(self, frame: Frame, lookup: Lookup, output: Any) -> None:
-        counts = frame.stage is Stage.FORWARD and isinstance(output, torch.Tensor)
-        self._notes.add(op_trace.LookedUp(lookup.tensor.spec.index, output.nbytes if counts else 0))
+    def lookup_end(self, lookup: Lookup, nbytes: int) -> None:
+        self._notes.add(op_trace.LookedUp(lookup.tensor.spec.index, nbytes))
         if lookup.leaf._version != lookup.version:  # an embedding with ``max_norm`` has changed its rows
             self._notes.is_odd = True
 
-    # Backward; see ``Autograd``
+    def stand_in_for(self, tensor: Watched) -> torch.Tensor | None:
+        return None
 
-    def _pack(self, operand: torch.Tensor) -> Any:
-        key = storage_key(operand)
-        watched = self._watched.get(id(operand)) or self._by_storage.get(key) or self._notes.exact.get(key)
+    def module_wrote(self, tensor: Watched, value: torch.Tensor) -> None:
+        """Nothing stands in for parameters."""
+
+    def unwind(self) -> None:
+        while self.frames.stack:
+            frame = self.frames.stack.pop()
+            frame.leave_contexts()
+            self.frames.end(frame)
+
+    # Autograd
+
+    def is_parameter(self, key: int) -> bool:
+        return key in self._notes.by_storage
+
+    def pack(self, operand: torch.Tensor) -> Any:
+        key, notes = storage_key(operand), self._notes
+        watched = notes.find(operand) or notes.by_storage.get(key) or notes.exact.get(key)
         if watched is None or operand.dtype not in (watched.placeholder.dtype, watched.typed.dtype):
             return self._keep(operand)
         view = raw_data(operand) if isinstance(operand, LiveMixin) else operand
@@ -328,7 +230,7 @@ class _Recorder(AnsweringMode):
             self._charges.put(stand_in, self._charges.tier_of(operand))
         return self._notes.keep(operand, stand_in) or (operand.detach() if operand.requires_grad else operand)
 
-    def _unpack(self, saved: Any) -> torch.Tensor:
+    def operand_needed(self, saved: Any) -> torch.Tensor:
         if isinstance(saved, Activation):
             self._notes.add(op_trace.Wanted(saved.number))
             return saved.tensor
@@ -338,14 +240,16 @@ class _Recorder(AnsweringMode):
         view = saved.view()
         return view.clone() if torch.is_grad_enabled() else view  # type: ignore[no-any-return]
 
-    def _end_backward(self) -> None:
+    def backward_begin(self, end: Callable[[], None]) -> None:
+        """Nothing is to be noted: notes of its operands say when it begins."""
+
+    def backward_end(self) -> None:
         self._notes.add(op_trace.LeaveBackward())
 
-    def _store_gradient(self, parameter: torch.Tensor) -> None:
-        self._autograd.notice_backward()
-        gradient = take_raw_grad(parameter)
-        if gradient is not None:
-            self._notes.add_gradient(self._watched[id(parameter)], gradient, is_at_home=False)
+    def store_gradient(self, tensor: Watched, gradient: torch.Tensor, *, is_at_home: bool = False) -> None:
+        self._notes.add_gradient(tensor, gradient, is_at_home=is_at_home)
+
+    gradient_ready = recorded_gradient_ready = store_gradient
 
     # Operators
 
@@ -385,3 +289,57 @@ class _Recorder(AnsweringMode):
         self._is_quiet = True
         self._notes.add_results(unpacked(func, args, result))
         self._is_quiet = False
+
+
+class LiveWatched(LiveTensor):
+    """Answers for one parameter of a model that is recorded.
+
+    Whatever looks into the parameter looks into its own memory, and is noted as an engine has it.
+    """
+
+    listener: _Recorder
+
+    @property
+    def _notes(self) -> Notes:
+        return self.listener.parameters
+
+    def access_at_home(self, func: Any, *, writes: bool) -> Access:
+        """See ``LiveTensor``; what it would wait for no notes can tell."""
+        self._notes.is_odd = True
+        return Access(raw_data(self.tensor.parameter).to(self.typed.dtype))
+
+    def alias(self) -> torch.Tensor:
+        """See ``LiveTensor``."""
+        return raw_data(self.tensor.parameter)
+
+    def graph_copy(self) -> torch.Tensor:
+        """See ``LiveTensor``."""
+        return self.tensor.parameter.clone()  # type: ignore[no-any-return]
+
+    def exact_copy(self, value: torch.Tensor, *, is_graph: bool) -> torch.Tensor:
+        """See ``LiveTensor``."""
+        made = value.to(self.tensor.typed.dtype)
+        self._notes.exact[storage_key(made)] = self.tensor
+        return made
+
+    def get_grad(self) -> torch.Tensor | None:
+        """See ``Live``: what is there in the middle of a backward."""
+        return raw_grad(self.tensor.parameter)
+
+    def set_grad(self, gradient: torch.Tensor | None) -> None:
+        """See ``Live``."""
+        set_raw_grad(self.tensor.parameter, gradient)
+
+    def assign(self, value: torch.Tensor) -> None:
+        """See ``Live``; the parameter stays as it is, since the model is not the recording's to change."""
+        self._notes.is_odd |= value is not self.tensor.parameter
+
+    def host_value(self) -> torch.Tensor:
+        """See ``Live``."""
+        self._notes.is_odd = True
+        return raw_data(self.tensor.parameter)
+
+    def view_whole(self, func: Any) -> torch.Tensor:
+        """See ``Live``."""
+        with torch.enable_grad(), RAW():
+            return func(self.tensor.parameter, self.tensor.parameter)  # type: ignore[no-any-return]
