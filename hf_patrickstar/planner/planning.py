@@ -31,8 +31,8 @@ from hf_patrickstar.schedule.bounds import ADAM, bounds_of
 from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.op_trace import OpTrace
-from hf_patrickstar.tracing.fake import FakeTensors, fused_attention
-from hf_patrickstar.tracing.masks import masks_of_batches
+from hf_patrickstar.tracing.attention import fused_attention, masks_of_batches
+from hf_patrickstar.tracing.fake import FakeTensors
 from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
 from hf_patrickstar.tracing.recorder import Setting
 from hf_patrickstar.tracing.timing import OperatorTimes
@@ -226,7 +226,7 @@ def time_operators(world_size: int) -> OperatorTimes:
     """Times operators of this machine as one of so many processes calls them."""
     if world_size == 1:
         return OperatorTimes()
-    return OperatorTimes(num_threads=threads_of_each(world_size), num_companions=world_size - 1)
+    return OperatorTimes(num_threads=threads_of_each(world_size), num_competing=world_size - 1)
 
 
 def _share(given: int | str | None, nbytes: int, share: float, name: str) -> int:

@@ -46,9 +46,9 @@ from hf_patrickstar.schedule.step import Places, StepRules, traces_of, whole_ste
 from hf_patrickstar.schedule.step_estimate import steps_of
 from hf_patrickstar.schedule.trace import StepKind, Trace, Visit, trace_key
 from hf_patrickstar.tracing.answers import AnsweringMode
+from hf_patrickstar.tracing.costs import UpdateCost, cost_of_update
 from hf_patrickstar.tracing.fake import FakeTensors
 from hf_patrickstar.tracing.garbage import no_collections
-from hf_patrickstar.tracing.updates import UpdateCost, cost_of_update
 
 OpsOf = Callable[[frozenset[str]], OpTrace]
 """Finds what a micro-batch does in which these embeddings are looked up at home, by the name of the weight."""

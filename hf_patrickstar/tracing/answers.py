@@ -6,6 +6,11 @@ hundred where they are new. What a view is like needs no such search. The tensor
 is asked instead, and its answer is made a fake tensor again: the same sizes, strides, type and storage. Of a few fake
 tensors torch knows the value, and of their views: it is asked about these. What is written to an operand, when a model
 is initialised say, changes nothing.
+
+[Note: grouped products]
+torch tells the shape of ``aten._grouped_mm`` for bfloat16 alone, although it computes the product in other types, too;
+and it does not count its operations. Groups are ranges of rows of one operand or of both, which only values tell; all
+rows are taken to be in one.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,9 +20,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 
 from hf_patrickstar.memory.operators import OperatorMode, tensors_among
-from hf_patrickstar.tracing.grouped import GROUPED, grouped_result
 
 _aten = torch.ops.aten
+GROUPED = _aten._grouped_mm
+_ALIGNED_NBYTES = 16
+"""Rows of the result of a grouped product begin at multiples of it."""
 _ASKS_DEVICE = torch.ops.prim.device.default
 ASKS_VALUE = _aten._local_scalar_dense.default
 """What ``item``, ``tolist`` and a condition ask for."""
@@ -94,6 +101,36 @@ def _plausible(func: Any, args: _Arguments, kwargs: _Named) -> Any:
 def _grouped(func: Any, args: _Arguments, kwargs: _Named) -> Any:
     """See [Note: grouped products]."""
     return grouped_result(*args, **kwargs) if isinstance(args[0], FakeTensor) else NotImplemented
+
+
+def grouped_result(
+    first: torch.Tensor,
+    second: torch.Tensor,
+    ends: torch.Tensor | None = None,
+    bias: Any = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """What ``aten._grouped_mm`` returns, without values.
+
+    Args:
+        first: The first operand.
+        second: The second operand.
+        ends: Where groups end.
+        bias: What is added; torch supports none.
+        out_dtype: The type of the result; by default that of the first operand.
+    """
+    rows, columns = first.shape[-2], second.shape[-1]
+    are_matrices = first.dim() == 2, second.dim() == 2
+    if all(are_matrices):
+        assert ends is not None
+        shape = [ends.shape[0], rows, columns]
+    else:
+        shape = [rows, columns] if any(are_matrices) else [first.shape[0], rows, columns]
+    dtype = out_dtype or first.dtype
+    step = _ALIGNED_NBYTES // dtype.itemsize
+    padded = -(-columns // step) * step
+    strides = [rows * padded, padded, 1]
+    return first.new_empty_strided(shape, strides[-len(shape) :], dtype=dtype)
 
 
 def _view(func: Any, args: _Arguments, kwargs: _Named) -> Any:

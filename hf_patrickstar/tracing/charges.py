@@ -16,10 +16,10 @@ import torch
 
 from hf_patrickstar.memory.operators import tensors_among
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.runtime.live_parameter import storage_key
 from hf_patrickstar.schedule.placement import NEW_MEMORY
 from hf_patrickstar.schedule.script import BlockingCopy, HostWork, Kernel
-from hf_patrickstar.tracing.costs import Cost
-from hf_patrickstar.tracing.operands import read_operands, storage_key, written_operands
+from hf_patrickstar.tracing.costs import Cost, read_operands, written_operands
 from hf_patrickstar.tracing.timing import OperatorTimes
 
 _aten = torch.ops.aten

@@ -1,16 +1,16 @@
-"""What an operator costs: the operations of its matrix products, and the bytes that it reads and writes."""
+"""What operators, and updates by optimizers, cost: the operations of matrix products, and the bytes that they move."""
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from hf_patrickstar.memory.operators import PACKED_PRODUCT, tensors_among
-from hf_patrickstar.tracing.grouped import GROUPED, grouped_flops
-from hf_patrickstar.tracing.operands import read_operands, touches_nothing, written_operands
+from hf_patrickstar.tracing.answers import GROUPED, AnsweringMode
 
 _aten = torch.ops.aten
 READS_ROWS = frozenset({_aten.embedding, _aten.index_select, _aten.gather, _aten.index})
@@ -80,7 +80,21 @@ def _layout(packet: Any, args: Any) -> str:
     return "" if found == "NN" else found
 
 
-_FLOPS: dict[Any, Callable[..., Any]] = {**flop_registry, GROUPED: grouped_flops}
+def _grouped(first: torch.Tensor, second: torch.Tensor, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    """Floating-point operations of ``aten._grouped_mm``.
+
+    Args:
+        first: The first operand.
+        second: The second operand.
+        args: What else it is called with.
+        out_val: What it returned.
+        kwargs: What else it is called with, by name.
+    """
+    groups = first.shape[0] if first.dim() == second.dim() == 3 else 1
+    return 2 * groups * first.shape[-2] * first.shape[-1] * second.shape[-1]
+
+
+_FLOPS: dict[Any, Callable[..., Any]] = {**flop_registry, GROUPED: _grouped}
 
 
 def _products(left: Any, right: Any, shape: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
@@ -145,3 +159,119 @@ def _dtype_of(tensors: Iterable[torch.Tensor]) -> str:
         if tensor.is_floating_point():
             return str(tensor.dtype).removeprefix("torch.")
     return "float32"
+
+
+# Operands
+
+
+def written_operands(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The operands that an operator writes to.
+
+    Args:
+        operator: The overload that is called.
+        args: Its positional arguments.
+        kwargs: Its named arguments.
+    """
+    found: list[torch.Tensor] = []
+    for place, name in _written_places(operator):
+        found += tensors_among(args[place] if place < len(args) else kwargs.get(name))
+    return found
+
+
+def read_operands(written: Sequence[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The operands that an operator only reads.
+
+    Args:
+        written: Those that it writes to.
+        args: Its positional arguments.
+        kwargs: Its named arguments.
+    """
+    ids = {id(tensor) for tensor in written}
+    found = tensors_among((args, kwargs))
+    return [tensor for tensor in found if id(tensor) not in ids] if ids else found
+
+
+@functools.cache
+def _written_places(operator: Any) -> tuple[tuple[int, str], ...]:
+    return tuple(
+        (place, argument.name)
+        for place, argument in enumerate(operator._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+@functools.cache
+def touches_nothing(operator: Any) -> bool:
+    """Whether an operator touches no memory: it looks at it in another way, or asks what is known without it.
+
+    Args:
+        operator: The overload that is called.
+    """
+    infos = [argument.alias_info for argument in operator._schema.arguments]
+    return operator._schema.name.startswith("prim::") or any(info is not None and not info.is_write for info in infos)
+
+
+# Updates
+
+_UPDATED_SHAPE = 1000, 1000
+"""Of the parameter that is updated: a matrix, since some optimizers keep less of one than of a vector."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UpdateCost:
+    """What an update costs: bytes per element of the parameters, and calls.
+
+    Attributes:
+        nbytes: Bytes read and written.
+        state_nbytes: Bytes of states that the optimizer keeps itself.
+        temporary_nbytes: The most bytes of memory that it takes for a moment.
+        num_calls: Operators that it calls for each parameter.
+    """
+
+    nbytes: float
+    state_nbytes: float
+    temporary_nbytes: float
+    num_calls: int
+
+
+def cost_of_update(optimizer: torch.optim.Optimizer) -> UpdateCost:
+    """Finds what an update costs; called under fake tensors.
+
+    Args:
+        optimizer: One like it, with the settings of its first group, updates a matrix of fp32.
+    """
+    parameter = torch.nn.Parameter(torch.zeros(_UPDATED_SHAPE, device="cpu"))
+    settings = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    alike: Any = object.__new__(type(optimizer))
+    alike.__dict__.update(optimizer.__dict__)
+    alike.state = type(optimizer.state)(dict)  # type: ignore[call-arg]
+    alike.param_groups = [{**settings, "params": [parameter]}]
+    operators = _Operators()
+    for _ in range(2):  # the first step makes states
+        parameter.grad = torch.zeros(_UPDATED_SHAPE, device="cpu")
+        operators.nbytes = operators.num_calls = 0
+        with operators, torch.no_grad():
+            type(optimizer).step(alike)
+    states = [value for value in alike.state[parameter].values() if isinstance(value, torch.Tensor)]
+    numel = parameter.numel()
+    kept = sum(value.nbytes for value in states if value.dim())
+    return UpdateCost(operators.nbytes / numel, kept / numel, operators.largest_nbytes / numel, operators.num_calls)
+
+
+class _Operators(AnsweringMode):
+    """Adds up what operators cost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+        self.num_calls = 0
+        self.largest_nbytes = 0
+
+    def has_run(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        """See ``AnsweringMode``."""
+        cost = cost_of(func, args, kwargs, result)
+        if cost is not None:
+            self.nbytes += cost.nbytes
+            self.num_calls += 1
+        if isinstance(result, torch.Tensor) and not any(result is other for other in args):
+            self.largest_nbytes = max(self.largest_nbytes, result.nbytes)

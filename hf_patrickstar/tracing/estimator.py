@@ -49,11 +49,10 @@ from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.op_trace import EnterForward, LookedUp, OpTrace
 from hf_patrickstar.schedule.step import Places, StepRules, traces_of
 from hf_patrickstar.schedule.trace import Shapes, Trace
-from hf_patrickstar.tracing.fake import FakeTensors, fused_attention
-from hf_patrickstar.tracing.masks import masks_of_batches
+from hf_patrickstar.tracing.attention import fused_attention, masks_of_batches
+from hf_patrickstar.tracing.fake import OTHERS_CODE, FakeTensors, copy_without_bytes
 from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
 from hf_patrickstar.tracing.recorder import Setting
-from hf_patrickstar.tracing.twins import OTHERS_CODE, copy_without_bytes
 from hf_patrickstar.tracing.unobserved import TRACE_LOCK, unobserved
 from hf_patrickstar.units import MIB
 

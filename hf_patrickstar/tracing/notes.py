@@ -12,11 +12,10 @@ from hf_patrickstar.memory.meters import storages_of
 from hf_patrickstar.memory.operators import tensors_among
 from hf_patrickstar.runtime.chunk import torch_dtype
 from hf_patrickstar.runtime.frames import Frames
-from hf_patrickstar.runtime.live_parameter import raw_data, released_type, requires_grad
+from hf_patrickstar.runtime.live_parameter import raw_data, released_type, requires_grad, storage_key
 from hf_patrickstar.runtime.operands import KeptOperand
 from hf_patrickstar.schedule import op_trace
 from hf_patrickstar.schedule.trace import Shapes
-from hf_patrickstar.tracing.operands import storage_key
 
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from hf_patrickstar.schedule.repeats import Stack
-from hf_patrickstar.tracing.twins import HOOKS
+from hf_patrickstar.tracing.fake import HOOKS
 
 LEAST_BLOCKS = 12
 """With fewer blocks a model runs in full as fast as it is cut and extended."""

@@ -24,7 +24,7 @@ from hf_patrickstar.memory.tiers import available_host_nbytes
 from hf_patrickstar.optim.threads import in_threads
 from hf_patrickstar.report.measure import SWEPT_NBYTES
 from hf_patrickstar.tracing.calls import Operand, OperatorCall, as_they_are
-from hf_patrickstar.tracing.companions import Companions
+from hf_patrickstar.tracing.contention import CompetingProcesses
 
 logger = logging.getLogger(__name__)
 
@@ -40,18 +40,18 @@ class OperatorTimes:
 
     Args:
         most_nbytes: Bytes of the operands of one operator at most; by default an eighth of the free memory, which
-            companions share.
+            competing processes share.
         num_threads: Threads of torch while an operator is timed, where the planned process has as many; by default
             those of this process.
-        num_companions: Processes that call an operator while it is timed; see [Note: companions]. On an accelerator
+        num_competing: Processes that call an operator while it is timed; see [Note: contention]. On an accelerator
             none do: each process has a device of its own.
     """
 
-    def __init__(self, most_nbytes: int | None = None, num_threads: int | None = None, num_companions: int = 0) -> None:
+    def __init__(self, most_nbytes: int | None = None, num_threads: int | None = None, num_competing: int = 0) -> None:
         self._device = find_device(None)
         self._num_threads = num_threads
-        num = 0 if is_accelerator(self._device) else num_companions
-        self._companions = Companions(num, num_threads or torch.get_num_threads())
+        num = 0 if is_accelerator(self._device) else num_competing
+        self._competing = CompetingProcesses(num, num_threads or torch.get_num_threads())
         share = available_host_nbytes() // (_PART_OF_MEMORY * (num + 1))
         self._most_nbytes = share if most_nbytes is None else most_nbytes
         self._known: dict[str, int | None] = {}
@@ -85,7 +85,7 @@ class OperatorTimes:
             with as_they_are(self._device):
                 work = call.make(self._device, operator)
                 made: list[Any] = []  # results stay until backward
-                with self._companions.calling(call):
+                with self._competing.calling(call):
                     seconds = self._median(lambda: made.append(work()))
         except Exception as error:  # an operator may refuse any values
             logger.debug("patrickstar: operator '%s' is charged by the rates of the machine: %s", operator, error)

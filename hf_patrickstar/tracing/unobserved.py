@@ -37,7 +37,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_patrickstar.errors import TraceError
 from hf_patrickstar.memory.accelerator import same_state
 from hf_patrickstar.memory.operators import without_modes
-from hf_patrickstar.tracing.twins import is_of_library, origin_of
+from hf_patrickstar.tracing.fake import is_of_library, origin_of
 from hf_patrickstar.tracing.user_state import own_variables
 
 _PACKAGE = __name__.partition(".")[0]

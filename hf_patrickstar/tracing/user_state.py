@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from hf_patrickstar.memory.operators import without_modes
-from hf_patrickstar.tracing.twins import Copier, fake_mode, is_of_user, origin_of, own_code, reported
+from hf_patrickstar.tracing.fake import Copier, fake_mode, is_of_user, origin_of, own_code, reported
 
 _OWN = "its own"
 """The key of what a module's stand-in keeps: no name that code has."""

@@ -9,7 +9,7 @@ from support.quantized import load, saved, with_adapter
 from support.trainers import smallest_budget
 from torch._dynamo import convert_frame
 
-from hf_patrickstar.tracing.twins import copy_without_bytes
+from hf_patrickstar.tracing.fake import copy_without_bytes
 
 pytest.importorskip("bitsandbytes")
 

@@ -16,7 +16,7 @@ from hf_patrickstar.memory.driver import HostThread
 from hf_patrickstar.memory.streams import DeviceStreams, Streams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim import elementwise, workers
-from hf_patrickstar.tracing.operands import storage_key
+from hf_patrickstar.runtime.live_parameter import storage_key
 from hf_patrickstar.units import ALIGNMENT_NUMEL
 
 

@@ -31,13 +31,13 @@ from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk
+from hf_patrickstar.runtime.live_parameter import storage_key
 from hf_patrickstar.schedule.clock import Lane, Mark, Timeline
 from hf_patrickstar.schedule.replay import Player
 from hf_patrickstar.schedule.script import BlockingCopy, HostWork, Kernel, Reduce, ThreadWork
 from hf_patrickstar.tracing.answers import AnsweringMode
 from hf_patrickstar.tracing.charges import Charges, caller
-from hf_patrickstar.tracing.costs import ADAMS, READS_ROWS, cost_of, writes_over
-from hf_patrickstar.tracing.operands import read_operands, storage_key, written_operands
+from hf_patrickstar.tracing.costs import ADAMS, READS_ROWS, cost_of, read_operands, writes_over, written_operands
 from hf_patrickstar.units import MIB
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_patrickstar.tracing.answers import grouped_result
 from hf_patrickstar.tracing.costs import cost_of
-from hf_patrickstar.tracing.grouped import grouped_result
 
 aten = torch.ops.aten
 

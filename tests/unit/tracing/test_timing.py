@@ -95,7 +95,7 @@ def test_what_is_too_large_or_refused_goes_by_the_rates_and_slow_ones_are_not_re
     assert len(calls) == 2
 
 
-def test_plans_for_this_machine_are_timed_beside_one_companion_for_every_other_process(monkeypatch):
+def test_plans_for_this_machine_are_timed_beside_one_competing_process_for_every_other_process(monkeypatch):
     arguments = {
         **{"task": None, "batch_size": 1, "length": 32, "num_micro_batches": 1, "world_size": 1, "max_norm": 1.0},
         **{"checkpointing": False, "dtype": "fp32", "optimizer": "adamw", "settings": None},
@@ -113,4 +113,4 @@ def test_plans_for_this_machine_are_timed_beside_one_companion_for_every_other_p
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     planning.time_operators(1)
     planning.time_operators(3)
-    assert made == [{}, {"num_threads": 1, "num_companions": 2}]
+    assert made == [{}, {"num_threads": 1, "num_competing": 2}]

@@ -26,7 +26,7 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.errors import TraceError
 from hf_patrickstar.runtime.live_parameter import LiveMixin
-from hf_patrickstar.tracing.twins import copy_without_bytes, is_of_library
+from hf_patrickstar.tracing.fake import copy_without_bytes, is_of_library
 from hf_patrickstar.tracing.unobserved import unobserved
 
 X = torch.ones(2, 4)
@@ -569,7 +569,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_has_no_copy_is_named(name, tmp_path, monkeypatch):
     make, message = REFUSED[name]
-    monkeypatch.setattr("hf_patrickstar.tracing.twins._MOST_ARRAY_NBYTES", 80)
+    monkeypatch.setattr("hf_patrickstar.tracing.fake._MOST_ARRAY_NBYTES", 80)
     monkeypatch.setattr(THIS, "GLOBAL", range_of())
     with open(tmp_path / "log", "w") as log:
         monkeypatch.setattr(THIS, "LOG", log)

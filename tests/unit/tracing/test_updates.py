@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hf_patrickstar.tracing.answers import AnsweringMode
+from hf_patrickstar.tracing.costs import cost_of_update
 from hf_patrickstar.tracing.fake import FakeTensors
-from hf_patrickstar.tracing.updates import cost_of_update
 
 
 def cost(optimizer, **settings):

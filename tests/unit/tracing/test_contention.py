@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hf_patrickstar.tracing import companions
+from hf_patrickstar.tracing import contention
 from hf_patrickstar.tracing.calls import Operand, OperatorCall, as_they_are
-from hf_patrickstar.tracing.companions import Companions
+from hf_patrickstar.tracing.contention import CompetingProcesses
 from hf_patrickstar.tracing.timing import OperatorTimes
 
 aten = torch.ops.aten
@@ -41,20 +41,20 @@ def cpu_seconds(pids):
 @pytest.fixture
 def pids(monkeypatch):
     """The processes that are started."""
-    found, begin = [], companions.subprocess.Popen
+    found, begin = [], contention.subprocess.Popen
 
     class Noted(begin):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             found.append(self.pid)
 
-    monkeypatch.setattr(companions.subprocess, "Popen", Noted)
+    monkeypatch.setattr(contention.subprocess, "Popen", Noted)
     yield found
     gc.collect()
 
 
-def test_companions_work_inside_of_the_block_and_end_with_it(pids, caplog, monkeypatch):
-    made = Companions(2, 1)
+def test_competing_processes_work_inside_of_the_block_and_end_with_it(pids, caplog, monkeypatch):
+    made = CompetingProcesses(2, 1)
     for refused in (product(rows=3), product()):  # a product of operands that do not fit is left out
         with made.calling(refused):
             pass
@@ -69,10 +69,10 @@ def test_companions_work_inside_of_the_block_and_end_with_it(pids, caplog, monke
     assert all(here - there < 0.1 for here, there in zip(after, inside, strict=True))
     assert not caplog.records
     # One refuses, because it has memory of its own to find operands in: the other one does not go on.
-    answers, answer = [], companions._answer
+    answers, answer = [], contention._answer
     with monkeypatch.context() as patched:
         patched.setattr(
-            companions, "_answer", lambda connection: (answers.append(answer(connection)), len(answers) != 2)[1]
+            contention, "_answer", lambda connection: (answers.append(answer(connection)), len(answers) != 2)[1]
         )
         with made.calling(product()):
             before = cpu_seconds(pids)
@@ -81,7 +81,7 @@ def test_companions_work_inside_of_the_block_and_end_with_it(pids, caplog, monke
     assert answers == [True] * 4, "both have begun, and have ended when they were told to"
     # One has ended: all end, and it is said once.
     os.kill(pids[1], signal.SIGKILL)
-    with caplog.at_level(logging.WARNING, "hf_patrickstar.tracing.companions"):
+    with caplog.at_level(logging.WARNING, "hf_patrickstar.tracing.contention"):
         for _ in range(3):
             with made.calling(product()):
                 assert not os.path.exists(f"/proc/{pids[0]}")
@@ -89,8 +89,8 @@ def test_companions_work_inside_of_the_block_and_end_with_it(pids, caplog, monke
     assert "timed as if this process were alone" in record.getMessage()
 
 
-def test_companions_begin_with_the_first_operator_and_end_with_who_has_them(pids):
-    times = OperatorTimes(num_threads=1, num_companions=1)
+def test_competing_processes_begin_with_the_first_operator_and_end_with_who_has_them(pids):
+    times = OperatorTimes(num_threads=1, num_competing=1)
     assert not pids, "none is started before an operator is timed"
     assert times.find_ns(aten.mm.default, (fake(64, 64), fake(64, 64)), {}) is not None
     (pid,) = pids

@@ -1,9 +1,9 @@
 """Processes that call an operator, too, while this one times it.
 
-[Note: companions]
+[Note: contention]
 Processes that train together on the cores of one machine share its memory, and often its caches and cores. So an
-operator takes longer there than where nobody else works. A companion is a process that calls the same operator, on
-operands of its own, for as long as this process times it.
+operator takes longer there than where nobody else works. A competing process calls the same operator, on operands of
+its own, for as long as this process times it.
 """
 
 import contextlib
@@ -23,15 +23,15 @@ logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
 _TIMEOUT_S = 60.0
-"""A companion that has not answered for so long does not answer any more."""
+"""A competing process that has not answered for so long does not answer any more."""
 
 
 _ERRORS = (OSError, EOFError, ValueError)
-"""How a companion shows that it cannot be started, has ended, or does not answer."""
+"""How a competing process shows that it cannot be started, has ended, or does not answer."""
 
 
-class Companions:
-    """Starts companions with the first call, and ends them when it is not used any more; see [Note: companions].
+class CompetingProcesses:
+    """Starts competing processes with the first call, and ends them when nobody uses it; see [Note: contention].
 
     Args:
         num: How many there are.
@@ -47,10 +47,10 @@ class Companions:
 
     @contextlib.contextmanager
     def calling(self, call: OperatorCall) -> Iterator[None]:
-        """Inside the block all companions make a call, again and again.
+        """Inside the block all competing processes make a call, again and again.
 
-        Without companions, or where one of them refuses the call, nobody does. Where one has failed, nobody does from
-        then on, and a line of the log says so.
+        Where there are none, or one of them refuses the call, nobody does. Where one has failed, nobody does from then
+        on, and a line of the log says so.
         """
         has_all = self._tell(call)
         if not has_all:
@@ -62,7 +62,7 @@ class Companions:
                 self._tell(None)
 
     def _tell(self, what: OperatorCall | None) -> bool:
-        """Tells all companions something; returns whether all do it."""
+        """Tells all competing processes something; returns whether all do it."""
         try:
             if self._connections is None:
                 self._connections = self._start()
@@ -101,7 +101,7 @@ def _answer(connection: Connection) -> bool:
 
 
 def serve(connection: Connection) -> None:
-    """Makes calls until nobody asks any more; what a companion does.
+    """Makes calls until nobody asks any more; what a competing process does.
 
     Args:
         connection: Who asks. It gets ``True`` when calls have begun, ``False`` if an operator refuses such operands,
@@ -117,7 +117,7 @@ def serve(connection: Connection) -> None:
                 work = call.make(_CPU)
                 work()
             except Exception as error:  # an operator may refuse any values
-                logger.debug("patrickstar: a companion cannot call operator '%s': %s", call.name, error)
+                logger.debug("patrickstar: a competing process cannot call operator '%s': %s", call.name, error)
                 connection.send(False)
                 continue
             connection.send(True)
@@ -126,7 +126,7 @@ def serve(connection: Connection) -> None:
 
 
 def main() -> None:
-    """A companion; the command line has the file descriptor of its connection, and its number of threads."""
+    """A competing process; the command line has the file descriptor of its connection, and its number of threads."""
     descriptor, num_threads = map(int, sys.argv[1:])
     torch.set_num_threads(num_threads)
     with contextlib.suppress(EOFError, ConnectionError), Connection(descriptor) as connection:
