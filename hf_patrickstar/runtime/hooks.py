@@ -131,10 +131,6 @@ class ModelHooks:
                 self._of_modules[module] = here, [] if module in inside else self._attach_module(module, here)
         self._places = [place for module in self._names for place in (module._parameters, module._modules)]
         self._attributes = [module.__dict__ for module in self._names]
-        self.note_structure()
-
-    def note_structure(self) -> None:
-        """Notes what the model is like now; ``may_have_changed`` compares it."""
         self._compiled = {module: calls_of(module) for module in self._compiled}
         self._structure = self._found_structure()
 

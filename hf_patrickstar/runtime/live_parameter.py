@@ -362,18 +362,21 @@ class ReleasedMixin(LiveMixin):
             return int(_Base.numel(self))
 
 
+def _live_type(mixin: type, original: type, **members: Any) -> type:
+    members |= {"_original": original, "__module__": original.__module__}
+    return type(original.__name__, (mixin, *bases_of(original)), members)
+
+
 @functools.cache
 def acquired_type(original: type) -> type:
     """The class of a parameter of a class while it has its value."""
-    bases = (AcquiredMixin, *bases_of(original))
-    return type(original.__name__, bases, {"_original": original, "__module__": original.__module__})
+    return _live_type(AcquiredMixin, original)
 
 
 @functools.cache
 def released_type(original: type) -> type:
     """The class of a parameter of a class while its value is in a chunk."""
-    bases = (ReleasedMixin, *bases_of(original))
-    return type(original.__name__, bases, {"_original": original, "__module__": original.__module__})
+    return _live_type(ReleasedMixin, original)
 
 
 def original_type(cls: type) -> Any:
@@ -712,13 +715,8 @@ class Guard:
             original: The class that it had.
         """
         if original not in self._types:
-            members = {
-                "_original": original,
-                "__module__": original.__module__,
-                "__torch_function__": self,
-                "data": property(_DATA.fget, self._set_data),
-            }
-            self._types[original] = type(original.__name__, (AcquiredMixin, *bases_of(original)), members)
+            data = property(_DATA.fget, self._set_data)
+            self._types[original] = _live_type(AcquiredMixin, original, __torch_function__=self, data=data)
         return self._types[original]
 
     def _answer(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

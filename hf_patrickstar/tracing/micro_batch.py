@@ -22,7 +22,7 @@ from hf_patrickstar.schedule.op_trace import LeaveForward, OpTrace
 from hf_patrickstar.schedule.repeats import FEW_BLOCKS, IrregularError, Names, Stack, extend
 from hf_patrickstar.schedule.script import Begin, Part
 from hf_patrickstar.tracing.answers import AnsweringMode
-from hf_patrickstar.tracing.recorder import Setting, record
+from hf_patrickstar.tracing.recorder import Recorder, Setting
 from hf_patrickstar.tracing.stacks import cut, find_stacks
 
 logger = logging.getLogger(__name__)
@@ -177,14 +177,10 @@ class _Ready:
             inputs = what.make_inputs()
 
         with torch.set_grad_enabled(what.is_training):
-            found = record(
-                self.model,
+            tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+            found = Recorder(self.model, self.specs, tensors, self.casting, self.setting).run(
                 lambda: what.compute_loss(self.model, inputs),
                 what.run_backward if what.is_training and with_backward else None,
-                specs=self.specs,
-                inputs=[leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)],
-                casting=self.casting,
-                setting=self.setting,
             )
         if found is None or what.is_training:
             return found

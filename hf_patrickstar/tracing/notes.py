@@ -72,7 +72,7 @@ class Watched:
         return _use_count(self.key) > self._base_use_count
 
 
-class Operand(KeptOperand):
+class SavedOperand(KeptOperand):
     """What autograd keeps in place of a view of a parameter: where it is.
 
     Args:

@@ -44,7 +44,7 @@ from hf_patrickstar.states import Stage
 from hf_patrickstar.tracing.answers import ASKS_VALUE, AnsweringMode, has_no_value
 from hf_patrickstar.tracing.charges import Charges
 from hf_patrickstar.tracing.costs import cost_of
-from hf_patrickstar.tracing.notes import Activation, Notes, Operand, Watched
+from hf_patrickstar.tracing.notes import Activation, Notes, SavedOperand, Watched
 from hf_patrickstar.tracing.timing import OperatorTimes
 
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor"})
@@ -72,41 +72,23 @@ class Setting:
     note_question: Callable[[], None] | None = None
 
 
-def record(
-    model: torch.nn.Module,
-    forward: Callable[[], Any],
-    backward: Callable[[Any], Any] | None,
-    *,
-    specs: Sequence[TensorSpec],
-    inputs: Iterable[torch.Tensor],
-    casting: Casting,
-    setting: Setting,
-) -> op_trace.OpTrace | None:
-    """Runs a micro-batch, and notes what it does; called under fake tensors.
-
-    A forward under ``torch.no_grad()`` is an evaluation.
+class Recorder(AnsweringMode):
+    """Listens to one model during one micro-batch; see ``ModelListener``, which has the meaning of most methods.
 
     Args:
         model: The model; its parameters are fake, in the types that they were loaded in, and have no gradients. It is
-            as it was when this returns, or raises.
-        forward: Computes the loss with the model.
-        backward: Runs the backward of what ``forward`` has returned; ``None`` for a forward alone.
+            as it was when ``run`` returns, or raises.
         specs: The parameters of the model as numbers.
         inputs: The tensors of the batch.
         casting: The types that forwards compute in.
         setting: How operators run.
 
-    Returns:
-        The notes, or ``None`` if the model does something that the notes have no word for.
-
-    Raises:
-        TraceError: If the model communicates, asks for a value that only bytes have, or takes too long.
+    Attributes:
+        parameters: What was noted so far.
+        tensors: The parameters of the model.
+        frames: See ``ModelListener``.
+        lock: See ``ModelListener``.
     """
-    return _Recorder(model, specs, inputs, casting, setting).run(forward, backward)
-
-
-class _Recorder(AnsweringMode):
-    """Listens to one model during one micro-batch; see ``ModelListener``, which has the meaning of most methods."""
 
     def __init__(
         self,
@@ -127,7 +109,20 @@ class _Recorder(AnsweringMode):
         self._is_evaluation = not torch.is_grad_enabled()
 
     def run(self, forward: Callable[[], Any], backward: Callable[[Any], Any] | None) -> op_trace.OpTrace | None:
-        """See ``record``."""
+        """Runs a micro-batch, and notes what it does; called under fake tensors.
+
+        A forward under ``torch.no_grad()`` is an evaluation.
+
+        Args:
+            forward: Computes the loss with the model.
+            backward: Runs the backward of what ``forward`` has returned; ``None`` for a forward alone.
+
+        Returns:
+            The notes, or ``None`` if the model does something that the notes have no word for.
+
+        Raises:
+            TraceError: If the model communicates, asks for a value that only bytes have, or takes too long.
+        """
         with self._attached():
             self._notes.add(Begin(Part.FORWARD))
             result = forward()
@@ -159,11 +154,13 @@ class _Recorder(AnsweringMode):
     def before_forward(
         self, stage: Stage, call: Call, name: str, shapes: Shapes, present: Iterable[torch.Tensor]
     ) -> None:
+        """An outermost forward begins."""
         if self._is_evaluation and call.is_training:
             self._notes.is_odd = True
         self._notes.enter_forward(shapes, present, is_inner=self._is_inner(stage))
 
     def after_forward(self, frame: Frame, *, has_failed: bool) -> None:
+        """It has ended."""
         self._notes.add(op_trace.LeaveForward(self._is_inner(frame.stage)))
         self.lock.release()
 
@@ -172,13 +169,16 @@ class _Recorder(AnsweringMode):
         return stage is Stage.EVALUATION and not self._is_evaluation
 
     def before_module(self, frame: Frame, own: Sequence[Watched], name: str) -> None:
+        """A module computes with its parameters from now on."""
         self._notes.acquire_all(own, name, frame.acquired, is_recomputed=frame.stage is Stage.BACKWARD)
 
     def after_module(self, frame: Frame) -> None:
+        """It has computed."""
         self.frames.end(frame)
         self._notes.release_all(frame.acquired)  # type: ignore[arg-type]
 
     def lookup_begin(self, tensor: Any) -> Lookup:
+        """A tensor on the host stands in for the weight of an embedding that is looked up at home."""
         self._is_quiet = True
         with torch.inference_mode(False):  # a tensor of inference mode has no version
             leaf = raw_data(tensor.parameter).new_empty(tensor.spec.shape)
@@ -189,17 +189,20 @@ class _Recorder(AnsweringMode):
         return Lookup(tensor, leaf, leaf._version)
 
     def lookup_end(self, lookup: Lookup, nbytes: int) -> None:
+        """The embedding has read its rows."""
         self._notes.add(op_trace.LookedUp(lookup.tensor.spec.index, nbytes))
         if lookup.leaf._version != lookup.version:  # an embedding with ``max_norm`` has changed its rows
             self._notes.is_odd = True
 
     def stand_in_for(self, tensor: Watched) -> torch.Tensor | None:
+        """Nothing: frozen parameters have their values all the time."""
         return None
 
     def module_wrote(self, tensor: Watched, value: torch.Tensor) -> None:
         """Nothing stands in for parameters."""
 
     def unwind(self) -> None:
+        """Ends forwards that were interrupted."""
         while self.frames.stack:
             frame = self.frames.stack.pop()
             frame.leave_contexts()
@@ -208,15 +211,17 @@ class _Recorder(AnsweringMode):
     # Autograd
 
     def is_parameter(self, key: int) -> bool:
+        """Whether the memory of a parameter has this address."""
         return key in self._notes.by_storage
 
     def pack(self, operand: torch.Tensor) -> Any:
+        """Keeps an operand by what is noted of it."""
         key, notes = storage_key(operand), self._notes
-        watched = notes.find(operand) or notes.by_storage.get(key) or notes.exact.get(key)
+        watched = notes.by_parameter.get(id(operand)) or notes.by_storage.get(key) or notes.exact.get(key)
         if watched is None or operand.dtype not in (watched.placeholder.dtype, watched.typed.dtype):
             return self._keep(operand)
         view = raw_data(operand) if isinstance(operand, LiveMixin) else operand
-        return Operand(watched, view, is_exact=operand.dtype is not watched.placeholder.dtype)
+        return SavedOperand(watched, view, is_exact=operand.dtype is not watched.placeholder.dtype)
 
     def _keep(self, operand: torch.Tensor) -> Any:
         """Keeps an operand that is no parameter; see ``Kept``."""
@@ -231,6 +236,7 @@ class _Recorder(AnsweringMode):
         return self._notes.keep(operand, stand_in) or (operand.detach() if operand.requires_grad else operand)
 
     def operand_needed(self, saved: Any) -> torch.Tensor:
+        """Notes that backward needs an operand."""
         if isinstance(saved, Activation):
             self._notes.add(op_trace.Wanted(saved.number))
             return saved.tensor
@@ -244,9 +250,11 @@ class _Recorder(AnsweringMode):
         """Nothing is to be noted: notes of its operands say when it begins."""
 
     def backward_end(self) -> None:
+        """A backward has ended."""
         self._notes.add(op_trace.LeaveBackward())
 
     def store_gradient(self, tensor: Watched, gradient: torch.Tensor, *, is_at_home: bool = False) -> None:
+        """A gradient is finished."""
         self._notes.add_gradient(tensor, gradient, is_at_home=is_at_home)
 
     gradient_ready = recorded_gradient_ready = store_gradient
@@ -297,7 +305,7 @@ class LiveWatched(LiveTensor):
     Whatever looks into the parameter looks into its own memory, and is noted as an engine has it.
     """
 
-    listener: _Recorder
+    listener: Recorder
 
     @property
     def _notes(self) -> Notes:

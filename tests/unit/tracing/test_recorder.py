@@ -17,7 +17,7 @@ from hf_patrickstar.runtime.casting import Casting
 from hf_patrickstar.schedule.op_trace import Allocate
 from hf_patrickstar.tracing.fake import FakeTensors, as_fake
 from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
-from hf_patrickstar.tracing.recorder import Setting, record
+from hf_patrickstar.tracing.recorder import Recorder, Setting
 
 SIZE = 8
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ def record_one(model, shape=(3, SIZE), how=PLAIN, backward=torch.Tensor.backward
     specs = choose_precision(model, PatrickStarConfig(), "no", parameters).assign(model, specs, parameters)
     x = torch.zeros(shape)
     with torch.set_grad_enabled(backward is not None):
-        return record(model, lambda: loss(model, x), backward, specs=specs, inputs=[x], **how)
+        return Recorder(model, specs, [x], **how).run(lambda: loss(model, x), backward)
 
 
 @pytest.fixture
