@@ -291,7 +291,7 @@ class ModelHooks:
         aliases: dict[ManagedParameter, torch.Tensor | None] = {}
         for places, key, tensor in self._places_of(frame.module):
             if tensor not in aliases:
-                aliases[tensor] = self._listener.stand_in_for(tensor)
+                aliases[tensor] = tensor.live.stand_in()
             alias = aliases[tensor]
             if alias is not None:
                 places[key] = alias
@@ -302,7 +302,7 @@ class ModelHooks:
         for places, key, parameter in frame.replaced:
             alias, tensor = places.get(key), self._parameters.find(parameter)
             if isinstance(alias, LiveMixin) and tensor is not None and alias._version:  # type: ignore[attr-defined]
-                self._listener.module_wrote(tensor, raw_data(alias))  # type: ignore[arg-type]
+                tensor.live.take_over_stand_in(raw_data(alias))  # type: ignore[arg-type]
 
     def _places_of(self, module: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, ManagedParameter]]:
         """Where what a module computes with is held: a dictionary, the name in it, and what stands for it."""

@@ -79,12 +79,6 @@ class ModelListener(Protocol):
     def lookup_end(self, lookup: Lookup, nbytes: int) -> None:
         """It has read so many bytes."""
 
-    def stand_in_for(self, tensor: Any) -> torch.Tensor | None:
-        """What stands in for a frozen parameter while its module is recomputed; ``None`` if it has its value itself."""
-
-    def module_wrote(self, tensor: Any, value: torch.Tensor) -> None:
-        """A module has written a value to it."""
-
     def unwind(self) -> None:
         """Every forward that is open on this thread was interrupted, and ends."""
 

@@ -12,6 +12,7 @@ from hf_patrickstar.errors import EngineError
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.runtime.autograd import Autograd, may_keep, refuse_reentrant
 from hf_patrickstar.runtime.chunk import GradientPlace, ManagedParameter
+from hf_patrickstar.runtime.compiled import stand_in
 from hf_patrickstar.runtime.gradients import Gradients, consumed
 from hf_patrickstar.runtime.listener import ModelListener
 from hf_patrickstar.runtime.live_parameter import (
@@ -185,6 +186,13 @@ class LiveTensor(Live):
         """
         raise NotImplementedError
 
+    def stand_in(self) -> torch.Tensor | None:
+        """What stands in for a frozen parameter while its module is recomputed; ``None`` if it has its value itself."""
+        return None
+
+    def take_over_stand_in(self, value: torch.Tensor) -> None:
+        """The module has written a value to it."""
+
     def note_views(self, results: list[torch.Tensor]) -> None:
         """A call inside of a forward or backward has returned results, which may look into the value."""
 
@@ -248,6 +256,18 @@ class LiveManaged(LiveTensor):
     def alias(self) -> torch.Tensor:
         """See ``LiveTensor``."""
         return self.tensor.view_copy(self.tensor.chunk.compute)  # type: ignore[no-any-return]
+
+    def stand_in(self) -> torch.Tensor | None:
+        """See ``LiveTensor``."""
+        tensor = self.tensor
+        if tensor.is_materialized or tensor.chunk.compute is None:
+            return None
+        # ``.data`` has a version of its own, which tells whether the module writes to it.
+        return stand_in(tensor.parameter, self.alias().data, self.manager.parameters.type_of(tensor.original_type))
+
+    def take_over_stand_in(self, value: torch.Tensor) -> None:
+        """See ``LiveTensor``."""
+        self.manager.writes.apply(self.tensor, value, voids_graphs=False)
 
     def graph_copy(self) -> torch.Tensor:
         """See ``LiveTensor``; a mirror."""

@@ -33,7 +33,6 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.activations import Activations, KeptActivation
 from hf_patrickstar.runtime.autograd import drop_failed_graph
 from hf_patrickstar.runtime.chunk import Chunk, Device, GradientPlace, ManagedParameter
-from hf_patrickstar.runtime.compiled import stand_in
 from hf_patrickstar.runtime.evictor import Evictor, MovePolicy
 from hf_patrickstar.runtime.executor import Executor
 from hf_patrickstar.runtime.frames import Call, Frame, Frames, Lookup
@@ -286,18 +285,6 @@ class ChunkManager:
     def lookup_end(self, lookup: Lookup, nbytes: int) -> None:
         """It has read so many bytes."""
         self.parameters.end_lookup(lookup, nbytes)
-
-    def stand_in_for(self, tensor: ManagedParameter) -> torch.Tensor | None:
-        """What stands in for a frozen parameter while its module is recomputed; ``None`` if it has its value itself."""
-        if tensor.is_materialized or tensor.chunk.compute is None:
-            return None
-        # ``.data`` has a version of its own, which tells whether the module writes to it.
-        value = tensor.view_copy(tensor.chunk.compute).data
-        return stand_in(tensor.parameter, value, self.parameters.type_of(tensor.original_type))
-
-    def module_wrote(self, tensor: ManagedParameter, value: torch.Tensor) -> None:
-        """A module has written a value to it."""
-        self.writes.apply(tensor, value, voids_graphs=False)
 
     def unwind(self) -> None:
         """Every forward that is open on this thread was interrupted, and ends."""

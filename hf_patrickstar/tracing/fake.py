@@ -29,7 +29,7 @@ import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy
 import torch
@@ -136,18 +136,8 @@ def copying() -> FakeCopyMode:
     return FakeCopyMode(fake_mode())
 
 
-class _OwnCode(Protocol):
-    """The user's code with variables of its own; see ``user_state.py``."""
-
-    def namespace(self, variables: dict[str, Any]) -> dict[str, Any]: ...
-
-    def module(self, module: types.ModuleType) -> types.ModuleType: ...
-
-    def keep(self, cls: type) -> None: ...
-
-
-own_code: contextvars.ContextVar[_OwnCode | None] = contextvars.ContextVar("own_code", default=None)
-"""Of the thread that traces; ``None`` where copies run with the variables of the user's."""
+own_code: contextvars.ContextVar[Any] = contextvars.ContextVar("own_code", default=None)
+"""The ``OwnCode`` (``user_state.py``) of the thread that traces; ``None`` where copies run with variables of users."""
 
 
 def is_of_user(name: str) -> bool:

@@ -11,7 +11,6 @@ from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.memory.meters import storages_of
 from hf_patrickstar.memory.operators import tensors_among
 from hf_patrickstar.runtime.chunk import torch_dtype
-from hf_patrickstar.runtime.frames import Frames
 from hf_patrickstar.runtime.live_parameter import raw_data, released_type, requires_grad, storage_key
 from hf_patrickstar.runtime.operands import KeptOperand
 from hf_patrickstar.schedule import op_trace
@@ -56,7 +55,7 @@ class Watched:
 
     def bind(self, live: Any) -> None:
         """Makes the parameter answer."""
-        self.parameter._live = live
+        self.live = self.parameter._live = live
         self.parameter.__class__ = released_type(self.original_type)
 
     def unbind(self) -> None:
@@ -126,7 +125,6 @@ class Notes:
         by_parameter: See ``ParameterValues``.
         exact: See ``ParameterValues``.
         held_outside_forward: See ``ParameterValues``; the notes have no word for these.
-        frames: Which forwards are running.
     """
 
     def __init__(
@@ -137,7 +135,6 @@ class Notes:
         self.by_storage = {watched.key: watched for watched in self.by_parameter.values()}
         self.exact: dict[int, Watched] = {}
         self.held_outside_forward: list[Watched] = []
-        self.frames = Frames()
         self._notes: list[op_trace.Note] = []
         self._inputs, self._buffers = set(map(storage_key, inputs)), set(map(storage_key, buffers))
         self._owned = set(self.by_storage)  # storages with values of parameters

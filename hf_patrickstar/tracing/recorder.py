@@ -23,7 +23,7 @@ from hf_patrickstar.memory.operators import unpacked
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.activations import LEAST_DIM
 from hf_patrickstar.runtime.casting import Casting
-from hf_patrickstar.runtime.frames import Call, Frame, Lookup
+from hf_patrickstar.runtime.frames import Call, Frame, Frames, Lookup
 from hf_patrickstar.runtime.hooks import ModelHooks
 from hf_patrickstar.runtime.live_parameter import (
     RAW,
@@ -84,7 +84,8 @@ class Recorder(AnsweringMode):
         setting: How operators run.
 
     Attributes:
-        parameters: What was noted so far.
+        notes: What was noted so far.
+        parameters: The same, as ``ParameterValues``.
         tensors: The parameters of the model.
         frames: See ``ModelListener``.
         lock: See ``ModelListener``.
@@ -102,8 +103,8 @@ class Recorder(AnsweringMode):
         self._model, self._casting, self._setting = model, casting, setting
         parameters = named_parameters(model)
         self.tensors = [Watched(spec, parameters[spec.name], setting.looked_up) for spec in specs]
-        self.parameters = self._notes = Notes(inputs, buffers_of(model), self.tensors)
-        self.frames, self.lock = self._notes.frames, EngineLock()
+        self.parameters = self.notes = Notes(inputs, buffers_of(model), self.tensors)
+        self.frames, self.lock = Frames(), EngineLock()
         self._charges = Charges(has_accelerator=setting.has_accelerator, times=setting.times)
         self._is_quiet = False
         self._is_evaluation = not torch.is_grad_enabled()
@@ -124,12 +125,12 @@ class Recorder(AnsweringMode):
             TraceError: If the model communicates, asks for a value that only bytes have, or takes too long.
         """
         with self._attached():
-            self._notes.add(Begin(Part.FORWARD))
+            self.notes.add(Begin(Part.FORWARD))
             result = forward()
             if backward is not None:
-                self._notes.add(Begin(Part.BACKWARD))
+                self.notes.add(Begin(Part.BACKWARD))
                 result = backward(result)
-            found = self._notes.end()
+            found = self.notes.end()
         del result  # which lives until then, and so does what a backward would need
         return found
 
@@ -156,12 +157,12 @@ class Recorder(AnsweringMode):
     ) -> None:
         """An outermost forward begins."""
         if self._is_evaluation and call.is_training:
-            self._notes.is_odd = True
-        self._notes.enter_forward(shapes, present, is_inner=self._is_inner(stage))
+            self.notes.is_odd = True
+        self.notes.enter_forward(shapes, present, is_inner=self._is_inner(stage))
 
     def after_forward(self, frame: Frame, *, has_failed: bool) -> None:
         """It has ended."""
-        self._notes.add(op_trace.LeaveForward(self._is_inner(frame.stage)))
+        self.notes.add(op_trace.LeaveForward(self._is_inner(frame.stage)))
         self.lock.release()
 
     def _is_inner(self, stage: Stage) -> bool:
@@ -170,12 +171,12 @@ class Recorder(AnsweringMode):
 
     def before_module(self, frame: Frame, own: Sequence[Watched], name: str) -> None:
         """A module computes with its parameters from now on."""
-        self._notes.acquire_all(own, name, frame.acquired, is_recomputed=frame.stage is Stage.BACKWARD)
+        self.notes.acquire_all(own, name, frame.acquired, is_recomputed=frame.stage is Stage.BACKWARD)
 
     def after_module(self, frame: Frame) -> None:
         """It has computed."""
         self.frames.end(frame)
-        self._notes.release_all(frame.acquired)  # type: ignore[arg-type]
+        self.notes.release_all(frame.acquired)  # type: ignore[arg-type]
 
     def lookup_begin(self, tensor: Any) -> Lookup:
         """A tensor on the host stands in for the weight of an embedding that is looked up at home."""
@@ -184,22 +185,15 @@ class Recorder(AnsweringMode):
             leaf = raw_data(tensor.parameter).new_empty(tensor.spec.shape)
         self._is_quiet = False
         self._charges.put(leaf, Tier.HOST)
-        self._notes.own(leaf)
+        self.notes.own(leaf)
         leaf.requires_grad_(tensor.spec.trainable and torch.is_grad_enabled())
         return Lookup(tensor, leaf, leaf._version)
 
     def lookup_end(self, lookup: Lookup, nbytes: int) -> None:
         """The embedding has read its rows."""
-        self._notes.add(op_trace.LookedUp(lookup.tensor.spec.index, nbytes))
+        self.notes.add(op_trace.LookedUp(lookup.tensor.spec.index, nbytes))
         if lookup.leaf._version != lookup.version:  # an embedding with ``max_norm`` has changed its rows
-            self._notes.is_odd = True
-
-    def stand_in_for(self, tensor: Watched) -> torch.Tensor | None:
-        """Nothing: frozen parameters have their values all the time."""
-        return None
-
-    def module_wrote(self, tensor: Watched, value: torch.Tensor) -> None:
-        """Nothing stands in for parameters."""
+            self.notes.is_odd = True
 
     def unwind(self) -> None:
         """Ends forwards that were interrupted."""
@@ -212,11 +206,11 @@ class Recorder(AnsweringMode):
 
     def is_parameter(self, key: int) -> bool:
         """Whether the memory of a parameter has this address."""
-        return key in self._notes.by_storage
+        return key in self.notes.by_storage
 
     def pack(self, operand: torch.Tensor) -> Any:
         """Keeps an operand by what is noted of it."""
-        key, notes = storage_key(operand), self._notes
+        key, notes = storage_key(operand), self.notes
         watched = notes.by_parameter.get(id(operand)) or notes.by_storage.get(key) or notes.exact.get(key)
         if watched is None or operand.dtype not in (watched.placeholder.dtype, watched.typed.dtype):
             return self._keep(operand)
@@ -233,16 +227,16 @@ class Recorder(AnsweringMode):
             stand_in = operand.new_empty_strided(operand.size(), operand.stride())
             self._is_quiet = False
             self._charges.put(stand_in, self._charges.tier_of(operand))
-        return self._notes.keep(operand, stand_in) or (operand.detach() if operand.requires_grad else operand)
+        return self.notes.keep(operand, stand_in) or (operand.detach() if operand.requires_grad else operand)
 
     def operand_needed(self, saved: Any) -> torch.Tensor:
         """Notes that backward needs an operand."""
         if isinstance(saved, Activation):
-            self._notes.add(op_trace.Wanted(saved.number))
+            self.notes.add(op_trace.Wanted(saved.number))
             return saved.tensor
         if not saved.is_exact:
-            self._notes.add(op_trace.Need(saved.watched.spec.index))
-            self._notes.note_use(saved.watched)
+            self.notes.add(op_trace.Need(saved.watched.spec.index))
+            self.notes.note_use(saved.watched)
         view = saved.view()
         return view.clone() if torch.is_grad_enabled() else view  # type: ignore[no-any-return]
 
@@ -251,11 +245,11 @@ class Recorder(AnsweringMode):
 
     def backward_end(self) -> None:
         """A backward has ended."""
-        self._notes.add(op_trace.LeaveBackward())
+        self.notes.add(op_trace.LeaveBackward())
 
     def store_gradient(self, tensor: Watched, gradient: torch.Tensor, *, is_at_home: bool = False) -> None:
         """A gradient is finished."""
-        self._notes.add_gradient(tensor, gradient, is_at_home=is_at_home)
+        self.notes.add_gradient(tensor, gradient, is_at_home=is_at_home)
 
     gradient_ready = recorded_gradient_ready = store_gradient
 
@@ -292,10 +286,10 @@ class Recorder(AnsweringMode):
         cost = cost_of(func, args, kwargs, result)
         if cost is not None:
             for work in self._charges.charge(func, args, kwargs, result, cost):
-                self._notes.add(work)
-        self._notes.add_results(result)
+                self.notes.add(work)
+        self.notes.add_results(result)
         self._is_quiet = True
-        self._notes.add_results(unpacked(func, args, result))
+        self.notes.add_results(unpacked(func, args, result))
         self._is_quiet = False
 
 
@@ -307,13 +301,9 @@ class LiveWatched(LiveTensor):
 
     listener: Recorder
 
-    @property
-    def _notes(self) -> Notes:
-        return self.listener.parameters
-
     def access_at_home(self, func: Any, *, writes: bool) -> Access:
         """See ``LiveTensor``; what it would wait for no notes can tell."""
-        self._notes.is_odd = True
+        self.listener.notes.is_odd = True
         return Access(raw_data(self.tensor.parameter).to(self.typed.dtype))
 
     def alias(self) -> torch.Tensor:
@@ -327,7 +317,7 @@ class LiveWatched(LiveTensor):
     def exact_copy(self, value: torch.Tensor, *, is_graph: bool) -> torch.Tensor:
         """See ``LiveTensor``."""
         made = value.to(self.tensor.typed.dtype)
-        self._notes.exact[storage_key(made)] = self.tensor
+        self.listener.notes.exact[storage_key(made)] = self.tensor
         return made
 
     def get_grad(self) -> torch.Tensor | None:
@@ -340,11 +330,11 @@ class LiveWatched(LiveTensor):
 
     def assign(self, value: torch.Tensor) -> None:
         """See ``Live``; the parameter stays as it is, since the model is not the recording's to change."""
-        self._notes.is_odd |= value is not self.tensor.parameter
+        self.listener.notes.is_odd |= value is not self.tensor.parameter
 
     def host_value(self) -> torch.Tensor:
         """See ``Live``."""
-        self._notes.is_odd = True
+        self.listener.notes.is_odd = True
         return raw_data(self.tensor.parameter)
 
     def view_whole(self, func: Any) -> torch.Tensor:
