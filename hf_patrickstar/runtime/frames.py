@@ -30,14 +30,12 @@ class Call:
     """A call of an outermost module.
 
     Attributes:
-        module: The module.
-        name: Its name in the model.
+        name: Its name; empty for the model itself.
         args: Positional arguments.
         kwargs: Named arguments.
         is_training: Whether a backward follows.
     """
 
-    module: torch.nn.Module
     name: str
     args: Any
     kwargs: Any

@@ -363,9 +363,8 @@ class ModelHooks:
             inputs = list(tensors_in((args, kwargs)))
             shapes = input_shapes([tensor.shape for tensor in inputs])
             present = itertools.chain(inputs, self._model.buffers(), self.packed_layers.tables())
-            call = Call(frame.module, name, args, kwargs, frame.stage is Stage.FORWARD)
             name = "" if frame.module is self._model else name
-            self._listener.before_forward(frame.stage, call, name, shapes, present)
+            self._listener.before_forward(Call(name, args, kwargs, frame.stage is Stage.FORWARD), shapes, present)
         except BaseException:
             self._listener.lock.release()
             raise

@@ -12,7 +12,6 @@ import torch
 from hf_patrickstar.runtime.frames import Call, Frame, Frames, Lookup
 from hf_patrickstar.runtime.lock import EngineLock
 from hf_patrickstar.schedule.trace import Shapes
-from hf_patrickstar.states import Stage
 
 
 class ParameterValues(Protocol):
@@ -59,9 +58,7 @@ class ModelListener(Protocol):
 
     # Modules
 
-    def before_forward(
-        self, stage: Stage, call: Call, name: str, shapes: Shapes, present: Iterable[torch.Tensor]
-    ) -> None:
+    def before_forward(self, call: Call, shapes: Shapes, present: Iterable[torch.Tensor]) -> None:
         """An outermost forward begins, and no recomputation; see ``ChunkManager.before_forward``."""
 
     def after_forward(self, frame: Frame, *, has_failed: bool) -> None:

@@ -26,7 +26,7 @@ class LiveModel:
         manager: Has the parameters' values.
         weights: Reads full parameters.
         autograd: What autograd keeps.
-        is_narrow: See ``Live.is_narrow``.
+        is_narrow: See ``LiveTensor``.
     """
 
     def __init__(

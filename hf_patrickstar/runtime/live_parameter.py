@@ -19,7 +19,6 @@ Code that goes around ``__torch_function__`` (an extension in C++ that was hande
 import copy
 import functools
 import sys
-import threading
 import types
 from collections.abc import Callable, Collection
 from typing import Any, cast
@@ -85,31 +84,17 @@ class Live:
 
     Args:
         parameter: The parameter.
-
-    Attributes:
-        tensor: The ``ManagedParameter`` of the parameter, if it is in a chunk; while a plain model is recorded, what
-            stands in for one.
-        frames: The forwards that are running.
-        is_narrow: Whether forwards run without autocast, so that all types must be one in there.
     """
 
     __slots__ = ("_parameter",)
-
-    tensor: Any = None
-    frames: Any = None
-    is_narrow = False
 
     def __init__(self, parameter: torch.Tensor) -> None:
         self._parameter = parameter
 
     @property
     def typed(self) -> torch.Tensor:
-        """A tensor in the type that the parameter shows: not to its own module, nor where all types must be one."""
-        tensor = self.tensor
-        if tensor is None:
-            return raw_data(self._parameter)
-        is_own = threading.get_ident() in tensor.users or (self.is_narrow and self.frames.is_inside)
-        return tensor.placeholder if is_own else tensor.typed
+        """A tensor in the type that the parameter shows."""
+        return raw_data(self._parameter)
 
     def access(self, func: Any, *, is_graph: bool, writes: bool = False) -> Access:
         """Begins the access of one call.
@@ -172,20 +157,16 @@ class _Unseen:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._found, name)
-        return _unseen(found) if callable(found) else found
 
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with unseen():
+                result = found(*args, **kwargs)
+                if isinstance(result, Access):
+                    looks_into_it = getattr(args[0], "__name__", "") in _VIEWS
+                    return _Unseen(_made_private(result) if looks_into_it else result)
+                return result
 
-def _unseen(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with unseen():
-            result = method(*args, **kwargs)
-            if isinstance(result, Access):
-                looks_into_it = getattr(args[0], "__name__", "") in _VIEWS
-                return _Unseen(_made_private(result) if looks_into_it else result)
-            return result
-
-    return call
+        return call if callable(found) else found
 
 
 def _made_private(access: Access) -> Access:
@@ -341,7 +322,7 @@ class ReleasedMixin(LiveMixin):
             return raw_grad(self)  # type: ignore[arg-type]
         if _len_torch_function_stack():  # whose modes see that it is read
             return _Base.grad.__get__(self)  # type: ignore[no-any-return]
-        live: Live | None = self.__dict__.get("_live")
+        live: Any = self.__dict__.get("_live")
         if live is None or live.tensor.parameter is not self or _len_torch_dispatch_stack():
             live = _live_of(self)
         return live.get_grad()

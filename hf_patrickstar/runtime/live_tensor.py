@@ -1,6 +1,7 @@
 """What answers for a parameter whose value is in a chunk: how one call gets at its value, and its gradient."""
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -119,7 +120,7 @@ class LiveTensor(Live):
         tensor: What stands for the parameter.
         listener: Gives and takes its value.
         autograd: What autograd keeps.
-        is_narrow: See ``Live.is_narrow``.
+        is_narrow: Whether forwards run without autocast, so that all types must be one in there.
     """
 
     __slots__ = ("autograd", "frames", "is_narrow", "listener", "tensor")
@@ -127,6 +128,13 @@ class LiveTensor(Live):
     def __init__(self, tensor: Any, listener: ModelListener, autograd: Autograd, is_narrow: bool) -> None:
         self.tensor, self.listener, self.autograd = tensor, listener, autograd
         self.frames, self.is_narrow = listener.frames, is_narrow
+
+    @property
+    def typed(self) -> torch.Tensor:
+        """See ``Live``: not to its own module, nor where all types must be one."""
+        tensor = self.tensor
+        is_own = threading.get_ident() in tensor.users or (self.is_narrow and self.frames.is_inside)
+        return tensor.placeholder if is_own else tensor.typed  # type: ignore[no-any-return]
 
     def access(self, func: Any, *, is_graph: bool, writes: bool = False) -> Access:
         """See ``Live.access``."""
@@ -208,7 +216,7 @@ class LiveManaged(LiveTensor):
         manager: Gives and takes its value.
         weights: Reads it as a whole.
         autograd: What autograd keeps.
-        is_narrow: See ``Live.is_narrow``.
+        is_narrow: See ``LiveTensor``.
     """
 
     __slots__ = ("_given", "kept", "manager", "weights")

@@ -172,15 +172,11 @@ class ChunkManager:
     # Forward
 
     @phase
-    def before_forward(
-        self, stage: Stage, call: Call, name: str, shapes: Shapes, present: Iterable[torch.Tensor]
-    ) -> None:
+    def before_forward(self, call: Call, shapes: Shapes, present: Iterable[torch.Tensor]) -> None:
         """An outermost forward begins: of training, which may go on with a step that runs, or an evaluation.
 
         Args:
-            stage: ``FORWARD`` or ``EVALUATION``.
             call: The call of its outermost module.
-            name: That module; empty for the model itself.
             shapes: Shapes of its inputs.
             present: Tensors on the device that are there already and are not chunks.
 
@@ -190,18 +186,17 @@ class ChunkManager:
         self.settle_failures()
         if self.tracer.asks_padding and call.is_training:
             self.tracer.note_padding(call.has_padding)
-        is_evaluation = stage is Stage.EVALUATION
         make_ready = functools.partial(self._make_ready, call)
-        if is_evaluation:
+        if not call.is_training:
             self.parameters.release_held_outside_forward()
         self.writes.sync()
-        if is_evaluation:
+        if not call.is_training:
             self.steps.stop_idle_meter()
-            self.steps.begin_nested_evaluation(name, shapes, present, self.values.version, make_ready)
+            self.steps.begin_nested_evaluation(call.name, shapes, present, self.values.version, make_ready)
         elif self.tracer.step is None:
             self.steps.stop_idle_meter()
             self.gradients.completes_step = self.steps.is_last_micro_batch
-            self.steps.begin_step(name, shapes, present, self.values.version, make_ready)
+            self.steps.begin_step(call.name, shapes, present, self.values.version, make_ready)
 
     def _make_ready(self, call: Call, title: str, shapes: Shapes) -> bool:
         """No trace is known for a step that begins: finds out what it will do, or makes room for what it may need."""

@@ -189,9 +189,8 @@ class StepEstimator:
             return list(tensors), self._casting
 
         def compute_loss(model: torch.nn.Module, inputs: Mapping[str, Any]) -> Any:
-            module = model if call.module is self._model else model.get_submodule(call.name)
             args, kwargs = inputs["inputs"]
-            output = module(*args, **kwargs)
+            output = model.get_submodule(call.name)(*args, **kwargs)
             return self._loss_of(output) if call.is_training else output
 
         what = MicroBatch(
@@ -254,8 +253,7 @@ class StepEstimator:
             {spec.index: tensor.chunk.spec.index for spec, tensor in tensors.items()},
             {spec.index: tensor.own_numel for spec, tensor in tensors.items()},
         )
-        name = "" if call.module is self._model else call.name
-        traces = traces_of(ops, places, self._rules, is_training=call.is_training, name=name)
+        traces = traces_of(ops, places, self._rules, is_training=call.is_training, name=call.name)
         has_changed = [chunk.spec for chunk in self._manager.chunks] != self._first_chunks
         if call.is_training and self._keeps and not has_changed:
             self._keep(traces, call.has_padding)
@@ -269,7 +267,7 @@ class StepEstimator:
             def traces_on(layout: Layout, device_nbytes: int) -> list[Trace]:
                 in_flight = self._rules.in_flight_nbytes and device_nbytes // SHARE_IN_FLIGHT
                 rules = dataclasses.replace(self._rules, in_flight_nbytes=in_flight)
-                found = traces_of(ops, Places.of(layout), rules, name=name)
+                found = traces_of(ops, Places.of(layout), rules, name=call.name)
                 return [self._as_allocated(made, beside_nbytes) for made in found]
 
             least = Later(functools.partial(describe_least, *self._known, traces_on))

@@ -152,22 +152,18 @@ class Recorder(AnsweringMode):
 
     # Modules
 
-    def before_forward(
-        self, stage: Stage, call: Call, name: str, shapes: Shapes, present: Iterable[torch.Tensor]
-    ) -> None:
+    def before_forward(self, call: Call, shapes: Shapes, present: Iterable[torch.Tensor]) -> None:
         """An outermost forward begins."""
         if self._is_evaluation and call.is_training:
             self.notes.is_odd = True
-        self.notes.enter_forward(shapes, present, is_inner=self._is_inner(stage))
+        is_inner = not (call.is_training or self._is_evaluation)
+        self.notes.enter_forward(shapes, present, is_inner=is_inner)
 
     def after_forward(self, frame: Frame, *, has_failed: bool) -> None:
         """It has ended."""
-        self.notes.add(op_trace.LeaveForward(self._is_inner(frame.stage)))
+        is_inner = frame.stage is Stage.EVALUATION and not self._is_evaluation
+        self.notes.add(op_trace.LeaveForward(is_inner))
         self.lock.release()
-
-    def _is_inner(self, stage: Stage) -> bool:
-        """Whether a forward is an evaluation inside of a training step."""
-        return stage is Stage.EVALUATION and not self._is_evaluation
 
     def before_module(self, frame: Frame, own: Sequence[Watched], name: str) -> None:
         """A module computes with its parameters from now on."""
