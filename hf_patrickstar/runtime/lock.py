@@ -16,7 +16,7 @@ long as this function is alive.
 Other threads may read parameters at any time, and find placeholders that answer (``live_parameter``). torch looks at
 the class of an argument, lets other threads run, and then reads its value. So while a module computes with a parameter
 and another thread may read, the class of the parameter answers other threads as if it were released
-(``guarded_type``); and memory that a parameter had of its own is given up some time after the parameter answers.
+(``Guard``); and memory that a parameter had of its own is given up some time after the parameter answers.
 """
 
 import collections

@@ -38,7 +38,7 @@ def phase(function: Callable[_P, _T]) -> Callable[_P, _T]:
     Modes of users do not see what the method does; see [Note: modes of users].
 
     Args:
-        function: A method of ``Phases``.
+        function: A method of ``ChunkManager``.
     """
     what = function.__name__
 
