@@ -1,11 +1,10 @@
 """The way of gradients from the device to accumulation lists, without waiting.
 
 [Note: accumulation beside the device]
-A gradient of one of several micro-batches is added to a list on the host, unless the update adds it ([Note: the last
-gradient]). It leaves piece by piece through a ring of pinned
-memory, in the lane of copies to the host, and the host's thread adds each piece to the list when it has arrived. Both
-go on beside forward and backward. The host waits where the ring is full, and readers of a list wait for the tickets of
-its chunk, as for any other gradient on its way.
+A gradient of one of several micro-batches is added to a list on the host. It leaves piece by piece through a ring of
+pinned memory, in the lane of copies to the host, and the host's thread adds each piece to the list when it has arrived.
+Both go on beside forward and backward. The host waits where the ring is full, and readers of a list wait for the
+tickets of its chunk, as for any other gradient on its way.
 
 The additions are those that the host would do itself, in the same order, so the sums have the same bits.
 """
