@@ -44,7 +44,7 @@ from trace_summary import STEP, summarize
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from hf_patrickstar import PatrickStarEngine, PatrickStarTrainer, PatrickStarTrainingArguments
-from hf_patrickstar.cores import usable_cores
+from hf_patrickstar.common.cores import usable_cores
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.machine import Machine, machine_of
 from hf_patrickstar.memory.accelerator import memory_info

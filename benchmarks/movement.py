@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from hf_patrickstar.schedule.plan import Plan, repeated_plans
+from hf_patrickstar.schedule.plan import MovePlan, repeated_plans
 from hf_patrickstar.schedule.trace import Trace
 
 
@@ -82,7 +82,7 @@ def simulate(
 
 
 def _sum_up(
-    trace: Trace, plan: Plan, load_nbytes: Sequence[int], device_to_host_nbytes: int, host_peak_nbytes: int
+    trace: Trace, plan: MovePlan, load_nbytes: Sequence[int], device_to_host_nbytes: int, host_peak_nbytes: int
 ) -> Movement:
     loaded = [index for actions in plan.moments for index in actions.load]
     visits = list(zip(plan.moments, plan.chunk_nbytes, trace.visits, strict=True))

@@ -22,37 +22,37 @@ from hf_patrickstar.checkpoint.weight_files import is_in_model_file
 from hf_patrickstar.checkpoint.weights import ChunkWeights
 from hf_patrickstar.config import ConfigSource, PatrickStarConfig
 from hf_patrickstar.counts import Counts
-from hf_patrickstar.decisions import list_names
 from hf_patrickstar.errors import EngineError
-from hf_patrickstar.homes import Situation, can_move_homes
 from hf_patrickstar.membership import Membership, check_optimizers, holders
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.needs import decide, remedies
+from hf_patrickstar.model.chunked_loss import chunk_losses, find_heads
+from hf_patrickstar.model.live_parameter import set_raw_data
+from hf_patrickstar.model.model_set import roots_of
+from hf_patrickstar.model.quantized import buffers_of
 from hf_patrickstar.optim.kernel import Kernel
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
 from hf_patrickstar.optim.threads import choose_threads
 from hf_patrickstar.optim.torch_kernel import OWN_STATE, make_kernel
 from hf_patrickstar.optim.workers import HostWorkers
-from hf_patrickstar.payloads import Payloads
-from hf_patrickstar.plan_cache import find_traces
 from hf_patrickstar.report.survey import Survey, take_survey
-from hf_patrickstar.resources import Resources
 from hf_patrickstar.runtime.chunk import Chunk
-from hf_patrickstar.runtime.chunked_loss import chunk_losses, find_heads
 from hf_patrickstar.runtime.evictor import MovePolicy
 from hf_patrickstar.runtime.hooks import ModelHooks
 from hf_patrickstar.runtime.live_model import LiveModel
-from hf_patrickstar.runtime.live_parameter import set_raw_data
 from hf_patrickstar.runtime.live_tensor import managers_of
 from hf_patrickstar.runtime.manager import ChunkManager
-from hf_patrickstar.runtime.model_set import roots_of
-from hf_patrickstar.runtime.quantized import buffers_of
 from hf_patrickstar.runtime.recovery import MAX_RETRIES, Recovery
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.trace import Trace
+from hf_patrickstar.setup.decisions import list_names
+from hf_patrickstar.setup.homes import Situation, can_move_homes
+from hf_patrickstar.setup.needs import decide, remedies
+from hf_patrickstar.setup.payloads import Payloads
+from hf_patrickstar.setup.resources import Resources
 from hf_patrickstar.tracing.estimator import make_estimator
+from hf_patrickstar.tracing.kept_traces import find_traces
 
 logger = logging.getLogger(__name__)
 

@@ -20,22 +20,22 @@ import torch
 
 from hf_patrickstar.checkpoint.first_values import FirstValues
 from hf_patrickstar.checkpoint.weights import ChunkWeights
-from hf_patrickstar.decisions import Decisions, collect, with_state_types
+from hf_patrickstar.common.shortage import Shortage
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import BudgetError, EngineError
 from hf_patrickstar.layout.packing import ChunkSpec, Layout, Packer, Placement
 from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.model.admission import check_modules, check_values
+from hf_patrickstar.model.live_parameter import raw_grad, set_raw_data
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
-from hf_patrickstar.payloads import Payloads
-from hf_patrickstar.runtime.admission import check_modules, check_values
 from hf_patrickstar.runtime.chunk import Chunk, ManagedParameter
 from hf_patrickstar.runtime.hooks import ModelHooks
 from hf_patrickstar.runtime.live_model import LiveModel
-from hf_patrickstar.runtime.live_parameter import raw_grad, set_raw_data
 from hf_patrickstar.runtime.manager import ChunkManager
-from hf_patrickstar.shortage import Shortage
+from hf_patrickstar.setup.decisions import Decisions, collect, with_state_types
+from hf_patrickstar.setup.payloads import Payloads
 from hf_patrickstar.units import format_need
 
 logger = logging.getLogger(__name__)

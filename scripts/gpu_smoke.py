@@ -21,7 +21,7 @@ import torch
 from models import make_batch, make_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import hf_patrickstar.homes
+import hf_patrickstar.setup.homes
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.memory.accelerator import (
     device_name,
@@ -72,7 +72,7 @@ def run(function, device, numel):
 @check(needs_device=False)
 def engine_first(device, numel):
     """A few steps whose chunks move; nothing has taken memory of the device before."""
-    hf_patrickstar.homes.UNMEASURED_SHARE = 0.0  # the model is tiny, and what libraries take is not
+    hf_patrickstar.setup.homes.UNMEASURED_SHARE = 0.0  # the model is tiny, and what libraries take is not
     model = make_model("gpt2").train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
     settings = {"chunk_numel": 2048, "placement": "host", "cpu_embedding": False, "chunk_budget": "120000B"}

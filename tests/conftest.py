@@ -26,7 +26,7 @@ from support.streams import streams_of
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
 from hf_patrickstar import units
-from hf_patrickstar.plan_cache import keep_traces
+from hf_patrickstar.tracing.kept_traces import keep_traces
 
 units.LEAST_BUDGET_NBYTES = 1  # models of tests take less than a MiB, and their budgets are numbers
 

@@ -15,14 +15,13 @@ PACKAGE = "hf_patrickstar"
 ROOT = pathlib.Path(hf_patrickstar.__file__).parent
 
 _LEVELS = (
-    "errors units interrupts cores shortage states counts config version machine callers",
-    *("layout", "schedule", "memory", "dist", "runtime", "optim resources precision", "checkpoint report homes"),
-    *("decisions", "plan_cache payloads needs", "tracing membership", "engine", "integrations", "planner"),
-    *("cli", "__main__"),
+    *("errors units version config counts machine common", "layout", "schedule", "memory", "dist", "model", "runtime"),
+    *("optim", "checkpoint report", "setup", "tracing membership", "engine", "integrations", "planner", "cli"),
+    "__main__",
 )
 LEVELS = {part: level for level, parts in enumerate(_LEVELS) for part in parts.split()}
 
-MAX_FLOORS_OF_RUNTIME = 15
+MAX_FLOORS_OF_RUNTIME = 12
 """Modules of the runtime on the longest way from one to another by imports."""
 
 

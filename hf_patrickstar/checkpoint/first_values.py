@@ -25,9 +25,9 @@ from hf_patrickstar.checkpoint.weight_files import ModelFiles, origin_of
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.layout.specs import MASTER
+from hf_patrickstar.model.live_parameter import raw_data
 from hf_patrickstar.optim.workers import HostWorkers, WorkTicket
 from hf_patrickstar.runtime.chunk import ManagedParameter
-from hf_patrickstar.runtime.live_parameter import raw_data
 from hf_patrickstar.runtime.originals import Originals
 
 logger = logging.getLogger(__name__)

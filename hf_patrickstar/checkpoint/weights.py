@@ -12,8 +12,8 @@ from hf_patrickstar.checkpoint.safetensors_file import streamed_writing
 from hf_patrickstar.dist.sharing import Held
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.memory.operators import unseen
+from hf_patrickstar.model.live_parameter import raw_data, take_raw_grad
 from hf_patrickstar.runtime.chunk import ManagedParameter
-from hf_patrickstar.runtime.live_parameter import raw_data, take_raw_grad
 from hf_patrickstar.runtime.manager import ChunkManager
 
 

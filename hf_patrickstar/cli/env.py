@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from hf_patrickstar.checkpoint.progress import PROGRESS_AFTER_S
 from hf_patrickstar.cli.files import check_file, write_text
-from hf_patrickstar.cores import usable_cores
+from hf_patrickstar.common.cores import usable_cores
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import Machine, name_of_products
 from hf_patrickstar.memory.accelerator import device_name, find_device, is_accelerator, memory_info, num_accelerators

@@ -7,9 +7,9 @@ import os
 import pathlib
 from collections.abc import Sequence
 
-from hf_patrickstar import plan_cache
 from hf_patrickstar.cli.files import check_files, trace_beside, write_text
 from hf_patrickstar.machine import MACHINES
+from hf_patrickstar.tracing import kept_traces
 from hf_patrickstar.tracing.garbage import no_collections, objects_set_aside
 
 HELP = "tell whether a model fits a machine, and how fast it trains there. It reads no weights."
@@ -98,9 +98,9 @@ def run(options: argparse.Namespace) -> int:
         given["the timeline of --html"] = str(trace_beside(options.html))
     check_files({option: name for option, name in given.items() if name is not None})
     key = _key_of(options)
-    found = None if key is None else plan_cache.read(_ANSWERS, key)
+    found = None if key is None else kept_traces.read(_ANSWERS, key)
     texts, status, data, traces = json.loads(found or '[[], 0, "", null]')
-    if found is not None and (traces is None or plan_cache.read(plan_cache.TRACES, traces) is not None):
+    if found is not None and (traces is None or kept_traces.read(kept_traces.TRACES, traces) is not None):
         print("\n".join(texts))
     else:
         texts.clear()
@@ -114,7 +114,7 @@ def run(options: argparse.Namespace) -> int:
         with objects_set_aside():
             status, data, traces = run_plan(options, say)
         if key is not None:
-            plan_cache.write(_ANSWERS, key, json.dumps([texts, status, data, traces]).encode())
+            kept_traces.write(_ANSWERS, key, json.dumps([texts, status, data, traces]).encode())
     if options.json is not None:
         write_text(options.json, data, "--json")
     return int(status)
@@ -135,7 +135,7 @@ def _key_of(options: argparse.Namespace) -> str | None:
     except Exception:  # what the hub raises may be anything; the plan tells it in a sentence
         return None
     asked = {name: value for name, value in vars(options).items() if name not in ("run", "defaults", "json")}
-    return plan_cache.digest([sorted(asked.items()), known])
+    return kept_traces.digest([sorted(asked.items()), known])
 
 
 def split_script(words: Sequence[str]) -> tuple[list[str], list[str]]:

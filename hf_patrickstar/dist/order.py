@@ -42,13 +42,13 @@ import torch
 
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace, common_trace
-from hf_patrickstar.states import Stage
+from hf_patrickstar.common.states import Stage
 
 _ABOUT = "what comes next"
 """The subject of messages that ask for a collective or end a phase, which may meet."""
 
 
-class Subject(enum.IntEnum):
+class CollectiveKind(enum.IntEnum):
     """What a message is about that asks for a collective or ends a phase."""
 
     GATHER = 1
@@ -59,7 +59,7 @@ class Subject(enum.IntEnum):
 class Collective(NamedTuple):
     """A collective of model data: ``GATHER`` or ``REDUCE``, and of which group."""
 
-    subject: Subject
+    subject: CollectiveKind
     group: int
 
 
@@ -237,9 +237,9 @@ class Order:
             CollectiveError: If another process ended something else, or has executed other collectives.
         """
         what, bits = f"has ended its {phase.value}", _to_bits(indices)
-        own = int(Subject.END), phase.value, self._checksum, is_diverged, is_recorded, bits
+        own = int(CollectiveKind.END), phase.value, self._checksum, is_diverged, is_recorded, bits
         messages = self._collectives.exchange(own, what, subject=_ABOUT)
-        if any(message[0] != Subject.END for message in messages):
+        if any(message[0] != CollectiveKind.END for message in messages):
             return Ended(self._wanted(messages))
         _, phases, checksums, diverged, recorded, found = zip(*messages, strict=True)
         if not (_are_same(phases) and _are_same(checksums)):
@@ -250,8 +250,8 @@ class Order:
 
     def _wanted(self, messages: Sequence[tuple[Any, ...]]) -> tuple[Collective, ...]:
         """The collectives that messages ask for, each once, in the order in which all processes execute them."""
-        asked = {(subject, index) for subject, index, *_ in messages if subject != Subject.END}
-        collectives = tuple(Collective(Subject(subject), index) for subject, index in sorted(asked))
+        asked = {(subject, index) for subject, index, *_ in messages if subject != CollectiveKind.END}
+        collectives = tuple(Collective(CollectiveKind(subject), index) for subject, index in sorted(asked))
         for collective in collectives:
             self._note(collective)
         return collectives

@@ -32,8 +32,8 @@ from typing import Any, NamedTuple, TypeVar
 import psutil
 import torch.distributed as dist
 
-from hf_patrickstar.callers import find_caller, find_place
-from hf_patrickstar.cores import usable_cores
+from hf_patrickstar.common.callers import find_caller, find_place
+from hf_patrickstar.common.cores import usable_cores
 from hf_patrickstar.errors import CollectiveError
 
 logger = logging.getLogger(__name__)

@@ -21,9 +21,9 @@ from hf_patrickstar.integrations.accelerator_optimizers import (
     innermost,
     unwrapped,
 )
+from hf_patrickstar.model.model_set import ModelSet, roots_of
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
 from hf_patrickstar.optim.scaler import ChunkedGradScaler
-from hf_patrickstar.runtime.model_set import ModelSet, roots_of
 
 
 class PatrickStarAccelerator(AcceleratorCheckpoints):

@@ -20,8 +20,8 @@ from hf_patrickstar.checkpoint.weight_files import FoundWeights, find_weights
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.integrations.accelerator_optimizers import unwrapped
+from hf_patrickstar.model.model_set import roots_of
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
-from hf_patrickstar.runtime.model_set import roots_of
 
 logger = logging.getLogger(__name__)
 

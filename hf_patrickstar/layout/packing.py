@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.layout.groups import Group, Kind, Piece, close_last, fill_groups, room_of
+from hf_patrickstar.layout.filling import Group, Kind, Piece, close_last, fill_groups, room_of
 from hf_patrickstar.layout.specs import FP32, ModuleSpec, TensorSpec, Types
 from hf_patrickstar.units import ALIGNMENT_NUMEL, align, format_count
 

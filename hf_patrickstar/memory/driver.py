@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hf_patrickstar.interrupts import held_back
+from hf_patrickstar.common.interrupts import held_back
 
 
 class Pending(Protocol):

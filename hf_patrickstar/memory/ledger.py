@@ -3,9 +3,9 @@
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 
+from hf_patrickstar.common.shortage import Limit, Shortage
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.shortage import Limit, Shortage
 from hf_patrickstar.units import format_nbytes, format_need
 
 _NEED_LESS = "train fewer parameters, in 16 bits or with more processes"

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import torch
 
-from hf_patrickstar.cores import own_cores
+from hf_patrickstar.common.cores import own_cores
 from hf_patrickstar.units import MIB
 
 _HUGE_NBYTES = 2 * MIB

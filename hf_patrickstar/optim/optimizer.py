@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from hf_patrickstar.interrupts import held_back
+from hf_patrickstar.common.interrupts import held_back
 from hf_patrickstar.layout.specs import MASTER
 from hf_patrickstar.memory.operators import unseen, with_modes_of_users
+from hf_patrickstar.model.lock import locked
 from hf_patrickstar.optim.clipping import clip_by_norm, clip_by_value, total_norm
 from hf_patrickstar.optim.kernel import Kernel, place_state
 from hf_patrickstar.optim.state import (
@@ -26,7 +27,6 @@ from hf_patrickstar.optim.state import (
     read,
 )
 from hf_patrickstar.runtime.chunk import Chunk, GradientPlace, ManagedParameter
-from hf_patrickstar.runtime.lock import locked
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.ranges import named
 

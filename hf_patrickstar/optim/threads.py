@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 import psutil
 import torch
 
-from hf_patrickstar.cores import own_cores, usable_cores
+from hf_patrickstar.common.cores import own_cores, usable_cores
 
 _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")
 """Variables that ``torchrun`` and ``accelerate launch`` set for the processes that they start."""

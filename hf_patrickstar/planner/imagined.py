@@ -11,7 +11,7 @@ from hf_patrickstar.counts import Counts
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.machine import CPU_TIER, Machine
 from hf_patrickstar.memory.streams import DeviceStreams
-from hf_patrickstar.resources import Resources
+from hf_patrickstar.setup.resources import Resources
 from hf_patrickstar.units import format_budget
 
 

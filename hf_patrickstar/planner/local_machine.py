@@ -8,7 +8,7 @@ import sys
 import tempfile
 from typing import Any
 
-from hf_patrickstar.cores import own_cores
+from hf_patrickstar.common.cores import own_cores
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import Machine, find_machine
 from hf_patrickstar.memory.accelerator import num_accelerators

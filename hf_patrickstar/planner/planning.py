@@ -18,8 +18,6 @@ from hf_patrickstar.errors import BudgetError, ConfigError, EngineError, Patrick
 from hf_patrickstar.machine import Machine, find_machine
 from hf_patrickstar.memory.operators import without_modes
 from hf_patrickstar.memory.tiers import DEVICE_SHARE, HOST_SHARE, Tier
-from hf_patrickstar.needs import PLENTY_NBYTES, least_budgets
-from hf_patrickstar.plan_cache import keep_traces
 from hf_patrickstar.planner.local_machine import measure_launched, threads_of_each
 from hf_patrickstar.planner.optimizers import find_optimizer, optimizer_name
 from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse
@@ -31,8 +29,10 @@ from hf_patrickstar.schedule.bounds import ADAM, bounds_of
 from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.op_trace import OpTrace
+from hf_patrickstar.setup.needs import PLENTY_NBYTES, least_budgets
 from hf_patrickstar.tracing.attention import fused_attention, masks_of_batches
 from hf_patrickstar.tracing.fake import FakeTensors
+from hf_patrickstar.tracing.kept_traces import keep_traces
 from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
 from hf_patrickstar.tracing.recorder import Setting
 from hf_patrickstar.tracing.timing import OperatorTimes

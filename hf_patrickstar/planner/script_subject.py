@@ -32,10 +32,10 @@ from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import ConfigError, EngineError, PatrickStarError
 from hf_patrickstar.integrations.training_script import StopScript, run_script, touch_nothing
 from hf_patrickstar.machine import Machine
+from hf_patrickstar.model.chunked_loss import chunk_losses, find_heads
 from hf_patrickstar.planner.arguments import OF_THE_MACHINE, is_checkpointing, settings_of
 from hf_patrickstar.planner.planning import THIS, TrainingSetup, arrange_machine, time_operators
 from hf_patrickstar.planner.subject import MakeOptimizer, Subject
-from hf_patrickstar.runtime.chunked_loss import chunk_losses, find_heads
 from hf_patrickstar.tracing.fake import as_fake, copying
 
 _CONVERSION = "issues during automatic conversion of the weights"

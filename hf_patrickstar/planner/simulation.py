@@ -2,7 +2,7 @@
 
 [Note: one model of a step]
 What the user's model does is traced once (``tracing/``). All else follows from numbers, by the functions with which
-an engine decides: chunks and homes (``decisions.py``), what each micro-batch visits (``schedule/step.py``), what
+an engine decides: chunks and homes (``setup/decisions.py``), what each micro-batch visits (``schedule/step.py``), what
 moves when (``schedule/plan.py``), and how long it takes by the rates of the machine (``schedule/replay.py``). No
 engine runs. That an engine does the same, in bytes, loads and order, is a test.
 """
@@ -14,9 +14,7 @@ from typing import Any
 import torch
 
 from hf_patrickstar.config import PatrickStarConfig
-from hf_patrickstar.decisions import Decisions, decide_for, inspect
 from hf_patrickstar.dist.order import Room
-from hf_patrickstar.homes import ModelNumbers, Situation, lists_of
 from hf_patrickstar.layout.packing import ChunkSpec, Layout
 from hf_patrickstar.layout.specs import GRADIENT, MASTER, SCALES_SUFFIX
 from hf_patrickstar.machine import Machine
@@ -25,7 +23,6 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.elementwise import ElementwiseKernel
 from hf_patrickstar.optim.kernel import WORKSPACE, Kernel
 from hf_patrickstar.optim.torch_kernel import OWN_STATE, make_kernel
-from hf_patrickstar.plan_cache import computation_of, key_of
 from hf_patrickstar.planner.imagined import resources_of, settings_for
 from hf_patrickstar.planner.optimizers import keep_embeddings_wide
 from hf_patrickstar.report.survey import NON_MODEL, Survey, SurveyedChunk
@@ -38,17 +35,20 @@ from hf_patrickstar.schedule.estimate import Estimate
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.op_trace import LookedUp, OpTrace
 from hf_patrickstar.schedule.placement import Lookups, plan_lookups
-from hf_patrickstar.schedule.plan import Plan, chunkable_nbytes, repeated_plans
+from hf_patrickstar.schedule.plan import MovePlan, chunkable_nbytes, repeated_plans
 from hf_patrickstar.schedule.replay import replay
 from hf_patrickstar.schedule.script import Entry, HostWork, Load, Reduce, Send
 from hf_patrickstar.schedule.start import seconds_to_first_step
 from hf_patrickstar.schedule.step import Places, StepRules, traces_of, whole_step
 from hf_patrickstar.schedule.step_estimate import steps_of
 from hf_patrickstar.schedule.trace import StepKind, Trace, Visit, trace_key
+from hf_patrickstar.setup.decisions import Decisions, decide_for, inspect
+from hf_patrickstar.setup.homes import ModelNumbers, Situation, lists_of
 from hf_patrickstar.tracing.answers import AnsweringMode
 from hf_patrickstar.tracing.costs import UpdateCost, cost_of_update
 from hf_patrickstar.tracing.fake import FakeTensors
 from hf_patrickstar.tracing.garbage import no_collections
+from hf_patrickstar.tracing.kept_traces import computation_of, key_of
 
 OpsOf = Callable[[frozenset[str]], OpTrace]
 """Finds what a micro-batch does in which these embeddings are looked up at home, by the name of the weight."""
@@ -124,7 +124,7 @@ class Simulation:
 
     script: tuple[Entry, ...]
     traces: tuple[Trace, ...]
-    plans: tuple[Plan, ...]
+    plans: tuple[MovePlan, ...]
     loads: tuple[Load, ...]
     timeline: Timeline
     world_size: int
@@ -464,7 +464,12 @@ class _Simulator:
         return nbytes
 
     def _survey(
-        self, traces: Sequence[Trace], plans: Sequence[Plan], homed: frozenset[int], free: int, reasons: Sequence[str]
+        self,
+        traces: Sequence[Trace],
+        plans: Sequence[MovePlan],
+        homed: frozenset[int],
+        free: int,
+        reasons: Sequence[str],
     ) -> Survey:
         ledger, decisions = self._resources.ledger, self.decisions
         by_kind = {made.kind: (made, plan, Room(free, None, 0, ())) for made, plan in zip(traces, plans, strict=True)}

@@ -21,7 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.planner.adapters import config_of, with_adapters
 from hf_patrickstar.planner.optimizers import MakeOptimizer, find_optimizer
-from hf_patrickstar.planner.quantized import check_quantization, quantize
+from hf_patrickstar.planner.packed_base import check_quantization, quantize
 from hf_patrickstar.tracing.fake import as_fake
 
 TASKS: Mapping[str, Any] = {

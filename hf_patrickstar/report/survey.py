@@ -10,10 +10,10 @@ from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk
-from hf_patrickstar.schedule.plan import Plan
+from hf_patrickstar.schedule.plan import MovePlan
 from hf_patrickstar.schedule.trace import Trace
 
-Followed = Iterable[tuple[Trace, Plan, Room]]
+Followed = Iterable[tuple[Trace, MovePlan, Room]]
 """For each kind of micro-batch its trace, its plan, and the memory that the plan was made for."""
 NON_MODEL = "non-model data"
 """The name of what is on the device and not booked: activations, temporaries, memory of other programs."""
@@ -94,7 +94,7 @@ class Tide:
 
     @classmethod
     def of(
-        cls, trace: Trace, plan: Plan, room: Room, limit_nbytes: int, parameters: Mapping[int, Sequence[str]]
+        cls, trace: Trace, plan: MovePlan, room: Room, limit_nbytes: int, parameters: Mapping[int, Sequence[str]]
     ) -> "Tide":
         """The tide of a step.
 

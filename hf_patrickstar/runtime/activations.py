@@ -27,9 +27,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.memory.streams import Copy
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.model.live_parameter import storage_key
+from hf_patrickstar.model.operands import KeptOperand, check_version
 from hf_patrickstar.runtime.chunk import Device
-from hf_patrickstar.runtime.live_parameter import storage_key
-from hf_patrickstar.runtime.operands import KeptOperand, check_version
 from hf_patrickstar.schedule.offload import Asked
 from hf_patrickstar.schedule.trace import Trace
 from hf_patrickstar.units import MIB

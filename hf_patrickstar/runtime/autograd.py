@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.memory.operators import unseen
+from hf_patrickstar.model.live_parameter import RAW, LiveMixin, storage_key
+from hf_patrickstar.model.operands import KeptOperand, check_version
 from hf_patrickstar.runtime.listener import ModelListener
-from hf_patrickstar.runtime.live_parameter import RAW, LiveMixin, storage_key
-from hf_patrickstar.runtime.operands import KeptOperand, check_version
 
 _PACKAGE = __name__.partition(".")[0]
 

@@ -37,9 +37,10 @@ from torch._C._autograd import _profiler_enabled
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from hf_patrickstar.common.interrupts import held_back
+from hf_patrickstar.common.states import TensorState
 from hf_patrickstar.counts import Counts
 from hf_patrickstar.errors import BudgetError, DeviceMemoryError
-from hf_patrickstar.interrupts import held_back
 from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import MASTER, TensorSpec
 from hf_patrickstar.memory.lanes import Ticket
@@ -47,7 +48,7 @@ from hf_patrickstar.memory.meters import Meter
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import Copy, Streams
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime.live_parameter import (
+from hf_patrickstar.model.live_parameter import (
     LiveMixin,
     can_answer,
     released_type,
@@ -57,7 +58,6 @@ from hf_patrickstar.runtime.live_parameter import (
 )
 from hf_patrickstar.runtime.ranges import named
 from hf_patrickstar.schedule.clock import Lane
-from hf_patrickstar.states import TensorState
 
 GRADIENTS = "gradients"
 STAGING = "staging"

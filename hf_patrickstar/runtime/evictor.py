@@ -6,14 +6,14 @@ Kept buffers go first, then copies of chunks, then gradients on their way to the
 import dataclasses
 from collections.abc import Callable, Iterable
 
+from hf_patrickstar.common.shortage import Shortage
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import DeviceMemoryError, Later
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk, Device
-from hf_patrickstar.runtime.placement import Placement
+from hf_patrickstar.runtime.home_mover import HomeMover
 from hf_patrickstar.runtime.tracer import Tracer
 from hf_patrickstar.schedule.eviction import Chooser
-from hf_patrickstar.shortage import Shortage
 from hf_patrickstar.units import format_nbytes
 
 
@@ -73,7 +73,7 @@ class Evictor:
     """
 
     def __init__(
-        self, device: Device, tracer: Tracer, placement: Placement, advise: Callable[[], str], policy: MovePolicy
+        self, device: Device, tracer: Tracer, placement: HomeMover, advise: Callable[[], str], policy: MovePolicy
     ) -> None:
         self._device, self._pool, self._ledger = device, device.pool, device.ledger
         self._tracer, self._placement, self._advise = tracer, placement, advise

@@ -24,15 +24,15 @@ from typing import Literal
 
 import torch
 
+from hf_patrickstar.common.interrupts import held_back
 from hf_patrickstar.errors import BudgetError, EngineError
-from hf_patrickstar.interrupts import held_back
 from hf_patrickstar.layout.specs import GRADIENT, MASTER
 from hf_patrickstar.memory.streams import Copy, Hold
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.model.live_parameter import take_raw_grad
 from hf_patrickstar.runtime.chunk import Chunk, Device, GradientPlace, ManagedParameter
 from hf_patrickstar.runtime.evictor import Evictor
 from hf_patrickstar.runtime.gradient_ring import GradientRing, most_nbytes
-from hf_patrickstar.runtime.live_parameter import take_raw_grad
 from hf_patrickstar.runtime.norms import Norms
 from hf_patrickstar.runtime.values import Values
 from hf_patrickstar.schedule.clock import Lane

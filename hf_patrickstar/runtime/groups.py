@@ -12,8 +12,9 @@ from collections.abc import Iterable
 
 import torch
 
+from hf_patrickstar.common.states import Stage
 from hf_patrickstar.dist.collectives import Collectives
-from hf_patrickstar.dist.order import Collective, Order, Subject
+from hf_patrickstar.dist.order import Collective, CollectiveKind, Order
 from hf_patrickstar.memory.lanes import Ticket
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import GRADIENTS, STAGING, Chunk, Device, ManagedParameter
@@ -24,7 +25,6 @@ from hf_patrickstar.runtime.mirrors import GradientMirrors
 from hf_patrickstar.runtime.ranges import named
 from hf_patrickstar.runtime.tracer import Step, Tracer
 from hf_patrickstar.schedule.plan import Actions
-from hf_patrickstar.states import Stage
 
 
 class Groups(Executor):
@@ -110,9 +110,9 @@ class Groups(Executor):
         if chunk.compute is None or step is None:  # between steps others may lack it
             if step is not None and step.plan is not None:
                 self._reduce_due(step)  # the others do these before they hear of what no plan has
-            self._ask(Subject.GATHER, chunk.spec.index, caller)
+            self._ask(CollectiveKind.GATHER, chunk.spec.index, caller)
             while chunk.compute is None:  # it left for what another process asked for at the same time
-                self._ask(Subject.GATHER, chunk.spec.index, caller)
+                self._ask(CollectiveKind.GATHER, chunk.spec.index, caller)
         self._needed = None
         if not is_followed or ledger.available(Tier.DEVICE, measures=False) < 0:
             self.shrink_to_budget(chunk, caller)
@@ -158,10 +158,10 @@ class Groups(Executor):
             return
         step = self._tracer.step
         if step is None or step.plan is None:
-            self._ask(Subject.REDUCE, chunk.spec.index, "its gradients, which are complete")
+            self._ask(CollectiveKind.REDUCE, chunk.spec.index, "its gradients, which are complete")
             return
         while step.due and self._is_complete(self._chunks[step.due[0]]):
-            self._perform_planned(Subject.REDUCE, step.due.pop(0))
+            self._perform_planned(CollectiveKind.REDUCE, step.due.pop(0))
 
     def _is_complete(self, chunk: Chunk) -> bool:
         return len(self._stored.get(chunk.spec.index, ())) == self._num_expected[chunk.spec.index]
@@ -245,7 +245,7 @@ class Groups(Executor):
             if phase is not Stage.FORWARD:  # what the last visit of a forward is followed by is not complete yet
                 self._reduce_due(step)
         while is_backward and self._buffers:  # what others ask for at the same time is done too
-            self._ask(Subject.REDUCE, min(self._buffers), "gradients that no plan expects")
+            self._ask(CollectiveKind.REDUCE, min(self._buffers), "gradients that no plan expects")
         is_diverged, is_recorded = step is not None and step.is_diverged, step is not None and step.is_recorded
         indices = sorted(self.found) if is_backward else []
         while (ended := self._order.end(phase, indices, is_diverged=is_diverged, is_recorded=is_recorded)).collectives:
@@ -295,13 +295,13 @@ class Groups(Executor):
                 with self._pool.ledger.one_reading():
                     self._evictor.evict_if_unused(actions.evict)
                     for index in actions.load:
-                        self._perform_planned(Subject.GATHER, index)
+                        self._perform_planned(CollectiveKind.GATHER, index)
             step.due = list(actions.reduce)
 
     def _reduce_due(self, step: Step) -> None:
         """Executes what is left of the reductions of the moment that the plan has come to."""
         while step.due:
-            self._perform_planned(Subject.REDUCE, step.due.pop(0))
+            self._perform_planned(CollectiveKind.REDUCE, step.due.pop(0))
 
     def _end_of_phase(self, step: Step, is_forward: bool) -> int:
         """The moment of the plan up to which what is running now may go."""
@@ -311,12 +311,12 @@ class Groups(Executor):
             return ends[len(step.forward_ends)] if len(step.forward_ends) < len(ends) else step.num_followed
         return len(step.plan.moments)
 
-    def _ask(self, subject: Subject, index: int, caller: str) -> None:
+    def _ask(self, subject: CollectiveKind, index: int, caller: str) -> None:
         """Does a collective that no plan has, with all that other processes ask for at the same time."""
         is_in_step = self.in_backward or self._tracer.step is not None
         self.perform(self._order.ask(Collective(subject, index), caller, is_in_step=is_in_step))
 
-    def _perform_planned(self, subject: Subject, index: int) -> None:
+    def _perform_planned(self, subject: CollectiveKind, index: int) -> None:
         collective, chunk = Collective(subject, index), self._chunks[index]
         self._order.check(collective, chunk.dtype, chunk.spec.chunk_numel)
         self.perform([collective])
@@ -325,4 +325,4 @@ class Groups(Executor):
         """Does what all processes do now."""
         for subject, index in collectives:
             with named(subject.name.lower(), index):
-                (self._gather if subject is Subject.GATHER else self._reduce)(index)
+                (self._gather if subject is CollectiveKind.GATHER else self._reduce)(index)

@@ -18,11 +18,10 @@ from torch._C._autograd import _profiler_enabled, _top_saved_tensors_default_hoo
 from torch._C._functorch import peek_interpreter_stack
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from hf_patrickstar.common.states import Stage
 from hf_patrickstar.memory.operators import unseen
-from hf_patrickstar.runtime.autograd import Autograd, may_keep, refuse_reentrant
-from hf_patrickstar.runtime.casting import Casting
-from hf_patrickstar.runtime.chunk import ManagedParameter
-from hf_patrickstar.runtime.compiled import (
+from hf_patrickstar.model.casting import Casting
+from hf_patrickstar.model.compiled import (
     NAMES_OF_CALLS,
     CompiledCall,
     calls_of,
@@ -31,13 +30,14 @@ from hf_patrickstar.runtime.compiled import (
     is_compiled,
     may_be_traced,
 )
+from hf_patrickstar.model.live_parameter import GET_GRAD, RAW, SET_GRAD, LiveMixin, raw_data, requires_grad
+from hf_patrickstar.model.model_set import roots_of
+from hf_patrickstar.model.quantized import PackedLayers, parameters_of
+from hf_patrickstar.runtime.autograd import Autograd, may_keep, refuse_reentrant
+from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.runtime.frames import Call, Frame
 from hf_patrickstar.runtime.listener import ModelListener
-from hf_patrickstar.runtime.live_parameter import GET_GRAD, RAW, SET_GRAD, LiveMixin, raw_data, requires_grad
-from hf_patrickstar.runtime.model_set import roots_of
-from hf_patrickstar.runtime.quantized import PackedLayers, parameters_of
 from hf_patrickstar.schedule.trace import input_shapes
-from hf_patrickstar.states import Stage
 
 # A name of the module is found faster than a member of an enum.
 _FORWARD, _BACKWARD, _EVALUATION = Stage.FORWARD, Stage.BACKWARD, Stage.EVALUATION

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
+from hf_patrickstar.model.lock import EngineLock
 from hf_patrickstar.runtime.frames import Call, Frame, Frames, Lookup
-from hf_patrickstar.runtime.lock import EngineLock
 from hf_patrickstar.schedule.trace import Shapes
 
 

@@ -8,12 +8,12 @@ import torch
 
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.memory.operators import unseen
-from hf_patrickstar.runtime import captures
+from hf_patrickstar.model import captures
+from hf_patrickstar.model.model_set import roots_of
 from hf_patrickstar.runtime.autograd import Autograd
 from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.runtime.live_tensor import LiveManaged, LiveWeights, cannot_share
 from hf_patrickstar.runtime.manager import ChunkManager
-from hf_patrickstar.runtime.model_set import roots_of
 
 _HOOK_DICTIONARIES = tuple(name for name in vars(torch.nn.Module()) if "_hooks" in name)
 

@@ -9,14 +9,11 @@ from typing import Any, Protocol
 import torch
 from torch._C._functorch import peek_interpreter_stack
 
+from hf_patrickstar.common.states import Stage
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.memory.operators import unseen
-from hf_patrickstar.runtime.autograd import Autograd, may_keep, refuse_reentrant
-from hf_patrickstar.runtime.chunk import GradientPlace, ManagedParameter
-from hf_patrickstar.runtime.compiled import stand_in
-from hf_patrickstar.runtime.gradients import Gradients, consumed
-from hf_patrickstar.runtime.listener import ModelListener
-from hf_patrickstar.runtime.live_parameter import (
+from hf_patrickstar.model.compiled import stand_in
+from hf_patrickstar.model.live_parameter import (
     GET_GRAD,
     RAW,
     WITHOUT_VALUE,
@@ -30,10 +27,13 @@ from hf_patrickstar.runtime.live_parameter import (
     set_raw_grad,
     storage_key,
 )
+from hf_patrickstar.model.quantized import is_packed
+from hf_patrickstar.runtime.autograd import Autograd, may_keep, refuse_reentrant
+from hf_patrickstar.runtime.chunk import GradientPlace, ManagedParameter
+from hf_patrickstar.runtime.gradients import Gradients, consumed
+from hf_patrickstar.runtime.listener import ModelListener
 from hf_patrickstar.runtime.manager import ChunkManager
-from hf_patrickstar.runtime.quantized import is_packed
 from hf_patrickstar.runtime.values import as_it_is
-from hf_patrickstar.states import Stage
 
 _Tensor: Any = torch.Tensor
 _DATA = _Tensor.data.__get__

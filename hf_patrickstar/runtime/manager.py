@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 
+from hf_patrickstar.common.states import Stage
 from hf_patrickstar.counts import Counts
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.dist.order import Order
@@ -30,6 +31,8 @@ from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import Copy, DeviceStreams, Streams
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.model.live_parameter import GET_GRAD, RAW, SET_GRAD, set_raw_grad
+from hf_patrickstar.model.lock import EngineLock
 from hf_patrickstar.runtime.activations import Activations, KeptActivation
 from hf_patrickstar.runtime.autograd import drop_failed_graph
 from hf_patrickstar.runtime.chunk import Chunk, Device, GradientPlace, ManagedParameter
@@ -38,12 +41,10 @@ from hf_patrickstar.runtime.executor import Executor
 from hf_patrickstar.runtime.frames import Call, Frame, Frames, Lookup
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.groups import Groups
-from hf_patrickstar.runtime.live_parameter import GET_GRAD, RAW, SET_GRAD, set_raw_grad
-from hf_patrickstar.runtime.lock import EngineLock
+from hf_patrickstar.runtime.home_mover import HomeMover
 from hf_patrickstar.runtime.mirrors import GradientMirrors, ValueMirrors
 from hf_patrickstar.runtime.originals import Originals
 from hf_patrickstar.runtime.parameters import Parameters, SavedView
-from hf_patrickstar.runtime.placement import Placement
 from hf_patrickstar.runtime.ranges import named, phase
 from hf_patrickstar.runtime.steps import Estimated, Steps
 from hf_patrickstar.runtime.tracer import Tracer
@@ -54,7 +55,6 @@ from hf_patrickstar.schedule.estimate import Estimate
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.placement import ChunkBytes
 from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace
-from hf_patrickstar.states import Stage
 
 _MOST_ESTIMATES = 3
 """How often a step is estimated, at most: where embeddings are looked up may change what it does."""
@@ -121,7 +121,7 @@ class ChunkManager:
         # Where chunks are, and how they move.
         self.tracer = tracer = Tracer(device, order, known)
         self.activations = activations = Activations(device, estimate.offload)
-        self.placement = Placement(chunks, pool.ledger, tracer, reserve, estimate, margin, activations)
+        self.placement = HomeMover(chunks, pool.ledger, tracer, reserve, estimate, margin, activations)
         self.placement.settle_lookups(known.lookups)
         self.evictor = evictor = Evictor(device, tracer, self.placement, advise, policy)
         # Where gradients are.
@@ -137,7 +137,7 @@ class ChunkManager:
         # What happens when.
         self.steps = Steps(device, tracer, order, executor, evictor, activations, policy, num_micro_batches)
         self.lock, self.frames = EngineLock(), Frames()
-        self.parameters = Parameters(device, executor, self.steps, self.gradients, self.writes, self.lock, activations)
+        self.parameters = Parameters(device, executor, self.gradients, self.writes, self.lock, activations)
         self.tensors, self.by_index = self.parameters.tensors, self.parameters.by_index
         self.pack = self.parameters.pack
         self.has_new_groups = False

@@ -39,7 +39,7 @@ class Origin(Protocol):
         """
 
 
-class _Kept:
+class _OnHost:
     """An ``Origin`` in host memory, with this rank's part of a value."""
 
     def __init__(self, buffer: torch.Tensor, first: int) -> None:
@@ -118,11 +118,11 @@ class Originals:
             why = f"host_budget has {have} left, too little for all bits of frozen parameters that no file has"
             self._lose(tensor, why, f"; '{tensor.spec.name}' needs {format_need(own.nbytes)}")
             return
-        tensor.origin = _Kept(buffer.copy_(own), tensor.part[0])
+        tensor.origin = _OnHost(buffer.copy_(own), tensor.part[0])
 
     def drop(self, tensor: ManagedParameter) -> None:
         """Forgets the origin of a parameter."""
-        if isinstance(tensor.origin, _Kept):
+        if isinstance(tensor.origin, _OnHost):
             self._pool.release(Tier.HOST, tensor.origin.buffer, _OWNER, keep=False)
         tensor.origin = None
 

@@ -19,12 +19,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from hf_patrickstar.errors import DeviceMemoryError, EngineError
 from hf_patrickstar.layout.specs import MASTER
 from hf_patrickstar.memory.operators import has_modes_of_users, unseen
-from hf_patrickstar.runtime.activations import Activations
-from hf_patrickstar.runtime.chunk import Device, Epoch, GradientPlace, ManagedParameter
-from hf_patrickstar.runtime.executor import Executor
-from hf_patrickstar.runtime.frames import Lookup
-from hf_patrickstar.runtime.gradients import Gradients
-from hf_patrickstar.runtime.live_parameter import (
+from hf_patrickstar.model.live_parameter import (
     RAW,
     SET_DATA,
     Guard,
@@ -35,9 +30,13 @@ from hf_patrickstar.runtime.live_parameter import (
     set_data_inside,
     storage_key,
 )
-from hf_patrickstar.runtime.lock import EngineLock, pauses_s
-from hf_patrickstar.runtime.operands import KeptOperand
-from hf_patrickstar.runtime.steps import Steps
+from hf_patrickstar.model.lock import EngineLock, pauses_s
+from hf_patrickstar.model.operands import KeptOperand
+from hf_patrickstar.runtime.activations import Activations
+from hf_patrickstar.runtime.chunk import Device, Epoch, GradientPlace, ManagedParameter
+from hf_patrickstar.runtime.executor import Executor
+from hf_patrickstar.runtime.frames import Lookup
+from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.writes import Writes
 
 _PARAM = GradientPlace.PARAM  # a name of the module is found faster than a member of an enum
@@ -70,7 +69,6 @@ class Parameters:
     Args:
         device: Finds the chunk that a storage belongs to.
         executor: Brings chunks to the device, if they move at all.
-        steps: Counts updates.
         gradients: Makes way for a value that is needed while a gradient is in its place.
         writes: Takes over what users wrote to a parameter.
         engine_lock: Knows whether other threads may read parameters.
@@ -88,7 +86,6 @@ class Parameters:
         self,
         device: Device,
         executor: Executor,
-        steps: Steps,
         gradients: Gradients,
         writes: Writes,
         engine_lock: EngineLock,
@@ -101,7 +98,7 @@ class Parameters:
         self.held_outside_forward: list[ManagedParameter] = []
         self.by_parameter: dict[int, ManagedParameter] = {}
         self._find_chunk = device.by_storage.get
-        self._steps = steps
+        self._device = device
         self._executor = executor
         self._visit = executor.visit
         self._gradients = gradients
@@ -231,7 +228,7 @@ class Parameters:
                     pause_s = next(pauses)
                     # Another thread may free a chunk; where the system refused memory, none will.
                     if not pause_s or error.__cause__ is not None or not self._is_held_elsewhere():
-                        self._steps.give_up()
+                        self._device.meter.pause()  # torch does not tell the end of a backward that raises
                         raise
             if tensor is not None:
                 time.sleep(pause_s)
@@ -300,7 +297,7 @@ class Parameters:
             with self._lock:
                 return self._bring(tensor, caller)
         except DeviceMemoryError:
-            self._steps.give_up()
+            self._device.meter.pause()  # torch does not tell the end of a backward that raises
             raise
 
     def _bring(self, tensor: ManagedParameter, caller: str) -> torch.Tensor:
@@ -357,7 +354,7 @@ class Parameters:
             epoch = Epoch()
             tensor.epoch = weakref.ref(epoch)
         saved.tensor, saved.epoch = tensor, epoch
-        saved.num_writes, saved.num_updates = tensor.num_writes, self._steps.num_updates
+        saved.num_writes, saved.num_updates = tensor.num_writes, self._device.counts.steps
         return saved
 
     def unpack(self, saved: SavedView) -> torch.Tensor:
@@ -374,7 +371,7 @@ class Parameters:
             value = value.to(tensor.original_dtype if saved.is_exact else tensor.chunk.dtype)
             return value.as_strided(saved.size, saved.stride, saved.offset - tensor.offset_numel)
         if saved.num_writes != tensor.num_writes:
-            by_whom = "in place" if saved.num_updates == self._steps.num_updates else "by the optimizer"
+            by_whom = "in place" if saved.num_updates == self._device.counts.steps else "by the optimizer"
             raise EngineError(
                 f"parameter '{tensor.spec.name}' was changed {by_whom} between this forward and its backward; call "
                 "backward before the change"

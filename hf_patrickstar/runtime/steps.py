@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hf_patrickstar.common.states import Stage
 from hf_patrickstar.counts import Counts
 from hf_patrickstar.dist.order import Beginning, Order, Room
 from hf_patrickstar.errors import BudgetError, Later
@@ -21,10 +22,9 @@ from hf_patrickstar.runtime.frames import Call
 from hf_patrickstar.runtime.groups import Groups
 from hf_patrickstar.runtime.ranges import named
 from hf_patrickstar.runtime.tracer import Step, Tracer
-from hf_patrickstar.schedule.plan import Plan, chunkable_nbytes, make_plan
+from hf_patrickstar.schedule.plan import MovePlan, chunkable_nbytes, make_plan
 from hf_patrickstar.schedule.script import Part
 from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace
-from hf_patrickstar.states import Stage
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +157,6 @@ class Steps:
         self.order = order
         self.num_micro_batches = num_micro_batches
         self.micro_batch = 0  # those since the optimizer's step
-        self.num_updates = 0  # of all optimizers
         self.durations = Durations(device.counts)
         self.peaks = (0, 0, 0)  # bytes in the last step: chunks on the device, all on the device, on the host
         self.policy = policy
@@ -167,7 +166,7 @@ class Steps:
         self._groups = executor if isinstance(executor, Groups) else None
         self._activations = activations
         self._prefetch_depth = 0 if policy.evict_all else policy.prefetch_depth
-        self._plans: dict[str, tuple[Trace, _Situation, Plan | None]] = {}
+        self._plans: dict[str, tuple[Trace, _Situation, MovePlan | None]] = {}
         self.estimator: EstimateStep | None = None
         self.has_plan = False  # whether the step that began last follows one
 
@@ -322,7 +321,6 @@ class Steps:
         self._finish()
         self.stop_idle_meter()
         ledger = self._pool.ledger
-        self.num_updates += 1
         self.peaks = (ledger.step_peak(Tier.DEVICE), ledger.total_step_peak, ledger.step_peak(Tier.HOST))
         ledger.begin_step()
         num_micro_batches, self.micro_batch = self.micro_batch, 0
@@ -337,10 +335,6 @@ class Steps:
         self.tracer.abandon()
         self.stop_idle_meter()
         self._executor.expect(None)
-
-    def give_up(self) -> None:
-        """Stops measuring: the step has failed, and torch does not tell the end of a backward that raises."""
-        self._meter.pause()
 
     def stop_idle_meter(self) -> None:
         """Takes the meter off this thread if no step is running; called outside of backward."""
@@ -360,7 +354,7 @@ class Steps:
         self._executor.expect(step)
 
     @property
-    def followed(self) -> list[tuple[Trace, Plan, Room]]:
+    def followed(self) -> list[tuple[Trace, MovePlan, Room]]:
         """The latest plan of each kind of micro-batch, with its trace and the memory that it was made for."""
         latest = {}
         for trace, (room, *_), plan in list(self._plans.values()):  # another thread may add plans
@@ -380,7 +374,7 @@ class Steps:
             tuple(chunk.spec.index for chunk in resident),
         )
 
-    def _plan(self, trace: Trace, dropped_after: frozenset[int], room: Room) -> Plan | None:
+    def _plan(self, trace: Trace, dropped_after: frozenset[int], room: Room) -> MovePlan | None:
         """The plan of a step that begins now; the last one of its kind if everything is as it was then."""
         static = frozenset([chunk.spec.index for chunk in self._chunks if chunk.is_static])
         indices = room.resident

@@ -10,7 +10,7 @@ from hf_patrickstar.dist.order import Order
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import GRADIENTS, Device
 from hf_patrickstar.schedule.known import KnownTraces
-from hf_patrickstar.schedule.plan import Plan
+from hf_patrickstar.schedule.plan import MovePlan
 from hf_patrickstar.schedule.trace import Cursor, Shapes, StepKind, Trace, Visit, trace_key
 
 NOTHING_KNOWN = KnownTraces()
@@ -43,7 +43,7 @@ class Step:
     dropped_after: frozenset[int]
     cursor: Cursor | None = None
     is_diverged: bool = False
-    plan: Plan | None = None
+    plan: MovePlan | None = None
     is_metered: bool = True
     is_measured: bool = False
     is_void: bool = False

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 import torch
 
 from hf_patrickstar.layout.specs import MASTER
+from hf_patrickstar.model.live_parameter import LiveMixin, raw_data, set_raw_data, storage_key
 from hf_patrickstar.runtime.chunk import GradientPlace, ManagedParameter
 from hf_patrickstar.runtime.gradients import Gradients
-from hf_patrickstar.runtime.live_parameter import LiveMixin, raw_data, set_raw_data, storage_key
 from hf_patrickstar.runtime.mirrors import Fingerprint, GradientMirrors, ValueMirrors
 from hf_patrickstar.runtime.values import Values
 

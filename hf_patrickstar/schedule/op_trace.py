@@ -14,7 +14,7 @@ repeat runs with a few of them; see [Note: blocks that repeat].
 
 import dataclasses
 
-from hf_patrickstar.schedule.script import Begin, BlockingCopy, HostWork, Kernel
+from hf_patrickstar.schedule.script import Begin, BlockingCopy, DeviceOp, HostWork
 from hf_patrickstar.schedule.trace import Shapes
 
 
@@ -179,7 +179,7 @@ class LeaveBackward:
 
 _OfParameters = Acquire | Release | Need | LookedUp | LetGo | Gradient
 _OfMemory = Allocate | Free | Kept | Wanted
-_OfOperators = Kernel | HostWork | BlockingCopy
+_OfOperators = DeviceOp | HostWork | BlockingCopy
 Note = Begin | EnterForward | LeaveForward | LeaveBackward | _OfParameters | _OfMemory | _OfOperators
 
 

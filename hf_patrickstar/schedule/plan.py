@@ -37,7 +37,7 @@ class Actions:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Plan:
+class MovePlan:
     """What moves when in one step.
 
     Attributes:
@@ -89,7 +89,7 @@ def make_plan(
     static: frozenset[int] = frozenset(),
     prefetch_depth: int = 0,
     reshard_after_forward: bool = False,
-) -> Plan:
+) -> MovePlan:
     """Plans a step; see [Note: planning in passes].
 
     Args:
@@ -121,7 +121,7 @@ def make_plan(
         for leave, evict, load, visit in zip(draft.leave, draft.evict, draft.load, trace.visits, strict=True)
     )
     offloaded = tuple(activation.nbytes for activation in trace.offloaded)
-    return Plan(moments, draft.resident, tuple(draft.used), offloaded)
+    return MovePlan(moments, draft.resident, tuple(draft.used), offloaded)
 
 
 def repeated_plans(
@@ -134,7 +134,7 @@ def repeated_plans(
     prefetch_depth: int = 0,
     reshard_after_forward: bool = False,
     repetitions: int = 3,
-) -> list[Plan]:
+) -> list[MovePlan]:
     """The plans of a step's micro-batches when the step was repeated, from an empty device.
 
     Args:
@@ -153,7 +153,7 @@ def repeated_plans(
     """
     chooser = Chooser(policy)
     resident: dict[int, int] = {}
-    plans: list[Plan] = []
+    plans: list[MovePlan] = []
     last = len(traces) - 1
     begin: list[int] | None = None
     for _ in range(repetitions):

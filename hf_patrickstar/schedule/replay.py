@@ -4,16 +4,16 @@ from collections.abc import Iterable, Sequence
 
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.schedule.clock import Clock, Lane, Mark, Timeline
-from hf_patrickstar.schedule.plan import Plan
+from hf_patrickstar.schedule.plan import MovePlan
 from hf_patrickstar.schedule.script import (
     Await,
     Begin,
     BlockingCopy,
+    DeviceOp,
     Entry,
     HostWork,
     Join,
     Keep,
-    Kernel,
     Load,
     Message,
     Part,
@@ -48,10 +48,10 @@ class Player:
         self._launch_ns = machine.operator_ns
         # How long kernels take, and what their launches are called, by the id of the kernel; how long operators take,
         # by the id of their tuple. Nothing else has the id while the object is here.
-        self._kernels: dict[int, tuple[Kernel, int, str]] = {}
+        self._kernels: dict[int, tuple[DeviceOp, int, str]] = {}
         self._works: dict[int, tuple[tuple[HostWork, ...], int]] = {}
 
-    def kernel(self, work: Kernel) -> None:
+    def kernel(self, work: DeviceOp) -> None:
         """The host launches an operator on the device."""
         machine, clock = self.machine, self.clock
         known = self._kernels.get(id(work))
@@ -171,7 +171,7 @@ def lane_of(*, to_device: bool) -> Lane:
     return Lane.TO_DEVICE if to_device else Lane.TO_HOST
 
 
-def replay(script: Sequence[Entry], plans: Sequence[Plan], loads: Sequence[Load], machine: Machine) -> Timeline:
+def replay(script: Sequence[Entry], plans: Sequence[MovePlan], loads: Sequence[Load], machine: Machine) -> Timeline:
     """Replays a step by the plans of its micro-batches.
 
     Args:
@@ -197,14 +197,14 @@ def device_ns(script: Iterable[Entry], machine: Machine) -> list[tuple[Part, int
     for entry in script:
         if isinstance(entry, Begin):
             parts.append((entry.part, 0))
-        elif isinstance(entry, Kernel):
+        elif isinstance(entry, DeviceOp):
             part, nanoseconds = parts[-1]
             parts[-1] = (part, nanoseconds + entry.duration_ns(machine))
     return parts
 
 
 class _Replay:
-    def __init__(self, plans: Sequence[Plan], loads: Sequence[Load], machine: Machine) -> None:
+    def __init__(self, plans: Sequence[MovePlan], loads: Sequence[Load], machine: Machine) -> None:
         self._player = Player(machine)
         self._clock = self._player.clock
         self._plans = plans
@@ -223,7 +223,7 @@ class _Replay:
         player, clock = self._player, self._clock
         for entry in script:
             match entry:
-                case Kernel():
+                case DeviceOp():
                     player.kernel(entry)
                 case Reach(index):
                     self._reach(index)

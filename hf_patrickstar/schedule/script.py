@@ -19,7 +19,7 @@ class Part(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Kernel:
+class DeviceOp:
     """An operator on the device.
 
     Attributes:
@@ -198,7 +198,7 @@ class Begin:
 
 
 _OfCopies = Send | Reduce | Join | Keep | Restore
-Entry = Kernel | HostWork | ThreadWork | BlockingCopy | Message | Reach | Await | Begin | _OfCopies
+Entry = DeviceOp | HostWork | ThreadWork | BlockingCopy | Message | Reach | Await | Begin | _OfCopies
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

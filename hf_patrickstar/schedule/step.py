@@ -162,7 +162,7 @@ class _Translation:
             if self._is_inner and isinstance(note, (op_trace.Acquire, op_trace.Release)):
                 continue  # an evaluation is a step of its own
             match note:  # the most frequent first
-                case script.Kernel():
+                case script.DeviceOp():
                     self._script.append(note)
                 case op_trace.Allocate(storages):
                     self._allocate(storages)
@@ -326,12 +326,12 @@ class _Translation:
         """Takes a gradient, or this process's average, to its home; ``storage`` has it if it is non-model data."""
         chunk, dtype = self._chunk_of[spec.index], spec.types.param
         if self._rules.has_norms and not self._accumulates:
-            self._script.append(script.Kernel("norm", 0, nbytes, dtype))
+            self._script.append(script.DeviceOp("norm", 0, nbytes, dtype))
         numel = nbytes // spec.types.itemsize
         if chunk in self._rules.device_homed:
             reads = 0 if self._kind in (StepKind.TRAINING, StepKind.FIRST) else numel * _SUM_ITEMSIZE
             width = _SUM_ITEMSIZE if self._accumulates else spec.types.itemsize
-            self._script.append(script.Kernel("store a gradient", 0, nbytes + reads + numel * width, dtype))
+            self._script.append(script.DeviceOp("store a gradient", 0, nbytes + reads + numel * width, dtype))
             return
         number = next(self._numbers)
         self._script.append(script.Send(chunk, nbytes, False))
@@ -376,7 +376,7 @@ class _Translation:
         self._buffers_peak = max(self._buffers_peak, sum(self._buffers.values()) + self._leaving_nbytes)
         stored = self._stored.setdefault(chunk, set())
         stored.add(spec.index)
-        self._script.append(script.Kernel("store a gradient", 0, 2 * nbytes, spec.types.param))
+        self._script.append(script.DeviceOp("store a gradient", 0, 2 * nbytes, spec.types.param))
         if len(stored) == sum(self._tensors[index].trainable for index in self._chunks[chunk].tensor_indices):
             self._reduce(chunk)
 
@@ -485,8 +485,8 @@ def _update(ops: op_trace.OpTrace, places: Places, rules: StepRules) -> Iterator
             continue
         if index in rules.device_homed:
             dtype = places.chunks[index].types.state
-            yield from itertools.repeat(script.Kernel(work.name, 0, 0, dtype), max(work.num_calls, _LAUNCHES) - 1)
-            yield script.Kernel(work.name, work.flops, work.nbytes, dtype)
+            yield from itertools.repeat(script.DeviceOp(work.name, 0, 0, dtype), max(work.num_calls, _LAUNCHES) - 1)
+            yield script.DeviceOp(work.name, work.flops, work.nbytes, dtype)
         elif rules.overlaps_update:
             yield script.ThreadWork((work,), frozenset({index}), ())
         else:

@@ -128,7 +128,7 @@ def estimate_script(
         if not work.own_numel:
             continue
         if index in at_home:
-            entries.append(script.Kernel("update", 0, ADAM_NBYTES * work.own_numel, "float32"))
+            entries.append(script.DeviceOp("update", 0, ADAM_NBYTES * work.own_numel, "float32"))
             continue
         operator = script.HostWork("update", 0, work.update_nbytes * work.own_numel)
         entries.append(script.ThreadWork((operator,), frozenset({index}), ()) if overlaps_update else operator)
@@ -158,7 +158,7 @@ def _micro_batch(
     ):
         yield script.Begin(part)
         # By chunk: a player knows how long a kernel takes that it has met before.
-        kernels: dict[int, script.Kernel] = {}
+        kernels: dict[int, script.DeviceOp] = {}
         visits = trace.visits[begin:stop]
         counts = collections.Counter(visit.chunk_index for visit in visits)
         for moment, visit in enumerate(visits, begin):
@@ -166,7 +166,7 @@ def _micro_batch(
             yield script.Reach(index)
             if index not in kernels:
                 share = work.matrix_numel // counts[index]
-                kernels[index] = script.Kernel("compute", 2 * products * rows * share, 0, work.dtype)
+                kernels[index] = script.DeviceOp("compute", 2 * products * rows * share, 0, work.dtype)
             yield kernels[index]
             yield from kept.get(moment, ())
             if part is script.Part.BACKWARD:

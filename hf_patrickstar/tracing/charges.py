@@ -16,9 +16,9 @@ import torch
 
 from hf_patrickstar.memory.operators import tensors_among
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime.live_parameter import storage_key
+from hf_patrickstar.model.live_parameter import storage_key
 from hf_patrickstar.schedule.placement import NEW_MEMORY
-from hf_patrickstar.schedule.script import BlockingCopy, HostWork, Kernel
+from hf_patrickstar.schedule.script import BlockingCopy, DeviceOp, HostWork
 from hf_patrickstar.tracing.costs import Cost, read_operands, written_operands
 from hf_patrickstar.tracing.timing import OperatorTimes
 
@@ -71,7 +71,7 @@ class Charges:
 
     def charge(
         self, operator: Any, args: Any, kwargs: dict[str, Any], result: Any, cost: Cost
-    ) -> Iterator[Kernel | HostWork | BlockingCopy]:
+    ) -> Iterator[DeviceOp | HostWork | BlockingCopy]:
         """What an operator costs that has run, in the order in which it takes time.
 
         Args:
@@ -97,7 +97,7 @@ class Charges:
         elif len(tiers) > 1:  # on a device somebody would have copied these first
             target = self.tier_of(written[0]) if written else Tier.DEVICE
             yield self._copy_over(tensors, target)
-            yield on_host if target is Tier.HOST else Kernel(name, *cost)
+            yield on_host if target is Tier.HOST else DeviceOp(name, *cost)
         elif tiers == {Tier.HOST}:
             yield on_host
             for tensor in tensors_among(result):
@@ -105,7 +105,7 @@ class Charges:
         else:
             place = caller() if packet in _ASKS else ""
             measured = None if self._times is None else self._times.find_ns(operator, args, kwargs)
-            yield Kernel(name, *cost, place, measured)
+            yield DeviceOp(name, *cost, place, measured)
 
     def _is_lookup(self, packet: Any, args: Any) -> bool:
         """Whether an embedding reads rows, or adds to them, where its weight is at home; see ``hooks``."""

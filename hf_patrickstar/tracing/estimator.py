@@ -28,29 +28,29 @@ from torch._guards import detect_fake_mode
 from torch.utils._pytree import tree_leaves
 
 from hf_patrickstar.checkpoint.progress import shown
-from hf_patrickstar.decisions import Decisions
 from hf_patrickstar.errors import Later, TraceError
-from hf_patrickstar.homes import Situation
 from hf_patrickstar.layout.packing import Layout
 from hf_patrickstar.layout.specs import TensorSpec, collect_specs
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.needs import describe_least
-from hf_patrickstar.plan_cache import keep_traces
-from hf_patrickstar.resources import SHARE_IN_FLIGHT
-from hf_patrickstar.runtime.casting import Casting
+from hf_patrickstar.model.casting import Casting
+from hf_patrickstar.model.chunked_loss import has_chunked_loss
+from hf_patrickstar.model.quantized import parameters_of
 from hf_patrickstar.runtime.chunk import ManagedParameter
-from hf_patrickstar.runtime.chunked_loss import has_chunked_loss
 from hf_patrickstar.runtime.frames import Call
 from hf_patrickstar.runtime.hooks import has_hooks_of_user
 from hf_patrickstar.runtime.manager import ChunkManager
-from hf_patrickstar.runtime.quantized import parameters_of
 from hf_patrickstar.runtime.steps import Estimated
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.op_trace import EnterForward, LookedUp, OpTrace
 from hf_patrickstar.schedule.step import Places, StepRules, traces_of
 from hf_patrickstar.schedule.trace import Shapes, Trace
+from hf_patrickstar.setup.decisions import Decisions
+from hf_patrickstar.setup.homes import Situation
+from hf_patrickstar.setup.needs import describe_least
+from hf_patrickstar.setup.resources import SHARE_IN_FLIGHT
 from hf_patrickstar.tracing.attention import fused_attention, masks_of_batches
 from hf_patrickstar.tracing.fake import OTHERS_CODE, FakeTensors, copy_without_bytes
+from hf_patrickstar.tracing.kept_traces import keep_traces
 from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
 from hf_patrickstar.tracing.recorder import Setting
 from hf_patrickstar.tracing.unobserved import TRACE_LOCK, unobserved

@@ -39,9 +39,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 from hf_patrickstar.errors import TraceError
+from hf_patrickstar.model.live_parameter import LiveMixin
+from hf_patrickstar.model.quantized import is_packed, packed_type
 from hf_patrickstar.runtime.hooks import tensors_in
-from hf_patrickstar.runtime.live_parameter import LiveMixin
-from hf_patrickstar.runtime.quantized import is_packed, packed_type
 from hf_patrickstar.units import MIB
 
 LIBRARIES = ("torch", "transformers", "peft", "trl", "accelerate")

@@ -12,15 +12,15 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from hf_patrickstar.config import PatrickStarConfig
-from hf_patrickstar.decisions import collect
 from hf_patrickstar.errors import TraceError
 from hf_patrickstar.layout.specs import TensorSpec
-from hf_patrickstar.precision import choose_precision
-from hf_patrickstar.runtime.casting import Casting
-from hf_patrickstar.runtime.chunked_loss import chunk_losses, find_heads
+from hf_patrickstar.model.casting import Casting
+from hf_patrickstar.model.chunked_loss import chunk_losses, find_heads
 from hf_patrickstar.schedule.op_trace import LeaveForward, OpTrace
 from hf_patrickstar.schedule.repeats import FEW_BLOCKS, IrregularError, Names, Stack, extend
 from hf_patrickstar.schedule.script import Begin, Part
+from hf_patrickstar.setup.decisions import collect
+from hf_patrickstar.setup.precision import choose_precision
 from hf_patrickstar.tracing.answers import AnsweringMode
 from hf_patrickstar.tracing.recorder import Recorder, Setting
 from hf_patrickstar.tracing.stacks import cut, find_stacks

@@ -10,9 +10,9 @@ import torch
 from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.memory.meters import storages_of
 from hf_patrickstar.memory.operators import tensors_among
+from hf_patrickstar.model.live_parameter import raw_data, released_type, requires_grad, storage_key
+from hf_patrickstar.model.operands import KeptOperand
 from hf_patrickstar.runtime.chunk import torch_dtype
-from hf_patrickstar.runtime.live_parameter import raw_data, released_type, requires_grad, storage_key
-from hf_patrickstar.runtime.operands import KeptOperand
 from hf_patrickstar.schedule import op_trace
 from hf_patrickstar.schedule.trace import Shapes
 
@@ -97,7 +97,7 @@ class SavedOperand(KeptOperand):
         return value.as_strided(self._size, self._stride, self._offset)
 
 
-class Activation(KeptOperand):
+class SavedActivation(KeptOperand):
     """What autograd keeps in place of an operand that is no parameter.
 
     Args:
@@ -182,7 +182,7 @@ class Notes:
         live[key] = number, weakref.ref(owner, forget)
         return number
 
-    def keep(self, operand: torch.Tensor, stand_in: torch.Tensor | None) -> Activation | None:
+    def keep(self, operand: torch.Tensor, stand_in: torch.Tensor | None) -> SavedActivation | None:
         """Autograd keeps an operand that is no parameter.
 
         Args:
@@ -198,7 +198,7 @@ class Notes:
             return None
         number = self._take(stand_in.untyped_storage(), storage_key(stand_in))
         self.add(op_trace.Kept(found[0], number))
-        return Activation(number, stand_in)
+        return SavedActivation(number, stand_in)
 
     def enter_forward(self, shapes: Shapes, present: Iterable[torch.Tensor], *, is_inner: bool) -> None:
         """An outermost forward begins; ``present`` is there already."""

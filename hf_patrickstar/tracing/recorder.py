@@ -17,15 +17,13 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+from hf_patrickstar.common.states import Stage
 from hf_patrickstar.errors import TraceError
 from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.memory.operators import unpacked
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime.activations import LEAST_DIM
-from hf_patrickstar.runtime.casting import Casting
-from hf_patrickstar.runtime.frames import Call, Frame, Frames, Lookup
-from hf_patrickstar.runtime.hooks import ModelHooks
-from hf_patrickstar.runtime.live_parameter import (
+from hf_patrickstar.model.casting import Casting
+from hf_patrickstar.model.live_parameter import (
     RAW,
     Access,
     LiveMixin,
@@ -34,17 +32,19 @@ from hf_patrickstar.runtime.live_parameter import (
     set_raw_grad,
     storage_key,
 )
+from hf_patrickstar.model.lock import EngineLock
+from hf_patrickstar.model.quantized import buffers_of, named_parameters
+from hf_patrickstar.runtime.activations import LEAST_DIM
+from hf_patrickstar.runtime.frames import Call, Frame, Frames, Lookup
+from hf_patrickstar.runtime.hooks import ModelHooks
 from hf_patrickstar.runtime.live_tensor import LiveTensor
-from hf_patrickstar.runtime.lock import EngineLock
-from hf_patrickstar.runtime.quantized import buffers_of, named_parameters
 from hf_patrickstar.schedule import op_trace
 from hf_patrickstar.schedule.script import Begin, Part
 from hf_patrickstar.schedule.trace import Shapes
-from hf_patrickstar.states import Stage
 from hf_patrickstar.tracing.answers import ASKS_VALUE, AnsweringMode, has_no_value
 from hf_patrickstar.tracing.charges import Charges
 from hf_patrickstar.tracing.costs import cost_of
-from hf_patrickstar.tracing.notes import Activation, Notes, SavedOperand, Watched
+from hf_patrickstar.tracing.notes import Notes, SavedActivation, SavedOperand, Watched
 from hf_patrickstar.tracing.timing import OperatorTimes
 
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor"})
@@ -227,7 +227,7 @@ class Recorder(AnsweringMode):
 
     def operand_needed(self, saved: Any) -> torch.Tensor:
         """Notes that backward needs an operand."""
-        if isinstance(saved, Activation):
+        if isinstance(saved, SavedActivation):
             self.notes.add(op_trace.Wanted(saved.number))
             return saved.tensor
         if not saved.is_exact:

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from hf_patrickstar import cores
+from hf_patrickstar.common import cores
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import find_machine
 from hf_patrickstar.memory.tiers import total_host_nbytes

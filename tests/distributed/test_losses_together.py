@@ -7,7 +7,7 @@ from support.fused_losses import LOSSES, loss_of, make
 from support.models import make_batch, make_model
 from support.together import alone, differences, engaged, on_one_rank, parts_of, seed_of, tight, train_as_alone
 
-from hf_patrickstar.runtime.chunked_loss import chunk_losses, find_heads
+from hf_patrickstar.model.chunked_loss import chunk_losses, find_heads
 
 pytestmark = pytest.mark.xdist_group("distributed")  # one worker of pytest-xdist, or each starts processes
 

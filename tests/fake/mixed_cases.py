@@ -28,10 +28,10 @@ from transformers import Adafactor
 from hf_patrickstar import DeviceMemoryError, EngineError, PatrickStarEngine, deferred_weights, units
 from hf_patrickstar.memory import meters
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.model.chunked_loss import chunk_losses, find_heads
+from hf_patrickstar.model.live_parameter import set_raw_data
 from hf_patrickstar.optim.clipping import _stack
 from hf_patrickstar.optim.scaler import ChunkedGradScaler
-from hf_patrickstar.runtime.chunked_loss import chunk_losses, find_heads
-from hf_patrickstar.runtime.live_parameter import set_raw_data
 
 units.LEAST_BUDGET_NBYTES = 1  # as in conftest.py
 

@@ -56,7 +56,7 @@ def over_gloo():
     found |= {"all_gather_single": found[names[0]], "reduce_scatter_single": found[names[1]]}  # as torch will name them
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(dist.ProcessGroupGloo, "name", another_name))
-        stack.enter_context(mock.patch("hf_patrickstar.homes.UNMEASURED_SHARE", 0.0))
+        stack.enter_context(mock.patch("hf_patrickstar.setup.homes.UNMEASURED_SHARE", 0.0))
         if DEVICE == "cpu":
             stack.enter_context(mock.patch("hf_patrickstar.dist.tickets.synchronize"))
         for name, function in found.items():

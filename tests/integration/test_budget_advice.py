@@ -13,7 +13,7 @@ import transformers
 from support.models import make_batch, make_model
 from support.trainers import train
 
-import hf_patrickstar.resources
+import hf_patrickstar.setup.resources
 from hf_patrickstar import BudgetError, DeviceMemoryError, PatrickStarEngine
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.units import parse_nbytes
@@ -270,7 +270,7 @@ def test_chunks_that_are_in_use_together_although_no_module_says_so():
 def test_the_machine_binds_where_no_setting_does(monkeypatch):
     """Then no number is advised: nothing that can be set would help."""
     small = {Tier.DEVICE: 5000, Tier.HOST: 10**9}
-    monkeypatch.setattr(hf_patrickstar.resources, "resolve_budgets", lambda *args: dict(small))
+    monkeypatch.setattr(hf_patrickstar.setup.resources, "resolve_budgets", lambda *args: dict(small))
     with pytest.raises(BudgetError, match=r"^the compute device has too little memory for module '.*") as caught:
         Training("gpt2")({})
     assert "all that the machine has to give, so use 16-bit parameters (--bf16)" in str(caught.value)

@@ -16,7 +16,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.errors import ConfigError, EngineError
-from hf_patrickstar.runtime.chunked_loss import Logits, _tell_whole, chunk_losses, find_heads, rows_of_chunk
+from hf_patrickstar.model.chunked_loss import Logits, _tell_whole, chunk_losses, find_heads, rows_of_chunk
 
 NAMES = ("gpt2", "llama", "mixtral", "opt", "bert_mlm", "t5")
 VOCAB = 4096

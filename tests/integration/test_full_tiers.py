@@ -9,7 +9,7 @@ from support.reference import Reference
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_patrickstar import BudgetError, PatrickStarEngine
-from hf_patrickstar.payloads import Payloads
+from hf_patrickstar.setup.payloads import Payloads
 
 STEPS = 3
 

@@ -11,10 +11,11 @@ from support.trainers import make_trainer, run, tight, train
 from transformers import PrinterCallback
 from transformers.utils.logging import is_progress_bar_enabled
 
-from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments, plan_cache
+from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments
 from hf_patrickstar.checkpoint import progress
 from hf_patrickstar.machine import MACHINES
-from hf_patrickstar.payloads import Payloads
+from hf_patrickstar.setup.payloads import Payloads
+from hf_patrickstar.tracing import kept_traces as kept_files
 
 EXPECTED = r"patrickstar: [\d.]+ [KM] parameters \([\d.]+ [KM] trained\): model data takes .* on the host, and .*"
 _SIZE = r"[\d.]+ \w+"
@@ -127,7 +128,7 @@ def kept_traces(tmp_path, monkeypatch):
     """What plans leave, in a directory of the test."""
     place = tmp_path / "kept"
     place.mkdir()
-    monkeypatch.setattr(plan_cache, "directory", lambda kind: place)
+    monkeypatch.setattr(kept_files, "directory", lambda kind: place)
 
 
 def run_with_lanes(tmp_path, **settings):
@@ -147,7 +148,7 @@ def test_seconds_are_expected_where_a_plan_left_traces(tmp_path, capsys):
     cost = inside.estimated(engine)
     assert re.search(rf"first planned step \(step 1\): [\d.e-]+ s \({cost.seconds:.3g} s estimated\); ", first)
 
-    plan_cache.keep_traces(inside.known(engine))
+    kept_files.keep_traces(inside.known(engine))
     again = run_with_lanes(tmp_path)
     expected, first, *_ = said(capsys.readouterr().out)
     assert expected.endswith(f", and about {cost.seconds:.3g} s per step by the rates of 'rtx4090'")

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime.live_parameter import LiveMixin
+from hf_patrickstar.model.live_parameter import LiveMixin
 
 pytest.importorskip("bitsandbytes")
 

@@ -15,7 +15,7 @@ from support.trainers import smallest_budget
 from hf_patrickstar.machine import CPU_TIER, find_machine
 from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.schedule.replay import Player
-from hf_patrickstar.schedule.script import BlockingCopy, Kernel, Reduce
+from hf_patrickstar.schedule.script import BlockingCopy, DeviceOp, Reduce
 
 NODE = find_machine("8xh100")
 SLOW_BUS = dataclasses.replace(NODE, to_device_bandwidth=1e7)
@@ -164,11 +164,11 @@ def test_the_host_of_a_device_with_room_waits_for_nothing():
 def test_copies_and_collectives_begin_when_what_they_need_is_there():
     """Both sides put their work on the clock in the same way, so no difference would show this."""
     player = Player(NODE)
-    player.kernel(Kernel("long", 0, 10**9, "float32"))
+    player.kernel(DeviceOp("long", 0, 10**9, "float32"))
     for begin, lane in ((lambda: player.reduce(Reduce(1)), Lane.COMPUTE), (lambda: player.gather(1), Lane.TO_DEVICE)):
         player.send(10**9, "a load", to_device=True)
         assert begin().time_ns > player.clock.end_of(lane).time_ns
-    player.kernel(Kernel("long", 0, 10**9, "float32"))
+    player.kernel(DeviceOp("long", 0, 10**9, "float32"))
     computed = player.clock.end_of(Lane.COMPUTE).time_ns
     player.blocking_copy(BlockingCopy(4, False, False, "here"))
     assert player.clock.end_of(Lane.HOST).time_ns > computed

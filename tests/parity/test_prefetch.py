@@ -33,7 +33,7 @@ def handing_to_thread(copy):
     if copy is None:
         return contextlib.nullcontext()
     make = functools.partial(HandingStreams, copy=copy)
-    return mock.patch("hf_patrickstar.resources.make_streams", make)
+    return mock.patch("hf_patrickstar.setup.resources.make_streams", make)
 
 
 def losses_of(name, config, copy=None, accumulation=1, checkpointing=False, steps=4):

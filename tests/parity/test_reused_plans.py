@@ -10,10 +10,11 @@ import torch
 from support import inside
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_patrickstar import PatrickStarEngine, plan, plan_cache
+from hf_patrickstar import PatrickStarEngine, plan
 from hf_patrickstar.machine import CPU_TIER
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.trace import Activation, Trace, Visit
+from hf_patrickstar.tracing import kept_traces as kept_files
 from hf_patrickstar.units import MIB, parse_nbytes
 
 pytestmark = [pytest.mark.own_streams, pytest.mark.usefixtures("recorded")]
@@ -36,7 +37,7 @@ def device_budget(config):
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(plan_cache, "directory", lambda kind: _made(tmp_path / kind))
+    monkeypatch.setattr(kept_files, "directory", lambda kind: _made(tmp_path / kind))
 
 
 def _made(path):
@@ -187,7 +188,7 @@ def test_a_run_says_what_it_needs_with_the_activations_of_the_plan(caplog):
 def kept_traces():
     """What a plan has left for a run."""
     with torch.serialization.safe_globals([KnownTraces, Trace, Visit, Activation]):
-        return torch.load(next(plan_cache.directory("traces").iterdir()), weights_only=True)
+        return torch.load(next(kept_files.directory("traces").iterdir()), weights_only=True)
 
 
 OTHERS = [
@@ -234,7 +235,7 @@ def test_a_plan_that_is_wrong_costs_time_and_no_bits():
         )
         for key, trace in known.traces.items()
     }
-    plan_cache.keep_traces(dataclasses.replace(known, traces=traces))
+    kept_files.keep_traces(dataclasses.replace(known, traces=traces))
     after = FourSteps(GPT2)
     assert after.stats["diverged_steps"] > 0
     assert after.recorded[-1] > 0
@@ -244,5 +245,5 @@ def test_a_plan_that_is_wrong_costs_time_and_no_bits():
 @pytest.mark.parametrize("damage", [b"", b"PK\x03\x04"])
 def test_a_damaged_file_is_no_plan(damage):
     plan_it(GPT2)
-    next(plan_cache.directory("traces").iterdir()).write_bytes(damage)
+    next(kept_files.directory("traces").iterdir()).write_bytes(damage)
     assert FourSteps(GPT2).recorded[0] > 0

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support.spec_builders import fixed_layout, make_modules, make_tensors, pack, search_layout
 
 from hf_patrickstar.errors import BudgetError
-from hf_patrickstar.layout import groups
+from hf_patrickstar.layout import filling
 from hf_patrickstar.layout.packing import gradients_nbytes
 from hf_patrickstar.units import ALIGNMENT_NUMEL, align
 
@@ -74,7 +74,7 @@ def test_a_cut_group_is_as_small_as_its_tensors_allow_or_nearly(sizes, world_siz
     largest = max(map(room, tensors))
     least = max(align(-(-total // world_size)), largest)
     assert least <= chunk.chunk_numel <= total
-    step = align(-(-least // groups.CUT_STEPS))
+    step = align(-(-least // filling.CUT_STEPS))
     assert chunk.chunk_numel < -(-total // world_size) + largest + step + ALIGNMENT_NUMEL
 
 

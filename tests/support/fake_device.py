@@ -311,4 +311,4 @@ def register():
     mock.patch.object(torch.UntypedStorage, "clone", _clone_storage).start()
     mock.patch.multiple("torch.accelerator", **_ACCELERATOR).start()
     make = lambda device: DeviceStreams(device, Streams())  # noqa: E731
-    mock.patch("hf_patrickstar.resources.make_streams", make).start()
+    mock.patch("hf_patrickstar.setup.resources.make_streams", make).start()

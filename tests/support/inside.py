@@ -10,12 +10,12 @@ import contextlib
 import pytest
 
 from hf_patrickstar.memory.streams import Copy
+from hf_patrickstar.model import live_parameter as _live_parameter
+from hf_patrickstar.model.lock import EngineLock
 from hf_patrickstar.runtime import activations as _activations
-from hf_patrickstar.runtime import live_parameter as _live_parameter
 from hf_patrickstar.runtime import tracer as _tracer
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.groups import Groups
-from hf_patrickstar.runtime.lock import EngineLock
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.update import Update
 from hf_patrickstar.schedule.known import KnownTraces

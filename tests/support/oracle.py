@@ -23,7 +23,7 @@ from hf_patrickstar.runtime.tracer import Step
 from hf_patrickstar.schedule.clock import Timeline
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.op_trace import OpTrace
-from hf_patrickstar.schedule.plan import Plan
+from hf_patrickstar.schedule.plan import MovePlan
 from hf_patrickstar.schedule.trace import Trace
 from hf_patrickstar.tracing.fake import FakeTensors
 from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
@@ -108,7 +108,7 @@ class Recording:
     """A step of an engine in virtual time; names are as in ``Simulation``."""
 
     traces: Sequence[Trace]
-    plans: Sequence[Plan]
+    plans: Sequence[MovePlan]
     timeline: Timeline
     at_home: frozenset[int]
     static: frozenset[int]

@@ -35,7 +35,7 @@ from hf_patrickstar.errors import PatrickStarError
 from hf_patrickstar.memory.driver import Series
 from hf_patrickstar.memory.operators import OperatorMode
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime.live_parameter import storage_key
+from hf_patrickstar.model.live_parameter import storage_key
 from hf_patrickstar.tracing.costs import read_operands, touches_nothing, written_operands
 
 

@@ -3,10 +3,10 @@
 import dataclasses
 import functools
 
-from hf_patrickstar.layout import search
+from hf_patrickstar.common.shortage import Limit
+from hf_patrickstar.layout import chunk_size
 from hf_patrickstar.layout.packing import Packer
 from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec, Types
-from hf_patrickstar.shortage import Limit
 
 BF16 = Types("bfloat16", "float32")
 FP32 = Types()
@@ -46,6 +46,6 @@ def _found(search, tensors, modules, *sizes, staging_nbytes=lambda chunk_numel, 
     return search(Packer(tensors, **packing), modules, *sizes, limits, staging_nbytes, **others)
 
 
-search_layout = functools.partial(_found, search.search_layout)
-fixed_layout = functools.partial(_found, search.fixed_layout)
+search_layout = functools.partial(_found, chunk_size.search_layout)
+fixed_layout = functools.partial(_found, chunk_size.fixed_layout)
 """As the functions of these names, from tensors instead of a packer; ``chunk_budget`` is the only limit."""

@@ -15,8 +15,8 @@ from hf_patrickstar.memory import streams
 from hf_patrickstar.memory.driver import HostThread
 from hf_patrickstar.memory.streams import DeviceStreams, Streams
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.model.live_parameter import storage_key
 from hf_patrickstar.optim import elementwise, workers
-from hf_patrickstar.runtime.live_parameter import storage_key
 from hf_patrickstar.units import ALIGNMENT_NUMEL
 
 
@@ -101,7 +101,7 @@ def _engines_over(make_driver, tile_numel=TILE_NUMEL):
         return DeviceStreams(device, make_driver())
 
     with (
-        mock.patch("hf_patrickstar.resources.make_streams", make),
+        mock.patch("hf_patrickstar.setup.resources.make_streams", make),
         mock.patch.multiple(elementwise, TILE_NUMEL=tile_numel, SHARE_NUMEL=tile_numel),
     ):
         yield

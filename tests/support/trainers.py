@@ -14,12 +14,12 @@ from hf_patrickstar import (
     PatrickStarTrainingArguments,
 )
 from hf_patrickstar.config import PatrickStarConfig
+from hf_patrickstar.layout.chunk_size import find_candidates
 from hf_patrickstar.layout.packing import Packer
-from hf_patrickstar.layout.search import find_candidates
 from hf_patrickstar.layout.specs import collect_specs
-from hf_patrickstar.precision import choose_precision
-from hf_patrickstar.runtime.admission import is_recomputed
-from hf_patrickstar.runtime.quantized import parameters_of
+from hf_patrickstar.model.admission import is_recomputed
+from hf_patrickstar.model.quantized import parameters_of
+from hf_patrickstar.setup.precision import choose_precision
 
 
 class LossRecorder(TrainerCallback):

@@ -30,11 +30,11 @@ from hf_patrickstar.counts import Counts
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.model.live_parameter import storage_key
 from hf_patrickstar.runtime.chunk import Chunk
-from hf_patrickstar.runtime.live_parameter import storage_key
 from hf_patrickstar.schedule.clock import Lane, Mark, Timeline
 from hf_patrickstar.schedule.replay import Player
-from hf_patrickstar.schedule.script import BlockingCopy, HostWork, Kernel, Reduce, ThreadWork
+from hf_patrickstar.schedule.script import BlockingCopy, DeviceOp, HostWork, Reduce, ThreadWork
 from hf_patrickstar.tracing.answers import AnsweringMode
 from hf_patrickstar.tracing.charges import Charges, caller
 from hf_patrickstar.tracing.costs import ADAMS, READS_ROWS, cost_of, read_operands, writes_over, written_operands
@@ -225,7 +225,7 @@ class VirtualDriver:
             self._written.update(touch.storage for touch in touches if touch.is_write)
             return
         player = self._player
-        play = {Kernel: player.kernel, HostWork: player.host_work, BlockingCopy: player.blocking_copy}
+        play = {DeviceOp: player.kernel, HostWork: player.host_work, BlockingCopy: player.blocking_copy}
         for work in self._charges.charge(operator, args, kwargs, result, cost):
             play[type(work)](work)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import MACHINES, Card, Host, Machine, find_machine, machine_of, peak, whole_host_nbytes
-from hf_patrickstar.schedule.script import Kernel
+from hf_patrickstar.schedule.script import DeviceOp
 
 fast = settings(deadline=None, max_examples=100, database=None, derandomize=True)
 GIB = 2**30
@@ -70,7 +70,7 @@ def test_kinds_of_products_have_rates_of_their_own(dtype, kind, nanoseconds):
     rates = {"bfloat16 NT": 2e12, "float32 attention": 0.25e12}
     machine = dataclasses.replace(ROUND, flops={**ROUND.flops, **rates})
     assert machine.kernel_ns(10**9, 0, dtype, kind) == nanoseconds
-    assert Kernel("product", 10**9, 0, dtype, kind).duration_ns(machine) == nanoseconds
+    assert DeviceOp("product", 10**9, 0, dtype, kind).duration_ns(machine) == nanoseconds
 
 
 @pytest.mark.parametrize(

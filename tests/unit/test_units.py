@@ -1,8 +1,8 @@
 import pytest
 
 from hf_patrickstar import units
+from hf_patrickstar.common.shortage import Limit, Shortage
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.shortage import Limit, Shortage
 from hf_patrickstar.units import format_count, format_nbytes, parse_nbytes
 
 

@@ -12,8 +12,8 @@ from hf_patrickstar.checkpoint import first_values
 from hf_patrickstar.checkpoint.deferred import DeferredTensor, Reader
 from hf_patrickstar.checkpoint.safetensors_file import write_safetensors
 from hf_patrickstar.checkpoint.weight_files import open_weights
+from hf_patrickstar.model.live_parameter import raw_data
 from hf_patrickstar.optim.workers import SMALL_NUMEL
-from hf_patrickstar.runtime.live_parameter import raw_data
 
 WIDTH, DEPTH = 256, 6
 assert WIDTH**2 > SMALL_NUMEL

@@ -7,11 +7,11 @@ import pytest
 import torch
 from support.threads import Exchange, ThreadCollectives, in_threads
 
-from hf_patrickstar.dist.order import Beginning, Collective, Order, Room, Subject
+from hf_patrickstar.dist.order import Beginning, Collective, Order, Room, CollectiveKind
 from hf_patrickstar.dist.sharing import Sharing
 from hf_patrickstar.errors import CollectiveError
 from hf_patrickstar.schedule.trace import Trace, Visit
-from hf_patrickstar.states import Stage
+from hf_patrickstar.common.states import Stage
 
 ROOM = Room(1000, None, 10, (3, 1))
 SHAPES = ((4, 128), (4,))
@@ -36,11 +36,11 @@ class Rank:
 
     def gather(self, *indices):
         for index in indices:
-            self.ask(Subject.GATHER, index, f"layer {index}")
+            self.ask(CollectiveKind.GATHER, index, f"layer {index}")
 
     def reduce(self, *indices):
         for index in indices:
-            self.ask(Subject.REDUCE, index, "its gradients")
+            self.ask(CollectiveKind.REDUCE, index, "its gradients")
 
     def follow(self, subject, index, dtype=torch.float32, numel=8):
         self.order.check(Collective(subject, index), dtype, numel)
@@ -139,8 +139,8 @@ def test_whoever_has_ended_serves_the_others_and_a_plan_needs_no_messages():
 
     def follow(rank):
         rank.gather(1)
-        rank.follow(Subject.GATHER, 2)
-        rank.follow(Subject.REDUCE, 2)
+        rank.follow(CollectiveKind.GATHER, 2)
+        rank.follow(CollectiveKind.REDUCE, 2)
         return len(rank.collectives.whats)
 
     assert agree(follow, follow) == ([("gather", 1), ("gather", 2), ("reduce", 2)], [1, 1])
@@ -175,7 +175,7 @@ DOINGS = {
     "follows": (lambda rank: leave(rank, is_reader=False), "follows the processes that save the model"),
     "norm": (lambda rank: rank.sharing.scalars({}, 3), "computes the norm of 3 gradients"),
     "checks": (
-        lambda rank: rank.follow(Subject.REDUCE, 3),
+        lambda rank: rank.follow(CollectiveKind.REDUCE, 3),
         "is about to reduce group 3, as planned (8 elements of torch.float32)",
     ),
     "ends": (lambda rank: rank.end(), "has ended its forward"),
@@ -221,11 +221,11 @@ def test_those_that_do_not_do_the_same_are_named(functions, text):
 
 def test_plans_are_checked_at_once_only_for_debugging_and_by_their_checksums_at_the_end():
     def follow(rank):
-        rank.follow(Subject.GATHER, 0, torch.float32, 8 + 8 * rank.rank)
+        rank.follow(CollectiveKind.GATHER, 0, torch.float32, 8 + 8 * rank.rank)
 
     def follow_in_another_order(rank):
         for index in (1, 2)[:: 1 - 2 * rank.rank]:
-            rank.follow(Subject.GATHER, index)
+            rank.follow(CollectiveKind.GATHER, index)
         rank.end()
 
     assert run(follow, follow)[1] == [None, None]
@@ -238,7 +238,7 @@ def test_plans_are_checked_at_once_only_for_debugging_and_by_their_checksums_at_
 
 def test_one_process_agrees_with_itself():
     order = Order(ThreadCollectives(), checks_all=True)
-    wanted, trace = Collective(Subject.GATHER, 3), Trace("training", (8, 8), (Visit(0, (), 3), Visit(1)))
+    wanted, trace = Collective(CollectiveKind.GATHER, 3), Trace("training", (8, 8), (Visit(0, (), 3), Visit(1)))
     assert order.is_alone
     assert order.begin("training", SHAPES, 7, ROOM, 0) == Beginning(SHAPES, True, ROOM)
     order.check(wanted, torch.float32, 8)

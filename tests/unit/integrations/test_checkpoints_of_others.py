@@ -1,7 +1,7 @@
 """Checkpoints that DeepSpeed or FSDP has written, whose optimizer states cannot be read."""
 
 import pytest
-from trainers import make_trainer
+from support.trainers import make_trainer
 
 from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments
 from hf_patrickstar.errors import CheckpointError

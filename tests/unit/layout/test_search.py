@@ -8,10 +8,10 @@ import torch
 from support.spec_builders import fixed_layout, make_modules, make_tensors, pack, search_layout, typed
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from hf_patrickstar.common.shortage import Limit
 from hf_patrickstar.errors import BudgetError, ConfigError
-from hf_patrickstar.layout.search import check_fits
+from hf_patrickstar.layout.chunk_size import check_fits
 from hf_patrickstar.layout.specs import TensorSpec, collect_specs
-from hf_patrickstar.shortage import Limit
 from hf_patrickstar.units import MIB, parse_nbytes
 
 ITEMSIZE = 2

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from hf_patrickstar import cores
+from hf_patrickstar.common import cores
 from hf_patrickstar.optim import threads as module
 from hf_patrickstar.optim.threads import choose_threads
 

@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 
-from hf_patrickstar import plan_cache
 from hf_patrickstar.cli.main import main
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.planner import planning
 from hf_patrickstar.planner.planning import arrange, plan_and_simulate
 from hf_patrickstar.planner.subject import Subject
+from hf_patrickstar.tracing import kept_traces as plan_cache
 
 MODEL = "gpt2:n_layer=2,n_embd=64,n_head=2,vocab_size=200"
 SMALL = {"length": 32, "device_memory": "2MiB", "host_memory": "64MiB"}

@@ -15,7 +15,7 @@ from hf_patrickstar.report.run_record import RUN, STEPS, RunRecorder, read_run, 
 from hf_patrickstar.report.sections import tides
 from hf_patrickstar.report.survey import MOST_MOMENTS, Survey, Tide
 from hf_patrickstar.schedule.clock import Lane, Span, Timeline, Wait
-from hf_patrickstar.schedule.plan import Actions, Plan
+from hf_patrickstar.schedule.plan import Actions, MovePlan
 from hf_patrickstar.schedule.trace import Activation, Trace, Visit
 
 SURVEY = Survey({"device": 10}, (), (), ("because",))
@@ -106,7 +106,7 @@ def test_no_record_is_told_apart_from_a_bad_one(tmp_path):
 def test_moments_that_are_put_together_have_the_bytes_of_the_fullest_one():
     kinds = [(0, 0, 10), (0, 40, 0), (20, 10, 25), *[(0, 0, 0)] * (2 * MOST_MOMENTS - 2)]
     visits = tuple(Visit(0, (), others, gradients) for _, gradients, others in kinds)
-    plan = Plan((Actions(),) * len(kinds), {}, tuple(copies for copies, _, _ in kinds))
+    plan = MovePlan((Actions(),) * len(kinds), {}, tuple(copies for copies, _, _ in kinds))
     tide = Tide.of(Trace("training/1", (1,), visits, forward_ends=(2,)), plan, Room(70, None, 2, ()), 100, {})
     assert (tide.stride, len(tide.totals), tide.fixed_nbytes) == (3, 667, 30)
     assert list(tide.at_peak().values()) == [30, 20, 10, 25]
@@ -119,7 +119,7 @@ def test_an_activation_that_leaves_is_named_by_the_next_parameter_that_is_alone_
     visits = tuple(map(Visit, (1, 0, 2, 2, 0, 1)))
     activations = (Activation(0, 7, 0, 0, 5), Activation(3, 9, 1, 2, 4), Activation(4, 5, 2, 2, 3))
     trace = Trace("training/1", (1, 1, 1), visits, forward_ends=(3,), activations=activations, num_offloaded=2)
-    plan = Plan((Actions(),) * len(visits), {}, (0,) * len(visits))
+    plan = MovePlan((Actions(),) * len(visits), {}, (0,) * len(visits))
     tide = Tide.of(trace, plan, Room(70, None, 0, ()), 100, names)
     assert tide.offloaded == (("second.weight", 7), ("second.weight", 9))
     (*_, table) = tides(Survey({}, (), (tide,), ()))

@@ -7,13 +7,13 @@ import pytest
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.schedule.bounds import bounds_of
 from hf_patrickstar.schedule.clock import Lane
-from hf_patrickstar.schedule.plan import Actions, Plan
+from hf_patrickstar.schedule.plan import Actions, MovePlan
 from hf_patrickstar.schedule.replay import device_ns, replay
 from hf_patrickstar.schedule.script import (
     Begin,
+    DeviceOp,
     HostWork,
     Join,
-    Kernel,
     Load,
     Message,
     Part,
@@ -46,8 +46,8 @@ MACHINE = Machine(
     message_s=5.0,
 )
 """Whole seconds for bytes, and a nanosecond for everything else."""
-WORK = Kernel("work", 20, 0, "float32")  # two seconds
-NOWHERE = Plan((Actions(), Actions()), {}, (0, 0))
+WORK = DeviceOp("work", 20, 0, "float32")  # two seconds
+NOWHERE = MovePlan((Actions(), Actions()), {}, (0, 0))
 
 
 def seconds(timeline):
@@ -64,9 +64,9 @@ def play(*script, plan=NOWHERE, loads=LOADS):
 
 
 FIRST = Actions(load=(0,))
-ONE = Plan((FIRST, Actions()), {}, (40, 40))
-BOTH = Plan((FIRST, Actions(load=(1,))), {}, (40, 80))
-AHEAD = Plan((Actions(load=(0, 1)), Actions()), {}, (80, 80))
+ONE = MovePlan((FIRST, Actions()), {}, (40, 40))
+BOTH = MovePlan((FIRST, Actions(load=(1,))), {}, (40, 80))
+AHEAD = MovePlan((Actions(load=(0, 1)), Actions()), {}, (80, 80))
 GROUPS = (Load(40, sent_nbytes=80 + 10), Load(40, sent_nbytes=90))
 SEND = Send(0, 40, to_device=False)
 
@@ -91,7 +91,7 @@ SCRIPTS = {
     ),
     "a reduction does not wait for gathers": (
         (Reach(0), Reduce(30), Join(0), WORK),
-        *(Plan((Actions(load=(1,)), Actions()), {}, (120, 120)), (Load(0), Load(400, sent_nbytes=30)), 40 + 1),
+        *(MovePlan((Actions(load=(1,)), Actions()), {}, (120, 120)), (Load(0), Load(400, sent_nbytes=30)), 40 + 1),
     ),
     "a message takes the host": ((WORK, Message(), HostWork("adam", 0, 28)), NOWHERE, LOADS, 5 + 1),
     "the thread comes after copies": ((SEND, work(28, after=(0,))), NOWHERE, LOADS, 3),
@@ -135,14 +135,14 @@ def test_bounds_of_several_micro_batches():
 def test_each_micro_batch_follows_its_plan_from_the_first_moment():
     micro_batch = [Begin(Part.FORWARD), Reach(0), WORK, Begin(Part.BACKWARD), Reach(1), WORK]
     assert seconds(play(*micro_batch, *micro_batch, plan=BOTH)) == 2 * (4 + 2 + 4 + 2)
-    stay = Plan((Actions(), Actions()), {}, (80, 80))
+    stay = MovePlan((Actions(), Actions()), {}, (80, 80))
     timeline = replay([*micro_batch, *micro_batch], [BOTH, stay], LOADS, MACHINE)
     assert seconds(timeline) == 4 + 2 + 4 + 2 + 2 + 2, "what stays is not loaded again"
 
 
 def test_a_load_comes_after_the_update_of_its_chunk():
     """Chunk 0 is needed at once, and chunk 1 is loaded ahead, while it is updated."""
-    plan = Plan((Actions(load=(0, 1)), Actions()), {}, (0, 0))
+    plan = MovePlan((Actions(load=(0, 1)), Actions()), {}, (0, 0))
     script = [work(28, chunks=[0]), work(28 * 9, chunks=[1]), Reach(0), WORK, Reach(1), WORK]
     # Updates end at 1 and 10, copies at 5 and 14, and the device works from 5 to 7 and from 14 to 16.
     timeline = play(*script, plan=plan)

@@ -10,9 +10,9 @@ import pytest
 
 from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.schedule.clock import Lane
-from hf_patrickstar.schedule.plan import Actions, Plan
+from hf_patrickstar.schedule.plan import Actions, MovePlan
 from hf_patrickstar.schedule.replay import Player, replay
-from hf_patrickstar.schedule.script import Begin, Join, Keep, Kernel, Load, Part, Reach, Reduce, Restore, Send
+from hf_patrickstar.schedule.script import Begin, DeviceOp, Join, Keep, Load, Part, Reach, Reduce, Restore, Send
 
 MACHINE = dataclasses.replace(
     MACHINES["h100"],
@@ -25,7 +25,7 @@ MACHINE = dataclasses.replace(
 
 
 def compute(name, duration_ns=100):
-    return Kernel(name, 0, 0, "float32", measured_ns=duration_ns)
+    return DeviceOp(name, 0, 0, "float32", measured_ns=duration_ns)
 
 
 FORWARD = [
@@ -40,7 +40,7 @@ STEP = [*FORWARD, *BACKWARD]
 
 
 def plan_of(*offloaded, moments=()):
-    return Plan(moments, {}, (), offloaded)
+    return MovePlan(moments, {}, (), offloaded)
 
 
 def spans_of(script, *plans, loads=()):

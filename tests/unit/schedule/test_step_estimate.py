@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.schedule.replay import replay
-from hf_patrickstar.schedule.script import Begin, HostWork, Kernel, Part, Reach, Send, ThreadWork
+from hf_patrickstar.schedule.script import Begin, DeviceOp, HostWork, Part, Reach, Send, ThreadWork
 from hf_patrickstar.schedule.step_estimate import ChunkWork, estimate_script, num_rows, steps_of
 from hf_patrickstar.schedule.trace import Trace, Visit
 
@@ -28,7 +28,7 @@ def update(index):
 
 
 def compute(flops):
-    return Kernel("compute", flops, 0, "bfloat16")
+    return DeviceOp("compute", flops, 0, "bfloat16")
 
 
 def test_a_step():

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from hf_patrickstar import PatrickStarEngine
-from hf_patrickstar.plan_cache import keep_traces
 from hf_patrickstar.tracing.attention import fused_attention
 from hf_patrickstar.tracing.estimator import StepEstimator, as_on
+from hf_patrickstar.tracing.kept_traces import keep_traces
 
 CONFIG = {"device_budget": 2**20, "chunk_numel": 64}
 

@@ -10,11 +10,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from hf_patrickstar.config import PatrickStarConfig
-from hf_patrickstar.decisions import collect
 from hf_patrickstar.errors import EngineError, TraceError
-from hf_patrickstar.precision import choose_precision
-from hf_patrickstar.runtime.casting import Casting
+from hf_patrickstar.model.casting import Casting
 from hf_patrickstar.schedule.op_trace import Allocate
+from hf_patrickstar.setup.decisions import collect
+from hf_patrickstar.setup.precision import choose_precision
 from hf_patrickstar.tracing.fake import FakeTensors, as_fake
 from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
 from hf_patrickstar.tracing.recorder import Recorder, Setting

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hf_patrickstar.machine import CPU_TIER
 from hf_patrickstar.planner import planning
 from hf_patrickstar.planner.planning import arrange, plan_and_simulate
-from hf_patrickstar.schedule.script import Kernel
+from hf_patrickstar.schedule.script import DeviceOp
 from hf_patrickstar.tracing import timing
 from hf_patrickstar.tracing.calls import OperatorCall
 from hf_patrickstar.tracing.timing import OperatorTimes
@@ -105,7 +105,7 @@ def test_plans_for_this_machine_are_timed_beside_one_competing_process_for_every
     assert given.times is None
     by_rates = plan_and_simulate(subject, given)[1]
     timed = plan_and_simulate(subject, dataclasses.replace(given, times=OperatorTimes()))[1]
-    kernels = [entry for entry in timed.script if isinstance(entry, Kernel) and entry.name.startswith("aten.")]
+    kernels = [entry for entry in timed.script if isinstance(entry, DeviceOp) and entry.name.startswith("aten.")]
     assert sum(kernel.measured_ns is not None for kernel in kernels) > 0.9 * len(kernels)
     assert timed.moved_nbytes == by_rates.moved_nbytes
     made = []

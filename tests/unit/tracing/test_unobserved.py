@@ -25,7 +25,7 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.errors import TraceError
-from hf_patrickstar.runtime.live_parameter import LiveMixin
+from hf_patrickstar.model.live_parameter import LiveMixin
 from hf_patrickstar.tracing.fake import copy_without_bytes, is_of_library
 from hf_patrickstar.tracing.unobserved import unobserved
 

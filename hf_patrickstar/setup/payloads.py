@@ -5,17 +5,17 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from hf_patrickstar.decisions import Decisions
 from hf_patrickstar.errors import PatrickStarError
-from hf_patrickstar.homes import chunk_bytes, lists_of, widened_by
 from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import MASTER, TensorSpec
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import Kernel
-from hf_patrickstar.resources import Resources
 from hf_patrickstar.runtime.chunk import Chunk, ManagedParameter, torch_dtype
 from hf_patrickstar.schedule.placement import ChunkBytes
+from hf_patrickstar.setup.decisions import Decisions
+from hf_patrickstar.setup.homes import chunk_bytes, lists_of, widened_by
+from hf_patrickstar.setup.resources import Resources
 
 
 class Payloads:

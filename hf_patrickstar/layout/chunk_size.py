@@ -5,11 +5,11 @@ import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 
+from hf_patrickstar.common.shortage import Limit, Shortage
 from hf_patrickstar.errors import BudgetError, ConfigError
-from hf_patrickstar.layout.groups import Group, Kind
+from hf_patrickstar.layout.filling import Group, Kind
 from hf_patrickstar.layout.packing import ChunkSpec, Layout, Outline, Packer, branches_nbytes, gradients_nbytes
 from hf_patrickstar.layout.specs import ModuleSpec
-from hf_patrickstar.shortage import Limit, Shortage
 from hf_patrickstar.units import ALIGNMENT_NUMEL, align, format_need
 
 StagingNbytes = Callable[[int, str], int]

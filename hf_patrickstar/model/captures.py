@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hf_patrickstar.runtime.live_parameter import LiveMixin
+from hf_patrickstar.model.live_parameter import LiveMixin
 
 _ENTRY_POINTS = (
     *((torch.jit, "trace"), (torch.jit, "trace_module"), (torch.jit, "script")),

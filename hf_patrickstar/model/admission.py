@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from hf_patrickstar.errors import ConfigError, EngineError
-from hf_patrickstar.runtime.compiled import is_compiled
-from hf_patrickstar.runtime.model_set import roots_of
-from hf_patrickstar.runtime.quantized import is_packed
+from hf_patrickstar.model.compiled import is_compiled
+from hf_patrickstar.model.model_set import roots_of
+from hf_patrickstar.model.quantized import is_packed
 
 
 def check_model(model: torch.nn.Module) -> None:

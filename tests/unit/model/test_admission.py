@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_patrickstar.errors import ConfigError, EngineError
-from hf_patrickstar.runtime.admission import check_model, check_shapes, check_values, is_left_out, is_recomputed
+from hf_patrickstar.model.admission import check_model, check_shapes, check_values, is_left_out, is_recomputed
 
 
 def make_model():

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from hf_patrickstar.common.cores import own_cores
 from hf_patrickstar.config import PatrickStarConfig
-from hf_patrickstar.cores import own_cores
 from hf_patrickstar.counts import Counts
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.machine import ACCELERATOR, CPU_TIER, Machine, machine_of

@@ -25,8 +25,8 @@ from hf_patrickstar.version import __version__
 if TYPE_CHECKING:  # an answer that was kept is found without torch
     import torch
 
-    from hf_patrickstar.decisions import Decisions
-    from hf_patrickstar.homes import Situation
+    from hf_patrickstar.setup.decisions import Decisions
+    from hf_patrickstar.setup.homes import Situation
 
 logger = logging.getLogger(__name__)
 

@@ -32,8 +32,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.layout.specs import FP32, TensorSpec, Types
-from hf_patrickstar.runtime.casting import Casting
-from hf_patrickstar.runtime.quantized import is_packed, keeps_type
+from hf_patrickstar.model.casting import Casting
+from hf_patrickstar.model.quantized import is_packed, keeps_type
 
 logger = logging.getLogger(__name__)
 

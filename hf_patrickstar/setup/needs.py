@@ -1,4 +1,4 @@
-"""The least memory with which a training has room: the decisions of ``decisions.py``, taken for other budgets."""
+"""The least memory with which a training has room: the decisions of ``setup/decisions.py``, taken for other budgets."""
 
 import contextlib
 import dataclasses
@@ -9,15 +9,15 @@ from typing import TypeVar
 import torch
 
 from hf_patrickstar.config import PatrickStarConfig
-from hf_patrickstar.decisions import Decisions, decide_for, inspect
 from hf_patrickstar.errors import BudgetError, ConfigError, Later
-from hf_patrickstar.homes import ModelNumbers, Situation, nbytes_in_use
 from hf_patrickstar.layout.packing import Layout
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime.chunked_loss import find_heads, has_chunked_loss
+from hf_patrickstar.model.chunked_loss import find_heads, has_chunked_loss
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.trace import Trace
+from hf_patrickstar.setup.decisions import Decisions, decide_for, inspect
+from hf_patrickstar.setup.homes import ModelNumbers, Situation, nbytes_in_use
 from hf_patrickstar.units import format_nbytes, name_budget
 
 PLENTY_NBYTES = 2**50

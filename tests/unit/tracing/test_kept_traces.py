@@ -7,51 +7,51 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from hf_patrickstar import plan_cache
+from hf_patrickstar.tracing import kept_traces
 
 
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch):
-    monkeypatch.setattr(plan_cache, "directory", lambda kind: tmp_path)
+    monkeypatch.setattr(kept_traces, "directory", lambda kind: tmp_path)
     return tmp_path
 
 
 def test_those_used_last_stay(place, monkeypatch):
-    monkeypatch.setattr(plan_cache, "_MOST_NBYTES", 30)
+    monkeypatch.setattr(kept_traces, "_MOST_NBYTES", 30)
     for number, name in enumerate("abc"):
-        plan_cache.write("plans", name, bytes(10))
+        kept_traces.write("plans", name, bytes(10))
         os.utime(place / name, (number, number))
-    plan_cache.read("plans", "a")
-    plan_cache.write("plans", "d", bytes(10))
+    kept_traces.read("plans", "a")
+    kept_traces.write("plans", "d", bytes(10))
     assert sorted(path.name for path in place.iterdir()) == ["a", "c", "d"]
 
 
 def test_a_write_that_fails_is_logged_and_leaves_what_was_there(place, monkeypatch, caplog):
-    plan_cache.write("plans", "a", b"1")
+    kept_traces.write("plans", "a", b"1")
 
     def refuse(*paths):
         raise OSError("no space left")
 
     monkeypatch.setattr(os, "replace", refuse)
     with caplog.at_level(logging.INFO, "hf_patrickstar"):
-        plan_cache.write("plans", "a", b"2")
+        kept_traces.write("plans", "a", b"2")
     assert "what was planned is not kept: no space left" in caplog.text
-    assert plan_cache.read("plans", "a") == b"1"
+    assert kept_traces.read("plans", "a") == b"1"
     assert [path.name for path in place.iterdir()] == ["a"]
 
 
 def test_other_parts_and_other_code_have_other_names(monkeypatch):
-    first = plan_cache.digest([1, "a"])
-    assert plan_cache.digest([1, "a"]) == first
-    assert plan_cache.digest([1, "b"]) != first
-    monkeypatch.setattr(plan_cache, "_versions", lambda: ("other",))
-    assert plan_cache.digest([1, "a"]) != first
+    first = kept_traces.digest([1, "a"])
+    assert kept_traces.digest([1, "a"]) == first
+    assert kept_traces.digest([1, "b"]) != first
+    monkeypatch.setattr(kept_traces, "_versions", lambda: ("other",))
+    assert kept_traces.digest([1, "a"]) != first
 
 
 def computed(**settings):
     config = GPT2Config(**{"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 20, "n_positions": 8} | settings)
     with torch.device("meta"):
-        return plan_cache.computation_of(AutoModelForCausalLM.from_config(config))
+        return kept_traces.computation_of(AutoModelForCausalLM.from_config(config))
 
 
 @pytest.mark.parametrize("change", [{"n_head": 4}, {"resid_pdrop": 0.2}, {"activation_function": "relu"}])
@@ -65,6 +65,6 @@ def test_names_and_tokens_are_no_computation():
 
 def test_dropout_that_a_script_has_changed_is_another_computation():
     model = torch.nn.Sequential(torch.nn.Dropout(0.1))
-    before = plan_cache.computation_of(model)
+    before = kept_traces.computation_of(model)
     model[0].p = 0.5
-    assert plan_cache.computation_of(model) != before
+    assert kept_traces.computation_of(model) != before

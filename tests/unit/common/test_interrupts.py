@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from hf_patrickstar.interrupts import held_back
+from hf_patrickstar.common.interrupts import held_back
 
 
 def interrupt():

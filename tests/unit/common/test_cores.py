@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from hf_patrickstar import cores
-from hf_patrickstar.cores import cpu_quota, own_cores, usable_cores
+from hf_patrickstar.common import cores
+from hf_patrickstar.common.cores import cpu_quota, own_cores, usable_cores
 
 
 def test_cores_are_those_that_the_process_may_run_on(monkeypatch):

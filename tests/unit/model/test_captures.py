@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from hf_patrickstar import PatrickStarEngine
-from hf_patrickstar.runtime import captures
-from hf_patrickstar.runtime.captures import Capture
-from hf_patrickstar.runtime.live_parameter import LiveMixin
+from hf_patrickstar.model import captures
+from hf_patrickstar.model.captures import Capture
+from hf_patrickstar.model.live_parameter import LiveMixin
 
 ENTRY_POINTS = [
     *((torch.jit, "trace"), (torch.jit, "trace_module"), (torch.jit, "script")),

@@ -10,8 +10,8 @@ import threading
 import pytest
 import torch
 
-from hf_patrickstar import callers
-from hf_patrickstar.callers import find_caller, frames_of_threads
+from hf_patrickstar.common import callers
+from hf_patrickstar.common.callers import find_caller, frames_of_threads
 
 
 def in_library(name, text, **scope):
@@ -49,7 +49,7 @@ def test_libraries_between_are_passed_over(name):
 @pytest.mark.parametrize("name", ["transformers_of_mine", "my.torch"])
 def test_scripts_and_modules_of_users(tmp_path, name):
     path = tmp_path / "script.py"
-    path.write_text("from hf_patrickstar.callers import find_caller\n\nfound = find_caller()\n")
+    path.write_text("from hf_patrickstar.common.callers import find_caller\n\nfound = find_caller()\n")
     found = runpy.run_path(str(path), run_name=name)["found"]
     assert found == f"{path}:3 in <module>: found = find_caller()"
 

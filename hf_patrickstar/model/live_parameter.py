@@ -30,9 +30,9 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.memory.operators import has_modes_of_users, unseen, with_modes_of_users
-from hf_patrickstar.runtime.compiled import is_dynamo_tracing
-from hf_patrickstar.runtime.lock import EngineLock
-from hf_patrickstar.runtime.quantized import bases_of, is_packed
+from hf_patrickstar.model.compiled import is_dynamo_tracing
+from hf_patrickstar.model.lock import EngineLock
+from hf_patrickstar.model.quantized import bases_of, is_packed
 
 RAW = torch._C.DisableTorchFunctionSubclass
 """A context in which a released parameter shows its placeholder."""

@@ -21,7 +21,7 @@ from hf_patrickstar.schedule.trace import Shapes
 logger = logging.getLogger(__name__)
 
 
-class Placement:
+class HomeMover:
     """Asks anew where chunks live when traces have come or changed (``Estimate.settled``), and moves them there.
 
     Args:

@@ -32,7 +32,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch._C import _current_graph_task_id
 
-from hf_patrickstar.callers import frames_of_threads
+from hf_patrickstar.common.callers import frames_of_threads
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.memory.operators import unseen
 

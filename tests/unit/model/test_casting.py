@@ -5,7 +5,7 @@ import collections
 import pytest
 import torch
 
-from hf_patrickstar.runtime.casting import Casting
+from hf_patrickstar.model.casting import Casting
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 Pair = collections.namedtuple("Pair", ["left", "right"])

@@ -8,23 +8,23 @@ from typing import Any, Literal
 
 import torch
 
+from hf_patrickstar.common.shortage import Limit
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import BudgetError, ConfigError
+from hf_patrickstar.layout.chunk_size import ChunkSizeChoice, fixed_layout, search_layout
 from hf_patrickstar.layout.embedding import EmbeddingChoice, choose_embeddings
 from hf_patrickstar.layout.packing import ChunkSpec, Packer
-from hf_patrickstar.layout.search import ChunkSizeChoice, fixed_layout, search_layout
 from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec
 from hf_patrickstar.memory.accelerator import is_accelerator
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import Kernel
-from hf_patrickstar.precision import Precision
-from hf_patrickstar.resources import Resources
 from hf_patrickstar.runtime.chunk import torch_dtype
 from hf_patrickstar.schedule.pace import exposed_ns
 from hf_patrickstar.schedule.placement import ChunkBytes, Homes, Tiers, plan_homes
-from hf_patrickstar.shortage import Limit
+from hf_patrickstar.setup.precision import Precision
+from hf_patrickstar.setup.resources import Resources
 from hf_patrickstar.units import align
 
 UNMEASURED_SHARE = 0.5

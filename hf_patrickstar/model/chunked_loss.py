@@ -25,8 +25,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._pytree import tree_map_only
 
 from hf_patrickstar.errors import ConfigError, EngineError
-from hf_patrickstar.runtime.live_parameter import RAW, WITHOUT_VALUE
-from hf_patrickstar.runtime.model_set import roots_of
+from hf_patrickstar.model.live_parameter import RAW, WITHOUT_VALUE
+from hf_patrickstar.model.model_set import roots_of
 
 logger = logging.getLogger(__name__)
 

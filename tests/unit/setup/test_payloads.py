@@ -8,12 +8,13 @@ import pytest
 import torch
 from support import inside
 
-from hf_patrickstar import BudgetError, PatrickStarEngine, resources
+from hf_patrickstar import BudgetError, PatrickStarEngine
 from hf_patrickstar.checkpoint.first_values import FirstValues
 from hf_patrickstar.memory import pinning
 from hf_patrickstar.memory.pinning import PagePinning
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.setup import resources
 
 CONFIG = {"host_threads": 2, "chunk_numel": 2**18}
 

@@ -13,7 +13,23 @@ from torch.nn.parameter import is_lazy
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.dist.order import Order
 from hf_patrickstar.errors import BudgetError, ConfigError, EngineError
-from hf_patrickstar.homes import (
+from hf_patrickstar.layout.chunk_size import staged_nbytes
+from hf_patrickstar.layout.packing import Layout, Outline
+from hf_patrickstar.layout.specs import GRADIENT, MASTER, ModuleSpec, TensorSpec, collect_specs
+from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.model.admission import check_model, check_values, is_left_out, is_recomputed
+from hf_patrickstar.model.live_parameter import LiveMixin
+from hf_patrickstar.model.quantized import parameters_of
+from hf_patrickstar.optim.kernel import Kernel
+from hf_patrickstar.runtime.chunk import torch_dtype
+from hf_patrickstar.schedule.estimate import Estimate
+from hf_patrickstar.schedule.known import KnownTraces
+from hf_patrickstar.schedule.margin import StepCost
+from hf_patrickstar.schedule.offload import describe_offload
+from hf_patrickstar.schedule.pace import choose_depth
+from hf_patrickstar.schedule.step import Places
+from hf_patrickstar.schedule.step_estimate import ChunkWork
+from hf_patrickstar.setup.homes import (
     FROZEN,
     Arrangement,
     Arranger,
@@ -22,23 +38,7 @@ from hf_patrickstar.homes import (
     can_move_homes,
     staging_nbytes,
 )
-from hf_patrickstar.layout.packing import Layout, Outline
-from hf_patrickstar.layout.search import staged_nbytes
-from hf_patrickstar.layout.specs import GRADIENT, MASTER, ModuleSpec, TensorSpec, collect_specs
-from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.optim.kernel import Kernel
-from hf_patrickstar.precision import Precision, choose_precision
-from hf_patrickstar.runtime.admission import check_model, check_values, is_left_out, is_recomputed
-from hf_patrickstar.runtime.chunk import torch_dtype
-from hf_patrickstar.runtime.live_parameter import LiveMixin
-from hf_patrickstar.runtime.quantized import parameters_of
-from hf_patrickstar.schedule.estimate import Estimate
-from hf_patrickstar.schedule.known import KnownTraces
-from hf_patrickstar.schedule.margin import StepCost
-from hf_patrickstar.schedule.offload import describe_offload
-from hf_patrickstar.schedule.pace import choose_depth
-from hf_patrickstar.schedule.step import Places
-from hf_patrickstar.schedule.step_estimate import ChunkWork
+from hf_patrickstar.setup.precision import Precision, choose_precision
 from hf_patrickstar.units import format_count, format_nbytes, format_seconds
 
 logger = logging.getLogger(__name__)

@@ -8,12 +8,12 @@ import zlib
 import pytest
 import torch
 
-from hf_patrickstar import resources as module
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.counts import Counts
 from hf_patrickstar.machine import ACCELERATOR, MACHINES
 from hf_patrickstar.memory.streams import Streams
-from hf_patrickstar.resources import Resources
+from hf_patrickstar.setup import resources as module
+from hf_patrickstar.setup.resources import Resources
 from hf_patrickstar.units import KIB, MIB
 
 

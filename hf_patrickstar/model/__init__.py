@@ -1,0 +1,1 @@
+"""What the engine does to modules and parameters of torch; it knows no chunks."""

@@ -1,0 +1,1 @@
+"""What is decided before anything is allocated, and the allocation."""
