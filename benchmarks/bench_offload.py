@@ -47,7 +47,7 @@ from hf_patrickstar import PatrickStarEngine, PatrickStarTrainer, PatrickStarTra
 from hf_patrickstar.common.cores import usable_cores
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.machine import Machine, machine_of
-from hf_patrickstar.memory.accelerator import memory_info
+from hf_patrickstar.memory.compute_device import memory_info
 from hf_patrickstar.memory.tiers import Tier, available_host_nbytes
 from hf_patrickstar.planner.planning import make_adamw
 from hf_patrickstar.planner.simulation import Ran, Trained, simulate

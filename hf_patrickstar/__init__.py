@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from hf_patrickstar.integrations.trl import PatrickStarSFTConfig as PatrickStarSFTConfig
     from hf_patrickstar.integrations.trl import PatrickStarSFTTrainer as PatrickStarSFTTrainer
     from hf_patrickstar.planner.from_python import plan
-    from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse, TriedChange
+    from hf_patrickstar.planner.training_plan import Chunks, Plan, Speed, TierUse, TriedChange
 
 _LAZY = {
     "deferred_weights": "hf_patrickstar.checkpoint.weight_files",
@@ -42,7 +42,7 @@ _LAZY = {
     **dict.fromkeys(("PatrickStarTrainer", "PatrickStarTrainerMixin"), "hf_patrickstar.integrations.trainer"),
     "PatrickStarArgumentsMixin": "hf_patrickstar.integrations.training_args",
     "PatrickStarTrainingArguments": "hf_patrickstar.integrations.training_args",
-    **dict.fromkeys(("Chunks", "Plan", "Speed", "TierUse", "TriedChange"), "hf_patrickstar.planner.plan"),
+    **dict.fromkeys(("Chunks", "Plan", "Speed", "TierUse", "TriedChange"), "hf_patrickstar.planner.training_plan"),
     "plan": "hf_patrickstar.planner.from_python",
 }
 

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hf_patrickstar.setup.homes
 from hf_patrickstar import PatrickStarEngine
-from hf_patrickstar.memory.accelerator import (
+from hf_patrickstar.memory.compute_device import (
     device_name,
     is_accelerator,
     lock_pages,

@@ -16,7 +16,7 @@ from hf_patrickstar.cli.files import check_file, write_text
 from hf_patrickstar.common.cores import usable_cores
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import Machine, name_of_products
-from hf_patrickstar.memory.accelerator import device_name, find_device, is_accelerator, memory_info, num_accelerators
+from hf_patrickstar.memory.compute_device import device_name, find_device, is_accelerator, memory_info, num_accelerators
 from hf_patrickstar.memory.tiers import available_host_nbytes, total_host_nbytes
 from hf_patrickstar.planner.visits import seconds_of_a_visit
 from hf_patrickstar.report.measure import cpu_name, measure_machine, measure_together

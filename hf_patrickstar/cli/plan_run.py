@@ -17,11 +17,11 @@ from hf_patrickstar.cli.patching import Defaults, install
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.planner import advice, screen
 from hf_patrickstar.planner.adapters import parse_lora, read_peft
-from hf_patrickstar.planner.plan import Plan
 from hf_patrickstar.planner.planning import TrainingSetup, arrange, model_data_nbytes, plan_and_simulate, plan_for_runs
 from hf_patrickstar.planner.search import Goal, answered, search
 from hf_patrickstar.planner.simulation import Simulation
 from hf_patrickstar.planner.subject import Subject
+from hf_patrickstar.planner.training_plan import Plan
 from hf_patrickstar.report.plan_page import plan_page
 from hf_patrickstar.report.timeline import VIRTUAL
 from hf_patrickstar.tracing.garbage import no_collections

@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.integrations.accelerator_checkpoints import having
-from hf_patrickstar.memory.accelerator import device_name, is_accelerator
+from hf_patrickstar.memory.compute_device import device_name, is_accelerator
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.report.figures import PREFIX, brief, few
 from hf_patrickstar.report.measure import cpu_name

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
-from hf_patrickstar.memory.accelerator import allocated_nbytes, reserved_nbytes, used_nbytes
+from hf_patrickstar.memory.compute_device import allocated_nbytes, reserved_nbytes, used_nbytes
 from hf_patrickstar.memory.operators import EngineMode, take_off_dispatch_modes, tensors_among, unpacked
 from hf_patrickstar.units import MIB
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from hf_patrickstar.memory.accelerator import empty_host_cache, lock_pages, unlock_pages
+from hf_patrickstar.memory.compute_device import empty_host_cache, lock_pages, unlock_pages
 from hf_patrickstar.memory.pages import fresh_pages, populate
 
 _PAGE_NBYTES = mmap.PAGESIZE

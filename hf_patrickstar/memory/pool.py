@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hf_patrickstar.errors import BudgetError, DeviceMemoryError
-from hf_patrickstar.memory.accelerator import empty_cache, is_accelerator, is_device_full, is_full, is_not_pinned
+from hf_patrickstar.memory.compute_device import empty_cache, is_accelerator, is_device_full, is_full, is_not_pinned
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.pages import new_on_host
 from hf_patrickstar.memory.pinning import Pinning

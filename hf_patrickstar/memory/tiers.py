@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.memory.accelerator import memory_info, reserved_nbytes
+from hf_patrickstar.memory.compute_device import memory_info, reserved_nbytes
 
 DEVICE_SHARE = 0.95
 HOST_SHARE = 0.90

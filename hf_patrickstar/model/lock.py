@@ -143,7 +143,8 @@ class EngineLock:
     @property
     def has_backward(self) -> bool:
         """Whether a backward is running that has the lock; one that raised is not."""
-        return self._backward is not None and self._backward.end() is not None
+        found = self._backward  # another thread may end it meanwhile
+        return found is not None and found.end() is not None
 
     def _wait(self, what: str) -> None:
         if self._is_part_of_backward():
@@ -217,7 +218,8 @@ class EngineLock:
             return  # inside of a backward, which does not end before this call
         known, deadline = {id(module) for module in modules}, time.monotonic() + self._limit_s
         while True:
-            ours = {threading.get_ident(), *(thread.ident for thread in self._waiting)}
+            with self._condition:
+                ours = {threading.get_ident(), *(thread.ident for thread in self._waiting)}
             with frames_of_threads() as frames:
                 inside = [i for i, frame in frames.items() if i not in ours and _is_inside(frame, known)]
             if not inside:

@@ -13,10 +13,10 @@ from hf_patrickstar.machine import find_machine
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner.adapters import has_peft
 from hf_patrickstar.planner.optimizers import optimizer_name
-from hf_patrickstar.planner.plan import Plan, TriedChange
 from hf_patrickstar.planner.planning import TrainingSetup, arrange_machine, plan_if_fits
 from hf_patrickstar.planner.search import Goal, Progress, search_below
 from hf_patrickstar.planner.subject import Subject
+from hf_patrickstar.planner.training_plan import Plan, TriedChange
 from hf_patrickstar.schedule.bounds import ADAM
 from hf_patrickstar.units import GIB, MIB, format_nbytes
 

@@ -9,8 +9,8 @@ from transformers import PretrainedConfig, TrainingArguments
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.planner.advice import advise, largest_that_fit
 from hf_patrickstar.planner.arguments import Asked, asked_by, check_types
-from hf_patrickstar.planner.plan import Plan
 from hf_patrickstar.planner.planning import arrange, plan_for_runs
+from hf_patrickstar.planner.training_plan import Plan
 
 
 def plan(

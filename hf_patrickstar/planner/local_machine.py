@@ -11,7 +11,7 @@ from typing import Any
 from hf_patrickstar.common.cores import own_cores
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import Machine, find_machine
-from hf_patrickstar.memory.accelerator import num_accelerators
+from hf_patrickstar.memory.compute_device import num_accelerators
 
 _LIMIT_S = 600
 _MOST_LINES = 5

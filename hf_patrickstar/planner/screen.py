@@ -9,8 +9,8 @@ from hf_patrickstar.machine import Machine, whole_host_nbytes
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import WORKSPACE
 from hf_patrickstar.optim.torch_kernel import OWN_STATE
-from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse
 from hf_patrickstar.planner.search import Found, Goal
+from hf_patrickstar.planner.training_plan import Chunks, Plan, Speed, TierUse
 from hf_patrickstar.runtime import gradient_ring
 from hf_patrickstar.runtime.chunk import GRADIENTS, STAGING
 from hf_patrickstar.schedule.start import describe_start

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import BY_PRICE, MACHINES, Machine, find_machine
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.planner.plan import Plan
 from hf_patrickstar.planner.planning import (
     BESIDE,
     TrainingSetup,
@@ -18,6 +17,7 @@ from hf_patrickstar.planner.planning import (
     plan_if_fits,
 )
 from hf_patrickstar.planner.subject import Subject, most_tokens
+from hf_patrickstar.planner.training_plan import Plan
 from hf_patrickstar.runtime.activations import ACTIVATIONS
 
 LENGTH_STEP = 64

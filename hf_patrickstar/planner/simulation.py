@@ -23,8 +23,8 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.elementwise import ElementwiseKernel
 from hf_patrickstar.optim.kernel import WORKSPACE, Kernel
 from hf_patrickstar.optim.torch_kernel import OWN_STATE, make_kernel
-from hf_patrickstar.planner.imagined import resources_of, settings_for
 from hf_patrickstar.planner.optimizers import keep_embeddings_wide
+from hf_patrickstar.planner.simulated_machine import resources_of, settings_for
 from hf_patrickstar.report.survey import NON_MODEL, Survey, SurveyedChunk
 from hf_patrickstar.runtime import gradient_ring
 from hf_patrickstar.runtime.activations import ACTIVATIONS

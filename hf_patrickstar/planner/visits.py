@@ -7,7 +7,7 @@ import torch
 from hf_patrickstar.counts import Counts
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.engine import PatrickStarEngine
-from hf_patrickstar.memory.accelerator import find_device
+from hf_patrickstar.memory.compute_device import find_device
 from hf_patrickstar.report.measure import Sweeps
 
 _NUM_LAYERS = 32

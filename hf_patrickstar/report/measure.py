@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_patrickstar.common.cores import own_cores
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.machine import Machine, name_of_products
-from hf_patrickstar.memory.accelerator import can_pin_memory, device_name, find_device, is_accelerator, memory_info
+from hf_patrickstar.memory.compute_device import can_pin_memory, device_name, find_device, is_accelerator, memory_info
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.pinning import make_pinning
 from hf_patrickstar.memory.pool import PayloadPool

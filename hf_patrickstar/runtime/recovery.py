@@ -11,7 +11,7 @@ import numpy
 import torch
 
 from hf_patrickstar.errors import DeviceMemoryError, Later
-from hf_patrickstar.memory.accelerator import (
+from hf_patrickstar.memory.compute_device import (
     empty_cache,
     is_accelerator,
     is_device_full,

@@ -16,7 +16,7 @@ from hf_patrickstar.layout.chunk_size import ChunkSizeChoice, fixed_layout, sear
 from hf_patrickstar.layout.embedding import EmbeddingChoice, choose_embeddings
 from hf_patrickstar.layout.packing import ChunkSpec, Packer
 from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec
-from hf_patrickstar.memory.accelerator import is_accelerator
+from hf_patrickstar.memory.compute_device import is_accelerator
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import Kernel

@@ -13,7 +13,13 @@ from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.counts import Counts
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.machine import ACCELERATOR, CPU_TIER, Machine, machine_of
-from hf_patrickstar.memory.accelerator import can_pin_memory, choose_segments, device_name, find_device, is_accelerator
+from hf_patrickstar.memory.compute_device import (
+    can_pin_memory,
+    choose_segments,
+    device_name,
+    find_device,
+    is_accelerator,
+)
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.meters import AllocatorMeter, Meter, StorageMeter
 from hf_patrickstar.memory.pinning import make_pinning

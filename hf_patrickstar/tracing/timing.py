@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from hf_patrickstar.memory.accelerator import find_device, is_accelerator
+from hf_patrickstar.memory.compute_device import find_device, is_accelerator
 from hf_patrickstar.memory.streams import seconds_of
 from hf_patrickstar.memory.tiers import available_host_nbytes
 from hf_patrickstar.optim.threads import in_threads

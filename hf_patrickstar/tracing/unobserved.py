@@ -35,7 +35,7 @@ from torch.utils._device import DeviceContext
 from torch.utils.hooks import RemovableHandle
 
 from hf_patrickstar.errors import TraceError
-from hf_patrickstar.memory.accelerator import same_state
+from hf_patrickstar.memory.compute_device import same_state
 from hf_patrickstar.memory.operators import without_modes
 from hf_patrickstar.tracing.fake import is_of_library, origin_of
 from hf_patrickstar.tracing.user_state import own_variables

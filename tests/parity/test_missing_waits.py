@@ -625,11 +625,11 @@ ELSEWHERE = {
     "for errors of work that has ended: tests/parity/test_overlapped_updates.py": ["engine.py"],
     "for workspace that is about to go (tests/parity/test_overlapped_updates.py), and for zeros": ["setup/payloads.py"],
     "for room in the ring: tests/unit/runtime/test_gradient_ring.py": ["runtime/gradient_ring.py"],
-    "for less in flight: tests/unit/memory/test_streams.py": ["setup/resources.py", "planner/imagined.py"],
+    "for less in flight: tests/unit/memory/test_streams.py": ["setup/resources.py", "planner/simulated_machine.py"],
     "for processes: tests/distributed/test_races_together.py": [
         *("runtime/groups.py", "dist/collectives.py", "dist/tickets.py", "dist/watchdog.py"),
     ],
-    "to measure, with nobody beside it": ["memory/lanes.py", "report/measure.py", "memory/accelerator.py"],
+    "to measure, with nobody beside it": ["memory/lanes.py", "report/measure.py", "memory/compute_device.py"],
     "in virtual time": ["schedule/replay.py"],
     "not: it joins words": ["cli/run.py", "schedule/repeats.py", "integrations/training_script.py"],
     "not: it notes a loss": ["integrations/accelerator.py"],

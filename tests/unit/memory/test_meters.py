@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hf_patrickstar.memory import meters
-from hf_patrickstar.memory.accelerator import used_nbytes
+from hf_patrickstar.memory.compute_device import used_nbytes
 from hf_patrickstar.memory.meters import AllocatorMeter, StorageMeter
 
 pytestmark = pytest.mark.own_streams  # which modes of operators there are

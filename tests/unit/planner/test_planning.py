@@ -21,11 +21,11 @@ from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import MACHINES, find_machine
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner.advice import advise
-from hf_patrickstar.planner.plan import Chunks, Plan, Speed, TierUse, TriedChange
 from hf_patrickstar.planner.planning import arrange, plan_and_simulate, plan_if_fits
 from hf_patrickstar.planner.screen import describe, describe_changes
 from hf_patrickstar.planner.search import Found, Goal, search_below
 from hf_patrickstar.planner.subject import Subject
+from hf_patrickstar.planner.training_plan import Chunks, Plan, Speed, TierUse, TriedChange
 from hf_patrickstar.units import GIB, MIB, format_nbytes
 
 MODEL = "gpt2:n_layer=3,n_embd=128,n_head=4,vocab_size=512,n_positions=64"

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from hf_patrickstar.memory import accelerator
-from hf_patrickstar.memory.accelerator import (
+from hf_patrickstar.memory import compute_device
+from hf_patrickstar.memory.compute_device import (
     allocator_settings,
     choose_segments,
     device_name,
@@ -44,8 +44,8 @@ def allocator(monkeypatch):
     monkeypatch.setattr(
         torch._C, "_accelerator_setAllocatorSettings", lambda text: setattr(found, "told", text), raising=False
     )
-    monkeypatch.setattr(accelerator, "reserved_nbytes", lambda device: found.reserved)
-    monkeypatch.setattr(accelerator, "allocated_nbytes", lambda device, what: found.allocated)
+    monkeypatch.setattr(compute_device, "reserved_nbytes", lambda device: found.reserved)
+    monkeypatch.setattr(compute_device, "allocated_nbytes", lambda device, what: found.allocated)
     return found
 
 

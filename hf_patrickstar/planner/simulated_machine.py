@@ -39,7 +39,7 @@ def resources_of(machine: Machine, config: PatrickStarConfig, world_size: int) -
         config: The settings.
         world_size: How many processes train together.
     """
-    connect = functools.partial(_ImaginedCollectives, world_size, machine)
+    connect = functools.partial(_SimulatedCollectives, world_size, machine)
     no_driver: Any = types.SimpleNamespace(new_stream=lambda: None)
     streams = DeviceStreams(torch.device("cpu"), no_driver)
     if not machine.has_accelerator:
@@ -47,7 +47,7 @@ def resources_of(machine: Machine, config: PatrickStarConfig, world_size: int) -
     return Resources.find(config, streams, connect, lambda: None, Counts())
 
 
-class _ImaginedCollectives(Collectives):
+class _SimulatedCollectives(Collectives):
     """Those of the processes of a machine that is not here: each says what this one says."""
 
     def __init__(
