@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -23,6 +26,9 @@ from torch.utils._python_dispatch import (
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+_nothing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+_NOTHING = _nothing()
 
 
 class EngineMode(TorchDispatchMode):
@@ -53,6 +59,28 @@ def without_modes() -> Iterator[None]:
         for mode in reversed(modes):
             if isinstance(mode, OperatorMode) and mode.sees_all:
                 stack.enter_context(mode)
+        yield
+
+
+def as_it_is(payload: torch.Tensor | None = None) -> contextlib.AbstractContextManager[None]:
+    """Leaves inference mode and function transforms, so that tensors which are made here are ordinary ones.
+
+    In inference mode they could never be trained with, and inside a function transform they would be wrappers.
+
+    Args:
+        payload: What is made shall be as this is: fake if this is fake, and seen by meters. By default all modes are off.
+    """
+    is_fake = torch._C._get_dispatch_mode(_FAKE) is not None
+    has_modes = payload is None and bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
+    is_disguised = is_fake and (payload is None or type(payload) is torch.Tensor)
+    if has_modes or is_disguised or torch.is_inference_mode_enabled() or peek_interpreter_stack() is not None:
+        return _as_it_is(without_modes if payload is None else unset_fake_temporarily if is_disguised else _nothing)
+    return _NOTHING
+
+
+@contextlib.contextmanager
+def _as_it_is(without: Callable[[], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
+    with torch.inference_mode(False), temporarily_clear_interpreter_stack(), without():
         yield
 
 

@@ -34,8 +34,6 @@ from typing import Any
 
 import torch
 from torch._C._autograd import _profiler_enabled
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from hf_patrickstar.common.interrupts import held_back
 from hf_patrickstar.common.states import TensorState
@@ -45,6 +43,7 @@ from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import MASTER, TensorSpec
 from hf_patrickstar.memory.lanes import Ticket
 from hf_patrickstar.memory.meters import Meter
+from hf_patrickstar.memory.operators import as_it_is
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import Copy, Streams
 from hf_patrickstar.memory.tiers import Tier
@@ -64,7 +63,6 @@ STAGING = "staging"
 """Owners of buffers on the device: gradients of groups until they are reduced, and scratch space to reduce them in."""
 _use_count = torch._C._storage_Use_Count
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 def round_masters(masters: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> None:
@@ -586,7 +584,7 @@ class Chunk:
         """
         home, begin, streams = self.home_param, time.perf_counter(), self.device.streams
         name = "bring in ahead" if ahead else "load"
-        with named(name, self.spec.index) if _profiler_enabled() else _NOTHING, _as_it_is(home):
+        with named(name, self.spec.index) if _profiler_enabled() else _NOTHING, as_it_is(home):
             payload = self._allocate_copy()
             try:  # the copy comes after an update that is under way
                 if ahead:
@@ -616,7 +614,7 @@ class Chunk:
             DeviceMemoryError: If the device has no room.
         """
         home, streams = self.home_param, self.device.streams
-        with _as_it_is(home):
+        with as_it_is(home):
             payload = self._allocate_copy()
             try:
                 self.note(streams.to_slice(home, self.own_slice(payload), self.under_way))
@@ -718,7 +716,7 @@ class Chunk:
             self.drop_copy()  # a copy with the chunks of others stays true
         lists, pool, name = self.home_lists, self.device.pool, f"move home to the {home.value} of"
         # Ctrl-C waits: the old ``param`` list may have been overwritten before the new one takes its place.
-        with held_back(), lists.lock, named(name, self.spec.index), _as_it_is(self.home_param):
+        with held_back(), lists.lock, named(name, self.spec.index), as_it_is(self.home_param):
             new = self._copy_lists(home)
             if self.is_static:
                 self.drop_copy()
@@ -833,25 +831,3 @@ class Device:
     def unused(self, exclude: Chunk | None = None) -> list[Chunk]:
         """Chunks whose copies nobody computes with or looks into: these can leave."""
         return [chunk for chunk in self.copies if chunk is not exclude and not chunk.is_in_use]
-
-
-def _as_it_is(payload: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Leaves whatever modes code is run under, so that new payloads are what the old one is.
-
-    In inference mode they could never be trained with, inside a function transform they would be wrappers, and under
-    fake tensors they would hold nothing.
-    """
-    is_disguised = type(payload) is torch.Tensor and torch._C._get_dispatch_mode(_FAKE) is not None
-    if is_disguised or torch.is_inference_mode_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
-        return _without_modes(is_real=type(payload) is torch.Tensor)
-    return _NOTHING
-
-
-@contextlib.contextmanager
-def _without_modes(*, is_real: bool) -> Iterator[None]:
-    with (
-        torch.inference_mode(False),
-        temporarily_clear_interpreter_stack(),
-        unset_fake_temporarily() if is_real else _NOTHING,
-    ):
-        yield

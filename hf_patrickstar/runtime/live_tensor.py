@@ -11,7 +11,7 @@ from torch._C._functorch import peek_interpreter_stack
 
 from hf_patrickstar.common.states import Stage
 from hf_patrickstar.errors import EngineError
-from hf_patrickstar.memory.operators import unseen
+from hf_patrickstar.memory.operators import as_it_is, unseen
 from hf_patrickstar.model.compiled import stand_in
 from hf_patrickstar.model.live_parameter import (
     GET_GRAD,
@@ -33,7 +33,6 @@ from hf_patrickstar.runtime.chunk import GradientPlace, ManagedParameter
 from hf_patrickstar.runtime.gradients import Gradients, consumed
 from hf_patrickstar.runtime.listener import ModelListener
 from hf_patrickstar.runtime.manager import ChunkManager
-from hf_patrickstar.runtime.values import as_it_is
 
 _Tensor: Any = torch.Tensor
 _DATA = _Tensor.data.__get__

@@ -20,10 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_patrickstar.dist.sharing import Held
 from hf_patrickstar.layout.specs import MASTER
+from hf_patrickstar.memory.operators import as_it_is
 from hf_patrickstar.runtime.bits import same_bits
 from hf_patrickstar.runtime.chunk import GradientPlace, ManagedParameter
 from hf_patrickstar.runtime.gradients import Gradients
-from hf_patrickstar.runtime.values import Values, as_it_is
+from hf_patrickstar.runtime.values import Values
 
 _SCAN_AT = 8
 """With so many parameters handed out, look for all that nobody uses any more; with fewer, at the last two alone."""

@@ -2,15 +2,13 @@
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from hf_patrickstar.dist.sharing import Held, Sharing
 from hf_patrickstar.layout.specs import MASTER
-from hf_patrickstar.memory.operators import without_modes
+from hf_patrickstar.memory.operators import as_it_is
 from hf_patrickstar.runtime.bits import differs
 from hf_patrickstar.runtime.chunk import Device, GradientPlace, ManagedParameter
 from hf_patrickstar.runtime.originals import Originals
@@ -195,18 +193,3 @@ def _write_master(master: torch.Tensor, value: torch.Tensor) -> None:
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     if target.data_ptr() != source.data_ptr() or not target.numel():
         target.copy_(source)
-
-
-def as_it_is() -> AbstractContextManager[None]:
-    """Leaves inference mode, function transforms and whatever else looks on: no meter counts this work."""
-    has_modes = torch._C._len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0
-    has_modes = has_modes or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-    if has_modes or torch.is_inference_mode_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
-        return _as_it_is()
-    return nullcontext()
-
-
-@contextmanager
-def _as_it_is() -> Iterator[None]:
-    with torch.inference_mode(False), temporarily_clear_interpreter_stack(), without_modes():
-        yield
