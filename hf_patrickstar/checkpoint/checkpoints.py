@@ -248,7 +248,8 @@ class Checkpoints(Transactions):
         if error is not None:
             raise error
         if failed is not None:
-            raise CheckpointError("rank {} cannot load the checkpoint: {}".format(*failed))
+            rank, text = failed
+            raise CheckpointError(f"rank {rank} cannot load the checkpoint: {text}")
         return result
 
     @unseen()

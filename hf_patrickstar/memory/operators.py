@@ -68,7 +68,7 @@ def as_it_is(payload: torch.Tensor | None = None) -> contextlib.AbstractContextM
     In inference mode they could never be trained with, and inside a function transform they would be wrappers.
 
     Args:
-        payload: What is made shall be as this is: fake if this is fake, and seen by meters. By default all modes are off.
+        payload: What is made shall be as this is: fake if this is, and seen by meters. By default all modes are off.
     """
     is_fake = torch._C._get_dispatch_mode(_FAKE) is not None
     has_modes = payload is None and bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())

@@ -253,7 +253,8 @@ class StepEstimator:
             {spec.index: tensor.chunk.spec.index for spec, tensor in tensors.items()},
             {spec.index: tensor.own_numel for spec, tensor in tensors.items()},
         )
-        traces = traces_of(ops, places, self._rules, is_training=call.is_training, name=call.name)
+        name = call.name  # what is kept below would keep the call, and so its inputs
+        traces = traces_of(ops, places, self._rules, is_training=call.is_training, name=name)
         has_changed = [chunk.spec for chunk in self._manager.chunks] != self._first_chunks
         if call.is_training and self._keeps and not has_changed:
             self._keep(traces, call.has_padding)
@@ -267,7 +268,7 @@ class StepEstimator:
             def traces_on(layout: Layout, device_nbytes: int) -> list[Trace]:
                 in_flight = self._rules.in_flight_nbytes and device_nbytes // SHARE_IN_FLIGHT
                 rules = dataclasses.replace(self._rules, in_flight_nbytes=in_flight)
-                found = traces_of(ops, Places.of(layout), rules, name=call.name)
+                found = traces_of(ops, Places.of(layout), rules, name=name)
                 return [self._as_allocated(made, beside_nbytes) for made in found]
 
             least = Later(functools.partial(describe_least, *self._known, traces_on))

@@ -615,7 +615,7 @@ WATCHED = (
 
 ELSEWHERE = {
     "for threads": [
-        *("checkpoint/checkpoints.py", "checkpoint/transaction.py", "memory/driver.py", "membership.py"),
+        *("checkpoint/checkpoints.py", "checkpoint/transaction.py", "memory/driver.py"),
         "optim/workers.py",
     ],
     "for threads, and a compute stream that simulated tensors do not have": ["checkpoint/state_files.py"],

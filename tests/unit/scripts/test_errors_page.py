@@ -15,9 +15,9 @@ WITHOUT_REMEDY = {
     "rank <rank> cannot load the checkpoint: <text>",
     "<problem>; what it printed is in <log>",
     "'<path>' cannot be written: <value>",
-    "checkpoint '<final>' was not written: <found> on rank <rank>. Earlier ones are as they were",
-    "checkpoint '<final>' cannot be written: <found>. Earlier ones are as they were",
-    "checkpoint '<final>' was not completed: <found>. Earlier ones are as they were",
+    "checkpoint '<final>' was not written: <text> on rank <rank>. Earlier ones are as they were",
+    "checkpoint '<final>' cannot be written: <text>. Earlier ones are as they were",
+    "checkpoint '<final>' was not completed: <text>. Earlier ones are as they were",
     # What helps depends on the run; it is found, and follows, when somebody reads them.
     "<place> has too little memory: <bytes> more needed for '<owner>', <value> left of <bytes of needs>. <the table of "
     "what takes memory>",
