@@ -194,3 +194,31 @@ def test_a_thread_that_computes_all_the_time_does_not_keep_others_out():
             pair.both(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
     assert time.monotonic() - begin < 30
     pair.check()
+
+
+def test_a_backward_that_raised_gives_its_turn_up_while_its_thread_goes_on(short_waits):
+    """A waiting thread would give up after a moment, and get an error."""
+    pair = Pair(Stack, "moving")
+    has_failed, may_end = threading.Event(), threading.Event()
+
+    def fail(gradient):
+        raise LookupError("in backward")
+
+    def work():
+        loss = loss_of(pair.ours, 3)
+        with contextlib.suppress(LookupError):
+            loss.backward()
+        has_failed.set()
+        assert may_end.wait(30)
+
+    handle = pair.ours.layers[2].weight.register_hook(fail)
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    assert has_failed.wait(30)
+    handle.remove()
+    try:
+        pair.optimizer.zero_grad()
+        pair.train(2)
+    finally:
+        may_end.set()
+        thread.join(30)

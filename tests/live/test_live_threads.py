@@ -251,3 +251,16 @@ def test_detach_inside_of_full_parameters_does_not_wait_for_those_that_wait_for_
     thread.join(30)
     assert not thread.is_alive()
     engine.detach()
+
+
+def test_who_was_asked_before_a_parameter_went_to_another_chunk_answers_with_its_value():
+    """So it is in a thread that has asked, and waits until the parameter is unfrozen."""
+    model = make()
+    weight = model.blocks[1].linear.weight.requires_grad_(False)
+    engine = PatrickStarEngine(model, CONFIG, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    before, value = weight._live, weight.detach().clone()
+    weight.requires_grad_(True)
+    engine.follow_model()
+    assert weight._live is not before
+    assert torch.equal(before.value_for_state_dict(), value)
+    assert torch.equal(before.copied_value(), value)
