@@ -341,8 +341,9 @@ class ModelHooks:
 
     # Forward
 
-    def _cast_inputs(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return self._casting.narrow(args, kwargs)
+    def _cast_inputs(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> Any:
+        # Torch passes no named arguments to a hook that was removed while the hook before it waited for the lock.
+        return None if kwargs is None else self._casting.narrow(args, kwargs)
 
     @unseen()
     def _enter_outermost(self, frame: Frame, name: str, args: Any, kwargs: dict[str, Any]) -> None:

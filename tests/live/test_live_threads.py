@@ -264,3 +264,27 @@ def test_who_was_asked_before_a_parameter_went_to_another_chunk_answers_with_its
     assert weight._live is not before
     assert torch.equal(before.value_for_state_dict(), value)
     assert torch.equal(before.copied_value(), value)
+
+
+@pytest.mark.parametrize("settings", [{"dtype": "fp32"}, {"dtype": "bf16"}, {"dtype": "bf16", "autocast": False}])
+def test_a_forward_that_has_waited_for_detach_is_that_of_the_plain_model(settings):
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))), torch.randn(2, 16)
+    expected = model(inputs).detach()
+    engine = PatrickStarEngine(model, {**CONFIG, **settings}, adamw(model))
+    found = []
+
+    @torch.no_grad()
+    def work():
+        found.append(model(inputs))
+
+    thread = threading.Thread(target=work, daemon=True)
+    with inside.held(engine):
+        thread.start()
+        deadline = time.monotonic() + 30
+        while thread not in inside.waiting_threads(engine):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        engine.detach()
+    thread.join(30)
+    assert torch.equal(found[0], expected)

@@ -195,3 +195,8 @@ def mirrors(engine):
 def waiting_threads(engine):
     """Threads that wait until another one is out of the model."""
     return engine.manager.lock._waiting
+
+
+def held(engine):
+    """Other threads that begin a forward, a backward or a step wait until the block ends."""
+    return engine.manager.lock.held("a test")
