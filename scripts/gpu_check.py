@@ -45,7 +45,7 @@ KEPT_CHARS = 6000
 LOGGED_CHARS = 1_500_000
 """The most characters of one part in the log, since ``$OUT`` may be a folder that takes no large files."""
 ENVIRONMENT = {
-    "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")])),
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests/support"), os.environ.get("PYTHONPATH")])),
     "PYTHONUNBUFFERED": "1",
     "PYTHONFAULTHANDLER": "1",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # runs are compared bit for bit
