@@ -58,8 +58,8 @@ def measure(batch_size, budget, options):
         model(**common.make_batch(seed, batch_size, LENGTH, 256, device)).loss.backward()
         engine.optimizer.step()
         engine.optimizer.zero_grad()
-    tracer = engine.manager.tracer
-    tracer.diverging.update(tracer.traces)  # a step that follows its plan is not measured otherwise
+    steps = engine.manager.steps
+    steps.diverging.update(steps.traces)  # a step that follows its plan is not measured otherwise
     before = engine.stats()["host_to_device_nbytes"]
     gauge = Gauge(engine)
     loss = model(**common.make_batch(3, batch_size, LENGTH, 256, device)).loss

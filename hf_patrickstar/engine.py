@@ -38,12 +38,12 @@ from hf_patrickstar.optim.torch_kernel import OWN_STATE, make_kernel
 from hf_patrickstar.optim.workers import HostWorkers
 from hf_patrickstar.report.survey import Survey, take_survey
 from hf_patrickstar.runtime.chunk import Chunk
-from hf_patrickstar.runtime.evictor import MovePolicy
 from hf_patrickstar.runtime.hooks import ModelHooks
 from hf_patrickstar.runtime.live_model import LiveModel
 from hf_patrickstar.runtime.live_tensor import managers_of
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.recovery import MAX_RETRIES, Recovery
+from hf_patrickstar.runtime.steps import MovePolicy
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.trace import Trace
 from hf_patrickstar.setup.decisions import list_names
@@ -225,7 +225,7 @@ class PatrickStarEngine:
                 self.optimizers.pop()
                 self.manager.has_new_groups = False
             raise
-        self.manager.placement.allow_margin(can_move_homes(self._situation))
+        self.manager.homes.moves_homes = can_move_homes(self._situation)
         chunked.take_inner_state()
         return chunked
 
@@ -451,7 +451,7 @@ class PatrickStarEngine:
             "chunk_budget_nbytes": min(limit.nbytes for limit in self.ledger.limits(Tier.DEVICE)),
             "model_data_nbytes": self.model_data_nbytes(),
             **dataclasses.asdict(self.counts),
-            "chunks_in_margin": len(self.manager.placement.in_margin),
+            "chunks_in_margin": len(self.manager.homes.in_margin),
             "num_chunks": len(layout.chunks) * self.collectives.world_size,
             "chunk_numel": layout.chunk_numel,
             "chunk_utilisation": layout.utilisation,
@@ -469,12 +469,12 @@ class PatrickStarEngine:
     @property
     def traces(self) -> Mapping[str, Trace]:
         """What each kind of micro-batch does, by key, as planned, estimated or recorded: to be read only."""
-        return self.manager.tracer.traces
+        return self.manager.steps.traces
 
     @property
     def reasons(self) -> tuple[str, ...]:
         """What was decided, a sentence each: when the engine was made, and since then about lookups and the margin."""
-        later = self.manager.placement.reasons
+        later = self.manager.homes.reasons
         reasons = [reason for name, reason in self._decisions.reasons.items() if name not in later]
         return (*reasons, *later.values())
 
@@ -559,7 +559,7 @@ class PatrickStarEngine:
         """Makes room on the compute tier for non-model data."""
         if self.manager.writes.watched:
             self.manager.writes.settle_watched()
-        self.manager.evictor.make_room_for_non_model(is_step=self.manager.frames.is_inside)
+        self.manager.homes.make_room_for_non_model(is_step=self.manager.frames.is_inside)
 
     def _move_in(self) -> None:
         """Moves buffers to the device, and parameters into their chunks."""

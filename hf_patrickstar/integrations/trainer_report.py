@@ -218,7 +218,7 @@ class TrainingRun:
         if self._is_told or last is None or last[1] != self._begun[1]:
             return None
         self._is_told = True
-        estimated = engine.manager.placement.estimated
+        estimated = engine.manager.homes.estimated
         return describe_step(step, now - last[2], engine.stats(), None if estimated is None else estimated.seconds)
 
     def close(self) -> None:
@@ -252,7 +252,7 @@ class TrainingRun:
         homes = tuple(chunk.home for chunk in manager.chunks)
         plans = tuple((trace.key, room) for trace, _, room in manager.steps.followed)
         # To compare it is less work than to survey.
-        fingerprint = (self._recorder.length, self._lanes.is_over, manager.tracer.version, homes, plans, *peaks)
+        fingerprint = (self._recorder.length, self._lanes.is_over, manager.steps.version, homes, plans, *peaks)
         if fingerprint != self._fingerprint:
             self._fingerprint = fingerprint
             self._recorder.note_survey(engine.survey())
@@ -273,7 +273,7 @@ class TrainingRun:
         num_steps = trainer.state.global_step - self._first_step
         if num_steps <= 0:
             return None
-        estimated = engine.manager.placement.estimated
+        estimated = engine.manager.homes.estimated
         known: dict[str, Any] = {}
         if estimated is not None:
             whole = max(estimated.duration_ns, 1)

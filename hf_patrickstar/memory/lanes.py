@@ -33,8 +33,10 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
+from hf_patrickstar.counts import Counts
 from hf_patrickstar.memory.driver import Driver, Pending, Work
 from hf_patrickstar.schedule.clock import Lane
+from hf_patrickstar.schedule.script import Part
 
 _NS_PER_MS = 1_000_000
 _LEAST_WAIT_NS = 20_000
@@ -159,3 +161,70 @@ class LaneTimes:
             self._driver.finish()
         read = [timed._replace(begin=self.ns_of(timed.begin), end=self.ns_of(timed.end)) for timed in self._found]
         return [one for one in read if one.nbytes or one.waiter is None or one.end - one.begin >= _LEAST_WAIT_NS]
+
+
+_Now = tuple[int, Any]
+"""The host's time, and a moment of the compute stream; see ``LaneTimes.now``."""
+
+
+class Durations:
+    """Adds up seconds by the host's clock, from the begin of a part to its end; a part that was given up is left out.
+
+    An accelerator works beside the host, so a part of a step there may go on when the host has left it.
+
+    Args:
+        counts: Gets the sums.
+
+    Attributes:
+        times: Gets the parts of a step whose lanes are measured.
+    """
+
+    def __init__(self, counts: Counts) -> None:
+        self.times: LaneTimes | None = None
+        self._counts = counts
+        self._begin: _Now | None = None
+        self._forward_end: _Now | None = None
+        self._end: _Now | None = None
+
+    def begin_computing(self) -> None:
+        """A micro-batch begins."""
+        self._begin, self._forward_end, self._end = self._now(), None, None
+
+    def end_forward(self) -> None:
+        """An outermost forward has ended; of several the last one counts."""
+        self._forward_end = self._now()
+
+    def end_computing(self) -> None:
+        """The backward of a micro-batch has ended."""
+        if self._begin is None:
+            return
+        self._end = self._now()
+        middle = self._begin if self._forward_end is None else self._forward_end
+        self._add(Part.FORWARD, self._begin, middle)
+        self._add(Part.BACKWARD, middle, self._end)
+        self._counts.computing_seconds += (self._end[0] - self._begin[0]) / 1e9
+        self._begin = None
+
+    def begin_update(self) -> None:
+        """The optimizer's step begins."""
+        now = self._now()
+        if self._end is not None:
+            self._counts.settling_seconds += (now[0] - self._end[0]) / 1e9
+        self._begin, self._end = now, None
+
+    def end_update(self) -> None:
+        """The optimizer's step has ended."""
+        if self._begin is not None:
+            now = self._now()
+            self._add(Part.UPDATE, self._begin, now)
+            self._counts.updating_seconds += (now[0] - self._begin[0]) / 1e9
+        self._begin = None
+
+    def _now(self) -> _Now:
+        times = self.times  # another thread may end the measuring meanwhile
+        return (time.perf_counter_ns(), None) if times is None else times.now()
+
+    def _add(self, part: Part, begin: _Now, end: _Now) -> None:
+        times = self.times
+        if times is not None:
+            times.parts.append((part, begin, end))

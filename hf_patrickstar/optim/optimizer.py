@@ -257,7 +257,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                     if tensor.spec.index not in self.group_numbers:
                         phases.leave_alone(tensor, factors.get(chunk.home_device))
             lent = [chunk for chunk in batch if phases.overlaps_updates and chunk.is_lent(kernel.list_names)]
-            with held_back(), named("update"), gradients.lock, phases.placement.stays:
+            with held_back(), named("update"), gradients.lock, phases.homes.stays:
                 updates = kernel.prepare(batch, self.group_numbers, factors, keeps=keeps)
                 phases.update(updates, self.group_numbers, keeps=keeps, runs_beside=kernel.runs_beside)
                 del updates  # they refer to lists, whose memory is to be free at once when chunks move

@@ -828,6 +828,12 @@ class Device:
         """The chunks with a copy."""
         return [chunk for chunk in self.by_storage.values() if not chunk.is_static]
 
+    def evict_unused(self) -> None:
+        """Evicts every copy that can leave, and gives up the buffers that are kept for reuse."""
+        for chunk in self.unused():
+            chunk.evict()
+        self.pool.trim()
+
     def unused(self, exclude: Chunk | None = None) -> list[Chunk]:
         """Chunks whose copies nobody computes with or looks into: these can leave."""
         return [chunk for chunk in self.copies if chunk is not exclude and not chunk.is_in_use]

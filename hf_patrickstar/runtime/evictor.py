@@ -3,58 +3,19 @@
 Kept buffers go first, then copies of chunks, then gradients on their way to the host, then chunks of the margin.
 """
 
-import dataclasses
-from collections.abc import Callable, Iterable
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
 
 from hf_patrickstar.common.shortage import Shortage
-from hf_patrickstar.config import PatrickStarConfig
-from hf_patrickstar.errors import DeviceMemoryError, Later
+from hf_patrickstar.errors import BudgetError, DeviceMemoryError, Later
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk, Device
-from hf_patrickstar.runtime.home_mover import HomeMover
-from hf_patrickstar.runtime.tracer import Tracer
-from hf_patrickstar.schedule.eviction import Chooser
+from hf_patrickstar.runtime.steps import Steps
+from hf_patrickstar.schedule.placement import ChunkBytes, Homes
 from hf_patrickstar.units import format_nbytes
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class MovePolicy:
-    """How copies come and go.
-
-    Attributes:
-        chooser: Chooses which chunk leaves.
-        prefetch_depth: How many loads may be under way ahead of the chunk that is needed.
-        reshard_after_forward: Chunks leave when forward has done with them, whether or not their room is needed.
-        evict_all: Evict all that can be evicted at every access and poison it (debugging).
-        has_plans: Whether steps follow plans.
-        overlaps_updates: Whether the optimizer updates chunks of the host beside the next forward.
-    """
-
-    chooser: Chooser
-    prefetch_depth: int
-    reshard_after_forward: bool
-    evict_all: bool
-    has_plans: bool
-    overlaps_updates: bool
-
-    @classmethod
-    def of(cls, config: PatrickStarConfig, world_size: int, prefetch_depth: int) -> "MovePolicy":
-        """The policy of so many processes; several have no plan while all is evicted, since a plan loads nothing twice.
-
-        Args:
-            config: What the user wants.
-            world_size: How many processes there are.
-            prefetch_depth: See ``MovePolicy``.
-        """
-        is_alone = world_size == 1
-        return cls(
-            Chooser(config.eviction),
-            prefetch_depth,
-            reshard_after_forward=config.reshard_after_forward and not is_alone,
-            evict_all=config.debug_evict_all,
-            has_plans=is_alone or not config.debug_evict_all,
-            overlaps_updates=config.overlap_optimizer,
-        )
+logger = logging.getLogger(__name__)
 
 
 class Evictor:
@@ -62,23 +23,38 @@ class Evictor:
 
     Args:
         device: The device.
-        tracer: Has the step that runs: which copies it needs last depends on it.
-        placement: Knows which chunks live in the device margin, and moves them out.
+        steps: Has the step that runs: which copies it needs last depends on it.
+        nbytes: The bytes of each chunk, over all lists.
+        margin: Indices of the chunks that live in the margin from the start: the host has no room for them.
+        moves_homes: See ``Estimate``.
+        reserve: Makes the optimizer allocate its workspace on a tier where it will update chunks.
         advise: Says what helps when there is no room.
-        policy: How copies come and go.
 
     Attributes:
-        policy: The same.
-        least: Says with how much memory the step that runs has room, if that is known.
+        nbytes: The bytes of each chunk, over all lists.
+        in_margin: Indices of the chunks that live in the margin: of those that the host has no room for, too.
+        moves_homes: Whether chunks may move to the margin; see ``Estimate``.
+        stays: Is held while an update is prepared and done, which writes to lists where they were: no home moves.
+        reasons: What was decided last about homes, a sentence each.
     """
 
     def __init__(
-        self, device: Device, tracer: Tracer, placement: HomeMover, advise: Callable[[], str], policy: MovePolicy
+        self,
+        device: Device,
+        steps: Steps,
+        nbytes: Sequence[ChunkBytes],
+        margin: Iterable[int],
+        *,
+        moves_homes: bool,
+        reserve: Callable[[Sequence[Chunk], Tier], None],
+        advise: Callable[[], str],
     ) -> None:
+        self.nbytes, self.in_margin, self.moves_homes = list(nbytes), set(margin), moves_homes
+        self.stays = threading.Lock()
+        self.reasons: dict[str, str] = {}
         self._device, self._pool, self._ledger = device, device.pool, device.ledger
-        self._tracer, self._placement, self._advise = tracer, placement, advise
-        self.policy = policy
-        self.least: Later | None = None
+        self._chunks, self._steps = device.chunks, steps
+        self._reserve, self._advise = reserve, advise
 
     def make_room(self, nbytes: int, *, keep_margin: bool = False) -> None:
         """Frees so many bytes, or as many as can be freed; the allocation that follows fails if they are too few.
@@ -151,12 +127,6 @@ class Evictor:
             raise self._too_small(0, None, "what a module computes")
         ledger.note_total(ledger.non_model_nbytes())
 
-    def evict_unused(self) -> None:
-        """Evicts every copy that can leave, and gives up the buffers that are kept for reuse."""
-        for chunk in self._device.unused():
-            chunk.evict()
-        self._pool.trim()
-
     def evict_if_unused(self, indices: Iterable[int]) -> None:
         """Evicts those of these copies that nobody looks into."""
         for index in indices:
@@ -171,6 +141,60 @@ class Evictor:
             chunk.compute.fill_(float("nan") if chunk.dtype.is_floating_point else 85)
             chunk.evict()
 
+    # Homes on the device
+
+    @property
+    def homes(self) -> Homes:
+        """Where chunks live now."""
+        device = frozenset(chunk.spec.index for chunk in self._chunks if chunk.home is Tier.DEVICE)
+        return Homes(device, tuple(self.in_margin))
+
+    @property
+    def may_leave_device(self) -> bool:
+        """Whether chunks are at home on the device that may leave it."""
+        return bool(self.in_margin) or (self.moves_homes and bool(self.homes.device))
+
+    def leave_margin(self) -> bool:
+        """Moves every chunk out of the margin that is not in use; whether any moved. It may be called in a step.
+
+        If none is there, chunks leave that have been at home on the device from the start, because it seemed that
+        everything fits, as far as the host has room.
+        """
+        self._steps.version += 1  # homes are decided anew after this step, whether it is recorded or not
+        if self.stays.locked():
+            return False
+        if self.move_out(self.in_margin):
+            return True
+        num_moved = self.move_out(self.homes.kept) if self.moves_homes else 0
+        if num_moved:
+            said = f"{num_moved} chunks left the device, where not everything fits after all: a step ran out of memory"
+            logger.info("patrickstar: %s", said)
+            self.reasons["homes"] = said
+        return num_moved > 0
+
+    def move_out(self, indices: Iterable[int]) -> int:
+        """Moves chunks to the host, as far as that has room; how many have moved."""
+        num_moved = 0
+        for index in sorted(indices):
+            chunk = self._chunks[index]
+            if (
+                chunk.is_retired
+                or not chunk.can_rehome
+                or self._ledger.available(Tier.HOST) < self.nbytes[index].host_nbytes
+            ):
+                continue
+            try:
+                self._reserve(self._chunks, Tier.HOST)
+                chunk.move_home(Tier.HOST)
+            except BudgetError as error:
+                logger.info("patrickstar: the host has no room for a chunk that is to leave the device: %s", error)
+                break
+            self.in_margin.discard(index)
+            num_moved += 1
+        return num_moved
+
+    # How room is made
+
     def _evict_until(self, is_enough: Callable[[], bool], exclude: Chunk | None = None) -> bool:
         """Evicts copies one by one until there is enough room; whether there is."""
         while not is_enough():
@@ -182,11 +206,11 @@ class Evictor:
         return True
 
     def _choose(self, exclude: Chunk | None) -> Chunk | None:
-        step = self._tracer.step
+        step = self._steps.step
         cursor, is_diverged = (step.cursor, step.is_diverged) if step is not None else (None, True)
         chunks = {chunk.spec.index: chunk for chunk in self._device.copies if chunk is not exclude}
         candidates = [(index, chunk.last_access) for index, chunk in chunks.items()]
-        order = self.policy.chooser.in_order(candidates, cursor, is_diverged)
+        order = self._steps.policy.chooser.in_order(candidates, cursor, is_diverged)
         # Whether a chunk is in use is asked in that order, since it takes longest.
         return next((chunks[index] for index in order if not chunks[index].is_in_use), None)
 
@@ -202,12 +226,12 @@ class Evictor:
         """Waits for gradients on their way; what was measured of this step with them is more than later steps need."""
         has_freed = self._device.streams.hold_at_most(0)
         self._ledger.read_again()
-        if has_freed and self._tracer.step is not None:
-            self._tracer.step.is_void = True
+        if has_freed and self._steps.step is not None:
+            self._steps.step.is_void = True
         return has_freed
 
     def _leave_margin(self) -> bool:
-        has_left = self._placement.leave_margin()
+        has_left = self.leave_margin()
         self._ledger.read_again()  # what was on its way to the lists that moved has arrived
         return has_left
 
@@ -240,5 +264,5 @@ class Evictor:
 
     def what_helps(self) -> Later:
         """What is on both tiers, and what helps where the device has no room for the step that runs."""
-        table, least, advise = self._ledger.table(), self.least, self._advise
+        table, least, advise = self._ledger.table(), self._steps.least, self._advise
         return Later(lambda: "\n".join(filter(None, (table, str(least or ""), advise()))))

@@ -14,7 +14,7 @@ import torch
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk, Device
 from hf_patrickstar.runtime.evictor import Evictor
-from hf_patrickstar.runtime.tracer import Step, Tracer
+from hf_patrickstar.runtime.steps import Step, Steps
 from hf_patrickstar.schedule.plan import Actions
 
 
@@ -26,17 +26,17 @@ class Executor:
 
     Args:
         device: The device.
-        tracer: Has the step that runs: what a visit does depends on it.
+        steps: Has the step that runs: what a visit does depends on it.
         evictor: Makes room.
 
     Attributes:
         in_backward: Whether a backward has begun that has not ended.
     """
 
-    def __init__(self, device: Device, tracer: Tracer, evictor: Evictor) -> None:
+    def __init__(self, device: Device, steps: Steps, evictor: Evictor) -> None:
         self._device, self._chunks = device, device.chunks
         self._pool, self._ledger, self._meter = device.pool, device.ledger, device.meter
-        self._tracer, self._evictor = tracer, evictor
+        self._steps, self._evictor = steps, evictor
         self.in_backward = False
         self._tick = 0
         self._asked: dict[int, Chunk] = {}  # whether they are in use, at the next recorded visit, by index
@@ -49,7 +49,7 @@ class Executor:
         """Whether every chunk is computed with where it is at home, and no visit has to be noted."""
         if self._device.moves:
             return False
-        step = self._tracer.step
+        step = self._steps.step
         return step is None or step.cursor is not None
 
     def visit(self, chunk: Chunk, caller: str) -> torch.Tensor:
@@ -65,25 +65,25 @@ class Executor:
         Raises:
             DeviceMemoryError: If it cannot be brought to the device.
         """
-        tracer, ledger = self._tracer, self._ledger
-        step = tracer.step
+        steps, ledger = self._steps, self._ledger
+        step = steps.step
         if chunk.compute is not None and not self._device.moves and (step is None or step.cursor is not None):
             return chunk.compute  # every chunk is at home on the device: there is nothing to follow
         self._tick += 1
         chunk.last_access = self._tick
-        moment = tracer.visit(chunk.spec.index, self._in_use, chunk)
-        step = tracer.step
+        moment = steps.visit(chunk.spec.index, self._in_use, chunk)
+        step = steps.step
         actions = None
         if step is not None:
             if moment is None or step.is_measured:
-                self.expect(step, moment)
+                steps.expect(step, moment)
             else:
                 assert step.cursor is not None
                 ledger.is_cautious = False
                 ledger.reserved_nbytes = step.cursor.trace.visits[moment].non_model_nbytes
             if moment is not None and step.plan is not None:
                 actions = step.plan.moments[moment]
-        if self._evictor.policy.evict_all:
+        if steps.policy.evict_all:
             self._evictor.evict_and_poison(exclude=chunk)
         was_there = chunk.compute is not None
         self._bring(chunk, step, moment, actions, caller)
@@ -103,21 +103,6 @@ class Executor:
             ledger.note_total(ledger.reserved_nbytes)
         assert chunk.compute is not None
         return chunk.compute
-
-    def expect(self, step: Step | None, moment: int | None = None) -> None:
-        """Tells the ledger what non-model data will need until the next moment, or to be cautious without a trace."""
-        ledger = self._ledger
-        if step is None or (step.cursor is not None and not step.cursor.trace.visits):  # no parameter is used
-            ledger.is_cautious, ledger.reserved_nbytes = False, 0
-        elif step.cursor is None or (step.is_measured and step.plan is None):
-            # A trace that was made beforehand may estimate too much: if no plan fits, what is measured decides.
-            trace = self._tracer.traces.get(step.key) if step.is_diverged and not step.is_measured else None
-            ledger.is_cautious = True
-            ledger.reserved_nbytes = trace.non_model_peak_nbytes if trace is not None else 0
-        else:
-            visits = step.cursor.trace.visits
-            ledger.is_cautious = False
-            ledger.reserved_nbytes = visits[max(step.cursor.moment if moment is None else moment, 0)].non_model_nbytes
 
     def _bring(self, chunk: Chunk, step: Step | None, moment: int | None, actions: Actions | None, caller: str) -> None:
         """Does what the plan says, and loads the chunk if that has not; this process has all of it."""
@@ -162,7 +147,7 @@ class Executor:
 
     def _in_use(self, visited: Chunk) -> list[int]:
         """The indices of all other chunks that are in use at a visit that is recorded, in order."""
-        number, moment = self._tracer.place
+        number, moment = self._steps.place
         chunks = {*self._asked.values(), *self._device.looked_into}
         if self._asked_at != (number, moment):
             chunks = {*self._device.by_storage.values()}

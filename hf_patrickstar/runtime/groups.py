@@ -14,7 +14,7 @@ import torch
 
 from hf_patrickstar.common.states import Stage
 from hf_patrickstar.dist.collectives import Collectives
-from hf_patrickstar.dist.order import Collective, CollectiveKind, Order
+from hf_patrickstar.dist.order import Collective, CollectiveKind
 from hf_patrickstar.memory.lanes import Ticket
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import GRADIENTS, STAGING, Chunk, Device, ManagedParameter
@@ -23,7 +23,7 @@ from hf_patrickstar.runtime.executor import Executor
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.mirrors import GradientMirrors
 from hf_patrickstar.runtime.ranges import named
-from hf_patrickstar.runtime.tracer import Step, Tracer
+from hf_patrickstar.runtime.steps import Step, Steps
 from hf_patrickstar.schedule.plan import Actions
 
 
@@ -33,8 +33,7 @@ class Groups(Executor):
     Args:
         device: The device.
         collectives: Talks to other processes.
-        order: Says which collective comes next on all processes.
-        tracer: Has the step that runs.
+        steps: Has the step that runs, and says which collective comes next on all processes.
         evictor: Makes room.
         gradients: Stores averages.
         gradient_mirrors: What was handed out of them.
@@ -47,17 +46,16 @@ class Groups(Executor):
         self,
         device: Device,
         collectives: Collectives,
-        order: Order,
-        tracer: Tracer,
+        steps: Steps,
         evictor: Evictor,
         gradients: Gradients,
         gradient_mirrors: GradientMirrors,
     ) -> None:
         self.found: set[int] = set()
-        super().__init__(device, tracer, evictor)
+        super().__init__(device, steps, evictor)
         self._streams = device.streams
         self._collectives = collectives
-        self._order = order
+        self._order = steps.order
         self._gradients = gradients
         self._gradient_mirrors = gradient_mirrors
         self._needed: Chunk | None = None
@@ -156,7 +154,7 @@ class Groups(Executor):
             self.found.add(tensor.spec.index)
         if not self._is_complete(chunk):
             return
-        step = self._tracer.step
+        step = self._steps.step
         if step is None or step.plan is None:
             self._ask(CollectiveKind.REDUCE, chunk.spec.index, "its gradients, which are complete")
             return
@@ -192,7 +190,7 @@ class Groups(Executor):
         self._under_way = (chunk, buffer, stored, ticket)
         if not self._collectives.is_asynchronous:
             self._store_averages()
-        self._tracer.note_reduced(index)
+        self._steps.note_reduced(index)
 
     def _store_averages(self) -> None:
         """Stores the averages of the reduction that is under way; afterwards its buffer is free."""
@@ -239,7 +237,7 @@ class Groups(Executor):
         Returns:
             The tensors that got a gradient anywhere.
         """
-        step, is_backward = self._tracer.step, phase is Stage.BACKWARD
+        step, is_backward = self._steps.step, phase is Stage.BACKWARD
         if step is not None and step.plan is not None:
             self._execute_until(step, self._end_of_phase(step, phase is Stage.FORWARD))
             if phase is not Stage.FORWARD:  # what the last visit of a forward is followed by is not complete yet
@@ -306,14 +304,14 @@ class Groups(Executor):
     def _end_of_phase(self, step: Step, is_forward: bool) -> int:
         """The moment of the plan up to which what is running now may go."""
         assert step.plan is not None
-        ends = self._tracer.traces[step.key].forward_ends if step.key in self._tracer.traces else ()
+        ends = self._steps.traces[step.key].forward_ends if step.key in self._steps.traces else ()
         if is_forward and ends:
             return ends[len(step.forward_ends)] if len(step.forward_ends) < len(ends) else step.num_followed
         return len(step.plan.moments)
 
     def _ask(self, subject: CollectiveKind, index: int, caller: str) -> None:
         """Does a collective that no plan has, with all that other processes ask for at the same time."""
-        is_in_step = self.in_backward or self._tracer.step is not None
+        is_in_step = self.in_backward or self._steps.step is not None
         self.perform(self._order.ask(Collective(subject, index), caller, is_in_step=is_in_step))
 
     def _perform_planned(self, subject: CollectiveKind, index: int) -> None:

@@ -2,83 +2,65 @@
 
 import dataclasses
 import logging
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from hf_patrickstar.errors import BudgetError
-from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.activations import Activations
-from hf_patrickstar.runtime.chunk import Chunk
-from hf_patrickstar.runtime.tracer import Tracer
+from hf_patrickstar.runtime.chunk import Chunk, Device
+from hf_patrickstar.runtime.evictor import Evictor
+from hf_patrickstar.runtime.steps import Steps
 from hf_patrickstar.schedule.estimate import Estimate
 from hf_patrickstar.schedule.margin import StepCost
 from hf_patrickstar.schedule.offload import describe_offload
-from hf_patrickstar.schedule.placement import ChunkBytes, Homes, Lookups, plan_lookups
+from hf_patrickstar.schedule.placement import ChunkBytes, Lookups, plan_lookups
 from hf_patrickstar.schedule.step_estimate import ChunkWork
 from hf_patrickstar.schedule.trace import Shapes
 
 logger = logging.getLogger(__name__)
 
 
-class HomeMover:
+class HomeMover(Evictor):
     """Asks anew where chunks live when traces have come or changed (``Estimate.settled``), and moves them there.
 
     Args:
-        chunks: All chunks, by index.
-        ledger: Knows the limits.
-        tracer: Has the traces.
-        reserve: Makes the optimizer allocate its workspace on a tier where it will update chunks.
+        device: The device.
+        steps: Has the traces.
         estimate: What was known when chunks were allocated.
         margin: Chunks that live in the margin from the start: the host has no room for them.
         activations: Have buffers on the host.
+        reserve: See ``Evictor``.
+        advise: See ``Evictor``.
 
     Attributes:
-        in_margin: Indices of the chunks that live in the margin: of those that the host has no room for, too.
-        stays: Is held while an update is prepared and done, which writes to lists where they were: no home moves.
-        nbytes: The bytes of each chunk, over all lists.
-        reasons: What was decided last, a sentence each: about lookups, and about the margin.
         estimated: What a step costs as chunks live now, by the rates of the machine; ``None`` if it is not known.
     """
 
     def __init__(
         self,
-        chunks: Sequence[Chunk],
-        ledger: Ledger,
-        tracer: Tracer,
-        reserve: Callable[[Sequence[Chunk], Tier], None],
+        device: Device,
+        steps: Steps,
         estimate: Estimate,
         margin: Iterable[int],
         activations: Activations,
+        reserve: Callable[[Sequence[Chunk], Tier], None],
+        advise: Callable[[], str],
     ) -> None:
-        self.in_margin: set[int] = set(margin)
-        self.stays = threading.Lock()
-        self.reasons: dict[str, str] = {}
+        moves_homes = estimate.moves_homes
+        super().__init__(
+            device, steps, estimate.nbytes, margin, moves_homes=moves_homes, reserve=reserve, advise=advise
+        )
         self.estimated: StepCost | None = None
-        self.nbytes = list(estimate.nbytes)
-        self._chunks = chunks
-        self._ledger = ledger
-        self._tracer = tracer
-        self._reserve = reserve
         self._first = estimate
-        self._moves_homes = estimate.moves_homes
         self._activations = activations
         self._seen_version = 0
         self._lookups: dict[int, str] = {}
         self._num_micro_batches = 1
 
-    def update(
-        self,
-        make_room: Callable[..., None],
-        num_micro_batches: int,
-        *,
-        is_estimated: bool = False,
-        is_certain: bool = False,
-    ) -> None:
+    def update_homes(self, num_micro_batches: int, *, is_estimated: bool = False, is_certain: bool = False) -> None:
         """Decides anew if a step was recorded since the last time; called between steps.
 
         Args:
-            make_room: Makes room for chunks that move in; see ``Evictor.make_room``.
             num_micro_batches: Micro-batches of the step that has ended.
             is_estimated: Whether the traces are those of a step that has not run yet.
             is_certain: Whether it takes what they say, to the byte: what has no room is then an error, before anything
@@ -87,24 +69,24 @@ class HomeMover:
         Raises:
             BudgetError: If that step has no room, however chunks are placed.
         """
-        tracer = self._tracer
-        if tracer.version == self._seen_version:
+        steps = self._steps
+        if steps.version == self._seen_version:
             return
-        self._seen_version = tracer.version
+        self._seen_version = steps.version
         self._num_micro_batches = max(num_micro_batches, 1)
         if self._place_lookups():
-            tracer.discard()  # the next step visits other chunks
-        elif any(trace.kind.is_training for trace in tracer.traces.values()):
+            steps.discard()  # the next step visits other chunks
+        elif any(trace.kind.is_training for trace in steps.traces.values()):
             if is_estimated and not self._first.has_groups:
                 self.choose_offload()
             try:
-                self._settle(make_room, may_leave=is_estimated)
+                self._settle(may_leave=is_estimated)
             except BudgetError as error:
                 if is_certain:
                     raise
                 logger.info("patrickstar: chunks stay at home where they are: %s", error)
             if self._first.has_lanes:  # else nothing waits for a copy beside computation
-                self.estimated = self._estimate().cost(self._homes().device)
+                self.estimated = self._estimate().cost(self.homes.device)
 
     def choose_offload(self, agree: Callable[[int, int], int] | None = None) -> None:
         """Decides how many activations leave the device, for all micro-batches of training that are known.
@@ -113,24 +95,16 @@ class HomeMover:
             agree: Makes one number of those of several processes: of each how many leave, and how many may.
         """
         estimate = self._estimate()
-        num, most, why = estimate.choose_offload(self._homes(), are_made=True)
+        num, most, why = estimate.choose_offload(self.homes, are_made=True)
         if agree is not None:
             num = agree(num, most)
             self._seen_version = -1  # homes follow
         if num < max(trace.num_offloaded for trace in estimate.traces):
             self._activations.trim()
-        self._tracer.offload(num)
-        said = describe_offload(self._tracer.traces.values(), num, estimate.offload, why)
+        self._steps.offload(num)
+        said = describe_offload(self._steps.traces.values(), num, estimate.offload, why)
         logger.info("patrickstar: %s", said)
         self.reasons["activations"] = said
-
-    def allow_margin(self, is_allowed: bool) -> None:
-        """Tells whether chunks may move to the margin, now that an optimizer came.
-
-        Args:
-            is_allowed: See ``Estimate.moves_homes``.
-        """
-        self._moves_homes = is_allowed
 
     def note_chunks(self, nbytes: Sequence[ChunkBytes]) -> None:
         """Takes note of chunks that came or went.
@@ -154,34 +128,11 @@ class HomeMover:
         """
         if not self.in_margin:
             return False
-        known = (trace for trace in self._tracer.traces.values() if trace.kind.is_training or not is_training)
+        known = (trace for trace in self._steps.traces.values() if trace.kind.is_training or not is_training)
         if any(trace.covers(shapes) for trace in known):
             return False
         logger.info("patrickstar: larger inputs than any before, %s: the device margin is given up", list(shapes))
         return self.leave_margin()
-
-    @property
-    def may_leave_device(self) -> bool:
-        """Whether chunks are at home on the device that may leave it."""
-        return bool(self.in_margin) or (self._moves_homes and bool(self._homes().device))
-
-    def leave_margin(self) -> bool:
-        """Moves every chunk out of the margin that is not in use; whether any moved. It may be called in a step.
-
-        If none is there, chunks leave that have been at home on the device from the start, because it seemed that
-        everything fits, as far as the host has room.
-        """
-        self._seen_version = -1  # decide anew after this step, whether it is recorded or not
-        if self.stays.locked():
-            return False
-        if self._move_out(self.in_margin):
-            return True
-        num_moved = self._move_out(self._homes().kept) if self._moves_homes else 0
-        if num_moved:
-            said = f"{num_moved} chunks left the device, where not everything fits after all: a step ran out of memory"
-            logger.info("patrickstar: %s", said)
-            self.reasons["homes"] = said
-        return num_moved > 0
 
     def _place_lookups(self) -> bool:
         """Decides by time which embeddings are worth being looked up on the CPU; whether any changed."""
@@ -193,7 +144,7 @@ class HomeMover:
         choice, reason = plan_lookups(
             {t.spec.index: Lookups(t.chunk.param_nbytes, measured[t.spec.index], t.spec.trainable) for t in asked},
             estimate.machine,
-            estimate.room_beside(self._homes().device),
+            estimate.room_beside(self.homes.device),
         )
         self.settle_lookups(choice)
         logger.info("patrickstar: %s", reason)
@@ -218,14 +169,9 @@ class HomeMover:
                     if tensor.lookup == "device":
                         chunk.pin()  # from now on it moves
 
-    def _homes(self) -> Homes:
-        """Where chunks live now."""
-        device = frozenset(chunk.spec.index for chunk in self._chunks if chunk.home is Tier.DEVICE)
-        return Homes(device, tuple(self.in_margin))
-
-    def _settle(self, make_room: Callable[..., None], *, may_leave: bool) -> None:
+    def _settle(self, *, may_leave: bool) -> None:
         """Moves chunks to where they are to live from now on."""
-        now = self._homes()
+        now = self.homes
         wanted = self._estimate().settled(now, may_leave=may_leave)
         for name, reason in wanted.reasons.items():
             if name not in self.reasons or wanted.device != now.device:
@@ -235,9 +181,9 @@ class HomeMover:
         before = None
         while before != now.device:  # where either tier is full, chunks change places as room comes free
             before = now.device
-            self._move_out(now.device - wanted.device)
-            self._move_in(make_room, [index for index in wanted.margin if index not in self.in_margin])
-            now = self._homes()
+            self.move_out(now.device - wanted.device)
+            self._move_in([index for index in wanted.margin if index not in self.in_margin])
+            now = self.homes
 
     def _estimate(self) -> Estimate:
         """What is known of a step as chunks are now."""
@@ -251,7 +197,7 @@ class HomeMover:
         homes_nbytes = sum(self.nbytes[chunk.spec.index].host_nbytes for chunk in on_host)
         return dataclasses.replace(
             self._first,
-            traces=list(self._tracer.traces.values()),
+            traces=list(self._steps.traces.values()),
             num_micro_batches=self._num_micro_batches,
             nbytes=self.nbytes,
             works=[
@@ -262,31 +208,10 @@ class HomeMover:
             host_nbytes=self._ledger.available(Tier.HOST) + homes_nbytes + self._activations.nbytes,
             device_nbytes=self._ledger.limit(Tier.DEVICE, cautious=False),
             host_workspace_nbytes=0 if is_reserved else self._first.host_workspace_nbytes,
-            moves_homes=self._moves_homes,
+            moves_homes=self.moves_homes,
         )
 
-    def _move_out(self, indices: Iterable[int]) -> int:
-        """Moves chunks to the host, as far as that has room; how many have moved."""
-        num_moved = 0
-        for index in sorted(indices):
-            chunk = self._chunks[index]
-            if (
-                chunk.is_retired
-                or not chunk.can_rehome
-                or self._ledger.available(Tier.HOST) < self.nbytes[index].host_nbytes
-            ):
-                continue
-            try:
-                self._reserve(self._chunks, Tier.HOST)
-                chunk.move_home(Tier.HOST)
-            except BudgetError as error:
-                logger.info("patrickstar: the host has no room for a chunk that is to leave the device: %s", error)
-                break
-            self.in_margin.discard(index)
-            num_moved += 1
-        return num_moved
-
-    def _move_in(self, make_room: Callable[..., None], indices: Sequence[int]) -> None:
+    def _move_in(self, indices: Sequence[int]) -> None:
         try:
             if indices:
                 self._reserve(self._chunks, Tier.DEVICE)
@@ -297,7 +222,7 @@ class HomeMover:
             if not self._chunks[index].can_rehome:
                 continue  # of a forward that was interrupted; there will be another time
             try:
-                make_room(self.nbytes[index].device_nbytes, keep_margin=True)
+                self.make_room(self.nbytes[index].device_nbytes, keep_margin=True)
                 self._chunks[index].move_home(Tier.DEVICE)
             except BudgetError as error:  # something that no trace knows of is there; what moved in is enough
                 logger.info("patrickstar: the device margin is smaller than recorded: %s", error)

@@ -12,7 +12,6 @@ gradients, and after the optimizer has changed a home its device copy is stale a
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -21,7 +20,7 @@ import torch
 from hf_patrickstar.common.states import Stage
 from hf_patrickstar.counts import Counts
 from hf_patrickstar.dist.collectives import Collectives
-from hf_patrickstar.dist.order import Order
+from hf_patrickstar.dist.order import Beginning, Order
 from hf_patrickstar.dist.sharing import Held, Sharing
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.layout.specs import TensorSpec
@@ -36,7 +35,6 @@ from hf_patrickstar.model.lock import EngineLock
 from hf_patrickstar.runtime.activations import Activations, KeptActivation
 from hf_patrickstar.runtime.autograd import drop_failed_graph
 from hf_patrickstar.runtime.chunk import Chunk, Device, GradientPlace, ManagedParameter
-from hf_patrickstar.runtime.evictor import Evictor, MovePolicy
 from hf_patrickstar.runtime.executor import Executor
 from hf_patrickstar.runtime.frames import Call, Frame, Frames, Lookup
 from hf_patrickstar.runtime.gradients import Gradients
@@ -46,8 +44,7 @@ from hf_patrickstar.runtime.mirrors import GradientMirrors, ValueMirrors
 from hf_patrickstar.runtime.originals import Originals
 from hf_patrickstar.runtime.parameters import Parameters, SavedView
 from hf_patrickstar.runtime.ranges import named, phase
-from hf_patrickstar.runtime.steps import Estimated, Steps
-from hf_patrickstar.runtime.tracer import Tracer
+from hf_patrickstar.runtime.steps import Estimated, MovePolicy, Steps
 from hf_patrickstar.runtime.update import Update
 from hf_patrickstar.runtime.values import Values
 from hf_patrickstar.runtime.writes import Writes
@@ -119,23 +116,21 @@ class ChunkManager:
         self._lock = values.lock
         self.mirrors = ValueMirrors(values)
         # Where chunks are, and how they move.
-        self.tracer = tracer = Tracer(device, order, known)
+        self.steps = steps = Steps(device, order, policy, num_micro_batches, known)
         self.activations = activations = Activations(device, estimate.offload)
-        self.placement = HomeMover(chunks, pool.ledger, tracer, reserve, estimate, margin, activations)
-        self.placement.settle_lookups(known.lookups)
-        self.evictor = evictor = Evictor(device, tracer, self.placement, advise, policy)
+        self.homes = homes = HomeMover(device, steps, estimate, margin, activations, reserve, advise)
+        homes.settle_lookups(known.lookups)
         # Where gradients are.
         accumulates = num_micro_batches > 1
-        self.gradients = Gradients(device, evictor, values, accumulates, keeps_gradients)
+        self.gradients = Gradients(device, homes, values, accumulates, keeps_gradients)
         self.gradient_mirrors = GradientMirrors(values, self.gradients)
         self.writes = Writes(values, self.gradients, self.mirrors, self.gradient_mirrors)
         self._groups: Groups | None = None
         if collectives.world_size > 1:
             mirrors = self.gradient_mirrors
-            self._groups = Groups(device, collectives, order, tracer, evictor, self.gradients, mirrors)
-        self.executor = executor = self._groups or Executor(device, tracer, evictor)
+            self._groups = Groups(device, collectives, steps, homes, self.gradients, mirrors)
+        self.executor = executor = self._groups or Executor(device, steps, homes)
         # What happens when.
-        self.steps = Steps(device, tracer, order, executor, evictor, activations, policy, num_micro_batches)
         self.lock, self.frames = EngineLock(), Frames()
         self.parameters = Parameters(device, executor, self.gradients, self.writes, self.lock, activations)
         self.tensors, self.by_index = self.parameters.tensors, self.parameters.by_index
@@ -154,7 +149,7 @@ class ChunkManager:
 
         Embeddings that are looked up at home come first: steps do not visit their chunks.
         """
-        order, num = self.tracer.chunk_order, len(self.chunks)
+        order, num = self.steps.chunk_order, len(self.chunks)
         first = {
             place
             for place, chunk in enumerate(self.chunks)
@@ -184,26 +179,43 @@ class ChunkManager:
             Exception: See ``settle_failures``.
         """
         self.settle_failures()
-        if self.tracer.asks_padding and call.is_training:
-            self.tracer.note_padding(call.has_padding)
-        make_ready = functools.partial(self._make_ready, call)
+        if self.steps.asks_padding and call.is_training:
+            self.steps.note_padding(call.has_padding)
         if not call.is_training:
             self.parameters.release_held_outside_forward()
         self.writes.sync()
-        if not call.is_training:
-            self.steps.stop_idle_meter()
-            self.steps.begin_nested_evaluation(call.name, shapes, present, self.values.version, make_ready)
-        elif self.tracer.step is None:
-            self.steps.stop_idle_meter()
+        if call.is_training and self.steps.step is not None:
+            return
+        self.steps.stop_idle_meter()
+        if call.is_training:
             self.gradients.completes_step = self.steps.is_last_micro_batch
-            self.steps.begin_step(call.name, shapes, present, self.values.version, make_ready)
+        title = self.steps.title_of(call.name, is_training=call.is_training)
+        agreed = self._agree(call, title, shapes)
+        if not call.is_training:
+            self.steps.begin_nested_evaluation(title, agreed, present)
+            return
+        step = self.steps.begin_micro_batch(title, agreed, present)
+        trace = None if step.cursor is None else step.cursor.trace
+        lacks_room = trace is not None and self.steps.policy.has_plans and step.plan is None
+        self.activations.begin(None if step.plan is None else trace, lacks_room=lacks_room)
+
+    def _agree(self, call: Call, title: str, shapes: Shapes) -> Beginning:
+        """What a step that begins has to work with; if its trace is not known, what it will do is found out first."""
+        steps, version = self.steps, self.values.version
+        agreed = steps.agree(title, shapes, version)
+        if steps.covers(title, agreed.shapes):
+            return agreed
+        has_changed = self._make_ready(call, title, agreed.shapes)
+        if not steps.order.is_alone:  # all ask again, or none; for a step that is recorded there is nothing to ask
+            has_changed = steps.estimator is not None and bool(agreed.shapes)
+        return steps.agree(title, agreed.shapes, version) if has_changed else agreed
 
     def _make_ready(self, call: Call, title: str, shapes: Shapes) -> bool:
         """No trace is known for a step that begins: finds out what it will do, or makes room for what it may need."""
         if self._estimate(call, title, shapes):
             return True
         with self._lock:
-            return self.placement.prepare(shapes, is_training=StepKind.of(title).is_training)
+            return self.homes.prepare(shapes, is_training=StepKind.of(title).is_training)
 
     def _estimate(self, call: Call, title: str, shapes: Shapes) -> bool:
         """Takes traces that are made before the step begins; chunks move to the homes that are best for it."""
@@ -213,22 +225,22 @@ class ChunkManager:
             if estimated is None:
                 break
             self._learn(estimated)
-            if self.tracer.covers(title, shapes):
+            if self.steps.covers(title, shapes):
                 own = estimated.traces
                 break
         agreed = self.steps.agree_on_estimated(own, shapes)
         if agreed and agreed != own:
             self._learn(Estimated(agreed, {}, is_exact=False))
-        if agreed and not self.steps.order.is_alone and self.tracer.step is None:  # the same on all processes
+        if agreed and not self.steps.order.is_alone and self.steps.step is None:  # the same on all processes
             with self._lock:
-                self.placement.choose_offload(self.steps.order.agree_on_offload)
-                self.placement.update(self.evictor.make_room, self.steps.num_micro_batches, is_estimated=True)
+                self.homes.choose_offload(self.steps.order.agree_on_offload)
+                self.homes.update_homes(self.steps.num_micro_batches, is_estimated=True)
         return bool(agreed)
 
     def _learn(self, estimated: Estimated) -> None:
-        self.tracer.learn(estimated.traces)
-        self.evictor.least = estimated.least or self.evictor.least
-        if self.tracer.step is not None:
+        self.steps.learn(estimated.traces)
+        self.steps.least = estimated.least or self.steps.least
+        if self.steps.step is not None:
             return  # inside of a step no chunk moves home
         for index, nbytes in estimated.lookup_nbytes.items():
             self.by_index[index].lookup_nbytes = nbytes * self.steps.num_micro_batches
@@ -236,9 +248,9 @@ class ChunkManager:
             num = self.steps.num_micro_batches
             is_certain = estimated.is_exact and self.steps.order.is_alone  # a rank that fails alone is waited for
             try:
-                self.placement.update(self.evictor.make_room, num, is_estimated=True, is_certain=is_certain)
+                self.homes.update_homes(num, is_estimated=True, is_certain=is_certain)
             except BudgetError as error:
-                error.more = self.evictor.what_helps()
+                error.more = self.homes.what_helps()
                 raise
         for tensor in self.tensors:
             tensor.lookup_nbytes = 0
@@ -247,11 +259,15 @@ class ChunkManager:
     def after_forward(self, frame: Frame, *, has_failed: bool) -> None:
         """An outermost forward has ended; a step of training goes on with its backward."""
         try:
+            if self._groups is not None and frame.stage is not Stage.BACKWARD and not has_failed:
+                self._groups.end_phase(frame.stage)
             if frame.stage is Stage.EVALUATION:
                 self.steps.end_nested_evaluation(is_whole=not has_failed)
             elif frame.stage is Stage.FORWARD and has_failed:
-                self.steps.abandon_step()
+                self.abandon_step()
             elif frame.stage is Stage.FORWARD:
+                if self.activations.has_begun:
+                    self.activations.end_forward()
                 self.steps.end_forward()
         finally:
             self._release_lock(frame)
@@ -283,12 +299,18 @@ class ChunkManager:
 
     def unwind(self) -> None:
         """Every forward that is open on this thread was interrupted, and ends."""
-        self.steps.abandon_step()
+        self.abandon_step()
         while self.frames.stack:
             frame = self.frames.stack.pop()
             self.after_module(frame)
             frame.leave_contexts()
             self._release_lock(frame)
+
+    def abandon_step(self) -> None:
+        """Drops a step that came to nothing."""
+        if self.activations.has_begun:
+            self.activations.end_backward()
+        self.steps.abandon()
 
     def _release_lock(self, frame: Frame) -> None:
         if frame.has_lock:
@@ -371,6 +393,8 @@ class ChunkManager:
             self.executor.in_backward = False
             self.gradients.settle_deferred(self.tensors)
             self._streams.release_in_flight()
+            if self.activations.has_begun:
+                self.activations.end_backward()
             self.steps.end_micro_batch()
 
     @contextlib.contextmanager
@@ -402,7 +426,7 @@ class ChunkManager:
             drop_failed_graph()
             if self._groups is not None:
                 self._groups.abandon_backward()
-            self.steps.abandon_step()
+            self.abandon_step()
             for tensor in self.tensors:
                 gradient = self.gradients.take_unstored(tensor)
                 if gradient is not None and not tensor.chunk.is_group:
@@ -534,9 +558,11 @@ class ChunkManager:
         """The optimizer has changed all values; chunks may move to better homes."""
         self.gradients.note_step()
         self.values.version += 1
+        if self.activations.has_begun:
+            self.activations.end_backward()
         num_micro_batches = self.steps.end_update()
         with named("placement"), self._lock:
-            self.placement.update(self.evictor.make_room, num_micro_batches)
+            self.homes.update_homes(num_micro_batches)
         for tensor in self.tensors:
             tensor.lookup_nbytes = 0
 
@@ -551,7 +577,7 @@ class ChunkManager:
         """Begins to add and remove parameters: no step runs, and nothing that was written is missed."""
         self.unwind()
         self.writes.sync()
-        self.steps.abandon_step()
+        self.abandon_step()
 
     def add_chunks(self, chunks: Sequence[Chunk]) -> None:
         """Adds chunks at the end of the chunk list."""
@@ -576,11 +602,11 @@ class ChunkManager:
         Args:
             nbytes: The bytes of every chunk over all lists.
         """
-        self.tracer.note_chunks([chunk.copy_nbytes for chunk in self.chunks])
+        self.steps.note_chunks([chunk.copy_nbytes for chunk in self.chunks])
         self.device.note_chunks()
         if self._groups is not None:
             self._groups.note_chunks()
-        self.placement.note_chunks(nbytes)
+        self.homes.note_chunks(nbytes)
         self.values.version += 1
 
     # Gradients between steps
@@ -619,7 +645,7 @@ class ChunkManager:
                 if any(self.gradients.has(tensor) for tensor in self.tensors if tensor.spec.index not in dropped):
                     self.apply_factor()  # those of another optimizer, say, are clipped all the same
             self.gradients.coefficient = self.gradients.inverse_scale = None
-            if self.tracer.step is None:
+            if self.steps.step is None:
                 self.steps.micro_batch = 0
             mirrored = self.gradient_mirrors.by_tensor
             for tensor in self.tensors if chosen is None else chosen:

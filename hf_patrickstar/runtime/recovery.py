@@ -104,7 +104,7 @@ class Recovery:
                 if not is_out_of_memory(error):
                     raise
                 is_own, had_plan = isinstance(error, DeviceMemoryError), manager.steps.has_plan
-                in_pieces, more = is_fragmented(error, self._device), manager.evictor.what_helps()
+                in_pieces, more = is_fragmented(error, self._device), manager.homes.what_helps()
                 said = str(error.args[0] if error.args else error).partition("\n")[0]
                 # The frames of the failed attempt hold its activations.
                 traceback.clear_frames(error.__traceback__)
@@ -112,7 +112,7 @@ class Recovery:
                     self._reset()
                     state.restore()
                     freed = ["with memory that Python had not freed yet"] * (manager.ledger.measured_nbytes() < there)
-                    may_change = had_plan or manager.activations.may_be_eager or manager.placement.may_leave_device
+                    may_change = had_plan or manager.activations.may_be_eager or manager.homes.may_leave_device
                     if attempt > max_retries or (is_own and not (freed or (changes and may_change))):
                         raise self._given_up(error, attempt, more)  # noqa: B904, its cause is set
                     changes = [*self._make_careful(had_plan, in_pieces, is_own), *freed]
@@ -128,20 +128,20 @@ class Recovery:
         self._manager.unwind()
         gc.collect()
         self._manager.undo_attempt()
-        self._manager.steps.abandon_step()
+        self._manager.abandon_step()
 
     @unseen()
     def _make_careful(self, had_plan: bool, is_in_pieces: bool, is_own: bool) -> list[str]:
         """Frees what can be freed; returns what will be otherwise in a repetition."""
         manager, ledger = self._manager, self._manager.ledger
         changes = ["without the plan that it followed"] if had_plan else []
-        manager.tracer.distrust()
+        manager.steps.distrust()
         if manager.activations.may_be_eager:
             manager.activations.be_eager()
             changes.append("with activations that leave the device")
-        if manager.placement.leave_margin():
+        if manager.homes.leave_margin():
             changes.append("with chunks that have left the device")
-        manager.evictor.evict_unused()
+        manager.device.evict_unused()
         if is_own:
             return changes
         if not is_accelerator(self._device):

@@ -149,11 +149,11 @@ class StepEstimator:
         return found
 
     def _keep(self, traces: Sequence[Trace], is_padded: bool) -> None:
-        known, outdated = self._manager.tracer.known, self._manager.tracer.outdated_by(traces)
+        known, outdated = self._manager.steps.known, self._manager.steps.outdated_by(traces)
         earlier = {key: made for key, made in known.traces.items() if key not in outdated}
         self._kept.update({made.key: made for made in traces})
         of_all = {**earlier, **self._kept}
-        lookups = {**known.lookups, **self._manager.placement.lookups}
+        lookups = {**known.lookups, **self._manager.homes.lookups}
         keep_traces(KnownTraces(known.key, of_all, lookups, is_padded))
 
     def _beside_nbytes(self, ops: OpTrace) -> int:

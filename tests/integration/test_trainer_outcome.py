@@ -78,7 +78,7 @@ def test_what_is_expected_is_said_before_anything_is_allocated(tmp_path, capsys,
 def test_seconds_of_evaluation_and_saving_are_left_out(tmp_path, capsys, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("hf_patrickstar.integrations.trainer_report.time.perf_counter", lambda: now[0])
-    monkeypatch.setattr("hf_patrickstar.runtime.steps.time.perf_counter_ns", lambda: round(now[0] * 1e9))
+    monkeypatch.setattr("hf_patrickstar.memory.lanes.time.perf_counter_ns", lambda: round(now[0] * 1e9))
     kwargs = {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
     trainer = make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, **kwargs)
     step, save = trainer.compute_loss, trainer.save_model

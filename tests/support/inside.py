@@ -13,7 +13,7 @@ from hf_patrickstar.memory.streams import Copy
 from hf_patrickstar.model import live_parameter as _live_parameter
 from hf_patrickstar.model.lock import EngineLock
 from hf_patrickstar.runtime import activations as _activations
-from hf_patrickstar.runtime import tracer as _tracer
+from hf_patrickstar.runtime import steps as _steps
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.groups import Groups
 from hf_patrickstar.runtime.manager import ChunkManager
@@ -28,9 +28,9 @@ NOTE_UPDATES = ChunkManager, "chunks_updated"
 """Notes that updates of chunks have begun."""
 DO_COLLECTIVES = Groups, "perform"
 """Does collectives: ``(groups, collectives)``, each with its subject and the index of a chunk."""
-CORRECT_TRACE = _tracer.Tracer, "_correct"
+CORRECT_TRACE = _steps.Steps, "_correct"
 """Corrects what was estimated by what was measured."""
-MOST_VISITS = _tracer, "MOST_VISITS"
+MOST_VISITS = _steps, "MOST_VISITS"
 """How many visits are noted of a forward that meets no backward."""
 EAGER_NBYTES = _activations, "_EAGER_NBYTES"
 """The least activation that leaves before anything is known of the step."""
@@ -111,12 +111,12 @@ def traces(engine):
 
 def step(engine):
     """The micro-batch that runs, or ``None``: its ``visits``, its ``cursor`` in a trace, its ``plan``."""
-    return engine.manager.tracer.step
+    return engine.manager.steps.step
 
 
 def known(engine):
     """What a plan would have left for this run."""
-    return KnownTraces(engine.manager.tracer.known.key, traces(engine), lookups(engine))
+    return KnownTraces(engine.manager.steps.known.key, traces(engine), lookups(engine))
 
 
 def unwind(engine):
@@ -139,17 +139,17 @@ def is_timed(engine):
 
 def lookups(engine):
     """Where rows of embeddings are looked up, by name."""
-    return engine.manager.placement.lookups
+    return engine.manager.homes.lookups
 
 
 def estimated(engine):
     """What a step is estimated to cost."""
-    return engine.manager.placement.estimated
+    return engine.manager.homes.estimated
 
 
 def in_margin(engine):
     """The indices of chunks whose home is in the device margin."""
-    return frozenset(engine.manager.placement.in_margin)
+    return frozenset(engine.manager.homes.in_margin)
 
 
 def spilled(engine):
@@ -159,22 +159,22 @@ def spilled(engine):
 
 def chunk_nbytes(engine):
     """The bytes of each chunk with all its lists, by tier."""
-    return engine.manager.placement.nbytes
+    return engine.manager.homes.nbytes
 
 
 def leave_margin(engine):
     """What larger inputs do: chunks whose home is in the device margin leave it."""
-    engine.manager.placement.leave_margin()
+    engine.manager.homes.leave_margin()
 
 
 def evict_unused(engine):
     """What large activations do: every copy that may leave the device leaves it."""
-    engine.manager.evictor.evict_unused()
+    engine.manager.device.evict_unused()
 
 
 def make_room(engine, nbytes):
     """Makes room for a chunk of this size on the device."""
-    engine.manager.evictor.make_room(nbytes)
+    engine.manager.homes.make_room(nbytes)
 
 
 def activations(engine):

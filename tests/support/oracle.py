@@ -19,7 +19,7 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.torch_kernel import OWN_STATE
 from hf_patrickstar.planner.planning import make_adamw
 from hf_patrickstar.planner.simulation import Ran, Simulation, Trained, simulate
-from hf_patrickstar.runtime.tracer import Step
+from hf_patrickstar.runtime.steps import Step
 from hf_patrickstar.schedule.clock import Timeline
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.op_trace import OpTrace
