@@ -149,7 +149,6 @@ class PatrickStarEngine:
             self.manager.tensors,
             self.collectives,
             self.weights.piece_numel,
-            self.manager.originals,
             self._workers,
         )
         with self.manager.lock.held("PatrickStarEngine()"):

@@ -30,10 +30,11 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.model.admission import check_modules, check_values
 from hf_patrickstar.model.live_parameter import raw_grad, set_raw_data
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
-from hf_patrickstar.runtime.chunk import Chunk, ManagedParameter
+from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.hooks import ModelHooks
 from hf_patrickstar.runtime.live_model import LiveModel
 from hf_patrickstar.runtime.manager import ChunkManager
+from hf_patrickstar.runtime.parameter import ManagedParameter
 from hf_patrickstar.setup.decisions import Decisions, collect, with_state_types
 from hf_patrickstar.setup.payloads import Payloads
 from hf_patrickstar.units import format_need
@@ -353,7 +354,7 @@ class Membership:
         gradient, parameter.grad = parameter.grad, None
         tensor = self.payloads.make_tensor(spec, parameter, placement.offset_numel)
         chunk.add(tensor)
-        values = FirstValues([tensor], self.collectives, self.weights.piece_numel, manager.originals)
+        values = FirstValues([tensor], self.collectives, self.weights.piece_numel)
         self.hooks.attach_tensor(tensor)
         values.move_in((), self.live.bind)
         optimizer = self._optimizer_of(tensor)

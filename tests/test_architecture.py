@@ -48,6 +48,7 @@ class Import:
     target: str
     line: int
     in_function: bool
+    for_types: bool = False
 
 
 def part_of(name):
@@ -74,17 +75,18 @@ def imports_of(source):
     """Every import, wherever it stands, as absolute dotted targets; ``from a import b`` has the target ``a.b``."""
     found = []
 
-    def walk(node, in_function):
+    def walk(node, *where):
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Import):
-                found.extend(Import(alias.name, child.lineno, in_function) for alias in child.names)
+                found.extend(Import(alias.name, child.lineno, *where) for alias in child.names)
             elif isinstance(child, ast.ImportFrom):
                 base = _absolute(source, child)
-                found.extend(Import(f"{base}.{alias.name}", child.lineno, in_function) for alias in child.names)
+                found.extend(Import(f"{base}.{alias.name}", child.lineno, *where) for alias in child.names)
             inside = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-            walk(child, in_function or inside)
+            for_types = isinstance(child, ast.If) and dotted(child.test) == "TYPE_CHECKING"
+            walk(child, where[0] or inside, where[1] or for_types)
 
-    walk(source.tree, False)
+    walk(source.tree, False, False)
     return found
 
 
@@ -310,7 +312,7 @@ def find_cycle(sources):
     graph = {source.name: set() for source in sources}
     for source in sources:
         for item in imports_of(source):
-            if not item.in_function:
+            if not (item.in_function or item.for_types):
                 graph[source.name] |= {item.target, item.target.rpartition(".")[0]} & known - {source.name, PACKAGE}
     try:
         graphlib.TopologicalSorter(graph).prepare()
@@ -324,7 +326,10 @@ def find_cycle(sources):
 
 def floors(sources):
     """How many modules are on the longest way by imports among these, and where it begins."""
-    graph = {source.name: {item.target.rpartition(".")[0] for item in imports_of(source)} for source in sources}
+    graph = {
+        source.name: {item.target.rpartition(".")[0] for item in imports_of(source) if not item.for_types}
+        for source in sources
+    }
 
     @functools.cache
     def height(name):

@@ -26,8 +26,8 @@ from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.memory.operators import unseen
-from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.runtime.manager import ChunkManager
+from hf_patrickstar.runtime.parameter import ManagedParameter
 
 logger = logging.getLogger(__name__)
 
@@ -212,13 +212,13 @@ class Checkpoints(Transactions):
         """
         self._manager.sharing.enter("loads weights")
         self.wait()
-        found = self.together(lambda: find_weights(self._model, path, self._manager.values.device))
+        found = self.together(lambda: find_weights(self._model, path, self._manager.device.torch_device))
         self._loaded = str(path)
         return self.load_parts(found, state_directory)
 
     def _find_all(self, directory: str | os.PathLike[str]) -> FoundWeights:
         """The weights in a directory; raises ``CheckpointError`` if a parameter has none."""
-        found = find_weights(self._model, directory, self._manager.values.device)
+        found = find_weights(self._model, directory, self._manager.device.torch_device)
         names = dict(self._model.named_parameters(remove_duplicate=False))
         if missing := [name for name in found.missing_keys if name in names]:
             raise CheckpointError(

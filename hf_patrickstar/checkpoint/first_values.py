@@ -27,8 +27,7 @@ from hf_patrickstar.errors import EngineError
 from hf_patrickstar.layout.specs import MASTER
 from hf_patrickstar.model.live_parameter import raw_data
 from hf_patrickstar.optim.workers import HostWorkers, WorkTicket
-from hf_patrickstar.runtime.chunk import ManagedParameter
-from hf_patrickstar.runtime.originals import Originals
+from hf_patrickstar.runtime.parameter import ManagedParameter
 
 logger = logging.getLogger(__name__)
 
@@ -49,14 +48,12 @@ class FirstValues:
         tensors: The parameters, in model order.
         collectives: The processes that share them.
         piece_numel: Elements that each worker has in memory at once where values have to be converted.
-        originals: Keeps frozen values that no file has.
         workers: The workers; ``None`` for the thread of the caller alone.
     """
 
     tensors: Sequence[ManagedParameter]
     collectives: Collectives
     piece_numel: int
-    originals: Originals
     workers: HostWorkers | None = None
 
     def __post_init__(self) -> None:
@@ -98,7 +95,7 @@ class FirstValues:
         """Moves every value into its chunk, and frees the memory that it had before.
 
         Frozen parameters come last: without a master they could not be restored exactly if a later parameter failed.
-        The caller has the lock of ``Values``: threads that read a parameter wait until its memory is gone.
+        The caller has the lock of ``Device``: threads that read a parameter wait until its memory is gone.
 
         Args:
             buffers: The model's buffers; rank 0 sends its own to all processes.
@@ -126,7 +123,7 @@ class FirstValues:
                     tensor.origin = origin_of(value) or (files.find(tensor, value) if files else None)
                     if tensor.origin is None and self._has_value(tensor):
                         part = self._reader.read(value, *tensor.part)
-                        self.originals.note_write(tensor, part)
+                        tensor.keep_original(part)
                 tensor.move_in()
                 self._unread.pop(tensor.spec.index, None)
         finally:

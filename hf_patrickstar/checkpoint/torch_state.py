@@ -41,7 +41,7 @@ from hf_patrickstar.dist.sharing import Held
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.optim.state import SAVED_MASTER
-from hf_patrickstar.runtime.chunk import contiguous_strides
+from hf_patrickstar.runtime.parameter import contiguous_strides
 
 _ALIGNMENT = 64
 _HEAD_NBYTES = 30 + 20 + 4

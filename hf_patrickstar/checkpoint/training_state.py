@@ -37,8 +37,8 @@ from hf_patrickstar.layout.specs import MASTER
 from hf_patrickstar.optim.kernel import Kernel
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
 from hf_patrickstar.optim.state import SAVED_MASTER, check_shapes
-from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.runtime.manager import ChunkManager
+from hf_patrickstar.runtime.parameter import ManagedParameter
 
 INDEX_NAME = "optimizer.index.json"
 _OTHERS_NAME = "optimizer-others.safetensors"

@@ -29,8 +29,7 @@ from hf_patrickstar.checkpoint.storage import damaged, missing_file, replaced
 from hf_patrickstar.errors import CheckpointError, PatrickStarError
 from hf_patrickstar.model.model_set import roots_of
 from hf_patrickstar.runtime.bits import same_bits
-from hf_patrickstar.runtime.chunk import ManagedParameter
-from hf_patrickstar.runtime.originals import Origin
+from hf_patrickstar.runtime.parameter import ManagedParameter, Origin
 
 SAFE_OPEN = (("transformers.modeling_utils", "safe_open"),)
 LOAD_STATE_DICT = (("transformers.modeling_utils", "load_state_dict"),)

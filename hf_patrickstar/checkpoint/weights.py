@@ -13,8 +13,8 @@ from hf_patrickstar.dist.sharing import Held
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.model.live_parameter import raw_data, take_raw_grad
-from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.runtime.manager import ChunkManager
+from hf_patrickstar.runtime.parameter import ManagedParameter
 
 
 class ChunkWeights:
@@ -97,7 +97,7 @@ class ChunkWeights:
         self._manager.writes.take_over(tensor)
         if tensor.is_open:
             return Held(tensor.spec, tensor.parts, tensor.own(tensor.parameter.data), tensor.original_dtype)
-        return self._manager.values.held(tensor, tensor.original_dtype)
+        return tensor.held(tensor.original_dtype)
 
     def _parts(
         self, tensor: ManagedParameter, start: int, stop: int, piece_numel: int
@@ -161,7 +161,7 @@ class ChunkWeights:
         self._manager.writes.take_over(tensor)
         if tensor.is_open:
             return tensor.parameter.data.to(device="cpu", dtype=tensor.original_dtype, copy=True)
-        return self._manager.values.read(tensor, tensor.original_dtype)
+        return tensor.read()
 
     def hand_out(self, tensor: ManagedParameter) -> torch.Tensor:
         """The value for ``state_dict``: a mirror, unless the parameter is collected or open; see [Note: mirrors]."""

@@ -15,7 +15,7 @@ from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.optim.adam_script import Range, adam_script, rule_of, torch_adam
 from hf_patrickstar.optim.elementwise import ElementwiseKernel, Job, Segment
 from hf_patrickstar.optim.workers import HostWorkers
-from hf_patrickstar.runtime.chunk import GradientPlace, ManagedParameter, round_masters
+from hf_patrickstar.runtime.parameter import GradientPlace, ManagedParameter, round_masters
 
 EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"

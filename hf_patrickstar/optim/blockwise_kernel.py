@@ -14,7 +14,8 @@ from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.optim.elementwise import ElementwiseKernel, Job, Segment
 from hf_patrickstar.optim.kernel import settings_of
 from hf_patrickstar.optim.workers import HostWorkers
-from hf_patrickstar.runtime.chunk import Chunk, ManagedParameter, round_masters
+from hf_patrickstar.runtime.chunk import Chunk
+from hf_patrickstar.runtime.parameter import ManagedParameter, round_masters
 
 _LEAST_VERSION = "0.50"
 _OPTIMIZERS = "bitsandbytes.optim.optimizer"

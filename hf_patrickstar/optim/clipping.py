@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.norms import Norms
+from hf_patrickstar.runtime.parameter import ManagedParameter
 
 
 def total_norm(

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_map_only
 
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime.chunk import Chunk, ManagedParameter
+from hf_patrickstar.runtime.chunk import Chunk
+from hf_patrickstar.runtime.parameter import ManagedParameter
 from hf_patrickstar.runtime.update import Update
 
 WORKSPACE = "workspace"

@@ -26,8 +26,9 @@ from hf_patrickstar.optim.state import (
     pair_up,
     read,
 )
-from hf_patrickstar.runtime.chunk import Chunk, GradientPlace, ManagedParameter
+from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.manager import ChunkManager
+from hf_patrickstar.runtime.parameter import GradientPlace, ManagedParameter
 from hf_patrickstar.runtime.ranges import named
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_map_only
 from hf_patrickstar.layout.specs import MASTER
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.optim.kernel import SAVED_MASTER, Kernel
-from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.runtime.manager import ChunkManager
+from hf_patrickstar.runtime.parameter import ManagedParameter
 
 HOOK_NAMES = (
     *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks"),

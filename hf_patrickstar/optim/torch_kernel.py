@@ -19,7 +19,8 @@ from hf_patrickstar.optim.blockwise_kernel import BlockwiseKernel, is_blockwise,
 from hf_patrickstar.optim.kernel import Kernel, place_state, raw_step
 from hf_patrickstar.optim.threads import in_threads
 from hf_patrickstar.optim.workers import HostWorkers
-from hf_patrickstar.runtime.chunk import AT_HOME, Chunk, GradientPlace, ManagedParameter, round_masters
+from hf_patrickstar.runtime.chunk import Chunk
+from hf_patrickstar.runtime.parameter import AT_HOME, GradientPlace, ManagedParameter, round_masters
 from hf_patrickstar.runtime.update import Update
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""A managed parameter and the chunk that it lives in: where they are, and how a chunk comes, leaves and moves its home.
+"""A chunk: where it is, and how it comes, leaves and moves its home.
 
 A copy of a chunk on the device is never dirty, so dropping one copies nothing. A chunk that is computed with where it
 is at home (a static one) has no copy. What moves when is decided elsewhere.
@@ -24,37 +24,26 @@ are needed, where they are needed.
 import bisect
 import contextlib
 import dataclasses
-import enum
-import itertools
 import threading
 import time
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch._C._autograd import _profiler_enabled
 
 from hf_patrickstar.common.interrupts import held_back
-from hf_patrickstar.common.states import TensorState
 from hf_patrickstar.counts import Counts
+from hf_patrickstar.dist.sharing import Sharing
 from hf_patrickstar.errors import BudgetError, DeviceMemoryError
 from hf_patrickstar.layout.packing import ChunkSpec
-from hf_patrickstar.layout.specs import MASTER, TensorSpec
 from hf_patrickstar.memory.lanes import Ticket
 from hf_patrickstar.memory.meters import Meter
 from hf_patrickstar.memory.operators import as_it_is
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import Copy, Streams
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.model.live_parameter import (
-    LiveMixin,
-    can_answer,
-    released_type,
-    set_raw_data,
-    set_raw_grad,
-    storage_key,
-)
+from hf_patrickstar.runtime.parameter import ManagedParameter
 from hf_patrickstar.runtime.ranges import named
 from hf_patrickstar.schedule.clock import Lane
 
@@ -65,45 +54,9 @@ _use_count = torch._C._storage_Use_Count
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
-def round_masters(masters: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> None:
-    """Writes the values of parameters from their fp32 masters, rounded to the types of their places at home.
-
-    Args:
-        masters: The masters, or parts of them.
-        places: The same parts of the ``param`` list.
-    """
-    torch._foreach_copy_(list(places), list(masters))
-
-
 def torch_dtype(name: str) -> torch.dtype:
     """The torch type with this name."""
     return getattr(torch, name)
-
-
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides, in elements, of a contiguous tensor."""
-    products = itertools.accumulate(reversed(shape[1:]), lambda left, right: left * max(right, 1), initial=1)
-    return tuple(reversed(list(products))) if shape else ()
-
-
-class GradientPlace(enum.Enum):
-    """Where the gradient of a parameter is; see ``runtime/gradients.py``.
-
-    ``PARAM``: over the parameter's own place in the ``param`` list (gradient reuse, PatrickStar section 6.2).
-    ``LIST``: in the accumulation list. ``REMOTE``: on the rank that owns the parameter. ``APART``: in no chunk; in
-    ``ManagedParameter.kept``, which a user still refers to after a step, or all zeros if that is ``None``.
-
-    While a backward runs a gradient may be on its way to one of these: in the buffer of its group (``Groups``), or in
-    ``ManagedParameter.deferred_gradient`` while the graph still needs the value that it would go over.
-    """
-
-    NONE = "none"
-    PARAM = "param"
-    LIST = "list"
-    REMOTE = "remote"
-    APART = "apart"
-
-    __hash__ = object.__hash__  # members are compared by identity; Enum's own is a Python function
 
 
 class Lists(dict[str, torch.Tensor]):
@@ -136,188 +89,6 @@ class Lists(dict[str, torch.Tensor]):
         """Forgets all of them."""
         super().clear()
         self.fresh.clear()
-
-
-AT_HOME = frozenset({GradientPlace.PARAM, GradientPlace.LIST})
-"""Updates find gradients in these places."""
-
-
-class Epoch:
-    """The time between two assignments of ``parameter.data``: in torch the parameter has the same memory throughout.
-
-    What autograd keeps of a parameter refers to the epoch, and the parameter refers to it weakly: an epoch that is
-    alive has operands of a graph.
-
-    Attributes:
-        value: The value at the end of the epoch, for graphs that were made in it; ``None`` before.
-    """
-
-    value: torch.Tensor | None = None
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class ManagedParameter:
-    """One parameter under management: where it is, and its state (PatrickStar section 6.2).
-
-    Args:
-        spec: The parameter as numbers.
-        parameter: The model's own parameter.
-        offset_numel: Its offset in the buffer that modules compute with.
-        placeholder: What ``parameter.data`` is when the parameter is not being computed with: NaN in its shape.
-    """
-
-    spec: TensorSpec
-    parameter: torch.nn.Parameter
-    offset_numel: int
-    placeholder: torch.Tensor
-    placeholder_key: int = 0
-    typed: torch.Tensor = dataclasses.field(init=False)  # the same in the type that users see
-    is_cast: bool = False  # whether modules compute with another type
-    # Its place, which its chunk sets. One rank has all elements, unless the tensor is larger than a chunk.
-    chunk: "Chunk" = dataclasses.field(init=False)
-    parts: tuple[tuple[int, int], ...] = ()  # elements of the flat tensor that each rank owns, as (start, stop)
-    part: tuple[int, int] = (0, 0)  # those of this rank
-    own_numel: int = 0  # how many they are
-    is_split: bool = False  # whether several ranks have some
-    is_owned: bool = True  # whether this rank has any
-    home_offset_numel: int = 0  # the offset of those in every list at home
-    strides: tuple[int, ...] = ()
-    # What it was, and will be again.
-    original_dtype: torch.dtype = torch.float32  # which users see all the time
-    original_type: type = torch.nn.Parameter
-    device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
-    origin: Any = None  # what has bits of the value that the chunk does not hold; see ``Originals``
-    # Its value.
-    is_filled: bool = False  # whether its value is in the chunk
-    is_bound: bool = False  # whether the parameter answers while it has no value
-    live: Any = None  # what answers then
-    is_open: bool = False  # whether it is an ordinary parameter for a while, in ``full_parameters``
-    is_given_up: bool = False  # somebody gave the parameter another shape: it is an ordinary one
-    is_materialized: bool = False  # whether the parameter itself has its value now, and not a placeholder
-    version: int = 0  # of the parameter, when it got its value
-    users: tuple[int, ...] = ()  # acquisitions that have not ended: the thread of each
-    view_on_device: torch.Tensor | None = None  # its place in a static chunk, kept; see ``Chunk.view_of``
-    num_writes: int = 0  # changes of the value that void graphs
-    read_at: int = -2  # ``num_writes`` when its value was read last
-    epoch: "weakref.ref[Epoch] | None" = None
-    lookup: str = "device"  # where an embedding reads its rows: or "home", or "auto", at home until it is decided
-    lookup_nbytes: int = 0
-    is_looked_up: bool = False
-    # Its gradient.
-    gradient: GradientPlace = GradientPlace.NONE
-    is_consumed: bool = False  # whether a step has used the gradient, which is nowhere now
-    is_incomplete: bool = False  # whether one came that torch would have added to a consumed one
-    gradient_norm: torch.Tensor | None = None
-    deferred_gradient: torch.Tensor | None = None  # it waits until nobody needs the value in its place
-    kept: torch.Tensor | None = None  # the gradient, if that is ``APART``
-    crossing_nbytes: int = 0  # of gradients that are not in their place yet
-
-    def __post_init__(self) -> None:
-        parameter, numel = self.parameter, self.spec.numel
-        self.placeholder_key = storage_key(self.placeholder)
-        self.parts, self.part, self.own_numel = ((0, numel),), (0, numel), numel
-        self.home_offset_numel = self.offset_numel
-        self.strides = contiguous_strides(self.spec.shape)
-        self.original_dtype, self.original_type, self.device = parameter.dtype, type(parameter), parameter.device
-        self.is_cast = parameter.dtype is not self.placeholder.dtype
-        self.typed = self.placeholder.as_strided((), ()).to(parameter.dtype).expand(self.spec.shape)
-
-    def bind(self, live: Any) -> None:
-        """Makes the parameter answer; see [Note: a parameter that answers]."""
-        self.is_bound = can_answer(self.parameter)
-        if self.is_bound:
-            self.live = live
-            self.original_type = type(self.parameter)
-            self.parameter.__dict__["_live"] = live
-            self.answer()
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether the parameter is of the class that the engine gave it; ``swap_tensors`` takes it away, say."""
-        return not self.is_bound or isinstance(self.parameter, LiveMixin) or self.is_open
-
-    def move_in(self) -> None:
-        """Gives up the memory that the parameter had of its own, and its gradient: its value is in the chunk now."""
-        self.is_filled = True
-        set_raw_data(self.parameter, self.placeholder)
-        set_raw_grad(self.parameter, None)
-
-    def round_master(self) -> None:
-        """Writes the value at home from its master; see ``round_masters``."""
-        round_masters([self.view(self.chunk.lists[MASTER])], [self.view(self.chunk.param)])
-
-    def answer(self) -> None:
-        """Lets the parameter answer by itself from now on, if it is bound."""
-        if self.is_bound:
-            self.parameter.__class__ = released_type(self.original_type)
-
-    def dematerialize(self) -> None:
-        """Takes the value away; the parameter answers by itself from now on."""
-        self.answer()
-        set_raw_data(self.parameter, self.placeholder)
-        self.is_materialized = False
-
-    def open(self, value: torch.Tensor) -> None:
-        """Makes it an ordinary parameter for a while, with a value of its own."""
-        set_raw_data(self.parameter, value)
-        if self.is_bound:
-            self.parameter.__class__ = self.original_type
-
-    def unbind(self) -> None:
-        """Makes it an ordinary parameter again, for good; it keeps what data it has."""
-        if self.is_bound and self.is_ours:
-            self.parameter.__class__ = self.original_type
-            self.parameter.__dict__.pop("_live", None)
-        self.is_bound = False
-
-    def view(self, payload: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the tensor in a payload at home: in the tensor's shape, or flat if it is split."""
-        if self.is_split:
-            return payload[self.home_offset_numel : self.home_offset_numel + self.own_numel]
-        return payload.as_strided(self.spec.shape, self.strides, self.home_offset_numel)
-
-    def view_copy(self, payload: torch.Tensor) -> torch.Tensor:
-        """The whole tensor in the buffer that modules compute with, or in a buffer of the same layout."""
-        return payload.as_strided(self.spec.shape, self.strides, self.offset_numel)
-
-    def own(self, value: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a tensor in the parameter's shape, in the shape that ``view`` has."""
-        return value.reshape(-1)[self.part[0] : self.part[1]] if self.is_split else value
-
-    @property
-    def is_rounded(self) -> bool:
-        """Whether it is frozen, has no master, and was loaded with more bits than its chunk holds."""
-        chunk = self.chunk
-        is_narrow = chunk.dtype.itemsize < self.original_dtype.itemsize
-        return is_narrow and not chunk.has_list(MASTER) and not chunk.spec.trainable
-
-    @property
-    def is_cpu_embedding(self) -> bool:
-        """Whether an embedding reads its rows where this weight is at home, on the host."""
-        return self.lookup != "device" and self.chunk.home is Tier.HOST
-
-    @property
-    def is_needed_at_home(self) -> bool:
-        """Whether this step still needs the value at home, from which its chunk would be loaded again."""
-        if self.chunk.is_group:
-            return False
-        return bool(self.users) or (self.epoch is not None and self.epoch() is not None)
-
-    @property
-    def is_saved(self) -> bool:
-        """Whether autograd keeps the value, or views of it, for a backward."""
-        return self.epoch is not None and self.epoch() is not None
-
-    @property
-    def state(self) -> TensorState:
-        """Its state, derived from the other attributes."""
-        if not self.is_filled or self.is_given_up:
-            return TensorState.FREE
-        if self.users:
-            return TensorState.COMPUTE
-        if self.gradient is GradientPlace.PARAM:
-            return TensorState.HOLD_AFTER_BWD
-        return TensorState.HOLD_AFTER_FWD if self.is_saved else TensorState.HOLD
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -797,19 +568,39 @@ class Device:
         pool: Where payloads come from; it has the ledger.
         meter: Measures what else is on the device.
         streams: How bytes cross.
+        sharing: See below.
         counts: Counts what moves.
 
     Attributes:
         ledger: Has the bytes of both tiers, and their limits.
+        torch_device: The device as torch names it.
+        sharing: Reads what other ranks have at home.
+        lock: Held while values or gradients change their places.
+        version: Counts changes of values.
+        num_mirrors: How many mirrors look into each storage, by its address; see ``Mirrors``.
         looked_into: Chunks of which code has got a value where it is; they are asked at the next recorded visit.
+        warned: What was said of originals that are lost, which is said once.
         by_storage: The chunks that can be computed with, by the address of the storage that modules compute with, in
             the order in which they came: those with a copy, and those that are at home on the device.
         moves: Whether any chunk is not computed with where it is at home.
     """
 
-    def __init__(self, chunks: list[Chunk], pool: PayloadPool, meter: Meter, streams: Streams, counts: Counts) -> None:
+    def __init__(
+        self,
+        chunks: list[Chunk],
+        pool: PayloadPool,
+        meter: Meter,
+        streams: Streams,
+        sharing: Sharing,
+        counts: Counts,
+    ) -> None:
         self.chunks, self.pool, self.ledger, self.meter = chunks, pool, pool.ledger, meter
-        self.streams, self.counts = streams, counts
+        self.streams, self.torch_device = streams, streams.device
+        self.sharing, self.counts = sharing, counts
+        self.lock = threading.RLock()
+        self.version = 0
+        self.num_mirrors: dict[int, int] = {}
+        self.warned: set[str] = set()
         self.looked_into: set[Chunk] = set()
         self.by_storage: dict[int, Chunk] = {}
         self.moves = False

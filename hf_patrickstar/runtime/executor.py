@@ -5,8 +5,8 @@ A chunk cannot leave while a module computes with it or a tensor looks into it, 
 (``Chunk.is_in_use``). While a step is recorded, each visit notes which chunks those are. To ask all of them at each
 visit would take a time that grows as the square of their number. But modules get hold of a chunk by a visit alone, and
 other processes by a gather. So at a visit only those chunks are asked that were in use at the last one, or were visited
-or gathered since, and those that code of the user has looked into by ``Values.look``, as an update of a parameter
-inside of a forward does. All are asked at the first visit of a step.
+or gathered since, and those that code of the user has looked into by ``ManagedParameter.look``, as an update of a
+parameter inside of a forward does. All are asked at the first visit of a step.
 """
 
 import torch

@@ -8,7 +8,7 @@ import torch
 from torch._C import _current_graph_task_id
 
 from hf_patrickstar.common.states import Stage
-from hf_patrickstar.runtime.chunk import ManagedParameter
+from hf_patrickstar.runtime.parameter import ManagedParameter
 
 
 class Lookup(NamedTuple):

@@ -30,11 +30,11 @@ from hf_patrickstar.layout.specs import GRADIENT, MASTER
 from hf_patrickstar.memory.streams import Copy, Hold
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.model.live_parameter import take_raw_grad
-from hf_patrickstar.runtime.chunk import Chunk, Device, GradientPlace, ManagedParameter
+from hf_patrickstar.runtime.chunk import Chunk, Device
 from hf_patrickstar.runtime.evictor import Evictor
 from hf_patrickstar.runtime.gradient_ring import GradientRing, most_nbytes
 from hf_patrickstar.runtime.norms import Norms
-from hf_patrickstar.runtime.values import Values
+from hf_patrickstar.runtime.parameter import GradientPlace, ManagedParameter
 from hf_patrickstar.schedule.clock import Lane
 
 # A name of the module is found faster than a member of an enum.
@@ -48,7 +48,6 @@ class Gradients:
     Args:
         device: The device.
         evictor: Makes room for lists that nobody has planned for.
-        values: Brings values back; its lock is held while places change.
         accumulate: Whether gradients go to the accumulation list at once: several micro-batches make a step.
         keeps: Whether gradients stay after a step: see ``keep_gradients`` of the configuration.
 
@@ -70,7 +69,6 @@ class Gradients:
         self,
         device: Device,
         evictor: Evictor,
-        values: Values,
         accumulate: bool,
         keeps: bool | Literal["auto"],
     ) -> None:
@@ -78,7 +76,7 @@ class Gradients:
         self.records_norms = False
         self.completes_step = True
         self.attempts = Attempts()
-        self.lock = values.lock
+        self.lock = device.lock
         self.coefficient: torch.Tensor | None = None
         self.inverse_scale: torch.Tensor | None = None
         self.is_watched = False
@@ -86,7 +84,6 @@ class Gradients:
         self._pool, self._streams, self._counts = device.pool, device.streams, device.counts
         self._chunks = device.chunks
         self._evictor = evictor
-        self._values = values
         self._keeps = keeps
         self._was_zeroed = False
         self._ring = GradientRing(self._pool, self._streams, most_nbytes(_lists_nbytes(self._chunks)))
@@ -368,7 +365,7 @@ class Gradients:
                 place.copy_(gradient)
                 tensor.gradient = _LIST
                 tensor.gradient_norm = None
-                self._values.restore(tensor)
+                tensor.restore()
 
     def bring_values_back(self, chunk: Chunk) -> None:
         """Makes a chunk at home hold values: others are about to get it."""
@@ -451,7 +448,7 @@ class Gradients:
         with self.lock:
             was_there = not self.is_absent(tensor)
             if tensor.gradient is _PARAM:
-                self._values.restore(tensor)
+                tensor.restore()
             self.clear(tensor)
             if to_zero and was_there:
                 self.make_zero(tensor)

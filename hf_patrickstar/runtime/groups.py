@@ -17,11 +17,12 @@ from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.dist.order import Collective, CollectiveKind
 from hf_patrickstar.memory.lanes import Ticket
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime.chunk import GRADIENTS, STAGING, Chunk, Device, ManagedParameter
+from hf_patrickstar.runtime.chunk import GRADIENTS, STAGING, Chunk, Device
 from hf_patrickstar.runtime.evictor import Evictor
 from hf_patrickstar.runtime.executor import Executor
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.mirrors import GradientMirrors
+from hf_patrickstar.runtime.parameter import ManagedParameter
 from hf_patrickstar.runtime.ranges import named
 from hf_patrickstar.runtime.steps import Step, Steps
 from hf_patrickstar.schedule.plan import Actions

@@ -34,9 +34,9 @@ from hf_patrickstar.model.live_parameter import GET_GRAD, RAW, SET_GRAD, LiveMix
 from hf_patrickstar.model.model_set import roots_of
 from hf_patrickstar.model.quantized import PackedLayers, parameters_of
 from hf_patrickstar.runtime.autograd import Autograd, may_keep, refuse_reentrant
-from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.runtime.frames import Call, Frame
 from hf_patrickstar.runtime.listener import ModelListener
+from hf_patrickstar.runtime.parameter import ManagedParameter
 from hf_patrickstar.schedule.trace import input_shapes
 
 # A name of the module is found faster than a member of an enum.

@@ -11,9 +11,9 @@ from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.model import captures
 from hf_patrickstar.model.model_set import roots_of
 from hf_patrickstar.runtime.autograd import Autograd
-from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.runtime.live_tensor import LiveManaged, LiveWeights, cannot_share
 from hf_patrickstar.runtime.manager import ChunkManager
+from hf_patrickstar.runtime.parameter import ManagedParameter
 
 _HOOK_DICTIONARIES = tuple(name for name in vars(torch.nn.Module()) if "_hooks" in name)
 

@@ -29,10 +29,10 @@ from hf_patrickstar.model.live_parameter import (
 )
 from hf_patrickstar.model.quantized import is_packed
 from hf_patrickstar.runtime.autograd import Autograd, may_keep, refuse_reentrant
-from hf_patrickstar.runtime.chunk import GradientPlace, ManagedParameter
 from hf_patrickstar.runtime.gradients import Gradients, consumed
 from hf_patrickstar.runtime.listener import ModelListener
 from hf_patrickstar.runtime.manager import ChunkManager
+from hf_patrickstar.runtime.parameter import GradientPlace, ManagedParameter
 
 _Tensor: Any = torch.Tensor
 _DATA = _Tensor.data.__get__
@@ -284,7 +284,7 @@ class LiveManaged(LiveTensor):
         """See ``LiveTensor``."""
         manager, tensor = self.manager, self.tensor
         with manager.gradients.lock, as_it_is(), torch.no_grad():
-            exact = manager.values.look(tensor).clone()
+            exact = tensor.look().clone()
         made = _aliased(tensor, exact) if is_graph and requires_grad(tensor.parameter) else exact
         if manager.sharing.is_alone:  # else it cannot be read again in the middle of a backward
             manager.parameters.exact[storage_key(exact)] = tensor
@@ -323,7 +323,7 @@ class LiveManaged(LiveTensor):
 
     def value_for_state_dict(self) -> torch.Tensor:
         """See ``Live``; tied names of one ``state_dict`` share one tensor, as they do in torch."""
-        tensor, values = self.tensor, self.manager.values
+        tensor, device = self.tensor, self.manager.device
         with self.manager.gradients.lock:  # another thread takes it out of its chunk before this, or after
             now = self._has_left()
             if now is not None:
@@ -332,10 +332,10 @@ class LiveManaged(LiveTensor):
             if deferred is not None:
                 return deferred
             version, reference = self._given
-            value = reference() if len(tensor.spec.aliases) and version == values.version else None
+            value = reference() if len(tensor.spec.aliases) and version == device.version else None
             if value is None:
                 value = self.weights.hand_out(tensor)
-                self._given = values.version, weakref.ref(value)
+                self._given = device.version, weakref.ref(value)
             elif self.weights.needs_all:
                 self.weights.read(tensor)  # others may not have kept theirs
             return value
@@ -344,7 +344,7 @@ class LiveManaged(LiveTensor):
         """The value on the host, in the type that the model was loaded in; it may alias the chunk."""
         manager, tensor = self.manager, self.tensor
         manager.writes.take_over(tensor)
-        return manager.values.host_alias(tensor, tensor.original_dtype)
+        return tensor.host_alias()
 
     def copied_value(self) -> torch.Tensor:
         """A copy of it, also while another thread takes the parameter out of its chunk."""
@@ -653,7 +653,7 @@ class _ValueAccess(Access):
             if self._is_private:
                 self._use(manager.mirrors.hand_out(tensor, is_held=func in _ADDRESSES))
             else:
-                value = manager.values.look(tensor)
+                value = tensor.look()
                 self._use(value.clone() if self._changes_shape else value)
         except BaseException:
             self._lock.release()

@@ -34,19 +34,18 @@ from hf_patrickstar.model.live_parameter import GET_GRAD, RAW, SET_GRAD, set_raw
 from hf_patrickstar.model.lock import EngineLock
 from hf_patrickstar.runtime.activations import Activations, KeptActivation
 from hf_patrickstar.runtime.autograd import drop_failed_graph
-from hf_patrickstar.runtime.chunk import Chunk, Device, GradientPlace, ManagedParameter
+from hf_patrickstar.runtime.chunk import Chunk, Device
 from hf_patrickstar.runtime.executor import Executor
 from hf_patrickstar.runtime.frames import Call, Frame, Frames, Lookup
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.groups import Groups
 from hf_patrickstar.runtime.home_mover import HomeMover
 from hf_patrickstar.runtime.mirrors import GradientMirrors, ValueMirrors
-from hf_patrickstar.runtime.originals import Originals
+from hf_patrickstar.runtime.parameter import GradientPlace, ManagedParameter
 from hf_patrickstar.runtime.parameters import Parameters, SavedView
 from hf_patrickstar.runtime.ranges import named, phase
 from hf_patrickstar.runtime.steps import Estimated, MovePolicy, Steps
 from hf_patrickstar.runtime.update import Update
-from hf_patrickstar.runtime.values import Values
 from hf_patrickstar.runtime.writes import Writes
 from hf_patrickstar.schedule.estimate import Estimate
 from hf_patrickstar.schedule.known import KnownTraces
@@ -108,13 +107,10 @@ class ChunkManager:
         self.chunks, self.counts, self.ledger = chunks, counts, pool.ledger
         self._pool, self._meter, self._streams = pool, meter, streams
         order = Order(collectives, checks_all=checks_all)
-        self.device = device = Device(chunks, pool, meter, streams, counts)
-        # What a parameter's value is, and what users have of it.
-        self.originals = Originals(pool)
         self.sharing = Sharing(collectives)
-        self.values = values = Values(device, self.sharing, self.originals)
-        self._lock = values.lock
-        self.mirrors = ValueMirrors(values)
+        self.device = device = Device(chunks, pool, meter, streams, self.sharing, counts)
+        self._lock = device.lock
+        self.mirrors = ValueMirrors(device)
         # Where chunks are, and how they move.
         self.steps = steps = Steps(device, order, policy, num_micro_batches, known)
         self.activations = activations = Activations(device, estimate.offload)
@@ -122,9 +118,9 @@ class ChunkManager:
         homes.settle_lookups(known.lookups)
         # Where gradients are.
         accumulates = num_micro_batches > 1
-        self.gradients = Gradients(device, homes, values, accumulates, keeps_gradients)
-        self.gradient_mirrors = GradientMirrors(values, self.gradients)
-        self.writes = Writes(values, self.gradients, self.mirrors, self.gradient_mirrors)
+        self.gradients = Gradients(device, homes, accumulates, keeps_gradients)
+        self.gradient_mirrors = GradientMirrors(device, self.gradients)
+        self.writes = Writes(self.gradients, self.mirrors, self.gradient_mirrors)
         self._groups: Groups | None = None
         if collectives.world_size > 1:
             mirrors = self.gradient_mirrors
@@ -201,7 +197,7 @@ class ChunkManager:
 
     def _agree(self, call: Call, title: str, shapes: Shapes) -> Beginning:
         """What a step that begins has to work with; if its trace is not known, what it will do is found out first."""
-        steps, version = self.steps, self.values.version
+        steps, version = self.steps, self.device.version
         agreed = steps.agree(title, shapes, version)
         if steps.covers(title, agreed.shapes):
             return agreed
@@ -557,7 +553,7 @@ class ChunkManager:
     def update_end(self) -> None:
         """The optimizer has changed all values; chunks may move to better homes."""
         self.gradients.note_step()
-        self.values.version += 1
+        self.device.version += 1
         if self.activations.has_begun:
             self.activations.end_backward()
         num_micro_batches = self.steps.end_update()
@@ -588,7 +584,7 @@ class ChunkManager:
         """Removes a parameter, which is an ordinary one again; its chunk is freed if no other is in it."""
         with self._lock:
             self.writes.forget(tensor)
-            self.originals.drop(tensor)
+            tensor.drop_original()
             tensor.num_writes += 1  # a graph of before cannot find its operands any more
             chunk = tensor.chunk
             chunk.remove(tensor)
@@ -607,7 +603,7 @@ class ChunkManager:
         if self._groups is not None:
             self._groups.note_chunks()
         self.homes.note_chunks(nbytes)
-        self.values.version += 1
+        self.device.version += 1
 
     # Gradients between steps
 
@@ -697,14 +693,14 @@ class ChunkManager:
                 chunk.wait_for_reader()
 
     def load(self, tensor: ManagedParameter, fill: Callable[[torch.Tensor], None]) -> None:
-        """Does what ``Values.load`` does; what another thread has been handed out meanwhile follows at once."""
+        """See ``ManagedParameter.load``; what another thread has been handed out meanwhile follows at once."""
         with self._lock:
-            self.values.load(tensor, fill)
+            tensor.load(fill)
             self.mirrors.refresh(tensor)
 
     def end_loading(self) -> None:
         """Ends ``begin_loading``: graphs of before are void."""
-        self.values.version += 1
+        self.device.version += 1
         for tensor in self.tensors:
             tensor.num_writes += 1
             self.mirrors.refresh(tensor)
@@ -715,7 +711,7 @@ class ChunkManager:
             self.mirrors.close()
             self.gradient_mirrors.close()
             for tensor in self.tensors:
-                self.originals.drop(tensor)
+                tensor.drop_original()
             self._streams.release_in_flight()
             if self._groups is not None:
                 self._groups.close()

@@ -22,9 +22,9 @@ from hf_patrickstar.dist.sharing import Held
 from hf_patrickstar.layout.specs import MASTER
 from hf_patrickstar.memory.operators import as_it_is
 from hf_patrickstar.runtime.bits import same_bits
-from hf_patrickstar.runtime.chunk import GradientPlace, ManagedParameter
+from hf_patrickstar.runtime.chunk import Device
 from hf_patrickstar.runtime.gradients import Gradients
-from hf_patrickstar.runtime.values import Values
+from hf_patrickstar.runtime.parameter import GradientPlace, ManagedParameter
 
 _SCAN_AT = 8
 """With so many parameters handed out, look for all that nobody uses any more; with fewer, at the last two alone."""
@@ -38,16 +38,14 @@ class Fingerprint:
     from a file, which is not read again to compare. Fake tensors have no bytes: nobody has written to them.
 
     Args:
-        values: Reads values.
         tensor: The parameter.
         value: The tensor, as it is now.
     """
 
-    def __init__(self, values: Values, tensor: ManagedParameter, value: torch.Tensor) -> None:
-        self._values = values
+    def __init__(self, tensor: ManagedParameter, value: torch.Tensor) -> None:
         self._tensor = tensor
         self._has_bytes = not isinstance(value, FakeTensor)
-        is_apart = not values.sharing.is_alone or values.originals.has(tensor, value.dtype)
+        is_apart = not tensor.chunk.device.sharing.is_alone or tensor.has_original(value.dtype)
         self._has_checksum = self._has_bytes and is_apart
         self._checksum = 0
         self.renew(value)
@@ -64,7 +62,7 @@ class Fingerprint:
             return False
         if not self._has_checksum:
             home = self._at_home(value.dtype)
-            return not same_bits(self._values.streams.on_tier_of(value, home), home)
+            return not same_bits(self._tensor.chunk.device.streams.on_tier_of(value, home), home)
         before = self._checksum
         self.renew(value)
         return self._checksum != before
@@ -73,7 +71,7 @@ class Fingerprint:
         chunk = self._tensor.chunk
         if chunk.is_static and chunk.has_list(MASTER):  # what is computed with is at home, and may be this very tensor
             return self._tensor.view(chunk.lists[MASTER]).to(dtype)
-        return self._values.own_part(self._tensor, dtype)
+        return self._tensor.own_part(dtype)
 
 
 @dataclasses.dataclass(eq=False)
@@ -100,19 +98,18 @@ class Mirrors:
     """What mirrors of values and of gradients have in common.
 
     Args:
-        values: Reads and writes values.
+        device: The device.
 
     Attributes:
         by_tensor: What was handed out of each parameter, by its index.
         follows: Whether it stays the same as the value; see [Note: mirrors].
     """
 
-    def __init__(self, values: Values) -> None:
+    def __init__(self, device: Device) -> None:
         self.by_tensor: dict[int, list[Mirror]] = {}
-        self.follows = values.sharing.is_alone
-        self._values = values
-        self._lock = values.lock
-        self._num_own = values.num_mirrors
+        self.follows = device.sharing.is_alone
+        self._device, self._lock = device.torch_device, device.lock
+        self._num_own = device.num_mirrors
         self._recent: list[ManagedParameter] = []  # the last two that were asked for
         self._scan_at = _SCAN_AT
 
@@ -201,13 +198,12 @@ class ValueMirrors(Mirrors):
         """
         with self._lock, as_it_is(), torch.no_grad():
             self.sync_one(tensor, keeps_unused=True)
-            values, wanted = self._values, tensor.original_dtype
-            device = torch.device("cpu") if is_on_host else values.device
+            wanted, device = tensor.original_dtype, torch.device("cpu") if is_on_host else self._device
             for mirror in self._reusable(tensor):
                 if mirror.value.dtype == wanted and mirror.value.device == device and mirror.value.is_contiguous():
                     mirror.is_held |= is_held
                     return mirror.value
-            value = values.read(tensor, wanted) if is_on_host else values.look(tensor).clone()
+            value = tensor.read() if is_on_host else tensor.look().clone()
             return self.add(tensor, value, is_held=is_held)
 
     def add(self, tensor: ManagedParameter, value: torch.Tensor, *, is_held: bool = False) -> torch.Tensor:
@@ -219,7 +215,7 @@ class ValueMirrors(Mirrors):
             is_held: Whether it must outlive its last reference.
         """
         with self._lock:
-            self._enter(Mirror(tensor, value, is_held, Fingerprint(self._values, tensor, value)))
+            self._enter(Mirror(tensor, value, is_held, Fingerprint(tensor, value)))
             return value
 
     def sync_one(self, tensor: ManagedParameter, *, keeps_unused: bool = False) -> None:
@@ -238,7 +234,7 @@ class ValueMirrors(Mirrors):
                     continue  # what was written to another one has ended it
                 assert mirror.fingerprint is not None
                 if mirror.fingerprint.has_changed(mirror.value):
-                    self._values.write(tensor, mirror.value, voids_graphs=False)
+                    tensor.write(mirror.value, voids_graphs=False)
                     self.refresh(tensor, but=mirror)
                 if not (keeps_unused or self._is_used(mirror)):
                     self._leave(mirror)
@@ -262,7 +258,7 @@ class ValueMirrors(Mirrors):
             for mirror in [mirror for mirror in self.by_tensor.get(tensor.spec.index, ()) if mirror is not but]:
                 if self.follows:
                     assert mirror.fingerprint is not None
-                    mirror.value.copy_(self._values.own_part(tensor, mirror.value.dtype))
+                    mirror.value.copy_(tensor.own_part(mirror.value.dtype))
                     mirror.fingerprint.renew(mirror.value)
                 else:
                     self._leave(mirror)
@@ -286,12 +282,12 @@ class GradientMirrors(Mirrors):
     """All that was handed out of gradients, one mirror of each; see [Note: mirrors].
 
     Args:
-        values: Knows the processes and the device.
+        device: The device.
         gradients: Has the gradients.
     """
 
-    def __init__(self, values: Values, gradients: Gradients) -> None:
-        super().__init__(values)
+    def __init__(self, device: Device, gradients: Gradients) -> None:
+        super().__init__(device)
         self._gradients = gradients
 
     def of(self, tensor: ManagedParameter) -> Mirror | None:
@@ -319,10 +315,10 @@ class GradientMirrors(Mirrors):
         home, wanted = self._gradients.of(tensor), tensor.original_dtype
         if self.follows:
             assert home is not None
-            value = home.to(self._values.device, wanted, copy=True)
+            value = home.to(self._device, wanted, copy=True)
         else:
             held = Held(tensor.spec, tensor.parts, home, wanted)
-            value = self._values.sharing.tensor(held, "the gradient").to(self._values.device)
+            value = tensor.chunk.device.sharing.tensor(held, "the gradient").to(self._device)
         if known is not None:
             known.value.copy_(value)
             return known

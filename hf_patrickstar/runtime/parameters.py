@@ -33,10 +33,11 @@ from hf_patrickstar.model.live_parameter import (
 from hf_patrickstar.model.lock import EngineLock, pauses_s
 from hf_patrickstar.model.operands import KeptOperand
 from hf_patrickstar.runtime.activations import Activations
-from hf_patrickstar.runtime.chunk import Device, Epoch, GradientPlace, ManagedParameter
+from hf_patrickstar.runtime.chunk import Device
 from hf_patrickstar.runtime.executor import Executor
 from hf_patrickstar.runtime.frames import Lookup
 from hf_patrickstar.runtime.gradients import Gradients
+from hf_patrickstar.runtime.parameter import Epoch, GradientPlace, ManagedParameter
 from hf_patrickstar.runtime.writes import Writes
 
 _PARAM = GradientPlace.PARAM  # a name of the module is found faster than a member of an enum
@@ -348,7 +349,7 @@ class Parameters:
             else:
                 saved.offset += tensor.offset_numel
         saved.is_whole = is_whole
-        saved.is_exact = view.dtype is not tensor.chunk.dtype and self._writes.values.sharing.is_alone
+        saved.is_exact = view.dtype is not tensor.chunk.dtype and self._device.sharing.is_alone
         epoch = None if tensor.epoch is None else tensor.epoch()
         if epoch is None:
             epoch = Epoch()
@@ -378,7 +379,7 @@ class Parameters:
             )
         payload, offset = tensor.chunk.compute, saved.offset
         if saved.is_exact:
-            payload = self._writes.values.look(tensor)
+            payload = tensor.look()
             offset += int(payload.storage_offset()) - tensor.offset_numel
         elif payload is None or tensor.gradient is _PARAM or not self._executor.is_at_rest:
             payload = self.ensure_on_device(tensor, f"the backward of a use of '{tensor.spec.name}'")

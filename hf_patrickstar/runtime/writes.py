@@ -13,10 +13,9 @@ import torch
 
 from hf_patrickstar.layout.specs import MASTER
 from hf_patrickstar.model.live_parameter import LiveMixin, raw_data, set_raw_data, storage_key
-from hf_patrickstar.runtime.chunk import GradientPlace, ManagedParameter
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.mirrors import Fingerprint, GradientMirrors, ValueMirrors
-from hf_patrickstar.runtime.values import Values
+from hf_patrickstar.runtime.parameter import GradientPlace, ManagedParameter
 
 
 @dataclasses.dataclass(eq=False)
@@ -24,14 +23,12 @@ class Writes:
     """Brings a value that is written to a parameter to every place of this value.
 
     Attributes:
-        values: Writes values.
         gradients: Has the gradients.
         mirrors: Copies of values that users have; they follow each write.
         gradient_mirrors: Copies of gradients that users have.
         watched: Parameters whose value on the device is compared when they are released; see ``watch``.
     """
 
-    values: Values
     gradients: Gradients
     mirrors: ValueMirrors
     gradient_mirrors: GradientMirrors
@@ -40,8 +37,8 @@ class Writes:
     # Known writes
 
     def apply(self, tensor: ManagedParameter, value: torch.Tensor, *, voids_graphs: bool = True) -> None:
-        """Changes the value of a parameter, in every place where it is; see ``Values.write``."""
-        self.values.write(tensor, value, voids_graphs=voids_graphs)
+        """Changes the value of a parameter, in every place where it is; see ``ManagedParameter.write``."""
+        tensor.write(value, voids_graphs=voids_graphs)
         self.mirrors.refresh(tensor)
 
     def follow_master(self, tensor: ManagedParameter) -> None:
@@ -58,7 +55,7 @@ class Writes:
         if tuple(value.shape) != tensor.spec.shape:
             self.give_up(tensor, value)
             return
-        with self.values.lock:
+        with self.gradients.lock:
             self.mirrors.drop(tensor)
             self._end_epoch(tensor)
             self.apply(tensor, value, voids_graphs=False)
@@ -93,7 +90,7 @@ class Writes:
         epoch = None if tensor.epoch is None else tensor.epoch()
         if epoch is not None:
             widest = torch.promote_types(tensor.original_dtype, tensor.chunk.dtype)
-            epoch.value = self.values.look(tensor, widest).clone()
+            epoch.value = tensor.look(widest).clone()
             tensor.epoch = None
 
     # Writes without a trace
@@ -105,12 +102,12 @@ class Writes:
         """
         compute = tensor.chunk.compute
         if compute is not None and tensor not in self.watched:
-            self.watched[tensor] = Fingerprint(self.values, tensor, tensor.view_copy(compute))
+            self.watched[tensor] = Fingerprint(tensor, tensor.view_copy(compute))
             tensor.chunk.num_watched += 1
 
     def settle_watched(self) -> None:
         """Compares what no module computes with any more, so that its copies may leave."""
-        with self.values.lock:
+        with self.gradients.lock:
             for tensor in [tensor for tensor in self.watched if not tensor.users]:
                 self._compare(tensor)
 
@@ -134,7 +131,7 @@ class Writes:
     def sync(self) -> None:
         """Takes over what users wrote without a trace, before values are used."""
         if self.watched:
-            with self.values.lock:
+            with self.gradients.lock:
                 for tensor in list(self.watched):
                     self._compare(tensor)
         self.mirrors.sync()
@@ -195,7 +192,7 @@ class Writes:
         """
         if not tensor.is_given_up:
             self.mirrors.sync_one(tensor)
-            tensor.live.kept = self.values.read(tensor, tensor.original_dtype).to(tensor.device)
+            tensor.live.kept = tensor.read().to(tensor.device)
             self.give_up(tensor, raw_data(tensor.parameter))
 
     def forget(self, tensor: ManagedParameter) -> None:

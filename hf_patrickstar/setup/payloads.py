@@ -11,7 +11,8 @@ from hf_patrickstar.layout.specs import MASTER, TensorSpec
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import Kernel
-from hf_patrickstar.runtime.chunk import Chunk, ManagedParameter, torch_dtype
+from hf_patrickstar.runtime.chunk import Chunk, torch_dtype
+from hf_patrickstar.runtime.parameter import ManagedParameter
 from hf_patrickstar.schedule.placement import ChunkBytes
 from hf_patrickstar.setup.decisions import Decisions
 from hf_patrickstar.setup.homes import chunk_bytes, lists_of, widened_by

@@ -35,10 +35,10 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.model.casting import Casting
 from hf_patrickstar.model.chunked_loss import has_chunked_loss
 from hf_patrickstar.model.quantized import parameters_of
-from hf_patrickstar.runtime.chunk import ManagedParameter
 from hf_patrickstar.runtime.frames import Call
 from hf_patrickstar.runtime.hooks import has_hooks_of_user
 from hf_patrickstar.runtime.manager import ChunkManager
+from hf_patrickstar.runtime.parameter import ManagedParameter
 from hf_patrickstar.runtime.steps import Estimated
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.op_trace import EnterForward, LookedUp, OpTrace

@@ -608,7 +608,7 @@ RUNS = {
 WATCHED = (
     ("memory/streams.py", "DeviceStreams", "Copy", "StreamCopy"),
     *((f"runtime/{name}.py",) for name in ("activations", "chunk", "executor", "gradients", "manager", "evictor")),
-    *((f"runtime/{name}.py",) for name in ("parameters", "values")),
+    *((f"runtime/{name}.py",) for name in ("parameter", "parameters")),
     *((f"optim/{name}.py",) for name in ("clipping", "kernel", "optimizer", "state")),
 )
 """Modules that order copies and kernels of one process, some with the classes that do."""
@@ -655,7 +655,7 @@ UNNOTICED = {
     "runtime/manager.py ChunkManager.update: chunk.wait_for_update()": "there are no workers beside modes of operators",
     "runtime/manager.py ChunkManager.update: found.wait()": "there are no workers beside modes of operators",
     "runtime/evictor.py Evictor._await_gathers: chunk.wait_for_copy()": _GROUP,
-    "runtime/values.py Values.own_part: chunk.wait()": "only on the CPU tier is a value written where it is",
+    "runtime/parameter.py ManagedParameter.own_part: chunk.wait()": "a value is written in place on the CPU tier only",
 }
 """Sites that no run of one process can miss, and why."""
 

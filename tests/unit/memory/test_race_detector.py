@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from hf_patrickstar.runtime.values import as_it_is
 from support.race_detector import RaceError, SimulatedDriver
 
 from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime.values import as_it_is
 
 CPU = torch.device("cpu")
 

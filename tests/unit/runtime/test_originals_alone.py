@@ -1,5 +1,7 @@
 """Frozen parameters with bits that their chunks do not hold."""
 
+import types
+
 import pytest
 import torch
 from support.spec_builders import BF16, FP32, pack
@@ -9,8 +11,8 @@ from hf_patrickstar.layout.specs import MASTER, TensorSpec
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime.chunk import Chunk, ManagedParameter
-from hf_patrickstar.runtime.originals import Originals
+from hf_patrickstar.runtime.chunk import Chunk
+from hf_patrickstar.runtime.parameter import ManagedParameter
 
 NARROW, WIDE = torch.bfloat16, torch.float32
 FINE = 1 + 2**-10
@@ -35,13 +37,15 @@ class Host:
 
     def __init__(self, nbytes=2**24):
         self.ledger = Ledger({Tier.DEVICE: 0, Tier.HOST: nbytes})
-        self.originals = Originals(PayloadPool(self.ledger, torch.device("cpu"), None))
+        pool = PayloadPool(self.ledger, torch.device("cpu"), None)
+        self.device = types.SimpleNamespace(pool=pool, warned=set())
 
-    def add(self, name="t0", numel=4, types=BF16, original=WIDE, rank=0, world_size=1, **settings):
-        spec = TensorSpec(0, name, (numel,), settings.pop("trainable", False), types=types)
+    def add(self, name="t0", numel=4, kinds=BF16, original=WIDE, rank=0, world_size=1, **settings):
+        spec = TensorSpec(0, name, (numel,), settings.pop("trainable", False), types=kinds)
         layout = pack([spec], 2 if world_size > 1 else numel, world_size=world_size, splits=world_size > 1)
         chunk = Chunk(layout.chunks[0], Tier.HOST, rank)
-        chunk.param = torch.zeros(chunk.spec.chunk_numel, dtype=getattr(torch, types.param))
+        chunk.device = self.device
+        chunk.param = torch.zeros(chunk.spec.chunk_numel, dtype=getattr(torch, kinds.param))
         if settings.pop("has_master", spec.trainable):
             chunk.lists[MASTER] = torch.zeros(chunk.spec.chunk_numel)
         parameter = torch.nn.Parameter(torch.zeros(numel, dtype=original), requires_grad=spec.trainable)
@@ -52,9 +56,9 @@ class Host:
         return tensor
 
     def write(self, tensor, *numbers, dtype=WIDE):
-        """What ``Values.write`` does."""
+        """What ``ManagedParameter.write`` does."""
         own = torch.tensor(numbers, dtype=dtype)
-        self.originals.note_write(tensor, own)
+        tensor.keep_original(own)
         tensor.view(tensor.chunk.param).copy_(own)
         own.zero_()
 
@@ -70,18 +74,18 @@ def host():
 
 def test_a_value_or_a_part_is_read_from_its_origin_in_the_type_that_was_loaded(host):
     tensor = host.add()
-    value = host.originals.read(tensor)
+    value = tensor.read_original()
     assert (value.tolist(), value.dtype) == (FIRST, WIDE)
     value.fill_(0)
     for start, stop in ((0, None), (0, 2), (1, 3), (2, 2)):
         tensor.origin.asked.clear()
-        assert host.originals.read(tensor, start, stop).tolist() == FIRST[start:stop]
+        assert tensor.read_original(start, stop).tolist() == FIRST[start:stop]
         assert tensor.origin.asked == [(start, stop or 4)] * (start != stop)
-    has = {dtype: host.originals.has(tensor, dtype) for dtype in (WIDE, torch.float64, NARROW)}
+    has = {dtype: tensor.has_original(dtype) for dtype in (WIDE, torch.float64, NARROW)}
     assert has == {WIDE: True, torch.float64: True, NARROW: False}
     tensor.origin = None
-    assert not host.originals.has(tensor, WIDE)
-    assert host.originals.read(tensor, 1, 3).dtype is NARROW, "who began to read gets what there is"
+    assert not tensor.has_original(WIDE)
+    assert tensor.read_original(1, 3).dtype is NARROW, "who began to read gets what there is"
 
 
 def test_elements_that_were_written_since_are_read_from_the_chunk(host):
@@ -89,7 +93,7 @@ def test_elements_that_were_written_since_are_read_from_the_chunk(host):
     held = tensor.view(tensor.chunk.param).fill_(1)
     held[-1] = 5
     tensor.origin = File([FINE] * (2**18 + 3))
-    value = host.originals.read(tensor)
+    value = tensor.read_original()
     assert value[[0, 2**18 - 1, 2**18, -2, -1]].tolist() == [FINE, FINE, FINE, FINE, 5.0]
     assert len(tensor.origin.asked) == 2, "a piece at a time"
 
@@ -98,7 +102,7 @@ def test_a_file_that_is_gone_is_said_once(host, caplog):
     for name in ("t0", "t1"):
         tensor = host.add(name)
         tensor.origin.error = CheckpointError("model.safetensors has changed")
-        assert host.originals.read(tensor).dtype is NARROW
+        assert tensor.read_original().dtype is NARROW
         assert tensor.origin is None
     (record,) = caplog.records
     for text in ("model.safetensors has changed", "'t0' is the first", "rounded to bfloat16", "frozen_master=true"):
@@ -120,15 +124,15 @@ def test_bits_of_what_is_written_are_kept_where_the_chunk_would_lose_them(host, 
     tensor = host.add()
     for _ in range(2):
         host.write(tensor, *numbers, dtype=dtype)
-        assert host.originals.read(tensor).tolist() == value
+        assert tensor.read_original().tolist() == value
         assert host.kept(tensor) == kept
     for _ in range(2):
-        host.originals.drop(tensor)
+        tensor.drop_original()
         assert host.kept(tensor) == (False, 0)
 
 
 @pytest.mark.parametrize(
-    "parameter", [{"trainable": True}, {"has_master": True}, {"types": FP32}, {"original": NARROW}], ids=str
+    "parameter", [{"trainable": True}, {"has_master": True}, {"kinds": FP32}, {"original": NARROW}], ids=str
 )
 def test_nothing_is_kept_of_parameters_that_lose_no_bits(host, parameter):
     tensor = host.add(**parameter)
@@ -142,7 +146,7 @@ def test_each_rank_reads_and_keeps_what_it_has(host, rank):
     tensor = host.add(numel=128, rank=rank, world_size=2)
     tensor.origin = File([FINE * number for number in range(1, 129)])
     tensor.view(tensor.chunk.param).copy_(tensor.own(tensor.origin.values))
-    assert host.originals.read(tensor).tolist() == tensor.origin.values[64 * rank : 64 * rank + 64].tolist()
+    assert tensor.read_original().tolist() == tensor.origin.values[64 * rank : 64 * rank + 64].tolist()
     assert tensor.origin.asked == [(64 * rank, 64 * rank + 64)]
     host.write(tensor, *[FINE] * 64)
-    assert host.originals.read(tensor, 62).tolist() == [FINE] * 2
+    assert tensor.read_original(62).tolist() == [FINE] * 2
