@@ -21,7 +21,7 @@ _LEVELS = (
 )
 LEVELS = {part: level for level, parts in enumerate(_LEVELS) for part in parts.split()}
 
-MAX_FLOORS_OF_RUNTIME = 12
+MAX_FLOORS_OF_RUNTIME = 10
 """Modules of the runtime on the longest way from one to another by imports."""
 
 

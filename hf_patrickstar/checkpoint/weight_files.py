@@ -27,8 +27,8 @@ from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, READING, DeferredTen
 from hf_patrickstar.checkpoint.safetensors_file import FileSource, SafetensorsFile
 from hf_patrickstar.checkpoint.storage import damaged, missing_file, replaced
 from hf_patrickstar.errors import CheckpointError, PatrickStarError
+from hf_patrickstar.memory.bits import same_bits
 from hf_patrickstar.model.model_set import roots_of
-from hf_patrickstar.runtime.bits import same_bits
 from hf_patrickstar.runtime.parameter import ManagedParameter, Origin
 
 SAFE_OPEN = (("transformers.modeling_utils", "safe_open"),)

@@ -40,13 +40,12 @@ from hf_patrickstar.runtime.frames import Call, Frame, Frames, Lookup
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.groups import Groups
 from hf_patrickstar.runtime.home_mover import HomeMover
-from hf_patrickstar.runtime.mirrors import GradientMirrors, ValueMirrors
+from hf_patrickstar.runtime.mirrors import GradientMirrors, ValueMirrors, Writes
 from hf_patrickstar.runtime.parameter import GradientPlace, ManagedParameter
 from hf_patrickstar.runtime.parameters import Parameters, SavedView
 from hf_patrickstar.runtime.ranges import named, phase
 from hf_patrickstar.runtime.steps import Estimated, MovePolicy, Steps
 from hf_patrickstar.runtime.update import Update
-from hf_patrickstar.runtime.writes import Writes
 from hf_patrickstar.schedule.estimate import Estimate
 from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.placement import ChunkBytes

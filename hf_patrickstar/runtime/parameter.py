@@ -22,6 +22,7 @@ from hf_patrickstar.common.states import TensorState
 from hf_patrickstar.dist.sharing import Held
 from hf_patrickstar.errors import BudgetError, PatrickStarError
 from hf_patrickstar.layout.specs import MASTER, TensorSpec
+from hf_patrickstar.memory.bits import differs, same_bits
 from hf_patrickstar.memory.operators import as_it_is
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.model.live_parameter import (
@@ -32,7 +33,6 @@ from hf_patrickstar.model.live_parameter import (
     set_raw_grad,
     storage_key,
 )
-from hf_patrickstar.runtime.bits import differs, same_bits
 from hf_patrickstar.units import format_nbytes, format_need
 
 if TYPE_CHECKING:

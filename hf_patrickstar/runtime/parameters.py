@@ -37,8 +37,8 @@ from hf_patrickstar.runtime.chunk import Device
 from hf_patrickstar.runtime.executor import Executor
 from hf_patrickstar.runtime.frames import Lookup
 from hf_patrickstar.runtime.gradients import Gradients
+from hf_patrickstar.runtime.mirrors import Writes
 from hf_patrickstar.runtime.parameter import Epoch, GradientPlace, ManagedParameter
-from hf_patrickstar.runtime.writes import Writes
 
 _PARAM = GradientPlace.PARAM  # a name of the module is found faster than a member of an enum
 _FAKE = torch._C._TorchDispatchModeKey.FAKE

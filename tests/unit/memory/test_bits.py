@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_patrickstar.runtime.bits import differs, same_bits
+from hf_patrickstar.memory.bits import differs, same_bits
 
 
 @pytest.mark.parametrize(
