@@ -42,6 +42,7 @@ from hf_patrickstar.runtime.hooks import ModelHooks
 from hf_patrickstar.runtime.live_model import LiveModel
 from hf_patrickstar.runtime.live_tensor import managers_of
 from hf_patrickstar.runtime.manager import ChunkManager
+from hf_patrickstar.runtime.parameter import ValuePlace
 from hf_patrickstar.runtime.recovery import MAX_RETRIES, Recovery
 from hf_patrickstar.runtime.steps import MovePolicy
 from hf_patrickstar.schedule.known import KnownTraces
@@ -533,7 +534,7 @@ class PatrickStarEngine:
 
     def _give_back_values(self) -> None:
         for tensor in self.manager.tensors:
-            if not tensor.is_filled:  # construction failed before its value was moved in
+            if tensor.value is ValuePlace.NONE:  # construction failed before its value was moved in
                 tensor.unbind()
         if hasattr(self, "hooks"):
             self.hooks.detach()
@@ -544,7 +545,7 @@ class PatrickStarEngine:
         for optimizer in self.optimizers:
             optimizer.give_back_state()
         for tensor in self.manager.tensors:
-            if tensor.is_filled and not tensor.is_given_up:
+            if tensor.value not in (ValuePlace.NONE, ValuePlace.GIVEN_UP):
                 value = self.weights.read(tensor).to(tensor.device)
                 set_raw_data(tensor.parameter, value)
                 tensor.unbind()

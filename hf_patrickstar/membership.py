@@ -34,7 +34,7 @@ from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.hooks import ModelHooks
 from hf_patrickstar.runtime.live_model import LiveModel
 from hf_patrickstar.runtime.manager import ChunkManager
-from hf_patrickstar.runtime.parameter import ManagedParameter
+from hf_patrickstar.runtime.parameter import ManagedParameter, ValuePlace
 from hf_patrickstar.setup.decisions import Decisions, collect, with_state_types
 from hf_patrickstar.setup.payloads import Payloads
 from hf_patrickstar.units import format_need
@@ -172,7 +172,7 @@ class Membership:
                 own = {name: getattr(kept, name) for name in ("index", "trainable", "optimizer_index", "types")}
                 found.append(dataclasses.replace(spec, **own))
         present = {id(parameter) for parameter in parameters}
-        gone = [t for t in manager.tensors if t.is_given_up or id(t.parameter) not in present]
+        gone = [t for t in manager.tensors if t.value is ValuePlace.GIVEN_UP or id(t.parameter) not in present]
         return _Change(found, modules, parameters, new, gone)
 
     @staticmethod
@@ -332,7 +332,7 @@ class Membership:
         optimizer = self._optimizer_of(tensor)
         if optimizer is not None:
             optimizer.give_back_state(tensor)
-        if not tensor.is_given_up:
+        if tensor.value is not ValuePlace.GIVEN_UP:
             gradient = raw_grad(tensor.parameter)  # from a graph older than its place for one
             if manager.gradients.has(tensor):
                 gradient = manager.read_gradient(tensor, tensor.original_dtype).to(tensor.placeholder.device)

@@ -26,7 +26,7 @@ run() {
         # A part of what `--streams simulated` can run: copies at random legal moments, and races are errors.
         streams)
             pytest --streams simulated:1 -k "integration or poisoned" \
-                tests/integration/test_{events,recovery,tensor_states}.py \
+                tests/integration/test_recovery.py \
                 tests/live/test_live_{changes,gradients,writing}.py
             ;;
         # The check of a GPU, with tiny sizes on the CPU tier.

@@ -14,7 +14,7 @@ from hf_patrickstar.errors import EngineError
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.model.live_parameter import raw_data, take_raw_grad
 from hf_patrickstar.runtime.manager import ChunkManager
-from hf_patrickstar.runtime.parameter import ManagedParameter
+from hf_patrickstar.runtime.parameter import ManagedParameter, ValuePlace
 
 
 class ChunkWeights:
@@ -95,7 +95,7 @@ class ChunkWeights:
 
     def _held(self, tensor: ManagedParameter) -> Held:
         self._manager.writes.take_over(tensor)
-        if tensor.is_open:
+        if tensor.value is ValuePlace.OPEN:
             return Held(tensor.spec, tensor.parts, tensor.own(tensor.parameter.data), tensor.original_dtype)
         return tensor.held(tensor.original_dtype)
 
@@ -159,19 +159,19 @@ class ChunkWeights:
                 )
             return self._collected[tensor.spec.index]
         self._manager.writes.take_over(tensor)
-        if tensor.is_open:
+        if tensor.value is ValuePlace.OPEN:
             return tensor.parameter.data.to(device="cpu", dtype=tensor.original_dtype, copy=True)
         return tensor.read()
 
     def hand_out(self, tensor: ManagedParameter) -> torch.Tensor:
         """The value for ``state_dict``: a mirror, unless the parameter is collected or open; see [Note: mirrors]."""
-        if self._collected is not None or tensor.is_open:
+        if self._collected is not None or tensor.value is ValuePlace.OPEN:
             return self.read(tensor)
         return self._manager.mirrors.hand_out(tensor, is_on_host=True).detach()
 
     def check_closed(self) -> None:
         """Raises an ``EngineError`` if a parameter is open in ``full_parameters``, for ``detach``."""
-        opened = [tensor.spec.name for tensor in self._manager.tensors if tensor.is_open]
+        opened = [tensor.spec.name for tensor in self._manager.tensors if tensor.value is ValuePlace.OPEN]
         if opened:
             raise EngineError(f"parameter '{opened[0]}' is open in full_parameters(); detach after the block has ended")
 
@@ -189,7 +189,7 @@ class ChunkWeights:
         Raises:
             EngineError: At the end, if the block gave a parameter another shape; everything else is written.
         """
-        opened = [tensor for tensor in tensors if not tensor.is_open]
+        opened = [tensor for tensor in tensors if tensor.value is not ValuePlace.OPEN]
         gradients: dict[int, tuple[torch.Tensor, int]] = {}
         lock = self._manager.gradients.lock  # other threads may read parameters
         with self._manager.lock.held("full_parameters()"):
@@ -198,7 +198,6 @@ class ChunkWeights:
                     value = self.read(tensor)
                     with lock:
                         tensor.open(value)
-                        tensor.is_open = True
                     if with_grads and self._manager.gradients.has(tensor):
                         handed = self._manager.read_gradient(tensor, tensor.original_dtype)
                         tensor.parameter.grad = handed
@@ -227,8 +226,7 @@ class ChunkWeights:
         self, tensor: ManagedParameter, writeback: bool, with_grads: bool, handed: tuple[torch.Tensor, int] | None
     ) -> None:
         value, gradient = raw_data(tensor.parameter), take_raw_grad(tensor.parameter)
-        tensor.is_open = False
-        tensor.dematerialize()
+        tensor.take_value()
         if not writeback or tuple(value.shape) != tensor.spec.shape:
             return
         before = self.read(tensor)

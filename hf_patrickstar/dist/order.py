@@ -42,7 +42,7 @@ import torch
 
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace, common_trace
-from hf_patrickstar.common.states import Stage
+from hf_patrickstar.common.stage import Stage
 
 _ABOUT = "what comes next"
 """The subject of messages that ask for a collective or end a phase, which may meet."""

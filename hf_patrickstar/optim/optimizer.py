@@ -28,7 +28,7 @@ from hf_patrickstar.optim.state import (
 )
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.manager import ChunkManager
-from hf_patrickstar.runtime.parameter import GradientPlace, ManagedParameter
+from hf_patrickstar.runtime.parameter import GradientPlace, ManagedParameter, ValuePlace
 from hf_patrickstar.runtime.ranges import named
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
                 tensor = known.get(id(parameter))
-                if tensor is None or tensor.is_given_up:
+                if tensor is None or tensor.value is ValuePlace.GIVEN_UP:
                     continue
                 if tensor.chunk.is_updated and tensor.chunk.spec.optimizer_index == self.index:
                     groups[tensor.spec.index] = number
@@ -581,7 +581,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     def _leave_given_up(self) -> None:
         """Gives the user's optimizer the states of parameters that were given another shape."""
         with self._manager.lock.held("a look at states"):  # the forward of another thread takes them in
-            for tensor in [t for t in self._manager.tensors if t.is_given_up and self._updates(t)]:
+            for tensor in [t for t in self._manager.tensors if t.value is ValuePlace.GIVEN_UP and self._updates(t)]:
                 self.give_back_state(tensor)
 
     @locked
@@ -606,7 +606,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 group = self.param_groups[number] if number is not None else {}
                 state = {key: place_state(key, value, item.device, group) for key, value in given.items()}
                 self.inner.state[item.parameter] = state
-                if item.is_given_up:
+                if item.value is ValuePlace.GIVEN_UP:
                     kept = [weakref.ref(value) for value in state.values() if isinstance(value, torch.Tensor)]
                     self._before[id(item.parameter)] = item.spec.shape, kept
 

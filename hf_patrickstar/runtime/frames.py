@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._C import _current_graph_task_id
 
-from hf_patrickstar.common.states import Stage
+from hf_patrickstar.common.stage import Stage
 from hf_patrickstar.runtime.parameter import ManagedParameter
 
 

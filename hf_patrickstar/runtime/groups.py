@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import torch
 
-from hf_patrickstar.common.states import Stage
+from hf_patrickstar.common.stage import Stage
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.dist.order import Collective, CollectiveKind
 from hf_patrickstar.memory.lanes import Ticket

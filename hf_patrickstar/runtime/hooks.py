@@ -18,7 +18,7 @@ from torch._C._autograd import _profiler_enabled, _top_saved_tensors_default_hoo
 from torch._C._functorch import peek_interpreter_stack
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from hf_patrickstar.common.states import Stage
+from hf_patrickstar.common.stage import Stage
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.model.casting import Casting
 from hf_patrickstar.model.compiled import (
@@ -36,11 +36,12 @@ from hf_patrickstar.model.quantized import PackedLayers, parameters_of
 from hf_patrickstar.runtime.autograd import Autograd, may_keep, refuse_reentrant
 from hf_patrickstar.runtime.frames import Call, Frame
 from hf_patrickstar.runtime.listener import ModelListener
-from hf_patrickstar.runtime.parameter import ManagedParameter
+from hf_patrickstar.runtime.parameter import ManagedParameter, ValuePlace
 from hf_patrickstar.schedule.trace import input_shapes
 
 # A name of the module is found faster than a member of an enum.
 _FORWARD, _BACKWARD, _EVALUATION = Stage.FORWARD, Stage.BACKWARD, Stage.EVALUATION
+_GIVEN_UP = ValuePlace.GIVEN_UP
 
 
 class ModelHooks:
@@ -175,8 +176,7 @@ class ModelHooks:
         if sizes != sizes_before or not all(map(operator.is_, found, before)):
             return True
         for tensor in self._listener.tensors:
-            is_ours = not tensor.is_bound or isinstance(tensor.parameter, LiveMixin) or tensor.is_open
-            if tensor.is_given_up or not is_ours:
+            if tensor.value is _GIVEN_UP or not tensor.is_ours:
                 return True
             if is_training and not tensor.spec.trainable and requires_grad(tensor.parameter):
                 return True
@@ -398,7 +398,7 @@ class ModelHooks:
             if _current_graph_task_id() not in hooks.autograd.graph_tasks:
                 hooks.autograd.notice_backward()
             listener, tensor = hooks._listener, hooks._parameters.by_parameter.get(id(parameter))
-            if tensor is None or tensor.is_given_up:
+            if tensor is None or tensor.value is _GIVEN_UP:
                 return
             with RAW():
                 gradient = GET_GRAD(parameter)

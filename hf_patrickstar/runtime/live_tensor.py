@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch._C._functorch import peek_interpreter_stack
 
-from hf_patrickstar.common.states import Stage
+from hf_patrickstar.common.stage import Stage
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.memory.operators import as_it_is, unseen
 from hf_patrickstar.model.compiled import stand_in
@@ -32,7 +32,7 @@ from hf_patrickstar.runtime.autograd import Autograd, may_keep, refuse_reentrant
 from hf_patrickstar.runtime.gradients import Gradients, consumed
 from hf_patrickstar.runtime.listener import ModelListener
 from hf_patrickstar.runtime.manager import ChunkManager
-from hf_patrickstar.runtime.parameter import GradientPlace, ManagedParameter
+from hf_patrickstar.runtime.parameter import GradientPlace, ManagedParameter, ValuePlace
 
 _Tensor: Any = torch.Tensor
 _DATA = _Tensor.data.__get__
@@ -267,7 +267,7 @@ class LiveManaged(LiveTensor):
     def stand_in(self) -> torch.Tensor | None:
         """See ``LiveTensor``."""
         tensor = self.tensor
-        if tensor.is_materialized or tensor.chunk.compute is None:
+        if tensor.value is ValuePlace.PARAMETER or tensor.chunk.compute is None:
             return None
         # ``.data`` has a version of its own, which tells whether the module writes to it.
         return stand_in(tensor.parameter, self.alias().data, self.manager.parameters.type_of(tensor.original_type))
@@ -358,7 +358,7 @@ class LiveManaged(LiveTensor):
     def _has_left(self) -> Live | None:
         """What answers for the parameter since it has left its chunk: itself for nobody, and ``None`` if it is here."""
         tensor = self.tensor
-        return tensor.parameter.__dict__.get("_live", self) if tensor.is_open or not tensor.is_bound else None
+        return tensor.parameter.__dict__.get("_live", self) if _has_left(tensor) else None
 
     def view_whole(self, func: Any) -> torch.Tensor:
         """A mirror, as a function of the parameter."""
@@ -516,13 +516,18 @@ class _InsideAccess(Access):
             self._parameters.held_outside_forward.append(self._tensor)
 
 
+def _has_left(tensor: Any) -> bool:
+    """Whether a parameter is an ordinary one, for a while or for good."""
+    return tensor.value is ValuePlace.OPEN or not tensor.is_bound
+
+
 class _HasLeftError(Exception):
     """The parameter has left its chunk while this thread waited."""
 
     @staticmethod
     def check(tensor: Any) -> None:
         """Raises it if so."""
-        if tensor.is_open or not tensor.is_bound:
+        if _has_left(tensor):
             raise _HasLeftError
 
 

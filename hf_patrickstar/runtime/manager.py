@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from hf_patrickstar.common.states import Stage
+from hf_patrickstar.common.stage import Stage
 from hf_patrickstar.counts import Counts
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.dist.order import Beginning, Order
@@ -682,8 +682,7 @@ class ChunkManager:
         """
         self.unwind()
         for tensor in self.tensors:
-            if tensor.is_open:
-                self.parameters.check_usable(tensor)
+            self.parameters.check_usable(tensor)
         self.writes.sync()
         self.discard_gradients()
         with self._lock:

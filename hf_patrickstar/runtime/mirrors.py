@@ -30,7 +30,7 @@ from hf_patrickstar.memory.operators import as_it_is
 from hf_patrickstar.model.live_parameter import LiveMixin, raw_data, set_raw_data, storage_key
 from hf_patrickstar.runtime.chunk import Device
 from hf_patrickstar.runtime.gradients import Gradients
-from hf_patrickstar.runtime.parameter import GradientPlace, ManagedParameter
+from hf_patrickstar.runtime.parameter import GradientPlace, ManagedParameter, ValuePlace
 
 _SCAN_AT = 8
 """With so many parameters handed out, look for all that nobody uses any more; with fewer, at the last two alone."""
@@ -457,7 +457,7 @@ class Writes:
         if is_other or parameter._version != tensor.version or parameter.shape != tensor.spec.shape:
             self._take_over_value(tensor, is_other=is_other)
         else:
-            tensor.dematerialize()
+            tensor.take_value()
             if tensor in self.watched:
                 self._compare(tensor)
 
@@ -467,7 +467,7 @@ class Writes:
         if tuple(value.shape) != tensor.spec.shape:
             self.give_up(tensor, value)
             return
-        tensor.dematerialize()
+        tensor.take_value()
         if is_other:
             self._end_epoch(tensor)
         self.apply(tensor, value, voids_graphs=False)
@@ -540,8 +540,9 @@ class Writes:
             parameter = tensor.parameter
             is_ours = isinstance(parameter, LiveMixin) or not tensor.is_bound
             # An assignment while it has its value, or is open, is found when that ends.
-            is_left = is_ours and (tensor.is_materialized or storage_key(parameter) == tensor.placeholder_key)
-            if not (is_left or tensor.is_open):
+            has_value = tensor.value is ValuePlace.PARAMETER
+            is_left = is_ours and (has_value or storage_key(parameter) == tensor.placeholder_key)
+            if not (is_left or tensor.value is ValuePlace.OPEN):
                 self._take_over_data(tensor)
             if mirrored and tensor.spec.index in mirrored:
                 self.mirrors.sync_one(tensor, keeps_unused=keeps_unused)
@@ -551,7 +552,7 @@ class Writes:
             self.give_up_swapped(tensor)
             return
         value = raw_data(tensor.parameter)
-        tensor.dematerialize()
+        tensor.take_value()
         self.assign(tensor, value)
 
     # Parameters that leave
@@ -564,7 +565,7 @@ class Writes:
             value: Its present value.
         """
         self._drop(tensor)
-        tensor.is_given_up = True
+        tensor.value = ValuePlace.GIVEN_UP
         set_raw_data(tensor.parameter, value)
         tensor.unbind()
 
@@ -577,7 +578,7 @@ class Writes:
         Args:
             tensor: The managed tensor of the parameter.
         """
-        if not tensor.is_given_up:
+        if tensor.value is not ValuePlace.GIVEN_UP:
             self.mirrors.sync_one(tensor)
             tensor.live.kept = tensor.read().to(tensor.device)
             self.give_up(tensor, raw_data(tensor.parameter))

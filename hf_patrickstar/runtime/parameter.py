@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from hf_patrickstar.common.states import TensorState
 from hf_patrickstar.dist.sharing import Held
 from hf_patrickstar.errors import BudgetError, PatrickStarError
 from hf_patrickstar.layout.specs import MASTER, TensorSpec
@@ -44,6 +43,24 @@ _OWNER = "original"
 """Ledger owner of values that are kept on the host; see [Note: originals]."""
 _PIECE_NUMEL = 2**18
 """Elements that are compared at once."""
+
+
+class ValuePlace(enum.Enum):
+    """Where the value of a parameter is, and so what the parameter itself is.
+
+    ``NONE``: not in a chunk yet; the parameter is as it was. ``HOME``: in the chunk alone; the parameter is a
+    placeholder, and answers by itself. ``PARAMETER``: the parameter is a view of what is computed with. ``OPEN``: it is
+    an ordinary parameter for a while, in ``full_parameters``. ``GIVEN_UP``: it is one for good, since somebody gave it
+    another shape, or exchanged it.
+    """
+
+    NONE = "none"
+    HOME = "home"
+    PARAMETER = "parameter"
+    OPEN = "open"
+    GIVEN_UP = "given up"
+
+    __hash__ = object.__hash__  # members are compared by identity; Enum's own is a Python function
 
 
 class GradientPlace(enum.Enum):
@@ -154,12 +171,9 @@ class ManagedParameter:
     device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
     origin: Any = None  # what has bits of the value that the chunk does not hold; see [Note: originals]
     # Its value.
-    is_filled: bool = False  # whether its value is in the chunk
+    value: ValuePlace = ValuePlace.NONE
     is_bound: bool = False  # whether the parameter answers while it has no value
     live: Any = None  # what answers then
-    is_open: bool = False  # whether it is an ordinary parameter for a while, in ``full_parameters``
-    is_given_up: bool = False  # somebody gave the parameter another shape: it is an ordinary one
-    is_materialized: bool = False  # whether the parameter itself has its value now, and not a placeholder
     version: int = 0  # of the parameter, when it got its value
     users: tuple[int, ...] = ()  # acquisitions that have not ended: the thread of each
     view_on_device: torch.Tensor | None = None  # its place in a static chunk, kept; see ``Chunk.view_of``
@@ -200,11 +214,11 @@ class ManagedParameter:
     @property
     def is_ours(self) -> bool:
         """Whether the parameter is of the class that the engine gave it; ``swap_tensors`` takes it away, say."""
-        return not self.is_bound or isinstance(self.parameter, LiveMixin) or self.is_open
+        return not self.is_bound or isinstance(self.parameter, LiveMixin) or self.value is ValuePlace.OPEN
 
     def move_in(self) -> None:
         """Gives up the memory that the parameter had of its own, and its gradient: its value is in the chunk now."""
-        self.is_filled = True
+        self.value = ValuePlace.HOME
         set_raw_data(self.parameter, self.placeholder)
         set_raw_grad(self.parameter, None)
 
@@ -217,14 +231,15 @@ class ManagedParameter:
         if self.is_bound:
             self.parameter.__class__ = released_type(self.original_type)
 
-    def dematerialize(self) -> None:
+    def take_value(self) -> None:
         """Takes the value away; the parameter answers by itself from now on."""
         self.answer()
         set_raw_data(self.parameter, self.placeholder)
-        self.is_materialized = False
+        self.value = ValuePlace.HOME
 
     def open(self, value: torch.Tensor) -> None:
         """Makes it an ordinary parameter for a while, with a value of its own."""
+        self.value = ValuePlace.OPEN
         set_raw_data(self.parameter, value)
         if self.is_bound:
             self.parameter.__class__ = self.original_type
@@ -268,22 +283,6 @@ class ManagedParameter:
         if self.chunk.is_group:
             return False
         return bool(self.users) or (self.epoch is not None and self.epoch() is not None)
-
-    @property
-    def is_saved(self) -> bool:
-        """Whether autograd keeps the value, or views of it, for a backward."""
-        return self.epoch is not None and self.epoch() is not None
-
-    @property
-    def state(self) -> TensorState:
-        """Its state, derived from the other attributes."""
-        if not self.is_filled or self.is_given_up:
-            return TensorState.FREE
-        if self.users:
-            return TensorState.COMPUTE
-        if self.gradient is GradientPlace.PARAM:
-            return TensorState.HOLD_AFTER_BWD
-        return TensorState.HOLD_AFTER_FWD if self.is_saved else TensorState.HOLD
 
     # Its value, where no module computes with it
 

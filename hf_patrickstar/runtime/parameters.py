@@ -38,9 +38,12 @@ from hf_patrickstar.runtime.executor import Executor
 from hf_patrickstar.runtime.frames import Lookup
 from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.mirrors import Writes
-from hf_patrickstar.runtime.parameter import Epoch, GradientPlace, ManagedParameter
+from hf_patrickstar.runtime.parameter import Epoch, GradientPlace, ManagedParameter, ValuePlace
 
-_PARAM = GradientPlace.PARAM  # a name of the module is found faster than a member of an enum
+# A name of the module is found faster than a member of an enum.
+_PARAM = GradientPlace.PARAM
+_HOME, _PARAMETER = ValuePlace.HOME, ValuePlace.PARAMETER
+_OPEN, _GIVEN_UP = ValuePlace.OPEN, ValuePlace.GIVEN_UP
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
@@ -128,7 +131,7 @@ class Parameters:
     def find(self, parameter: torch.Tensor) -> ManagedParameter | None:
         """The managed parameter that a parameter is, or ``None``."""
         tensor = self.by_parameter.get(id(parameter))
-        return None if tensor is None or tensor.is_given_up else tensor
+        return None if tensor is None or tensor.value is _GIVEN_UP else tensor
 
     def find_all(self, parameters: Iterable[torch.Tensor]) -> tuple[list[ManagedParameter], list[torch.Tensor]]:
         """The managed parameters among some, each once, and those that are not managed."""
@@ -136,7 +139,7 @@ class Parameters:
         others, known = [], self.by_parameter
         for parameter in parameters:
             tensor = known.get(id(parameter))
-            if tensor is None or tensor.is_given_up:
+            if tensor is None or tensor.value is _GIVEN_UP:
                 others.append(parameter)
             else:
                 found[tensor.spec.index] = tensor
@@ -190,7 +193,7 @@ class Parameters:
                     while tensor is not None:
                         parameter, chunk, users = tensor.parameter, tensor.chunk, tensor.users
                         if not users:
-                            if tensor.is_open:
+                            if tensor.value is _OPEN:
                                 self.check_usable(tensor)
                             if chunk.is_group and not tensor.spec.trainable:
                                 self._check_unfrozen(tensor)
@@ -205,7 +208,7 @@ class Parameters:
                         if not (is_at_rest or chunk.num_computing) or chunk.compute is None:
                             self._visit(chunk, caller)
                         tensor.read_at = tensor.num_writes
-                        if not tensor.is_materialized and not (is_recomputed and not requires_grad(parameter)):
+                        if tensor.value is _HOME and not (is_recomputed and not requires_grad(parameter)):
                             # Under fake tensors a view is a fake one, and no other must be beside it.
                             view = None if is_fake else tensor.view_on_device
                             if view is None:
@@ -218,7 +221,7 @@ class Parameters:
                                 if tensor.is_bound:  # another thread may use its value from now on
                                     parameter.__class__ = type_of(tensor.original_type)
                                 tensor.version = parameter._version
-                            tensor.is_materialized = True
+                            tensor.value = _PARAMETER
                         if not users:
                             chunk.num_computing += 1
                         tensor.users = (*users, this)
@@ -252,7 +255,7 @@ class Parameters:
                             continue
                     tensor.users = ()
                     chunk.num_computing -= 1
-                    if not tensor.is_materialized:
+                    if tensor.value is not _PARAMETER:
                         continue
                     storage = chunk.storage
                     if (
@@ -270,7 +273,7 @@ class Parameters:
                         SET_DATA(parameter, tensor.placeholder)
                     except RuntimeError:
                         set_data_inside(parameter, tensor.placeholder)
-                    tensor.is_materialized = False
+                    tensor.value = _HOME
             for tensor in written:
                 self._writes.take_back(tensor)
         return None
@@ -325,10 +328,10 @@ class Parameters:
         is_whole = isinstance(view, LiveMixin)
         if is_whole:
             tensor = self.by_parameter.get(id(view))
-            storage = None if tensor is None or tensor.is_given_up else tensor.chunk.storage
+            storage = None if tensor is None or tensor.value is _GIVEN_UP else tensor.chunk.storage
             is_there = storage is not None and storage_key(view) == storage._cdata
             # ``ctx.save_for_backward(parameter)`` keeps a released one.
-            if tensor is None or tensor.is_given_up or (tensor.is_materialized and not is_there):
+            if tensor is None or tensor.value is _GIVEN_UP or (tensor.value is _PARAMETER and not is_there):
                 with RAW():
                     return self.pack(view.detach())
             saved = SavedView()
@@ -419,7 +422,7 @@ class Parameters:
         Raises:
             EngineError: If so.
         """
-        if tensor.is_open:
+        if tensor.value is _OPEN:
             raise EngineError(
                 f"parameter '{tensor.spec.name}' is open in full_parameters(); run the model after the block has ended"
             )

@@ -10,9 +10,10 @@ import torch
 from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.memory.meters import storages_of
 from hf_patrickstar.memory.operators import tensors_among
-from hf_patrickstar.model.live_parameter import raw_data, released_type, requires_grad, storage_key
+from hf_patrickstar.model.live_parameter import LiveMixin, raw_data, released_type, requires_grad, storage_key
 from hf_patrickstar.model.operands import KeptOperand
 from hf_patrickstar.runtime.chunk import torch_dtype
+from hf_patrickstar.runtime.parameter import ValuePlace
 from hf_patrickstar.schedule import op_trace
 from hf_patrickstar.schedule.trace import Shapes
 
@@ -36,7 +37,7 @@ class Watched:
     """
 
     # As in ``ManagedParameter``: it has its value all the time, and nobody writes to it.
-    is_bound, is_open, is_given_up = True, False, False
+    is_bound, value = True, ValuePlace.PARAMETER
     num_writes = 0
 
     def __init__(self, spec: TensorSpec, parameter: torch.Tensor, looked_up: Collection[str]) -> None:
@@ -52,6 +53,11 @@ class Watched:
         self.key: int = self._storage._cdata
         self._base_use_count = _use_count(self.key)
         self._hooks_before = self.parameter._post_accumulate_grad_hooks
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the parameter is of the class that it got here."""
+        return isinstance(self.parameter, LiveMixin)
 
     def bind(self, live: Any) -> None:
         """Makes the parameter answer."""

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from hf_patrickstar.common.states import Stage
+from hf_patrickstar.common.stage import Stage
 from hf_patrickstar.errors import TraceError
 from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.memory.operators import unpacked

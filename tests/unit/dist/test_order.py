@@ -11,7 +11,7 @@ from hf_patrickstar.dist.order import Beginning, Collective, Order, Room, Collec
 from hf_patrickstar.dist.sharing import Sharing
 from hf_patrickstar.errors import CollectiveError
 from hf_patrickstar.schedule.trace import Trace, Visit
-from hf_patrickstar.common.states import Stage
+from hf_patrickstar.common.stage import Stage
 
 ROOM = Room(1000, None, 10, (3, 1))
 SHAPES = ((4, 128), (4,))
