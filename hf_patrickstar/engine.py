@@ -591,7 +591,7 @@ def _take_over(
         is_over = bool(manager.engine.optimizers) and not any(id(tensor.parameter) in present for tensor in own)
         if not (is_over or any(inside) or any(id(tensor.parameter) in held for tensor in manager.tensors)):
             continue
-        waiting = [tensor.parameter for tensor in manager.tensors if manager.gradients.has(tensor)]
+        waiting = [tensor.parameter for tensor in manager.tensors if tensor.has_gradient]
         found = ((parameter, parameter.grad) for parameter in waiting)
         gradients += [(parameter, gradient.clone()) for parameter, gradient in found if gradient is not None]
         logger.info("patrickstar: detached the engine of %s, whose parameters are in this model", type(other).__name__)

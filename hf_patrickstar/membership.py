@@ -300,7 +300,7 @@ class Membership:
 
     def _brings_gradient(self, parameter: torch.nn.Parameter) -> bool:
         tensor = self.manager.find(parameter)
-        is_there = tensor is not None and self.manager.gradients.has(tensor)
+        is_there = tensor is not None and tensor.has_gradient
         return is_there or raw_grad(parameter) is not None
 
     def _check_working_sets(self, layout: Layout, change: _Change) -> None:
@@ -334,7 +334,7 @@ class Membership:
             optimizer.give_back_state(tensor)
         if tensor.value is not ValuePlace.GIVEN_UP:
             gradient = raw_grad(tensor.parameter)  # from a graph older than its place for one
-            if manager.gradients.has(tensor):
+            if tensor.has_gradient:
                 gradient = manager.read_gradient(tensor, tensor.original_dtype).to(tensor.placeholder.device)
             value = self.weights.read(tensor).to(tensor.placeholder.device)
             self.hooks.release(tensor)

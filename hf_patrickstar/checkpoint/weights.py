@@ -198,7 +198,7 @@ class ChunkWeights:
                     value = self.read(tensor)
                     with lock:
                         tensor.open(value)
-                    if with_grads and self._manager.gradients.has(tensor):
+                    if with_grads and tensor.has_gradient:
                         handed = self._manager.read_gradient(tensor, tensor.original_dtype)
                         tensor.parameter.grad = handed
                         gradients[tensor.spec.index] = (handed, handed._version)

@@ -43,7 +43,7 @@ def total_norm(
                     norms.append(norms_of_others.add(item.grad, item.grad.dtype, norm_type))
                 continue
             gradients.check_complete(item)
-            if not gradients.has(item):
+            if not item.has_gradient:
                 continue
             place = num_shared + (item.chunk.rank if item.is_split else 0)
             num_shared += len(item.parts) if item.is_split else 1  # its norm follows from the norms of its parts
@@ -90,7 +90,7 @@ def clip_by_norm(
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     gradients = manager.gradients
     chosen = {item.spec.index for item in items if isinstance(item, ManagedParameter)}
-    left_out = any(gradients.has(tensor) for tensor in manager.tensors if tensor.spec.index not in chosen)
+    left_out = any(tensor.has_gradient for tensor in manager.tensors if tensor.spec.index not in chosen)
     is_at_once = left_out or bool(manager.gradient_mirrors.by_tensor)
     for item in items:
         if not isinstance(item, ManagedParameter):

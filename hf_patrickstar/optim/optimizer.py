@@ -125,7 +125,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     def _is_beside_others(self) -> bool:
         """Whether there are gradients in chunks that this optimizer does not update."""
         others = (chunk.tensors for chunk in self._manager.chunks if not self._has(chunk))
-        return any(self._manager.gradients.has(tensor) for tensors in others for tensor in tensors)
+        return any(tensor.has_gradient for tensors in others for tensor in tensors)
 
     @property
     def _is_wanted_by_peers(self) -> bool:
@@ -556,7 +556,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     def _begin_anew(self, tensor: ManagedParameter) -> None:
         """Drops a state of before the parameter got another shape, if this step updates the parameter."""
         state = self.inner.state.get(tensor.parameter)
-        if state and self._manager.gradients.has(tensor) and self._is_outdated(tensor, state):
+        if state and tensor.has_gradient and self._is_outdated(tensor, state):
             logger.warning(
                 "patrickstar: parameter '%s' has another shape than its optimizer state, which begins anew",
                 tensor.spec.name,

@@ -29,7 +29,6 @@ from hf_patrickstar.errors import BudgetError, EngineError
 from hf_patrickstar.layout.specs import GRADIENT, MASTER
 from hf_patrickstar.memory.streams import Copy, Hold
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.model.live_parameter import take_raw_grad
 from hf_patrickstar.runtime.chunk import Chunk, Device
 from hf_patrickstar.runtime.evictor import Evictor
 from hf_patrickstar.runtime.gradient_ring import GradientRing, most_nbytes
@@ -296,16 +295,6 @@ class Gradients:
 
     # Finding them
 
-    @staticmethod
-    def has(tensor: ManagedParameter) -> bool:
-        """Whether a parameter has a gradient, here or on the rank that owns the parameter."""
-        return tensor.gradient is not _NONE or tensor.deferred_gradient is not None
-
-    @staticmethod
-    def is_absent(tensor: ManagedParameter) -> bool:
-        """Whether there is none of a parameter, nor was one before the last step."""
-        return tensor.gradient is _NONE and tensor.deferred_gradient is None and not tensor.is_consumed
-
     def of(self, tensor: ManagedParameter) -> torch.Tensor | None:
         """The gradient of a parameter that this rank owns, in the parameter's shape, or ``None``.
 
@@ -389,7 +378,7 @@ class Gradients:
 
     def multiply(self, tensor: ManagedParameter, factor: torch.Tensor) -> None:
         """Multiplies a gradient, in fp32."""
-        if not self.has(tensor):
+        if not tensor.has_gradient:
             return
         self.make_ready(tensor)
         if tensor.chunk.is_mixed:
@@ -446,32 +435,12 @@ class Gradients:
             to_zero: Whether a gradient that was there, also before the last step, is zero from now on.
         """
         with self.lock:
-            was_there = not self.is_absent(tensor)
+            was_there = tensor.has_gradient or tensor.is_consumed
             if tensor.gradient is _PARAM:
                 tensor.restore()
-            self.clear(tensor)
+            tensor.clear_gradient()
             if to_zero and was_there:
-                self.make_zero(tensor)
-
-    @staticmethod
-    def take_unstored(tensor: ManagedParameter) -> torch.Tensor | None:
-        """Takes from autograd what a backward has left there that raised before the gradient was stored, if anything.
-
-        A parameter that was frozen when chunks were made keeps its gradient there until it is adopted.
-        """
-        return take_raw_grad(tensor.parameter) if tensor.spec.trainable else None
-
-    @staticmethod
-    def make_zero(tensor: ManagedParameter) -> None:
-        """Makes all zeros the gradient of a parameter that has no other, here or where the parameter is owned."""
-        tensor.gradient, tensor.is_consumed = (_APART if tensor.is_owned else _REMOTE), False
-
-    def clear(self, tensor: ManagedParameter) -> None:
-        """Forgets a gradient whose place holds the value again, or is about to."""
-        tensor.gradient = _NONE
-        tensor.is_consumed = tensor.is_incomplete = False
-        tensor.gradient_norm = tensor.deferred_gradient = tensor.kept = None
-        tensor.crossing_nbytes = 0
+                tensor.make_gradient_zero()
 
     @staticmethod
     def finish_update(

@@ -29,7 +29,7 @@ from hf_patrickstar.model.live_parameter import (
 )
 from hf_patrickstar.model.quantized import is_packed
 from hf_patrickstar.runtime.autograd import Autograd, may_keep, refuse_reentrant
-from hf_patrickstar.runtime.gradients import Gradients, consumed
+from hf_patrickstar.runtime.gradients import consumed
 from hf_patrickstar.runtime.listener import ModelListener
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.parameter import GradientPlace, ManagedParameter, ValuePlace
@@ -464,7 +464,7 @@ class ConsumedGradient(torch.Tensor):
         found = own if own is not None else next(a for a in args if isinstance(a, cls))
         if own is not None and func is torch.Tensor.zero_:
             with unseen():
-                Gradients.make_zero(own._tensor)
+                own._tensor.make_gradient_zero()
             return own
         raise EngineError(consumed(found._tensor, f"'{getattr(func, '__name__', func)}' was called on it"))
 

@@ -30,7 +30,7 @@ from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import Copy, DeviceStreams, Streams
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.model.live_parameter import GET_GRAD, RAW, SET_GRAD, set_raw_grad
+from hf_patrickstar.model.live_parameter import GET_GRAD, RAW, SET_GRAD, set_raw_grad, take_raw_grad
 from hf_patrickstar.model.lock import EngineLock
 from hf_patrickstar.runtime.activations import Activations, KeptActivation
 from hf_patrickstar.runtime.autograd import drop_failed_graph
@@ -423,7 +423,9 @@ class ChunkManager:
                 self._groups.abandon_backward()
             self.abandon_step()
             for tensor in self.tensors:
-                gradient = self.gradients.take_unstored(tensor)
+                # What the backward has left with autograd. A parameter that was frozen when chunks were made keeps its
+                # gradient there until it is adopted.
+                gradient = take_raw_grad(tensor.parameter) if tensor.spec.trainable else None
                 if gradient is not None and not tensor.chunk.is_group:
                     self.gradients.store(tensor, gradient)
 
@@ -637,7 +639,7 @@ class ChunkManager:
             chosen = None if tensors is None else list(tensors)
             if chosen is not None and self.gradients.has_factor:
                 dropped = {tensor.spec.index for tensor in chosen}
-                if any(self.gradients.has(tensor) for tensor in self.tensors if tensor.spec.index not in dropped):
+                if any(tensor.has_gradient for tensor in self.tensors if tensor.spec.index not in dropped):
                     self.apply_factor()  # those of another optimizer, say, are clipped all the same
             self.gradients.coefficient = self.gradients.inverse_scale = None
             if self.steps.step is None:

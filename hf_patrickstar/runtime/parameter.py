@@ -284,6 +284,25 @@ class ManagedParameter:
             return False
         return bool(self.users) or (self.epoch is not None and self.epoch() is not None)
 
+    # Its gradient; see ``runtime/gradients.py``
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether it has a gradient, here or on the rank that owns it."""
+        return self.gradient is not GradientPlace.NONE or self.deferred_gradient is not None
+
+    def clear_gradient(self) -> None:
+        """Forgets a gradient whose place holds the value again, or is about to."""
+        self.gradient = GradientPlace.NONE
+        self.is_consumed = self.is_incomplete = False
+        self.gradient_norm = self.deferred_gradient = self.kept = None
+        self.crossing_nbytes = 0
+
+    def make_gradient_zero(self) -> None:
+        """Makes all zeros its gradient, which is no other; it is here, or where the parameter is owned."""
+        self.gradient = GradientPlace.APART if self.is_owned else GradientPlace.REMOTE
+        self.is_consumed = False
+
     # Its value, where no module computes with it
 
     def held(self, dtype: torch.dtype) -> Held:
