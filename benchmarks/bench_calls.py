@@ -38,7 +38,7 @@ class Calls:
     Attributes:
         functions: How often each was called, by its file and name.
         deepest: The most calls that were inside of each other.
-        to_copy: The most calls from a hook of a module to the copy of a chunk, both counted.
+        to_copy: The most calls from a hook of a module to the load of a chunk, both counted.
     """
 
     def __init__(self, root):
@@ -57,7 +57,7 @@ class Calls:
             self.functions[key] += 1
             self._stack.append(key)
             self.deepest = max(self.deepest, len(self._stack))
-            if key.endswith("Copies.load"):
+            if key.endswith(" Chunk.load"):
                 hooks = [place for place, name in enumerate(self._stack) if "before" in name and "hooks.py" in name]
                 self.to_copy = max(self.to_copy, len(self._stack) - hooks[0] if hooks else 0)
         elif event == "return" and self._stack:

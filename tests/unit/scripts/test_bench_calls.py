@@ -8,9 +8,9 @@ import sys
 import hf_patrickstar
 
 BENCHMARK = pathlib.Path(hf_patrickstar.__file__).parent.parent / "benchmarks/bench_calls.py"
-MOST_CALLS = {"resident": 1200, "moving": 3500, "moving, torch's clipping": 5000}
-MOST_TO_COPY = 7
-"""Frames from a module's hook to the copy of a chunk."""
+MOST_CALLS = {"resident": 1300, "moving": 3200, "moving, torch's clipping": 4800}
+MOST_TO_COPY = 5
+"""Frames from a module's hook to the load of a chunk."""
 
 
 def test_a_steady_step_makes_few_calls(tmp_path):
@@ -20,5 +20,6 @@ def test_a_steady_step_makes_few_calls(tmp_path):
     found = json.loads((tmp_path / "calls.json").read_text())
     for mode, most in MOST_CALLS.items():
         assert 0 < found[mode]["calls"] <= most, found[mode]
-        assert found[mode]["frames_to_copy"] <= MOST_TO_COPY
-        assert (found[mode]["loads"] > 0) is (mode != "resident")
+        moves = mode != "resident"
+        assert (found[mode]["loads"] > 0) is moves
+        assert moves <= found[mode]["frames_to_copy"] <= moves * MOST_TO_COPY, "0 where nothing is loaded"
