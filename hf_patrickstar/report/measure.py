@@ -44,9 +44,9 @@ KINDS = ("", "NT", "TN", "attention")
 """Kinds of products that are measured, with the names that ``Machine.kernel_ns`` has for them."""
 SWEPT_NBYTES = 32 * MIB
 """More than what the private caches of a core hold, and as much as many cores share."""
-CPU_FILE = pathlib.Path("/proc/cpuinfo")
 
 _CPU = torch.device("cpu")
+_CPU_FILE = pathlib.Path("/proc/cpuinfo")
 _LEAST_ROWS = 128
 _LEAST_S = 1e-9
 _HEAD_NUMEL = 128
@@ -75,14 +75,10 @@ class Effort:
     seconds: float = 1.0
 
 
-def cpu_name(file: pathlib.Path = CPU_FILE) -> str:
-    """What the CPU is called.
-
-    Args:
-        file: Where Linux says it.
-    """
+def cpu_name() -> str:
+    """What the CPU is called."""
     with contextlib.suppress(OSError, IndexError):
-        return re.findall(r"^model name\s*:\s*(\S.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)[0].strip()
+        return re.findall(r"^model name\s*:\s*(\S.*)$", _CPU_FILE.read_text(encoding="utf-8"), re.MULTILINE)[0].strip()
     return platform.processor() or platform.machine()
 
 
