@@ -341,9 +341,9 @@ class _Translation:
             self._in_flight_nbytes += nbytes
             self._wait_for_copies()
         if self._accumulates:
-            self._add(chunk, numel, nbytes, number)
+            self._add(numel, nbytes, number)
 
-    def _add(self, chunk: int, numel: int, nbytes: int, number: int) -> None:
+    def _add(self, numel: int, nbytes: int, number: int) -> None:
         """The host's thread adds a gradient to its list."""
         is_first = self._kind is StepKind.FIRST
         work = script.HostWork("add a gradient", 0, nbytes + numel * _SUM_ITEMSIZE * (1 if is_first else 2))
