@@ -78,7 +78,9 @@ def test_it_says_what_was_decided_and_why(roomy, tight):
     assert any("at home on the host" in reason for reason in tight.chunks.reasons)
     assert not any("at home on the host" in reason for reason in roomy.chunks.reasons)
     assert f"decided   {tight.chunks.reasons[0]}" in describe(tight, is_verbose=True).splitlines()
-    assert "decided" not in describe(tight)
+    for is_verbose in (True, False):
+        screen = describe(tight, is_verbose=is_verbose)
+        assert all((f"\n{name:10}" in screen) == is_verbose for name in ("busy", "start", "decided"))
 
 
 MOE = (
