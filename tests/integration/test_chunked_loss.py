@@ -16,7 +16,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.errors import ConfigError, EngineError
-from hf_patrickstar.model.chunked_loss import Logits, _tell_whole, chunk_losses, find_heads, rows_of_chunk
+from hf_patrickstar.model.chunked_loss import Logits, _tell_whole, chunk_losses, find_heads
 
 NAMES = ("gpt2", "llama", "mixtral", "opt", "bert_mlm", "t5")
 VOCAB = 4096
@@ -207,13 +207,6 @@ def test_a_gradient_penalty_has_its_second_derivatives(in_chunks, caplog):
     assert any("create_graph" in text for text in said(caplog))
 
 
-def test_rows_of_a_chunk_follow_the_published_rule():
-    assert rows_of_chunk(4096, 128256, 4096) == 128
-    assert rows_of_chunk(65536, 128256, 4096) == 2048
-    assert rows_of_chunk(1, 96, 32) == 1
-    assert rows_of_chunk(96, 32, 64) == 128
-
-
 # Logits that somebody uses
 
 
@@ -326,27 +319,6 @@ def test_the_peak_is_that_of_a_chunk_and_bits_are_those_of_the_same_loss_on_a_pl
     assert non_model_peak(make_llama(tied), lambda each: learn(each, tokens())) > 2 * whole_nbytes
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_first_step_is_planned_for_the_loss_in_chunks(tied):
-    made = []
-    for is_estimated in (True, False):
-        model = make_llama(tied)
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            if not is_estimated:
-                inside.record_first_steps(monkeypatch)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-            engine = PatrickStarEngine(model, {"device_budget": "9MiB", "chunked_loss": True}, optimizer, device="cpu")
-        for step in range(2):
-            learn(model, tokens(step))
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
-        assert (engine.stats()["recorded_steps"] == 0) is is_estimated
-        assert engine.stats()["diverged_steps"] == 0
-        made += [trace for trace in inside.traces(engine).values() if trace.kind.is_training]
-    assert made[0].non_model_peak_nbytes == made[1].non_model_peak_nbytes
-    assert [visit.chunk_index for visit in made[0].visits] == [visit.chunk_index for visit in made[1].visits]
-
-
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral"])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_the_trainer_trains_with_it(tmp_path, name, precision):
@@ -381,26 +353,6 @@ def test_label_smoothing_has_its_logits_and_its_bits(tmp_path, caplog):
     assert logged(stock, "loss") == logged(ours, "loss")
     assert_same_weights(stock.model, ours.model)
     assert "log_softmax" in said(caplog)[0]
-
-
-def test_adapters_over_a_frozen_model(tmp_path):
-    def make():
-        return peft.get_peft_model(make_llama(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
-
-    plain, model = make(), make()
-    model.load_state_dict(plain.state_dict())
-    plain = chunked(plain)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
-    engine = PatrickStarEngine(model, {"device_budget": "9MiB", "chunked_loss": True}, optimizer, device="cpu")
-    losses = [each(**tokens()).loss for each in (plain, model)]
-    assert torch.equal(*losses)
-    for loss in losses:
-        loss.backward()
-    with engine.full_parameters(with_grads=True):
-        for one, other in zip(plain.parameters(), model.parameters(), strict=True):
-            assert one.grad is None or torch.equal(one.grad, other.grad)
-    assert find_heads(plain)[0].weight.grad is None
-    engine.detach()
 
 
 def test_logits_that_were_used_without_a_graph_have_one_afterwards():
@@ -459,14 +411,6 @@ def test_a_model_without_a_plain_output_embedding_is_refused():
         with pytest.raises(ConfigError, match=f"(?s)chunked_loss.*{word}.*set chunked_loss to false"):
             PatrickStarEngine(model, {"chunked_loss": True}, torch.optim.AdamW(parameters), device="cpu")
         assert not hasattr(model, "patrickstar_engine")
-
-
-@pytest.mark.parametrize("choice", ["auto", False])
-def test_it_is_off_unless_asked_for(choice):
-    model = make_llama()
-    engine = PatrickStarEngine(model, {"chunked_loss": choice}, torch.optim.AdamW(model.parameters()), device="cpu")
-    assert type(model(**tokens()).logits) is torch.Tensor
-    engine.detach()
 
 
 def test_copies_and_the_model_after_detach_are_ordinary():

@@ -311,13 +311,6 @@ def test_a_model_with_compiled_parts_is_copied_and_given_back():
 # What is refused
 
 
-def test_a_model_that_is_compiled_as_a_whole_is_refused():
-    from accelerate.utils import compile_regions
-
-    with pytest.raises(ConfigError, match=r"block\.compile\(\)"):
-        initialize_engine(lambda: compile_regions(Model(), backend="eager"), MOVING, adamw)
-
-
 def test_parts_in_code_of_torch_jit_are_refused():
     def replaced():
         model = Model()

@@ -1,6 +1,5 @@
 """Checkpoints from and for the stock Trainer, models that are read late, and what is wrong with a checkpoint."""
 
-import functools
 import json
 import pickle
 import shutil
@@ -23,8 +22,6 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from hf_patrickstar import CheckpointError, PatrickStarTrainer, PatrickStarTrainingArguments, deferred_weights
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}
-SGD = {"trainer_kwargs": {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 5e-2, "momentum": 0.9})}}
-OPTIMIZERS = {"adamw": {}, "momentum": SGD, "adafactor": {"optim": "adafactor"}}
 
 
 def stock(tmp_path, **kwargs):
@@ -33,10 +30,6 @@ def stock(tmp_path, **kwargs):
 
 def ours(tmp_path, **kwargs):
     return make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path, **{**SAVING, **kwargs})
-
-
-def without_chunks(tmp_path, **kwargs):
-    return ours(tmp_path, patrickstar=False, patrickstar_config=None, **kwargs)
 
 
 class Refusing(pickle.Unpickler):
@@ -72,38 +65,16 @@ def widen_a_tensor(place):
     save_file({**tensors, name: torch.zeros(7, 5)}, file, metadata={"format": "pt"})
 
 
-def change_index(change):
-    @functools.wraps(change)
-    def changed(place):
-        index = json.loads((place / STATE_INDEX).read_text())
-        change(index)
-        write_index(place, index)
-
-    return changed
-
-
-@change_index
-def of_another_model(index):
-    text = json.dumps(index).replace("transformer.h.", "model.layers.")
-    index.update(json.loads(text))
-
-
-@change_index
-def of_other_groups(index):
+def of_other_groups(place):
+    index = json.loads((place / STATE_INDEX).read_text())
     first, second = index["param_groups"]
     second["params"].append(first["params"].pop(3))
-
-
-@change_index
-def of_a_newer_version(index):
-    index["version"] = 99
+    write_index(place, index)
 
 
 WRONG = {
     widen_a_tensor: r"model-00001-of-.*: tensor 'transformer.*' has shape \(7, 5\), in the model it has \(\d+",
-    of_another_model: r"optimizer.index.json': param group 0 .* '(model.layers|transformer.h).* only in one",
     of_other_groups: r"optimizer.index.json': param group 0 .* '.*' is only in one",
-    of_a_newer_version: r"optimizer.index.json' is version 99",
 }
 
 
@@ -150,9 +121,9 @@ def saved(name, folder, **kwargs):
     return folder
 
 
-@pytest.mark.parametrize("name", ["t5", "mixtral"])
-def test_training_of_a_model_that_is_read_late(name, tmp_path):
+def test_training_of_a_model_that_is_read_late(tmp_path):
     """The same losses and checkpoints as with ``from_pretrained`` alone, and the same parameter objects throughout."""
+    name = "t5"
     saved(name, tmp_path / "model", max_shard_size="50KB")
     make = type(make_model(name)).from_pretrained
     plain = ours(tmp_path / "plain", name=name, model=make(tmp_path / "model"))
@@ -216,20 +187,18 @@ def test_adapters(tmp_path):
     base = saved("gpt2", tmp_path / "base")
     expected = stock(tmp_path / "stock", model=with_adapters(base), **BEST)
     run(expected)
-    for is_late in (False, True):
-        folder = tmp_path / f"late_{is_late}"
-        trainer = ours(folder, model=with_adapters(base, is_late), **BEST)
-        run(trainer)
-        assert logged(trainer, "loss") == logged(expected, "loss")
-        assert_same_weights(expected.model, trainer.model)
-        for step in (2, 6):
-            theirs, own = (place / f"checkpoint-{step}" for place in (tmp_path / "stock", folder))
-            assert_same_tensors(theirs, own, "adapter_model")
-            assert names_in(theirs) - {"optimizer.pt"} == {n for n in names_in(own) if not n.startswith("optimizer")}
-        resumed = ours(tmp_path / f"resumed_{is_late}", model=with_adapters(base, is_late, seed=1), **BEST)
-        run(resumed, resume_from_checkpoint=str(folder / "checkpoint-2"))
-        assert logged(resumed, "loss") == logged(expected, "loss")
-        assert_same_weights(expected.model, resumed.model)
+    trainer = ours(tmp_path / "late", model=with_adapters(base, is_late=True), **BEST)
+    run(trainer)
+    assert logged(trainer, "loss") == logged(expected, "loss")
+    assert_same_weights(expected.model, trainer.model)
+    for step in (2, 6):
+        theirs, own = (tmp_path / f"{name}/checkpoint-{step}" for name in ("stock", "late"))
+        assert_same_tensors(theirs, own, "adapter_model")
+        assert names_in(theirs) - {"optimizer.pt"} == {n for n in names_in(own) if not n.startswith("optimizer")}
+    resumed = ours(tmp_path / "resumed", model=with_adapters(base, seed=1), **BEST)
+    run(resumed, resume_from_checkpoint=str(tmp_path / "late/checkpoint-2"))
+    assert logged(resumed, "loss") == logged(expected, "loss")
+    assert_same_weights(expected.model, resumed.model)
 
 
 # What ``save_pretrained`` of a trained model writes

@@ -17,13 +17,6 @@ from hf_patrickstar.checkpoint.torch_state import torch_state_dict
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 
 
-class Rotation:
-    """As the projectors of GaLore are: an object with a tensor."""
-
-    def __init__(self, matrix):
-        self.matrix = matrix
-
-
 class Plain(torch.optim.Optimizer):
     """Keeps nothing; has settings of any kind."""
 
@@ -71,10 +64,6 @@ class Odd(WithMaster):
 
     keys = ("a/b", 0, ("a/b", 1), "=0", "\\/'", "")
 
-    def __init__(self, params, lr=1e-2, projects=False, **settings):
-        super().__init__(params, lr, **settings)
-        self.projects = projects
-
     def begin(self):
         for group in self.param_groups:
             group["k"] = group.get("k", 0) + 1
@@ -93,9 +82,6 @@ class Odd(WithMaster):
         super().update(parameter, gradient, state, group)
         state.setdefault("exp_avg", torch.zeros(2, 2)).lerp_(gradient.sum(), 0.5)  # not as Adam has these
         state.setdefault("exp_avg_sq", torch.zeros(3)).add_(gradient.square().mean())
-        if self.projects:
-            state.setdefault("rotation", Rotation(gradient.new_full((2,), 0.5))).matrix.add_(state["exp_avg"][0])
-            parameter.sub_(state["rotation"].matrix.mean(), alpha=group["lr"])
         parameter.sub_(state["exp_avg"].mean() / (1 + state["exp_avg_sq"].sum()), alpha=group["lr"])
         number, half = state.get("pair", (0, 0.0))
         state["pair"] = (number + 1, half + 0.5)
@@ -113,8 +99,8 @@ class Odd(WithMaster):
             parameter.sub_(state[key], alpha=group["lr"] / counts)
 
 
-def trainer_of(is_chunked, tmp_path, seed=0, projects=False, **kwargs):
-    given = {"optimizer_cls_and_kwargs": (Odd, {"lr": 1e-3, "projects": projects})}
+def trainer_of(is_chunked, tmp_path, seed=0, **kwargs):
+    given = {"optimizer_cls_and_kwargs": (Odd, {"lr": 1e-3})}
     classes = (PatrickStarTrainer, PatrickStarTrainingArguments) if is_chunked else (Trainer, TrainingArguments)
     return make_trainer(*classes, tmp_path, model=make_model("gpt2", seed), trainer_kwargs=given, **kwargs)
 
@@ -130,27 +116,6 @@ def test_resuming_with_such_states(format_name, tmp_path):
     second = trainer_of(True, tmp_path / "ours", seed=3, **settings)
     run(second, resume_from_checkpoint=str(Path(first.args.output_dir) / "checkpoint-2"))
     assert_same_weights(whole.model, second.model)
-
-
-def test_resuming_with_objects(tmp_path):
-    """Torch does not load an object of a type that nobody has called safe; plain torch refuses with other words."""
-    settings = {**SAVING, "patrickstar_config": {**tight(), "optimizer_format": "sharded"}}
-    expected = trainer_of(False, tmp_path, projects=True, **SAVING)
-    first = trainer_of(True, tmp_path, projects=True, **settings)
-    run(expected)
-    run(first)
-    assert_same_weights(expected.model, first.model)
-    folder = str(Path(first.args.output_dir) / "checkpoint-2")
-    second = trainer_of(True, tmp_path, seed=3, projects=True, **SAVING)
-    with pytest.raises(CheckpointError, match=r"(?s)-of-00001.* cannot be loaded safely: .*add_safe_globals.*Rotation"):
-        run(second, resume_from_checkpoint=folder)
-    third = trainer_of(True, tmp_path, seed=3, projects=True, **SAVING)
-    with torch.serialization.safe_globals([Rotation]):
-        run(third, resume_from_checkpoint=folder)
-        exported = torch_state_dict(folder)["state"]
-    assert_same_weights(first.model, third.model)
-    assert exported["all/norms"]["t/1"] == 2
-    assert isinstance(exported[0]["rotation"], Rotation)
 
 
 ODD = [WithSmallMaster, Odd]

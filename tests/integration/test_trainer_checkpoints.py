@@ -1,7 +1,5 @@
 """Checkpoints of the Trainer: when they are made, which stay, what resuming gives, what a failed one leaves."""
 
-import contextlib
-import errno
 import os
 import shutil
 import signal
@@ -16,9 +14,9 @@ from support.trainers import assert_same_weights, logged, make_trainer, run, tig
 from test_interchange import SAVING, stock
 from transformers import TrainerCallback
 
-from hf_patrickstar import CheckpointError, PatrickStarTrainer, PatrickStarTrainingArguments
+from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments
 from hf_patrickstar.checkpoint import torch_state
-from hf_patrickstar.checkpoint.storage import PARTIAL, REMOVED, NewFile, StagedDirectory
+from hf_patrickstar.checkpoint.storage import PARTIAL, REMOVED, StagedDirectory
 from hf_patrickstar.report.run_record import read_run
 
 BEST = {"eval_strategy": "steps", "load_best_model_at_end": True, "greater_is_better": True}  # the worst loss
@@ -327,35 +325,3 @@ def test_checkpoint_on_sigterm(moment, is_background, whole, tmp_path, monkeypat
 
 
 # Failing
-
-
-@contextlib.contextmanager
-def full_disk(what):
-    """Lets the disk be full in the middle of a file of the last checkpoint."""
-    original, calls = NewFile.write, []
-
-    def write_all(file, view):
-        name = os.path.basename(file.name).removeprefix("_")  # which a file has while it is written
-        if "checkpoint-4" in str(file.name) and name.startswith(what):
-            calls.append(name)
-            if len(calls) > 3:  # in the middle of it
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return original(file, view)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NewFile, "write", write_all)
-        yield
-
-
-@pytest.mark.parametrize(("what", "is_background"), [("model", False), ("optimizer.pt", True), ("optimizer.pt", False)])
-def test_a_full_disk(what, is_background, whole, tmp_path):
-    """No directory for the checkpoint that failed, the one before as it was, and the run goes on from there."""
-    trainer = ours(tmp_path, is_background)
-    with full_disk(what), pytest.raises(CheckpointError, match="No space left on device"):
-        run(trainer)
-    assert os.listdir(tmp_path) == ["checkpoint-2"]
-    assert_same_tensors(folder_of(whole) / "checkpoint-2", tmp_path / "checkpoint-2")
-    resumed = trainer if is_background else ours(tmp_path, model=other_model())
-    run(resumed, resume_from_checkpoint=True)
-    assert_same_weights(whole.model, resumed.model)
-    assert_same_tensors(folder_of(whole) / "checkpoint-4", tmp_path / "checkpoint-4")

@@ -100,13 +100,6 @@ def test_vision(folder, recipe, tmp_path):
     assert loaded[0].config.id2label == {0: "dark", 1: "light"}
 
 
-@pytest.mark.long
-def test_streaming(checkpoints, data, recipe, tmp_path):
-    argv = ["--model_name_or_path", checkpoints / "clm", "--train_file", data / "train.txt", "--block_size", "16"]
-    _, _, stock, chunks = run_both(recipe, "streaming", argv, tmp_path)
-    assert_same_weights(AutoModelForCausalLM.from_pretrained(stock), AutoModelForCausalLM.from_pretrained(chunks))
-
-
 @pytest.mark.parametrize("name", ["sft", "dpo"])
 def test_trl(name, folder, recipe, tmp_path):
     argv = ["--model_name_or_path", folder / "words", "--dataset_name", folder / f"{name}.jsonl", "--bf16", "false"]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.machine import MACHINES, Card, Host, Machine, find_machine, machine_of, peak, whole_host_nbytes
+from hf_patrickstar.machine import MACHINES, Machine, find_machine, machine_of, whole_host_nbytes
 from hf_patrickstar.schedule.script import DeviceOp
 
 fast = settings(deadline=None, max_examples=100, database=None, derandomize=True)
@@ -99,17 +99,6 @@ def test_more_work_never_takes_less_time(flops, nbytes, more, name):
     for to_device in (True, False):
         fast_copy, slow_copy = (machine.copy_ns(nbytes, to_device=to_device, is_pinned=pinned) for pinned in (1, 0))
         assert fast_copy <= slow_copy <= machine.copy_ns(nbytes + more, to_device=to_device, is_pinned=False)
-
-
-def test_the_figures_of_data_sheets_are_not_reached():
-    machine = peak("sheet", Card(400.0, 0.75, 100.0, 1000.0, 30.0, 10.0, 2, (Host(80.0, 3, 5),) * 2))
-    assert machine.flops == {"float32": 75.0, "bfloat16": 300.0, "float16": 300.0}
-    assert machine.device_bandwidth == 850.0
-    assert machine.to_device_bandwidth == machine.to_host_bandwidth == 24.0
-    assert machine.pageable_bandwidth == 3.0
-    assert machine.host_bandwidth == 60.0
-    assert machine.host_flops == 90e9
-    assert (machine.device_nbytes, machine.host_nbytes, machine.num_cores) == (2 * GIB, 5 * GIB, 3)
 
 
 def refused(call, *arguments, **others):

@@ -76,19 +76,6 @@ def test_a_tensor_is_read_once_for_all_that_is_made_of_it():
     assert in_reading_order(tensors) == ["a", "d", "b", "c", "e", "f"]
 
 
-def test_values_are_read_to_where_they_are_wanted_and_converted():
-    tensor, source = make_deferred(VALUES)
-    seen = []
-    source.read_into = lambda start, values: seen.append((start, values.data_ptr()))
-    values, other = torch.empty(4), torch.empty(4, dtype=torch.bfloat16)
-    Reader().fill(values, tensor, 3)
-    assert seen == [(3, values.data_ptr())]
-    Reader().fill(other, tensor, 3)
-    assert torch.equal(other, VALUES.view(-1)[3:7].bfloat16())
-    Reader().fill(other, VALUES, 5)  # an ordinary one
-    assert torch.equal(other, VALUES.view(-1)[5:9].bfloat16())
-
-
 def assign(tensor):
     tensor[0] = 1
 

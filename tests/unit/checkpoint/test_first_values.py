@@ -1,7 +1,5 @@
 """Chunks that workers fill: the same bits and errors as in one thread, and the same model after a failure."""
 
-import threading
-
 import pytest
 import torch
 from support import inside
@@ -117,33 +115,6 @@ def test_same_bits_with_any_number_of_workers(tmp_path, is_deferred, config, dty
         engine.detach()
         assert_same(values_of(model).values(), expected.values())
     assert_same(*found)
-
-
-def test_workers_fill_what_they_may_and_the_caller_the_rest(tmp_path, monkeypatch):
-    model = make_model()
-    expected = values_of(model)
-    with torch.no_grad():
-        model[0].weight.copy_(expected["0.weight"].t())
-    path = defer(model, tmp_path)
-    model[0].weight = torch.nn.Parameter(open_weights(path)["0.weight"].t())  # computed as a whole
-    model[1].weight = torch.nn.Parameter(expected["1.weight"].clone())
-    model[2].weight = torch.nn.Parameter(expected["2.weight"].t().contiguous().t())  # not contiguous
-    whole = {id(model[0].weight.recipe), model[2].weight.untyped_storage()._cdata}
-    here, there = [], []
-
-    def see(tensor, start):
-        key = id(tensor.recipe) if isinstance(tensor, DeferredTensor) else tensor.untyped_storage()._cdata
-        is_large = tensor.numel() == WIDTH**2
-        by = threading.current_thread() is threading.main_thread()
-        (here if by else there).append(is_large and key not in whole)
-
-    filled(monkeypatch, see)
-    engine = make_engine(model)
-    assert not any(here)
-    assert all(there)
-    assert len(there) == 4 * WIDTH**2 / 2**14, "in pieces"
-    engine.detach()
-    assert_same(values_of(model).values(), expected.values())
 
 
 @pytest.mark.parametrize("is_deferred", [False, True])

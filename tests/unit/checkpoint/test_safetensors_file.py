@@ -19,7 +19,7 @@ from hf_patrickstar.checkpoint.safetensors_file import (
     streamed_writing,
     write_safetensors,
 )
-from hf_patrickstar.checkpoint.storage import NewFile, replaced
+from hf_patrickstar.checkpoint.storage import NewFile
 from hf_patrickstar.checkpoint.weight_files import LOAD_STATE_DICT, SAFE_OPEN
 from hf_patrickstar.errors import CheckpointError
 
@@ -153,21 +153,6 @@ def test_the_libraries_have_what_is_replaced(module, name):
     found = vars(importlib.import_module(module))
     wanted = {"safe_open": safetensors.safe_open, "load_state_dict": found[name]}.get(name, safetensors.torch.save_file)
     assert [key for key, value in found.items() if value is wanted] == [name]
-
-
-def test_replaced_inside_of_a_block_and_over_at_its_end():
-    def found():
-        return [getattr(importlib.import_module(module), name) for module, name in SAVE_FILE]
-
-    before, first, second = found(), object(), object()
-    places = (*SAVE_FILE, ("absent", "x"), ("safetensors.torch", "absent"))
-    with pytest.raises(KeyError), replaced(places, first):  # noqa: PT012
-        with replaced(SAVE_FILE, second):
-            assert found() == [second] * len(SAVE_FILE)
-        assert found() == [first] * len(SAVE_FILE)
-        raise KeyError
-    assert found() == before
-    assert not hasattr(safetensors.torch, "absent")
 
 
 def test_ordinary_tensors_go_to_the_library(tmp_path, monkeypatch):

@@ -180,17 +180,6 @@ def test_command_lines_of_trl_are_the_same_to_the_bit_and_launchers_pass_it_on(t
     assert not record_folder(tmp_path / "plain-sft").exists()
 
 
-@pytest.mark.long
-def test_check_and_plan_know_stock_scripts(tmp_path):
-    write_stock_scripts(tmp_path)
-    words = ["translation.py", "--output_dir", "out", *COMMON]
-    check = start(["-m", "hf_patrickstar", "check", *words], tmp_path)
-    plan = start(["-m", "hf_patrickstar", "plan", "--machine", "rtx4090", "--", *words, "--patrickstar"], tmp_path)
-    assert finish(check)[0].startswith("same bits\n  2 steps, 2 losses")
-    assert "translation.py" in finish(plan)[0]
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

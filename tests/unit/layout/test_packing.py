@@ -4,15 +4,6 @@ import pytest
 from support.spec_builders import make_modules, make_tensors, pack, placed
 
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.layout.packing import gradients_nbytes
-from hf_patrickstar.units import ALIGNMENT_NUMEL, align
-
-
-@pytest.mark.parametrize(("numel", "aligned"), [(0, 0), (1, 64), (64, 64), (65, 128)])
-def test_alignment_is_64_elements(numel, aligned):
-    assert align(numel) == aligned
-    assert ALIGNMENT_NUMEL == 64
-
 
 LAYOUTS = {
     # Tensors, chunk size, settings -> chunk and offset of each, and elements of each chunk.
@@ -66,17 +57,3 @@ def test_the_working_set_is_that_of_the_module_with_most_bytes_and_counts_each_c
     never_moves = pack(make_tensors(640, 64), 64, on_host=frozenset({0}))
     assert never_moves.working_set_nbytes(make_modules((0,), (1,)))[0] == 128
     assert pack([], 64).working_set_nbytes([]) == (0, None)
-
-
-@pytest.mark.parametrize(
-    ("numels", "frozen", "world_size", "numel"),
-    [
-        ((320, 64, 64, 128, 64, 128, 128, 128), (), 2, 640 + 256),
-        ((128,) * 6, {0, 1, 2, 3}, 2, 256),
-        ((320, 64), (), 1, 0),
-    ],
-    ids=["the two largest groups", "frozen ones have none", "one process sends each home at once"],
-)
-def test_gradients_that_wait_on_the_device(numels, frozen, world_size, numel):
-    layout = pack(make_tensors(*numels, frozen=frozen), 128, world_size=world_size)
-    assert gradients_nbytes(layout.chunks) == numel * 2

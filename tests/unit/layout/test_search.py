@@ -102,18 +102,6 @@ def test_spreading_needs_room_for_the_tensor_not_for_p_of_it():
     assert spread.layout.utilisation > 0.95
 
 
-def test_a_search_keeps_room_to_reduce_gradients_in():
-    """It is as large as a chunk here: a working set of a group, gradients of two, and a chunk."""
-    staged = {"world_size": 2, "staging_nbytes": lambda chunk_numel, dtype: chunk_numel * ITEMSIZE}
-    least = (2 + 4 + 1) * 64 * ITEMSIZE
-    assert search_layout(*alone(64), least, **staged).working_set_nbytes == least
-    with pytest.raises(BudgetError, match=rf"beside 640 B \(640 bytes\) of gradients.*at least {least} bytes"):
-        search_layout(*alone(64), least - 1, **staged)
-    frozen = make_tensors(256, 256, 64, 64, frozen={0, 1})
-    choice = fixed_layout(frozen, make_modules((2,), (3,)), 64, None, **staged)
-    assert choice.working_set_nbytes == (128 + 128 + 64) * ITEMSIZE, "what is frozen has no gradients"
-
-
 def test_an_error_for_groups_counts_them_whole_and_gradients_beside_them():
     def no_staging(chunk_numel, dtype):
         return 0
@@ -178,13 +166,6 @@ def test_the_fastest_size_is_taken_if_times_are_known():
     """Neither the smallest chunks, of which there are many, nor the largest."""
     choice = search_layout(*alone(64), None, exposed_ns=lambda num, numel: 1000 * num + numel)
     assert (choice.layout.chunk_numel, len(choice.layout.chunks), choice.exposed_ns) == (2048, 2, 4048)
-
-
-def test_tensors_on_the_host_take_no_part_in_the_budget():
-    tensors, modules = make_tensors(64000, 64), make_modules((0,), (1,))
-    with pytest.raises(BudgetError, match="module 'm0'"):
-        search_layout(tensors, modules, 128)
-    assert search_layout(tensors, modules, 128, on_host=frozenset({0})).working_set_nbytes == 128
 
 
 def test_a_model_without_parameters():

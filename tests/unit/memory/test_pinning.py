@@ -43,11 +43,6 @@ def host(monkeypatch):
     gc.collect()  # pages are unlocked by the stand-in
 
 
-def test_torch_rounds_up_to_a_power_of_two():
-    for nbytes, taken in ((0, 0), (1, 1), (2, 2), (3, 4), (1000, 1024), (1024, 1024), (1025, 2048)):
-        assert TorchPinning().nbytes(nbytes) == taken
-
-
 @pytest.mark.parametrize(
     ("locks", "kind", "taken", "how"),
     [

@@ -36,18 +36,6 @@ def sim():
 # When copies run
 
 
-def test_a_copy_runs_when_the_host_waits_for_it_and_what_comes_before_it_first(sim):
-    first = sim.streams.to_host(torch.full((2,), 7.0), sim.home[:2])
-    assert not first.is_done
-    second = sim.streams.to_device(sim.home, sim.copy, after=[first])
-    assert first.is_done
-    second.wait()
-    assert sim.copy.tolist() == [7, 7, 1, 1]
-    sim.streams.fetch(sim.home, sim.copy)
-    sim.streams.fetch(sim.other_home, sim.copy).join()
-    assert sim.copy.tolist() == [2, 2, 2, 2], "copies of one lane run in order"
-
-
 def test_with_a_seed_some_run_earlier():
     done = set()
     for seed in range(20):

@@ -93,21 +93,6 @@ def test_lists_of_chunks(cls, num_states):
         train(engine)
 
 
-def test_bytes_per_parameter():
-    """The formula that the documentation has, of all that is at home; what chunks are padded with is 2 % at most."""
-    engine = engaged(bnb.optim.AdamW8bit, **IN_16_BIT)
-    train(engine)
-    numel = {True: 0, False: 0}
-    for tensor in inside.tensors(engine):
-        numel[is_wide(tensor)] += tensor.spec.numel
-    formula = numel[False] * (2 + 4 + 1 + 1 + 2 * 4 / BLOCK_NUMEL) + numel[True] * (2 + 4 + 4 + 4)
-    owners = engine.ledger.owners(Tier.HOST)
-    found = sum(owners[name] for name in ("param", "master", "state1", "state2", "absmax1", "absmax2"))
-    assert formula <= found <= 1.02 * formula
-    largest = max(chunk.spec.chunk_numel for chunk in inside.chunks(engine))
-    assert engine.ledger.used(Tier.HOST) - found <= 4 * largest, "the gradients of one chunk may be widened at a time"
-
-
 def test_16_bit_weights_have_no_wider_masters():
     """As in plain torch: their states are those of fp32 weights."""
     engine = engaged(bnb.optim.AdamW8bit, torch.bfloat16)

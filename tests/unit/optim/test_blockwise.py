@@ -128,18 +128,6 @@ def test_a_step_of_a_user_is_called():
     compare(train, functools.partial(Warmed, lr=1e-2))
 
 
-class Named(bnb.optim.AdamW8bit):
-    """It does what the library's does."""
-
-
-def test_a_class_of_a_user_has_the_overrides():
-    def before(model, optimizer):
-        manager = bnb.optim.GlobalOptimManager.get_instance()
-        manager.register_module_override(model.parts[2], "weight", {"optim_bits": 32})
-
-    compare(lambda model, optimizer: step(model, optimizer, 0), functools.partial(Named, lr=1e-2), before=before)
-
-
 def test_states_keep_their_bits():
     """As in the library, where an override is for states that are made later."""
 
@@ -173,21 +161,6 @@ def test_a_parameter_outside_of_chunks_has_no_override_of_another(kind):
 
     compare(train, make, before=before)
     assert torch.equal(*outside)
-
-
-def test_overrides_where_all_are_updated_at_once():
-    """Masters stand in the groups then, and the library knows parameters by identity."""
-
-    def before(model, optimizer):
-        override = bnb.optim.GlobalOptimManager.get_instance().override_config
-        override(model.parts[1].weight, "optim_bits", 32)
-        override(model.parts[2].weight, "lr", 0.5)
-
-    def train(model, optimizer):
-        for seed in range(2):
-            step(model, optimizer, seed)
-
-    compare(train, functools.partial(bnb.optim.AdEMAMix8bit, lr=1e-2), before=before)
 
 
 def test_states_of_other_bits_change_nothing():

@@ -6,7 +6,6 @@ import pytest
 
 from hf_patrickstar.cli.main import main
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.planner import planning
 from hf_patrickstar.planner.planning import arrange, plan_and_simulate
 from hf_patrickstar.planner.subject import Subject
 from hf_patrickstar.tracing import kept_traces as plan_cache
@@ -61,21 +60,6 @@ def test_a_plan_of_another_training_runs_it(change, runs):
     plan_and_simulate(subject, dataclasses.replace(given, **change))
     plan_and_simulate(dataclasses.replace(subject, batch_size=2), given)
     assert len(runs) == 6
-
-
-def test_where_blocks_repeat_is_checked_once(runs):
-    """Embeddings that are looked up elsewhere change nothing in the blocks."""
-    subject, given = arrange(MODEL.replace("layer=2", "layer=12"), "rtx4090", **SMALL)
-
-    def trace(ops_of, *looked_up):
-        with planning._explained(subject, given):
-            return ops_of(frozenset(looked_up)), len(runs)
-
-    ops_of = planning._ops_of(subject, given)
-    assert trace(ops_of, "transformer.wte.weight")[1] == 4, "a few blocks twice, one more, and all of them"
-    found, num_runs = trace(ops_of)
-    assert num_runs == 5
-    assert trace(planning._ops_of(dataclasses.replace(subject), given)) == (found, 9)
 
 
 def test_an_answer_is_kept_by_what_it_depends_on(tmp_path, monkeypatch, capsys):

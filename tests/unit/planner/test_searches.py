@@ -89,20 +89,6 @@ def test_the_largest_model_has_more_layers_and_the_same_heads():
     assert found.num_plans <= 10
 
 
-@pytest.mark.parametrize("fewer", [{"optimizer": "adamw_8bit"}, {"settings": {"state_dtype": "bf16"}}])
-def test_fewer_bytes_of_a_parameter_cost_no_more_plans(fewer):
-    """By 14 bytes for each, guesses would be so far off that 8 plans are made."""
-    if "optimizer" in fewer:
-        pytest.importorskip("bitsandbytes")
-    sizes = "hidden_size=256,intermediate_size=768,num_attention_heads=2,num_key_value_heads=2,vocab_size=512"
-    model = f"llama:num_hidden_layers=2,{sizes},max_position_embeddings=128"
-    memory = {"device_memory": 16 * MIB, "host_memory": 96 * MIB}
-    found = search(Goal.MAX_MODEL, *arrange(model, "rtx4090", length=64, checkpointing=True, **memory, **fewer))
-    assert found.answer >= 12
-    assert found.refused == found.answer + 1
-    assert found.num_plans <= 5
-
-
 def test_nothing_fits_where_one_sequence_is_too_much():
     subject, given = small(device_memory=MIB // 2)
     found = search(Goal.MAX_BATCH, subject, given)

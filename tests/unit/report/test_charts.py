@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from hf_patrickstar.report.charts import HEIGHT, WIDTH, Axis, bars, lines, stacked
+from hf_patrickstar.report.charts import HEIGHT, WIDTH, Axis, lines, stacked
 from hf_patrickstar.units import GIB, MIB
 
 
@@ -48,12 +48,3 @@ def test_a_line_has_a_gap_where_a_value_is_not_known():
     (shape,) = chart.shapes
     assert re.sub(r"[\d. ]", "", shape.path) == "MhMhL"
     assert points(shape.path) == pytest.approx([0, low, 0, 666.7, middle, 0, 1000, high], abs=0.06)
-
-
-def test_bars_stand_in_their_rows():
-    chart = bars("t", "s", {"one": [[(0, 1)], []], "two": [[], [(1, 1)]]}, ("a", "b", "c"), 4)
-    assert chart.y_ticks == [(25, "one"), (75, "two")]
-    first, second = chart.shapes
-    assert (first.label, points(first.path)) == ("a", [0, 21, 250, 129, 0])
-    assert (second.label, points(second.path)) == ("b", [250, 171, 500, 279, 250])
-    assert bars("t", "s", {"host": [[]]}, ("work",), 0).shapes == []

@@ -4,7 +4,7 @@ import types
 
 import pytest
 import torch
-from support.spec_builders import BF16, FP32, pack
+from support.spec_builders import BF16, pack
 
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.layout.specs import MASTER, TensorSpec
@@ -107,38 +107,6 @@ def test_a_file_that_is_gone_is_said_once(host, caplog):
     (record,) = caplog.records
     for text in ("model.safetensors has changed", "'t0' is the first", "rounded to bfloat16", "frozen_master=true"):
         assert text in record.getMessage()
-
-
-@pytest.mark.parametrize(
-    ("numbers", "dtype", "value", "kept"),
-    [
-        ([5 * FINE, 6.0, 7.0, 8.0], WIDE, [5 * FINE, 6.0, 7.0, 8.0], (True, 16)),
-        ([FINE, 1 + 2**-40, 7.0, 8.0], torch.float64, [FINE, 1.0, 7.0, 8.0], (True, 16)),
-        (FIRST, WIDE, FIRST, (True, 0)),
-        ([1.0, 2.0, 9.0, 4.0], NARROW, [FINE, 2.0, 9.0, 4.0], (True, 0)),
-        ([5.0, 6.0, 7.0, 8.0], WIDE, [5.0, 6.0, 7.0, 8.0], (False, 0)),
-    ],
-    ids=["all bits", "wider ones", "what is there already", "a narrow write", "what the chunk holds without loss"],
-)
-def test_bits_of_what_is_written_are_kept_where_the_chunk_would_lose_them(host, numbers, dtype, value, kept):
-    tensor = host.add()
-    for _ in range(2):
-        host.write(tensor, *numbers, dtype=dtype)
-        assert tensor.read_original().tolist() == value
-        assert host.kept(tensor) == kept
-    for _ in range(2):
-        tensor.drop_original()
-        assert host.kept(tensor) == (False, 0)
-
-
-@pytest.mark.parametrize(
-    "parameter", [{"trainable": True}, {"has_master": True}, {"kinds": FP32}, {"original": NARROW}], ids=str
-)
-def test_nothing_is_kept_of_parameters_that_lose_no_bits(host, parameter):
-    tensor = host.add(**parameter)
-    tensor.origin = None
-    host.write(tensor, FINE, 6.0, 7.0, 8.0)
-    assert host.kept(tensor) == (False, 0)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -63,13 +63,6 @@ def test_chunks_that_the_host_has_no_room_for_stay(spilled):
     assert list(homes.reasons) == ["margin"]
 
 
-def test_more_of_the_host_changes_nothing_where_it_has_room_for_all_that_is_worth_being_there():
-    device = 2 * WHOLE + OTHERS + 2 * PARAM
-    for host, spilled in ((2 * WHOLE, (0, 1)), (3 * WHOLE, (0,)), (4 * WHOLE, ())):
-        homes = Homes(frozenset(spilled), spilled)
-        assert estimate_of(device, host_nbytes=host).settled(homes).device == indices(0, 1)
-
-
 def test_chunks_are_allocated_where_they_were_decided_to_be_unless_the_host_has_no_room():
     """What a step takes decides which chunks are spilled, and which leave; it does not fill the margin yet."""
     everywhere, spilled = Homes(indices(0, 1, 2, 3)), Homes(indices(2, 3), (2, 3))

@@ -61,48 +61,7 @@ def test_bytes_that_are_not_on_the_device(num, changes, gone):
     assert left.offloading(0) == whole
 
 
-LONG = tuple(Activation(place, 10, place, place, 9 - place) for place in range(5))
-
-
-def test_each_one_that_leaves_is_away_between_the_uses_of_the_next_one():
-    there = (10, 20, 30, 40, 50, 50, 40, 30, 20, 10)
-    visits = tuple(Visit(index % 3, (), nbytes) for index, nbytes in enumerate(there))
-    whole = Trace("training", (8, 8, 8), visits, (), (5,), LONG)
-    assert [there_of(whole.offloading(num)) for num in range(4)] == [
-        there,
-        (10, 20, 20, 30, 40, 40, 30, 20, 20, 10),
-        (10, 20, 20, 20, 30, 30, 20, 20, 20, 10),
-        (10, 20, 20, 20, 20, 20, 20, 20, 20, 10),
-    ]
-
-
 # Several traces
-
-
-def test_a_trace_that_is_recorded_again_lets_as_many_leave():
-    """It has the larger bytes of both, and those that leave are taken off once."""
-    larger = tuple(dataclasses.replace(activation, nbytes=2 * activation.nbytes) for activation in (FIRST, SECOND))
-    new = make_trace((*larger, THIRD), tuple(nbytes + 50 for nbytes in THERE))
-    for merged in (make_trace().offloading(1).merged(new), new.merged(make_trace().offloading(1))):
-        assert merged.num_offloaded == 1
-        assert merged.activations == (*larger, THIRD)
-        assert there_of(merged) == (160, 180, 200, 200, 180, 160)
-        assert there_of(merged.offloading(0)) == there_of(new)
-    assert make_trace().offloading(2).merged(make_trace()) == make_trace().offloading(2).merged(
-        make_trace().offloading(2)
-    )
-
-
-@pytest.mark.parametrize("num", [0, 1])
-def test_where_one_activation_is_larger_and_another_smaller_no_byte_is_taken_off_twice(num):
-    """One micro-batch keeps 40 and 10 bytes, the other 10 and 40: neither needs less than 100 bytes."""
-    one = make_trace((dataclasses.replace(FIRST, nbytes=40), dataclasses.replace(SECOND, nbytes=10)), (150,) * 6)
-    other = make_trace((FIRST, dataclasses.replace(SECOND, nbytes=40)), (150,) * 6)
-    for merged in (one.offloading(num).merged(other), common_trace([one.offloading(num), other])):
-        for count in range(3):
-            needs = zip(*(there_of(each.offloading(count)) for each in (merged, one, other)), strict=True)
-            assert all(found >= max(needed) for found, *needed in needs)
-        assert [activation.nbytes for activation in merged.activations] == [40, 40], "as large as buffers have to be"
 
 
 def test_processes_let_as_many_leave_as_any_of_them():
@@ -150,13 +109,6 @@ def test_what_was_asked_for(asked, num):
 def test_as_many_are_asked_for_as_fit(durations, num):
     """Where none fits the error says what all would take."""
     assert choose(True, durations) == (num, "as asked", [])
-
-
-@pytest.mark.parametrize("asked", [False, True, "auto"])
-def test_there_may_be_none_that_can_leave(asked):
-    found, why, looked_at = choose(asked, [100])
-    assert (found, looked_at) == (0, [])
-    assert "none" in why
 
 
 @pytest.mark.parametrize("copying_ns", [0, 1])

@@ -1,7 +1,6 @@
 """Notes of a few blocks, extended, are those of all blocks; where blocks differ, the model runs in full."""
 
 import contextlib
-import dataclasses
 import logging
 
 import pytest
@@ -176,23 +175,6 @@ def test_extended_notes_are_those_of_all_blocks(make, shallow):
 @pytest.mark.parametrize("make", LONG_KINDS.values(), ids=LONG_KINDS)
 def test_extended_notes_of_more_kinds_are_those_of_all_blocks(make, shallow):
     check_extended(make())
-
-
-@pytest.mark.long
-def test_extended_notes_of_many_blocks_are_those_of_all_blocks_whatever_the_order_of_parameters():
-    """An optimizer may know parameters by their order, as that of a script, which is copied."""
-
-    def make_optimizer(parameters):
-        with FakeTensorMode():
-            names = [name for name, _ in llama(24).named_parameters()]
-        found = list(zip(names, parameters, strict=True))
-        norms = [parameter for name, parameter in found if "norm" in name]
-        matrices = [parameter for name, parameter in found if "norm" not in name and "layers.9." not in name]
-        last = [parameter for name, parameter in found if "norm" not in name and "layers.9." in name]
-        groups = {"params": matrices}, {"params": norms, "weight_decay": 0.0}, {"params": last, "lr": 0.01}
-        return torch.optim.AdamW(groups, fused=True)
-
-    check_extended(dataclasses.replace(training_of(lambda: llama(24), True), make_optimizer=make_optimizer))
 
 
 # Where blocks differ

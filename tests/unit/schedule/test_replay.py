@@ -10,9 +10,9 @@ import pytest
 
 from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.schedule.clock import Lane
-from hf_patrickstar.schedule.plan import Actions, MovePlan
+from hf_patrickstar.schedule.plan import MovePlan
 from hf_patrickstar.schedule.replay import Player, replay
-from hf_patrickstar.schedule.script import Begin, DeviceOp, Join, Keep, Load, Part, Reach, Reduce, Restore, Send
+from hf_patrickstar.schedule.script import Begin, DeviceOp, Join, Keep, Part, Reduce, Restore
 
 MACHINE = dataclasses.replace(
     MACHINES["h100"],
@@ -92,13 +92,6 @@ def test_the_last_one_is_gone_when_forward_ends_and_comes_back_when_backward_nee
     ]
 
 
-def test_the_last_one_of_all_that_leave_is_needed_out_of_order():
-    """Backward needs the first one, then the third; each comes back once."""
-    backward = [Begin(Part.BACKWARD), Restore(0), compute("e"), Restore(2), compute("f"), Restore(1), compute("g")]
-    found = spans_of([*FORWARD, *backward], plan_of(50, 50, 50))
-    assert [what for lane, what, *_ in found if lane is TO_DEVICE] == ["activation 0", "activation 2", "activation 1"]
-
-
 @pytest.mark.parametrize("num_cores", [1, 4])
 def test_a_collective_of_the_cpu_takes_its_time_once(num_cores):
     """The thread that computes adds what it receives. A gather takes one of its cores."""
@@ -110,34 +103,3 @@ def test_a_collective_of_the_cpu_takes_its_time_once(num_cores):
     player = Player(machine)
     assert player.gather(90).time_ns == 101
     assert player.clock.end_of(Lane.HOST).time_ns == 1 + 100 // num_cores
-
-
-def test_each_micro_batch_has_a_plan_of_its_own():
-    found = spans_of([*STEP, *STEP], plan_of(1000), plan_of(0, 200))
-    assert [(what, end - begin) for lane, what, begin, end in found if lane is TO_HOST] == [
-        *(("activation 0", 1010), ("activation 0", 10), ("activation 1", 210)),
-    ]
-    assert [(what, end - begin) for lane, what, begin, end in found if lane is TO_DEVICE] == [
-        *(("activation 0", 510), ("activation 1", 110), ("activation 0", 10)),
-    ]
-
-
-@pytest.mark.parametrize("num", [0, 1])
-def test_they_share_lanes_with_chunks(num):
-    """A gradient waits for the activation before it, and the activation that comes back for the load before it."""
-    script = [
-        *(Begin(Part.FORWARD), compute("a"), Keep(0), Send(0, 100, False), compute("b"), Begin(Part.BACKWARD)),
-        *(Reach(1), compute("c"), Restore(0), compute("d")),
-    ]
-    plan = plan_of(*[1000] * num, moments=(Actions((), (1,), ()),))
-    loads = [Load(100), Load(600)]
-    found = spans_of(script, plan, loads=loads)
-    of_chunks = [(what, begin, end) for lane, what, begin, end in found if what.startswith("chunk")]
-    assert (
-        of_chunks
-        == [
-            [("chunk 0", 101, 211), ("chunk 1", 201, 511)],
-            [("chunk 0", 1111, 1221), ("chunk 1", 1111, 1421)],
-        ][num]
-    )
-    assert found[-1] == [(C, "d", 611, 711), (C, "d", 2031, 2131)][num]

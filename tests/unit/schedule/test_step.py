@@ -1,11 +1,9 @@
 """Activations that can leave, as a micro-batch is translated: literal notes, and small models against brute force."""
 
-import collections
 import dataclasses
 
 import pytest
 from support import models
-from support.models import VOCAB
 from support.oracle import SMALL, Training, compute_loss, make_training
 
 from hf_patrickstar.layout.packing import ChunkSpec
@@ -136,13 +134,6 @@ def gpt2():
 NUM_ROWS = 4 * 16
 
 
-def loss_with_all_hidden_states(model, inputs):
-    """The user keeps what blocks return, and lets it go after backward."""
-    output = model(**inputs, output_hidden_states=True)
-    model.__dict__["kept"] = output.hidden_states
-    return output.loss
-
-
 def make_small(make, checkpointing=None, loss=compute_loss, **settings):
     def make_model():
         model = make().train()
@@ -164,80 +155,6 @@ def notes_and_places(training):
 RECOMPUTED = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
 
 
-def away(notes, activations):
-    """Bytes of activations that are not on the device at any time of a moment, for each moment, by brute force.
-
-    One begins to leave as it is kept, and is gone when nobody else holds it and the next one of ``activations`` is kept
-    or forward has ended. It is back when backward needs it or the next one. The last of ``activations`` stays, if it is
-    no number of one that leaves.
-    """
-    places, number_of, kept_as = {known.place: number for number, known in enumerate(activations)}, {}, {}
-    held, copying, gone, back = set(), set(), set(), set()
-    users, moments, num_kept = collections.Counter(), [], 0
-
-    def look(number):
-        if number not in held | copying | back:
-            gone.add(number)
-
-    for note in notes:
-        match note:
-            case Kept(storage, kept):
-                number = places.get(num_kept)
-                num_kept += 1
-                if number is not None:
-                    number_of[storage] = number
-                    held.add(number)
-                    copying.add(number)
-                    if number:
-                        copying.discard(number - 1)
-                        look(number - 1)
-                kept_as[kept] = number_of.get(storage)
-            case Free(storage) if number_of.get(storage) in held:
-                held.discard(number_of[storage])
-                look(number_of[storage])
-            case LeaveForward():
-                for number in [*copying]:
-                    copying.discard(number)
-                    look(number)
-            case Wanted(kept) if kept_as[kept] is not None:
-                for number in (kept_as[kept], kept_as[kept] - 1):
-                    back.add(number)
-                    gone.discard(number)
-                    moments[-1].discard(number)
-        is_visit = isinstance(note, Need) or (isinstance(note, Acquire) and not users[note.index])
-        if is_visit:
-            moments.append(set(gone))
-        if isinstance(note, (Acquire, Release)):
-            users[note.index] += 1 if isinstance(note, Acquire) else -1
-    return moments
-
-
-SMALL_MODELS = {
-    "llama, recomputed": lambda: make_small(llama, RECOMPUTED),
-    "gpt2, recomputed": lambda: make_small(gpt2, RECOMPUTED),
-    "gpt2": lambda: make_small(gpt2),
-    "llama, hidden states are held": lambda: make_small(llama, None, loss_with_all_hidden_states),
-}
-
-
-@pytest.mark.parametrize("make", SMALL_MODELS.values(), ids=SMALL_MODELS)
-def test_bytes_of_small_models_are_those_of_brute_force(make):
-    ops, places = notes_and_places(make())
-    trace, _ = micro_batch(ops, places, StepRules(), StepKind.TRAINING)
-    most = len(trace.activations)
-    for num in {1, 2, most // 2, most - 1, most}:
-        left = trace.offloading(num)
-        pairs = zip(trace.visits, left.visits, strict=True)
-        found = [before.non_model_nbytes - after.non_model_nbytes for before, after in pairs]
-        followed = trace.activations[: num + 1]
-        expected = [
-            sum(followed[number].nbytes for number in numbers if number < num) for numbers in away(ops.notes, followed)
-        ]
-        assert found == expected
-        assert max(found) > 0
-    assert trace.offloading(most).non_model_peak_nbytes < trace.non_model_peak_nbytes
-
-
 @pytest.mark.parametrize("make", [llama, gpt2])
 def test_if_blocks_are_recomputed_their_inputs_leave(make):
     """Each is kept before its block is visited, and backward needs it before it visits the block again."""
@@ -255,24 +172,3 @@ def test_if_blocks_are_recomputed_their_inputs_leave(make):
     if make is llama:
         assert trace.activations[:DEPTH] == tuple(inputs)
         assert all(found.kept_at > last for found in trace.activations[DEPTH:]), "of the norm and the head"
-
-
-def test_what_the_user_holds_until_backward_stays():
-    nbytes = NUM_ROWS * 32 * 4
-    found = {}
-    for loss in (compute_loss, loss_with_all_hidden_states):
-        ops, places = notes_and_places(make_small(llama, RECOMPUTED, loss))
-        trace, _ = micro_batch(ops, places, StepRules(), StepKind.TRAINING)
-        found[loss] = [known.place for known in trace.activations if known.nbytes == nbytes]
-    inputs_and_last = found[compute_loss]
-    assert found[loss_with_all_hidden_states] == inputs_and_last[DEPTH:]
-
-
-def test_logits_and_what_the_loss_makes_of_them_stay():
-    ops, places = notes_and_places(make_small(llama))
-    trace, _ = micro_batch(ops, places, StepRules(), StepKind.TRAINING)
-    assert trace.activations
-    sizes = {NUM_ROWS * VOCAB * itemsize for itemsize in (2, 4)}
-    made = [nbytes for note in ops.notes if isinstance(note, Allocate) for _, nbytes in note.storages]
-    assert sizes & set(made)
-    assert not sizes & {known.nbytes for known in trace.activations}

@@ -56,19 +56,6 @@ def test_a_timeline_has_its_bounds(load, monkeypatch, run, capsys):
     assert f"{row['over_clipped_bound']:.2f}x" in capsys.readouterr().out
 
 
-@pytest.mark.long
-def test_each_size_of_chunks_has_a_row(load, monkeypatch, run):
-    bench = load("bench_chunk_size")
-    monkeypatch.setitem(bench.MODELS, "tiny", (bench.llama(6, 128, 256), (4 * 128 + 3 * 256) * 128))
-    monkeypatch.setattr(bench, "LEAST", 2**18)
-    _, found = run("bench_chunk_size", "--models tiny --tokens 64 --machines rtx4090")
-    rows = [row for row in found["rows"] if row["budget"] == "all"]
-    numels = {row["size"]: row["chunk_numel"] for row in rows}
-    assert list(numels) == ["auto", "0.5 block", "1 block", "2 block"]
-    assert numels["2 block"] == 2 * numels["1 block"] == 2 * (4 * 128 + 3 * 256) * 128
-    assert all(row["seconds"] > 0 for row in rows if row["size"] == "auto")
-
-
 @pytest.mark.parametrize(
     ("changed", "is_dirty"), [(None, False), ("code.py", True), ("benchmarks/results/old_cpu.json", False)]
 )
