@@ -4,7 +4,6 @@ import pathlib
 import re
 
 import pytest
-import yaml
 
 import hf_patrickstar
 from hf_patrickstar.cli.main import main
@@ -61,13 +60,6 @@ def test_the_guide_names_what_it_tells_to_change():
     names = set(re.findall(r"`([A-Za-z]\w*)(?:\(\))?`", text)) - {"mypy", "ruff"}
     assert len(names) > 5
     assert {name for name in names if not re.search(rf"\b{name}\b", sources)} == set()
-
-
-@pytest.mark.parametrize("page", ISSUES, ids=ids)
-def test_templates_of_issues_are_found_by_their_head(page):
-    _, head, body = page.read_text(encoding="utf-8").split("---\n", 2)
-    assert set(yaml.safe_load(head)) == {"name", "about", "labels"}
-    assert body.strip()
 
 
 def test_every_long_test_is_in_a_part_of_the_script_that_runs_them():

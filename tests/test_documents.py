@@ -82,10 +82,6 @@ def test_every_phase_is_in_the_walk():
     assert [name for name in phases if f"ChunkManager.{name}`" not in STEP] == []
 
 
-def test_the_words_are_few():
-    assert len(re.findall(r"^\| [^|-]", section("Words"), flags=re.MULTILINE)) - 1 <= 25
-
-
 def rows_of_private_names():
     """Of each row the names that it lists, and the files that use them."""
     for line in PRIVATE_NAMES.splitlines():

@@ -1,5 +1,7 @@
 """Steps in which the device margin, the meter or a CPU embedding meets what users do."""
 
+import logging
+
 import pytest
 import torch
 from support import inside
@@ -106,3 +108,10 @@ def test_a_larger_budget_never_fails_where_a_smaller_one_works():
         *found, stats = train_with_engine("gpt2", {"device_budget": budget})
         assert same_bits(list(expected), found)
         assert 0 < stats["device_total_peak_nbytes"] <= budget
+
+
+def test_evicting_all_warns_where_there_is_nothing_to_evict(caplog):
+    with caplog.at_level(logging.WARNING, "hf_patrickstar"):
+        model = make_model("gpt2")
+        PatrickStarEngine(model, {"debug_evict_all": True, "chunk_numel": 2**20}, adamw(model))
+    assert "debug_evict_all has nothing to evict" in caplog.text

@@ -59,7 +59,6 @@ RUNS = {
     "bf16_model_in_background": {"bf16": True, "make": bf16_model, "is_background": True},
     "fp16": {"fp16": True, "gradient_accumulation_steps": 2},
     "momentum_bf16_in_background": {**SGD, "bf16": True, "gradient_accumulation_steps": 2, "is_background": True},
-    "adafactor": {"optim": "adafactor"},
 }
 
 
@@ -76,18 +75,6 @@ def test_a_resumed_run_saves_what_the_uninterrupted_one_saves(name, tmp_path):
     assert_same_tensors(tmp_path / "whole/checkpoint-4", tmp_path / "resumed/checkpoint-4")
     # What is in other files too; states may be in another order.
     assert_same_files(tmp_path / "whole/checkpoint-4", tmp_path / "resumed/checkpoint-4", {*UNLIKE, "optimizer.pt"})
-
-
-def test_the_history_of_a_resumed_run_is_that_of_the_uninterrupted_one(tmp_path):
-    kwargs = {"patrickstar_logging": "all", "logging_steps": 2, "max_steps": 6, "save_steps": 2}
-    run(ours(tmp_path / "whole", **kwargs))
-    resumed = ours(tmp_path / "resumed", model=other_model(), **kwargs)
-    run(resumed, resume_from_checkpoint=str(tmp_path / "whole/checkpoint-4"))
-    whole = trainer_state(tmp_path / "whole/checkpoint-6")
-    assert [sorted(entry) for entry in whole["log_history"]] == [
-        ["epoch", "grad_norm", "learning_rate", "loss", "step"]
-    ] * 3
-    assert trainer_state(tmp_path / "resumed/checkpoint-6") == whole
 
 
 # Resuming at the end
@@ -127,13 +114,7 @@ class SavedWhenBegun(TrainerCallback):
         model.patrickstar_engine.save_checkpoint(self.directory)
 
 
-SHAPES = [
-    tight(),
-    {"chunk_budget": 2**28},
-    {"chunk_numel": 8192, "device_budget": 2**23},
-    {"chunk_budget": 2**28, "placement": "host"},
-    {**tight(factor=2.0), "prefetch_depth": 0},
-]
+SHAPES = [tight(), {"chunk_numel": 8192, "device_budget": 2**23}, {"chunk_budget": 2**28, "placement": "host"}]
 
 
 @pytest.mark.parametrize(("before", "precision"), [(0, {}), (1, {"bf16": True})], ids=["fp32", "bf16"])
@@ -158,9 +139,7 @@ BY_LOSS = {**BEST, "eval_steps": 1, "save_steps": 1, "metric_for_best_model": "l
 KEPT = {
     "epochs": {**EPOCHS, "save_strategy": "epoch", "save_total_limit": 2},
     "best_only": {**EPOCHS, "save_strategy": "best", "metric_for_best_model": "eval_loss"},
-    "none": {"save_strategy": "no"},
     "best_and_newest": {**BY_LOSS, "save_total_limit": 1},
-    "best_of_three": {**BY_LOSS, "save_total_limit": 2},
     "best_is_not_loaded": {**BY_LOSS, "load_best_model_at_end": False, "eval_steps": 2, "save_total_limit": 1},
 }
 
@@ -183,7 +162,7 @@ def test_the_same_checkpoints_stay_as_with_the_stock_trainer(name, tmp_path):
     expected = stock(tmp_path / "stock", trainer_kwargs={"callbacks": [entries := Entries()]}, **KEPT[name])
     run(expected)
     best = expected.state.best_model_checkpoint
-    for is_background in (False, True):
+    for is_background in (False, True) if name == "best_and_newest" else (False,):
         folder, callbacks = tmp_path / f"ours_{is_background}", [Entries()]
         kwargs = {"trainer_kwargs": {"callbacks": callbacks}, "patrickstar_report": True, **KEPT[name]}
         actual = ours(folder, is_background, **kwargs)

@@ -250,10 +250,6 @@ class OwnMode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_there_are_as_many_as_torch_has_threads_unless_a_number_is_given(two_threads):
-    assert (HostWorkers().num, HostWorkers(5).num) == (2, 5)
-
-
 @pytest.mark.parametrize(("num", "torch_threads", "suit"), [(2, 1, True), (1, 2, True), (2, 2, True), (1, 1, False)])
 def test_they_suit_where_the_caller_would_compute_with_another_number(num, torch_threads, suit, two_threads):
     torch.set_num_threads(torch_threads)

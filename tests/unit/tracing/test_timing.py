@@ -23,33 +23,6 @@ def fake(*shape, **kwargs):
         return torch.empty(*shape, **kwargs)
 
 
-@pytest.fixture
-def seconds(monkeypatch):
-    """Each operator is called, and takes two seconds; calling one takes half a second."""
-    calls = []
-
-    def take(device, work, before):
-        before()
-        calls.append(work())
-        return 2.0 if len(calls) > timing._REPETITIONS else 0.5
-
-    monkeypatch.setattr(timing, "seconds_of", take)
-    return calls
-
-
-def test_an_operator_is_timed_once_for_operands_that_are_alike(seconds):
-    times, counts = OperatorTimes(), []
-    for operands in (
-        (fake(2, 3), fake(3, 4)),
-        (fake(2, 3), fake(3, 4)),
-        (fake(2, 3), fake(4, 3).t()),
-        (fake(2, 3, dtype=torch.bfloat16), fake(3, 4, dtype=torch.bfloat16)),
-    ):
-        assert times.find_ns(aten.mm.default, operands, {}) == 1_500_000_000
-        counts.append(len(seconds) - sum(counts))
-    assert counts[1:] == [0, timing._REPETITIONS, timing._REPETITIONS]
-
-
 def watched(operator, function):
     """A function in place of an operator."""
     function._overloadpacket = operator

