@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 from support.hf import CONFIGS, Accelerated, states
-from support.live import TIGHT, WIDTH, make_tower
+from support.live import TIGHT, WIDTH
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -153,39 +153,6 @@ def test_two_optimizers_that_hold_some_of_the_same(accelerated, when, kinds):
 
 
 # Saved and loaded
-
-
-def prepare_four(accelerator, seed=0):
-    torch.manual_seed(seed)
-    models = [make_encoder(), make_decoder(), make_judge(), make_tower(seed)]
-    with torch.no_grad():
-        for model in models:
-            for parameter in model.parameters():
-                parameter.add_(seed)
-    optimizers = [adam(*models[:2]), torch.optim.SGD(models[2].parameters(), lr=0.05, momentum=0.9)]
-    return accelerator.prepare(*models, *optimizers)
-
-
-def test_all_is_saved_and_loaded(accelerated, tmp_path):
-    """Two models of one engine, one of its own, one without an optimizer."""
-
-    def script(make, note):
-        accelerator = make()
-        parts = prepare_four(accelerator)
-        steps(accelerator, parts[:3], parts[4:], note)
-        accelerator.save_state(str(tmp_path / "state"))
-        note_all(note, *parts)
-        steps(accelerator, parts[:3], parts[4:], note, 3)
-        with torch.no_grad():
-            parts[3].scale.fill_(2.0)
-        others = prepare_four(other := make(), seed=1)
-        for loaded_by, loaded in ((accelerator, parts), (other, others)):
-            loaded_by.load_state(str(tmp_path / "state"))
-            note_all(note, *loaded)
-            steps(loaded_by, loaded[:3], loaded[4:], note, 3)
-            note_all(note, *loaded)
-
-    accelerated(script)
 
 
 def test_a_checkpoint_of_fewer_optimizers_changes_nothing(tmp_path):

@@ -98,20 +98,6 @@ def test_a_file_that_cannot_be_read_any_more(tmp_path, monkeypatch):
         file.read("w", 0, 1000)
 
 
-@pytest.mark.parametrize("metadata", [None, {"text": 'a"\\\n\x01é☃'}], ids=str)
-def test_a_model_is_written_as_the_library_writes_it(metadata, tmp_path):
-    base = torch.randn(4, 6)
-    tensors = {**TENSORS, 'quote" é\n😀': base[1:3, ::2], "h": base.half(), "t": base.t(), "o": base[:1, :1]}
-    tensors |= {"f8": base.to(torch.float8_e4m3fn), "one of many": base[:, 0][::4]}
-    deferred = {name: make_deferred(value)[0] for name, value in tensors.items()}
-    with streamed_writing(5):
-        safetensors.torch.save_file(deferred, tmp_path / "ours", metadata)
-    safetensors.torch.save_file(
-        {n: v.clone(memory_format=torch.contiguous_format) for n, v in tensors.items()}, tmp_path / "theirs", metadata
-    )
-    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
-
-
 def test_tensors_are_written_in_pieces_and_in_order(tmp_path):
     tensor, source = make_deferred(torch.randn(4, 6))
     names, sizes = [], []

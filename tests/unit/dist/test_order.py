@@ -146,20 +146,6 @@ def test_whoever_has_ended_serves_the_others_and_a_plan_needs_no_messages():
     assert agree(follow, follow) == ([("gather", 1), ("gather", 2), ("reduce", 2)], [1, 1])
 
 
-@pytest.mark.parametrize(
-    ("endings", "is_diverged"),
-    [
-        ([{}, {"is_diverged": True}, {}], True),
-        ([{"is_recorded": True}, {}], True),
-        ([{"is_recorded": True}, {"is_recorded": True}], False),
-    ],
-    ids=["one is lost", "some record: a trace must be of all", "all record"],
-)
-def test_what_ended_anywhere_is_known_to_all(endings, is_diverged):
-    _, results = agree(*[lambda rank, ending=ending: rank.end(**ending) for ending in endings])
-    assert results == [(is_diverged, frozenset())] * len(endings)
-
-
 # One does something else
 
 
@@ -273,15 +259,6 @@ def test_a_step_begins_with_the_largest_shapes_and_the_least_room(settings, begu
     """Shapes that cannot be compared, and chunks on the device that differ, in their order too, are not relied on."""
     _, results = agree(*[lambda rank, own=own: rank.begin(**own) for own in settings])
     assert results == [begun] * len(settings)
-
-
-def test_what_processes_estimate_is_one_trace_of_each_kind_or_nothing():
-    def estimate(*traces):
-        return lambda rank: list(rank.order.agree_on_estimated(traces))
-
-    first, larger, other = (Trace("training", (8, 8), (Visit(0, (), num), Visit(1))) for num in (3, 5, 4))
-    assert agree(estimate(first, other), estimate(larger, first))[1] == [[larger, other]] * 2
-    assert agree(estimate(first), estimate())[1] == [[], []], "one cannot say"
 
 
 # How long to wait

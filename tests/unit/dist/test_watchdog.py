@@ -180,14 +180,6 @@ def write_processes(store, *processes):
         dist.PrefixStore("test", store).set(f"process {rank}", json.dumps(process))
 
 
-def test_all_come_and_know_each_other(store):
-    write_processes(store, *[ELSEWHERE._replace(pid=rank) for rank in range(3)])
-    for _ in range(2):  # one engine after the other
-        dogs = [make(rank, processes={}) for rank in range(3)]
-        in_threads(*[dog.meet for dog in dogs])
-        assert [dog.processes[2].pid for dog in dogs] == [2] * 3
-
-
 def test_one_that_does_not_come_is_named_and_one_that_is_late_is_told(store, heard):
     write_processes(store, ELSEWHERE)
     text = fails(make(0, 2, processes={}).meet)

@@ -1,6 +1,5 @@
 """Work of the host's thread: its order, its failures, its end."""
 
-import os
 import threading
 import time
 
@@ -117,17 +116,6 @@ def test_what_a_worker_failed_with_is_raised_once_after_what_is_done_in_place_of
         ticket.wait()
     ticket.wait()
     assert done == ["not 1"]
-
-
-def test_its_end_and_a_fork_come_after_the_work_of_workers(thread, workers):
-    done = []
-    thread.on_host(lambda: workers.submit(lambda item: time.sleep(0.1) or done.append(item), [1]), [])
-    if os.fork() == 0:
-        os._exit(int(done != [1]))
-    assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
-    thread.on_host(lambda: workers.submit(lambda item: time.sleep(0.1) or done.append(item), [2]), [])
-    thread.close()
-    assert done == [1, 2]
 
 
 def test_it_prepares_itself_once_ends_after_its_work_and_can_begin_again():

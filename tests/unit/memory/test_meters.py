@@ -115,24 +115,6 @@ def make_net():
 # On and off
 
 
-def test_growth_is_told_after_every_operator_that_adds_to_the_total_and_what_is_done_then_is_not_measured():
-    seen, kept = [], []
-
-    def grow():
-        seen.append((meter.live(0), meter.peak(0)))
-        kept.append(kib(8))
-
-    meter = make_meter(on_growth=grow)
-    with measuring(meter):
-        tensor = kib(1)
-        tensor.add_(1)
-        tensor[:3]
-        another = kib(2)
-        assert meter.live(0) == 3 * KIB
-        del tensor, another
-    assert seen == [(KIB, KIB), (3 * KIB, 3 * KIB)]
-
-
 @pytest.mark.parametrize("fails_in", ["forward", "backward"])
 def test_a_failure_about_growth_goes_through_and_ends_the_measurement(fails_in):
     net, inputs, armed = make_net(), torch.randn(16, 16), []

@@ -207,39 +207,6 @@ def test_of_work_whose_submission_is_interrupted_nothing_is_begun(workers, monke
     assert done == [*range(20)]
 
 
-def test_no_worker_waits_while_anything_is_left_of_whatever_was_submitted(workers):
-    """One that has ended its item goes on with what was submitted later, although others are still at the first."""
-    gates = [threading.Event() for _ in range(2)]
-    first = workers.submit(lambda gate: gate.wait(20), gates)
-    done = []
-    later = [workers.submit(done.append, range(start, start + 3)) for start in (0, 3, 6)]
-    for ticket in later:
-        ticket.wait()
-    assert done == [*range(9)], "in the order in which they were submitted"
-    assert not first.future.done()
-    gates[0].set()
-    after = workers.submit(done.append, [9])
-    after.wait()
-    assert not first.future.done(), "it counts down its own items alone"
-    gates[1].set()
-    first.wait()
-
-
-def test_an_error_skips_what_is_left_of_its_own_work_alone(workers):
-    gate, done = threading.Event(), []
-
-    def fail(item):
-        assert gate.wait(20)
-        raise ValueError("a reason")
-
-    bad, good = workers.submit(fail, range(100)), workers.submit(done.append, range(5))
-    gate.set()
-    good.wait()
-    with pytest.raises(ValueError, match="a reason"):
-        bad.wait()
-    assert (sorted(done), bad.cancel(), good.cancel()) == ([*range(5)], False, True)
-
-
 # What is given to them
 
 
