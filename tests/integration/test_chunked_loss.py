@@ -8,11 +8,11 @@ import peft
 import pytest
 import torch
 from support import inside
-from support.models import make_batch, make_model
+from support.models import SIZES, llama, make_batch, make_model
 from support.trainers import assert_same_weights, logged, make_trainer, pair, run, train
 from support.watch import non_model_peak
 from torch import nn
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.errors import ConfigError, EngineError
@@ -39,18 +39,8 @@ def chunked(model):
 def make_llama(tied=False, **fields):
     """A model whose logits take most of the memory."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=128,
-        max_position_embeddings=256,
-        tie_word_embeddings=tied,
-        **fields,
-    )
-    return LlamaForCausalLM(config)
+    sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 128, "max_position_embeddings": 256}
+    return llama(**sizes, tie_word_embeddings=tied, **fields)
 
 
 def tokens(seed=1, shape=TOKENS):
@@ -226,19 +216,15 @@ def test_logits_of_training_are_there_for_whoever_uses_them(caplog):
 
 
 def test_a_model_that_changes_its_logits_before_the_loss_computes_as_always(caplog):
-    config = Gemma2Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=64,
-        final_logit_softcapping=0.5,
-        attn_implementation="eager",
-    )
+    sizes = {
+        **SIZES,
+        "vocab_size": VOCAB,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+        "final_logit_softcapping": 0.5,
+    }
     torch.manual_seed(0)
-    model = Gemma2ForCausalLM(config)
+    model = Gemma2ForCausalLM(Gemma2Config(**sizes, attn_implementation="eager"))
     expected = outcome(copy.deepcopy(model), tokens())
     found = outcome(chunked(model), tokens())
     assert torch.equal(found.loss, expected.loss)
@@ -319,8 +305,7 @@ def test_the_peak_is_that_of_a_chunk_and_bits_are_those_of_the_same_loss_on_a_pl
     assert non_model_peak(make_llama(tied), lambda each: learn(each, tokens())) > 2 * whole_nbytes
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral"])
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize(("name", "precision"), [("gpt2", "no"), ("llama", "bf16"), ("mixtral", "no")])
 def test_the_trainer_trains_with_it(tmp_path, name, precision):
     """Against the stock Trainer, with several micro-batches, whose items it counts."""
     told = {"gradient_accumulation_steps": 2, "bf16": precision == "bf16", "eval_strategy": "epoch", "max_steps": 3}

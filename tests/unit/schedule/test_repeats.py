@@ -5,18 +5,18 @@ import logging
 
 import pytest
 import torch
-from support.models import IDS, VOCAB
+from support import models
+from support.models import IDS, SIZES, VOCAB
 from support.oracle import SMALL, Training, compute_loss, make_training
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import (
-    AutoModelForCausalLM,
     BertConfig,
     BertForMaskedLM,
     Gemma2Config,
-    GPT2Config,
-    LlamaConfig,
+    Gemma2ForCausalLM,
     MixtralConfig,
+    MixtralForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -47,40 +47,35 @@ from hf_patrickstar.tracing.stacks import cut, find_stacks
 H100 = MACHINES["h100"]
 DEPTH = 12
 SHALLOW = 7
-SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, **IDS}
-LLAMA = {**SIZES, "num_key_value_heads": 2, "max_position_embeddings": 32}
-T5 = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 16, "d_ff": 48, "num_heads": 2, "decoder_start_token_id": 0}
 WITH_ADAPTERS = {"r": 2, "target_modules": "all-linear"}
 
 
 def gpt2(depth):
-    return AutoModelForCausalLM.from_config(
-        GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=32, n_layer=depth, n_head=2, **IDS)
-    )
+    return models.gpt2(n_layer=depth)
 
 
 def llama(depth, **changes):
-    return AutoModelForCausalLM.from_config(LlamaConfig(**LLAMA, num_hidden_layers=depth, **changes))
+    return models.llama(num_hidden_layers=depth, **changes)
 
 
 def bert(depth):
-    return BertForMaskedLM(BertConfig(**SIZES, num_hidden_layers=depth, max_position_embeddings=32))
+    return BertForMaskedLM(BertConfig(**{**SIZES, "num_hidden_layers": depth}))
 
 
 def mixtral(depth, **changes):
-    sizes = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, **changes}
-    return AutoModelForCausalLM.from_config(MixtralConfig(**sizes, num_hidden_layers=depth))
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    return MixtralForCausalLM(MixtralConfig(**{**SIZES, **experts, "num_hidden_layers": depth, **changes}))
 
 
 def gemma2(depth, **changes):
     """Every other block attends to the last tokens alone."""
-    sizes = {**LLAMA, "head_dim": 8, "sliding_window": 8, "attn_implementation": "eager", **changes}
-    return AutoModelForCausalLM.from_config(Gemma2Config(**sizes, num_hidden_layers=depth))
+    sizes = {**SIZES, "head_dim": 8, "sliding_window": 8, "attn_implementation": "eager", **changes}
+    return Gemma2ForCausalLM(Gemma2Config(**{**sizes, "num_hidden_layers": depth}))
 
 
 def t5(depth):
-    sizes = {**T5, "pad_token_id": 0, "eos_token_id": 2}
-    return T5ForConditionalGeneration(T5Config(**sizes, num_layers=depth, num_decoder_layers=depth + 3))
+    sizes = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 16, "d_ff": 48, "num_heads": 2, "decoder_start_token_id": 0}
+    return T5ForConditionalGeneration(T5Config(**sizes, **IDS, num_layers=depth, num_decoder_layers=depth + 3))
 
 
 def training_of(make, checkpointing=0, adapters=None, loss=compute_loss, num_micro_batches=1, **settings):
