@@ -1,20 +1,16 @@
 """Optimizers that keep what they like: states of any shape under Adam's names, objects, and a counter under a name."""
 
 import enum
-from pathlib import Path
 
 import numpy
 import pytest
 import torch
 from support.checkpoint_files import same_bits
 from support.models import make_batch, make_model
-from support.trainers import assert_same_weights, logged, make_trainer, run, tight
-from transformers import Trainer, TrainingArguments
+from support.trainers import assert_same_weights
 
-from hf_patrickstar import CheckpointError, PatrickStarEngine, PatrickStarTrainer, PatrickStarTrainingArguments
+from hf_patrickstar import CheckpointError, PatrickStarEngine
 from hf_patrickstar.checkpoint.torch_state import torch_state_dict
-
-SAVING = {"save_strategy": "steps", "save_steps": 2}
 
 
 class Plain(torch.optim.Optimizer):
@@ -99,25 +95,6 @@ class Odd(WithMaster):
             parameter.sub_(state[key], alpha=group["lr"] / counts)
 
 
-def trainer_of(is_chunked, tmp_path, seed=0, **kwargs):
-    given = {"optimizer_cls_and_kwargs": (Odd, {"lr": 1e-3})}
-    classes = (PatrickStarTrainer, PatrickStarTrainingArguments) if is_chunked else (Trainer, TrainingArguments)
-    return make_trainer(*classes, tmp_path, model=make_model("gpt2", seed), trainer_kwargs=given, **kwargs)
-
-
-@pytest.mark.parametrize("format_name", ["sharded", "torch"])
-def test_resuming_with_such_states(format_name, tmp_path):
-    whole = trainer_of(False, tmp_path / "stock")
-    run(whole)
-    settings = {**SAVING, "patrickstar_config": {**tight(), "optimizer_format": format_name}}
-    first = trainer_of(True, tmp_path / "ours", **settings)
-    run(first)
-    assert logged(first, "loss") == logged(whole, "loss")
-    second = trainer_of(True, tmp_path / "ours", seed=3, **settings)
-    run(second, resume_from_checkpoint=str(Path(first.args.output_dir) / "checkpoint-2"))
-    assert_same_weights(whole.model, second.model)
-
-
 ODD = [WithSmallMaster, Odd]
 
 
@@ -186,17 +163,6 @@ def test_a_master_of_the_optimizer_beside_the_one_of_the_engine(way, tmp_path):
     train(other.model, other.optimizer, other.backward, range(2, 4))
     assert same_bits(other.optimizer.state_dict(), whole.optimizer.state_dict())
     assert_same_weights(whole.model, other.model)
-
-
-def test_a_master_of_the_optimizer_in_torchs_format_and_16_bit(tmp_path):
-    """The file has no fp32 values of the engine: ``master`` is the optimizer's own, and no weight is taken from it."""
-    engine = engine_of(WithMaster, range(2), format_name="torch", dtype=torch.bfloat16)
-    engine.save_checkpoint(tmp_path / "c")
-    other = engine_of(WithMaster, seed=3, dtype=torch.bfloat16)
-    other.load_checkpoint(tmp_path / "c")
-    assert_same_weights(engine.model, other.model)
-    ours, theirs = (e.optimizer.state[e.model.lm_head.weight]["master"] for e in (other, engine))
-    assert torch.equal(ours, theirs)
 
 
 class Kind(enum.Enum):

@@ -58,29 +58,21 @@ def defer(model, folder):
     return path
 
 
-def filled(monkeypatch, see):
-    """Calls ``see`` with the value and the first element of each piece before it is filled."""
-    real = Reader.fill
-
-    def fill(self, values, tensor, start=0, *args):
-        see(tensor, start)
-        real(self, values, tensor, start, *args)
-
-    monkeypatch.setattr(Reader, "fill", fill)
-
-
 def fail_at(monkeypatch, model, *names):
     """Pieces of these parameters cannot be filled."""
     recipes = {id(getattr(model.get_parameter(name), "recipe", None)): name for name in names}
     storages = {model.get_parameter(name).untyped_storage()._cdata: name for name in names}
 
-    def see(tensor, start):
-        key = id(tensor.recipe) if isinstance(tensor, DeferredTensor) else tensor.untyped_storage()._cdata
-        name = (recipes if isinstance(tensor, DeferredTensor) else storages).get(key)
-        if name is not None:
-            raise CheckpointError(f"cannot read {name} from {start}")
+    fill = Reader.fill
 
-    filled(monkeypatch, see)
+    def fail(self, values, tensor, start=0, *args):
+        is_deferred = isinstance(tensor, DeferredTensor)
+        key = id(tensor.recipe) if is_deferred else tensor.untyped_storage()._cdata
+        if key in (found := recipes if is_deferred else storages):
+            raise CheckpointError(f"cannot read {found[key]} from {start}")
+        fill(self, values, tensor, start, *args)
+
+    monkeypatch.setattr(Reader, "fill", fail)
 
 
 def note_moves(monkeypatch, see):

@@ -9,7 +9,7 @@ import torch
 from support.race_detector import SimulatedDriver
 from support.streams import HandingStreams
 
-from hf_patrickstar.memory.streams import DeviceStreams, copy_bytes, seconds_of
+from hf_patrickstar.memory.streams import DeviceStreams, seconds_of
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.units import MIB
 
@@ -24,35 +24,6 @@ def streams():
 
 
 # Copies of the CPU tier
-
-
-@pytest.mark.parametrize("direction", ["to_device", "to_host"])
-def test_a_copy_that_is_waited_for_fills_its_target_and_nothing_else(streams, direction):
-    payload, source = torch.zeros(10), torch.randn(3, 2).t()
-    assert getattr(streams, direction)(source, payload.as_strided((2, 3), (3, 1), 2)) is None
-    assert torch.equal(payload[2:8].view(2, 3), source)
-    assert not payload[[0, 1, 8, 9]].any()
-    with pytest.raises(RuntimeError, match="size"):
-        getattr(streams, direction)(torch.zeros(4), torch.zeros(3))
-
-
-@pytest.mark.parametrize("method", ["wait", "join"])
-def test_an_error_of_a_copy_is_raised_where_it_is_waited_for_and_the_thread_goes_on(method):
-    failures = [ValueError("a bad disk")]
-
-    def fail_once(arrays):
-        if failures:
-            raise failures.pop()
-        copy_bytes(arrays)
-
-    streams, target = HandingStreams(CPU, fail_once), torch.zeros(4)
-    first, second = streams.fetch(torch.ones(4), target), streams.fetch(torch.ones(4), target)
-    second.wait()
-    assert target.all()
-    with pytest.raises(ValueError, match="a bad disk"):
-        getattr(first, method)()
-    assert first.is_done
-    streams.close()
 
 
 def test_small_copies_and_tensors_without_bytes_need_no_thread():

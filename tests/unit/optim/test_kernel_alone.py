@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_patrickstar.optim.kernel import place_state, raw_step
+from hf_patrickstar.optim.kernel import place_state
 from hf_patrickstar.optim.torch_kernel import is_one_by_one
 
 
@@ -38,13 +38,3 @@ class OwnSGD(torch.optim.SGD):
 )
 def test_which_optimizers_look_at_parameters_one_by_one(cls, is_known):
     assert is_one_by_one(cls([torch.nn.Parameter(torch.zeros(2))], lr=0.1)) is is_known
-
-
-def test_a_raw_step_is_that_of_the_class_and_calls_no_hooks():
-    parameter = torch.nn.Parameter(torch.zeros(2))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    optimizer.register_step_pre_hook(lambda *_: pytest.fail("a hook"))
-    optimizer.step = lambda: pytest.fail("the one that a scheduler has put there")
-    parameter.grad = torch.ones(2)
-    assert raw_step(optimizer)(lambda: "loss") == "loss"
-    assert parameter.tolist() == [-1.0, -1.0]

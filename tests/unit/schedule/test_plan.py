@@ -56,10 +56,6 @@ RESHARD = {"reshard_after_forward": True}
 PLANS = {
     # A trace, bytes of chunks, settings -> what is done, and bytes of chunks that are there afterwards.
     "a forward and a backward": (SWEEP, 20, {}, "+0 +1 -0+2 . . -2+0", (10, 20, 20, 20, 20, 20)),
-    "static chunks take no room": (
-        make_trace([0, 1, 0, 2], pinned={2: (1,)}),
-        *(10, {"static": frozenset({1}), "prefetch_depth": 2}, "+0 . . -0+2", None),
-    ),
     "the tide comes in": (SWEEP, [30, 30, 30, 10, 20, 30], {}, "+0 +1 +2 -0-1 +1 +0", (10, 20, 30, 10, 20, 30)),
     # Prefetch: chunk 3 waits for chunk 0, its victim, to be done.
     "loads come as early as there is room": (
@@ -71,14 +67,8 @@ PLANS = {
         make_trace([0, 1, 2, 3]),
         *([30, 30, 20, 30], {"dropped_after": EVERYTHING, "prefetch_depth": 1}, "+0+1 -0+2 -1+3 -2", None),
     ),
-    "prefetch waits for the tide": (
-        *(make_trace([0, 1, 1, 2]), [30, 20, 30, 30], {"prefetch_depth": 2}, "+0+1 . +2 .", (20, 20, 30, 30)),
-    ),
     # Leaving after forward though there is room; what backward has loaded stays.
     "chunks leave after forward": (TURNING, 100, RESHARD, "+0 -0+1 -1+2 -2+2 +1 +0", (10, 10, 10, 10, 20, 30)),
-    "after the last visit in forward": (
-        *(make_trace([0, 1, 0, 2, 0], turns=(4,)), 100, RESHARD, "+0 +1 -1 -0+2 -2+0", None),
-    ),
     # A module around others keeps its own parameters until the one after them is visited.
     "a chunk in use leaves when it is not": (
         AROUND,
@@ -86,9 +76,6 @@ PLANS = {
         RESHARD,
         "+0 +1 +2 -0-1-2+3 -3+1 +0",
         (10, 20, 30, 10, 10, 20),
-    ),
-    "a chunk in use until backward stays": (
-        *(make_trace([0, 1, 1, 0, 2], pinned={1: (0,), 2: (0,)}, turns=(2,)), 100, RESHARD, "+0 +1 -1+1 . +2", None),
     ),
     "loads come ahead around what leaves": (
         *(TURNING, 100, {**RESHARD, "prefetch_depth": 2}, "+0+1+2 -0 -1 -2+2+1+0 . .", (30, 20, 10, 30, 30, 30)),

@@ -233,21 +233,6 @@ def test_a_model_whose_blocks_differ_is_run_in_full(make, why, caplog):
     assert "blocks repeat, but the model is run with all of them" in caplog.text
 
 
-def test_the_model_that_is_run_in_full_has_not_run_before(monkeypatch):
-    models = []
-    record = micro_batch._Ready.record
-
-    def note(ready, **how):
-        models.append(ready.model)
-        return record(ready, **how)
-
-    monkeypatch.setattr(micro_batch._Ready, "record", note)
-    training_of(lambda: make_odd(gpt2(DEPTH))).trace(H100)
-    checked, first, second = models[-3:]
-    assert len(checked.transformer.h) == DEPTH
-    assert first is second is not checked, "it may keep what it has made"
-
-
 # Stacks
 
 

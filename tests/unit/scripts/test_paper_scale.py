@@ -40,22 +40,6 @@ def test_steps_of_other_systems_take_at_least_what_nothing_hides(bench, system, 
     assert bench.least_seconds(machine, 10**9, compute_s, bench.COPIES[system]) == pytest.approx(seconds)
 
 
-HIDDEN = 1024
-
-
-@pytest.mark.parametrize(
-    ("system", "device", "host"),
-    [
-        ("paged", 4 + 1 / 32, 4 * (2 + 6 * 32_000 / (12 * HIDDEN * 10 + 64_000))),
-        ("zero3 bf16", 4 * 12 * HIDDEN / (12 * HIDDEN * 10 + 64_000), 10),
-    ],
-)
-def test_bytes_per_parameter_of_training_with_fewer_bytes(bench, system, device, host):
-    numbers = bench.numbers_of(10, HIDDEN, True, devices=4)
-    found = [nbytes / numbers.all for nbytes in bench.PLACES[system](numbers)]
-    assert found == pytest.approx([device, host])
-
-
 def test_adapters_are_counted_as_peft_makes_them(bench):
     pytest.importorskip("peft")
     arguments = bench.TRAININGS["qlora"].arguments
