@@ -50,7 +50,7 @@ def test_it_is_the_plan_of_the_same_model_as_a_configuration(tmp_path):
     assert math.isclose(ours.speed.tokens_per_s * ours.speed.seconds, 2 * 16)
 
 
-@pytest.mark.parametrize("optim", ["adamw_8bit", "lion_8bit", "ademamix_8bit"])
+@pytest.mark.parametrize("optim", ["lion_8bit", "ademamix_8bit"])
 def test_optimizers_of_bitsandbytes(optim, tmp_path):
     """The script's is copied, with what its class has added to torch's."""
     pytest.importorskip("bitsandbytes")
