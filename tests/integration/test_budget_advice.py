@@ -66,11 +66,7 @@ class Training:
 
 @pytest.mark.parametrize(
     ("name", "checkpointing", "config"),
-    [
-        ("gpt2", False, {}),
-        ("bert", True, {"chunk_numel": 8192}),
-        ("mixtral", False, {"dtype": "bf16"}),
-    ],
+    [("gpt2", False, {}), ("bert", True, {"chunk_numel": 8192}), ("mixtral", False, {"dtype": "bf16"})],
 )
 def test_chunk_budget(name, checkpointing, config):
     message, advised = follow(Training(name, checkpointing), {"chunk_budget": 5000, **config})

@@ -387,10 +387,7 @@ def test_logits_change_as_tensors_do(change):
 def test_a_model_without_a_plain_output_embedding_is_refused():
     for model, word in (
         (nn.Sequential(nn.Linear(4, 4)), "no output embedding"),
-        (
-            peft.get_peft_model(make_llama(), peft.LoraConfig(r=2, modules_to_save=["lm_head"])),
-            "ModulesToSaveWrapper",
-        ),
+        (peft.get_peft_model(make_llama(), peft.LoraConfig(r=2, modules_to_save=["lm_head"])), "ModulesToSaveWrapper"),
     ):
         parameters = [p for p in model.parameters() if p.requires_grad]
         with pytest.raises(ConfigError, match=f"(?s)chunked_loss.*{word}.*set chunked_loss to false"):

@@ -69,11 +69,6 @@ def wrapped(model, **how):
     model.blocks = nn.ModuleList(torch.compile(getattr(block, "_orig_mod", block), **how) for block in model.blocks)
 
 
-def by_forward(model, **how):
-    for block in model.blocks:
-        block.forward = torch.compile(block.forward, **how)
-
-
 def leaves(model, backend, **_):
     """Not with fullgraph: of a leaf that is compiled in place torch compiles nothing, and fullgraph refuses that."""
     model.words.compile(backend=backend)
@@ -172,7 +167,6 @@ def in_bf16(model):
 @pytest.mark.parametrize(
     ("compile_parts", "change", "backend"),
     [
-        (by_forward, None, "eager"),
         (leaves, None, "aot_eager"),
         (in_place, in_bf16, "eager"),
         (in_place, frozen_and_checkpointed, "aot_eager"),
@@ -261,32 +255,6 @@ def test_functions_of_parameters_are_compiled():
                 training.losses += [penalty(parameter).item() for parameter in training.model.parameters()]
 
     compared(Penalized, use)
-
-
-def test_an_error_inside_of_a_compiled_part_leaves_the_engine_usable():
-    class Failing(Block):
-        is_failing = False
-
-        def forward(self, x):
-            if self.is_failing:
-                raise ValueError("as told")
-            return super().forward(x)
-
-    def make():
-        model = Model(Failing)
-        in_place(model, backend="eager")
-        return model
-
-    def use(training):
-        training.step()
-        training.model.blocks[2].is_failing = True
-        with pytest.raises(ValueError, match="as told"):
-            training.step()
-        training.model.blocks[2].is_failing = False
-        training.optimizer.zero_grad()
-        training.step()
-
-    compared(make, use)
 
 
 def test_a_model_with_compiled_parts_is_copied_and_given_back():

@@ -8,10 +8,7 @@ from safetensors.torch import load_file, save_file
 from support.trainers import arguments, assert_same_weights, logged, run
 from transformers import Trainer, TrainingArguments
 
-from hf_patrickstar import (
-    PatrickStarTrainer,
-    PatrickStarTrainingArguments,
-)
+from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments
 
 ROWS = [
     {"x": torch.randn(6, generator=torch.Generator().manual_seed(seed)), "labels": torch.tensor(1.0)}

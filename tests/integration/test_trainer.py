@@ -7,13 +7,7 @@ import pytest
 import torch
 from support.models import make_batch, make_model, make_rows
 from support.trainers import arguments, assert_same_weights, logged, make_trainer, pair, run
-from transformers import (
-    PreTrainedModel,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import PreTrainedModel, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
 from hf_patrickstar import (
     BudgetError,

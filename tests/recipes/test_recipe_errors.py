@@ -36,11 +36,7 @@ CASES = [
     ("clm", "--do_train --dataset_name {tmp}/folder", r"no 'train' split, which --do_train needs \(it has: test\)"),
     ("classification", f"{DO} --do_predict", r"no 'test' split, .* \(it has: train\); .* --test_file"),
     ("clm", "--do_train --do_eval --train_file {tmp}/one.jsonl", "5.* of its 1 training rows .*--validation_file"),
-    (
-        "classification",
-        f"{DO} --text_column_names body",
-        "no column 'body'; its columns are 'text', 'label', 'score'",
-    ),
+    ("classification", f"{DO} --text_column_names body", "no column 'body'; its columns are 'text', 'label', 'score'"),
     ("clm", f"{DO} --text_column_name score", "column 'score' holds .*float.*, not text"),
     ("clm", "--do_train --train_file {tmp}/one.jsonl --block_size 32", r"32 tokens .* in 1 rows; lower --block_size"),
     ("clm", f"{DO} --block_size 64", "--block_size is 64, and the model takes at most 32 tokens"),

@@ -74,8 +74,7 @@ def test_kinds_of_products_have_rates_of_their_own(dtype, kind, nanoseconds):
 
 
 @pytest.mark.parametrize(
-    ("flops", "nbytes", "nanoseconds"),
-    [(50_000, 0, 1_000), (0, 100_000, 1_000), (50_000, 400_000, 4_000), (0, 0, 0)],
+    ("flops", "nbytes", "nanoseconds"), [(50_000, 0, 1_000), (0, 100_000, 1_000), (50_000, 400_000, 4_000), (0, 0, 0)]
 )
 def test_an_operator_on_the_host_has_no_least_time(flops, nbytes, nanoseconds):
     assert ROUND.host_ns(flops, nbytes) == nanoseconds

@@ -33,13 +33,7 @@ def test_parse_refuses(value, message):
 
 @pytest.mark.parametrize(
     ("nbytes", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (2**10, "1.00 KiB"),
-        (2**40, "1.00 TiB"),
-        (-(2**20), "-1.00 MiB"),
-    ],
+    [(0, "0 B"), (1023, "1023 B"), (2**10, "1.00 KiB"), (2**40, "1.00 TiB"), (-(2**20), "-1.00 MiB")],
 )
 def test_format(nbytes, text):
     assert format_nbytes(nbytes) == text

@@ -25,10 +25,7 @@ STATES = {
     "b": {"exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2), "step": torch.tensor(1.0)},
     "c": {"patrickstar_master": torch.ones(2)},
 }
-GROUPS = [
-    {"lr": 0.5, "betas": (0.8, 0.9), "params": ["c", "w"]},
-    {"lr": 0.25, "betas": (0.8, 0.9), "params": ["b"]},
-]
+GROUPS = [{"lr": 0.5, "betas": (0.8, 0.9), "params": ["c", "w"]}, {"lr": 0.25, "betas": (0.8, 0.9), "params": ["b"]}]
 
 
 def same(left, right):

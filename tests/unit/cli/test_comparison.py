@@ -34,10 +34,7 @@ def run(tmp_path):
 
 
 def test_the_same(run):
-    assert run() == (
-        "same bits",
-        "2 steps, 2 losses, 2 gradient norms, 1 parameters and buffers with 2 elements",
-    )
+    assert run() == ("same bits", "2 steps, 2 losses, 2 gradient norms, 1 parameters and buffers with 2 elements")
 
 
 @pytest.mark.parametrize(

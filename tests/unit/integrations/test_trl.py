@@ -15,10 +15,7 @@ from support.trainers import arguments, assert_same_weights, logged, smallest_bu
 from trl.generation import vllm_generation
 
 import hf_patrickstar
-from hf_patrickstar.integrations.trl import (
-    PatrickStarGRPOConfig,
-    PatrickStarGRPOTrainer,
-)
+from hf_patrickstar.integrations.trl import PatrickStarGRPOConfig, PatrickStarGRPOTrainer
 
 GRPO = (trl.GRPOTrainer, trl.GRPOConfig), (PatrickStarGRPOTrainer, PatrickStarGRPOConfig)
 

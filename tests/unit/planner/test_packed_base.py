@@ -22,10 +22,7 @@ BITS = (4, 8)
 def loaded(bits):
     """The same model as transformers loads it, with real values."""
     how = BitsAndBytesConfig(
-        load_in_4bit=bits == 4,
-        load_in_8bit=bits == 8,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_compute_dtype=torch.bfloat16,
+        load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
     )
     base = AutoModelForCausalLM.from_pretrained(
         saved(3).name, quantization_config=how, device_map={"": "cpu"}, dtype=torch.float32

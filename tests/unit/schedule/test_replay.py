@@ -28,10 +28,7 @@ def compute(name, duration_ns=100):
     return DeviceOp(name, 0, 0, "float32", measured_ns=duration_ns)
 
 
-FORWARD = [
-    Begin(Part.FORWARD),
-    *(compute("a"), Keep(0), compute("b"), Keep(1), compute("c"), Keep(2), compute("d")),
-]
+FORWARD = [Begin(Part.FORWARD), *(compute("a"), Keep(0), compute("b"), Keep(1), compute("c"), Keep(2), compute("d"))]
 BACKWARD = [
     Begin(Part.BACKWARD),
     *(compute("e"), Restore(2), compute("f"), Restore(1), compute("g"), Restore(0), compute("h")),

@@ -80,11 +80,8 @@ NOTES = {
         *((*BOTH, Activation(2, 700, 1, 3, 5)), [1, 2, 0]),
     ),
     "the user holds one until backward": ({"forward": KEPT[:2], "middle": [*WANTED, Free(2)]}, BOTH, [1, 0]),
-    "backward needs one at once": ({"last": KEPT, "begin": WANTED}, BOTH, [1, 0]),
     "backward begins with one": ({"forward": KEPT, "begin": WANTED}, BOTH, [1, 0]),
     "it comes back with the next visit": ({"last": KEPT[:2], "begin": [Free(2)], "middle": WANTED}, BOTH, [1, 0]),
-    "backward never needs one": ({"forward": KEPT, "middle": [Free(102)]}, BOTH, [1, 0]),
-    "one is made for backward": ({"begin": KEPT, "middle": WANTED}, BOTH, [1, 0]),
     "one is less than a ten thousandth of all": (
         {"forward": [Allocate(((2, 4), (3, 5), (4, 40000))), Kept(2, 102), Kept(3, 103), Free(2), Free(3), Free(4)]}
         | {"middle": [Wanted(103), *WANTED, Free(103)]},

@@ -7,15 +7,7 @@ def make_trace(shapes=(), visits=()):
     return Trace("t", (8, 8, 8), visits, (shapes,))
 
 
-BUCKETS = {
-    1: 1,
-    5: 6,
-    9: 12,
-    13: 16,
-    25: 32,
-    385: 512,
-    513: 768,
-}
+BUCKETS = {1: 1, 5: 6, 9: 12, 13: 16, 25: 32, 385: 512, 513: 768}
 
 
 def test_sizes_are_rounded_up_to_buckets_by_less_than_half_as_much_again():
@@ -26,13 +18,7 @@ def test_sizes_are_rounded_up_to_buckets_by_less_than_half_as_much_again():
         assert bucket == size or 2 * bucket < 3 * size + 2
 
 
-@pytest.mark.parametrize(
-    ("shapes", "key"),
-    [
-        ((), "evaluation"),
-        (((5, 9), (5, 9), (6, 12)), "evaluation/6x12"),
-    ],
-)
+@pytest.mark.parametrize(("shapes", "key"), [((), "evaluation"), (((5, 9), (5, 9), (6, 12)), "evaluation/6x12")])
 def test_a_key_names_the_kind_and_every_bucket_once(shapes, key):
     assert trace_key("evaluation", shapes) == key
 
