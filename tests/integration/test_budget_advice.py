@@ -133,6 +133,22 @@ def test_a_trainer_ends_with_the_command_for_a_plan(nbytes, evaluates, error, tm
     assert str(pickle.loads(pickle.dumps(caught.value))) == text
 
 
+def test_an_evaluation_after_training_ends_with_the_command_once(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    small = {"per_device_train_batch_size": 1, "max_steps": 1, "per_device_eval_batch_size": 64}
+    trainer, _ = train("gpt2", tmp_path, {"device_budget": 150_000}, **small)
+    texts = []
+    for words in (["train.py"], []):
+        sys.argv[:] = words
+        with pytest.raises(DeviceMemoryError) as caught:
+            trainer.evaluate(trainer.train_dataset)
+        texts.append(str(caught.value))
+    assert texts[0].count("To plan the run") == 1
+    assert texts[0].endswith("-- train.py")
+    assert "To plan the run" not in texts[1], "no script runs"
+
+
 def test_where_activations_leave_for_a_host_that_is_too_small():
     """They are named among what the host needs, and what it has is what it was given."""
     training = Training("gpt2")

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 
 import numpy
 import pytest
@@ -163,3 +164,23 @@ def test_parameters_and_copies_of_modules():
     assert source.reads == []
     for value in (copied.weight, module.state_dict()["weight"]):
         assert torch.equal(Reader().read(value), VALUES.view(-1))
+
+
+def test_threads_share_a_reader():
+    sources = [make_deferred(VALUES + 100 * number)[0] for number in range(4)]
+    reader, wrong, barrier = Reader(), [], threading.Barrier(4)
+
+    def read(number):
+        barrier.wait()
+        pair = number, (number + 1) % 4
+        for _ in range(50):
+            found = reader.read(torch.cat([sources[n] for n in pair]))
+            if not torch.equal(found, torch.cat([VALUES + 100 * n for n in pair]).view(-1)):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []

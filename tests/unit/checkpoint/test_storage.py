@@ -61,6 +61,15 @@ def failing(monkeypatch, name, when, error):
     monkeypatch.setattr(os, name, call)
 
 
+def test_nothing_is_there_before_the_end(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    staged = stage("run/last/")
+    assert staged.final == tmp_path / "run" / "last"
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["_partial"]
+    staged.commit()
+    assert contents(tmp_path / "run") == tree("last", "new")
+
+
 def test_an_older_one_is_replaced_and_files_of_others_stay(tmp_path):
     commit(tmp_path / "last", "old")
     for name in ("model-00002-of-00002.safetensors", "optimizer.pt", "random_states_3.pkl", "notes"):

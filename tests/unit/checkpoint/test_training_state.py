@@ -10,7 +10,7 @@ from torch import nn
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.checkpoint.deferred import Reader
-from hf_patrickstar.checkpoint.safetensors_file import write_safetensors
+from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile, write_safetensors
 from hf_patrickstar.checkpoint.training_state import INDEX_NAME, SavedState, shard_name
 from hf_patrickstar.errors import CheckpointError
 
@@ -58,6 +58,8 @@ BROKEN = {
         f"{SHARD}' is not a complete safetensors file",
     ),
     "parts that are a list": (lambda path: change_metadata(path, parts="[]"), NO_PART),
+    "values that are a list": (lambda path: change_metadata(path, literals="[1]"), NO_PART),
+    "values that are no literals": (lambda path: change_metadata(path, literals="print()"), NO_PART),
     "no bytes of torch.save": (
         lambda path: write_safetensors(
             path / SHARD, {"pickled": torch.zeros(9, dtype=torch.uint8)}, {"literals": "{}"}
@@ -230,6 +232,18 @@ def test_a_tensor_of_another_shape_or_none(tmp_path):
         with pytest.raises(CheckpointError, match=f"{message}.*; make the optimizer with the same options"):
             engine.training_state.open(tmp_path)
         states["w"]["exp_avg_sq"] = W
+
+
+def test_a_damaged_master_is_found_before_anything_changes(tmp_path):
+    """Of other states an optimizer that has none finds out when it loads them."""
+    engine, other = (make_engine(dtype=torch.bfloat16, seed=seed, config={"dtype": "bf16"}) for seed in range(2))
+    train(engine)
+    save(engine, tmp_path)
+    with open(tmp_path / SHARD, "r+b") as file:
+        file.seek(SafetensorsFile(tmp_path / SHARD).entries["patrickstar_master/w"].start)
+        file.write(b"\xff")
+    with pytest.raises(CheckpointError, match="'patrickstar_master/w' has other bytes than were saved"):
+        other.training_state.open(tmp_path)
 
 
 class Projector:

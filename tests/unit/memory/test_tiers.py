@@ -72,3 +72,11 @@ def test_budgets(machine, monkeypatch, device, asked, given):
         ConfigError, match="1001 bytes asked for, cuda:0 has 1000 bytes; set device_budget to at most 1000"
     ):
         resolve_budgets(CUDA, 1001, "auto")
+
+
+def test_the_real_machine():
+    assert 0 < available_host_nbytes() <= total_host_nbytes() <= tiers.psutil.virtual_memory().total
+    assert [limit for limit, _ in tiers.CGROUP_FILES] == [
+        "/sys/fs/cgroup/memory.max",
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+    ]

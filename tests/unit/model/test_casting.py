@@ -46,6 +46,28 @@ def test_narrow_outputs_are_given_in_fp32_and_containers_keep_their_kind(make, l
         assert casting().widen(output) is output
 
 
+def test_only_what_has_something_narrow_is_made_anew_and_gradients_flow_back():
+    cache, value = [torch.ones(1)], torch.ones(2, dtype=BF16, requires_grad=True)
+    found = casting().widen({"cache": cache, "hidden": [value * 2]})
+    assert found["cache"] is cache
+    found["hidden"][0].sum().backward()
+    assert value.grad.tolist() == [2.0, 2.0]
+
+
+def test_floating_inputs_follow_the_parameters_and_labels_do_not():
+    pixels, ids, labels = torch.ones(1), torch.ones(1, dtype=torch.int64), torch.ones(1)
+    args, kwargs = casting(inputs=BF16).narrow(
+        (pixels, ids, torch.ones(1, dtype=FP16), torch.ones(1, dtype=FP64), "text"),
+        {"pixel_values": pixels, "labels": labels, "start_labels": labels},
+    )
+    assert [getattr(value, "dtype", value) for value in args] == [BF16, torch.int64, FP16, BF16, "text"]
+    assert args[1] is ids
+    assert {name: value.dtype for name, value in kwargs.items()} == {
+        **{"pixel_values": BF16, "labels": FP32, "start_labels": FP32}
+    }
+    assert casting(inputs=BF16).narrow((), {}) == ((), {})
+
+
 @pytest.mark.parametrize(
     ("is_recomputed", "is_ours", "is_wanted"),
     [(False, True, True), (False, False, True), (True, True, False), (True, False, True), (True, None, True)],

@@ -50,6 +50,24 @@ def test_they_are_asked_for_as_by_name(tmp_path):
     assert found.speed.clipped_seconds is not None, "the Trainer computes the norm all the same"
 
 
+def test_the_fused_loss_of_liger_is_planned_as_one_in_chunks(tmp_path):
+    model = "llama:num_hidden_layers=1,hidden_size=64,intermediate_size=64,num_attention_heads=2,vocab_size=8192"
+    found, by_name, stock = (
+        hf_patrickstar.plan(model, "h100", arguments=make(tmp_path, use_liger_kernel=is_on), length=512, **more)
+        for is_on, more in ((True, {}), (False, {"settings": {"chunked_loss": True}}), (False, {}))
+    )
+    assert found == by_name
+    peaks = [each.tier(Tier.DEVICE).owners["non-model data"] for each in (found, stock)]
+    assert peaks[0] < peaks[1] / 2
+    other = hf_patrickstar.plan(
+        *("bert:num_hidden_layers=1", "h100"),
+        arguments=make(tmp_path, use_liger_kernel=True),
+        length=64,
+        task="sequence-classification",
+    )
+    assert other.fits, "Liger has no fused loss there"
+
+
 def test_what_is_given_by_name_wins(tmp_path):
     arguments = make(
         tmp_path, per_device_train_batch_size=2, patrickstar=True, patrickstar_config={"chunk_numel": 8192}

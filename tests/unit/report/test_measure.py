@@ -1,5 +1,6 @@
 """Measuring a machine: by hand over a timer that is made up, sweeps of caches, and in earnest with tiny work."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -8,7 +9,10 @@ from support.race_detector import SimulatedDriver
 
 from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.report import measure
-from hf_patrickstar.report.measure import DTYPES, Effort, cpu_name, measure_machine
+from hf_patrickstar.report.measure import DTYPES, Effort, Sweeps, cpu_name, measure_machine
+
+CPU = torch.device("cpu")
+
 
 SLOW = Effort(nbytes=4_000, most_rows=256, calls=10, repetitions=3, seconds=10.0)
 
@@ -65,6 +69,21 @@ def test_figures_are_work_by_time(timed, monkeypatch):
     assert (machine.num_cores, machine.core_bandwidth) == (3, machine.host_bandwidth / 3), "threads are no cores"
 
 
+def test_how_often_and_how_large(timed, monkeypatch):
+    assert timed(dataclasses.replace(SLOW, seconds=1.0))[0].flops == rates_of(128, 0.25), "slow"
+    machine, calls = timed(dataclasses.replace(SLOW, repetitions=1, seconds=20.0))
+    assert machine.flops == rates_of(256, 0.25 / 10), "fast ones are called often"
+    _, calls = timed(dataclasses.replace(SLOW, seconds=-1.0))
+    assert (calls["pageable_bandwidth"], calls["products in float32"]) == (1, 2), "one to find the size"
+    assert timed(seconds=(9.0, 1.0, 2.0))[0].pageable_bandwidth == 4_000 / 2.0, "the median counts"
+    assert timed(seconds=(0.0,))[0].pageable_bandwidth == 4_000 / 1e-9, "no division by zero"
+    once = dataclasses.replace(SLOW, repetitions=1)
+    assert timed(once, kernel_s=(0.5, 0.2))[0].kernel_s == pytest.approx(0.03), "what one element takes more than none"
+    assert timed(once, kernel_s=(0.2, 0.5))[0].kernel_s == 1e-9
+    monkeypatch.setattr(measure, "available_host_nbytes", lambda: 8_010)
+    assert timed()[0].pageable_bandwidth == 1_000 / 0.25, "an eighth of the free memory"
+
+
 @pytest.mark.parametrize("refused", ["float16", "float32"])
 def test_a_type_that_cannot_be_multiplied_is_missing(refused, timed, monkeypatch):
     real, fails = measure._product, lambda: torch.mm(torch.zeros(1), torch.zeros(1))
@@ -107,3 +126,25 @@ def test_an_accelerator(timed, monkeypatch):
     assert machine.host_flops == machine.flops["float32"] == 2 * 256 * 256 * 64 / 0.25
     assert machine.kernel_s == 0.25 / 10
     assert len(waited) == 2 * SLOW.repetitions, "launches are timed with an empty queue"
+
+
+def test_a_sweep_follows_each_module_in_both_directions_changes_nothing_and_is_left_out(monkeypatch):
+    now = itertools.count()  # each look at the clock is a second after the one before
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: float(next(now)))
+    made, inputs = Sweeps(CPU, nbytes=64), torch.randn(4, 2, requires_grad=True)
+    layers = [torch.nn.Linear(2, 2) for _ in range(3)]
+    plain = [inputs, *(parameter for layer in layers for parameter in layer.parameters())]
+    expected = torch.autograd.grad(torch.nn.Sequential(*layers)(inputs).sum(), plain)
+    loss = made.between(layers)(inputs).sum()
+    assert made.seconds == 3.0
+    found = torch.autograd.grad(loss, plain)
+    assert made.seconds == 6.0
+    assert (made._swept == 6.0).all(), "each goes through all of the buffer"
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    for _ in range(2):
+        seconds = made.host_seconds(lambda: [made.sweep() for _ in range(3)])
+        assert seconds == 4.0, "a sweep takes a second, and so does all that is before and after one"
+    monkeypatch.setattr(measure, "is_accelerator", lambda device: True)
+    none = Sweeps(CPU)
+    none.between([torch.nn.Linear(2, 2)])(torch.ones(1, 2)).sum().backward()
+    assert none.seconds == 0.0, "the host of an accelerator has its caches to itself"

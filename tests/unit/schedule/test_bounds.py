@@ -119,3 +119,12 @@ def test_bounds():
     other = bounds_of(script, timeline, MACHINE, updated_nbytes=12 * 28, optimizer="SGD")
     assert (other.lower_ns, other.binding) == (12 * SECOND, "host SGD"), "a value and a gradient read, a value written"
     assert other.clipped_ns == (4 + 12) * SECOND
+
+
+def test_bounds_of_several_micro_batches():
+    micro_batch = [Begin(Part.FORWARD), WORK, Begin(Part.BACKWARD), WORK, WORK]
+    script = [*micro_batch * 3, Begin(Part.UPDATE), WORK]
+    bounds = bounds_of(script, play(*script), MACHINE, updated_nbytes=28 * 7)
+    assert bounds.lower_ns == (3 * 6 + 2) * SECOND
+    assert (bounds.first_forward_ns, bounds.until_gradients_ns) == (2 * SECOND, (4 + 2 * 6) * SECOND)
+    assert bounds.clipped_ns == (2 * 6 + 4 + 7) * SECOND, "the update hides behind one forward of three"

@@ -93,6 +93,13 @@ def test_as_many_are_asked_for_as_fit(durations, num):
     assert choose(True, durations) == (num, "as asked", [])
 
 
+@pytest.mark.parametrize("asked", [False, True, "auto"])
+def test_there_may_be_none_that_can_leave(asked):
+    found, why, looked_at = choose(asked, [100])
+    assert (found, looked_at) == (0, [])
+    assert "none" in why
+
+
 @pytest.mark.parametrize("copying_ns", [0, 1])
 def test_where_all_fits_and_copies_take_no_time_none_leaves(copying_ns):
     """No other number is tried, which would take a simulated step; a step of 100 ns can hardly win 1 ns."""

@@ -9,8 +9,23 @@ import pytest
 import torch
 
 from hf_patrickstar.config import PatrickStarConfig
+from hf_patrickstar.counts import Counts
 from hf_patrickstar.machine import ACCELERATOR, MACHINES
+from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.setup import resources as module
+from hf_patrickstar.setup.resources import Resources
+from hf_patrickstar.units import KIB, MIB
+
+
+@pytest.mark.parametrize(("budget", "held"), [("64MiB", MIB), ("1MiB", 16 * KIB)])
+def test_gradients_in_flight_take_a_64th_of_the_device_budget(monkeypatch, budget, held):
+    asked = []
+    monkeypatch.setattr(Streams, "hold_at_most", lambda self, nbytes: asked.append(nbytes))
+    config = PatrickStarConfig(device_budget=budget)
+    resources = Resources.find(config, torch.device("cpu"), None, lambda: None, Counts())
+    resources.streams.close()
+    assert asked == [held]
+
 
 # The machine
 

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hf_patrickstar.tracing import contention
 from hf_patrickstar.tracing.calls import Operand, OperatorCall, as_they_are
 from hf_patrickstar.tracing.contention import CompetingProcesses
+from hf_patrickstar.tracing.timing import OperatorTimes
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -86,6 +87,17 @@ def test_competing_processes_work_inside_of_the_block_and_end_with_it(pids, capl
                 assert not os.path.exists(f"/proc/{pids[0]}")
     (record,) = caplog.records
     assert "timed as if this process were alone" in record.getMessage()
+
+
+def test_competing_processes_begin_with_the_first_operator_and_end_with_who_has_them(pids):
+    times = OperatorTimes(num_threads=1, num_competing=1)
+    assert not pids, "none is started before an operator is timed"
+    assert times.find_ns(aten.mm.default, (fake(64, 64), fake(64, 64)), {}) is not None
+    (pid,) = pids
+    assert os.path.exists(f"/proc/{pid}")
+    del times
+    gc.collect()
+    assert not os.path.exists(f"/proc/{pid}")
 
 
 def test_a_call_is_the_same_in_another_process():
