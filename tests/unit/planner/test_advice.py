@@ -64,9 +64,8 @@ def test_a_loss_in_chunks_is_advised_where_logits_take_the_device():
     subject, given = arrange(WORDS, "h100", **told, device_memory=16 * MIB)
     plan, _ = plan_and_simulate(subject, given)
     assert not plan.fits
-    named = {change.text for change in advise(subject, given, plan).changes}
-    assert any("--set chunked_loss=true" in text for text in named)
-    asked = arrange(WORDS, "h100", **told, device_memory=16 * MIB, settings={"chunked_loss": True})
+    found = {change.option: change.apply((subject, given)) for change in changes(subject, given, plan)}
+    asked = found["--set chunked_loss=true"]
     assert plan_if_fits(*asked).fits
     for other in (asked, arrange(WORDS, "h100", **told)):  # it is on, or logits are small beside the device
         options = [change.option for change in changes(*other, plan_if_fits(*other))]
@@ -79,8 +78,8 @@ def test_activations_are_advised_to_leave_where_the_setting_forbids_it():
     subject, given = arrange(model, "h100", **told, settings={"activation_offload": False})
     plan, _ = plan_and_simulate(subject, given)
     assert not plan.fits
-    named = {change.text for change in advise(subject, given, plan).changes}
-    assert any("(--set activation_offload=auto)" in text for text in named)
+    found = {change.option: change.apply((subject, given)) for change in changes(subject, given, plan)}
+    assert plan_if_fits(*found["--set activation_offload=auto"]).fits
     assert not [change for change in changes(*arrange(model, "h100", **told), plan) if "offload" in change.option]
 
 
