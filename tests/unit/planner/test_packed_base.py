@@ -52,15 +52,16 @@ def test_the_planned_model_is_what_transformers_loads(bits):
     assert any(name.endswith(("absmax", "SCB")) for name in told[0])
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_without_adapters_nothing_can_be_trained(bits):
-    with pytest.raises(ConfigError, match=f"--load-in-{bits}bit: packed weights cannot be trained; add adapters"):
-        plan(saved(3).name, "rtx4090", bits=bits)
-
-
-def test_other_numbers_of_bits_get_a_sentence():
-    with pytest.raises(ConfigError, match="--load-in-3bit: bitsandbytes packs into 4 or 8 bits"):
-        plan(saved(3).name, "rtx4090", bits=3, adapters=LORA)
+@pytest.mark.parametrize(
+    ("bits", "adapters", "said"),
+    [
+        *((bits, None, f"{bits}bit: packed weights cannot be trained; add adapters") for bits in BITS),
+        (3, LORA, "3bit: bitsandbytes packs into 4 or 8 bits"),
+    ],
+)
+def test_what_cannot_be_packed_or_trained_gets_a_sentence(bits, adapters, said):
+    with pytest.raises(ConfigError, match=f"--load-in-{said}"):
+        plan(saved(3).name, "rtx4090", bits=bits, adapters=adapters)
 
 
 def test_a_plan_without_bitsandbytes_says_what_to_install(monkeypatch):

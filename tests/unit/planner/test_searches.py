@@ -78,7 +78,7 @@ def test_shorter_sequences_are_tried_where_64_tokens_do_not_fit(limit, length, m
 
 
 def test_the_largest_model_has_more_layers_and_the_same_heads():
-    subject, given = small(host_memory=6 * MIB, device_memory=6 * MIB, batch_size=1)
+    subject, given = small(host_memory=4 * MIB, device_memory=4 * MIB, batch_size=1)
     found = search(Goal.MAX_MODEL, subject, given)
     assert found.answer > 2
     assert found.refused == found.answer + 1

@@ -81,23 +81,13 @@ def test_the_usual_length_is_what_a_model_has_positions_for():
         ("gpt2:", {"task": "translation"}, "task 'translation' is not known; known are seq2seq-lm, causal-lm"),
         ("gpt2:", {"task": "masked-lm"}, "task 'masked-lm': transformers has no such model of type 'gpt2'"),
         ("timesformer:", {}, "model type 'timesformer': transformers has no class of it"),
+        ("gpt2:n_layer=abc", {}, "model 'gpt2': TypeError: Field 'n_layer' expected int, got str"),
+        ("llama:num_attention_heads=3", {}, r"'llama': ValueError: .*\(3\); change the settings after 'llama:'"),
     ],
 )
 def test_what_makes_no_sense_gets_a_sentence(model, changes, message):
     with pytest.raises(ConfigError, match=message):
         find(model, **changes)
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ("gpt2:n_layer=abc", "model 'gpt2': TypeError: Field 'n_layer' expected int, got str"),
-        ("llama:num_attention_heads=3", r"model 'llama': ValueError: .*\(3\); change the settings after 'llama:'"),
-    ],
-)
-def test_a_value_that_transformers_refuses_gets_a_sentence(model, message):
-    with pytest.raises(ConfigError, match=message):
-        find(model)
 
 
 def test_a_file_that_is_no_configuration_gets_a_sentence(tmp_path):
