@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import gc
+import importlib.util
 import multiprocessing.connection
 import os
 import pickle
@@ -27,6 +28,8 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIB
 GROUP_TIMEOUT_S = 60
 START_TIMEOUT_S = 120
 GRACE_S = 5
+PRELOADED = ["torch.distributed", "pytest", "hf_patrickstar", "support.together", "support.trainers"]
+"""All processes are forked from one that has imported these, which takes longer than most tests."""
 
 
 class WorkerError(RuntimeError):
@@ -137,9 +140,9 @@ class Workers:
     def _start_processes(self):
         self._folder = tempfile.mkdtemp(prefix="hf_patrickstar-workers-")
         address = f"file://{self._folder}/store" if self._store == "file" else f"tcp://127.0.0.1:{_free_port()}"
-        # All are forked from one process that has imported everything, which takes longer than most tests.
         context = torch.multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed", "pytest", "hf_patrickstar", "models", "trainers"])
+        assert all(map(importlib.util.find_spec, PRELOADED))  # what cannot be imported is left out without a word
+        context.set_forkserver_preload(PRELOADED)
         # Read when that one imports torch; it does not get this process's path by itself.
         with _environment({**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)}):
             for rank in range(self.world_size):
