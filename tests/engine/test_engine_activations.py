@@ -184,18 +184,6 @@ def test_bits_are_those_of_plain_models(name, change, settings, micro):
     assert stats["recorded_steps"] == 0
 
 
-@pytest.mark.parametrize("micro", [1, 3])
-def test_micro_batches_use_the_same_buffers(micro):
-    factory = deep("llama", checkpointing=EVERY)
-    pair = Pair(factory, "resident", settings={**ROOMY, "activation_offload": True}, gradient_accumulation_steps=micro)
-    pair.train(2, micro=micro, loss=loss_of("llama"))
-    stats, offloaded = pair.engine.stats(), sum(planned(pair)[1].offloaded)
-    assert stats["offloaded_nbytes"] == 2 * micro * offloaded
-    assert pair.engine.ledger.owners(Tier.HOST)["activations"] == offloaded
-    pair.engine.detach()
-    assert not pair.engine.ledger.owners(Tier.HOST).get("activations")
-
-
 # What autograd may do with what has left
 
 

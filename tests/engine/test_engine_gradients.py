@@ -27,59 +27,6 @@ def test_sums_of_several_backwards_are_read_and_stepped_with(accumulation, budge
         pair.step()
 
 
-@pytest.mark.parametrize("micro", [1, 2])
-def test_gradients_in_16_bits_and_their_sums_in_32(micro, budget):
-    pair = Pair(Stack, budget, dtype="bf16")
-    for part in range(micro):
-        pair.backward(part)
-    for parameter, master in zip(pair.ours.parameters(), pair.plain_optimizer.masters, strict=True):
-        assert torch.equal(parameter.grad, master.grad)
-        assert not parameter.isnan().any()
-    pair.step()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_value_is_there_while_a_gradient_has_its_place(dtype, budget):
-    pair = Pair(Stack, budget, dtype=dtype)
-    pair.train(1)
-    before = values_of(pair.ours)
-    rounded = [copied(parameter) for parameter in pair.ours.parameters()]
-    pair.backward(1)
-    with torch.no_grad():
-        pair.both(lambda model, _: model(batch(7).to(model.layers[0].weight.dtype)))
-    for parameter, value in zip(pair.ours.parameters(), rounded, strict=True):
-        assert torch.equal(parameter.detach(), value)
-    assert_same(before, values_of(pair.ours))
-    pair.step()
-
-
-@pytest.mark.parametrize(("dtype", "how"), [("fp32", "optimizer"), ("bf16", "model"), ("fp32", "none")])
-def test_dropped_gradients_leave_no_trace(dtype, how, budget):
-    pair = Pair(Stack, budget, dtype=dtype)
-    pair.train(1)
-    before = values_of(pair.ours)
-    pair.backward(5)
-
-    def drop(model, optimizer):
-        optimizer.zero_grad()
-        if how == "model":
-            model.zero_grad()
-        elif how == "none":
-            for parameter in model.parameters():
-                parameter.grad = None
-        return [parameter.grad for parameter in model.parameters()]
-
-    if how == "optimizer":
-        pair.both(drop)
-    else:
-        for parameter in pair.ours.parameters():
-            assert parameter.grad is not None
-        pair.both(drop)
-    assert_same(before, values_of(pair.ours))
-    pair.check(lambda model, optimizer: optimizer.step())
-    pair.train(2, first=1)
-
-
 def test_zeroing_in_place_leaves_zeros(budget):
     pair = Pair(Tied, budget)
 
@@ -295,18 +242,6 @@ def test_backward_with_create_graph_leaves_recorded_gradients(model, optimizer):
 
 
 @alike
-def test_retained_graphs_go_backward_again(model, optimizer):
-    loss = loss_of(model, 0)
-    loss.backward(retain_graph=True)
-    loss.backward(retain_graph=True)
-    found = gradients_of(model)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return found
-
-
-@alike
 def test_backward_into_some_inputs_alone(model, optimizer):
     chosen = [model.layers[1].weight, model.layers[3].bias]
     loss_of(model, 0).backward(inputs=chosen)
@@ -466,19 +401,6 @@ def clip_values(model, optimizer, limit):
         optimizer.clip_grad_value_(limit)
     else:
         nn.utils.clip_grad_value_(model.parameters(), limit)
-
-
-def test_clipping_by_value(budget):
-    pair = Pair(Stack, budget)
-
-    def run(model, optimizer):
-        loss_of(model).backward()
-        clip_values(model, optimizer, 0.05)
-        return clip(model, optimizer, 0.2), gradients_of(model)
-
-    for _ in range(2):
-        pair.both(run)
-        pair.step()
 
 
 def norm_of(model, optimizer):

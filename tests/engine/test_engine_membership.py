@@ -5,19 +5,13 @@ import copy
 import pytest
 import torch
 from support.pairs import Pair, config_of, engine_of
-from support.same import assert_same, assert_same_values, copied, gradients_of, values_of
+from support.same import assert_same, assert_same_values, copied, values_of
 from support.small import WIDTH, Stack, Tied, adamw, batch, loss_of, make, sgd, step_of, trainable
 from torch import nn
 
 from hf_patrickstar import BudgetError, ConfigError, EngineError, PatrickStarEngine, get_engine, initialize_engine
 
 SITUATIONS = ("resident", "moving")
-
-
-def grow(model, optimizer):
-    torch.manual_seed(9)
-    model.layers.append(nn.Linear(WIDTH, WIDTH))
-    optimizer.add_param_group({"params": list(model.layers[-1].parameters()), "lr": 0.05})
 
 
 class All(Pair):
@@ -29,15 +23,6 @@ class All(Pair):
             held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             rest = [parameter for parameter in model.parameters() if id(parameter) not in held]
             optimizer.add_param_group({"params": rest})
-
-
-def test_a_layer_that_joins_between_backward_and_step(budget):
-    pair = Pair(Stack, budget)
-    pair.train(1)
-    pair.backward(1)
-    pair.both(grow)
-    pair.both(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad()))
-    pair.train(2, first=2)
 
 
 def test_unfreezing_costs_lists_once_and_only_when_training_goes_on(budget):
@@ -210,27 +195,6 @@ def test_training_goes_on_without_the_engine_and_with_another_one(budget):
             engine.detach()
         assert_same_values(plain, model)
         assert_same(theirs.state_dict(), inner.state_dict())
-
-
-def test_detaching_between_forward_and_backward(budget):
-    plain, model = make(Stack), make(Stack)
-    engine = engine_of(model, budget)
-    losses = [loss_of(each) for each in (plain, model)]
-    engine.detach()
-    for loss in losses:
-        loss.backward()
-    assert_same(gradients_of(plain), gradients_of(model))
-
-
-def test_detaching_frees_all_memory_of_chunks(budget):
-    pair = Pair(Stack, budget)
-    pair.train(2)
-    pair.engine.detach()
-    assert not hasattr(pair.ours, "patrickstar_engine")
-    with pytest.raises(EngineError, match="has no engine"):
-        get_engine(pair.ours)
-    again = engine_of(pair.ours, budget)
-    assert get_engine(pair.ours) is again
 
 
 def test_a_construction_that_fails_leaves_the_model_as_it_was(budget, monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.pairs import Pair, alike, engine_of
 from support.same import copied, gradients_of
-from support.small import WIDTH, Block, Stack, Tied, batch, loss_of, make, sgd, step_of
+from support.small import WIDTH, Block, Stack, batch, loss_of, make, sgd, step_of
 from torch import nn
 from torch._dynamo import convert_frame
 from torch.autograd.graph import saved_tensors_hooks
@@ -134,16 +134,6 @@ def test_views_are_kept_as_their_places(budget):
             return x * torch.exp(self.log_scale) * torch.sigmoid(self.log_scale)  # which save their own output
 
     Pair(Views, budget, settings={"chunks": 4}).train(3)
-
-
-@pytest.mark.parametrize("factory", [Stack, Tied])
-def test_the_whole_model_is_recomputed(factory, budget):
-    def loss(model, seed):
-        if factory is Tied:
-            return checkpoint(loss_of, model, seed, use_reentrant=False)
-        return checkpoint(model, batch(seed), use_reentrant=False).square().sum()
-
-    Pair(factory, budget, settings={"chunks": 8}).train(3, loss=loss)
 
 
 def test_a_recomputed_segment_that_is_too_large_is_told_with_the_need():
@@ -289,16 +279,6 @@ def test_hooks_on_saved_tensors_of_users_see_values(budget):
     pair.check(run)
     assert seen[0] == seen[1]
     assert not any(value != value for value in seen[1])
-
-
-def test_hooks_on_saved_tensors_inside_of_the_model(budget):
-    class Inside(Stack):
-        def forward(self, x):
-            with saved_tensors_hooks(lambda tensor: tensor.double(), lambda tensor: tensor.float()):
-                x = torch.tanh(self.layers[0](x))
-            return super().forward(x)
-
-    Pair(Inside, budget).train(3)
 
 
 def test_graphs_that_live_for_many_steps(budget):

@@ -52,21 +52,6 @@ def test_where_torchs_adam_is_called_for_each_tile_no_bit_is_another(name, monke
     Pair(Tied, "moving", ADAMS[name], dtype="bf16", settings={"chunks": 4}).train(3)
 
 
-@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
-def test_states_in_16_bits_have_the_bits_of_torch(half):
-    """A model that was loaded in 16 bits, and keeps them because nothing was asked for, has states in them, too."""
-
-    class Half(Stack):
-        def forward(self, x):
-            return super().forward(x.to(half))
-
-    def make_optimizer(parameters):
-        return torch.optim.AdamW(parameters, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.3)
-
-    settings = {"chunks": 6}
-    Pair(Half, "moving", make_optimizer, dtype="auto", prepare=lambda m: m.to(half), settings=settings).train(4)
-
-
 @pytest.mark.parametrize(
     ("dtype", "threads", "micro"), [("fp32", 1, 2), ("fp32", 3, 1), ("bf16", 1, 1), ("bf16", 3, 2)]
 )
@@ -430,21 +415,6 @@ def test_threads_of_torch_are_as_before_after_an_error_in_an_update(monkeypatch)
         pair.optimizer.step()
     assert set(seen) == {before + 1}
     assert torch.get_num_threads() == before
-
-
-def test_an_error_in_an_update_names_parameters_and_leaves_them(budget):
-    pair = Pair(Stack, budget)
-    pair.train(1)
-    before = values_of(pair.ours)
-    loss_of(pair.ours, 1).backward()
-    rate, pair.optimizer.param_groups[0]["lr"] = pair.optimizer.param_groups[0]["lr"], None
-    with pytest.raises(TypeError) as caught:
-        pair.optimizer.step()
-    assert "layers.0.weight" in " ".join(caught.value.__notes__)
-    pair.optimizer.param_groups[0]["lr"] = rate
-    assert_same(before, values_of(pair.ours))
-    pair.optimizer.zero_grad()
-    pair.train(2, first=1)
 
 
 def test_the_step_counts_of_parameters_that_are_updated_in_turn(budget):

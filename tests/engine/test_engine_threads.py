@@ -38,14 +38,6 @@ def test_a_thread_that_reads_or_computes_gets_values_while_another_trains(reader
     pair.check()
 
 
-def test_threads_that_train_in_turns(budget):
-    pair = Pair(Stack, budget)
-    for seed in range(4):
-        for model, optimizer in pair:
-            in_threads(lambda model=model, optimizer=optimizer, seed=seed: step_of(model, optimizer, seed))
-    pair.check()
-
-
 def test_forwards_of_two_threads_do_not_meet():
     """Chunks of two forwards at once would not fit; each waits for the other, and both are right."""
     pair = Pair(lambda: Stack(6), "moving")
@@ -88,20 +80,6 @@ def inside_of_a_forward(model):
     assert model.is_inside.wait(30)
     model.waits = False
     return thread, results
-
-
-def test_a_forward_waits_until_that_of_another_thread_has_ended(budget):
-    pair = Pair(Waiting, budget)
-    thread, results = inside_of_a_forward(pair.ours)
-    release = threading.Timer(0.15, pair.ours.may_go_on.set)
-    release.start()
-    begin = time.monotonic()
-    with torch.no_grad():
-        found = pair.ours(batch())
-    assert time.monotonic() - begin > 0.1
-    thread.join(30)
-    assert torch.equal(found, results[0])
-    assert torch.equal(found, pair.plain(batch()))
 
 
 @pytest.mark.parametrize("what", ["forward", "step", "zero_grad", "detach"])

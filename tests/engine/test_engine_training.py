@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from support.pairs import Pair, alike, engine_of
-from support.small import WIDTH, Stack, Tied, batch, loss_of, make, step_of, tokens
+from support.pairs import Pair, engine_of
+from support.small import WIDTH, Stack, Tied, loss_of, make, tokens
 from support.streams import delayed_streams, simulated_streams
 from torch import nn
 
@@ -67,49 +67,6 @@ def test_evaluations_before_between_and_inside_of_steps_change_nothing(budget):
     pair.check(run)
 
 
-@alike
-def test_a_forward_that_gets_no_backward_changes_nothing(model, optimizer):
-    kept = []
-    for step in range(3):
-        kept.append(model(batch(50 + step)))  # its graph stays alive
-        step_of(model, optimizer, step)
-    return kept
-
-
-@alike(Tied)
-def test_two_graphs_whose_backwards_come_in_the_other_order(model, optimizer):
-    for step in range(2):
-        first, second = loss_of(model, step), loss_of(model, step + 9)
-        second.backward()
-        first.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def test_only_a_part_of_the_model_runs(budget):
-    pair = Pair(Stack, budget)
-
-    def loss(model, seed):
-        x = batch(seed)
-        for number in ((0, 1, 2), (3, 4), (2, 0), (1, 1, 1))[seed % 4]:
-            x = torch.tanh(model.layers[number](x))
-        return x.square().sum()
-
-    def run(model, optimizer):
-        for step in range(8):
-            loss(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    pair.check(run)
-
-
-@alike
-def test_batches_of_other_sizes(model, optimizer):
-    for step, size in enumerate((4, 1, 7, 4, 32, 3)):
-        step_of(model, optimizer, step, size)
-
-
 def test_one_parameter_larger_than_a_chunk_and_parameters_without_dimensions_or_elements(budget):
     class Odd(nn.Module):
         def __init__(self):
@@ -141,23 +98,6 @@ def test_buffers_are_updated_once_in_each_forward(budget):
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
 
     Pair(factory, budget).train(3)
-
-
-def test_mixed_types_keep_their_own(budget):
-    """Where nothing was asked for, parameters and states keep the types that they were loaded in."""
-
-    def widen(model):
-        model.layers[2].to(torch.float64)
-
-    class Mixed(Stack):
-        def forward(self, x):
-            for layer in self.layers:
-                x = torch.tanh(layer(x.to(layer.weight.dtype)))
-            return x
-
-    pair = Pair(Mixed, budget, dtype="auto", prepare=widen, settings={"chunks": 6})
-    pair.train(3)
-    assert pair.ours.layers[2].weight.dtype is torch.float64
 
 
 def test_the_model_stays_the_users_own(budget):

@@ -100,18 +100,6 @@ def changed_in_place(model):
         changes[place % len(changes)](parameter.grad)
 
 
-def augmented(model):
-    for parameter in model.blocks[0].parameters():
-        parameter.grad += 0.5
-    for parameter in model.blocks[1].parameters():
-        parameter.grad *= 2
-    for parameter in model.blocks[2].parameters():
-        parameter.grad -= 0.01 * torch.ones_like(parameter)
-    for parameter in model.blocks[3].parameters():
-        parameter.grad /= parameter.grad.norm() + 1e-6
-    model.blocks[6].linear.weight.grad.data[1:3] *= 4
-
-
 def assigned(model):
     given = [torch.randn(parameter.shape, generator=generator()) for parameter in model.parameters()]
     for parameter, gradient in zip(model.parameters(), given, strict=True):
@@ -120,16 +108,6 @@ def assigned(model):
     given[1][0] = 1
     model.scale.grad.neg_()
     return given, [p.grad is gradient for p, gradient in zip(model.parameters(), given, strict=True)]
-
-
-def made_of_it(model):
-    for place, parameter in enumerate(model.parameters()):
-        if place % 3 == 0:
-            parameter.grad = parameter.grad * 2
-        elif place % 3 == 1:
-            parameter.grad = torch.where(parameter.grad > 0, parameter.grad, torch.zeros_like(parameter.grad))
-        else:
-            parameter.grad.data = parameter.grad.data + parameter.grad.data.sign() * 0.1
 
 
 def dropped(model):
@@ -182,8 +160,8 @@ def refused(model):
 
 
 BETWEEN = [
-    *(facts, by_attribute, changed_in_place, augmented, assigned, made_of_it, dropped, turned_and_shared),
-    *(clipped_by_torch, not_finite, refused),
+    *(facts, by_attribute, changed_in_place, assigned, dropped, turned_and_shared, clipped_by_torch, not_finite),
+    refused,
 ]
 
 

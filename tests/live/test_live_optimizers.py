@@ -6,7 +6,6 @@ import io
 import itertools
 import os
 import types
-import warnings
 
 import pytest
 import schedulefree
@@ -186,48 +185,6 @@ def test_the_state_read_and_written_by_parameter(model, optimizer, note):
     optimizer.zero_grad()
     with raises_in_both(ValueError, match="param"):
         optimizer.load_state_dict(torch.optim.AdamW(nn.Linear(2, 2).parameters()).state_dict())
-
-
-# Schedules of the learning rate
-
-
-def sequential(optimizer):
-    parts = [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2), lr_scheduler.CosineAnnealingLR(optimizer, 4)]
-    return lr_scheduler.SequentialLR(optimizer, parts, milestones=[2])
-
-
-SCHEDULERS = {
-    "one_cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.05, total_steps=8),
-    "cyclic": lambda o: lr_scheduler.CyclicLR(o, 1e-3, 1e-2, step_size_up=2, cycle_momentum=True),
-    "sequential": sequential,
-}
-
-
-@pytest.mark.parametrize(("kind", "momentum"), [("sequential", False), ("cyclic", False), ("one_cycle", True)])
-def test_schedules_of_the_rate(both, kind, momentum):
-    """OneCycle and Cyclic write momentum, or Adam's first beta, too."""
-
-    def make_optimizer(model):
-        groups = [{"params": list(model.blocks.parameters())}, {"params": [model.scale], "lr": 3e-3}]
-        return torch.optim.SGD(groups, 1e-2, momentum=0.9) if momentum else torch.optim.AdamW(groups, 1e-2)
-
-    def pattern(model, optimizer, note):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # torch warns of a schedule that steps before its optimizer
-            scheduler = SCHEDULERS[kind](optimizer)
-            note("its optimizer", getattr(scheduler, "optimizer", optimizer) is optimizer)
-            saved = None
-            for step in range(4):
-                note("losses", train(model, optimizer, first=step))
-                scheduler.step()
-                note("rates", [scheduler.get_last_lr(), groups_of(optimizer)])
-                if step == 1:
-                    saved = copy.deepcopy([part.state_dict() for part in (model, optimizer, scheduler)])
-            for part, state in zip((model, optimizer, scheduler), saved, strict=True):
-                part.load_state_dict(state)
-            note("back", [train(model, optimizer, first=2), scheduler.get_last_lr()])
-
-    both(pattern, make_optimizer=make_optimizer)
 
 
 # Several models and optimizers over Accelerate; ``tests/integration/test_several.py`` has orders of calls and files.

@@ -37,21 +37,6 @@ def weights_of(model):
 # What reads and leaves everything as it was: each function gives what it found.
 
 
-def statistics(model):
-    found = []
-    for p in some(model):
-        found += [
-            p.mean(),
-            *p.aminmax(),
-            p.argmax(),
-            p.norm(),
-            torch.quantile(p.detach(), 0.9),
-            p.flatten().kthvalue(2),
-        ]
-        found += [torch.histc(p.detach(), bins=8, min=-1, max=1), int((p == 0).sum()), torch.isfinite(p).all()]
-    return found
-
-
 def of_all_at_once(model):
     parameters = list(model.parameters())
     found = [sum(p.detach().double().pow(2).sum() for p in parameters).sqrt(), nn.utils.get_total_norm(parameters)]
@@ -79,36 +64,6 @@ def on_either_side_of_an_operator(model):
         found += [buffer, torch.add(scale, other, alpha=2, out=torch.empty(WIDTH))]
     first, *rest = scale
     return [*found, torch._foreach_add([buffer, other], [scale, model.norm.weight]), first, rest[-1], list(weight)]
-
-
-def converted(model):
-    found = []
-    for p in some(model):
-        found += [p.double(), p.half(), p.to(torch.bfloat16), p.int(), p.type_as(p.double())]
-        found += [p.float(), p.cpu(), p.to("cpu"), p.contiguous(), p.clone(), p.detach().clone()]
-        found += [torch.zeros_like(p), p.new_ones(2), torch.full_like(p, 2.0), torch.randn_like(p), torch.rand_like(p)]
-        found += [p.flatten().view(-1, 4), torch.ones(p.numel()).view_as(p)]
-    return found
-
-
-def made_of_it(model):
-    weight = model.blocks[1].linear.weight
-    layer = nn.Linear(WIDTH, WIDTH)
-    layer.weight, layer.bias.data = nn.Parameter(weight.clone().detach()), model.blocks[1].linear.bias.data.clone()
-    found = [torch.as_tensor(weight), torch.asarray(weight.detach(), dtype=torch.float64), nn.Parameter(weight)]
-    found += [weight.new_tensor(weight.detach()), nn.Parameter(weight, requires_grad=False), layer(torch.ones(WIDTH))]
-    return [*found, nn.Embedding.from_pretrained(weight)(torch.tensor([2, 0]))]
-
-
-def cut(model):
-    weight = model.blocks[5].linear.weight
-    found = [weight[2], weight[-1, 3], weight[1:4, ::2], weight[..., 0], weight[[3, 1]], weight[:, None, 0]]
-    found += [weight[weight > 0], weight.masked_select(weight < 0), weight.take(torch.tensor([0, 20]))]
-    found += [weight.T, weight.mT, weight.transpose(0, 1), weight.permute(1, 0), weight.tril(), weight.trace()]
-    found += [weight.view(-1), weight.reshape(8, 32), weight.unsqueeze(0), weight.diagonal(), torch.diag(weight)]
-    found += [weight.chunk(4), weight.split([4, 12]), weight.unbind(1), weight.narrow(0, 2, 3), weight.unfold(0, 4, 4)]
-    found += [model.scale.expand(3, WIDTH), weight.gather(1, torch.zeros(3, 2).long()), weight.T.is_contiguous()]
-    return found
 
 
 def arrays(model):
@@ -214,17 +169,6 @@ def saved(model):
     return found
 
 
-def asked_of_autograd(model):
-    parameters = list(model.parameters())
-    chosen = [model.blocks[4].linear.weight, model.scale]
-    found = [torch.autograd.grad(sum(p.pow(3).sum() for p in parameters), parameters)]
-    found += [torch.autograd.grad(model.scale.exp().sum(), model.scale), torch.autograd.grad(loss_of(model), chosen)]
-    found += [torch.autograd.grad(chosen[1].sum(), chosen, allow_unused=True)[0] is None]
-    with raises_in_both(RuntimeError):
-        torch.autograd.grad(chosen[1].sum(), chosen[0])
-    return [*found, [p.grad is None for p in parameters]]
-
-
 def cross_entropy(logits, ids):
     return functional.cross_entropy(logits.flatten(0, -2), ids.flatten())
 
@@ -272,8 +216,8 @@ def under_gradient_modes(model):
 
 
 READS = [
-    *(statistics, of_all_at_once, on_either_side_of_an_operator, converted, made_of_it, cut, arrays, numbers_and_texts),
-    *(metadata, addresses, found_by_name, state_dicts, saved, asked_of_autograd, by_torch_func, under_gradient_modes),
+    *(of_all_at_once, on_either_side_of_an_operator, arrays, numbers_and_texts, metadata, addresses, found_by_name),
+    *(state_dicts, saved, by_torch_func, under_gradient_modes),
 ]
 
 
@@ -339,22 +283,6 @@ def test_parameters_of_rare_kinds(model, optimizer, note):
 # Penalties: what is computed of weights outside of a forward is a part of the loss.
 
 
-def outside(model):
-    """A forward of functions, with the weights of modules."""
-    ids, first, last = make_ids(), model.blocks[0], model.blocks[-1]
-    x = functional.embedding(ids[:, :-1], model.embedding.weight) + model.offset
-    x = functional.layer_norm(x, (WIDTH,), first.norm.weight, first.norm.bias)
-    x = functional.linear(x, last.linear.weight, bias=last.linear.bias)
-    x = torch.addmm(first.linear.bias, x.flatten(0, 1), first.linear.weight.t())
-    return functional.cross_entropy((x * model.scale) @ model.embedding.weight.T, ids[:, 1:].flatten())
-
-
-def of_gradients(model):
-    weights = weights_of(model)
-    inner = torch.autograd.grad(sum(w.pow(4).sum() for w in weights), weights, create_graph=True)
-    return sum(gradient.abs().sum() for gradient in inner)
-
-
 def of_the_gradient_of_the_loss(model):
     gradients = torch.autograd.grad(loss_of(model, 7), list(model.parameters()), create_graph=True)
     return sum(gradient.pow(2).sum() for gradient in gradients)
@@ -379,11 +307,6 @@ def under_hooks_on_saved_tensors(model):
         penalty = sum(p.pow(2).sum() for p in model.parameters())
     with torch.autograd.graph.save_on_cpu():
         return penalty + loss_of(model, 3) + model.scale.pow(2).sum()
-
-
-def under_anomaly_detection(model):
-    with torch.autograd.set_detect_anomaly(True):
-        return sum(p.pow(2).sum() for p in model.parameters())
 
 
 class Saved(torch.autograd.Function):
@@ -438,13 +361,10 @@ PENALTIES = {
     "part": lambda m: (m.blocks[4].linear.weight @ m.scale).sum() + m.embedding.weight[3].pow(2).sum(),
     "parameters themselves": lambda m: functional_call(m, dict(m.named_parameters()), (make_ids(4),)).pow(2).mean(),
     "noisy": lambda m: functional_call(m, {n: p + 0.01 for n, p in m.named_parameters()}, (make_ids(),)).pow(2).mean(),
-    "outside": outside,
-    "of gradients": of_gradients,
     "of the gradient of the loss": of_the_gradient_of_the_loss,
     "meta learning": meta_learning,
     "autocast": under_autocast,
     "saved tensors": under_hooks_on_saved_tensors,
-    "anomalies": under_anomaly_detection,
     "custom functions": custom_functions,
 }
 
@@ -501,9 +421,6 @@ def test_models_that_read_weights_while_they_compute(both, cls):
         note("inference", inference(model))
 
     both(pattern, make=make)
-
-
-# Hooks
 
 
 # Threads

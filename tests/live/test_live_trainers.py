@@ -110,23 +110,6 @@ def test_callbacks_that_read(trainers, tmp_path):
     trainers(script)
 
 
-def test_weights_written_at_events(trainers):
-    def script(make, note):
-        @on("train_begin", "step_end", "evaluate")
-        def write(event, model, optimizer, state):
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(0.9)
-            model.transformer.wpe.weight.data.clamp_(-0.01, 0.01)
-            note(f"written at {event}", norms(model))
-
-        trainer = make(make_model("gpt2"), trainer_kwargs={"callbacks": [write]}, max_steps=2, **SAVED, **EVALUATED)
-        trainer.train()
-        note_run(note, trainer)
-
-    trainers(script)
-
-
 def test_callbacks_that_write(trainers):
     """Clipping by hand, pruning, states and rates of the optimizer, an average that is evaluated, frozen layers."""
 
@@ -212,22 +195,6 @@ class Penalised:
         return (loss, outputs) if return_outputs else loss
 
 
-class ReadsAWeight:
-    """Hidden states times ``lm_head.weight``, as fused losses compute it; a rate for each layer."""
-
-    def compute_loss(self, model, inputs, **kwargs):
-        hidden = model.transformer(input_ids=inputs["input_ids"]).last_hidden_state[:, :-1]
-        logits = hidden @ model.lm_head.weight.T
-        return nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"][:, 1:].flatten())
-
-    def create_optimizer(self, *args, **kwargs):
-        groups = [{"params": [*self.model.transformer.wte.parameters(), *self.model.transformer.ln_f.parameters()]}]
-        for depth, layer in enumerate(self.model.transformer.h):
-            groups.append({"params": list(layer.parameters()), "lr": 1e-3 * 0.8**depth, "name": f"layer{depth}"})
-        self.optimizer = torch.optim.SGD(groups, lr=1e-3, momentum=0.9)  # positions are in no group
-        return self.optimizer
-
-
 class Adversarial:
     """FGM: the embedding is moved along its gradient, a second backward adds to the gradients, it is put back."""
 
@@ -258,7 +225,7 @@ class TwoForwards:
         return first.loss - (wanted * right).sum(-1).mean() + nn.functional.kl_div(left, right, log_target=True)
 
 
-@pytest.mark.parametrize("own", [Penalised, ReadsAWeight, Adversarial, TwoForwards])
+@pytest.mark.parametrize("own", [Penalised, Adversarial, TwoForwards])
 def test_overrides(trainers, own):
     def script(make, note):
         trainer = make(make_model("gpt2"), own, factor=2.0, **(EVALUATED if own is Penalised else {}))

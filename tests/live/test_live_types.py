@@ -123,17 +123,6 @@ def make_seeded(**kwargs):
     return make_computing(**kwargs)
 
 
-@in_bf16
-def test_an_average(model, optimizer, note):
-    average = [parameter.detach().clone() for _, parameter in model.named_parameters()]
-    for step in range(3):
-        train(model, optimizer, first=step)
-        for mean, (_, parameter) in zip(average, model.named_parameters(), strict=True):
-            mean.mul_(0.9).add_(parameter.data, alpha=0.1)
-    note("average", average)
-    note("types", [str(p.dtype) for group in optimizer.param_groups for p in group["params"]])
-
-
 @in_bf16(make=lambda: make_seeded(frozen=range(4)))
 def test_frozen_weights_have_not_changed(model, optimizer, note):
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
@@ -152,16 +141,6 @@ def test_what_it_looks_like(model, optimizer, note):
     note("gradients", [p.grad for p in model.parameters()])
     optimizer.step()
     note("after", [p.clone() for p in model.parameters()])
-
-
-@in_bf16
-def test_clipping(model, optimizer, note):
-    for step in range(2):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        note("norm", torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-        note("clipped", [p.grad for p in model.parameters()])
-        optimizer.step()
 
 
 @in_bf16

@@ -66,22 +66,6 @@ def by_operators(model):
     ]
 
 
-@torch.no_grad()
-def in_parts(model):
-    for block in model.blocks:
-        weight = block.linear.weight
-        weight[0] = 0.5
-        weight[1:3, ::4] = noise(weight[1:3, ::4])
-        weight[:, 2] += 0.25
-        weight[weight < -0.2] = -0.2
-        weight[torch.tensor([4, 5])] *= 2
-        weight[..., -1] = block.linear.bias
-        block.linear.bias[:] = torch.linspace(-0.1, 0.1, WIDTH)
-        block.norm.weight[3:5] = torch.tensor([1.5, 0.5])
-    model.scale[...] = 1.25
-    model.embedding.weight[7] = model.embedding.weight[3:6].mean(0)
-
-
 def through_views(model):
     weight = model.blocks[4].linear.weight
     with torch.no_grad():
@@ -164,20 +148,6 @@ def a_kept_list(model):
         parameter.data = parameter.data + 0.1
 
 
-def data_in_place(model):
-    for place, parameter in enumerate(model.parameters()):
-        parameter.data.mul_(0.9)
-        parameter.data.add_(noise(parameter), alpha=0.01).clamp_(-1, 1)
-        parameter.data[0] = 0.125
-        parameter.data[..., 1:3] += 0.1
-        parameter.data.view(-1)[place % 7] = -0.5
-        parameter.data *= 1.5
-    model.blocks[0].linear.weight.data.normal_(mean=0.0, std=0.1)
-    model.blocks[1].linear.bias.data.zero_()
-    model.embedding.weight.data.uniform_(-0.1, 0.1)
-    model.embedding.weight.data[0].zero_()
-
-
 def data_replaced(model):
     for parameter in model.parameters():
         parameter.data = parameter.data.to("cpu", torch.float32) * 0.9 + 0.01
@@ -206,11 +176,6 @@ def data_turned(model):
     found = [weight.detach().clone(), bias.detach().clone()]
     weight.data, bias.data = weight.data.contiguous(), bias.data.clone()
     return found
-
-
-def moved_to_where_it_is(model):
-    model.to(torch.float32).to(device=torch.device("cpu"))
-    return [model.to("cpu") is model, model.float() is model, model.cpu() is model]
 
 
 def by_numpy(model):
@@ -270,9 +235,9 @@ def values_of_a_state(model):
 
 
 WRITES = [
-    *(by_operators, in_parts, through_views, as_out, as_arguments, in_lists, in_inference_mode, the_buffer),
-    *(a_kept_list, data_in_place, data_replaced, data_exchanged, data_turned, moved_to_where_it_is, by_numpy),
-    *(tied_once_more, a_state_of_another_model, a_part_of_a_state, values_of_a_state),
+    *(by_operators, through_views, as_out, as_arguments, in_lists, in_inference_mode, the_buffer, a_kept_list),
+    *(data_replaced, data_exchanged, data_turned, by_numpy, tied_once_more, a_state_of_another_model),
+    *(a_part_of_a_state, values_of_a_state),
 ]
 
 
@@ -476,13 +441,6 @@ def soft_data(target, source):
 
 
 @torch.no_grad()
-def soft_in_place(target, source):
-    for mine, theirs in zip(target.parameters(), source.parameters(), strict=True):
-        mine.mul_(0.9)
-        torch.add(mine, theirs, alpha=0.1, out=mine)
-
-
-@torch.no_grad()
 def soft_lists(target, source):
     torch._foreach_lerp_(list(target.parameters()), list(source.parameters()), 0.1)
 
@@ -492,17 +450,6 @@ def soft_state(target, source):
     for key in theirs:
         state[key] = 0.1 * theirs[key] + 0.9 * state[key]
     target.load_state_dict(state)
-
-
-def soft_state_in_place(target, source):
-    theirs = source.state_dict()
-    for key, value in target.state_dict().items():
-        value.copy_(value * 0.9 + theirs[key] * 0.1)
-
-
-def hard_data(target, source):
-    for mine, theirs in zip(target.parameters(), source.parameters(), strict=True):
-        mine.data = theirs.data.clone()
 
 
 def traded(target, source):
@@ -515,7 +462,7 @@ def traded(target, source):
     target.scale.data, source.scale.data = source.scale.data.clone(), target.scale.data.clone()
 
 
-MOVES = [soft_data, soft_in_place, soft_lists, soft_state, soft_state_in_place, hard_data, traded]
+MOVES = [soft_data, soft_lists, soft_state, traded]
 
 
 def test_two_models_that_follow_each_other(both):
