@@ -11,7 +11,7 @@ from support.covering import ids, pairwise
 from support.models import make_model
 from support.streams import streams_of
 from support.trainers import assert_same_weights, logged, make_trainer, run, smallest_budget, tight
-from test_sixteen_bit import LR, groups, run_ours, run_reference, small_tiles
+from test_sixteen_bit import LR, groups, run_ours, run_reference
 from transformers import Trainer, TrainingArguments
 
 from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments
@@ -105,14 +105,6 @@ def test_updates_beside_the_next_forward(streams):
     with streams_of(streams):
         config = {"placement": "host", "chunk_numel": 700, "host_threads": 3, **tight("gpt2", 1.6)}
         compare("gpt2", "bf16", config)
-
-
-@pytest.mark.own_streams  # simulated ones have a mode of operators, and so no workers
-@pytest.mark.parametrize("host_threads", [1, 3])
-def test_workers_change_no_bit(host_threads, monkeypatch):
-    begun = small_tiles(monkeypatch)
-    compare("gpt2", "bf16", {"host_threads": host_threads, "chunk_budget": 60_000})
-    assert (len(begun) > 0) is (host_threads > 1 or torch.get_num_threads() > 1)
 
 
 # The Trainer

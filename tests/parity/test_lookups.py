@@ -17,34 +17,6 @@ def embeddings_of(engine):
     return [tensor for tensor in inside.tensors(engine) if id(tensor.parameter) in modules]
 
 
-def test_what_crosses():
-    """Untied, neither the weight nor its gradient; tied, once each, for the head."""
-
-    class Tied(nn.Module):
-        def __init__(self, tie):
-            super().__init__()
-            self.embedding = nn.Embedding(64, 8)
-            self.head = nn.Linear(8, 64, bias=False)
-            if tie:
-                self.head.weight = self.embedding.weight
-
-        def forward(self, ids):
-            return self.head(self.embedding(ids)).square().mean()
-
-    weight_nbytes = 64 * 8 * 4
-    for tie in (False, True):
-        model = Tied(tie)
-        engine = PatrickStarEngine(model, {"cpu_embedding": True, "chunk_budget": 2048}, adamw(model))
-        for _ in range(2):
-            model(torch.randint(0, 64, (2, 3))).backward()
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
-        stats = engine.stats()
-        assert stats["host_to_device_nbytes"] == 2 * weight_nbytes
-        assert stats["device_to_host_nbytes"] == 2 * weight_nbytes
-        assert stats["chunk_loads"] == 2
-
-
 def test_variants_of_embeddings():
     """Padding, scaling by frequency, renormalisation in place, sparse gradients, a subclass that scales."""
 

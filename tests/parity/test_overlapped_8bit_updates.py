@@ -85,8 +85,8 @@ CASES = {
     **{
         name.replace("_", " "): (getattr(overlapped, name), {})
         for name in (
-            *("weights", "states", "evaluation", "opened", "writes", "unused_gradients", "a_second_attempt"),
-            *("detaching", "changes_of_the_model", "loaded_and_kept", "one_weight", "consumed_gradients"),
+            *("states", "writes", "unused_gradients", "a_second_attempt"),
+            *("detaching", "changes_of_the_model", "loaded_and_kept"),
         )
     },
 }

@@ -34,8 +34,8 @@ def make_stack(*dtypes):
     return Stack(dtypes)
 
 
-def adamw(model, **kwargs):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, **kwargs)
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
 
 
 def sgd(model):
@@ -102,17 +102,13 @@ def test_a_model_that_nobody_asked_to_change_trains_as_in_plain_torch(dtype, mak
     assert engine.stats()["chunk_evictions"] > 0
 
 
-@pytest.mark.parametrize(("name", "fused"), [("gpt2", True), ("t5", False)])
-def test_a_16_bit_model_of_transformers_without_bf16(name, fused):
-    plain, managed = (make_model(name).to(torch.bfloat16).train() for _ in range(2))
+def test_a_16_bit_model_of_transformers_without_bf16():
+    plain, managed = (make_model("t5").to(torch.bfloat16).train() for _ in range(2))
 
     def loss_of(model, step):
-        return model(**make_batch(name, seed=step)).loss
+        return model(**make_batch("t5", seed=step)).loss
 
-    def make_optimizer(model):
-        return adamw(model, fused=fused)
-
-    train_both(plain, managed, make_optimizer, budget_for(managed), loss_of=loss_of)
+    train_both(plain, managed, adamw, budget_for(managed), loss_of=loss_of)
 
 
 def test_types_beside_each_other():
@@ -212,23 +208,6 @@ def test_checkpointing_around_the_whole_model(is_inside):
     output.float().square().mean().backward()
     assert torch.equal(gradient, x.grad)
     engine.optimizer.step()
-
-
-@pytest.mark.parametrize("is_moving", [True, False])
-def test_frozen_parameters_keep_their_bits_if_asked(is_moving):
-    model = make_model("gpt2")
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("ln_" in name)
-    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
-    budget = {"chunk_budget": smallest_budget(make_model("gpt2"), "bf16")} if is_moving else {}
-    engine = PatrickStarEngine(model, {"dtype": "bf16", "frozen_master": True, **budget}, optimizer)
-    model(**make_batch("gpt2")).loss.backward()
-    engine.optimizer.step()
-    for after in (dict(model.named_parameters(remove_duplicate=False)), model.state_dict()):
-        assert all(torch.equal(after[name], value) for name, value in before.items() if "ln_" not in name)
-    engine.detach()
-    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items() if "ln_" not in name)
 
 
 def test_frozen_16_bit_parameters_need_no_master():

@@ -142,7 +142,8 @@ class Workers:
         address = f"file://{self._folder}/store" if self._store == "file" else f"tcp://127.0.0.1:{_free_port()}"
         context = torch.multiprocessing.get_context("forkserver")
         assert all(map(importlib.util.find_spec, PRELOADED))  # what cannot be imported is left out without a word
-        context.set_forkserver_preload(PRELOADED)
+        # A process that has looked for devices, as imports do, cannot be forked to use them.
+        context.set_forkserver_preload(PRELOADED if "CUDA_VISIBLE_DEVICES" in ENVIRONMENT else [])
         # Read when that one imports torch; it does not get this process's path by itself.
         with _environment({**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)}):
             for rank in range(self.world_size):
