@@ -123,23 +123,6 @@ def test_one_of_two_is_warned_and_gives_up_and_the_other_is_told(tmp_path, call)
     assert times[1] < SOON_S
 
 
-def test_some_of_four(tmp_path):
-    alone, limit_s = [1, 3], 3 * LIMIT_S  # both are to be there when one warns
-    with Workers(4) as workers:
-        results = workers.run(call_alone, read_all, alone, str(tmp_path), limit_s)
-    missing = [rank for rank in range(4) if rank not in alone]
-    who = f"ranks {', '.join(map(str, missing))} have not come"
-    for rank, (own, warnings, nexts, times) in enumerate(results):
-        assert len(warnings) == (rank in alone)
-        assert bool(own) == (rank in alone)
-        for text in (*warnings, *nexts, own or nexts[0]):
-            assert who in text
-            assert CALLS[read_all] in text
-        for text in (*nexts, own or nexts[0]):
-            assert re.search(r"rank \d gave up after \d+ s", text)
-        assert max(times) < SOON_S, rank
-
-
 # Waiting that is right
 
 

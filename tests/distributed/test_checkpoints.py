@@ -104,28 +104,6 @@ def test_any_number_of_processes_reads_the_same_state(pair, four, tmp_path, name
     assert differences(weights, loaded) == {}
 
 
-def resume(rank, folder):
-    name = "gpt2"
-    with engaged(build(name, torch.float32), {"background_save": True}) as engine:
-        train_together(engine, hf_loss(name), steps=2)
-        engine.save_checkpoint(f"{folder}/c")
-        losses, _ = train_together(engine, hf_loss(name), steps=2, first=2)
-        engine.checkpoints.wait()
-        engine.save_checkpoint(f"{folder}/after")
-        engine.checkpoints.wait()
-        state = whole_state(engine)
-    with engaged(build(name, torch.float32, seed=1), {"chunk_numel": 2048}) as engine:
-        engine.load_checkpoint(f"{folder}/c")
-        again, _ = train_together(engine, hf_loss(name), steps=2, first=2)
-        assert again == losses
-        assert differences(state, whole_state(engine)) == {}
-
-
-def test_a_resumed_run_is_the_uninterrupted_one(pair, tmp_path):
-    pair.run(resume, str(tmp_path))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["after", "c"]
-
-
 def read_own_part(rank, folder):
     model = build("gpt2", torch.float32)
     expected = alone(lambda: build("gpt2", torch.float32), hf_loss("gpt2"))
@@ -310,26 +288,6 @@ def test_what_one_process_cannot_load_none_loads(pair, tmp_path):
         assert other == f"rank 1 cannot load the checkpoint: {own}"
     assert "nowhere' has no weights" in second[0]
     assert "is not the index of a training state" in second[2]
-
-
-def damage(rank, folder):
-    with engaged(build("gpt2", torch.float32)) as engine:
-        engine.save_checkpoint(f"{folder}/c")
-        train_together(engine, hf_loss("gpt2"), steps=1)
-        engine.save_checkpoint(f"{folder}/d")
-        if rank == 0:
-            path = Path(folder, "d", "optimizer-00002-of-00002.safetensors")
-            path.write_bytes(path.read_bytes()[:-4])
-        dist.barrier()
-        train_together(engine, hf_loss("gpt2"), steps=1, first=1)
-        before = whole_state(engine)
-        with pytest.raises(CheckpointError, match=r"optimizer-00002-of-00002.safetensors' is not a complete"):
-            engine.load_checkpoint(f"{folder}/d")
-        assert differences(before, whole_state(engine)) == {}
-
-
-def test_a_damaged_file_changes_nothing(pair, tmp_path):
-    pair.run(damage, str(tmp_path))
 
 
 def accelerate_step(accelerator, model, optimizer, step, rank):

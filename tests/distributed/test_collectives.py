@@ -149,27 +149,6 @@ def reduce_short(rank):
             collectives.all_gather(buffer.view(2, 64), "parameters")
 
 
-def find_scratch_space(rank, numel, dtype):
-    with connected() as collectives:
-        return collectives.staging_numel(numel, dtype)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "numel", "dtype", "sizes"),
-    [
-        (2, 4096, torch.float32, (4096, 0)),  # 16 KiB, the smallest piece
-        (2, 4097, torch.float32, (2 * 4096, 0)),
-        (2, 8_388_608, torch.float32, (2 * 524_288, 0)),  # 2 MiB, the largest
-        (4, 8_388_608, torch.float32, (2 * 3 * 174_720, 0)),
-        (2, 8_388_608, torch.float16, (2 * 1_048_576, 2 * 65_536)),
-    ],
-)
-def test_scratch_space_is_two_rounds_of_half_a_slice_at_most(world_size, numel, dtype, sizes, pair, four):
-    assert Collectives(0, world_size, CPU).staging_numel(numel, dtype) == (0, 0), "without gloo"
-    workers = {2: pair, 4: four}[world_size]
-    assert workers.run(find_scratch_space, numel, dtype) == [sizes] * world_size
-
-
 @pytest.mark.parametrize(
     ("numel", "staged", "dtype"), [(64, 64, torch.float16), (600_037, 2 * 299_968, torch.float32)], ids=str
 )

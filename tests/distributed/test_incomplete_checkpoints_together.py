@@ -10,7 +10,7 @@ from support.models import make_model
 from support.together import differences, engaged, hf_loss, launched, train_together
 from support.trainers import train
 
-from hf_patrickstar import CheckpointError, PatrickStarAccelerator, PatrickStarEngine
+from hf_patrickstar import CheckpointError, PatrickStarEngine
 
 pytestmark = pytest.mark.xdist_group("distributed")
 
@@ -83,26 +83,6 @@ def test_the_trainer_resumes_alike_on_all_processes(pair, tmp_path, without):
     else:
         for text, rank in ((first, 0), (second, 1)):
             assert text.startswith(f"rank 1 finds no {without} in '{tmp_path}/checkpoint-2-{rank}', where other ranks")
-
-
-def load_by_accelerate(rank, folder):
-    with launched(rank):
-        accelerator = PatrickStarAccelerator(cpu=True, patrickstar_config={})
-        model = make_model("gpt2")
-        model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-        accelerator.save_state(f"{folder}/c")
-        dist.barrier()
-        with pytest.raises(CheckpointError) as caught:
-            accelerator.load_state(copies(rank, f"{folder}/c", INDEX))
-        model.patrickstar_engine.detach()
-        accelerator.free_memory()
-    return str(caught.value)
-
-
-def test_accelerate_finds_no_index(pair, tmp_path):
-    first, second = pair.run(load_by_accelerate, str(tmp_path))
-    assert first == f"rank 1 cannot load the checkpoint: {second}"
-    assert f"c-1/{INDEX}' is missing" in second
 
 
 def load_damaged(rank, folder):

@@ -6,7 +6,6 @@ import pathlib
 import sys
 
 import pytest
-import torch
 
 from hf_patrickstar.common import cores
 from hf_patrickstar.errors import ConfigError
@@ -15,7 +14,7 @@ from hf_patrickstar.memory.tiers import total_host_nbytes
 from hf_patrickstar.planner import local_machine
 from hf_patrickstar.planner.local_machine import measure_launched, threads_of_each
 from hf_patrickstar.report import measure as measuring
-from hf_patrickstar.report.measure import Effort, Sweeps, measure_together
+from hf_patrickstar.report.measure import Effort, measure_together
 
 pytestmark = pytest.mark.xdist_group("distributed")
 
@@ -61,16 +60,6 @@ def test_links_are_bytes_by_time_in_the_middle_of_both_processes(pair):
     assert machine.link_bandwidth == pytest.approx(TINY.repetitions * sum(each) / 2)
     assert machine.message_s == pytest.approx(0.5 / TINY.calls - 0.01), "several at a time, without the sweeps between"
     assert machine.link_latency_s == pytest.approx(machine.message_s / 2)
-
-
-def test_what_a_step_does_often_takes_the_mean(monkeypatch):
-    """One call of four takes long; one more comes before all."""
-    took, seconds = iter([9.0, 1.0, 1.0, 5.0, 1.0]), []
-    monkeypatch.setattr(measuring, "seconds_of", lambda device, work: (seconds.clear(), work(), sum(seconds))[2])
-    monkeypatch.setattr(Sweeps, "sweep", lambda sweeps: None)
-    cpu = torch.device("cpu")
-    assert measuring._mean(cpu, lambda: seconds.append(next(took)), 4, Sweeps(cpu)) == 2.0
-    assert not list(took)
 
 
 @pytest.mark.long

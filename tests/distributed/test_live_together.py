@@ -4,8 +4,6 @@ A pattern is written as for plain torch, as in ``tests/live``; only ``world.lear
 batch, since one process has one and the plain one has all of them.
 """
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -82,20 +80,7 @@ def evaluate(world, model, step=90):
         return world.loss(model, step, 0)
 
 
-# Items 1 and 2: reading and writing
-
-
-def read(world, model, optimizer, note):
-    early = list(model.parameters())
-    for step in range(2):
-        note("losses", train(world, model, optimizer, step))
-        note("norms", [p.norm() for p in early])
-        note("by attribute", model.blocks[3].linear.weight.abs().max())
-        note("vector", nn.utils.parameters_to_vector(model.parameters()))
-        note("total", torch.stack(torch._foreach_norm([p.detach() for p in early])).norm())
-        note("array", model.embedding.weight.detach().numpy().copy())
-        note("text", str(model.scale))
-    note("tied", model.head.weight is model.embedding.weight)
+# Writing
 
 
 def write_data(world, model, optimizer, note):
@@ -116,18 +101,7 @@ def write_data(world, model, optimizer, note):
     note("assigned", evaluate(world, model))
 
 
-# Item 3: gradients
-
-
-def clip(world, model, optimizer, note):
-    for step in range(2):
-        world.learn(model, step)
-        note("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-        note("clipped", [p.grad for p in model.parameters()])
-        nn.utils.clip_grad_value_(model.parameters(), 1e-3)
-        optimizer.step()
-        optimizer.zero_grad()
-        note("gone", [p.grad for p in model.parameters()])
+# Gradients
 
 
 def change_gradients(world, model, optimizer, note):
@@ -147,7 +121,7 @@ def change_gradients(world, model, optimizer, note):
     note("losses", train(world, model, optimizer, 2))
 
 
-# Item 6: changing what is trained
+# Changing what is trained
 
 
 def freeze_all_but_the_end(model):
@@ -198,25 +172,12 @@ def resize(world, model, optimizer, note):
     note("losses afterwards", train(world, model, optimizer, 1, steps=2))
 
 
-def load(world, model, optimizer, note):
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    note("losses", train(world, model, optimizer, steps=2))
-    for part, state in zip((model, optimizer), saved, strict=True):
-        part.load_state_dict(state)
-    note("losses afterwards", train(world, model, optimizer, 2))
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    note("losses", train(world, model, optimizer, 3))
-    for part, state in zip((model, optimizer), saved, strict=True):
-        part.load_state_dict(state)
-
-
 def make_gpt2():
     return make_model("gpt2").eval()  # no dropout
 
 
 PATTERNS = {
-    function.__name__: (function, make_tower, make_adamw)
-    for function in (read, write_data, clip, change_gradients, add_module, load)
+    function.__name__: (function, make_tower, make_adamw) for function in (write_data, change_gradients, add_module)
 } | {
     "unfreeze": (unfreeze, make_frozen, make_adamw_of_trained),
     "resize": (resize, make_gpt2, make_adamw),

@@ -82,9 +82,6 @@ def test_settings_change_nothing(pair, setting):
     assert results[0][0]["all_gathers"] == results[1][0]["all_gathers"]
 
 
-"""Of losses, norms and weights after three steps: fp32 gradients are added in another order than in one batch."""
-
-
 def freeze_half(model):
     for parameter in list(model.parameters())[::2]:
         parameter.requires_grad_(False)

@@ -13,7 +13,6 @@ import sys
 import tempfile
 import traceback
 import warnings
-from unittest import mock
 
 import pytest
 import torch
@@ -21,16 +20,12 @@ from support import fake_device, fused_losses, inside
 from support.models import make_batch, make_model
 from support.reference import Reference
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import Adafactor
 
 from hf_patrickstar import DeviceMemoryError, EngineError, PatrickStarEngine, deferred_weights, units
-from hf_patrickstar.memory import meters
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.model.chunked_loss import chunk_losses, find_heads
 from hf_patrickstar.model.live_parameter import set_raw_data
-from hf_patrickstar.optim.clipping import _stack
 from hf_patrickstar.optim.scaler import ChunkedGradScaler
 
 units.LEAST_BUDGET_NBYTES = 1  # as in conftest.py
@@ -302,112 +297,6 @@ def optimizer(_, tight, make_optimizer):
     compare("bert", make_optimizer=make_optimizer, tight=tight)
 
 
-class FlatSGD(torch.optim.Optimizer):
-    """An optimizer that looks at all parameters together."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {"lr": LR})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        largest = torch.stack([p.grad.abs().max() for p in parameters]).max()
-        for parameter in parameters:
-            parameter.sub_(parameter.grad / largest, alpha=LR)
-
-
-@case(True)
-@case(False)
-def optimizer_of_all_at_once(tight):
-    compare("bert", make_optimizer=FlatSGD, tight=tight)
-
-
-@case(1 << 20, 1)
-@case(40_000, 4)
-@case(0, 40)
-@case("all is at home on the device", 1)
-def norms_of_many_gradients(most_held, num_calls):
-    """Norms are computed together, from the first clipping on; for its norm no gradient stays on the device."""
-    calls, peaks, compute, memory = [], [], torch._foreach_norm, fake_device.MEMORY
-
-    def count(tensors, *args, **kwargs):
-        calls.append(len(tensors))
-        return compute(tensors, *args, **kwargs)
-
-    def do(model, optimizer):
-        seen = []
-        for step in range(4):
-            gc.collect()
-            memory.restart()
-            calls.clear()
-            seen.append(run_backward(model, "gpt2", step))
-            peaks.append(memory.peak)
-            if step >= 2:
-                clip = getattr(optimizer, "clip_grad_norm_", torch.nn.utils.clip_grad_norm_)
-                seen.append(clip(model.parameters(), MAX_NORM).item())
-            optimizer.step()
-            optimizer.zero_grad()
-        return seen
-
-    plain = plain_model("gpt2")
-    expected = do(plain, adamw(plain.parameters()))
-    model, engine = make_engine("gpt2", tight=isinstance(most_held, int))
-    if isinstance(most_held, int):
-        engine.resources.streams.hold_at_most(most_held)
-    with mock.patch.object(torch, "_foreach_norm", count):
-        assert do(model, engine.optimizer) == expected
-    assert_same(model, plain.state_dict())
-    assert (len(calls), sum(calls)) == (num_calls, 40)
-    assert peaks[-1] <= peaks[-2] + 4 * 40
-
-
-@case()
-def leaving_the_device_before_norms_are_asked_for():
-    """The memory of a chunk with gradients is free when the chunk has left."""
-    model, engine = margin()
-    freed = []
-
-    def leave(*_):
-        gc.collect()
-        before = fake_device.MEMORY.current, engine.ledger.used(Tier.DEVICE)
-        inside.leave_margin(engine)
-        after = fake_device.MEMORY.current, engine.ledger.used(Tier.DEVICE)
-        freed.extend(was - now for was, now in zip(before, after, strict=True))
-
-    handle = model.transformer.h[0].register_full_backward_pre_hook(leave)
-    run_backward(model, "gpt2", 0)
-    handle.remove()
-    engine.optimizer.clip_grad_norm_(model.parameters(), MAX_NORM)
-    engine.optimizer.step()
-    assert freed[1] > 0
-    assert freed[0] >= freed[1] - 4 * 40
-
-
-@case()
-def norms_of_two_devices():
-    """They meet on the first one's device, in order, and cross in one copy."""
-    for places in ((SIM, "cpu", "cpu", SIM, "cpu"), ("cpu", SIM, "cpu", SIM)):
-        norms = [torch.tensor(float(number), device=place) for number, place in enumerate(places)]
-        with CrossingCopies() as mode:
-            found = _stack(norms)
-        assert mode.count == 1
-        assert found.device == norms[0].device
-        assert found.tolist() == list(range(len(places)))
-
-
-class CrossingCopies(TorchDispatchMode):
-    """Counts operators that bring values to another device."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        operands = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
-        is_made = func is torch.ops.aten.lift_fresh.default  # of numbers in Python
-        self.count += len({operand.device for operand in operands}) > 1 or (is_made and result.device.type == SIM)
-        return result
-
-
 @case()
 def clipping_some_and_by_value():
     """Gradients of some parameters are clipped by their norm, then all by their values."""
@@ -424,18 +313,6 @@ def clipping_some_and_by_value():
         return norm.item()
 
     alike("gpt2", do)
-
-
-@case()
-def clipping_on_both_tiers():
-    """Norms are where the gradients are, and the coefficient goes to each of these places."""
-    model, engine = margin()
-    assert len({chunk.param.device for chunk in inside.chunks(engine)}) == 2
-    run_backward(model, "gpt2", 0)
-    engine.optimizer.clip_grad_norm_(list(model.parameters())[::2], MAX_NORM)
-    engine.optimizer.clip_grad_norm_(model.parameters(), MAX_NORM)
-    engine.optimizer.step()
-    engine.optimizer.zero_grad()
 
 
 @case()
@@ -505,16 +382,6 @@ def deferred_weights_from_a_file():
 
 
 # A live model
-
-
-def _penalty(model, batch):
-    return model(**batch).loss + 1e-3 * sum(parameter.pow(2).sum() for parameter in model.parameters())
-
-
-@case()
-def penalty():
-    """A part of the loss is computed with parameters outside of the forward."""
-    compare("bert", loss_of=_penalty)
 
 
 def _touch(model):
@@ -598,17 +465,6 @@ def changes_of_the_model():
     alike("bert", do, change=_freeze_some)
 
 
-@case()
-def evaluation_and_generation():
-    def do(model, optimizer):
-        batch = batch_of("gpt2", 0)
-        with torch.no_grad():
-            loss = model.eval()(**batch).loss.item()
-            return loss, model.generate(batch["input_ids"], max_new_tokens=3, do_sample=False).tolist()
-
-    alike("gpt2", do)
-
-
 # Memory
 
 
@@ -636,24 +492,6 @@ def out_of_memory():
     assert len(losses) == 2
     engine.optimizer.step()
     assert_same(model, plain.state_dict())
-
-
-@case()
-def seldom_asked():
-    """A step that follows its plan asks the allocator where copies take more memory than before, not at each move."""
-    model, engine = make_engine("gpt2")
-    asked, allocated_nbytes = [], meters.allocated_nbytes
-
-    def ask(*args):
-        asked.append(args)
-        return allocated_nbytes(*args)
-
-    with mock.patch.object(meters, "allocated_nbytes", ask):
-        for _ in range(3):
-            before = engine.stats()["chunk_evictions"]
-            asked.clear()
-            train("gpt2", model, engine.optimizer, engine.optimizer.clip_grad_norm_, steps=1)
-    assert 0 < len(asked) < (engine.stats()["chunk_evictions"] - before) / 2
 
 
 @case()

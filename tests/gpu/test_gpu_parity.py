@@ -70,16 +70,6 @@ def test_clipping_with_masters_on_the_host(at_home_on_host):
         torch.testing.assert_close(state_dict[key], master, rtol=1e-3, atol=1e-5)
 
 
-def test_cpu_embedding_on_the_device(at_home_on_host):
-    config = {**capped("llama", 4), "dtype": "fp32"}
-    expected, state_dict, _ = run_engine("llama", config)
-    ours, other, stats = run_engine("llama", {**config, "cpu_embedding": True})
-    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
-    for key, value in state_dict.items():
-        torch.testing.assert_close(other[key], value, rtol=1e-3, atol=1e-4)
-    assert stats["chunk_loads"] > 0
-
-
 @pytest.mark.parametrize("precision", ["bf16", "fp16", None])
 def test_trainer(precision, tmp_path, at_home_on_host):
     recorder = LossRecorder()

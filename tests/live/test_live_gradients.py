@@ -5,12 +5,11 @@ import math
 
 import pytest
 import torch
-from support.live import WIDTH, Block, Tower, live, loss_of, make_ids, make_tower, make_with_list, raises_in_both, train
+from support.live import WIDTH, live, loss_of, make_ids, make_tower, make_with_list, raises_in_both, train
 from support.models import make_model
 from support.trainers import assert_same_weights, make_trainer, run, tight
 from support.trainers import logged as logged_by
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import Trainer, TrainingArguments
 
 from hf_patrickstar import PatrickStarEngine
@@ -28,31 +27,6 @@ def backward(model, step=0, loss=loss_of):
 
 def generator(seed=3):
     return torch.Generator().manual_seed(seed)
-
-
-class Forked(Tower):
-    """Has two blocks of which a batch uses one, and computes its blocks again in backward."""
-
-    def __init__(self):
-        super().__init__()
-        self.forks = nn.ModuleList([Block(), Block()])
-
-    def forward(self, ids, fork=0):
-        x = self.embedding(ids) + self.offset
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return self.head(self.norm(self.forks[fork](x)) * self.scale)
-
-
-def make_forked():
-    torch.manual_seed(0)
-    return Forked()
-
-
-def loss_of_forked(model, step=0, fork=None):
-    ids = make_ids(step)
-    logits = model(ids[:, :-1], step % 2 if fork is None else fork)
-    return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
 
 # Between backward and step: each function reads or changes gradients, and gives what it found.
@@ -275,16 +249,16 @@ def test_another_optimizer_instead(both, name):
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(own, 4)
         for step in range(3):
             own.zero_grad(set_to_none=step % 2 == 0)
-            note("loss", backward(model, step, loss_of_forked))
+            note("loss", backward(model, step))
             note("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.3))
             own.step()
             scheduler.step()
         note("states", [dict(own.state[p]) for p in model.parameters()])
         again = OWN_OPTIMIZERS[name](model.parameters())
         again.load_state_dict(own.state_dict())
-        note("losses", train(model, again, first=3, loss=loss_of_forked))
+        note("losses", train(model, again, first=3))
 
-    both(pattern, make=make_forked, loss=loss_of_forked)
+    both(pattern)
 
 
 # Hooks

@@ -279,49 +279,6 @@ def test_a_gan(accelerated, tmp_path):
     accelerated(script)
 
 
-class Prototypes(nn.Module):
-    """A loss with parameters."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(8)
-        self.centres = nn.Parameter(torch.randn(3, WIDTH))
-
-    def forward(self, features, labels):
-        return nn.functional.cross_entropy(-torch.cdist(features, self.centres), labels)
-
-
-@pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "left_alone"])
-def test_two_encoders_a_loss_and_a_temperature_in_one_optimizer(accelerated, prepared):
-    """As in CLIP written by hand: two models in one graph, a parameter of no module, a loss with parameters."""
-
-    def script(make, note):
-        accelerator = make(gradient_accumulation_steps=2)
-        left, right, criterion = perceptron([2] + [WIDTH] * 6, 1), perceptron([2] + [WIDTH] * 6, 2), Prototypes()
-        temperature = nn.Parameter(torch.tensor(0.0))
-        groups = [{"params": [*left.parameters(), *right.parameters(), *criterion.parameters()]}]
-        optimizer = torch.optim.AdamW([*groups, {"params": [temperature], "weight_decay": 0.0}], 1e-2)
-        left, right, optimizer, loader = accelerator.prepare(left, right, optimizer, make_loader())
-        if prepared:
-            criterion = accelerator.prepare(criterion)
-        for batch in loader:
-            with accelerator.accumulate(left, right):
-                scores = left(batch) @ right(batch.flip(1)).T * temperature.exp()
-                loss = nn.functional.cross_entropy(scores, torch.arange(len(batch)))
-                loss = loss + criterion(left(batch), (batch[:, 0] > 0).long())
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    parameters = itertools.chain(left.parameters(), right.parameters())
-                    note("norm", accelerator.clip_grad_norm_(parameters, 0.5))
-                    accelerator.clip_grad_value_(criterion.parameters(), 0.01)
-                optimizer.step()
-                optimizer.zero_grad()
-            note("loss", [loss.detach(), temperature])
-        note_all(note, left, right, criterion, optimizer)
-
-    accelerated(script)
-
-
 def test_stages_over_one_prepared_model(accelerated, tmp_path):
     """By hand, by a plain optimizer, by two prepared ones, one of them schedule-free, and after all was freed."""
 

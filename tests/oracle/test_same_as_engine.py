@@ -29,6 +29,7 @@ def freeze(model):
 
 CASES = {
     "gpt2, little room, on demand, by age": {"factor": 1.3, "eviction": "lru", "prefetch_depth": 0},
+    "gpt2, little room, in the order of chunks": {"factor": 1.3, "eviction": "list_order", "prefetch_depth": 2},
     "gpt2, at home on the host, far ahead": {"placement": "host", "prefetch_depth": 6},
     "llama, recomputed": {"name": "llama", "checkpointing": True},
     "t5": {"name": "t5"},

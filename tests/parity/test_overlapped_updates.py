@@ -420,36 +420,6 @@ def test_a_forward_begins_when_the_first_chunk_is_updated(streams, monkeypatch):
         assert all(thread.startswith(WORKERS) for thread in threads)
 
 
-def test_no_worker_waits_while_a_chunk_is_left_of_a_step(monkeypatch):
-    """One of two workers does not get on with a share of the first chunk: the other one updates all other chunks."""
-    with streams_of("pooled"):
-        run = Run(host_threads=2)
-        plain(run)
-        run.model.state_dict()  # waits for all updates
-        first, *others = inside.in_order_of_use(run.engine)
-        opened, begun, update_share = threading.Event(), [], AdamKernel._update_share
-
-        def update_share_late(kernel, job, share):
-            if share[0].chunk is first and not begun:
-                begun.append(share)
-                assert opened.wait(60)
-            update_share(kernel, job, share)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(AdamKernel, "_update_share", update_share_late)
-            run.backward(3)
-            run.optimizer.step()
-            limit = time.monotonic() + 30
-            while run.num_under_way > 1 and time.monotonic() < limit:
-                time.sleep(0.001)
-            under_way = [chunk for chunk in (first, *others) if not chunk.update.is_done]
-            opened.set()
-        run.end()
-    assert begun
-    assert len(others) > 3
-    assert under_way == [first]
-
-
 def test_a_second_step_updates_a_chunk_after_the_first_one(monkeypatch):
     """Gradients are kept, so two steps may follow each other; one worker is late with a share of the first step."""
 
