@@ -64,9 +64,6 @@ def check_guards(whole):
     assert torch.equal(whole[-GUARD:], torch.full((GUARD,), 7.0, dtype=whole.dtype))
 
 
-# One process
-
-
 # All gather
 
 

@@ -6,10 +6,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from support.models import make_batch, make_model
 from support.processes import Workers
 
-from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import CollectiveError
 
@@ -140,31 +138,3 @@ def test_what_is_under_way_is_aborted_once_after_a_failure():
         for num, num_distinct, messages in workers.run(fail):
             assert (num, num_distinct) == (3, 3), "the reductions', that for gathers, and the user's"
             assert all("reduces group 0: a collective failed on rank" in message for message in messages)
-
-
-def train(rank, is_device, reduce_dtype):
-    """Losses and norms of three steps of two processes."""
-    with contextlib.ExitStack() as stack:
-        if is_device:
-            stack.enter_context(instead(dist.ProcessGroupGloo, "name", lambda self: "nccl"))
-            stack.enter_context(mock.patch("hf_patrickstar.dist.tickets.synchronize"))
-        model = make_model("gpt2").train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        config = {"dtype": "bf16", "reduce_dtype": reduce_dtype, "chunk_numel": 2048}
-        engine = PatrickStarEngine(model, config, optimizer)
-        figures = []
-        for step in range(3):
-            torch.manual_seed(step)
-            loss = model(**make_batch("gpt2", seed=10 * step + rank)).loss
-            loss.backward()
-            norm = engine.optimizer.clip_grad_norm_(None, 0.5)
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
-            figures.append((loss.item(), norm.item()))
-        engine.detach()
-    return figures
-
-
-def test_a_model_trains_as_over_gloo(pair):
-    """The sum of two terms is rounded once, whatever adds them."""
-    assert pair.run(train, True, "auto") == pair.run(train, False, "auto")

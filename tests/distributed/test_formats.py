@@ -10,9 +10,7 @@ from support.together import copy_state, differences, engaged, heard, hf_loss, m
 from test_checkpoints import build
 
 from hf_patrickstar import PatrickStarEngine
-from hf_patrickstar.checkpoint import torch_state
 from hf_patrickstar.cli.main import main
-from hf_patrickstar.errors import CheckpointError
 
 pytestmark = pytest.mark.xdist_group("distributed")
 
@@ -82,32 +80,3 @@ def test_the_first_save_says_how_pieces_are_exported(pair, tmp_path):
     plain = make_optimizer(make_model("gpt2"))
     plain.load_state_dict(found)
     assert len(plain.state) == len(found["state"]) > 0
-
-
-def fail_to_write(rank, folder, failing):
-    """The disk is full while ``optimizer.pt`` is written; the other process is told, and both go on."""
-    with engaged(build("gpt2", torch.float32), {"optimizer_format": "torch"}) as engine:
-        train_together(engine, hf_loss("gpt2"), steps=1)
-        original = torch_state.byte_pieces
-
-        def byte_pieces(*args):
-            if rank == failing:
-                raise OSError(28, "No space left on device")
-            return original(*args)
-
-        torch_state.byte_pieces = byte_pieces
-        try:
-            with pytest.raises(CheckpointError, match=r"was not written: .*optimizer.pt' cannot be written: No space"):
-                engine.save_checkpoint(f"{folder}/c")
-        finally:
-            torch_state.byte_pieces = original
-        assert not os.path.exists(f"{folder}/c")
-        train_together(engine, hf_loss("gpt2"), steps=1, first=1)
-        engine.save_checkpoint(f"{folder}/c")
-    return sorted(os.listdir(f"{folder}/c"))
-
-
-def test_a_full_disk(pair, tmp_path):
-    first, second = pair.run(fail_to_write, str(tmp_path), 0)
-    assert first == second
-    assert "optimizer.pt" in first

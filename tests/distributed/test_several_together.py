@@ -1,6 +1,5 @@
 """Several models and optimizers, and models without one, in two processes: as one of plain torch that averages."""
 
-import copy
 import itertools
 
 import pytest
@@ -138,30 +137,3 @@ def train_without_prepared_optimizers(rank, config, way):
 @pytest.mark.parametrize(("config", "way"), [(CONFIGS[1], "clipped"), (CONFIGS[2], "prepared_later")])
 def test_models_prepared_without_an_optimizer(pair, config, way):
     pair.run(train_without_prepared_optimizers, config, way)
-
-
-def save_and_load(rank, directory):
-    with launched(rank):
-        accelerator = PatrickStarAccelerator(cpu=True, patrickstar_config=CONFIGS[1])
-        models = make_models()
-        *models, first, second, third = accelerator.prepare(*models, *three_optimizers(models))
-        train(accelerator, models, [first, second, third], rank, 2)
-        accelerator.save_state(directory)
-        before = copy.deepcopy([part.state_dict() for part in (*models, first, second, third)])
-        train(accelerator, models, [first, second, third], rank, 2, first=2)
-        after = [copy_state(model) for model in models]
-        accelerator.load_state(directory)
-        for state, part in zip(before, (*models, first, second, third), strict=True):
-            found = part.state_dict()
-            states = (found["state"], state["state"]) if "state" in found else ({0: found}, {0: state})
-            assert states[0].keys() == states[1].keys()
-            for key, own in states[0].items():
-                assert all(torch.equal(torch.as_tensor(own[k]), torch.as_tensor(v)) for k, v in states[1][key].items())
-        train(accelerator, models, [first, second, third], rank, 2, first=2)
-        for state, model in zip(after, models, strict=True):
-            assert differences(state, model.state_dict()) == {}
-        detach(models)
-
-
-def test_states_of_several_engines(pair, tmp_path):
-    pair.run(save_and_load, str(tmp_path / "state"))

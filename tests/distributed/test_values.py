@@ -1,6 +1,5 @@
 """What users read, write, save and evaluate while several processes train; and what is said when they differ."""
 
-import copy
 import os
 from pathlib import Path
 
@@ -290,42 +289,3 @@ def train_without_being_told(rank):
 
 def test_processes_that_would_train_alone_are_refused(pair):
     pair.run(train_without_being_told)
-
-
-def train_in_own_types(rank):
-    """Parameters of four types, each with states of its own type; gradients are averaged in the parameter's type."""
-    plain = torch.nn.Sequential(
-        *(torch.nn.Linear(16, 16, dtype=d) for d in (torch.float64, torch.bfloat16, torch.float32, torch.bfloat16))
-    )
-    model = copy.deepcopy(plain)
-
-    def loss_of(used, which):
-        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(which))
-        for layer in used:
-            x = torch.tanh(layer(x.to(layer.weight.dtype)))
-        return x.float().square().mean()
-
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    with engaged(model, {"chunk_numel": 256}, torch.optim.AdamW(model.parameters(), lr=1e-2)) as engine:
-        for step in range(3):
-            sums = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in plain.parameters()]
-            for other in range(2):
-                loss_of(plain, 10 * step + other).backward()
-                for total, parameter in zip(sums, plain.parameters(), strict=True):
-                    total += parameter.grad
-                plain.zero_grad()
-            for total, parameter in zip(sums, plain.parameters(), strict=True):
-                parameter.grad = (total / 2).to(parameter.dtype)
-            optimizer.step()
-            optimizer.zero_grad()
-            engine.backward(loss_of(model, 10 * step + rank))
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
-        state = model.state_dict()
-        for name, value in plain.state_dict().items():
-            assert state[name].dtype is value.dtype
-            assert torch.equal(state[name], value), name
-
-
-def test_types_beside_each_other(pair):
-    pair.run(train_in_own_types)

@@ -1,6 +1,5 @@
 """Counted bytes and budgets: what moves in a step follows from the model, and nothing takes more than it may."""
 
-import collections
 import gc
 import re
 import weakref
@@ -427,25 +426,6 @@ def test_states_of_another_optimizer_over_the_host_budget_are_told_and_the_step_
     with pytest.raises(BudgetError, match="host_budget"):
         pair.optimizer.step()
     assert_same_values(pair.plain, pair.ours)
-
-
-# Counts
-
-
-def test_what_is_logged_of_chunks_is_what_is_counted():
-    pair = Pair(lambda: Asking(6), "moving")
-    log = pair.engine.counts.log = []
-    pair.train(3)
-    stats, num = pair.engine.stats(), collections.Counter(what for what, _ in log)
-    assert num["load"] + num["load ahead"] == stats["chunk_loads"]
-    assert num["load ahead"] == stats["prefetches"]
-    assert num["evict"] == stats["chunk_evictions"]
-    assert num["drop"] == stats["chunk_invalidations"]
-    assert num["move home"] == stats["chunk_moves"]
-    assert num["visit"] == stats["chunk_visits"] >= stats["chunk_hits"]
-    assert num["gradient"] == 3 * 12
-    assert [number for what, number in log if what == "step"] == [1, 2, 3]
-    assert stats["recorded_steps"] == 1
 
 
 # Embeddings on the CPU

@@ -27,23 +27,6 @@ def test_sums_of_several_backwards_are_read_and_stepped_with(accumulation, budge
         pair.step()
 
 
-def test_zeroing_in_place_leaves_zeros(budget):
-    pair = Pair(Tied, budget)
-
-    def run(model, optimizer):
-        for step in range(3):
-            loss_of(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-        found = gradients_of(model)
-        optimizer.step()  # momentum goes on; what has no gradient stays
-        return found
-
-    pair.check(run)
-    pair.both(lambda model, _: model.zero_grad(set_to_none=False))
-    pair.train(2, first=3)
-
-
 @pytest.mark.parametrize("make_optimizer", [adamw, sgd])
 def test_parameters_without_a_gradient_are_left_alone(make_optimizer, budget):
     pair = Pair(Tied, budget, make_optimizer)
@@ -509,21 +492,6 @@ def test_unscaled_gradients_are_what_is_read_and_limited(limit, budget):
     pair.backward(1)
     pair.check_gradients()
     pair.step()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_skipped_step_drops_gradients_and_keeps_values_and_states(dtype, budget):
-    pair = Pair(Stack, budget, dtype=dtype)
-    pair.train(2)
-    before = values_of(pair.ours)
-    (loss_of(pair.ours, 5) * float("inf")).backward()
-    assert not torch.isfinite(pair.optimizer.unscale(torch.tensor(1 / SCALE))).all()
-    pair.optimizer.skip_step()
-    assert_same(before, values_of(pair.ours))
-    assert pair.ours.layers[0].weight.grad is None
-    stats = pair.engine.stats()
-    assert (stats["steps"], stats["skipped_steps"]) == (2, 1)
-    pair.train(2, first=2)
 
 
 def test_clipping_for_one_optimizer_leaves_the_gradients_of_the_other():

@@ -142,23 +142,6 @@ def test_in_16_bits_copies_have_all_bits(budget):
     pair.step()
 
 
-@pytest.mark.parametrize(("after_backward", "dtype"), [(True, "fp32"), (False, "bf16")])
-def test_loading_a_state_dict(after_backward, dtype, budget):
-    pair = Pair(Tied, budget, dtype=dtype)
-    pair.train(1)
-    values = {name: torch.randn_like(value) for name, value in values_of(pair.ours).items()}
-    values["head.weight"] = values["embedding.weight"]
-    if after_backward:
-        pair.backward(1)
-    pair.ours.load_state_dict(values)
-    found = pair.ours.state_dict()
-    assert all(torch.equal(found[name], value) for name, value in values.items())
-    if dtype == "fp32":
-        pair.plain.load_state_dict(values)
-        pair.step()
-        pair.train(1, first=2)
-
-
 def test_full_parameters_are_ordinary_tensors_inside_of_the_block(budget):
     pair = Pair(Tied, budget)
     pair.train(1)

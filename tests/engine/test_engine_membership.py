@@ -101,21 +101,6 @@ def test_a_gradient_of_before_a_parameter_joined_is_not_lost(budget):
     pair.both(join)
 
 
-def test_an_optimizer_that_comes_later(budget):
-    plain, model = make(Stack), make(Stack)
-    engine = engine_of(model, budget, None)
-    with torch.no_grad():
-        assert torch.equal(plain(batch()), model(batch()))
-    assert engine.optimizer is None
-    assert engine.training_state is None
-    optimizer, chunked = adamw(plain.parameters()), engine.add_optimizer(adamw(model.parameters()))
-    assert engine.optimizer is chunked
-    for step in range(3):
-        for each, its_optimizer in ((plain, optimizer), (model, chunked)):
-            step_of(each, its_optimizer, step)
-    assert_same_values(plain, model)
-
-
 def optimizers_of(model):
     return [adamw(model.layers[:2].parameters()), sgd(model.layers[2:].parameters())]
 
@@ -181,20 +166,6 @@ def test_detaching_gives_model_and_optimizer_back(when, dtype, budget):
     assert_same(masters, optimizer.state_dict()["state"])
     loss_of(model, 3).backward()
     optimizer.step()
-
-
-def test_training_goes_on_without_the_engine_and_with_another_one(budget):
-    plain, model = make(Stack), make(Stack)
-    theirs, inner = adamw(plain.parameters()), adamw(model.parameters())
-    for phase in range(4):
-        engine = PatrickStarEngine(model, config_of(budget), inner, device="cpu") if phase % 2 == 0 else None
-        for step in range(2):
-            for each, optimizer in ((plain, theirs), (model, engine.optimizer if engine else inner)):
-                step_of(each, optimizer, 2 * phase + step)
-        if engine:
-            engine.detach()
-        assert_same_values(plain, model)
-        assert_same(theirs.state_dict(), inner.state_dict())
 
 
 def test_a_construction_that_fails_leaves_the_model_as_it_was(budget, monkeypatch):

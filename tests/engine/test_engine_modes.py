@@ -145,17 +145,6 @@ def test_autocast_of_the_user(cache, budget):
     pair.train(3, loss=loss)
 
 
-def test_inputs_follow_the_type_of_the_model_and_outputs_are_wide(budget):
-    model = make(Stack)
-    engine = engine_of(model, budget, dtype="bf16")
-    out = model(batch())
-    out.float().sum().backward()
-    engine.optimizer.step()
-    assert engine.dtype is torch.bfloat16
-    plain = make(Stack).bfloat16()
-    assert torch.equal(plain(batch().bfloat16()).float(), out.float())
-
-
 def test_batch_norm_in_16_bits_without_autocast_is_refused():
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
     with pytest.raises(ConfigError, match="BatchNorm"):

@@ -7,7 +7,6 @@ from support.same import copied, gradients_of
 from support.small import WIDTH, Block, Stack, batch, loss_of, make, sgd, step_of
 from torch import nn
 from torch._dynamo import convert_frame
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from hf_patrickstar import DeviceMemoryError, EngineError
@@ -221,22 +220,6 @@ def test_recomputation_of_a_mostly_frozen_model_needs_no_more_than_one_block():
     assert stats["device_peak_nbytes"] <= stats["chunk_budget_nbytes"] == 3 * 320 * 4
 
 
-def test_recomputation_that_reads_a_parameter_of_another_module(budget):
-    class Borrowing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x):
-            x = torch.tanh(self.first(x))
-            return checkpoint(
-                lambda x: nn.functional.linear(x, self.second.weight, self.first.bias), x, use_reentrant=False
-            )
-
-    Pair(Borrowing, budget, prepare=lambda model: model.first.requires_grad_(False)).train(3)
-    Pair(Borrowing, budget, prepare=lambda model: model.second.weight.requires_grad_(False)).train(3)
-
-
 @pytest.mark.parametrize("reads", [False, True])
 def test_reentrant_checkpointing_is_refused_with_a_remedy(reads, budget):
     class Reentrant(nn.Module):
@@ -255,30 +238,6 @@ def test_reentrant_checkpointing_is_refused_with_a_remedy(reads, budget):
         model(batch().requires_grad_()).sum().backward()
     engine.detach()
     assert not model.inner.weight.isnan().any()
-
-
-def test_hooks_on_saved_tensors_of_users_see_values(budget):
-    pair = Pair(Stack, budget)
-    seen = []
-
-    def run(model, optimizer):
-        packed = []
-
-        def pack(tensor):
-            packed.append(tensor.sum().item())
-            return tensor.clone()
-
-        for step in range(2):
-            with saved_tensors_hooks(pack, lambda tensor: tensor):
-                loss = loss_of(model, step)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        seen.append(sorted(packed))
-
-    pair.check(run)
-    assert seen[0] == seen[1]
-    assert not any(value != value for value in seen[1])
 
 
 def test_graphs_that_live_for_many_steps(budget):

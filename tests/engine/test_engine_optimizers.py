@@ -306,18 +306,6 @@ def test_state_dicts_go_from_torch_to_chunks_and_back(make_optimizer, budget):
     assert_same_states(pair.plain_optimizer, other.optimizer)
 
 
-def test_in_16_bits_a_state_dict_has_what_a_resumed_run_needs(budget):
-    pair, again = (Pair(Stack, budget, dtype="bf16") for _ in range(2))
-    pair.train(2)
-    again.ours.load_state_dict(pair.ours.state_dict())
-    again.optimizer.load_state_dict(pair.optimizer.state_dict())
-    for step in range(2, 4):
-        for model, optimizer in ((pair.ours, pair.optimizer), (again.ours, again.optimizer)):
-            step_of(model, optimizer, step)
-    assert_same(values_of(pair.ours), values_of(again.ours))
-    assert_same(pair.optimizer.state_dict()["state"], again.optimizer.state_dict()["state"])
-
-
 def test_a_state_dict_is_a_copy_and_one_that_does_not_fit_changes_nothing(budget):
     pair = Pair(Stack, budget)
     pair.train(1)

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 from support.pairs import Pair, alike
-from support.same import gradients_of, values_of
-from support.small import Stack, Tied, batch, loss_of, step_of
+from support.same import gradients_of
+from support.small import Stack, Tied, batch, loss_of
 from support.threads import beside, in_threads, read_parameters, read_state
 
 from hf_patrickstar import EngineError
@@ -126,36 +126,6 @@ def test_forward_in_one_thread_and_backward_in_another(model, optimizer):
         optimizer.step()
         optimizer.zero_grad()
     return found
-
-
-def test_two_models_train_in_two_threads():
-    pairs = [Pair(Stack, "moving"), Pair(Tied, "moving")]
-
-    def train(model, optimizer):
-        for step in range(4):
-            step_of(model, optimizer, step)
-
-    in_threads(*(lambda pair=pair: train(pair.ours, pair.optimizer) for pair in pairs))
-    for pair in pairs:
-        train(pair.plain, pair.plain_optimizer)
-        pair.check()
-
-
-def test_writes_of_another_thread_between_steps_count(budget):
-    pair = Pair(Stack, budget)
-
-    @torch.no_grad()
-    def write(model):
-        model.layers[1].weight.mul_(0.5)
-        model.layers[2].bias.data.fill_(1.0)
-
-    def run(model, optimizer):
-        for step in range(2):
-            step_of(model, optimizer, step)
-            in_threads(lambda: write(model))
-
-    pair.check(run)
-    assert not any(value.isnan().any() for value in values_of(pair.ours).values())
 
 
 def test_a_thread_that_computes_all_the_time_does_not_keep_others_out():

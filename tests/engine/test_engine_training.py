@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from support.pairs import Pair, engine_of
-from support.small import WIDTH, Stack, Tied, loss_of, make, tokens
+from support.pairs import Pair
+from support.small import WIDTH, Stack, Tied, loss_of, tokens
 from support.streams import delayed_streams, simulated_streams
 from torch import nn
 
@@ -98,19 +98,6 @@ def test_buffers_are_updated_once_in_each_forward(budget):
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
 
     Pair(factory, budget).train(3)
-
-
-def test_the_model_stays_the_users_own(budget):
-    model = make(Tied)
-    parameters = dict(model.named_parameters())
-    shapes = {name: parameter.shape for name, parameter in parameters.items()}
-    engine = engine_of(model, budget)
-    assert type(model) is Tied
-    assert all(parameters[name] is parameter for name, parameter in model.named_parameters())
-    assert {name: parameter.shape for name, parameter in model.named_parameters()} == shapes
-    assert all(isinstance(parameter, nn.Parameter) and parameter.is_leaf for parameter in parameters.values())
-    assert model.head.weight is model.embedding.weight
-    assert model.patrickstar_engine is engine
 
 
 def test_copies_that_are_too_large_to_be_made_at_once():

@@ -218,22 +218,6 @@ def test_a_model_copied_at_any_time(both, way, before):
     both(pattern, make=make)
 
 
-# Parts of the model
-
-
-@live
-def test_files_of_one_tensor_hold_no_more_than_that(model, optimizer, note):
-    train(model, optimizer)
-    loss_of(model).backward()
-    for name in ("blocks.3.linear.bias", "embedding.weight"):
-        parameter = model.get_parameter(name)
-        for tensor in (parameter, parameter.grad, parameter.data, parameter.detach(), [parameter]):
-            buffer = io.BytesIO()
-            torch.save(tensor, buffer)
-            nbytes = parameter.numel() * 4
-            note(name, [len(buffer.getvalue()) < nbytes + 3000, len(pickle.dumps(tensor)) < nbytes + 1500])
-
-
 # State dicts
 
 

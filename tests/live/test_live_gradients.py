@@ -6,13 +6,7 @@ import math
 import pytest
 import torch
 from support.live import WIDTH, live, loss_of, make_ids, make_tower, make_with_list, raises_in_both, train
-from support.models import make_model
-from support.trainers import assert_same_weights, make_trainer, run, tight
-from support.trainers import logged as logged_by
 from torch import nn
-from transformers import Trainer, TrainingArguments
-
-from hf_patrickstar import PatrickStarEngine
 
 
 def gradients_of(model):
@@ -374,27 +368,3 @@ def test_updates_in_backward(model, optimizer, note):
     for handle in handles:
         handle.remove()
     note("weights", list(model.parameters()))
-
-
-# The stock Trainer
-
-
-@pytest.mark.parametrize(("is_given", "accumulation"), [(False, 2), (True, 1)])
-def test_the_stock_trainer_over_an_engine_that_was_attached_by_hand(both, tmp_path, is_given, accumulation):
-    runs, more = [], {"max_steps": 3, "gradient_accumulation_steps": accumulation, "max_grad_norm": 0.05}
-    for config in (None, both.config):
-        model = make_model("gpt2")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        if config is not None:
-            optimizer = PatrickStarEngine(
-                model, {**config, "chunk_numel": "auto", **tight("gpt2")}, optimizer
-            ).optimizer
-        given = {"trainer_kwargs": {"optimizers": (optimizer, None)}} if is_given else {}
-        runs.append(make_trainer(Trainer, TrainingArguments, tmp_path, model, **given, **more))
-        run(runs[-1])
-    plain, ours = runs
-    assert len(logged_by(plain, "loss")) == 3
-    for key in ("loss", "grad_norm"):
-        assert logged_by(plain, key) == logged_by(ours, key)
-    assert_same_weights(plain.model, ours.model)
-    assert not torch.equal(plain.model.lm_head.weight, make_model("gpt2").lm_head.weight)

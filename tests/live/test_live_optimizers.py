@@ -204,19 +204,6 @@ def perceptron(sizes, seed):
     return nn.Sequential(*layers[:-1])
 
 
-def make_generator():
-    return perceptron([4] + [WIDTH] * 6 + [2], 1)
-
-
-def make_critic():
-    return perceptron([2] + [WIDTH] * 6 + [1], 2)
-
-
-def make_loader(count=16, width=2, size=4):
-    generator = torch.Generator().manual_seed(5)
-    return torch.utils.data.DataLoader(torch.randn(count, width, generator=generator), size)
-
-
 def adam(*models, lr=1e-2):
     return torch.optim.Adam(itertools.chain(*(model.parameters() for model in models)), lr=lr, betas=(0.5, 0.9))
 
@@ -238,45 +225,6 @@ def lm_steps(accelerator, model, optimizers, note, steps=2):
             optimizer.step()
         for optimizer in optimizers:
             optimizer.zero_grad()
-
-
-def test_a_gan(accelerated, tmp_path):
-    """The loop of every tutorial; schedules, and a state that is saved and loaded in the middle."""
-
-    def script(make, note):
-        accelerator = make()
-        generator, critic = make_generator(), make_critic()
-        first = adam(generator)
-        second = torch.optim.SGD(critic.parameters(), lr=0.05, momentum=0.5)
-        scheduler = lr_scheduler.ExponentialLR(first, 0.9)
-        generator, first = accelerator.prepare(generator, first)
-        second, critic = accelerator.prepare(second, critic)
-        loader, scheduler = accelerator.prepare(make_loader(), scheduler)
-        noise = torch.Generator().manual_seed(9)
-        for round_ in range(3):
-            for real in loader:
-                fake = generator(torch.randn(len(real), 4, generator=noise))
-                second.zero_grad()
-                loss = nn.functional.softplus(critic(fake.detach()) - critic(real)).mean()
-                accelerator.backward(loss)
-                second.step()
-                first.zero_grad()
-                other = nn.functional.softplus(-critic(fake)).mean()
-                accelerator.backward(other)
-                first.step()
-                note("losses", [loss.detach(), other.detach()])
-            scheduler.step()
-            if round_ == 0:
-                accelerator.save_state(str(tmp_path / "state"))
-            elif round_ == 1:
-                accelerator.load_state(str(tmp_path / "state"))
-            note_all(note, generator, critic, first, second)
-            note("rates", scheduler.get_last_lr())
-        for name, model in (("generator", generator), ("critic", critic)):
-            accelerator.save(accelerator.unwrap_model(model).state_dict(), str(tmp_path / f"{name}.pt"))
-            note("saved", [torch.load(tmp_path / f"{name}.pt"), dict(accelerator.get_state_dict(model))])
-
-    accelerated(script)
 
 
 def test_stages_over_one_prepared_model(accelerated, tmp_path):

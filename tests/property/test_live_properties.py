@@ -14,7 +14,7 @@ from torch import nn
 
 from hf_patrickstar import PatrickStarEngine
 
-DEPTH = 6
+DEPTH = 4
 
 
 def make_tower():
