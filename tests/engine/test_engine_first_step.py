@@ -129,29 +129,6 @@ def test_a_thread_that_looks_at_a_state_takes_nothing_away(garbage):
 
 
 @pytest.mark.own_streams
-def test_only_values_and_masters_are_copied_when_chunks_first_move(monkeypatch):
-    copied, real, move_home = [], torch.Tensor.copy_, getattr(*inside.MOVE_HOME)
-
-    def count(self, source, *args):
-        copied.append(source.nbytes)
-        return real(self, source, *args)
-
-    def counted(self, home):
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.Tensor, "copy_", count)
-            move_home(self, home)
-
-    monkeypatch.setattr(*inside.MOVE_HOME, counted)
-    settings = {**MOVING, "chunk_numel": 320}
-    engine = engine_of(make(lambda: Stack(10)), "resident", dtype="bf16", settings=settings)
-    engine.model(batch().bfloat16())
-    stats = engine.stats()
-    moves = stats["chunk_moves"]
-    assert stats["moved_home_to_device_nbytes"] + stats["moved_home_to_host_nbytes"] == 14 * 320 * moves > 0
-    assert sum(copied) == 6 * 320 * moves
-
-
-@pytest.mark.own_streams
 @pytest.mark.parametrize("looks", [True, False])
 def test_values_outlive_a_move_that_is_interrupted(monkeypatch, looks):
     """Masters go by way of the memory of values; also where somebody looks into that."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.pairs import Pair, alike, evict
 from support.same import assert_same, copied, gradients_of, values_of
-from support.small import WIDTH, Stack, Tied, batch, loss_of, sgd
+from support.small import WIDTH, Stack, Tied, batch, loss_of, sgd, step_of
 from torch import nn
 
 from hf_patrickstar import EngineError
@@ -140,6 +140,16 @@ def test_in_16_bits_copies_have_all_bits(budget):
     block = copy.deepcopy(pair.ours.blocks[1])
     assert torch.equal(block.linear.weight, expected["blocks.1.linear.weight"])
     pair.step()
+
+
+def test_in_16_bits_a_state_dict_is_loaded_with_all_bits(budget):
+    pair = Pair(Tied, budget, dtype="bf16")
+    pair.train(1)
+    values = {name: torch.randn_like(value) for name, value in values_of(pair.ours).items()}
+    values["head.weight"] = values["embedding.weight"]
+    pair.ours.load_state_dict(values)
+    assert_same(values, dict(pair.ours.state_dict()))
+    step_of(pair.ours, pair.optimizer, 1)
 
 
 def test_full_parameters_are_ordinary_tensors_inside_of_the_block(budget):

@@ -2,7 +2,6 @@
 
 import collections
 import copy
-import io
 import itertools
 import os
 import types
@@ -31,46 +30,6 @@ def backward(model, optimizer, step=0):
 
 def groups_of(optimizer):
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-
-
-# Schedule-free optimizers
-
-SCHEDULE_FREE = {
-    "adamw": ("AdamWScheduleFree", {"lr": 0.02, "weight_decay": 0.1, "warmup_steps": 2}),
-    "sgd": ("SGDScheduleFree", {"lr": 0.1, "weight_decay": 0.01}),
-}
-
-
-@pytest.mark.parametrize("kind", SCHEDULE_FREE)
-def test_schedule_free_trained_and_evaluated_in_turn(both, kind):
-    def make_optimizer(model):
-        name, kwargs = SCHEDULE_FREE[kind]
-        optimizer = getattr(schedulefree, name)(model.parameters(), **kwargs)
-        optimizer.train()
-        return optimizer
-
-    def pattern(model, optimizer, note):
-        for step in range(2):
-            optimizer.train()
-            note("losses", train(model, optimizer, 2, first=2 * step))
-            optimizer.eval()
-            with torch.no_grad():
-                note("evaluated", [loss_of(model, 20 + step), some(model), groups_of(optimizer)])
-        backward(model, optimizer, 2)
-        with raises_in_both(Exception, match="not in train mode"):
-            optimizer.step()
-        optimizer.zero_grad()
-        file = io.BytesIO()
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-        optimizer.train()
-        note("went on", train(model, optimizer, 2, first=2))
-        saved = torch.load(io.BytesIO(file.getvalue()))
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        note("mode", optimizer.param_groups[0]["train_mode"])
-        optimizer.train()
-
-    both(pattern, make_optimizer=make_optimizer)
 
 
 # The user's own optimizers

@@ -6,9 +6,7 @@ import numpy
 import pytest
 import torch
 from support.live import (
-    VOCAB,
     WIDTH,
-    Tower,
     assert_same_model,
     live,
     loss_of,
@@ -365,71 +363,6 @@ def test_loads_that_are_overridden_or_have_hooks(model, optimizer, note):
     arrays = {"weight": numpy.full((WIDTH, WIDTH), 0.1, dtype=numpy.float32), "bias": numpy.zeros(WIDTH)}
     note("by hand", model.blocks[5].linear.load_state_dict(arrays))
     note("values", values(model))
-
-
-# Written by forward
-
-
-class Constrained(nn.Module):
-    """Writes its own weight in forward, in the form that was asked for."""
-
-    def __init__(self, form):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.3)
-        self.form = form
-
-    def forward(self, x):
-        if self.form == "data":
-            self.weight.data.clamp_(min=-0.2)
-        elif self.form == "replaced":
-            self.weight.data = functional.normalize(self.weight.data, dim=1)
-        elif self.form == "no_grad":
-            with torch.no_grad():
-                self.weight.copy_(functional.normalize(self.weight, dim=1, p=2))
-        elif self.form == "part":
-            with torch.no_grad():
-                self.weight[0] = 0.0
-        y = x + torch.tanh(x @ self.weight)
-        if self.form == "after":
-            self.weight.data = self.weight.data * 0.9
-        return y
-
-
-class MaxNorm(Tower):
-    """Embeddings that normalise what they look up, layers that write their weights, a parameter that is replaced."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCAB, WIDTH, max_norm=0.5)
-        self.bag = nn.EmbeddingBag(VOCAB, WIDTH, max_norm=0.25, mode="sum")
-        for block, form in zip(self.blocks, ["data", "replaced", "after", "no_grad", "part"], strict=False):
-            block.linear = Constrained(form)
-        self.codebook = nn.Parameter(torch.randn(4, WIDTH), requires_grad=False)
-
-    def forward(self, ids):
-        x = self.embedding(ids) + self.offset + self.bag(ids).unsqueeze(1)
-        for block in self.blocks:
-            x = block(x)
-        codes = torch.cdist(x.detach().flatten(0, 1), self.codebook.detach()).argmin(1)
-        x = x + 0.1 * self.codebook[codes].view_as(x)
-        if self.training:  # it moves towards what it meets
-            means = x.detach().mean((0, 1))
-            self.codebook = nn.Parameter(0.9 * self.codebook + 0.1 * means, requires_grad=False)
-        return self.head(self.norm(x) * self.scale)
-
-
-def make_max_norm():
-    torch.manual_seed(0)
-    return MaxNorm()
-
-
-@live(make=make_max_norm, everywhere=True)
-def test_forward_writes_weights(model, optimizer, note):
-    for step in range(2):
-        note("losses", train(model, optimizer, first=step))
-        note("values", values(model))
-    model.eval()
-    note("inference", [inference(model), values(model)])
 
 
 # Two models

@@ -3,18 +3,9 @@
 import pytest
 import torch
 from support import inside
+from support.pairs import Pair
+from support.small import tokens
 from torch import nn
-
-from hf_patrickstar import PatrickStarEngine
-
-
-def adamw(model):
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
-
-
-def embeddings_of(engine):
-    modules = {id(m.weight) for m in engine.model.modules() if isinstance(m, nn.Embedding)}
-    return [tensor for tensor in inside.tensors(engine) if id(tensor.parameter) in modules]
 
 
 def test_variants_of_embeddings():
@@ -43,35 +34,19 @@ def test_variants_of_embeddings():
         lambda: Buffered(20, 8),
     )
     for make in makers:
-        models = []
-        for _ in range(2):
-            torch.manual_seed(0)
-            models.append(nn.Sequential(make(), nn.Linear(8, 8), nn.Linear(8, 8)))
-        plain, managed = models
-        optimizer = adamw(plain)
-        config = {"cpu_embedding": True, "chunk_budget": 600 if make is not makers[-1] else 1000, "chunk_numel": 64}
-        engine = PatrickStarEngine(managed, config, adamw(managed))
-        for step in range(4):
-            ids = torch.randint(0, 20, (3, 4), generator=torch.Generator().manual_seed(step))
-            losses = []
-            for model, one in ((plain, optimizer), (managed, engine.optimizer)):
-                loss = model(ids).square().sum()
-                loss.backward()
-                one.step()
-                model.zero_grad()
-                losses.append(loss.item())
-            assert losses[0] == losses[1]
-        for key, value in plain.state_dict().items():
-            assert torch.equal(value, managed.state_dict()[key]), key
+        pair = Pair(
+            lambda make=make: nn.Sequential(make(), nn.Linear(8, 8), nn.Linear(8, 8)),
+            settings={"cpu_embedding": True, "chunk_budget": 1000 if make is makers[-1] else 600, "chunk_numel": 64},
+        )
+        pair.train(4, loss=loss_of)
 
 
-def make_stack(rows):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(rows, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+def loss_of(model, seed):
+    return model(tokens(seed)).square().sum()
 
 
 @pytest.mark.parametrize(
-    ("rows", "tokens", "budget", "evaluations", "at_home"),
+    ("rows", "num_tokens", "budget", "evaluations", "at_home"),
     [
         (5000, 64, 5000 * 8 * 4 + 4096, 0, True),
         (4096, 5000, 4096 * 8 * 4 + 4096, 0, False),
@@ -79,22 +54,17 @@ def make_stack(rows):
         (5000, 1000, 5000 * 8 * 4 + 4096, 10, True),  # rows of evaluations do not count
     ],
 )
-def test_auto_decides_by_the_bytes_of_the_first_step(rows, tokens, budget, evaluations, at_home):
-    plain, managed = make_stack(rows), make_stack(rows)
-    engine = PatrickStarEngine(managed, {"chunk_budget": budget}, adamw(managed))
+def test_auto_decides_by_the_bytes_of_the_first_step(rows, num_tokens, budget, evaluations, at_home):
+    pair = Pair(
+        lambda: nn.Sequential(nn.Embedding(rows, 8), nn.Linear(8, 8), nn.Linear(8, 8)),
+        "resident",
+        settings={"chunk_budget": budget, "numel": "auto"},
+    )
     with torch.no_grad():
         for _ in range(evaluations):
-            managed(torch.randint(0, rows, (tokens,)))
-    optimizer = adamw(plain)
-    for step in range(3):
-        ids = torch.randint(0, rows, (tokens,), generator=torch.Generator().manual_seed(step))
-        for model, one in ((plain, optimizer), (managed, engine.optimizer)):
-            model(ids).square().sum().backward()
-            one.step()
-            model.zero_grad()
-    (tensor,) = embeddings_of(engine)
+            pair.ours(torch.randint(0, rows, (num_tokens,)))
+    pair.train(3, loss=lambda model, seed: model(tokens(seed, 1, num_tokens, rows)).square().sum())
+    tensor = inside.find(pair.engine, pair.ours[0].weight)
     assert tensor.lookup == ("home" if at_home else "device")
-    assert (engine.stats()["host_to_device_nbytes"] > rows * 8 * 4) is not at_home
-    assert engine.stats()["diverged_steps"] == 0
-    for key, value in plain.state_dict().items():
-        assert torch.equal(value, managed.state_dict()[key]), key
+    assert (pair.engine.stats()["host_to_device_nbytes"] > rows * 8 * 4) is not at_home
+    assert pair.engine.stats()["diverged_steps"] == 0

@@ -22,11 +22,10 @@ import torch
 from support import inside
 from support.runs import Run
 from support.same import assert_same
-from support.small import CHUNK_NUMEL, WIDTH, Stack, Tied, loss_of, make
+from support.small import CHUNK_NUMEL, WIDTH, Tied, loss_of
 from support.streams import streams_of
 from transformers.optimization import Adafactor
 
-from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.errors import DeviceMemoryError
 from hf_patrickstar.memory.streams import Copy
 from hf_patrickstar.memory.tiers import Tier
@@ -839,34 +838,3 @@ def test_workspace_goes_when_no_update_uses_it_any_more(late, gate):
     assert run.num_under_way > 3
     inside.reserve_anew(run.engine)
     assert run.num_under_way == 0
-
-
-# Several engines
-
-
-def two_engines(streams, overlap):
-    """One optimizer over two models that each have an engine; what it keeps is read after every step."""
-    with streams_of(streams):
-        models = [make(Stack, seed) for seed in range(2)]
-        made = torch.optim.SGD([{"params": model.parameters()} for model in models], lr=0.1, momentum=0.9)
-        config = {"placement": "host", "chunk_numel": CHUNK_NUMEL, "chunk_budget": 12 * CHUNK_NUMEL}
-        config["overlap_optimizer"] = overlap
-        engines = [PatrickStarEngine(model, config, made) for model in models]
-        found = []
-        for seed in range(4):
-            for model, engine in zip(models, engines, strict=True):
-                loss_of(model, seed).backward()
-                engine.optimizer.step()
-                engine.optimizer.zero_grad()
-            if seed > 1:
-                found += [made.state[p]["momentum_buffer"].clone() for model in models for p in model.parameters()]
-        engines[0].detach()
-        engines[1].detach()
-        assert type(made.state) is collections.defaultdict
-        return found + [value.clone() for model in models for value in model.state_dict().values()]
-
-
-def test_several_engines():
-    expected = two_engines("threads", False)
-    for streams in STREAMS[1:3]:
-        assert_same(expected, two_engines(streams, True))

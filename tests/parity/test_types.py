@@ -7,18 +7,17 @@ import torch
 from support import inside
 from support.covering import pairwise
 from support.models import make_batch, make_model
-from support.trainers import smallest_budget
+from support.pairs import Pair
+from support.small import WIDTH, adamw, batch, sgd
 from torch import nn
 
 from hf_patrickstar import PatrickStarAccelerator, PatrickStarEngine
 
-WIDTH = 32
 
-
-class Stack(nn.Module):
+class Typed(nn.Module):
     """Some layers, of which each may have its own type; what a layer gets is given its type."""
 
-    def __init__(self, dtypes):
+    def __init__(self, *dtypes):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=dtype) for dtype in dtypes)
         self.norm = nn.LayerNorm(WIDTH, dtype=dtypes[-1])
@@ -26,94 +25,39 @@ class Stack(nn.Module):
     def forward(self, x):
         for layer in self.layers:
             x = torch.tanh(layer(x.to(layer.weight.dtype)))
-        return self.norm(x.to(self.norm.weight.dtype)).float().square().mean()
+        return self.norm(x.to(self.norm.weight.dtype))
 
 
-def make_stack(*dtypes):
-    torch.manual_seed(0)
-    return Stack(dtypes)
-
-
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-
-
-def adafactor(model):
-    return torch.optim.Adafactor(model.parameters(), lr=1e-2)
-
-
-def inputs(step):
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
-
-
-def train_both(plain, managed, make_optimizer, config, accumulation=1, max_norm=0.05, loss_of=None, steps=3):
-    """Trains the same model with and without an engine; everything must be the same, types too."""
-    loss_of = loss_of or (lambda model, step: model(inputs(step)))
-    optimizer = make_optimizer(plain)
-    engine = PatrickStarEngine(
-        managed, config, make_optimizer(managed), device="cpu", gradient_accumulation_steps=accumulation
-    )
-    for step in range(steps):
-        losses = []
-        for model, used in ((plain, optimizer), (managed, engine.optimizer)):
-            for micro in range(accumulation):
-                torch.manual_seed(step)
-                loss = loss_of(model, 10 * step + micro)
-                losses.append((loss.dtype, loss.item()))
-                (loss / accumulation).backward()
-            if max_norm is not None:
-                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-                losses.append((norm.dtype, norm.item()))
-            used.step()
-            used.zero_grad()
-        assert losses[: len(losses) // 2] == losses[len(losses) // 2 :]
-    expected, found = plain.state_dict(), managed.state_dict()
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype, name
-        assert torch.equal(found[name], value), name
-    states = zip(optimizer.state_dict()["state"].items(), engine.optimizer.state_dict()["state"].items(), strict=True)
-    for (key, state), (other, own) in states:
-        assert key == other
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor):
-                assert own[name].dtype == value.dtype, name
-                assert torch.equal(own[name], value), name
-    return engine
-
-
-def budget_for(model):
-    return {"chunk_budget": smallest_budget(copy.deepcopy(model))}
+def adafactor(parameters):
+    return torch.optim.Adafactor(parameters, lr=1e-2)
 
 
 CASES = pairwise(dtype=[torch.bfloat16, torch.float64], make_optimizer=[adamw, sgd, adafactor], accumulation=[1, 3])
 
 
+def train_both(dtypes, make_optimizer=adamw, accumulation=1):
+    """Trains a model whose types nobody asked to change with and without an engine; they must be the same, too."""
+    how = {
+        "dtype": "auto",
+        "settings": {"chunks": max(dtype.itemsize for dtype in dtypes)},
+        "gradient_accumulation_steps": accumulation,
+    }
+    pair = Pair(lambda: Typed(*dtypes), "moving", make_optimizer, **how)
+    pair.train(3, micro=accumulation, max_norms=(0.05,))
+    return pair.engine
+
+
 @pytest.mark.parametrize(("dtype", "make_optimizer", "accumulation"), [tuple(row.values()) for row in CASES])
 def test_a_model_that_nobody_asked_to_change_trains_as_in_plain_torch(dtype, make_optimizer, accumulation):
-    model = make_stack(dtype, dtype, dtype)
-    config = budget_for(model)
-    engine = train_both(model, make_stack(dtype, dtype, dtype), make_optimizer, config, accumulation)
+    engine = train_both([dtype] * 9, make_optimizer, accumulation)
     types = {payload.dtype for chunk in inside.chunks(engine) for payload in (chunk.param, *chunk.lists.values())}
     assert types == {dtype}
     assert engine.stats()["chunk_evictions"] > 0
 
 
-def test_a_16_bit_model_of_transformers_without_bf16():
-    plain, managed = (make_model("t5").to(torch.bfloat16).train() for _ in range(2))
-
-    def loss_of(model, step):
-        return model(**make_batch("t5", seed=step)).loss
-
-    train_both(plain, managed, adamw, budget_for(managed), loss_of=loss_of)
-
-
 def test_types_beside_each_other():
     dtypes = (torch.float64, torch.bfloat16, torch.float32, torch.bfloat16)
-    engine = train_both(make_stack(*dtypes), make_stack(*dtypes), adamw, budget_for(make_stack(*dtypes)), 3)
+    engine = train_both(dtypes, accumulation=3)
     assert {chunk.param.dtype for chunk in inside.chunks(engine)} == set(dtypes)
 
 
@@ -129,17 +73,17 @@ MIXED, FP32, FP64 = ("bfloat16", "float32"), ("float32", "float32"), ("float64",
 
 
 def engine_of(model, **config):
-    return PatrickStarEngine(model, config, adamw(model))
+    return PatrickStarEngine(model, config, adamw(model.parameters()))
 
 
 def test_what_keeps_its_type_when_16_bit_was_asked_for():
-    model = make_stack(torch.bfloat16, torch.bfloat16, torch.float32, torch.float64)
+    model = Typed(torch.bfloat16, torch.bfloat16, torch.float32, torch.float64)
     engine = engine_of(model, dtype="bf16")
     names = [f"layers.{index}.weight" for index in range(4)]
     assert types_of(engine) == dict(zip([*names, "norm.weight"], [MIXED, MIXED, FP32, FP64, FP64], strict=True))
     engine.detach()
     assert [layer.weight.dtype for layer in model.layers] == [torch.bfloat16] * 2 + [torch.float32, torch.float64]
-    assert set(types_of(engine_of(make_stack(torch.bfloat16, torch.float64), dtype="fp32")).values()) == {FP32}
+    assert set(types_of(engine_of(Typed(torch.bfloat16, torch.float64), dtype="fp32")).values()) == {FP32}
 
 
 @pytest.mark.parametrize(
@@ -177,7 +121,7 @@ def test_what_transformers_keeps_in_fp32():
 
 def test_an_adapter_in_fp32_beside_a_16_bit_body():
     """It is computed with in fp32, as PEFT makes it, and rounded by autocast alone."""
-    model = make_stack(torch.bfloat16, torch.bfloat16)
+    model = Typed(torch.bfloat16, torch.bfloat16)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     model.adapter = nn.Parameter(torch.full((WIDTH, 2), 1e-4 + 1e-9))
@@ -192,17 +136,17 @@ def test_checkpointing_around_the_whole_model(is_inside):
     """The recomputation gets the autocast that the forward had, also where checkpointing began outside of it."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
     plain = copy.deepcopy(model)
-    engine = PatrickStarEngine(model, {"dtype": "bf16"}, adamw(model))
+    engine = PatrickStarEngine(model, {"dtype": "bf16"}, adamw(model.parameters()))
 
     def run(called, context):
-        x = inputs(0).requires_grad_()
+        x = batch().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, enabled=is_inside):
             output = torch.utils.checkpoint.checkpoint(called, x, use_reentrant=False, context_fn=context)
         output.float().square().mean().backward()
         return x.grad
 
     gradient = run(model, torch.utils.checkpoint.noop_context_fn)
-    x = inputs(0).requires_grad_()
+    x = batch().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         output = plain(x)
     output.float().square().mean().backward()
