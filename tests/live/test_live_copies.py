@@ -13,10 +13,7 @@ import pytest
 import torch
 import torch.multiprocessing  # registers how tensors are sent to other processes
 from support.live import WIDTH, Block, Tower, live, loss_of, make_adamw, make_ids, make_tower, train
-from support.trainers import tight
 from torch import nn
-
-from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments
 
 HOOKS = [
     "_forward_hooks",
@@ -284,47 +281,3 @@ def test_captures_in_the_middle_of_training(model, optimizer, note):
     note("symbolic", [collections.Counter(node.op for node in symbolic.graph.nodes), symbolic(make_ids()).detach()])
     note("copied", copy.deepcopy(symbolic).state_dict())
     note("losses", train(symbolic, optimizer, 2, first=2))
-
-
-# Hugging Face
-
-HF = {"chunk_numel": "auto", **tight("gpt2")}
-
-
-def test_a_trainer_copied(both, tmp_path):
-    """A copy of the stock Trainer trains nothing: its scheduler has put a ``step`` of the original on its optimizer.
-
-    So the copy of ours is compared with the stock Trainer itself.
-    """
-    from support.trainers import assert_same_weights, logged, make_trainer, run
-    from transformers import Trainer, TrainerCallback, TrainingArguments
-
-    class Copies(TrainerCallback):
-        def __init__(self):
-            self.copies = []
-
-        def on_step_end(self, args, state, control, model=None, **kwargs):
-            self.copies.append(copy.deepcopy(model))
-
-    stock = make_trainer(Trainer, TrainingArguments, tmp_path / "stock")
-    config = {"patrickstar_config": {key: value for key, value in HF.items() if key != "chunk_numel"}}
-    ours = make_trainer(PatrickStarTrainer, PatrickStarTrainingArguments, tmp_path / "ours", **config)
-    made = []
-    for trainer in (stock, ours):
-        callback = Copies()
-        trainer.add_callback(callback)
-        run(trainer)
-        trainer.remove_callback(callback)
-        made.append(callback.copies)
-    for left, right in zip(*made, strict=True):
-        assert_ordinary(right)
-        assert_same_weights(left, right)
-    copied = copy.deepcopy(ours)
-    assert copied.model_wrapped is copied.model
-    assert_ordinary(copied.model)
-    losses = [trainer.evaluate()["eval_loss"] for trainer in (stock, ours, copied)]
-    assert losses == losses[:1] * 3
-    for trainer in (stock, ours, copied):
-        run(trainer)
-        assert logged(trainer, "loss") == logged(stock, "loss")
-        assert_same_weights(stock.model, trainer.model)

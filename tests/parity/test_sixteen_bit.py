@@ -163,15 +163,12 @@ def test_fp16_overflow_without_clipping_restores_parameters():
     [
         ("t5", {"accumulation": 3}),
         ("mixtral", {"autocast": False, "checkpointing": True}),
-        ("gpt2", {"steps": 14, "scale": {"init_scale": 2.0**24, "growth_interval": 2}}),
     ],
 )
 def test_activations_that_leave(name, case):
-    precision = "fp16" if "scale" in case else "bf16"
-    config = {"chunk_budget": int(1.5 * smallest_budget(make_model(name), precision)), "activation_offload": True}
-    engine, done = compare(name, precision, config, **case)
+    config = {"chunk_budget": int(1.5 * smallest_budget(make_model(name), "bf16")), "activation_offload": True}
+    engine, _ = compare(name, "bf16", config, **case)
     assert engine.stats()["offloaded_nbytes"] > 0
-    assert set(done) == ({True, False} if precision == "fp16" else {True})
 
 
 def default_adamw(parameters):
