@@ -31,7 +31,7 @@ from hf_patrickstar.model.chunked_loss import chunk_losses, find_heads
 from hf_patrickstar.model.live_parameter import set_raw_data
 from hf_patrickstar.model.model_set import roots_of
 from hf_patrickstar.model.quantized import buffers_of
-from hf_patrickstar.optim.kernel import Kernel
+from hf_patrickstar.optim.kernel import Kernel, Means
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
 from hf_patrickstar.optim.threads import choose_threads
 from hf_patrickstar.optim.torch_kernel import OWN_STATE, make_kernel
@@ -124,7 +124,16 @@ class PatrickStarEngine:
         num_threads, said = choose_threads(self.config.host_threads, self.collectives.num_core_sharers, os.environ)
         logger.info("patrickstar: %s", said)
         self._workers = HostWorkers(num_threads)
-        self._kernels: list[Kernel] = [self._make_kernel(item) for item in given]
+        self._means = Means(
+            self.resources.pool,
+            self.resources.has_lanes,
+            is_alone=self.collectives.world_size == 1,
+            state_dtype=self.config.state_dtype,
+            prefer_fused=self.device.type != "cpu",
+            workers=self._workers,
+            num_threads=None if self.config.host_threads == "auto" else int(self.config.host_threads),
+        )
+        self._kernels: list[Kernel] = [make_kernel(item, self._means) for item in given]
         situation = Situation(self.config, self.resources, self._kernels, holders(given), self._num_micro_batches)
         self._situation = situation
         weakref.finalize(self, self.collectives.close)  # the process group has threads and sockets
@@ -170,13 +179,6 @@ class PatrickStarEngine:
         """Masters and optimizer states, as checkpoints have them; ``None`` in an engine without an optimizer."""
         return self.checkpoints.state if self.optimizers else None
 
-    def _make_kernel(self, optimizer: torch.optim.Optimizer) -> Kernel:
-        prefer_fused, resources = self.device.type != "cpu", self.resources
-        asked, is_alone = self.config.host_threads, self.collectives.world_size == 1
-        num_threads = None if asked == "auto" else int(asked)
-        others = num_threads, self._workers, resources.has_lanes, is_alone
-        return make_kernel(optimizer, resources.pool, prefer_fused, *others, self.config.state_dtype)
-
     def _make_optimizer(self, optimizer: torch.optim.Optimizer, kernel: Kernel, number: int) -> ChunkedOptimizer:
         return ChunkedOptimizer(optimizer, kernel, self.manager, number, self.follow_model, self.optimizers)
 
@@ -211,7 +213,7 @@ class PatrickStarEngine:
             EngineError: If it has none of the model's parameters.
         """
         check_optimizers(self.model, [optimizer])
-        kernel, number = self._make_kernel(optimizer), len(self._kernels)
+        kernel, number = make_kernel(optimizer, self._means), len(self._kernels)
         chunked = self._make_optimizer(optimizer, kernel, number)
         self._kernels.append(kernel)
         self.optimizers.append(chunked)

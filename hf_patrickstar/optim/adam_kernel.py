@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from hf_patrickstar.layout.specs import GRADIENT, MASTER
-from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.optim.adam_script import Range, adam_script, rule_of, torch_adam
 from hf_patrickstar.optim.elementwise import ElementwiseKernel, Job, Segment
-from hf_patrickstar.optim.workers import HostWorkers
+from hf_patrickstar.optim.kernel import Means
 from hf_patrickstar.runtime.parameter import GradientPlace, ManagedParameter, round_masters
 
 EXP_AVG = "exp_avg"
@@ -36,31 +35,19 @@ class AdamKernel(ElementwiseKernel):
     and states, and the new master is rounded into ``param``. On the host each worker does so with a share of the
     elements, in one call; see [Note: one call for many tiles].
 
+    Updates compute in the type of the master, whatever the type is in which ``exp_avg`` and ``exp_avg_sq`` are kept.
+
     Args:
         optimizer: See ``ElementwiseKernel``.
-        pool: See ``ElementwiseKernel``.
-        prefer_fused: Whether to use torch's fused kernel where the optimizer leaves the choice open.
-        workers: See ``ElementwiseKernel``.
-        has_lanes: See ``ElementwiseKernel``.
-        states: The type in which ``exp_avg`` and ``exp_avg_sq`` are kept between updates, which compute in the type of
-            the master; empty for that type.
+        means: See ``Kernel``.
     """
 
     list_names = (MASTER, EXP_AVG, EXP_AVG_SQ)
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        pool: PayloadPool,
-        prefer_fused: bool,
-        workers: HostWorkers | None = None,
-        has_lanes: bool = False,
-        states: str = "",
-    ) -> None:
-        super().__init__(optimizer, pool, workers, has_lanes)
-        self._prefer_fused = prefer_fused
-        self._states = states
-        self.num_narrow_states = 2 if states else 0
+    def __init__(self, optimizer: torch.optim.Optimizer, means: Means) -> None:
+        super().__init__(optimizer, means)
+        self._states = "" if means.state_dtype == "auto" else "bfloat16"
+        self.num_narrow_states = 2 if self._states else 0
 
     def state_type(self, parameter: torch.Tensor, numel: int) -> str:
         """See ``Kernel``."""
@@ -88,7 +75,7 @@ class AdamKernel(ElementwiseKernel):
 
     def _is_fused(self, settings: Mapping[str, Any]) -> bool:
         fused, foreach = settings.get("fused"), settings.get("foreach")
-        return bool(fused) or (fused is None and foreach is None and self._prefer_fused)
+        return bool(fused) or (fused is None and foreach is None and self._means.prefer_fused)
 
     def _is_decoupled(self, settings: Mapping[str, Any]) -> bool:
         return bool(settings.get("decoupled_weight_decay", isinstance(self._optimizer, torch.optim.AdamW)))

@@ -10,10 +10,8 @@ from torch.torch_version import TorchVersion
 
 from hf_patrickstar.errors import ConfigError, EngineError
 from hf_patrickstar.layout.specs import BLOCK_NUMEL, MASTER
-from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.optim.elementwise import ElementwiseKernel, Job, Segment
-from hf_patrickstar.optim.kernel import settings_of
-from hf_patrickstar.optim.workers import HostWorkers
+from hf_patrickstar.optim.kernel import Means, settings_of
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.parameter import ManagedParameter, round_masters
 
@@ -73,22 +71,14 @@ class BlockwiseKernel(ElementwiseKernel):
 
     Args:
         optimizer: See ``ElementwiseKernel``.
-        pool: See ``ElementwiseKernel``.
-        workers: See ``ElementwiseKernel``.
-        has_lanes: See ``ElementwiseKernel``.
+        means: See ``Kernel``.
     """
 
     splits_tensors = False  # checkpoints have no parts of scales
     cut_numel = BLOCK_NUMEL
 
-    def __init__(
-        self,
-        optimizer: Any,
-        pool: PayloadPool,
-        workers: HostWorkers | None = None,
-        has_lanes: bool = False,
-    ) -> None:
-        super().__init__(optimizer, pool, workers, has_lanes)
+    def __init__(self, optimizer: Any, means: Means) -> None:
+        super().__init__(optimizer, means)
         self._library = optimizer
         kinds = (kind.__name__ for kind in type(optimizer).__mro__)
         self.num_states = next(_NUM_STATES[name] for name in kinds if name in _NUM_STATES)

@@ -21,10 +21,9 @@ import torch
 
 from hf_patrickstar.layout.specs import GRADIENT, MASTER
 from hf_patrickstar.memory.driver import Pending
-from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.optim.kernel import SAVED_MASTER, Kernel, settings_of
-from hf_patrickstar.optim.workers import SMALL_NUMEL, HostWorkers
+from hf_patrickstar.optim.kernel import SAVED_MASTER, Kernel, Means, settings_of
+from hf_patrickstar.optim.workers import SMALL_NUMEL
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.parameter import AT_HOME, GradientPlace, ManagedParameter, round_masters
 from hf_patrickstar.runtime.update import Update
@@ -114,9 +113,7 @@ class ElementwiseKernel(Kernel):
 
     Args:
         optimizer: See ``Kernel``. Every step reads its ``param_groups``.
-        pool: See ``Kernel``.
-        workers: The threads that compute updates on the host; by default as many as torch has.
-        has_lanes: Whether a device computes beside the host.
+        means: See ``Kernel``.
     """
 
     splits_tensors = True
@@ -129,16 +126,10 @@ class ElementwiseKernel(Kernel):
     num_narrow_states = 0
     """How many of its states are in fewer bits than the master, so that a device needs room for wide copies of them."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        pool: PayloadPool,
-        workers: HostWorkers | None = None,
-        has_lanes: bool = False,
-    ) -> None:
-        super().__init__(optimizer, pool)
-        self._has_lanes = has_lanes
-        self._workers = workers or HostWorkers()
+    def __init__(self, optimizer: torch.optim.Optimizer, means: Means) -> None:
+        super().__init__(optimizer, means)
+        self._has_lanes = means.has_lanes
+        self._workers = means.workers
         self._steps: dict[int, int | torch.Tensor] = {}  # tensors once somebody has seen them, and may write to them
         self._steps_lock = threading.Lock()
 

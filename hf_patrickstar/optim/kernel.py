@@ -3,6 +3,7 @@
 import abc
 import contextlib
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.optim.workers import HostWorkers
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.parameter import ManagedParameter
 from hf_patrickstar.runtime.update import Update
@@ -21,13 +23,36 @@ SAVED_MASTER = "patrickstar_master"
 """The name of the fp32 master in a ``state_dict``: an optimizer may keep something of its own under ``master``."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Means:
+    """What the kernels of one engine compute with.
+
+    Attributes:
+        pool: It gives the scratch space.
+        has_lanes: Whether a device computes beside the host.
+        is_alone: Whether there is one process, which updates all parameters.
+        state_dtype: The setting of this name.
+        prefer_fused: Whether to use torch's fused kernel where the optimizer leaves the choice open.
+        workers: The threads that compute the updates of elementwise kernels on the host.
+        num_threads: How many threads torch computes the updates of other optimizers with; ``None`` for those that it
+            has.
+    """
+
+    pool: PayloadPool
+    has_lanes: bool
+    is_alone: bool
+    state_dtype: str
+    prefer_fused: bool = False
+    workers: HostWorkers = dataclasses.field(default_factory=HostWorkers)
+    num_threads: int | None = None
+
+
 class Kernel(abc.ABC):
     """A kernel updates chunks with the user's optimizer.
 
     Args:
         optimizer: The user's optimizer.
-        pool: It gives the scratch space.
-
+        means: What it computes with.
     """
 
     list_names: tuple[str, ...]
@@ -47,9 +72,10 @@ class Kernel(abc.ABC):
     its own, and a chunk is updated before the update of the next one is prepared.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, pool: PayloadPool) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, means: Means) -> None:
         self._optimizer = optimizer
-        self._pool = pool
+        self._means = means
+        self._pool = means.pool
         self._scratch: dict[Tier, torch.Tensor] = {}
 
     def state_type(self, parameter: torch.Tensor, numel: int) -> str:

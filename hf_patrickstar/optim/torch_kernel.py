@@ -12,13 +12,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_patrickstar.errors import BudgetError, ConfigError
 from hf_patrickstar.layout.specs import GRADIENT, MASTER
-from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.adam_kernel import AdamKernel, is_plain_adam
 from hf_patrickstar.optim.blockwise_kernel import BlockwiseKernel, is_blockwise, prepare
-from hf_patrickstar.optim.kernel import Kernel, place_state, raw_step
+from hf_patrickstar.optim.kernel import Kernel, Means, place_state, raw_step
 from hf_patrickstar.optim.threads import in_threads
-from hf_patrickstar.optim.workers import HostWorkers
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.parameter import AT_HOME, GradientPlace, ManagedParameter, round_masters
 from hf_patrickstar.runtime.update import Update
@@ -40,25 +38,16 @@ class TorchKernel(Kernel):
 
     Args:
         optimizer: See ``Kernel``.
-        pool: See ``Kernel``. Its ledger also books the optimizer's own state.
-        updates_at_once: Whether the optimizer must see all parameters together.
-        num_threads: How many threads torch computes an update with; by default those that it has.
+        means: See ``Kernel``. The ledger of the pool also books the optimizer's own state.
     """
 
     list_names = (MASTER,)
     runs_beside = False  # the optimizer keeps tensors of its own where the masters were
     splits_tensors = False  # it may look at rows and columns, or at norms
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        pool: PayloadPool,
-        updates_at_once: bool,
-        num_threads: int | None = None,
-    ) -> None:
-        super().__init__(optimizer, pool)
-        self._num_threads = num_threads
-        self.updates_at_once = updates_at_once
+    def __init__(self, optimizer: torch.optim.Optimizer, means: Means) -> None:
+        super().__init__(optimizer, means)
+        self.updates_at_once = not is_one_by_one(optimizer)
         self._masters: dict[int, torch.nn.Parameter] = {}  # of an optimizer that may keep them
         self._booked: dict[int, int] = {}
         self._over_budget: dict[Tier, int] = {}
@@ -118,7 +107,7 @@ class TorchKernel(Kernel):
             lists[groups[tensor.spec.index]].append(master)
             if tensor.parameter in known:
                 states[master] = known[tensor.parameter]
-        with in_threads(self._num_threads):
+        with in_threads(self._means.num_threads):
             self._step_over(lists, states)
         round_masters(masters, [tensor.view(chunk.param) for tensor in tensors])
         for tensor, master in zip(tensors, masters, strict=True):
@@ -279,27 +268,12 @@ def is_one_by_one(optimizer: torch.optim.Optimizer) -> bool:
     return is_known and not isinstance(optimizer, torch.optim.LBFGS)
 
 
-def make_kernel(
-    optimizer: torch.optim.Optimizer,
-    pool: PayloadPool,
-    prefer_fused: bool,
-    num_threads: int | None = None,
-    workers: HostWorkers | None = None,
-    has_lanes: bool = False,
-    is_alone: bool = True,
-    state_dtype: str = "auto",
-) -> Kernel:
+def make_kernel(optimizer: torch.optim.Optimizer, means: Means) -> Kernel:
     """The kernel for a user's optimizer.
 
     Args:
         optimizer: The optimizer.
-        pool: Where scratch space comes from.
-        prefer_fused: Whether to use torch's fused kernel where the optimizer leaves the choice open.
-        num_threads: How many threads torch computes the updates of other optimizers with; by default those that it has.
-        workers: The threads that compute the updates of Adam on the host; by default as many as torch has.
-        has_lanes: Whether a device computes beside the host.
-        is_alone: Whether there is one process, which updates all parameters.
-        state_dtype: The setting of this name.
+        means: What it computes with.
 
     Raises:
         ConfigError: If the optimizer needs all parameters, and other processes have some of them; if it keeps states in
@@ -307,20 +281,19 @@ def make_kernel(
     """
     prepare(optimizer)
     if is_plain_adam(optimizer):
-        states = "" if state_dtype == "auto" else "bfloat16"
-        return AdamKernel(optimizer, pool, prefer_fused, workers, has_lanes, states)
-    if state_dtype != "auto":
+        return AdamKernel(optimizer, means)
+    if means.state_dtype != "auto":
         raise ConfigError(
-            f"state_dtype: '{state_dtype}' is for Adam and AdamW of torch without amsgrad, capturable and "
+            f"state_dtype: '{means.state_dtype}' is for Adam and AdamW of torch without amsgrad, capturable and "
             f"differentiable, and the optimizer ({type(optimizer).__name__}) is not; use --optim adamw_torch, or "
             "leave state_dtype at 'auto'"
         )
     if is_blockwise(optimizer):
-        return BlockwiseKernel(optimizer, pool, workers, has_lanes)
-    is_at_once = not is_one_by_one(optimizer)
-    if is_at_once and not is_alone:
+        return BlockwiseKernel(optimizer, means)
+    kernel = TorchKernel(optimizer, means)
+    if kernel.updates_at_once and not means.is_alone:
         _check_parts(optimizer)
-    return TorchKernel(optimizer, pool, is_at_once, num_threads)
+    return kernel
 
 
 def _check_parts(optimizer: torch.optim.Optimizer) -> None:

@@ -21,7 +21,7 @@ from hf_patrickstar.machine import Machine
 from hf_patrickstar.membership import holders
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.elementwise import ElementwiseKernel
-from hf_patrickstar.optim.kernel import WORKSPACE, Kernel
+from hf_patrickstar.optim.kernel import WORKSPACE, Kernel, Means
 from hf_patrickstar.optim.torch_kernel import OWN_STATE, make_kernel
 from hf_patrickstar.planner.optimizers import keep_embeddings_wide
 from hf_patrickstar.planner.simulated_machine import resources_of, settings_for
@@ -280,8 +280,7 @@ class _Simulator:
 
     def _kernel_of(self, optimizer: torch.optim.Optimizer) -> Kernel:
         resources, is_alone = self._resources, self._trained.world_size == 1
-        others = resources.has_lanes, is_alone, self._config.state_dtype
-        return make_kernel(optimizer, resources.pool, False, None, None, *others)
+        return make_kernel(optimizer, Means(resources.pool, resources.has_lanes, is_alone, self._config.state_dtype))
 
     def run(self, ops_of: OpsOf, ran: Ran | None) -> Simulation:
         if ran is not None:
