@@ -15,16 +15,16 @@ class EmbeddingChoice:
     """Which embeddings are looked up on the host.
 
     Attributes:
+        reason: Why, in one line.
         tensor_indices: The tensors of these embeddings.
         apart: Those that no operator on the device needs; they have chunks of their own.
         is_final: Whether this choice is final; else byte counts of the first step decide.
-        reason: Why, in one line.
     """
 
-    tensor_indices: frozenset[int]
-    apart: frozenset[int]
-    is_final: bool
     reason: str
+    tensor_indices: frozenset[int] = frozenset()
+    apart: frozenset[int] = frozenset()
+    is_final: bool = True
 
 
 def choose_embeddings(
@@ -41,31 +41,22 @@ def choose_embeddings(
         setting: ``cpu_embedding`` of the configuration.
         everything_fits: Whether all model data fits on the device: then nothing has to move.
     """
-    none: frozenset[int] = frozenset()
     weights = [spec for spec in tensors if embedding_owners & set(spec.owners) and len(spec.shape) == 2]
     untied = [spec for spec in weights if set(spec.owners) <= embedding_owners]
     if setting is False:
-        return EmbeddingChoice(none, none, True, "cpu_embedding=false: embeddings move in chunks")
+        return EmbeddingChoice("cpu_embedding=false: embeddings move in chunks")
     if setting is True:
         names = ", ".join(spec.name for spec in weights if spec not in untied)
         tied = f"; {names} also moves, for the modules that it is tied to" if names else ""
+        alone = frozenset(spec.index for spec in untied)
         return EmbeddingChoice(
-            frozenset(spec.index for spec in weights),
-            frozenset(spec.index for spec in untied),
-            True,
-            f"cpu_embedding=true: lookups on the CPU{tied}",
+            f"cpu_embedding=true: lookups on the CPU{tied}", frozenset(spec.index for spec in weights), alone
         )
     if everything_fits:
-        return EmbeddingChoice(none, none, True, "cpu_embedding=auto: off, all model data fits on the device")
-    large = frozenset(spec.index for spec in untied if spec.shape[0] >= MIN_ROWS)
+        return EmbeddingChoice("cpu_embedding=auto: off, all model data fits on the device")
+    large = [spec for spec in untied if spec.shape[0] >= MIN_ROWS]
     if not large:
-        return EmbeddingChoice(
-            none, none, True, f"cpu_embedding=auto: off, no untied embedding has {MIN_ROWS} rows or more"
-        )
-    listing = ", ".join(spec.name for spec in untied if spec.index in large)
-    return EmbeddingChoice(
-        large,
-        large,
-        False,
-        f"cpu_embedding=auto: on for {listing}, until the first step has shown how many rows it needs",
-    )
+        return EmbeddingChoice(f"cpu_embedding=auto: off, no untied embedding has {MIN_ROWS} rows or more")
+    listing, indices = ", ".join(spec.name for spec in large), frozenset(spec.index for spec in large)
+    reason = f"cpu_embedding=auto: on for {listing}, until the first step has shown how many rows it needs"
+    return EmbeddingChoice(reason, indices, indices, is_final=False)

@@ -156,10 +156,7 @@ def collect_specs(
     Returns:
         The tensor specs, the module specs, and the parameters in the order of the tensor specs.
     """
-    order: dict[int, int] = {}
-    parameters: list[Any] = []
-    names: list[list[str]] = []
-    owners: list[list[int]] = []
+    found: dict[int, tuple[int, Any, list[str], list[int]]] = {}
     modules: list[ModuleSpec] = []
     module_indices: dict[int, int] = {}
     held: dict[str, list[int]] = {}
@@ -172,13 +169,9 @@ def collect_specs(
             parameter = place[key]
             if parameter is None or is_left_out(parameter):
                 continue
-            index = order.setdefault(id(parameter), len(parameters))
-            if index == len(parameters):
-                parameters.append(parameter)
-                names.append([])
-                owners.append([])
-            names[index].append(f"{module_name}.{name}" if module_name else name)
-            owners[index].append(module_index)
+            index, _, names, owners = found.setdefault(id(parameter), (len(found), parameter, [], []))
+            names.append(f"{module_name}.{name}" if module_name else name)
+            owners.append(module_index)
             if index not in own:
                 own.append(index)
         lent |= _lent_by(module_name, type(module).__name__)
@@ -192,17 +185,10 @@ def collect_specs(
             inside = {index for path, own in held.items() if f"{path}.".startswith(begin) for index in own}
             modules.append(ModuleSpec(module_name, type(module).__name__, tuple(sorted(inside))))
     specs = [
-        TensorSpec(
-            index=index,
-            name=names[index][0],
-            aliases=tuple(names[index][1:]),
-            shape=tuple(parameter.shape),
-            trainable=bool(parameter.requires_grad),
-            owners=tuple(owners[index]),
-        )
-        for index, parameter in enumerate(parameters)
+        TensorSpec(index, name, tuple(parameter.shape), bool(parameter.requires_grad), tuple(aliases), tuple(owners))
+        for index, parameter, (name, *aliases), owners in found.values()
     ]
-    return specs, modules, parameters
+    return specs, modules, [parameter for _, parameter, *_ in found.values()]
 
 
 def _lent_by(name: str, class_name: str) -> set[str]:

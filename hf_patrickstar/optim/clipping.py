@@ -1,4 +1,4 @@
-"""Norms of gradients, and clipping by them."""
+"""Norms of gradients."""
 
 from collections.abc import Iterable, Sequence
 
@@ -68,63 +68,6 @@ def total_norm(
         return torch.tensor(0.0, dtype=torch.float32, device="cpu")
     total = torch.linalg.vector_norm(together, norm_type)
     return total if inverse_scale is None else total * inverse_scale.to(total.device)
-
-
-def clip_by_norm(
-    manager: ChunkManager, items: Sequence[ManagedParameter | torch.Tensor], max_norm: float, norm_type: float
-) -> torch.Tensor:
-    """Clips gradients by their total norm; see ``ChunkedOptimizer.clip_grad_norm_``.
-
-    Args:
-        manager: The manager of the chunks.
-        items: As for ``total_norm``.
-        max_norm: The largest norm that is not clipped.
-        norm_type: Order of the norm.
-
-    Returns:
-        The norm before clipping, a scalar tensor.
-    """
-    total = total_norm(manager, items, norm_type)
-    if float(max_norm) == float("inf"):
-        return total
-    coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    gradients = manager.gradients
-    chosen = {item.spec.index for item in items if isinstance(item, ManagedParameter)}
-    left_out = any(tensor.has_gradient for tensor in manager.tensors if tensor.spec.index not in chosen)
-    is_at_once = left_out or bool(manager.gradient_mirrors.by_tensor)
-    for item in items:
-        if not isinstance(item, ManagedParameter):
-            if item.grad is not None:
-                item.grad.mul_(coefficient.to(item.grad.device))
-        elif is_at_once:
-            gradients.multiply(item, coefficient)
-            manager.gradient_mirrors.refresh(item)
-    if not is_at_once:
-        gradients.coefficient = coefficient  # ``total_norm`` has applied any earlier one
-    return total
-
-
-def clip_by_value(manager: ChunkManager, items: Iterable[ManagedParameter | torch.Tensor], limit: float) -> None:
-    """Clips every element of gradients; see ``ChunkedOptimizer.clip_grad_value_``.
-
-    Args:
-        manager: The manager of the chunks.
-        items: As for ``total_norm``.
-        limit: The bound.
-    """
-    if manager.gradients.coefficient is not None:
-        manager.apply_factor()
-    manager.gradient_mirrors.sync()
-    scale = manager.gradients.inverse_scale
-    for item in items:
-        is_scaled = isinstance(item, ManagedParameter) and scale is not None
-        gradient = manager.gradients.of(item) if isinstance(item, ManagedParameter) else item.grad
-        if gradient is not None:
-            own_limit = limit / float(scale) if is_scaled and scale is not None else limit
-            gradient.clamp_(-own_limit, own_limit)
-        if isinstance(item, ManagedParameter):
-            item.gradient_norm = None
-            manager.gradient_mirrors.refresh(item)
 
 
 def _norm_of(manager: ChunkManager, tensor: ManagedParameter, norm_type: float) -> torch.Tensor | None:

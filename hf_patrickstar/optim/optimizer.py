@@ -14,7 +14,7 @@ from hf_patrickstar.common.interrupts import held_back
 from hf_patrickstar.layout.specs import MASTER
 from hf_patrickstar.memory.operators import unseen, with_modes_of_users
 from hf_patrickstar.model.lock import locked
-from hf_patrickstar.optim.clipping import clip_by_norm, clip_by_value, total_norm
+from hf_patrickstar.optim.clipping import total_norm
 from hf_patrickstar.optim.kernel import Kernel, place_state
 from hf_patrickstar.optim.state import (
     HOOK_NAMES,
@@ -227,8 +227,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self.inner._opt_called = True  # type: ignore[attr-defined]  # read by schedulers made on the inner one
         if self.kernel.updates_at_once:
             loss = self.kernel.update_at_once(self._tensors, self._present, manager.writes.follow_master, closure)
-        chunks, index = manager.in_order_of_use, self.index
-        own = [chunk for chunk in chunks if chunk.is_updated and chunk.spec.optimizer_index == index]
+        own = [chunk for chunk in manager.in_order_of_use if self._has(chunk)]
         factor = manager.gradients.take_factor()
         try:
             self._update(own, factor)
@@ -348,7 +347,25 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         Returns:
             The norm before clipping, a scalar fp32 tensor.
         """
-        return clip_by_norm(self._manager, self._find(parameters), max_norm, norm_type)
+        items = self._find(parameters)
+        total = total_norm(self._manager, items, norm_type)
+        if float(max_norm) == float("inf"):
+            return total
+        coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        gradients, mirrors = self._manager.gradients, self._manager.gradient_mirrors
+        chosen = {item.spec.index for item in items if isinstance(item, ManagedParameter)}
+        left_out = any(tensor.has_gradient for tensor in self._manager.tensors if tensor.spec.index not in chosen)
+        is_at_once = left_out or bool(mirrors.by_tensor)
+        for item in items:
+            if not isinstance(item, ManagedParameter):
+                if item.grad is not None:
+                    item.grad.mul_(coefficient.to(item.grad.device))
+            elif is_at_once:
+                gradients.multiply(item, coefficient)
+                mirrors.refresh(item)
+        if not is_at_once:
+            gradients.coefficient = coefficient  # ``total_norm`` has applied any earlier one
+        return total
 
     @locked
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[torch.Tensor] | None = None) -> None:
@@ -358,7 +375,21 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             clip_value: The bound.
             parameters: Parameters whose gradients are clipped; all by default.
         """
-        clip_by_value(self._manager, self._find(parameters), float(clip_value))
+        gradients, mirrors, limit = self._manager.gradients, self._manager.gradient_mirrors, float(clip_value)
+        if gradients.coefficient is not None:
+            self._manager.apply_factor()
+        mirrors.sync()
+        scale = 1.0 if gradients.inverse_scale is None else float(gradients.inverse_scale)
+        for item in self._find(parameters):
+            if not isinstance(item, ManagedParameter):
+                if item.grad is not None:
+                    item.grad.clamp_(-limit, limit)
+                continue
+            gradient = gradients.of(item)
+            if gradient is not None:
+                gradient.clamp_(-limit / scale, limit / scale)
+            item.gradient_norm = None
+            mirrors.refresh(item)
 
     @locked
     def unscale(self, inverse_scale: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from hf_patrickstar.common.shortage import Limit
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import BudgetError, ConfigError
-from hf_patrickstar.layout.chunk_size import ChunkSizeChoice, fixed_layout, search_layout
+from hf_patrickstar.layout.chunk_size import ChunkSizeChoice, ChunkSizeSearch
 from hf_patrickstar.layout.embedding import EmbeddingChoice, choose_embeddings
 from hf_patrickstar.layout.packing import ChunkSpec, Packer
 from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec
@@ -231,7 +231,7 @@ class Arranger:
                     "all rows of an embedding; use 'auto' or false"
                 )
             reason = f"cpu_embedding={setting}: off, embeddings are gathered with the other parameters"
-            return EmbeddingChoice(frozenset(), frozenset(), True, reason)
+            return EmbeddingChoice(reason)
         return choose_embeddings(self.numbers.tensors, self.numbers.embeddings, setting, everything_fits)
 
     def _choose_layout(self, apart: frozenset[int], limit: int, everything_fits: bool) -> ChunkSizeChoice:
@@ -239,8 +239,11 @@ class Arranger:
         config, collectives = self.situation.config, self.situation.resources.collectives
         limits, world_size = self._limits(), collectives.world_size
         tensors, modules = self.numbers.tensors, self.numbers.modules
-        staging = functools.partial(staging_nbytes, collectives)
         itemsize = max((spec.types.itemsize for spec in tensors), default=0)
+
+        def search(most: int | None, *, splits: bool) -> ChunkSizeSearch:
+            packer, staging = Packer(tensors, apart, world_size, splits), functools.partial(staging_nbytes, collectives)
+            return ChunkSizeSearch(packer, modules, most, limits, staging)
 
         def exposed_of(num_chunks: int, chunk_numel: int) -> int:
             return exposed_ns(num_chunks, chunk_numel, itemsize, self.situation.resources.machine)
@@ -248,17 +251,15 @@ class Arranger:
         exposed = exposed_of if self.situation.resources.has_lanes and not everything_fits else None
         splits = world_size > 1 and all(kernel.splits_tensors for kernel in self.situation.kernels)
         if config.chunk_numel != "auto":
-            numel = int(config.chunk_numel)
-            return fixed_layout(Packer(tensors, apart, world_size, splits), modules, numel, limit, limits, staging)
+            return search(limit, splits=splits).fixed(int(config.chunk_numel))
         if world_size > 1:
             # Whole tensors make the fewest groups. If they waste much, or leave little room, large ones are spread.
             with contextlib.suppress(BudgetError):
-                room, whole = int(limit * _WHOLE_SHARE), Packer(tensors, apart, world_size)
-                choice = search_layout(whole, modules, room, limits, staging, exposed)
+                choice = search(int(limit * _WHOLE_SHARE), splits=False).best(exposed)
                 if not splits or choice.layout.utilisation >= _WELL_USED:
                     return choice
         most = None if everything_fits and world_size == 1 else limit
-        return search_layout(Packer(tensors, apart, world_size, splits), modules, most, limits, staging, exposed)
+        return search(most, splits=splits).best(exposed)
 
     def _limits(self) -> list[Limit]:
         """The settings that limit what chunks may take on the device, for errors."""

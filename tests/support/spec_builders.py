@@ -1,10 +1,9 @@
 """Specs made by hand, for tests of everything that decides on numbers."""
 
 import dataclasses
-import functools
 
 from hf_patrickstar.common.shortage import Limit
-from hf_patrickstar.layout import chunk_size
+from hf_patrickstar.layout.chunk_size import ChunkSizeSearch
 from hf_patrickstar.layout.packing import Packer
 from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec, Types
 
@@ -40,12 +39,17 @@ def pack(tensors, chunk_numel, on_host=frozenset(), world_size=1, splits=False):
     return Packer(tensors, on_host, world_size, splits).layout(chunk_numel)
 
 
-def _found(search, tensors, modules, *sizes, staging_nbytes=lambda chunk_numel, dtype: 0, exposed_ns=None, **packing):
-    limits = [Limit("chunk_budget", sizes[-1])] if sizes[-1] is not None else []
-    others = {} if exposed_ns is None else {"exposed_ns": exposed_ns}
-    return search(Packer(tensors, **packing), modules, *sizes, limits, staging_nbytes, **others)
+def searching(tensors, modules, device_nbytes, staging_nbytes=lambda chunk_numel, dtype: 0, **packing):
+    """A search over tensors; ``chunk_budget`` is the only limit."""
+    limits = [Limit("chunk_budget", device_nbytes)] if device_nbytes is not None else []
+    return ChunkSizeSearch(Packer(tensors, **packing), modules, device_nbytes, limits, staging_nbytes)
 
 
-search_layout = functools.partial(_found, chunk_size.search_layout)
-fixed_layout = functools.partial(_found, chunk_size.fixed_layout)
-"""As the functions of these names, from tensors instead of a packer; ``chunk_budget`` is the only limit."""
+def search_layout(tensors, modules, device_nbytes, exposed_ns=None, **settings):
+    """The best size of a search."""
+    return searching(tensors, modules, device_nbytes, **settings).best(exposed_ns)
+
+
+def fixed_layout(tensors, modules, chunk_numel, device_nbytes, **settings):
+    """The choice for one size."""
+    return searching(tensors, modules, device_nbytes, **settings).fixed(chunk_numel)

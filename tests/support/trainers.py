@@ -13,7 +13,7 @@ from hf_patrickstar import (
     PatrickStarTrainingArguments,
 )
 from hf_patrickstar.config import PatrickStarConfig
-from hf_patrickstar.layout.chunk_size import find_candidates
+from hf_patrickstar.layout.chunk_size import ChunkSizeSearch
 from hf_patrickstar.layout.packing import Packer
 from hf_patrickstar.layout.specs import collect_specs
 from hf_patrickstar.model.admission import is_recomputed
@@ -57,7 +57,8 @@ def smallest_budget(model, precision="no", checkpointing=False, **settings):
     tensors, modules, parameters = collect_specs(model, is_recomputed, parameters_of=parameters_of)
     types = choose_precision(model, PatrickStarConfig(**settings), precision, parameters)
     tensors = types.assign(model, tensors, parameters)
-    return min(found.need_nbytes for found in find_candidates(Packer(tensors), modules, lambda numel, dtype: 0))
+    search = ChunkSizeSearch(Packer(tensors), modules, None, (), lambda numel, dtype: 0)
+    return min(found.need_nbytes for found in search.candidates())
 
 
 def arguments(cls, tmp_path, **kwargs):

@@ -5,12 +5,10 @@ import re
 
 import pytest
 import torch
-from support.spec_builders import fixed_layout, make_modules, make_tensors, pack, search_layout, typed
+from support.spec_builders import fixed_layout, make_modules, make_tensors, pack, search_layout, searching, typed
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hf_patrickstar.common.shortage import Limit
 from hf_patrickstar.errors import BudgetError, ConfigError
-from hf_patrickstar.layout.chunk_size import check_fits
 from hf_patrickstar.layout.specs import TensorSpec, collect_specs
 from hf_patrickstar.units import MIB, parse_nbytes
 
@@ -103,17 +101,15 @@ def test_spreading_needs_room_for_the_tensor_not_for_p_of_it():
 
 
 def test_an_error_for_groups_counts_them_whole_and_gradients_beside_them():
-    def no_staging(chunk_numel, dtype):
-        return 0
-
-    layout, modules = pack(make_tensors(*[64] * 6), 64, world_size=2), make_modules((0,), (1, 2))
-    assert check_fits(layout, modules, 1024, [], no_staging) == 1024
+    tensors, modules = make_tensors(*[64] * 6), make_modules((0,), (1, 2))
+    layout = pack(tensors, 64, world_size=2)
+    assert searching(tensors, modules, 1024, world_size=2).check_fits(layout) == 1024
     message = (
         r"module 'm1' \(Block\): its groups of 2 chunks need 512 B \(512 bytes\) .* beside 512 B \(512 bytes\) of "
         r"gradients, 1023 B \(1023 bytes\) are available.*Raise chunk_budget to at least 1024 bytes"
     )
     with pytest.raises(BudgetError, match=message):
-        check_fits(layout, modules, 1023, [Limit("chunk_budget", 1023)], no_staging)
+        searching(tensors, modules, 1023, world_size=2).check_fits(layout)
 
 
 def test_a_fixed_size_is_kept_or_refused_with_what_is_enough():
