@@ -23,6 +23,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
+from hf_patrickstar.checkpoint.deferred import DeferredTensor
 from hf_patrickstar.checkpoint.safetensors_file import CHECKSUMS, FileSource, SafetensorsFile
 from hf_patrickstar.checkpoint.storage import damaged
 from hf_patrickstar.checkpoint.weight_files import load_torch_file
@@ -151,7 +152,7 @@ def _is_literal(value: Any) -> bool:
 
 
 def unpack(file: SafetensorsFile, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Any, Any]]:
-    """Yields what ``pack`` put into a file: owner, key, and a value, or where the elements of a tensor are.
+    """Yields what ``pack`` put into a file: owner, key and value; tensors with dimensions are deferred.
 
     Args:
         file: The file.
@@ -183,7 +184,7 @@ def unpack(file: SafetensorsFile, shapes: Mapping[str, tuple[int, ...]]) -> Iter
             yield owner, key, file.read(name, 0, 1).view(())
             continue
         whole = shapes.get(owner, shape) if name in parts else shape
-        yield owner, key, FileSource(whole, dtype, [(start, stop, file, name)])
+        yield owner, key, DeferredTensor.make(FileSource(whole, dtype, [(start, stop, file, name)]))
 
 
 def update_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:

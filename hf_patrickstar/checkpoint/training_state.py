@@ -29,7 +29,7 @@ import torch
 from hf_patrickstar.checkpoint import state_files
 from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor, Reader
 from hf_patrickstar.checkpoint.progress import shown
-from hf_patrickstar.checkpoint.safetensors_file import FileSource, SafetensorsFile, write_safetensors
+from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile, write_safetensors
 from hf_patrickstar.checkpoint.storage import damaged, missing_file, text_checksum
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import CheckpointError
@@ -144,11 +144,7 @@ class TrainingState:
         Args:
             states: The states of all ranks, by tensor index; their tensors may be deferred.
         """
-        found = []
-        for optimizer in self.optimizers:
-            with optimizer.collected(keep=True, states=states):
-                found.append(optimizer.state_dict())
-        return found
+        return [optimizer.state_dict_of(states) for optimizer in self.optimizers]
 
     def load_state_dicts(self, state_dicts: Sequence[dict[str, Any]]) -> None:
         """Loads a ``state_dict`` into each optimizer."""
@@ -264,7 +260,7 @@ class TrainingState:
                 "none outside of chunks here; prepare the same optimizers in the same order"
             )
         states = {tensor.spec.name: saved.states.get(tensor.spec.name, {}) for tensor in self.owned()}
-        masters = {name: DeferredTensor.make(s[SAVED_MASTER]) for name, s in states.items() if SAVED_MASTER in s}
+        masters = {name: state[SAVED_MASTER] for name, state in states.items() if SAVED_MASTER in state}
         return functools.partial(self._load, saved), masters
 
     def _check_tensor(self, saved: "SavedState", tensor: ManagedParameter, *, is_verified: bool) -> None:
@@ -340,7 +336,7 @@ class SavedState:
         optimizers: The parameters of each optimizer and group in torch's order: names, ``None`` for those whose state
             is in ``others``.
         shapes: The shape of every parameter.
-        states: The other states, by parameter and key; of a tensor with dimensions, where its elements are.
+        states: The other states, by parameter and key; tensors with dimensions are deferred.
         others: States of parameters that were updated outside of chunks.
 
     Raises:
@@ -358,8 +354,8 @@ class SavedState:
         names = [str(name) for name in index["files"]]
         self.others, self.states = state_files.States(), state_files.States()
         for owner, key, value in state_files.unpack(SafetensorsFile(self.path.with_name(_OTHERS_NAME)), {}):
-            read = Reader().read_whole(DeferredTensor.make(value)) if isinstance(value, FileSource) else value
-            self.others.setdefault(owner, {})[key] = read
+            is_deferred = isinstance(value, DeferredTensor)
+            self.others.setdefault(owner, {})[key] = Reader().read_whole(value) if is_deferred else value
         settings = (self.others.pop(f"{_GROUP}{number}", {}) for number in range(len(named_groups)))
         self.groups = [{**found, "params": own} for found, own in zip(settings, named_groups, strict=True)]
         # Files of other machines may be on other disks: a missing file is an error only if its content is needed.
@@ -367,8 +363,8 @@ class SavedState:
         for file in (self.path.with_name(name) for name in names if name not in self._missing):
             for name, key, value in state_files.unpack(SafetensorsFile(file), self.shapes):
                 first = self.states.setdefault(name, {}).setdefault(key, value)
-                if isinstance(value, FileSource) and first is not value:
-                    first.pieces += value.pieces
+                if isinstance(value, DeferredTensor) and first is not value:
+                    first.recipe.pieces += value.recipe.pieces
 
     def check_complete(self, name: str, start: int, stop: int, *, is_verified: bool = False) -> None:
         """Makes sure that the files have the state of some elements of a parameter.
@@ -388,21 +384,20 @@ class SavedState:
                 f"'{self.path.with_name(self._missing[0])}' is missing; parameter '{name}' is in no other file. Copy "
                 "the files of all processes into the directory"
             )
-        for key, tensor in ((key, value) for key, value in found.items() if isinstance(value, FileSource)):
-            first, last = (start, stop) if tensor.shape == self.shapes[name] else (0, math.prod(tensor.shape))
-            if (end := tensor.first_missing(first, last)) < last:
+        for key, tensor in ((key, value) for key, value in found.items() if isinstance(value, DeferredTensor)):
+            first, last = (start, stop) if tensor.shape == self.shapes[name] else (0, tensor.numel())
+            if (end := tensor.recipe.first_missing(first, last)) < last:
                 missing = f"; {', '.join(self._missing)} is missing" if self._missing else ""
                 raise CheckpointError(
                     f"'{self.path}': elements {end} to {last} of '{key}' of parameter '{name}' are in no "
                     f"file{missing}. Copy the files of all processes into the directory"
                 )
-            for _ in tensor.stream(first, last, PIECE_NUMEL) if is_verified or key == SAVED_MASTER else ():
+            for _ in Reader().pieces(tensor, PIECE_NUMEL, first, last) if is_verified or key == SAVED_MASTER else ():
                 pass
 
     def state_of(self, name: str) -> dict[Any, Any]:
         """The state of a parameter, without its master: torch's optimizers have none. Its tensors are deferred."""
-        state = {key: value for key, value in self.states.get(name, {}).items() if key != SAVED_MASTER}
-        return {key: DeferredTensor.make(v) if isinstance(v, FileSource) else v for key, v in state.items()}
+        return {key: value for key, value in self.states.get(name, {}).items() if key != SAVED_MASTER}
 
     def state_dicts(self) -> list[dict[str, Any]]:
         """The state in the format of ``torch.optim.Optimizer.state_dict``, a dictionary for each optimizer.

@@ -264,18 +264,13 @@ class Sharing:
         return dict(sorted(states.items()))
 
     def states(
-        self,
-        own: Mapping[int, Mapping[str, Any]],
-        place_of: Callable[[int], tuple[TensorSpec, Parts]],
-        *,
-        keep: bool = True,
+        self, own: Mapping[int, Mapping[str, Any]], place_of: Callable[[int], tuple[TensorSpec, Parts]]
     ) -> dict[int, dict[str, Any]]:
         """The optimizer states of all ranks together.
 
         Args:
             own: The states of this rank, by tensor index.
             place_of: Gives the parameter of an index, and the elements of it that each rank has.
-            keep: Whether this rank needs them; else it only takes part, and holds one tensor of others at a time.
         """
         if self.is_alone:
             return {index: dict(state) for index, state in own.items()}
@@ -286,8 +281,8 @@ class Sharing:
                 if isinstance(item, Held):
                     numel, everyone = math.prod(item.shape), list(range(self._collectives.world_size))
                     (value,) = self._pieces(item, 0, numel, max(numel, 1), _READING_STATES, everyone)
-                    state[key] = value.view(item.shape) if keep else None
-        return states if keep else {}
+                    state[key] = value.view(item.shape)
+        return states
 
 
 _READING_STATES = "reads the optimizer's state"

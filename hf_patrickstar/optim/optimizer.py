@@ -1,6 +1,5 @@
 """The optimizer that users, schedulers and Accelerate see: torch's interface over chunks."""
 
-import contextlib
 import copy
 import logging
 import time
@@ -74,7 +73,6 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self._manager = manager
         self._follow_model = follow_model
         self._peers = peers
-        self._collected: dict[int, dict[str, Any]] | None = None
         # The shape and the state that a parameter had in a chunk when somebody gave it another shape.
         self._before: dict[int, tuple[tuple[int, ...], list[weakref.ref[torch.Tensor]]]] = {}
         # Copies of the groups, since torch's constructor replaces their lists, to which some optimizers (LBFGS) refer.
@@ -474,18 +472,26 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             del self.inner.state[key]
         self.inner.state.update(entries)
 
-    @locked
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """The state in torch's own format, with tensors in the parameters' shapes.
 
         If a parameter is saved in fewer bits than its master has, its state also has ``patrickstar_master``, so that a
         resumed run has every bit. Tensors are copies on the host. With several processes all of them must call it, and
-        each gets the states of all; see ``collected``.
+        each gets the states of all.
+        """
+        return self.state_dict_of(None)
+
+    @locked
+    def state_dict_of(self, states: Mapping[int, Any] | None) -> dict[str, Any]:
+        """Does what ``state_dict`` does with the states of all ranks, by tensor index, if they are known already.
+
+        Args:
+            states: The states; their tensors may be deferred.
         """
         call_hooks(self._optimizer_state_dict_pre_hooks, self)
         self._leave_given_up()
-        states = self._all_states() if self._collected is None else self._collected
-        packed = pack_state(self.param_groups, self._by_parameter(states), self._entries)
+        known = self._all_states() if states is None else states
+        packed = pack_state(self.param_groups, self._by_parameter(known), self._entries)
         return call_hooks(self._optimizer_state_dict_post_hooks, self, packed)
 
     def _by_parameter(self, states: Mapping[int, Any]) -> Iterator[tuple[torch.Tensor, Any]]:
@@ -497,8 +503,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             if state:
                 yield parameter, state
 
-    def _all_states(self, *, keep: bool = True) -> dict[int, dict[str, Any]]:
-        """The states of all ranks, by tensor index; without ``keep`` this process sends its part and keeps nothing."""
+    def _all_states(self) -> dict[int, dict[str, Any]]:
+        """The states of all ranks, by tensor index."""
         own = {}
         for tensor in self._manager.tensors:
             if not (self._updates(tensor) and tensor.is_owned):
@@ -508,23 +514,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 state[SAVED_MASTER] = tensor.view(tensor.chunk.lists[MASTER]).to("cpu", copy=True)
             if state:
                 own[tensor.spec.index] = state
-        return self._manager.sharing.states(own, self._manager.place_of, keep=keep)
-
-    @contextlib.contextmanager
-    def collected(self, *, keep: bool, states: dict[int, dict[str, Any]] | None = None) -> Iterator[None]:
-        """Collects the states of all ranks, so that one of them may call ``state_dict`` alone inside the block.
-
-        All processes must enter it together.
-
-        Args:
-            keep: Whether this process will call ``state_dict``.
-            states: The states of all ranks by tensor index, if they are known; their tensors may be deferred.
-        """
-        self._collected = self._all_states(keep=keep) if states is None else states
-        try:
-            yield
-        finally:
-            self._collected = None
+        return self._manager.sharing.states(own, self._manager.place_of)
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Raises ``ValueError`` if a state in torch's format does not belong to this optimizer."""

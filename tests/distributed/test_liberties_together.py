@@ -1,7 +1,6 @@
 """What users do with a model that several processes share, beside training it."""
 
 import torch
-from support import inside
 from support.models import gpt2
 
 from hf_patrickstar.dist.collectives import Collectives
@@ -91,8 +90,6 @@ def use_the_model_inside(rank, folder):
         del kept  # only the other keeps a snapshot
     tied = engine.model.state_dict()
     assert tied["inner.lm_head.weight"].data_ptr() == tied["inner.transformer.wte.weight"].data_ptr()
-    with engine.optimizer.collected(keep=rank == 0):  # only who keeps them collects states
-        assert len(engine.optimizer.state_dict()["state"]) == (len(inside.tensors(engine)) if rank == 0 else 0)
     train(engine, rank, 2)
     engine.detach()
     assert not {"generate", "save_pretrained"} & set(inner.__dict__)
