@@ -131,7 +131,10 @@ class FirstValues:
                 ticket.cancel()
             self._tickets.clear()
         self._files = None  # closes the files that no origin refers to
-        self._explain_origins()
+        if rounded := [tensor for tensor in self.tensors if tensor.is_owned and tensor.is_rounded]:
+            num = len([tensor for tensor in rounded if tensor.origin is not None])
+            text = "patrickstar: %d of %d frozen parameters are read with more bits than are computed with"
+            logger.info(text, num, len(rounded))
         self.collectives.exchange(None, "reads the weights")  # one process may have a slower disk
 
     def _has_value(self, tensor: ManagedParameter) -> bool:
@@ -169,13 +172,6 @@ class FirstValues:
         self._reader.fill(place, value, start, self.piece_numel)
         if rounded is not None:
             rounded.copy_(place)
-
-    def _explain_origins(self) -> None:
-        rounded = [tensor for tensor in self.tensors if tensor.is_owned and tensor.is_rounded]
-        if rounded:
-            num = len([tensor for tensor in rounded if tensor.origin is not None])
-            text = "patrickstar: %d of %d frozen parameters are read with more bits than are computed with"
-            logger.info(text, num, len(rounded))
 
     def _make_equal(self, buffers: Iterable[torch.Tensor]) -> None:
         """Sends the buffers of rank 0, and its parameters of which a sample differs, to all processes."""

@@ -149,7 +149,7 @@ class Order:
         found = self._collectives.exchange(own, what, subject="the beginning of a step", is_prompt=is_prompt)
         kinds, versions, inputs, known, free, limits, floors, residents = zip(*found, strict=True)
         if not (_are_same(kinds) and _are_same(versions)):
-            self._mismatch(f"{what} after change {version} of the parameters")
+            raise self._collectives.disagreement(f"{what} after change {version} of the parameters")
         agreed = Room(
             min(free),
             min((limit for limit in limits if limit is not None), default=None),
@@ -243,7 +243,8 @@ class Order:
             return Ended(self._wanted(messages))
         _, phases, checksums, diverged, recorded, found = zip(*messages, strict=True)
         if not (_are_same(phases) and _are_same(checksums)):
-            self._mismatch(f"{what}, with collectives of checksum {self._checksum:08x} so far")
+            what = f"{what}, with collectives of checksum {self._checksum:08x} so far"
+            raise self._collectives.disagreement(what)
         return Ended((), any(diverged) or not _are_same(recorded), frozenset().union(*map(_from_bits, set(found))))
 
     # Inside
@@ -258,9 +259,6 @@ class Order:
 
     def _note(self, collective: Collective) -> None:
         self._checksum = zlib.crc32(b"%d %d" % collective, self._checksum)
-
-    def _mismatch(self, what: str) -> None:
-        raise self._collectives.disagreement(what)
 
 
 def _are_same(values: Iterable[object]) -> bool:

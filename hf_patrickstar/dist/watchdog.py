@@ -141,11 +141,11 @@ class Watchdog:
         """
         announce()
         wait, begin, pause_s = _Wait(0, "makes an engine", find_caller()), time.monotonic(), 0.002
-        key = ",".join(map(str, self._ranks))
+        key, others = ",".join(map(str, self._ranks)), self._others
         key = f"{key} {self._all_store.add(f'{key} {self._rank}', 1)}"  # all make their n-th engine together
         self._store = dist.PrefixStore(key, self._all_store)
         self._write(wait)
-        while missing := self._ask(self._find_missing, self._others):
+        while missing := self._ask(lambda: [rank for rank in others if not self._store.check([str(rank)])], others):
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.25)
             self.processes = self._ask(self._read_processes, self.processes)
@@ -316,9 +316,6 @@ class Watchdog:
             ask = f"{self._rank} {time.monotonic()}"
             self.verdict = self._ask(lambda: self._store.set("question", ask) or self._read("verdict"), "")
         return self.verdict
-
-    def _find_missing(self) -> list[int]:
-        return [rank for rank in self._others if not self._store.check([str(rank)])]
 
     def _read_processes(self) -> dict[int, Process]:
         """The processes that have announced themselves."""

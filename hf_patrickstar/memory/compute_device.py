@@ -13,8 +13,9 @@ from hf_patrickstar.units import MIB, parse_nbytes
 
 _WITHOUT_STREAMS = {"mps": "its memory is that of the host, so there is nothing to move", "meta": "it has no memory"}
 """Kinds of devices that cannot be the compute device, and why."""
-_WITH_NVML = frozenset({"cuda"})
-"""Kinds of devices of which NVML knows what other processes hold."""
+_CUDA = "cuda"
+"""The kind of devices of which NVML knows what other processes hold, whose allocator can make segments that grow, and
+whose driver can be asked through torch to lock pages of the host."""
 _DEVICE_FULL = ("out of memory", "STATUS_ALLOC_FAILED")
 """Errors of drivers and libraries, beside ``torch.OutOfMemoryError``, that say that a device has no memory left."""
 _HOST_FULL = ("can't allocate memory", "not enough memory")
@@ -31,12 +32,8 @@ _NOT_PINNED = (
 )
 """Errors that say that host memory cannot be page-locked, in this amount or at all."""
 
-_WITH_GROWING_SEGMENTS = frozenset({"cuda"})
-"""Kinds of devices whose allocator can make segments that grow."""
 _LEAST_SEGMENT_NBYTES = 10 * MIB
 """Torch's allocator makes a larger segment than they need for smaller buffers, so that others share it."""
-_WITH_RUNTIME = frozenset({"cuda"})
-"""Kinds of devices whose driver can be asked through torch to lock pages of the host."""
 _GROWING = "expandable_segments"
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Where users configure torch's allocators; the first one is for all accelerators."""
@@ -175,7 +172,7 @@ def grow_segments(device: torch.device) -> str | None:
     Returns:
         What was decided, in a sentence for the log; ``None`` for a device without such an allocator.
     """
-    if device.type not in _WITH_GROWING_SEGMENTS:
+    if device.type != _CUDA:
         return None
     advice = f"start with {_ALLOCATOR_VARIABLES[0]}={_GROWING}:True, so that memory is not lost in pieces"
     configured = allocator_settings()
@@ -184,7 +181,10 @@ def grow_segments(device: torch.device) -> str | None:
             return f"{_GROWING} is left alone: the user has set {key}:{configured[key]}"
     if reserved_nbytes(device) > 0:
         return f"{_GROWING} is off, because torch's allocator is in use already: {advice}"
-    if not configure_allocator({_GROWING: "True"}):
+    text = ",".join(f"{key}:{value}" for key, value in {**configured, _GROWING: "True"}.items())
+    try:
+        torch._C._accelerator_setAllocatorSettings(text)
+    except (AttributeError, RuntimeError, ValueError):
         return f"{_GROWING} is off, because this torch cannot set it now: {advice}"
     return f"{_GROWING}:True is set, so that memory is not lost in pieces"
 
@@ -237,23 +237,6 @@ def allocator_settings() -> dict[str, str]:
     return dict(re.findall(r"(\w+):(\[[^]]*\]|[^,]*)", ",".join(texts)))
 
 
-def configure_allocator(settings: dict[str, str]) -> bool:
-    """Tells torch's allocators something, beside what they were told before.
-
-    Args:
-        settings: The settings by their names in ``PYTORCH_ALLOC_CONF``.
-
-    Returns:
-        Whether this torch can be told while a program runs.
-    """
-    text = ",".join(f"{key}:{value}" for key, value in {**allocator_settings(), **settings}.items())
-    try:
-        torch._C._accelerator_setAllocatorSettings(text)
-    except (AttributeError, RuntimeError, ValueError):
-        return False
-    return True
-
-
 def empty_cache() -> None:
     """Gives memory back that torch's allocator has taken from the accelerator and no tensor is in."""
     torch.accelerator.empty_cache()
@@ -278,7 +261,7 @@ def lock_pages(device: torch.device, address: int, nbytes: int) -> None:
     Raises:
         RuntimeError: If the driver does not.
     """
-    if device.type not in _WITH_RUNTIME:
+    if device.type != _CUDA:
         raise RuntimeError(f"cannot pin pages for {device}")
     with torch.get_device_module(device).device(device):
         failed = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
@@ -307,7 +290,7 @@ def used_nbytes(device: torch.device) -> Callable[[], int]:
         free, total = memory_info(device)
         return total - free
 
-    if device.type not in _WITH_NVML:
+    if device.type != _CUDA:
         return ask_driver
     try:
         import pynvml
@@ -342,10 +325,10 @@ def same_state() -> Iterator[None]:
         return
     current = torch.accelerator.current_device_index()
     devices = [torch.device(found.type, index) for index in range(torch.accelerator.device_count())]
-    states = [random_state(device) for device in devices]
+    states = [(device, random_state(device)) for device in devices]
     try:
         yield
     finally:
         torch.accelerator.set_device_index(current)
-        for device, state in zip(devices, states, strict=True):
+        for device, state in states:
             set_random_state(device, state)

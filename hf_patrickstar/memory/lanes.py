@@ -126,12 +126,6 @@ class LaneTimes:
     def _moment(self, stream: Any) -> Any:
         return time.perf_counter_ns() if stream is None else self._driver.record_moment(stream)
 
-    @contextlib.contextmanager
-    def around_join(self, lane: Lane) -> Iterator[None]:
-        """Measures for how long the compute stream, and the host, wait for what the stream is told inside the block."""
-        with self.around(lane, Lane.HOST), self.around(lane, Lane.COMPUTE, stream=self._driver.current_stream()):
-            yield
-
     def of_work(self, work: Work, lane: Lane, nbytes: int = 0) -> Work:
         """The same work for a thread, which measures it, with what its workers do."""
 

@@ -147,9 +147,9 @@ class StorageMeter(Meter):
         for tensor in tensors:
             self._note(tensor)
         self.is_on = True
-        _take_off_the_dead()
-        stack = _get_current_dispatch_mode_stack()
-        if self._mode not in stack:
+        if any(map(_is_dead, _get_current_dispatch_mode_stack())):
+            take_off_dispatch_modes(_is_dead)
+        if self._mode not in _get_current_dispatch_mode_stack():
             self._entered_in_inference = torch.is_inference_mode_enabled()
             _push_mode(self._mode)  # not as a block: it may end in another order
 
@@ -236,11 +236,6 @@ class _StorageMode(EngineMode):
         super().__init__()
         self._meter = weakref.ref(meter)
 
-    @property
-    def is_dead(self) -> bool:
-        """Whether its meter is gone: an engine that was dropped between backward and step."""
-        return self._meter() is None
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_off = self.is_autocast and not torch.is_autocast_enabled("cpu")
         if is_off and func.namespace != "aten":
@@ -258,11 +253,6 @@ class _StorageMode(EngineMode):
         return results
 
 
-def _take_off_the_dead() -> None:
-    """Takes modes of meters that are gone off this thread."""
-    if any(map(_is_dead, _get_current_dispatch_mode_stack())):
-        take_off_dispatch_modes(_is_dead)
-
-
 def _is_dead(mode: Any) -> bool:
-    return isinstance(mode, _StorageMode) and mode.is_dead
+    """Whether a mode is that of a meter that is gone: of an engine that was dropped between backward and step."""
+    return isinstance(mode, _StorageMode) and mode._meter() is None

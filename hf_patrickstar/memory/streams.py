@@ -103,14 +103,12 @@ class StreamCopy(Copy):
 
     def join(self) -> None:
         """Blocks the compute stream, and the host until the copy is in its stream."""
-        if self._times is None:
-            self._join()
+        stream, times = self._driver.current_stream(), self._times
+        if times is None:
+            stream.wait_event(self._event if self.after is None else self.event)
             return
-        with self._times.around_join(self.lane):
-            self._join()
-
-    def _join(self) -> None:
-        self._driver.current_stream().wait_event(self._event if self.after is None else self.event)
+        with times.around(self.lane, Lane.HOST), times.around(self.lane, Lane.COMPUTE, stream=stream):
+            stream.wait_event(self.event)
 
 
 def copy_bytes(arrays: list[Any]) -> None:
@@ -166,10 +164,7 @@ class Streams:
         """
         times = self._times
         if source.nbytes <= _AT_ONCE_NBYTES or type(source) is not torch.Tensor:  # a fake tensor has no bytes
-            if times is not None:
-                return self.to_device(source, target)
-            target.copy_(source)
-            return None
+            return self.to_device(source, target)
         # One memcpy: torch's own copy would start a second team of threads beside that of the computation. The list
         # is emptied by the copy itself: when it is done nothing looks into the buffers any more.
         arrays = [tensor.view(torch.uint8).numpy() for tensor in (target, source)]
@@ -303,7 +298,9 @@ class Streams:
         Returns:
             ``source`` itself if it is there.
         """
-        return source
+        if self.is_on_device(source) is self.is_on_device(other):
+            return source
+        return source.to(other.device, copy=True)
 
     def on_device(self, source: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
         """The values of a tensor on the compute device; the host waits for them if they have to cross.
@@ -472,12 +469,6 @@ class DeviceStreams(Streams):
         if times is not None:
             work = times.of_work(work, Lane.HOST_WORK)
         return Copy(self._driver.on_host(work, events, otherwise), Lane.HOST_WORK, times)
-
-    def on_tier_of(self, source: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """See ``Streams``."""
-        if self._driver.is_on_device(source) is self._driver.is_on_device(other):
-            return source
-        return source.to(other.device, copy=True)
 
     def on_device(self, source: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
         """See ``Streams``."""

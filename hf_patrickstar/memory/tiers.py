@@ -4,6 +4,7 @@ import contextlib
 import enum
 import pathlib
 import re
+import sys
 
 import psutil
 import torch
@@ -78,17 +79,16 @@ def resolve_budgets(
         ConfigError: If the device budget is larger than the device.
     """
     share = int(available_host_nbytes() * HOST_SHARE / local_world_size)
-    host = share if host_budget == "auto" else int(host_budget)
-    if device.type == "cpu":
-        compute = share if device_budget == "auto" else int(device_budget)
-        return {Tier.DEVICE: compute, Tier.HOST: host}
-    free, total = memory_info(device)
-    if device_budget == "auto":
-        reusable = reserved_nbytes(device)
-        return {Tier.DEVICE: int((free + reusable) * DEVICE_SHARE), Tier.HOST: host}
-    if int(device_budget) > total:
+    compute, total = share, sys.maxsize
+    if device.type != "cpu":
+        free, total = memory_info(device)
+        compute = int((free + reserved_nbytes(device)) * DEVICE_SHARE)
+    if device_budget != "auto" and int(device_budget) > total:
         raise ConfigError(
             f"device_budget: {device_budget} bytes asked for, {device} has {total} bytes; set device_budget to at most "
             f"{total} bytes, or 'auto', which takes what is free"
         )
-    return {Tier.DEVICE: int(device_budget), Tier.HOST: host}
+    return {
+        Tier.DEVICE: compute if device_budget == "auto" else int(device_budget),
+        Tier.HOST: share if host_budget == "auto" else int(host_budget),
+    }
