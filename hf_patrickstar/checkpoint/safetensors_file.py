@@ -23,7 +23,6 @@ from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor, Read
 from hf_patrickstar.checkpoint.progress import shown
 from hf_patrickstar.checkpoint.storage import (
     NewFile,
-    byte_pieces,
     bytes_of,
     checksum,
     damaged,
@@ -283,11 +282,7 @@ def write_safetensors(
     with NewFile.opened(path, begin + stop) as file:
         for name in in_reading_order(tensors):
             file.seek(begin + header[name]["data_offsets"][0])
-            for number, data in enumerate(byte_pieces(tensors[name], reader, piece_numel)):
-                if is_checked:
-                    sums[name][number] = checksum(data)
-                file.write(data)
-                del data
+            sums[name] = file.write_tensor(tensors[name], reader, piece_numel, is_checked=is_checked)
             on_written(name)
         file.seek(0)
         file.write(head())  # which has its length before the checksums are known

@@ -267,19 +267,26 @@ class NewFile(io.FileIO):
                 os.posix_fadvise(self.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return nbytes
 
+    def write_tensor(
+        self, tensor: torch.Tensor, reader: Reader, piece_numel: int, *, is_checked: bool = True
+    ) -> list[str]:
+        """Writes the elements of a tensor with one piece in memory at a time; returns the checksums of the pieces.
 
-def byte_pieces(tensor: torch.Tensor, reader: Reader, piece_numel: int) -> Iterator[memoryview]:
-    """Yields the elements of a tensor as bytes, in order.
-
-    Args:
-        tensor: The tensor, deferred or not.
-        reader: Reads it.
-        piece_numel: Elements of a piece, which is in memory alone if the caller deletes it before it asks for the next.
-    """
-    with contextlib.closing(reader.pieces(tensor, piece_numel)) as pieces:
-        for piece in pieces:
-            yield bytes_of(piece.contiguous())
-            del piece  # so that the next piece is not allocated beside it
+        Args:
+            tensor: The tensor, deferred or not.
+            reader: Reads it.
+            piece_numel: Elements of a piece.
+            is_checked: If false, there are no checksums.
+        """
+        sums = []
+        with contextlib.closing(reader.pieces(tensor, piece_numel)) as pieces:
+            for piece in pieces:
+                data = bytes_of(piece.contiguous())
+                if is_checked:
+                    sums.append(checksum(data))
+                self.write(data)
+                del piece, data  # so that the next piece is not allocated beside it
+        return sums
 
 
 def checksum(data: memoryview) -> str:

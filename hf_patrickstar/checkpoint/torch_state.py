@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only, tree_map_with_path
 from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor, Reader, Source
 from hf_patrickstar.checkpoint.safetensors_file import CHECKSUMS, Entry, FileSource, SafetensorsFile
 from hf_patrickstar.checkpoint.state_files import StateFile, pickling, without_numpy
-from hf_patrickstar.checkpoint.storage import NewFile, byte_pieces, checksum, damaged
+from hf_patrickstar.checkpoint.storage import NewFile, damaged
 from hf_patrickstar.checkpoint.training_state import INDEX_NAME, SavedState, TrainingState, read_index
 from hf_patrickstar.checkpoint.weight_files import load_torch_file
 from hf_patrickstar.dist.sharing import Held
@@ -258,11 +258,7 @@ def write_torch(
             padding = -(file.tell() + _HEAD_NBYTES + len(entry.filename)) % _ALIGNMENT
             entry.extra = struct.pack("<HH", _PADDING, padding) + bytes(padding)
             file.write(entry.FileHeader(zip64=True))
-            found = sums[file.tell()] = []
-            for data in byte_pieces(tensors[number], reader, piece_numel):
-                found.append(checksum(data))
-                file.write(data)
-                del data
+            sums[file.tell()] = file.write_tensor(tensors[number], reader, piece_numel)
             archive.filelist.append(entry)
             on_written(str(getattr(tensors[number], "place", None)))
         archive.start_dir = file.tell()  # where the archive goes on

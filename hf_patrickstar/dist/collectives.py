@@ -148,7 +148,7 @@ class Collectives:
                 "device, for example nccl"
             )
         collectives._join(data, wait_s)
-        leave_at_exit(_destroy_groups if collectives._is_gloo else None)  # messages go over gloo in any case
+        leave_at_exit(destroys=collectives._is_gloo)  # messages go over gloo in any case
         atexit.register(collectives._is_over.set)  # before those, so that the thread does not meet the end of Python
         arguments = weakref.ref(collectives), collectives._watchdog, collectives._is_over
         threading.Thread(target=_look, args=arguments, name="hf_patrickstar-look", daemon=True).start()
@@ -408,12 +408,7 @@ class Collectives:
         Returns:
             A function that waits until the values have arrived.
         """
-
-        def begin(packed: torch.Tensor, group: "dist.ProcessGroup | None") -> Any:
-            # As bytes: no backend supports every type.
-            return dist.broadcast(packed.view(-1).view(torch.uint8), group=group, group_src=source, async_op=True)
-
-        return self._begin_in_place(tensor, what, begin)
+        return self._begin_in_place(tensor, what, dist.broadcast, as_bytes=True, group_src=source)
 
     def all_reduce(self, tensor: torch.Tensor, what: str) -> None:
         """Overwrites a tensor with its sum over all ranks, and waits for it; the backend chooses the order of addition.
@@ -422,17 +417,18 @@ class Collectives:
             tensor: A tensor of the same shape and type on every rank, on the host or on the device.
             what: What the data is, for error messages.
         """
-        self._begin_in_place(tensor, what, lambda packed, group: dist.all_reduce(packed, group=group, async_op=True))()
+        self._begin_in_place(tensor, what, dist.all_reduce)()
 
     def _begin_in_place(
-        self, tensor: torch.Tensor, what: str, begin: "Callable[[torch.Tensor, dist.ProcessGroup | None], Any]"
+        self, tensor: torch.Tensor, what: str, collective: Callable[..., Any], *, as_bytes: bool = False, **options: Any
     ) -> Callable[[], None]:
         if self.world_size == 1 or not tensor.numel():
             return lambda: None
         target = _without_repeats(tensor.detach())
         packed, is_on_host = target.contiguous(), tensor.device.type == "cpu"
+        sent = packed.view(-1).view(torch.uint8) if as_bytes else packed  # no backend supports every type
         with self._guarded(what):
-            work = begin(packed, self.control if is_on_host else self._group)
+            work = collective(sent, group=self.control if is_on_host else self._group, async_op=True, **options)
 
         def wait() -> None:
             if is_on_host:
@@ -598,7 +594,7 @@ def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def leave_at_exit(destroy: Callable[[], None] | None = None) -> None:
+def leave_at_exit(*, destroys: bool) -> None:
     """Has the process groups destroyed when Python ends, and gives the threads of gloo time before Python is gone.
 
     A thread of gloo drops the tensors of a collective after it has said that the collective is done, and takes Python's
@@ -606,30 +602,24 @@ def leave_at_exit(destroy: Callable[[], None] | None = None) -> None:
     exception" (pytorch/pytorch issue 190489). ``destroy_process_group`` waits for these threads only if nobody else
     holds the group; an engine that lives until the program ends holds it, as torch's ``DistributedDataParallel`` does.
 
-    The first call counts, and others with the same function do nothing: what the program has registered since then
-    (``atexit``) runs before, and may still use the groups.
+    The first call counts, and others like it do nothing: what the program has registered since then (``atexit``) runs
+    before, and may still use the groups.
 
     Args:
-        destroy: Destroys the groups that are left; ``None`` where they stay.
+        destroys: Whether the groups that are left are destroyed.
     """
-    atexit.register(_leave, destroy, os.getpid())
+    atexit.register(_leave, destroys, os.getpid())
 
 
-def _leave(destroy: Callable[[], None] | None, pid: int) -> None:
+def _leave(destroys: bool, pid: int) -> None:
     if os.getpid() != pid:
         return  # a process that was forked from the one that talks to the others
     try:
-        if destroy is not None:
-            destroy()
+        if destroys and dist.is_initialized():
+            dist.destroy_process_group()
     finally:
         for _ in range(_NUM_PAUSES):
             time.sleep(_PAUSE_S)
-
-
-def _destroy_groups() -> None:
-    """Destroys the process groups that are left."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _backend(group: "dist.ProcessGroup", device: torch.device) -> Any:

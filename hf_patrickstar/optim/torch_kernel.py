@@ -291,22 +291,17 @@ def make_kernel(optimizer: torch.optim.Optimizer, means: Means) -> Kernel:
     if is_blockwise(optimizer):
         return BlockwiseKernel(optimizer, means)
     kernel = TorchKernel(optimizer, means)
-    if kernel.updates_at_once and not means.is_alone:
-        _check_parts(optimizer)
-    return kernel
-
-
-def _check_parts(optimizer: torch.optim.Optimizer) -> None:
-    """Checks an optimizer that may look at all parameters together, where each process has only some of them."""
-    name = type(optimizer).__name__
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigError(
-            f"optimizer: {name} computes with all parameters together, and with several processes each of them updates "
-            "only its own part; train with one process, or use another optimizer"
+    if kernel.updates_at_once and not means.is_alone:  # each process has only some of the parameters
+        name = type(optimizer).__name__
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigError(
+                f"optimizer: {name} computes with all parameters together, and with several processes each of them "
+                "updates only its own part; train with one process, or use another optimizer"
+            )
+        logger.warning(
+            "patrickstar: %s is not known to update every parameter independently. With several processes each of them "
+            "updates its own parameters: if the optimizer combines parameters, by a norm of all gradients for example, "
+            "the weights are not those of one process",
+            name,
         )
-    logger.warning(
-        "patrickstar: %s is not known to update every parameter independently. With several processes each of them "
-        "updates its own parameters: if the optimizer combines parameters, by a norm of all gradients for example, the "
-        "weights are not those of one process",
-        name,
-    )
+    return kernel
