@@ -13,12 +13,7 @@ from hf_patrickstar.checkpoint.deferred import Reader
 from hf_patrickstar.checkpoint.progress import shown
 from hf_patrickstar.checkpoint.storage import StagedDirectory, remove_leftovers
 from hf_patrickstar.checkpoint.torch_state import begin_torch_state, open_torch_state, torch_paths
-from hf_patrickstar.checkpoint.training_state import (
-    INDEX_NAME,
-    TrainingState,
-    has_training_state,
-    write_read_me,
-)
+from hf_patrickstar.checkpoint.training_state import INDEX_NAME, TrainingState, has_training_state, write_read_me
 from hf_patrickstar.checkpoint.transaction import Checkpoint, Transactions
 from hf_patrickstar.checkpoint.weight_files import FoundWeights, find_weights, origin_of, shape_mismatch
 from hf_patrickstar.checkpoint.weights import ChunkWeights

@@ -258,7 +258,8 @@ def write_torch(
             padding = -(file.tell() + _HEAD_NBYTES + len(entry.filename)) % _ALIGNMENT
             entry.extra = struct.pack("<HH", _PADDING, padding) + bytes(padding)
             file.write(entry.FileHeader(zip64=True))
-            sums[file.tell()] = file.write_tensor(tensors[number], reader, piece_numel)
+            start = file.tell()
+            sums[start] = file.write_tensor(tensors[number], reader, piece_numel)
             archive.filelist.append(entry)
             on_written(str(getattr(tensors[number], "place", None)))
         archive.start_dir = file.tell()  # where the archive goes on

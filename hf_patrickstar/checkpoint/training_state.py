@@ -29,7 +29,7 @@ import torch
 from hf_patrickstar.checkpoint import state_files
 from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor, Reader
 from hf_patrickstar.checkpoint.progress import shown
-from hf_patrickstar.checkpoint.safetensors_file import SafetensorsFile, write_safetensors
+from hf_patrickstar.checkpoint.safetensors_file import FileSource, SafetensorsFile, write_safetensors
 from hf_patrickstar.checkpoint.storage import damaged, missing_file, text_checksum
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import CheckpointError
@@ -363,8 +363,8 @@ class SavedState:
         for file in (self.path.with_name(name) for name in names if name not in self._missing):
             for name, key, value in state_files.unpack(SafetensorsFile(file), self.shapes):
                 first = self.states.setdefault(name, {}).setdefault(key, value)
-                if isinstance(value, DeferredTensor) and first is not value:
-                    first.recipe.pieces += value.recipe.pieces
+                if isinstance(source := getattr(value, "recipe", None), FileSource) and first is not value:
+                    first.recipe.pieces += source.pieces
 
     def check_complete(self, name: str, start: int, stop: int, *, is_verified: bool = False) -> None:
         """Makes sure that the files have the state of some elements of a parameter.
@@ -384,15 +384,17 @@ class SavedState:
                 f"'{self.path.with_name(self._missing[0])}' is missing; parameter '{name}' is in no other file. Copy "
                 "the files of all processes into the directory"
             )
-        for key, tensor in ((key, value) for key, value in found.items() if isinstance(value, DeferredTensor)):
-            first, last = (start, stop) if tensor.shape == self.shapes[name] else (0, tensor.numel())
-            if (end := tensor.recipe.first_missing(first, last)) < last:
+        for key, value in found.items():
+            if not isinstance(source := getattr(value, "recipe", None), FileSource):
+                continue
+            first, last = (start, stop) if source.shape == self.shapes[name] else (0, math.prod(source.shape))
+            if (end := source.first_missing(first, last)) < last:
                 missing = f"; {', '.join(self._missing)} is missing" if self._missing else ""
                 raise CheckpointError(
                     f"'{self.path}': elements {end} to {last} of '{key}' of parameter '{name}' are in no "
                     f"file{missing}. Copy the files of all processes into the directory"
                 )
-            for _ in Reader().pieces(tensor, PIECE_NUMEL, first, last) if is_verified or key == SAVED_MASTER else ():
+            for _ in source.stream(first, last, PIECE_NUMEL) if is_verified or key == SAVED_MASTER else ():
                 pass
 
     def state_of(self, name: str) -> dict[Any, Any]:

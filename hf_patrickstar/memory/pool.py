@@ -185,14 +185,14 @@ class PayloadPool:
         nbytes = pinning.nbytes(numel * dtype.itemsize)
         self.ledger.book(Tier.HOST, owner, nbytes)
 
-        def make(numel: int) -> torch.Tensor:
+        def make() -> torch.Tensor:
             buffer = pinning.begin(numel, dtype, zero=zero)
             if not locks_later:
                 pinning.lock(buffer)
             return buffer
 
         try:
-            buffer = self._make(nbytes, make, numel)
+            buffer = self._make(nbytes, make)
         except RuntimeError as error:
             self.ledger.unbook(Tier.HOST, owner, nbytes)
             self._note_refusal(error)
@@ -235,14 +235,14 @@ class PayloadPool:
     def _new(self, tier: Tier, numel: int, dtype: torch.dtype, owner: str, zero: bool) -> torch.Tensor:
         """A new buffer for bytes that are booked; if the system has none, they are taken out of the book again."""
         device = self._device if tier is Tier.DEVICE else torch.device("cpu")
-        new: Callable[..., torch.Tensor] = torch.zeros if zero else torch.empty
-        if device.type == "cpu":
-            new = functools.partial(new_on_host, zero=zero)
 
-        def make() -> torch.Tensor:
-            with self._segment(numel * dtype.itemsize) if is_accelerator(device) else contextlib.nullcontext():
-                return self._make(numel * dtype.itemsize, new, numel, dtype=dtype, device=device)
+        def new() -> torch.Tensor:
+            if device.type == "cpu":
+                return new_on_host(numel, dtype=dtype, device=device, zero=zero)
+            with self._segment(numel * dtype.itemsize):
+                return (torch.zeros if zero else torch.empty)(numel, dtype=dtype, device=device)
 
+        make = functools.partial(self._make, numel * dtype.itemsize, new)
         try:
             try:
                 buffer = make()
@@ -274,13 +274,13 @@ class PayloadPool:
         self._pinned.discard(key)
         self._unlocked.pop(key, None)
 
-    def _make(self, nbytes: int, make: Callable[..., torch.Tensor], numel: int, **kwargs: Any) -> torch.Tensor:
+    def _make(self, nbytes: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         self._is_allocating = True
         try:
             is_inference = torch.is_inference_mode_enabled()
             # A buffer made in inference mode could never be trained with.
             with torch.inference_mode(False) if is_inference else contextlib.nullcontext():
-                buffer = make(numel, **kwargs)
+                buffer = make()
             self._taken[buffer.untyped_storage()._cdata] = nbytes
         finally:
             self._is_allocating = False

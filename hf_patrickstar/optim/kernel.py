@@ -134,29 +134,6 @@ class Kernel(abc.ABC):
         """
         yield []
 
-    def update_at_once(
-        self,
-        tensors: Sequence[ManagedParameter],
-        present: Callable[[bool], torch.Tensor | None],
-        follow: Callable[[ManagedParameter], None],
-        closure: Callable[[], Any] | None,
-    ) -> Any:
-        """Runs the user's optimizer on all masters; ``update`` then finishes each chunk.
-
-        Only a kernel with ``updates_at_once`` has this method.
-
-        Args:
-            tensors: The optimizer updates these parameters in chunks.
-            present: It makes the gradients ready at home, in fp32, and returns the factor to multiply them with. Its
-                argument says whether it must raise an error for a gradient that a step has consumed.
-            follow: It is called for a parameter whose master has changed before its model is used again.
-            closure: The closure of ``torch.optim.Optimizer.step``.
-
-        Returns:
-            What the optimizer's step returned.
-        """
-        raise NotImplementedError
-
     def update_others(self, parameters: Sequence[torch.Tensor]) -> None:
         """Runs the step of the user's optimizer on parameters that are in no chunk."""
         if not any(parameter.grad is not None for parameter in parameters):

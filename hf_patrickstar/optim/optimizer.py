@@ -25,6 +25,7 @@ from hf_patrickstar.optim.state import (
     pair_up,
     read,
 )
+from hf_patrickstar.optim.torch_kernel import TorchKernel
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.parameter import GradientPlace, ManagedParameter, ValuePlace
@@ -100,11 +101,9 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                     self._manager.has_new_groups = True
         self.group_numbers = groups
 
-    def _updates(self, tensor: ManagedParameter) -> bool:
-        return self._has(tensor.chunk)
-
-    def _has(self, chunk: Chunk) -> bool:
-        """Whether this optimizer updates a chunk."""
+    def _updates(self, item: ManagedParameter | Chunk) -> bool:
+        """Whether this optimizer updates a chunk, or that of a parameter."""
+        chunk = item if isinstance(item, Chunk) else item.chunk
         return chunk.is_updated and chunk.spec.optimizer_index == self.index
 
     @property
@@ -122,7 +121,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     @property
     def _is_beside_others(self) -> bool:
         """Whether there are gradients in chunks that this optimizer does not update."""
-        others = (chunk.tensors for chunk in self._manager.chunks if not self._has(chunk))
+        others = (chunk.tensors for chunk in self._manager.chunks if not self._updates(chunk))
         return any(tensor.has_gradient for tensors in others for tensor in tensors)
 
     @property
@@ -223,9 +222,9 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         if manager.gradients.has_factor and self._is_beside_others:
             manager.apply_factor()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # read by schedulers made on the inner one
-        if self.kernel.updates_at_once:
+        if isinstance(self.kernel, TorchKernel) and self.kernel.updates_at_once:
             loss = self.kernel.update_at_once(self._tensors, self._present, manager.writes.follow_master, closure)
-        own = [chunk for chunk in manager.in_order_of_use if self._has(chunk)]
+        own = [chunk for chunk in manager.in_order_of_use if self._updates(chunk)]
         factor = manager.gradients.take_factor()
         try:
             self._update(own, factor)

@@ -16,11 +16,7 @@ class ChunkedGradScaler(torch.amp.GradScaler):
     """
 
     def _unscale_grads_(
-        self,
-        optimizer: torch.optim.Optimizer,
-        inv_scale: torch.Tensor,
-        found_inf: torch.Tensor,
-        allow_fp16: bool,
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         if not isinstance(optimizer, ChunkedOptimizer):  # its model is not prepared yet
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)

@@ -59,18 +59,14 @@ def choose_threads(
     num_cores, num = len(usable_cores()), own_cores(num_sharers)
     if told is None and (num_sharers < 2 or now <= num):
         return None, f"host_threads=auto: {now}, as torch has chosen"
-    if told is None:
-        return num, _describe(num, num_cores, num_sharers, f"{_NUM_THREADS} is not set; {now}")
-    if told != "1" or now != 1 or not any(name in environment for name in _LAUNCHERS):
-        return None, f"host_threads=auto: {now}, as {_NUM_THREADS} or the program says"
-    before = launcher()
-    if before is not None and _NUM_THREADS in before:
-        return None, f"host_threads=auto: {now}, as {_NUM_THREADS} said before the launcher began"
-    return num, _describe(num, num_cores, num_sharers, f"{_NUM_THREADS}=1 comes from the launcher; 1")
-
-
-def _describe(num: int, num_cores: int, num_sharers: int, why: str) -> str:
-    return (
+    why = f"{_NUM_THREADS} is not set; {now}"
+    if told is not None:
+        if told != "1" or now != 1 or not any(name in environment for name in _LAUNCHERS):
+            return None, f"host_threads=auto: {now}, as {_NUM_THREADS} or the program says"
+        if _NUM_THREADS in (launcher() or ()):
+            return None, f"host_threads=auto: {now}, as {_NUM_THREADS} said before the launcher began"
+        why = f"{_NUM_THREADS}=1 comes from the launcher; 1"
+    return num, (
         f"host_threads=auto: {num} for the optimizer's update on the host ({num_cores} cores, {num_sharers} processes "
         f"on them), because {why} for all else"
     )

@@ -131,7 +131,18 @@ class TorchKernel(Kernel):
         follow: Callable[[ManagedParameter], None],
         closure: Callable[[], Any] | None,
     ) -> Any:
-        """See ``Kernel``."""
+        """Runs the user's optimizer on all masters, if it ``updates_at_once``; updates then finish each chunk.
+
+        Args:
+            tensors: The optimizer updates these parameters in chunks.
+            present: It makes the gradients ready at home, in fp32, and returns the factor to multiply them with. Its
+                argument says whether it must raise an error for a gradient that a step has consumed.
+            follow: It is called for a parameter whose master has changed before its model is used again.
+            closure: The closure of ``torch.optim.Optimizer.step``.
+
+        Returns:
+            What the optimizer's step returned.
+        """
 
         def hand_gradients_over(is_all: bool) -> None:
             factor = present(is_all)
