@@ -34,7 +34,6 @@ class Source:
         name: What has the values, for errors.
     """
 
-    is_for_threads = False
     read_into: Callable[[int, torch.Tensor], None] | None = None
     """Fills a tensor with elements of the flattened tensor from the given one on, if the source can do that.
 

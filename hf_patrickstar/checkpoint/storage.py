@@ -110,7 +110,9 @@ class StagedDirectory:
         except FileNotFoundError:
             return False
         try:
-            _sync_tree(self.path)
+            for folder, _, names in os.walk(self.path, topdown=False):
+                for name in (*names, "."):
+                    _sync(Path(folder) / name)
             if self.final.exists():
                 _remove_tree(self._replaced)
                 self._replaced.parent.mkdir(exist_ok=True)
@@ -318,14 +320,8 @@ def bytes_of(values: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-def _sync_tree(path: Path) -> None:
-    """Waits until every file and directory in a directory is on the disk."""
-    for folder, _, names in os.walk(path, topdown=False):
-        for name in (*names, "."):
-            _sync(Path(folder) / name)
-
-
 def _sync(path: Path) -> None:
+    """Waits until a file or directory is on the disk."""
     if os.path.islink(path):
         return
     descriptor = os.open(path, os.O_RDONLY)

@@ -47,8 +47,7 @@ class _Looks:
 
 
 _looks = _Looks()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_looks.after_fork)
+os.register_at_fork(after_in_child=_looks.after_fork)
 
 
 @contextlib.contextmanager

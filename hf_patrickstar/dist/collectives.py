@@ -156,7 +156,8 @@ class Collectives:
 
     def _join(self, group: "dist.ProcessGroup", wait_s: float | None) -> None:
         """Meets the other ranks, and makes groups beside that for data."""
-        timeout = _timeout_of(group, self._device)
+        # A private name of torch; ``None`` is torch's default.
+        timeout = getattr(getattr(_backend(group, self._device), "options", None), "_timeout", None)
         timeout_s = (timeout or dist.constants.default_pg_timeout).total_seconds()
         ranks, is_part = dist.get_process_group_ranks(group), group is not dist.group.WORLD
         self._watchdog = watchdog = Watchdog(self.rank, ranks, wait_s, timeout_s)
@@ -631,11 +632,6 @@ def _backend(group: "dist.ProcessGroup", device: torch.device) -> Any:
             f"collectives: the process group has no backend for {device}; initialise torch.distributed with one, for "
             "example nccl or gloo"
         ) from error
-
-
-def _timeout_of(group: "dist.ProcessGroup", device: torch.device) -> timedelta | None:
-    """The timeout of a group, from private names of torch; ``None``, torch's default, if these are not there."""
-    return getattr(getattr(_backend(group, device), "options", None), "_timeout", None)
 
 
 def _new_group(ranks: list[int], timeout: timedelta | None, backend: str, is_part: bool) -> "dist.ProcessGroup":

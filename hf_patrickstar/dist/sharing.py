@@ -255,7 +255,8 @@ class Sharing:
                 for key, (shape, value) in state.items():
                     if shape is not None:
                         place = parts, spec.shape
-                        if not (_is_split(parts) and shape == (parts[rank][1] - parts[rank][0],)):
+                        is_split = sum(stop > start for start, stop in parts) > 1
+                        if not (is_split and shape == (parts[rank][1] - parts[rank][0],)):
                             numels = [math.prod(shape) if other == rank else 0 for other in range(len(parts))]
                             place = [(0, numel) for numel in numels], shape
                         source = own.get(index, {}).get(key)
@@ -300,11 +301,6 @@ def _arrived(value: torch.Tensor, waits: Sequence[Callable[[], None]]) -> torch.
     for wait in waits:
         wait()
     return value
-
-
-def _is_split(parts: Parts) -> bool:
-    """Whether more than one rank has elements."""
-    return sum(stop > start for start, stop in parts) > 1
 
 
 def _outline(value: Any) -> tuple[tuple[int, ...] | None, Any]:

@@ -136,7 +136,9 @@ class HostThread:
         self._lock = threading.Lock()
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
         self._under_way: set[Done] = set()
-        self._follows_forks = False
+        this = weakref.ref(self)
+        os.register_at_fork(before=lambda: _call(this, HostThread.finish))
+        os.register_at_fork(after_in_child=lambda: _call(this, HostThread._forget_thread))
 
     def on_host(self, work: Work, after: Iterable[Any], otherwise: Callable[[], None] | None = None) -> Done:
         """Has the thread begin work when events have come; see ``Streams.on_host``.
@@ -215,7 +217,7 @@ class HostThread:
 
     def _give(self, done: Done, task: Callable[[], None]) -> None:
         if self._pool is None:
-            self._pool = self._start()
+            self._pool = concurrent.futures.ThreadPoolExecutor(1, self._name, self._prepare)
         try:
             with held_back():  # it would leave the pool's locks locked
                 self._under_way.add(done)
@@ -245,14 +247,6 @@ class HostThread:
             done.set_exception(error)
         self._under_way.discard(done)
         return followers
-
-    def _start(self) -> concurrent.futures.ThreadPoolExecutor:
-        if not self._follows_forks and hasattr(os, "register_at_fork"):
-            self._follows_forks = True
-            this = weakref.ref(self)
-            os.register_at_fork(before=lambda: _call(this, HostThread.finish))
-            os.register_at_fork(after_in_child=lambda: _call(this, HostThread._forget_thread))
-        return concurrent.futures.ThreadPoolExecutor(1, self._name, self._prepare)
 
     def _forget_thread(self) -> None:
         self._pool = None

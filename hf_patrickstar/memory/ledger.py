@@ -96,9 +96,9 @@ class Ledger:
         """Bytes booked on a tier now, by owner."""
         return {owner: nbytes for owner, nbytes in self._owners[tier].items() if nbytes}
 
-    def peak(self, tier: Tier) -> int:
-        """The most bytes that were booked on a tier at once."""
-        return self._most(tier)
+    def peak(self, key: _Peak) -> int:
+        """The most bytes that were booked on a tier at once, or for an owner there."""
+        return max(self._peaks.get(key, 0), self._peaks_before.get(key, 0))
 
     def step_peak(self, tier: Tier) -> int:
         """The most bytes that were booked on a tier at once since ``begin_step``."""
@@ -107,7 +107,7 @@ class Ledger:
     @property
     def total_peak(self) -> int:
         """The most bytes of chunks and non-model data on ``DEVICE`` at once, as far as these are measured or known."""
-        return self._most(_TOTAL)
+        return self.peak(_TOTAL)
 
     @property
     def total_step_peak(self) -> int:
@@ -116,7 +116,7 @@ class Ledger:
 
     def owner_peaks(self, tier: Tier) -> dict[str, int]:
         """The most bytes that each owner had booked on a tier at once."""
-        peaks = {owner: self._most((tier, owner)) for owner in self._owners[tier]}
+        peaks = {owner: self.peak((tier, owner)) for owner in self._owners[tier]}
         return {owner: nbytes for owner, nbytes in peaks.items() if nbytes}
 
     def take_owner_peak(self, tier: Tier, owner: str) -> int:
@@ -129,12 +129,9 @@ class Ledger:
             self._begin_peak(tier, nbytes)
         self._begin_peak(_TOTAL, self._used[Tier.DEVICE])
 
-    def _most(self, key: _Peak) -> int:
-        return max(self._peaks.get(key, 0), self._peaks_before.get(key, 0))
-
     def _begin_peak(self, key: _Peak, nbytes: int) -> int:
         """Begins a peak anew with the bytes that there are now; returns what it was."""
-        self._peaks_before[key] = self._most(key)
+        self._peaks_before[key] = self.peak(key)
         peak, self._peaks[key] = self._peaks.get(key, 0), nbytes
         return peak
 
@@ -285,9 +282,9 @@ class Ledger:
         rows = [f"{'tier':8}{'owner':24}{'now':>14}{'peak':>14}"]
         for tier in Tier:
             for owner in sorted(self._owners[tier]):
-                now, peak = self._owners[tier][owner], self._most((tier, owner))
+                now, peak = self._owners[tier][owner], self.peak((tier, owner))
                 rows.append(f"{tier.value:8}{owner:24}{format_nbytes(now):>14}{format_nbytes(peak):>14}")
-            total, peak = self._used[tier], self._most(tier)
+            total, peak = self._used[tier], self.peak(tier)
             rows.append(f"{tier.value:8}{'total':24}{format_nbytes(total):>14}{format_nbytes(peak):>14}")
             if tier is Tier.DEVICE:
                 non_model = self.non_model_nbytes()

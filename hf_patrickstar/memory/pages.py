@@ -87,7 +87,7 @@ def new_on_host(numel: int, *, dtype: torch.dtype, device: torch.device, zero: b
         RuntimeError: If the system has no memory for it.
     """
     is_seen = torch._C._len_torch_dispatch_stack() > 0  # whoever looks at operators sees one, as on other devices
-    if is_seen or numel * dtype.itemsize < _HUGE_NBYTES or not hasattr(mmap, "MAP_PRIVATE"):
+    if is_seen or numel * dtype.itemsize < _HUGE_NBYTES:
         buffer = (torch.zeros if zero else torch.empty)(numel, dtype=dtype, device=device)
         advise_huge_pages(buffer)
         return buffer

@@ -126,17 +126,21 @@ class Streams:
 
     Args:
         device: The compute device.
+        driver: Where streams come from; ``None`` if there are none.
 
     Attributes:
         device: See above.
         most_in_flight_nbytes: The most bytes of gradients that are held; see ``hold_at_most``.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, driver: Driver | None = None) -> None:
         self.device = device
-        self.most_in_flight_nbytes = 0
+        self.most_in_flight_nbytes = 0 if driver is None else _IN_FLIGHT_NBYTES
         self._times: LaneTimes | None = None
-        self._thread = HostThread(name="hf_patrickstar-copy")
+        self._driver = driver
+        self._thread = HostThread(name="hf_patrickstar-copy") if driver is None else driver
+        self._in_flight: collections.deque[tuple[Copy, torch.Tensor, Hold]] = collections.deque()
+        self._in_flight_nbytes = 0
 
     def begin_timing(self) -> LaneTimes:
         """Measures the lanes from now on; see [Note: measured lanes].
@@ -144,7 +148,7 @@ class Streams:
         Raises:
             RuntimeError: If the device cannot.
         """
-        self._times = LaneTimes()
+        self._times = LaneTimes(self._driver)
         return self._times
 
     def end_timing(self) -> None:
@@ -221,11 +225,11 @@ class Streams:
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is in memory that copies cross from beside computation."""
-        return False
+        return self._driver is not None and self._driver.is_on_device(tensor)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor on the host can be copied to beside computation."""
-        return False
+        return self._driver is not None and self._driver.is_pinned(tensor)
 
     def to_host(
         self,
@@ -312,10 +316,18 @@ class Streams:
         Returns:
             ``source`` itself if it is there and not copied.
         """
-        return source.to(self.device, copy=copy)
+        crosses = self._driver is not None and not self._driver.is_on_device(source)
+        return source.to(self.device, copy=copy or crosses)
 
     def release_in_flight(self) -> None:
         """Lets go of gradients in flight: whatever the compute stream does next comes after their copies."""
+        for _, _, holds in self._in_flight:
+            if callable(holds):
+                holds()
+        if self._in_flight:
+            self._in_flight[-1][0].join()  # they are of one lane: the last one is enough
+            self._in_flight.clear()
+            self._in_flight_nbytes = 0
 
     def hold_at_most(self, nbytes: int) -> bool:
         """From now on holds no more gradients in flight than that; lets go of them all if there are more.
@@ -329,7 +341,11 @@ class Streams:
         Returns:
             Whether that has freed any memory.
         """
-        return False
+        self.most_in_flight_nbytes = min(self.most_in_flight_nbytes, nbytes)
+        if self._in_flight_nbytes <= self.most_in_flight_nbytes:
+            return False
+        self.release_in_flight()
+        return True
 
     def close(self) -> None:
         """Waits for the work that was started, and ends the thread that does it."""
@@ -344,18 +360,11 @@ class DeviceStreams(Streams):
         driver: Where streams come from.
     """
 
-    def __init__(self, device: torch.device, driver: Driver) -> None:
-        super().__init__(device)
-        self.most_in_flight_nbytes = _IN_FLIGHT_NBYTES
-        self._thread = self._driver = driver
-        self._lanes = {lane: driver.new_stream() for lane in (Lane.TO_DEVICE, Lane.TO_HOST)}
-        self._in_flight: collections.deque[tuple[Copy, torch.Tensor, Hold]] = collections.deque()
-        self._in_flight_nbytes = 0
+    _driver: Driver
 
-    def begin_timing(self) -> LaneTimes:
-        """See ``Streams``."""
-        self._times = LaneTimes(self._driver)
-        return self._times
+    def __init__(self, device: torch.device, driver: Driver) -> None:
+        super().__init__(device, driver)
+        self._lanes = {lane: driver.new_stream() for lane in (Lane.TO_DEVICE, Lane.TO_HOST)}
 
     def fetch(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = ()) -> Copy | None:
         """See ``Streams``."""
@@ -392,14 +401,6 @@ class DeviceStreams(Streams):
         lane.wait_stream(self._driver.current_stream())
         with self._driver.inside(lane):
             yield
-
-    def is_on_device(self, tensor: torch.Tensor) -> bool:
-        """See ``Streams``."""
-        return self._driver.is_on_device(tensor)
-
-    def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """See ``Streams``."""
-        return self._driver.is_pinned(tensor)
 
     def to_host(
         self,
@@ -469,28 +470,6 @@ class DeviceStreams(Streams):
         if times is not None:
             work = times.of_work(work, Lane.HOST_WORK)
         return Copy(self._driver.on_host(work, events, otherwise), Lane.HOST_WORK, times)
-
-    def on_device(self, source: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
-        """See ``Streams``."""
-        return source.to(self.device, copy=copy or not self._driver.is_on_device(source))
-
-    def release_in_flight(self) -> None:
-        """See ``Streams``."""
-        for _, _, holds in self._in_flight:
-            if callable(holds):
-                holds()
-        if self._in_flight:
-            self._in_flight[-1][0].join()  # they are of one lane: the last one is enough
-            self._in_flight.clear()
-            self._in_flight_nbytes = 0
-
-    def hold_at_most(self, nbytes: int) -> bool:
-        """See ``Streams``."""
-        self.most_in_flight_nbytes = min(self.most_in_flight_nbytes, nbytes)
-        if self._in_flight_nbytes <= self.most_in_flight_nbytes:
-            return False
-        self.release_in_flight()
-        return True
 
     def _copy(self, lane: Lane, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy]) -> StreamCopy:
         stream = self._lanes[lane]

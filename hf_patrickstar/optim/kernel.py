@@ -259,11 +259,13 @@ def raw_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     return functools.partial(step, optimizer)
 
 
-def place_state(key: str, value: Any, device: torch.device, group: Mapping[str, Any]) -> Any:
-    """Puts a value of an optimizer's state where torch expects it: ``step`` on the host unless a kernel reads it."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    if key == "step":
-        is_read_by_kernel = group.get("fused") or group.get("capturable")
-        return value.to(device if is_read_by_kernel else "cpu", copy=True)
-    return value.to(device, copy=True) if value.dim() else value.clone()
+def place_state(state: Mapping[Any, Any], device: torch.device, group: Mapping[str, Any]) -> dict[Any, Any]:
+    """Copies an optimizer's state to where torch expects it: ``step`` is on the host unless a kernel reads it."""
+    is_read_by_kernel = group.get("fused") or group.get("capturable")
+    placed = dict(state)
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and (value.dim() or key == "step"):
+            placed[key] = value.to(device if is_read_by_kernel or key != "step" else "cpu", copy=True)
+        elif isinstance(value, torch.Tensor):
+            placed[key] = value.clone()
+    return placed

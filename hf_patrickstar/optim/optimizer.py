@@ -458,8 +458,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             parameter, group = parameters[number]
             self.inner.state.pop(parameter, None)
             if given := states.get(number):
-                placed = {k: place_state(k, value, parameter.device, group) for k, value in given.items()}
-                self.inner.state[parameter] = placed
+                self.inner.state[parameter] = place_state(given, parameter.device, group)
 
     @property
     def _entries(self) -> dict[Any, Any]:
@@ -624,8 +623,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             if given:
                 number = self.group_numbers.get(item.spec.index)
                 group = self.param_groups[number] if number is not None else {}
-                state = {key: place_state(key, value, item.device, group) for key, value in given.items()}
-                self.inner.state[item.parameter] = state
+                self.inner.state[item.parameter] = state = place_state(given, item.device, group)
                 if item.value is ValuePlace.GIVEN_UP:
                     kept = [weakref.ref(value) for value in state.values() if isinstance(value, torch.Tensor)]
                     self._before[id(item.parameter)] = item.spec.shape, kept

@@ -226,11 +226,8 @@ class TorchKernel(Kernel):
     def load_own_state(self, tensor: ManagedParameter, state: dict[str, Any]) -> None:
         """See ``Kernel``."""
         if state:
-            device = tensor.chunk.lists[MASTER].device
-            group = self._optimizer.param_groups[0]
-            self._optimizer.state[tensor.parameter] = {
-                key: place_state(key, value, device, group) for key, value in state.items()
-            }
+            device, group = tensor.chunk.lists[MASTER].device, self._optimizer.param_groups[0]
+            self._optimizer.state[tensor.parameter] = place_state(state, device, group)
         else:
             self._optimizer.state.pop(tensor.parameter, None)
             self._masters.pop(tensor.spec.index, None)
