@@ -222,7 +222,8 @@ def adam_on_the_host(device, numel):
 
     def from_python(at):
         masters, firsts, seconds, gradients, values = ([values[at : at + TILE_NUMEL]] for values in adam.lists)
-        torch_adam(masters, [gradients[0].float()], firsts, seconds, step, ADAMW, fused=True, decoupled=True)
+        lists = masters, [gradients[0].float()], firsts, seconds
+        torch_adam(*lists, step=step, settings=ADAMW, fused=True, decoupled=True)
         torch._foreach_copy_(values, masters)
 
     found = {"workers": adam.workers.num, "launch_us_alone": launch_us(x, lambda number: number < 20_000)}

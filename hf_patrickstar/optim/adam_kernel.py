@@ -118,7 +118,8 @@ class AdamKernel(ElementwiseKernel):
         if job.factor is not None:
             torch._foreach_mul_(gradients, job.factor)
         fused, decoupled = self._is_fused(settings) or settings.get("fused"), self._is_decoupled(settings)
-        torch_adam(masters, gradients, firsts, seconds, step, settings, fused=fused, decoupled=decoupled)
+        lists = masters, gradients, firsts, seconds
+        torch_adam(*lists, step=step, settings=settings, fused=fused, decoupled=decoupled)
         if firsts[0].dtype != kept[0][0].dtype:
             torch._foreach_copy_([*kept[0], *kept[1]], [*firsts, *seconds])
         round_masters(masters, [segment.part("param") for segment in segments])

@@ -128,23 +128,12 @@ def rule_of(settings: Mapping[str, Any], step: int, decoupled: bool) -> list[flo
 
 
 def torch_adam(
-    masters: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor],
-    firsts: Sequence[torch.Tensor],
-    seconds: Sequence[torch.Tensor],
-    step: int,
-    settings: Mapping[str, Any],
-    *,
-    fused: bool | None,
-    decoupled: bool,
+    *lists: Sequence[torch.Tensor], step: int, settings: Mapping[str, Any], fused: bool | None, decoupled: bool
 ) -> None:
     """Calls torch's own Adam; a fused update with plain numbers launches two kernels.
 
     Args:
-        masters: Parameters of one group.
-        gradients: Their gradients, of the same type.
-        firsts: Their ``exp_avg``.
-        seconds: Their ``exp_avg_sq``.
+        *lists: Parameters of one group, their gradients, of the same type, their ``exp_avg``, and ``exp_avg_sq``.
         step: How many steps there were before.
         settings: The settings of the group.
         fused: Whether it is the fused kernel; ``None`` if torch may choose between the other two.
@@ -153,7 +142,7 @@ def torch_adam(
     beta1, beta2 = settings["betas"]
     options: dict[str, Any] = {name: settings[name] for name in ("lr", "weight_decay", "eps", "maximize")}
     options |= {"beta1": beta1, "beta2": beta2, "amsgrad": False}
-    lists = [*map(list, (masters, gradients, firsts, seconds)), []]
+    masters = lists[0]
     # A kernel makes counters: torch.tensor would copy from the host, and wait for it. Of fake masters they are fake.
     device = masters[0].device if fused else torch.device("cpu")
     make_count = functools.partial(masters[0].new_full, (), dtype=torch.float32, device=device)
@@ -166,7 +155,7 @@ def torch_adam(
         update = adam
         counts = [make_count(float(step)) for _ in masters]
         options |= {"foreach": settings.get("foreach"), "fused": fused, "decoupled_weight_decay": decoupled}
-    update(*lists, counts, **options)
+    update(*map(list, lists), [], counts, **options)
 
 
 class Range(NamedTuple):
@@ -238,9 +227,8 @@ def _has_bits_of_torch(script: Callable[..., None]) -> bool:
         narrow = (wave * 0.7).to(torch.bfloat16)
         expected = [wave.clone(), wave.roll(5), wave.roll(9).square()]
         found = [*(tensor.clone() for tensor in expected), narrow.clone()]
-        masters, firsts, seconds = ([tensor] for tensor in expected)
-        gradients = [narrow.float() * factor]
-        torch_adam(masters, gradients, firsts, seconds, 2, settings, fused=fused or None, decoupled=decoupled)
+        lists = [[tensor] for tensor in (expected[0], narrow.float() * factor, *expected[1:])]
+        torch_adam(*lists, step=2, settings=settings, fused=fused or None, decoupled=decoupled)
         rule = rule_of(settings, 2, decoupled)
         assert rule is not None
         master, first, second, value = found

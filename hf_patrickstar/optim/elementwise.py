@@ -22,7 +22,7 @@ import torch
 from hf_patrickstar.layout.specs import GRADIENT, MASTER
 from hf_patrickstar.memory.driver import Pending
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.optim.kernel import SAVED_MASTER, Kernel, Means, settings_of
+from hf_patrickstar.optim.kernel import SAVED_MASTER, Factors, Kernel, Means, settings_of
 from hf_patrickstar.optim.workers import SMALL_NUMEL
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.parameter import AT_HOME, GradientPlace, ManagedParameter, round_masters
@@ -139,12 +139,7 @@ class ElementwiseKernel(Kernel):
         return min(_DEVICE_TILE_NUMEL, num * align(capacity_numel, self.cut_numel))
 
     def prepare(
-        self,
-        chunks: Sequence[Chunk],
-        groups: Mapping[int, int],
-        factors: Mapping[torch.device, torch.Tensor],
-        *,
-        keeps: bool = True,
+        self, chunks: Sequence[Chunk], groups: Mapping[int, int], factors: Factors, *, keeps: bool
     ) -> list[Update]:
         """See ``Kernel``. Updates on the host, which computes beside the device, come first."""
         rules, settings = self._rules(chunks, groups)

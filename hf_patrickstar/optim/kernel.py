@@ -19,6 +19,8 @@ from hf_patrickstar.runtime.parameter import ManagedParameter
 from hf_patrickstar.runtime.update import Update
 
 WORKSPACE = "workspace"
+Factors = Mapping[torch.device, torch.Tensor]
+"""What gradients are multiplied with (clipping, unscaling), by the device of a chunk's home; empty if they are not."""
 SAVED_MASTER = "patrickstar_master"
 """The name of the fp32 master in a ``state_dict``: an optimizer may keep something of its own under ``master``."""
 
@@ -169,20 +171,14 @@ class Kernel(abc.ABC):
 
     @abc.abstractmethod
     def prepare(
-        self,
-        chunks: Sequence[Chunk],
-        groups: Mapping[int, int],
-        factors: Mapping[torch.device, torch.Tensor],
-        *,
-        keeps: bool = True,
+        self, chunks: Sequence[Chunk], groups: Mapping[int, int], factors: Factors, *, keeps: bool
     ) -> list[Update]:
         """Prepares updates of chunks from their gradients, at their homes.
 
         Args:
             chunks: The chunks, in the order in which they are needed next. Their gradients have places there.
             groups: The param group of each tensor index. The kernel leaves other tensors alone.
-            factors: The kernel multiplies gradients with it (clipping, unscaling), by the device of the home; empty if
-                it does not.
+            factors: The kernel multiplies gradients with them.
             keeps: Whether gradients in the accumulation list stay there, multiplied. If not, nobody reads them again,
                 and the kernel may leave anything there.
 

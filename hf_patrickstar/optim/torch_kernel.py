@@ -15,7 +15,7 @@ from hf_patrickstar.layout.specs import GRADIENT, MASTER
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.adam_kernel import AdamKernel, is_plain_adam
 from hf_patrickstar.optim.blockwise_kernel import BlockwiseKernel, is_blockwise, prepare
-from hf_patrickstar.optim.kernel import Kernel, Means, place_state, raw_step
+from hf_patrickstar.optim.kernel import Factors, Kernel, Means, place_state, raw_step
 from hf_patrickstar.optim.threads import in_threads
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.parameter import AT_HOME, GradientPlace, ManagedParameter, round_masters
@@ -57,20 +57,13 @@ class TorchKernel(Kernel):
         return capacity_numel if widens and not self.updates_at_once else 0
 
     def prepare(
-        self,
-        chunks: Sequence[Chunk],
-        groups: Mapping[int, int],
-        factors: Mapping[torch.device, torch.Tensor],
-        *,
-        keeps: bool = True,
+        self, chunks: Sequence[Chunk], groups: Mapping[int, int], factors: Factors, *, keeps: bool
     ) -> list[Update]:
         """See ``Kernel``."""
         return [Update(chunks, functools.partial(self._update_chunks, chunks, groups, factors))]
 
     @torch.no_grad()
-    def _update_chunks(
-        self, chunks: Sequence[Chunk], groups: Mapping[int, int], factors: Mapping[torch.device, torch.Tensor]
-    ) -> None:
+    def _update_chunks(self, chunks: Sequence[Chunk], groups: Mapping[int, int], factors: Factors) -> None:
         for chunk in chunks:
             tensors = [tensor for tensor in chunk.owned if tensor.spec.index in groups]
             if self.updates_at_once:
