@@ -189,7 +189,7 @@ class Simulation:
     def moved_nbytes(self) -> tuple[int, int]:
         """Bytes that cross in a step, to the device and to the host."""
         to_device = sum(load.nbytes for load in self._loaded() if not load.is_here)
-        to_host = sum(entry.nbytes for entry in self.script if isinstance(entry, Send) and not entry.to_device)
+        to_host = sum(entry.nbytes for entry in self.script if isinstance(entry, Send))
         return to_device + self.offloaded_nbytes, to_host + self.offloaded_nbytes
 
     @property
@@ -369,7 +369,7 @@ class _Simulator:
     def _update_trace(self, made: Trace, lookups: Mapping[int, str]) -> Trace:
         """What an update takes on the device beside chunks, in the order in which forward comes to them."""
         chunks, looked_up = self._layout.chunks, self.decisions.looked_up(lookups, self.decisions.homes.device)
-        visited = [visit.chunk_index for visit in made.visits]
+        visited = made.visited
         order = dict.fromkeys(
             [*(self._places.chunk_of[index] for index in sorted(looked_up)), *visited, *(spec.index for spec in chunks)]
         )

@@ -376,7 +376,7 @@ class Steps:
         self._forget()
         title = _title(StepKind.UPDATE, str(optimizer_index or ""))
         key, known = trace_key(title, ()), self.traces.get(trace_key(title, ()))
-        if known is not None and not known.visits_in_order(chunk_indices):
+        if known is not None and known.visited != list(chunk_indices):
             known = None
             del self.traces[key]  # the step is recorded anew, and does not diverge
         if known is None and self.estimator is not None:

@@ -13,7 +13,7 @@ from hf_patrickstar.units import format_nbytes
 _NUM_ROUNDS = 3
 _LARGE = 3
 """A chunk of more than so many times the mean is large: that of an embedding or of a head, say."""
-_AS_FAST = 1.01
+AS_FAST = 1.01
 """Steps whose times differ by less are equally fast: the clock knows computation only roughly."""
 
 
@@ -198,7 +198,7 @@ def plan_margin(
         known = {count: cost for count, cost in costs.items() if cost is not None}
         if not known:
             return (), "the device margin is empty: the recorded steps leave no room"
-        limit_ns = min(cost.duration_ns for cost in known.values()) * _AS_FAST
+        limit_ns = min(cost.duration_ns for cost in known.values()) * AS_FAST
         count = min(
             (count for count, cost in known.items() if cost.duration_ns <= limit_ns),
             key=lambda count: (known[count].moved_nbytes, known[count].duration_ns, count),

@@ -3,14 +3,12 @@
 from collections.abc import Callable, Iterable
 from typing import Literal
 
-from hf_patrickstar.schedule.margin import StepCost
+from hf_patrickstar.schedule.margin import AS_FAST, StepCost
 from hf_patrickstar.schedule.trace import Trace
 from hf_patrickstar.units import format_nbytes
 
 Asked = bool | Literal["auto"]
 """The setting ``activation_offload``."""
-_AS_FAST = 1.01
-"""Steps whose times differ by less are equally fast; see ``margin.py``."""
 _PARTS = (1, 2, 4, 8, 16)
 """Of all that can leave these parts are tried first."""
 
@@ -40,13 +38,13 @@ def choose_offload(
         if found is None:
             return most, "a step has no room, however many leave"
         least = found
-    elif costs[0].copying_ns + costs[0].updating_ns <= (_AS_FAST - 1) * costs[0].duration_ns:
+    elif costs[0].copying_ns + costs[0].updating_ns <= (AS_FAST - 1) * costs[0].duration_ns:
         return 0, "a step has room, and hardly waits for copies and updates"
     costs.update({num: cost_of(num) for num in (least, (least + most) // 2, most) if num not in costs})
     known = {num: cost.duration_ns for num, cost in costs.items() if cost is not None}
     if not known:
         return least, "the fewest with which a step has room"
-    limit_ns = min(known.values()) * _AS_FAST
+    limit_ns = min(known.values()) * AS_FAST
     num = min(num for num, duration_ns in known.items() if duration_ns <= limit_ns)
     if num == least:
         return num, "the fewest with which a step has room" if num else "a step has room, and would not be faster"

@@ -1,28 +1,12 @@
 """Replays a step on a machine: puts its work on the clock, by any plan."""
 
+import collections
 from collections.abc import Iterable, Sequence
 
 from hf_patrickstar.machine import Machine
+from hf_patrickstar.schedule import script
 from hf_patrickstar.schedule.clock import Clock, Lane, Mark, Timeline
 from hf_patrickstar.schedule.plan import MovePlan
-from hf_patrickstar.schedule.script import (
-    Await,
-    Begin,
-    BlockingCopy,
-    DeviceOp,
-    Entry,
-    HostWork,
-    Join,
-    Keep,
-    Load,
-    Message,
-    Part,
-    Reach,
-    Reduce,
-    Restore,
-    Send,
-    ThreadWork,
-)
 
 LOADS = "the update of a chunk that is loaded"
 LOADS_TOGETHER = "the update of a chunk that is gathered"
@@ -48,10 +32,10 @@ class Player:
         self._launch_ns = machine.operator_ns
         # How long kernels take, and what their launches are called, by the id of the kernel; how long operators take,
         # by the id of their tuple. Nothing else has the id while the object is here.
-        self._kernels: dict[int, tuple[DeviceOp, int, str]] = {}
-        self._works: dict[int, tuple[tuple[HostWork, ...], int]] = {}
+        self._kernels: dict[int, tuple[script.DeviceOp, int, str]] = {}
+        self._works: dict[int, tuple[tuple[script.HostWork, ...], int]] = {}
 
-    def kernel(self, work: DeviceOp) -> None:
+    def kernel(self, work: script.DeviceOp) -> None:
         """The host launches an operator on the device."""
         machine, clock = self.machine, self.clock
         known = self._kernels.get(id(work))
@@ -69,12 +53,12 @@ class Player:
         """The host runs the engine, because a module begins or backward needs a chunk."""
         self.clock.host(self.machine.visit_ns, "visit")
 
-    def host_work(self, work: HostWork) -> None:
+    def host_work(self, work: script.HostWork) -> None:
         """The host runs an operator on its own memory."""
         machine = self.machine
         self.clock.host(work.num_calls * machine.operator_ns + machine.host_ns(work.flops, work.nbytes), work.name)
 
-    def thread_work(self, work: ThreadWork, after: Iterable[Mark]) -> Mark:
+    def thread_work(self, work: script.ThreadWork, after: Iterable[Mark]) -> Mark:
         """The host gives work to its thread, which has workers: one launches its operator while others compute.
 
         Args:
@@ -92,7 +76,7 @@ class Player:
         chunks = ", ".join(map(str, sorted(work.chunk_indices)))
         return clock.put(Lane.HOST_WORK, cost, f"update chunks {chunks}" if chunks else "add gradients")
 
-    def _work_ns(self, operators: tuple[HostWork, ...]) -> int:
+    def _work_ns(self, operators: tuple[script.HostWork, ...]) -> int:
         """How long the thread works; updates that are alike share their operators, thousands for a large chunk."""
         known = self._works.get(id(operators))
         if known is not None:
@@ -104,7 +88,7 @@ class Player:
         self._works[id(operators)] = operators, cost
         return cost
 
-    def blocking_copy(self, copy: BlockingCopy) -> None:
+    def blocking_copy(self, copy: script.BlockingCopy) -> None:
         """The host makes a copy, and waits for it."""
         machine, clock = self.machine, self.clock
         clock.host(machine.operator_ns, "start a copy")
@@ -149,7 +133,7 @@ class Player:
             self.clock.host(self.machine.collective_ns(nbytes) // self.machine.num_cores, "a core gathers")
         return end
 
-    def reduce(self, work: Reduce) -> Mark:
+    def reduce(self, work: script.Reduce) -> Mark:
         """The host starts a reduce-scatter; returns its end."""
         self.clock.follow(Lane.REDUCTIONS, self.clock.end_of(Lane.COMPUTE))
         end = self._collective(Lane.REDUCTIONS, work.nbytes, "reduce")
@@ -171,11 +155,13 @@ def lane_of(*, to_device: bool) -> Lane:
     return Lane.TO_DEVICE if to_device else Lane.TO_HOST
 
 
-def replay(script: Sequence[Entry], plans: Sequence[MovePlan], loads: Sequence[Load], machine: Machine) -> Timeline:
+def replay(
+    entries: Sequence[script.Entry], plans: Sequence[MovePlan], loads: Sequence[script.Load], machine: Machine
+) -> Timeline:
     """Replays a step by the plans of its micro-batches.
 
     Args:
-        script: What the step does.
+        entries: What the step does.
         plans: What moves at which moment of each micro-batch.
         loads: What it takes to load each chunk, by chunk index.
         machine: Where it runs.
@@ -183,28 +169,28 @@ def replay(script: Sequence[Entry], plans: Sequence[MovePlan], loads: Sequence[L
     Returns:
         The timeline from an idle machine to the end of all work.
     """
-    return _Replay(plans, loads, machine).run(script)
+    return _Replay(plans, loads, machine).run(entries)
 
 
-def device_ns(script: Iterable[Entry], machine: Machine) -> list[tuple[Part, int]]:
+def device_ns(entries: Iterable[script.Entry], machine: Machine) -> list[tuple[script.Part, int]]:
     """How long the compute lane works for each part of a step, in the order of the parts.
 
     Args:
-        script: What the step does.
+        entries: What the step does.
         machine: Where it runs.
     """
-    parts: list[tuple[Part, int]] = []
-    for entry in script:
-        if isinstance(entry, Begin):
+    parts: list[tuple[script.Part, int]] = []
+    for entry in entries:
+        if isinstance(entry, script.Begin):
             parts.append((entry.part, 0))
-        elif isinstance(entry, DeviceOp):
+        elif isinstance(entry, script.DeviceOp):
             part, nanoseconds = parts[-1]
             parts[-1] = (part, nanoseconds + entry.duration_ns(machine))
     return parts
 
 
 class _Replay:
-    def __init__(self, plans: Sequence[MovePlan], loads: Sequence[Load], machine: Machine) -> None:
+    def __init__(self, plans: Sequence[MovePlan], loads: Sequence[script.Load], machine: Machine) -> None:
         self._player = Player(machine)
         self._clock = self._player.clock
         self._plans = plans
@@ -212,45 +198,45 @@ class _Replay:
         self._micro_batch = -1
         self._moment = 0
         self._sent: list[Mark] = []
-        self._last: dict[tuple[int, bool], Mark] = {}  # the last copy of a chunk in a direction
-        self._works: dict[int, Mark] = {}  # the last work of the host's thread on the home of a chunk
+        self._last = collections.defaultdict[tuple[int, bool], Mark](Mark)  # the last copy of a chunk in a direction
+        self._works = collections.defaultdict[int, Mark](Mark)  # the last work of the host's thread on a chunk's home
         self._arrivals: dict[int, Mark] = {}  # copies that were started ahead, and nobody has waited for
         self._leaving: Mark | None = None  # the copy of the activation that has left last
         self._left: dict[int, int] = {}  # bytes of activations that are on the host, by number
         self._back: dict[int, Mark] = {}  # copies of activations that come back ahead
 
-    def run(self, script: Sequence[Entry]) -> Timeline:
+    def run(self, entries: Sequence[script.Entry]) -> Timeline:
         player, clock = self._player, self._clock
-        for entry in script:
+        for entry in entries:
             match entry:
-                case DeviceOp():
+                case script.DeviceOp():
                     player.kernel(entry)
-                case Reach(index):
+                case script.Reach(index):
                     self._reach(index)
-                case HostWork():
+                case script.HostWork():
                     player.host_work(entry)
-                case BlockingCopy():
+                case script.BlockingCopy():
                     player.blocking_copy(entry)
-                case Message():
+                case script.Message():
                     player.message()
-                case ThreadWork():
+                case script.ThreadWork():
                     self._work(entry)
-                case Send(index, nbytes, to_device):
-                    self._sent.append(self._send(index, nbytes, to_device=to_device))
-                case Reduce():
+                case script.Send(index, nbytes):
+                    self._sent.append(self._send(index, nbytes, to_device=False))
+                case script.Reduce():
                     self._sent.append(player.reduce(entry))
-                case Join(number):
+                case script.Join(number):
                     clock.follow(Lane.COMPUTE, self._sent[number])
-                case Await(index):
-                    clock.wait(self._works.get(index, Mark()), LOOKS_UP)
-                case Keep(number):
+                case script.Await(index):
+                    clock.wait(self._works[index], LOOKS_UP)
+                case script.Keep(number):
                     self._keep(number)
-                case Restore(number):
+                case script.Restore(number):
                     self._restore(number)
-                case Begin(Part.FORWARD):
+                case script.Begin(script.Part.FORWARD):
                     self._micro_batch += 1
                     self._moment = 0
-                case Begin(Part.BACKWARD):
+                case script.Begin(script.Part.BACKWARD):
                     self._join_leaving()
         return clock.timeline()
 
@@ -258,20 +244,18 @@ class _Replay:
         actions = self._plans[self._micro_batch].moments[self._moment]
         for index in actions.load:
             load = self._loads[index]
-            if load.sent_nbytes:
-                self._clock.wait(self._works.get(index, Mark()), LOADS_TOGETHER)
-            elif index == visited:
-                self._clock.wait(self._works.get(index, Mark()), LOADS)
+            if load.sent_nbytes or index == visited:
+                self._clock.wait(self._works[index], LOADS_TOGETHER if load.sent_nbytes else LOADS)
             end = self._send(index, load.nbytes, to_device=True, is_here=load.is_here)
             if load.sent_nbytes:
-                self._arrivals[index] = self._player.gather(load.sent_nbytes)
+                end = self._player.gather(load.sent_nbytes)
             elif index == visited:
                 self._clock.follow(Lane.COMPUTE, end)
-            else:
-                self._arrivals[index] = end
+                continue
+            self._arrivals[index] = end
         self._moment += 1
         if visited in self._arrivals:
-            self._clock.wait(self._works.get(visited, Mark()), WAITS_FOR_ARRIVAL)
+            self._clock.wait(self._works[visited], WAITS_FOR_ARRIVAL)
             self._clock.follow(Lane.COMPUTE, self._arrivals.pop(visited))
         self._player.visit()
 
@@ -281,7 +265,7 @@ class _Replay:
         offloaded = self._plans[self._micro_batch].offloaded
         if number < len(offloaded):
             self._left[number] = offloaded[number]
-            self._leaving = self._carry(number, to_device=False)
+            self._leaving = self._carry(number, offloaded[number], to_device=False)
 
     def _join_leaving(self) -> None:
         if self._leaving is not None:
@@ -290,22 +274,20 @@ class _Replay:
 
     def _restore(self, number: int) -> None:
         """Backward needs an activation; the one before it begins to come back."""
-        if number in self._left:
-            self._back[number] = self._carry(number, to_device=True)
-            del self._left[number]
+        self._bring(number)
         if number in self._back:
             self._clock.follow(Lane.COMPUTE, self._back.pop(number))
-        if number - 1 in self._left:
-            self._back[number - 1] = self._carry(number - 1, to_device=True)
-            del self._left[number - 1]
+        self._bring(number - 1)
 
-    def _carry(self, number: int, *, to_device: bool) -> Mark:
-        lane = lane_of(to_device=to_device)
-        self._clock.follow(lane, self._clock.end_of(Lane.COMPUTE))
-        nbytes = self._left[number]
+    def _bring(self, number: int) -> None:
+        if number in self._left:
+            self._back[number] = self._carry(number, self._left.pop(number), to_device=True)
+
+    def _carry(self, number: int, nbytes: int, *, to_device: bool) -> Mark:
+        self._clock.follow(lane_of(to_device=to_device), self._clock.end_of(Lane.COMPUTE))
         return self._player.send(nbytes, f"activation {number}, {nbytes} bytes", to_device=to_device)
 
-    def _work(self, work: ThreadWork) -> None:
+    def _work(self, work: script.ThreadWork) -> None:
         end = self._player.thread_work(work, [self._sent[number] for number in work.after])
         self._sent.append(end)
         self._works.update(dict.fromkeys(work.chunk_indices, end))
@@ -314,8 +296,8 @@ class _Replay:
         """Starts a copy after all that the compute lane was given, the last one the other way, and the thread."""
         lane = lane_of(to_device=to_device)
         self._clock.follow(lane, self._clock.end_of(Lane.COMPUTE))
-        self._clock.follow(lane, self._last.get((index, not to_device), Mark()))
-        self._clock.follow(lane, self._works.get(index, Mark()))
+        self._clock.follow(lane, self._last[index, not to_device])
+        self._clock.follow(lane, self._works[index])
         end = self._player.send(nbytes, f"chunk {index}, {nbytes} bytes", to_device=to_device, is_here=is_here)
         self._last[index, to_device] = end
         return end

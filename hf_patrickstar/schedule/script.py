@@ -102,17 +102,15 @@ class BlockingCopy:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Send:
-    """A copy out of the home of a chunk, or into it, in a lane of its own.
+    """A copy from the device into the home of a chunk, in a lane of its own.
 
     Attributes:
         chunk_index: The chunk.
         nbytes: Bytes that cross.
-        to_device: The direction.
     """
 
     chunk_index: int
     nbytes: int
-    to_device: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -112,17 +112,14 @@ def micro_batch(
     Returns:
         What the micro-batch visits, and what else takes memory; and what it does beside what its plan moves.
     """
-    return _Translation(places, rules, kind, itertools.count() if numbers is None else numbers, name).translate(
-        ops.notes
-    )
+    numbers = itertools.count() if numbers is None else numbers
+    return _Translation(places, rules, kind, numbers, name).translate(ops.notes)
 
 
 class _Translation:
     """The state of a micro-batch while its notes are replayed in order."""
 
-    def __init__(
-        self, places: Places, rules: StepRules, kind: StepKind, numbers: Iterator[int], name: str = ""
-    ) -> None:
+    def __init__(self, places: Places, rules: StepRules, kind: StepKind, numbers: Iterator[int], name: str) -> None:
         self._chunks, self._tensors, self._chunk_of = places.chunks, places.tensors, places.chunk_of
         self._own_numel = places.own_numel
         self._rules = rules
@@ -162,7 +159,7 @@ class _Translation:
             if self._is_inner and isinstance(note, (op_trace.Acquire, op_trace.Release)):
                 continue  # an evaluation is a step of its own
             match note:  # the most frequent first
-                case script.DeviceOp():
+                case script.DeviceOp() | script.HostWork() | script.BlockingCopy() | script.Begin():
                     self._script.append(note)
                 case op_trace.Allocate(storages):
                     self._allocate(storages)
@@ -201,8 +198,6 @@ class _Translation:
                         self._script.append(script.Message())
                 case op_trace.LeaveBackward():
                     self._end()
-                case script.HostWork() | script.BlockingCopy() | script.Begin():
-                    self._script.append(note)
         self._close_moment()
         title = f"{self._kind}:{self._name}" if self._name else self._kind
         key = trace_key(title, self._shapes)
@@ -244,10 +239,9 @@ class _Translation:
 
     # Memory
 
-    def _allocate(self, storages: Iterable[tuple[int, int]]) -> None:
-        for storage, nbytes in storages:
-            self._live[storage] = nbytes
-            self._total += nbytes
+    def _allocate(self, storages: Sequence[tuple[int, int]]) -> None:
+        self._live.update(storages)
+        self._total += sum(nbytes for _, nbytes in storages)
         self._peak = max(self._peak, self._total)
 
     def _free(self, storage: int) -> None:
@@ -334,7 +328,7 @@ class _Translation:
             self._script.append(script.DeviceOp("store a gradient", 0, nbytes + reads + numel * width, dtype))
             return
         number = next(self._numbers)
-        self._script.append(script.Send(chunk, nbytes, False))
+        self._script.append(script.Send(chunk, nbytes))
         if storage is not None:
             self._held[storage] += 1
             self._in_flight.append((storage, nbytes, number))
@@ -345,9 +339,8 @@ class _Translation:
 
     def _add(self, numel: int, nbytes: int, number: int) -> None:
         """The host's thread adds a gradient to its list."""
-        is_first = self._kind is StepKind.FIRST
-        work = script.HostWork("add a gradient", 0, nbytes + numel * _SUM_ITEMSIZE * (1 if is_first else 2))
-        works = [work]
+        times = 1 if self._kind is StepKind.FIRST else 2
+        works = [script.HostWork("add a gradient", 0, nbytes + times * numel * _SUM_ITEMSIZE)]
         if self._kind is StepKind.LAST and self._rules.has_norms:
             works.append(script.HostWork("norm", 0, numel * _SUM_ITEMSIZE))
         next(self._numbers)

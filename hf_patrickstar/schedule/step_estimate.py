@@ -119,7 +119,7 @@ def estimate_script(
         overlaps_update: Whether the host updates chunks beside what follows.
     """
     entries: list[script.Entry] = [script.Begin(script.Part.UPDATE)]
-    visited = dict.fromkeys(visit.chunk_index for trace in traces for visit in trace.visits)
+    visited = dict.fromkeys(itertools.chain.from_iterable(trace.visited for trace in traces))
     looked_up = [index for index, work in enumerate(works) if not (work.may_move or index in at_home)]
     looked_up = [index for index in looked_up if works[index].own_numel and index not in visited]
     order = [*looked_up, *visited]
@@ -185,7 +185,7 @@ def _gradients(
     if is_home or not work.own_numel:
         return
     sent = next(number)
-    yield script.Send(index, work.gradient_nbytes, False)
+    yield script.Send(index, work.gradient_nbytes)
     if accumulates:
         next(number)
         adding = script.HostWork("add gradients", 0, work.gradient_nbytes + _ADDING_NBYTES * work.own_numel)

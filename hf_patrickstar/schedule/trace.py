@@ -118,9 +118,10 @@ class Trace:
         """The most non-model bytes of any moment."""
         return max(map(operator.attrgetter("non_model_nbytes"), self.visits), default=0)
 
-    def visits_in_order(self, chunk_indices: Sequence[int]) -> bool:
-        """Whether its visits are to these chunks, in this order."""
-        return [visit.chunk_index for visit in self.visits] == list(chunk_indices)
+    @property
+    def visited(self) -> list[int]:
+        """The chunks that it visits, in order."""
+        return [visit.chunk_index for visit in self.visits]
 
     def covers(self, shapes: Shapes) -> bool:
         """Whether a step with inputs of these shapes needs no more memory than a recorded one did."""
@@ -186,12 +187,13 @@ class Trace:
     def merged(self, earlier: "Trace") -> "Trace":
         """This trace, with the larger byte counts of it and an earlier one, if both visit the same chunks."""
         num = max(self.num_offloaded, earlier.num_offloaded)
-        if [visit.chunk_index for visit in self.visits] != [visit.chunk_index for visit in earlier.visits]:
+        if self.visited != earlier.visited:
             return self.offloading(num)
         activations, most = self.activations, 0
         if [known.place for known in activations] == [known.place for known in earlier.activations]:
             # Compared is what is left if all leave: one may have the largest peak, and the other the larger activation.
-            activations, most = tuple(map(_larger, activations, earlier.activations)), len(activations)
+            pairs = zip(activations, earlier.activations, strict=True)
+            activations, most = tuple(max(pair, key=operator.attrgetter("nbytes")) for pair in pairs), len(activations)
         visits = tuple(
             Visit(
                 ours.chunk_index,
@@ -221,7 +223,7 @@ def common_trace(traces: Sequence[Trace]) -> Trace:
     traces = [trace.offloading(num) for trace in traces]
     chosen = max(traces, key=lambda trace: len(trace.visits))  # the first of the longest
     for other in traces:
-        if [visit.chunk_index for visit in other.visits] == [visit.chunk_index for visit in chosen.visits]:
+        if other.visited == chosen.visited:
             chosen = chosen.merged(other)
             continue
         peak = other.offloading(0).non_model_peak_nbytes
@@ -236,11 +238,6 @@ def common_trace(traces: Sequence[Trace]) -> Trace:
         )
         chosen = dataclasses.replace(chosen, visits=visits)
     return chosen
-
-
-def _larger(one: Activation, other: Activation) -> Activation:
-    """The larger of two that are the same of two micro-batches."""
-    return max(one, other, key=lambda activation: activation.nbytes)
 
 
 @functools.lru_cache

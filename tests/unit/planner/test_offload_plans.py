@@ -48,7 +48,7 @@ def test_a_plan_fits_because_activations_leave(device_mib, changes):
         for index in actions.load
         if not simulation.loads[index].is_here
     )
-    sent = sum(entry.nbytes for entry in simulation.script if isinstance(entry, Send) and not entry.to_device)
+    sent = sum(entry.nbytes for entry in simulation.script if isinstance(entry, Send))
     moved = num_micro_batches * leaving
     assert (plan.speed.to_device_nbytes, plan.speed.to_host_nbytes) == (loaded + moved, sent + moved)
     crossed = [span.what for span in simulation.timeline.own_spans if span.what.startswith("activation ")]

@@ -66,7 +66,7 @@ ONE = MovePlan((FIRST, Actions()), {}, (40, 40))
 BOTH = MovePlan((FIRST, Actions(load=(1,))), {}, (40, 80))
 AHEAD = MovePlan((Actions(load=(0, 1)), Actions()), {}, (80, 80))
 GROUPS = (Load(40, sent_nbytes=80 + 10), Load(40, sent_nbytes=90))
-SEND = Send(0, 40, to_device=False)
+SEND = Send(0, 40)
 
 
 def work(*nbytes, chunks=(), after=()):
@@ -102,7 +102,7 @@ def test_a_script_takes_as_long_as_by_hand(script, plan, loads, duration):
 
 
 def test_bounds():
-    script = [Begin(Part.FORWARD), WORK, Begin(Part.BACKWARD), WORK, WORK, Send(0, 40, to_device=False)]
+    script = [Begin(Part.FORWARD), WORK, Begin(Part.BACKWARD), WORK, WORK, Send(0, 40)]
     timeline = play(*script)
     assert device_ns(script, MACHINE) == [(Part.FORWARD, 2 * SECOND), (Part.BACKWARD, 4 * SECOND)]
     few = bounds_of(script, timeline, MACHINE, updated_nbytes=28 * 1)

@@ -38,8 +38,8 @@ def test_a_step():
         Begin(Part.FORWARD),
         *(Reach(0), compute(60), Reach(1), compute(120), Reach(0), compute(60)),
         Begin(Part.BACKWARD),
-        *(Reach(1), compute(240), Send(1, 20, False)),
-        *(Reach(0), compute(240), Send(0, 20, False)),
+        *(Reach(1), compute(240), Send(1, 20)),
+        *(Reach(0), compute(240), Send(0, 20)),
     ]
 
 
