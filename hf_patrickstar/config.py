@@ -12,6 +12,11 @@ from hf_patrickstar.units import ALIGNMENT_NUMEL, format_budget, parse_budget
 
 _SWITCH = bool | Literal["auto"]
 _BUDGETS = ("device_budget", "host_budget", "chunk_budget")
+_NUMBERS = {
+    "chunk_numel": (1, "a positive number of elements"),
+    "prefetch_depth": (0, "a number of chunks, 0 or more"),
+    "host_threads": (1, "a number of threads, 1 or more"),
+}
 _SYNONYMS = {"gpu": "device", "cuda": "device", "vram": "device", "cpu": "host", "ram": "host"}
 """Words in which people look for a key, and the word that it has."""
 
@@ -136,20 +141,19 @@ class PatrickStarConfig:
             value = getattr(self, name)
             if value != "auto":
                 object.__setattr__(self, name, parse_budget(value, name))
-        if self.chunk_numel != "auto":
-            chunk_numel = self.chunk_numel
-            if isinstance(chunk_numel, str) and chunk_numel.strip().isascii() and chunk_numel.strip().isdigit():
-                chunk_numel = int(chunk_numel)
-            if isinstance(chunk_numel, bool) or not isinstance(chunk_numel, int) or chunk_numel < 1:
-                raise ConfigError(
-                    f"chunk_numel: expected 'auto' or a positive number of elements, got {self.chunk_numel!r}"
-                )
-            if chunk_numel < ALIGNMENT_NUMEL:
-                raise ConfigError(
-                    f"chunk_numel: {chunk_numel} is smaller than the alignment of {ALIGNMENT_NUMEL} elements; use "
-                    "'auto' or a larger number"
-                )
-            object.__setattr__(self, "chunk_numel", chunk_numel)
+        asked = {name: getattr(self, name) for name in _NUMBERS}
+        text = str(self.chunk_numel).strip() if isinstance(self.chunk_numel, str) else ""
+        if text.isascii() and text.isdigit():
+            object.__setattr__(self, "chunk_numel", int(text))
+        for name, (least, what) in _NUMBERS.items():
+            value = getattr(self, name)
+            if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise ConfigError(f"{name}: expected 'auto' or {what}, got {asked[name]!r}")
+        if self.chunk_numel != "auto" and int(self.chunk_numel) < ALIGNMENT_NUMEL:
+            raise ConfigError(
+                f"chunk_numel: {self.chunk_numel} is smaller than the alignment of {ALIGNMENT_NUMEL} elements; use "
+                "'auto' or a larger number"
+            )
         if self.overlap_optimizer == "backward":
             raise ConfigError(
                 "overlap_optimizer: 'backward' was removed; set true, with which chunks are updated beside forward"
@@ -159,13 +163,7 @@ class PatrickStarConfig:
         if patterns != "auto" and not is_list:
             raise ConfigError(f"keep_fp32: expected 'auto' or a list of patterns of parameter names, got {patterns!r}")
         object.__setattr__(self, "keep_fp32", ("auto",) if patterns == "auto" else tuple(patterns))
-        depth = self.prefetch_depth
-        if depth != "auto" and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 0):
-            raise ConfigError(f"prefetch_depth: expected 'auto' or a number of chunks, 0 or more, got {depth!r}")
         self._find_machine()
-        threads = self.host_threads
-        if threads != "auto" and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
-            raise ConfigError(f"host_threads: expected 'auto' or a number of threads, 1 or more, got {threads!r}")
         wait_s = self.process_wait_s
         is_number = isinstance(wait_s, (int, float)) and not isinstance(wait_s, bool)
         if wait_s is not None and not (is_number and 0 <= wait_s < float("inf")):
