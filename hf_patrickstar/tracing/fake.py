@@ -87,10 +87,7 @@ class FakeTensors(FakeTensorMode):
 
 
 def copy_without_bytes(
-    value: Any,
-    *,
-    shapes: Mapping[int, Sequence[int]] | None = None,
-    device: torch.device | None = None,
+    value: Any, *, shapes: Mapping[int, Sequence[int]] | None = None, device: torch.device | None = None
 ) -> Any:
     """Copies a model, or inputs, with tensors that have no bytes; called under ``FakeTensorMode``.
 
@@ -163,16 +160,14 @@ def _function_of(value: Any) -> Any:
     return value.__func__ if isinstance(value, types.MethodType) else value
 
 
-def is_of_library(hook: Any) -> bool:
+def is_of_library(hook: Any, seen: set[int] | None = None) -> bool:
     """Whether a hook, and all that it wraps, is code of ``LIBRARIES``.
 
     Args:
         hook: A function, method, partial or callable object.
+        seen: The ``id`` of what was looked at before.
     """
-    return _is_of_library(hook, set())
-
-
-def _is_of_library(hook: Any, seen: set[int]) -> bool:
+    seen = set() if seen is None else seen
     if id(hook) in seen:
         return True
     seen.add(id(hook))
@@ -184,7 +179,7 @@ def _is_of_library(hook: Any, seen: set[int]) -> bool:
         function = _function_of(hook)
         is_function = isinstance(function, types.FunctionType)
         parts = _references(function) if is_function else list(getattr(hook, "__dict__", {}).values())
-    return all(_is_of_library(part, seen) for part in parts if isinstance(part, _CALLED))
+    return all(is_of_library(part, seen) for part in parts if isinstance(part, _CALLED))
 
 
 def fake_mode() -> FakeTensorMode:
@@ -361,7 +356,7 @@ class Copier:
     # Anything else
 
     def _by_own_method(self, value: Any, own: Callable[[Any, dict[int, Any]], Any]) -> Any:
-        with FakeCopyMode(fake_mode()):
+        with copying():
             return self._remember(value, own(value, self._memo))
 
     def _object(self, value: Any) -> Any:
@@ -423,20 +418,7 @@ class Copier:
             "that outside of the model"
         )
 
-    def _method(self, value: types.MethodType) -> types.MethodType:
-        return types.MethodType(self.copy(value.__func__), self.copy(value.__self__))
-
     # Functions
-
-    def _property(self, value: property) -> property:
-        return property(self.copy(value.fget), self.copy(value.fset), self.copy(value.fdel), value.__doc__)
-
-    def _wrapper(self, value: Any) -> Any:
-        return type(value)(self.copy(value.__func__))
-
-    def _cached(self, value: Any) -> Any:
-        """A function that remembers its results; the copy remembers none."""
-        return functools.lru_cache(**value.cache_parameters())(self.copy(value.__wrapped__))
 
     def _function(self, function: types.FunctionType) -> Any:
         """A function with copies of what it refers to; see [Note: what a copy refers to]."""
@@ -502,12 +484,12 @@ _MAKERS: dict[type, Callable[[Copier, Any], Any]] = {
     weakref.CallableProxyType: Copier._proxy,
     torch.Generator: lambda _, value: value.clone_state(),
     types.BuiltinFunctionType: Copier._builtin,
-    types.MethodType: Copier._method,
+    types.MethodType: lambda to, value: types.MethodType(to.copy(value.__func__), to.copy(value.__self__)),
     types.FunctionType: Copier._function,
-    type(functools.cache(len)): Copier._cached,
-    property: Copier._property,
-    staticmethod: Copier._wrapper,
-    classmethod: Copier._wrapper,
+    # The copy of a function that remembers its results remembers none.
+    type(functools.cache(len)): lambda to, f: functools.lru_cache(**f.cache_parameters())(to.copy(f.__wrapped__)),
+    property: lambda to, value: type(value)(*map(to.copy, (value.fget, value.fset, value.fdel)), value.__doc__),
+    **dict.fromkeys((staticmethod, classmethod), lambda to, value: type(value)(to.copy(value.__func__))),
     threading.local: Copier._local,
     threading.Condition: Copier._condition,
     type(threading.Lock()): lambda *_: threading.Lock(),

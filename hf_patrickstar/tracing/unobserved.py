@@ -72,6 +72,17 @@ def unobserved() -> Iterator[None]:
         yield
 
 
+def _replace(stack: contextlib.ExitStack, owner: Any, name: str, instead: Callable[..., Any]) -> None:
+    """Calls ``instead(function, ...)`` in place of a function of ``owner``, in this thread alone."""
+    function, this = getattr(owner, name), threading.get_ident()
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return instead(function, *args, **kwargs) if threading.get_ident() == this else function(*args, **kwargs)
+
+    stack.enter_context(mock.patch.object(owner, name, call))
+
+
 # What is shown
 
 
@@ -92,19 +103,13 @@ def _quiet_warnings(stack: contextlib.ExitStack) -> None:
 
 
 def _quiet_logs(stack: contextlib.ExitStack) -> None:
-    this = threading.get_ident()
-
-    def quiet(method: Callable[..., Any]) -> Callable[..., Any]:
-        def log(logger: logging.Logger, *args: Any, **kwargs: Any) -> None:
-            if threading.get_ident() != this or logger.name.partition(".")[0] == _PACKAGE:
-                method(logger, *args, **kwargs)
-
-        return log
+    def log(method: Callable[..., Any], logger: logging.Logger, *args: Any, **kwargs: Any) -> None:
+        if logger.name.partition(".")[0] == _PACKAGE:
+            method(logger, *args, **kwargs)
 
     for name in ("_log", *_LOGS_ONCE):
-        method = getattr(logging.Logger, name, None)
-        if method is not None:
-            stack.enter_context(mock.patch.object(logging.Logger, name, quiet(method)))
+        if hasattr(logging.Logger, name):
+            _replace(stack, logging.Logger, name, log)
 
 
 class _Stream:
@@ -132,13 +137,11 @@ def _quiet_streams(stack: contextlib.ExitStack) -> None:
 
 def _no_files(stack: contextlib.ExitStack) -> None:
     """Lets the thread open no file to write to it."""
-    this = threading.get_ident()
 
-    def checked(function: Callable[..., Any], name: str, writes: Callable[[Any], Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def open_file(*args: Any, **kwargs: Any) -> Any:
+    def checked(name: str, writes: Callable[[Any], Any]) -> Callable[..., Any]:
+        def open_file(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             how = args[1] if len(args) > 1 else kwargs.get(name)
-            if how is not None and writes(how) and threading.get_ident() == this:
+            if how is not None and writes(how):
                 raise TraceError(
                     "the model opens a file to write to it, which a trial forward must not do; write in the loop"
                 )
@@ -147,9 +150,8 @@ def _no_files(stack: contextlib.ExitStack) -> None:
         return open_file
 
     for module in (builtins, io):
-        stack.enter_context(mock.patch.object(module, "open", checked(open, "mode", set("wax+").intersection)))
-    numbers = checked(os.open, "flags", (os.O_WRONLY | os.O_RDWR).__and__)
-    stack.enter_context(mock.patch.object(os, "open", numbers))
+        _replace(stack, module, "open", checked("mode", set("wax+").intersection))
+    _replace(stack, os, "open", checked("flags", (os.O_WRONLY | os.O_RDWR).__and__))
 
 
 # Modes and hooks
@@ -194,20 +196,13 @@ def _without_global_hooks(stack: contextlib.ExitStack) -> None:
 
 def _no_hooks_of_tensors(stack: contextlib.ExitStack) -> None:
     """Lets the thread register no hooks of the user's on tensors: they would be called with tensors without bytes."""
-    this = threading.get_ident()
 
-    def checked(register: Callable[..., RemovableHandle]) -> Callable[..., RemovableHandle]:
-        @functools.wraps(register)
-        def add_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> RemovableHandle:
-            if threading.get_ident() != this or is_of_library(hook) or origin_of(hook) == _PACKAGE:
-                return register(tensor, hook)
-            return RemovableHandle(OrderedDict())
-
-        return add_hook
+    def add_hook(register: Callable[..., Any], tensor: torch.Tensor, hook: Callable[..., Any]) -> RemovableHandle:
+        is_known = is_of_library(hook) or origin_of(hook) == _PACKAGE
+        return register(tensor, hook) if is_known else RemovableHandle(OrderedDict())
 
     for name in ("register_hook", "register_post_accumulate_grad_hook"):
-        method = getattr(torch.Tensor, name)
-        stack.enter_context(mock.patch.object(torch.Tensor, name, checked(method)))
+        _replace(stack, torch.Tensor, name, add_hook)
 
 
 def _without_profile(stack: contextlib.ExitStack) -> None:
