@@ -197,10 +197,7 @@ def _are_too_many(chunks: Sequence[ChunkBytes], movable: Sequence[ChunkBytes], t
 
 
 def _spill(
-    chunks: Sequence[ChunkBytes],
-    tiers: Tiers,
-    movable: Sequence[ChunkBytes],
-    least: frozenset[int] = frozenset(),
+    chunks: Sequence[ChunkBytes], tiers: Tiers, movable: Sequence[ChunkBytes], least: frozenset[int] = frozenset()
 ) -> frozenset[int] | None:
     """As ``spill``, of the ``movable`` chunks only, and with some of them in any case."""
     forced = set(least)

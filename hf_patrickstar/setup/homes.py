@@ -240,15 +240,14 @@ class Arranger:
         limits, world_size = self._limits(), collectives.world_size
         tensors, modules = self.numbers.tensors, self.numbers.modules
         itemsize = max((spec.types.itemsize for spec in tensors), default=0)
+        exposed = None
+        if self.situation.resources.has_lanes and not everything_fits:
+            exposed = functools.partial(exposed_ns, itemsize=itemsize, machine=self.situation.resources.machine)
 
         def search(most: int | None, *, splits: bool) -> ChunkSizeSearch:
             packer, staging = Packer(tensors, apart, world_size, splits), functools.partial(staging_nbytes, collectives)
             return ChunkSizeSearch(packer, modules, most, limits, staging)
 
-        def exposed_of(num_chunks: int, chunk_numel: int) -> int:
-            return exposed_ns(num_chunks, chunk_numel, itemsize, self.situation.resources.machine)
-
-        exposed = exposed_of if self.situation.resources.has_lanes and not everything_fits else None
         splits = world_size > 1 and all(kernel.splits_tensors for kernel in self.situation.kernels)
         if config.chunk_numel != "auto":
             return search(limit, splits=splits).fixed(int(config.chunk_numel))
@@ -350,10 +349,7 @@ def can_move_homes(situation: Situation) -> bool:
 
 
 def chunk_bytes(
-    specs: Iterable[ChunkSpec],
-    lists: Mapping[int, tuple[str, ...]],
-    pool: PayloadPool,
-    embeddings: EmbeddingChoice,
+    specs: Iterable[ChunkSpec], lists: Mapping[int, tuple[str, ...]], pool: PayloadPool, embeddings: EmbeddingChoice
 ) -> list[ChunkBytes]:
     """The bytes of chunks over all their lists.
 

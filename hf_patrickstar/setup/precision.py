@@ -85,10 +85,7 @@ class Precision:
         return Casting(device, self.autocast, self.asked if casts_inputs else None)
 
     def assign(
-        self,
-        model: torch.nn.Module,
-        specs: Sequence[TensorSpec],
-        parameters: Sequence[torch.nn.Parameter],
+        self, model: torch.nn.Module, specs: Sequence[TensorSpec], parameters: Sequence[torch.nn.Parameter]
     ) -> list[TensorSpec]:
         """Gives each parameter its types.
 
@@ -100,20 +97,16 @@ class Precision:
         Returns:
             The specs with types.
         """
-        is_wide = self._find_wide(model, specs, parameters)
+        wide = self._find_wide(model, specs, parameters)
+        pairs = zip(specs, parameters, strict=True)
         return [
-            dataclasses.replace(
-                spec,
-                types=Types(_name(parameter.dtype), _name(parameter.dtype))
-                if keeps_type(parameter)
-                else self._types(parameter.dtype, id(parameter) in is_wide, spec.trainable),
-            )
-            for spec, parameter in zip(specs, parameters, strict=True)
+            dataclasses.replace(spec, types=self._types(own, id(own) in wide, spec.trainable)) for spec, own in pairs
         ]
 
-    def _types(self, own: torch.dtype, is_wide: bool, trainable: bool) -> Types:
+    def _types(self, parameter: torch.Tensor, is_wide: bool, trainable: bool) -> Types:
+        own = parameter.dtype
         is_own = self.asked is None or (own is torch.float64 and self.asked is not torch.float32)
-        if is_own and own in _OWN:
+        if keeps_type(parameter) or (is_own and own in _OWN):
             return Types(_name(own), _name(own))
         if self.asked in (None, torch.float32) or is_wide or (own is torch.float32 and self.is_narrow):
             return FP32
@@ -121,10 +114,7 @@ class Precision:
         return Types(_name(self.asked), _name(own) if is_exact else "float32")
 
     def _find_wide(
-        self,
-        model: torch.nn.Module,
-        specs: Sequence[TensorSpec],
-        parameters: Sequence[torch.nn.Parameter],
+        self, model: torch.nn.Module, specs: Sequence[TensorSpec], parameters: Sequence[torch.nn.Parameter]
     ) -> set[int]:
         """Identities of the parameters that stay in fp32 where 16-bit was asked for."""
         if self.asked not in (torch.bfloat16, torch.float16):
