@@ -169,7 +169,7 @@ def simulate(options):
     from bench_timeline import simulation_of
 
     from hf_patrickstar.machine import find_machine
-    from hf_patrickstar.schedule.start import describe_start
+    from hf_patrickstar.schedule.pace import describe_start
 
     machine = find_machine(options.machine)
     simulated = simulation_of(options.simulate, 4096, 1, 1, machine, placement="host")

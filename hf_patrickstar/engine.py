@@ -45,8 +45,7 @@ from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.parameter import ValuePlace
 from hf_patrickstar.runtime.recovery import MAX_RETRIES, Recovery
 from hf_patrickstar.runtime.steps import MovePolicy
-from hf_patrickstar.schedule.known import KnownTraces
-from hf_patrickstar.schedule.trace import Trace
+from hf_patrickstar.schedule.trace import KnownTraces, Trace
 from hf_patrickstar.setup.decisions import list_names
 from hf_patrickstar.setup.homes import Situation, can_move_homes
 from hf_patrickstar.setup.needs import decide, remedies
@@ -156,10 +155,7 @@ class PatrickStarEngine:
         self._attached = True
         self._buffer_devices: list[tuple[torch.Tensor, torch.device]] = []
         self._first_values = FirstValues(
-            self.manager.tensors,
-            self.collectives,
-            self.weights.piece_numel,
-            self._workers,
+            self.manager.tensors, self.collectives, self.weights.piece_numel, self._workers
         )
         with self.manager.lock.held("PatrickStarEngine()"):
             self._attach(given, situation)
@@ -292,8 +288,7 @@ class PatrickStarEngine:
             self._live.attach(self.hooks.ids)
             self.manager.lock.wait_for_forwards(self.model.modules(), "PatrickStarEngine()")
             of_copy = self._decisions.precision.casting(torch.device("cpu"))
-            estimator = make_estimator(self.model, self.manager, of_copy, self._decisions, situation)
-            self.manager.steps.estimator = None if estimator is None else estimator.estimate
+            self.manager.steps.estimator = make_estimator(self.model, self.manager, of_copy, self._decisions, situation)
             self._move_in()
             for optimizer in self.optimizers:
                 optimizer.take_inner_state()

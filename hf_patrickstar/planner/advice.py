@@ -239,7 +239,7 @@ def _of_budgets(given: TrainingSetup) -> Iterator[Change]:
     """All that a known machine has, where less was given."""
     machine = given.machine
     try:
-        whole = arrange_machine(find_machine(machine.name), given.world_size, None, None)
+        whole = arrange_machine(find_machine(machine.name), given.world_size)
     except ConfigError:
         return
     for tier, field, option in _MEMORY:

@@ -27,8 +27,8 @@ from hf_patrickstar.planner.visits import seconds_of_a_visit
 from hf_patrickstar.report.measure import measure_machine
 from hf_patrickstar.schedule.bounds import ADAM, bounds_of
 from hf_patrickstar.schedule.clock import Lane
-from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.op_trace import OpTrace
+from hf_patrickstar.schedule.trace import KnownTraces
 from hf_patrickstar.setup.needs import PLENTY_NBYTES, least_budgets
 from hf_patrickstar.tracing.attention import fused_attention, masks_of_batches
 from hf_patrickstar.tracing.fake import FakeTensors
@@ -142,12 +142,8 @@ def arrange(
     model: str | PretrainedConfig,
     machine: str | Machine,
     *,
-    task: str | None = None,
-    batch_size: int = 1,
-    length: int | None = None,
     num_micro_batches: int = 1,
     world_size: int = 1,
-    checkpointing: bool = False,
     dtype: str = "bf16",
     optimizer: str = "adamw",
     max_norm: float | None = 1.0,
@@ -155,10 +151,9 @@ def arrange(
     host_memory: int | str | None = None,
     host_cores: int | None = None,
     settings: Mapping[str, Any] | None = None,
-    adapters: Mapping[str, Any] | None = None,
-    bits: int | None = None,
+    **of_model: Any,
 ) -> tuple[Subject, TrainingSetup]:
-    """Finds the model and the machine of what ``plan`` is asked.
+    """Finds the model and the machine of what ``plan`` is asked; ``of_model`` is for ``find_subject``.
 
     Raises:
         ConfigError: If an argument makes no sense.
@@ -181,15 +176,7 @@ def arrange(
     PatrickStarConfig.from_any(settings)  # checks keys and values before anything takes time
     with _quiet():
         find_optimizer(optimizer)
-        subject = find_subject(
-            model,
-            task=task,
-            batch_size=batch_size,
-            length=length,
-            checkpointing=checkpointing,
-            adapters=adapters,
-            bits=bits,
-        )
+        subject = find_subject(model, **of_model)
     times = time_operators(world_size) if machine == THIS else None
     return subject, TrainingSetup(found, num_micro_batches, world_size, optimizer, max_norm, settings, times)
 
@@ -197,8 +184,8 @@ def arrange(
 def arrange_machine(
     machine: str | Machine,
     world_size: int,
-    device_memory: int | str | None,
-    host_memory: int | str | None,
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
     host_cores: int | None = None,
 ) -> Machine:
     """Finds a machine, and makes its memory what training may take; see ``plan``.
@@ -423,17 +410,11 @@ def _settings_of_model(given: TrainingSetup) -> dict[str, Any]:
 def _trained(subject: Subject, given: TrainingSetup) -> Trained:
     num, has_accelerator = given.num_micro_batches, given.machine.has_accelerator
     known_by = "numbers", _settings_of_model(given), num > 1, has_accelerator, given.optimizer
-    # A script's optimizer is made anew each time, since it is made over all parameters of the model.
-    kept: dict[str, Any] = {"keep": functools.partial(subject.once, known_by)} if type(subject) is Subject else {}
-    return Trained(
-        subject.make_model,
-        subject.find_optimizer(given.optimizer) or make_adamw,
-        given.settings,
-        given.num_micro_batches,
-        given.max_norm,
-        given.world_size,
-        **kept,
-    )
+    make_optimizer = subject.find_optimizer(given.optimizer) or make_adamw
+    trained = Trained(subject.make_model, make_optimizer, given.settings, num, given.max_norm, given.world_size)
+    if type(subject) is not Subject:  # a script's optimizer is made over all parameters of the model, each time anew
+        return trained
+    return dataclasses.replace(trained, keep=functools.partial(subject.once, known_by))
 
 
 def make_adamw(parameters: Any) -> torch.optim.Optimizer:

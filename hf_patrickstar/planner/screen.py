@@ -13,7 +13,7 @@ from hf_patrickstar.planner.search import Found, Goal
 from hf_patrickstar.planner.training_plan import Chunks, Plan, Speed, TierUse
 from hf_patrickstar.runtime import gradient_ring
 from hf_patrickstar.runtime.chunk import GRADIENTS, STAGING
-from hf_patrickstar.schedule.start import describe_start
+from hf_patrickstar.schedule.pace import describe_start
 from hf_patrickstar.units import format_count, format_nbytes
 
 _WIDTH = 10

@@ -276,5 +276,5 @@ def _on(machine: Machine, given: TrainingSetup) -> TrainingSetup:
     num, settings = machine.num_devices, given.settings
     if not computes_in_type(machine, given):
         settings = {**settings, "dtype": "fp16"}
-    machine = arrange_machine(machine, num, None, None)
+    machine = arrange_machine(machine, num)
     return dataclasses.replace(given, machine=machine, world_size=num, settings=settings)

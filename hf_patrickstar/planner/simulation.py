@@ -32,16 +32,15 @@ from hf_patrickstar.runtime.chunk import GRADIENTS, STAGING
 from hf_patrickstar.schedule.bounds import ADAM_NBYTES, OTHERS_NBYTES, update_nbytes
 from hf_patrickstar.schedule.clock import Timeline
 from hf_patrickstar.schedule.estimate import Estimate
-from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.op_trace import LookedUp, OpTrace
+from hf_patrickstar.schedule.pace import seconds_to_first_step
 from hf_patrickstar.schedule.placement import Lookups, plan_lookups
 from hf_patrickstar.schedule.plan import MovePlan, chunkable_nbytes, repeated_plans
 from hf_patrickstar.schedule.replay import replay
 from hf_patrickstar.schedule.script import Entry, HostWork, Load, Reduce, Send
-from hf_patrickstar.schedule.start import seconds_to_first_step
 from hf_patrickstar.schedule.step import Places, StepRules, traces_of, whole_step
 from hf_patrickstar.schedule.step_estimate import steps_of
-from hf_patrickstar.schedule.trace import StepKind, Trace, Visit, trace_key
+from hf_patrickstar.schedule.trace import KnownTraces, StepKind, Trace, Visit, trace_key
 from hf_patrickstar.setup.decisions import Decisions, decide_for, inspect
 from hf_patrickstar.setup.homes import ModelNumbers, Situation, lists_of
 from hf_patrickstar.tracing.answers import AnsweringMode

@@ -19,9 +19,8 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.planner.adapters import config_of, with_adapters
+from hf_patrickstar.planner.adapters import check_quantization, config_of, quantize, with_adapters
 from hf_patrickstar.planner.optimizers import MakeOptimizer, find_optimizer
-from hf_patrickstar.planner.packed_base import check_quantization, quantize
 from hf_patrickstar.tracing.fake import as_fake
 
 TASKS: Mapping[str, Any] = {
@@ -165,10 +164,10 @@ class Subject:
 def find_subject(
     model: str | PretrainedConfig,
     *,
-    task: str | None,
-    batch_size: int,
-    length: int | None,
-    checkpointing: bool,
+    task: str | None = None,
+    batch_size: int = 1,
+    length: int | None = None,
+    checkpointing: bool = False,
     adapters: Mapping[str, Any] | None = None,
     bits: int | None = None,
 ) -> Subject:

@@ -47,9 +47,8 @@ from hf_patrickstar.runtime.ranges import named, phase
 from hf_patrickstar.runtime.steps import Estimated, MovePolicy, Steps
 from hf_patrickstar.runtime.update import Update
 from hf_patrickstar.schedule.estimate import Estimate
-from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.placement import ChunkBytes
-from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace
+from hf_patrickstar.schedule.trace import KnownTraces, Shapes, StepKind, Trace
 
 _MOST_ESTIMATES = 3
 """How often a step is estimated, at most: where embeddings are looked up may change what it does."""

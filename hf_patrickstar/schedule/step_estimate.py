@@ -49,12 +49,7 @@ class ChunkWork:
     update_nbytes: int = ADAM_NBYTES
 
     @classmethod
-    def of(
-        cls,
-        spec: ChunkSpec,
-        tensors: Iterable[tuple[TensorSpec, int]],
-        looked_up: Container[int],
-    ) -> "ChunkWork":
+    def of(cls, spec: ChunkSpec, tensors: Iterable[tuple[TensorSpec, int]], looked_up: Container[int]) -> "ChunkWork":
         """What a step does with a chunk; see [Note: the estimate of a step].
 
         Args:
@@ -62,16 +57,12 @@ class ChunkWork:
             tensors: What is in it, and how many elements of each tensor this process has at home.
             looked_up: Indices of the tensors that are looked up on the host.
         """
-        multiplied = own = 0
-        stays = False
-        for tensor, own_numel in tensors:
-            is_looked_up = tensor.index in looked_up
-            multiplied += tensor.numel if len(tensor.shape) > 1 and not is_looked_up else 0
-            own += own_numel if spec.is_updated else 0
-            stays |= is_looked_up
+        tensors = list(tensors)
+        moving = [tensor for tensor, _ in tensors if tensor.index not in looked_up]
+        multiplied = sum(tensor.numel for tensor in moving if len(tensor.shape) > 1)
+        own = sum(own_numel for _, own_numel in tensors) if spec.is_updated else 0
         nbytes = spec.chunk_numel * spec.types.itemsize
-        may_move = spec.trainable and not stays
-        others = may_move, update_nbytes(spec.types)
+        others = spec.trainable and len(moving) == len(tensors), update_nbytes(spec.types)
         return cls(multiplied, own, nbytes, spec.nbytes - nbytes, spec.types.param, *others)
 
 

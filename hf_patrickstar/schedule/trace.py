@@ -10,7 +10,7 @@ import functools
 import itertools
 import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -208,6 +208,32 @@ class Trace:
         shapes = self.shapes + kept[: _MOST_SHAPES - 1]
         changed = {"visits": visits, "shapes": shapes, "activations": activations, "num_offloaded": most}
         return dataclasses.replace(self, **changed).offloading(num)  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KnownTraces:
+    """The traces of a training that a plan, or an earlier run, has left, and what was decided from them.
+
+    Attributes:
+        key: Names what traces depend on: model, layout, types, versions. Traces are true for trainings of the same key.
+        traces: The traces, by their own keys; empty if nothing is known.
+        lookups: Where input embeddings are looked up, ``"home"`` or ``"device"``, by the index of the parameter: those
+            for which ``cpu_embedding="auto"`` was decided.
+        has_padding: Whether the batches had padding, for which a model may make a mask of all pairs of tokens.
+    """
+
+    key: str = ""
+    traces: Mapping[str, Trace] = dataclasses.field(default_factory=dict)
+    lookups: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    has_padding: bool = False
+
+    def offloading(self, num: int) -> "KnownTraces":
+        """The same if so many activations leave the device between forward and backward.
+
+        Args:
+            num: How many, of each micro-batch.
+        """
+        return dataclasses.replace(self, traces={key: made.offloading(num) for key, made in self.traces.items()})
 
 
 def common_trace(traces: Sequence[Trace]) -> Trace:

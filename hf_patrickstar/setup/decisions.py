@@ -23,12 +23,12 @@ from hf_patrickstar.model.quantized import parameters_of
 from hf_patrickstar.optim.kernel import Kernel
 from hf_patrickstar.runtime.chunk import torch_dtype
 from hf_patrickstar.schedule.estimate import Estimate
-from hf_patrickstar.schedule.known import KnownTraces
 from hf_patrickstar.schedule.margin import StepCost
 from hf_patrickstar.schedule.offload import describe_offload
 from hf_patrickstar.schedule.pace import choose_depth
 from hf_patrickstar.schedule.step import Places
 from hf_patrickstar.schedule.step_estimate import ChunkWork
+from hf_patrickstar.schedule.trace import KnownTraces
 from hf_patrickstar.setup.homes import (
     FROZEN,
     Arrangement,

@@ -14,8 +14,7 @@ from hf_patrickstar.layout.packing import Layout
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.model.chunked_loss import find_heads, has_chunked_loss
-from hf_patrickstar.schedule.known import KnownTraces
-from hf_patrickstar.schedule.trace import Trace
+from hf_patrickstar.schedule.trace import KnownTraces, Trace
 from hf_patrickstar.setup.decisions import Decisions, decide_for, inspect
 from hf_patrickstar.setup.homes import ModelNumbers, Situation, nbytes_in_use
 from hf_patrickstar.units import format_nbytes, name_budget

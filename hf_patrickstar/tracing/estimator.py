@@ -39,11 +39,10 @@ from hf_patrickstar.runtime.frames import Call
 from hf_patrickstar.runtime.hooks import has_hooks_of_user
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.parameter import ManagedParameter
-from hf_patrickstar.runtime.steps import Estimated
-from hf_patrickstar.schedule.known import KnownTraces
+from hf_patrickstar.runtime.steps import Estimated, EstimateStep
 from hf_patrickstar.schedule.op_trace import EnterForward, LookedUp, OpTrace
 from hf_patrickstar.schedule.step import Places, StepRules, traces_of
-from hf_patrickstar.schedule.trace import Shapes, Trace
+from hf_patrickstar.schedule.trace import KnownTraces, Shapes, Trace
 from hf_patrickstar.setup.decisions import Decisions
 from hf_patrickstar.setup.homes import Situation
 from hf_patrickstar.setup.needs import describe_least
@@ -70,7 +69,7 @@ _MOST_WORKSPACES = 1 / 16
 
 def make_estimator(
     model: torch.nn.Module, manager: ChunkManager, casting: Casting, decisions: Decisions, situation: Situation
-) -> "StepEstimator | None":
+) -> EstimateStep | None:
     """Makes what estimates the steps of an engine; ``None`` where nobody follows plans, or tensors have no bytes.
 
     Args:
@@ -82,7 +81,7 @@ def make_estimator(
     """
     if detect_fake_mode() is not None or not manager.steps.policy.has_plans:
         return None
-    return StepEstimator(model, manager, casting, decisions, situation)
+    return StepEstimator(model, manager, casting, decisions, situation).estimate
 
 
 class StepEstimator:

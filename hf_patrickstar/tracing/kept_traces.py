@@ -17,8 +17,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from hf_patrickstar.schedule.known import KnownTraces
-from hf_patrickstar.schedule.trace import Activation, Trace, Visit
+from hf_patrickstar.schedule.trace import Activation, KnownTraces, Trace, Visit
 from hf_patrickstar.units import MIB
 from hf_patrickstar.version import __version__
 

@@ -12,8 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_patrickstar import PatrickStarEngine, plan
 from hf_patrickstar.machine import CPU_TIER
-from hf_patrickstar.schedule.known import KnownTraces
-from hf_patrickstar.schedule.trace import Activation, Trace, Visit
+from hf_patrickstar.schedule.trace import Activation, KnownTraces, Trace, Visit
 from hf_patrickstar.tracing import kept_traces as kept_files
 from hf_patrickstar.units import MIB, parse_nbytes
 

@@ -18,7 +18,7 @@ from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.groups import Groups
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.update import Update
-from hf_patrickstar.schedule.known import KnownTraces
+from hf_patrickstar.schedule.trace import KnownTraces
 
 # Where tests step in: what ``getattr`` and ``monkeypatch.setattr`` ask for first
 

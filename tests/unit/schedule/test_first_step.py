@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from hf_patrickstar.machine import MACHINES
+from hf_patrickstar.schedule.pace import describe_start, seconds_to_first_step
 from hf_patrickstar.schedule.placement import ChunkBytes
-from hf_patrickstar.schedule.start import describe_start, seconds_to_first_step
 
 GB = 10**9
 MACHINE = dataclasses.replace(MACHINES["h200"], num_cores=10, host_bandwidth=1e11)  # 16 GB of pages in a second
