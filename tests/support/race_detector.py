@@ -11,7 +11,7 @@ next. A wait takes over the clock of what is waited for. What touches a buffer i
 the same bytes before: where neither only reads, and the clocks do not order both, ``RaceError`` names them. A dispatch
 mode sees the operators; an operator on a buffer of the device belongs to the compute stream, one on a buffer of the
 host to the host, and one on both must be a copy. The mode stays where the engine takes others off (``as_it_is`` in
-``runtime/values.py``). What other threads do, and what goes around operators (``numpy``), is not seen; there a copy
+``memory/operators.py``). What other threads do, and what goes around operators (``numpy``), is not seen; there a copy
 that is not waited for leaves its NaN.
 """
 

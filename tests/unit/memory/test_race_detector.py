@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from hf_patrickstar.runtime.values import as_it_is
 from support.race_detector import RaceError, SimulatedDriver
 
+from hf_patrickstar.memory.operators import as_it_is
 from hf_patrickstar.memory.streams import DeviceStreams
 from hf_patrickstar.memory.tiers import Tier
 

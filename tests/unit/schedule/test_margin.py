@@ -1,6 +1,6 @@
 import pytest
 
-from hf_patrickstar.schedule.margin import StepCost, fill_margin, plan_margin
+from hf_patrickstar.schedule.margin import StepCost, fill_margin, needed_nbytes, plan_margin
 from hf_patrickstar.schedule.placement import ChunkBytes
 from hf_patrickstar.schedule.trace import Trace, Visit
 
@@ -46,6 +46,11 @@ def test_bytes_that_chunks_may_not_take():
 
 
 # How much of it is worth filling
+
+
+def test_gradients_that_wait_for_their_group_take_room():
+    trace = Trace("training", (100,), (Visit(0, (), 30, gradient_nbytes=7), Visit(0, (), 50, gradient_nbytes=7)))
+    assert needed_nbytes([trace], frozenset(), 40) == [(147, frozenset({0})), (157, frozenset({0}))]
 
 
 def plan_of(count, candidates, cost_of):
