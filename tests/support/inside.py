@@ -2,7 +2,7 @@
 
 Chunks and their parameters are given as the engine has them. Of a chunk, tests read where it lives (``home``), what it
 holds (``spec``, ``tensors``, ``param``, ``lists``, ``payloads``), and what it is doing (``update``, ``wait``); of a
-parameter its place (``chunk``, ``view``, ``parts``) and its ``state``. Should these change, views of them go here.
+parameter its place (``chunk``, ``view``, ``parts``). Should these change, views of them go here.
 """
 
 import contextlib
