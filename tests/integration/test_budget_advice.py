@@ -89,7 +89,7 @@ def test_device_budget_in_the_first_step(name, checkpointing, config):
     if name == "mixtral" and torch.torch_version.TorchVersion(transformers.__version__) < "5.23":
         pytest.skip("its forward cannot be run with fake tensors there")
     training = Training(name, checkpointing)
-    for tried in (90_000, 100_000):  # what is advised does not depend on it
+    for tried in (90_000, 100_000) if name == "mixtral" else (90_000,):  # what is advised does not depend on it
         message, advised = follow(training, {"device_budget": tried, **config}, DeviceMemoryError)
         assert message.startswith("device_budget is too small for ")
         assert list(advised) == ["device_budget"]

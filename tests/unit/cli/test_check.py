@@ -148,7 +148,8 @@ def test_wrong_arguments(tmp_path, capsys, monkeypatch):
 
 def test_an_error_of_the_script_ends_the_check_with_its_status_and_its_last_line(logs, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]))
-    script = write_script(tmp_path, "import atexit, os\nprint('said', flush=True)\natexit.register(os._exit, 7)\n1 / 0")
+    text = "import atexit, os\nprint('said', flush=True)\natexit.register(os._exit, 7)\n1 / 0"
+    script = write_script(tmp_path, text=text)
     with pytest.raises(SystemExit) as end:
         check(script)
     assert end.value.code == 7
