@@ -70,6 +70,10 @@ BROKEN = {
         lambda path: change_metadata(path, parts='{"exp_avg/w": [0, 13]}'),
         f"{SHARD}': 'exp_avg/w' should have elements 0 to 13, and has 12",
     ),
+    "a part before the first element": (
+        lambda path: change_metadata(path, parts='{"exp_avg/w": [-1, 11]}'),
+        f"{SHARD}': 'exp_avg/w' should have elements -1 to 11",
+    ),
 }
 
 
