@@ -52,6 +52,21 @@ def test_going_over_carries_what_is_needed_what_is_left_and_the_table():
         ledger.book(HOST, "exp_avg_sq", 1500)
 
 
+@pytest.mark.parametrize(
+    ("reserved", "message"),
+    [
+        (0, r"^chunk_budget is .*\(100 bytes\) left of 100 B"),
+        (950, r"^device_budget and chunk_budget are .*\(50 bytes\) left of 1000 B"),
+    ],
+)
+def test_the_error_names_the_setting_that_binds(reserved, message):
+    ledger = Ledger({DEVICE: 1000, HOST: 0}, chunk_budget=100)
+    ledger.reserved_nbytes = reserved
+    with pytest.raises(BudgetError, match=message) as caught:
+        ledger.book(DEVICE, "param", 200)
+    assert "at least" not in str(caught.value), "what else a step needs is not known here"
+
+
 def test_bytes_that_are_there_already_are_not_counted_twice_nor_use_up_what_is_reserved():
     """What is booked after it was allocated was measured as non-model data until then."""
     ledger = Ledger({DEVICE: 1000, HOST: 1000}, lambda booked: 800 - booked)

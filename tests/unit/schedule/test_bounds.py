@@ -1,5 +1,7 @@
 """Bounds and replays of scripts that are short enough to work out by hand."""
 
+import dataclasses
+
 import pytest
 
 from hf_patrickstar.machine import Machine
@@ -128,3 +130,23 @@ def test_bounds_of_several_micro_batches():
     assert bounds.lower_ns == (3 * 6 + 2) * SECOND
     assert (bounds.first_forward_ns, bounds.until_gradients_ns) == (2 * SECOND, (4 + 2 * 6) * SECOND)
     assert bounds.clipped_ns == (2 * 6 + 4 + 7) * SECOND, "the update hides behind one forward of three"
+
+
+def test_a_load_comes_after_the_update_of_its_chunk():
+    """Chunk 0 is needed at once, and chunk 1 is loaded ahead, while it is updated."""
+    plan = MovePlan((Actions(load=(0, 1)), Actions()), {}, (0, 0))
+    script = [work(28, chunks=[0]), work(28 * 9, chunks=[1]), Reach(0), WORK, Reach(1), WORK]
+    # Updates end at 1 and 10, copies at 5 and 14, and the device works from 5 to 7 and from 14 to 16.
+    timeline = play(*script, plan=plan)
+    assert seconds(timeline) == 16
+    assert {place: round(ns / SECOND) for place, ns in timeline.waits_by_place().items()} == {
+        "the update of a chunk that is loaded": 1,
+        "the update of a chunk that is used": 9,
+    }
+
+
+def test_workers_launch_while_others_compute():
+    many = dataclasses.replace(MACHINE, operator_s=2.0)
+    cores = dataclasses.replace(many, num_cores=2)
+    alone, together = (replay([work(28, 28, 28)], [NOWHERE], LOADS, machine).busy_ns() for machine in (many, cores))
+    assert (alone[Lane.HOST_WORK], together[Lane.HOST_WORK]) == (9 * SECOND, 6 * SECOND)

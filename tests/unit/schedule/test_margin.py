@@ -38,11 +38,34 @@ def test_the_order_is_that_of_the_first_visit_in_any_trace():
     assert set(fill_margin(chunks[::-1], [trace, other], 1500, NONE)) == {1, 2}
 
 
+def test_large_chunks_come_first_and_those_that_do_not_fit_are_passed_over():
+    """One of 1,000 bytes has a stall of its own length wherever it is waited for."""
+    chunks = [*make_chunks(2), ChunkBytes(2, 1000, 1000, 6000), ChunkBytes(3, 100, 100, 600)]
+    trace = make_trace((0, (), 0), (1, (), 0), (2, (), 0), (3, (), 0), sizes=(100, 100, 1000, 100))
+    assert fill_margin(chunks, [trace], 7100, NONE) == (2,)
+    assert fill_margin(chunks, [trace], 7800, NONE) == (2, 0)
+    assert fill_margin(chunks, [trace], 6999, NONE) == (0, 1, 3), "its copy still needs 1,000"
+
+
 def test_bytes_that_chunks_may_not_take():
     """They are not added to what others take: others may take them."""
     assert margin_of(850, unusable_nbytes=50) == {0}
     assert margin_of(850, unusable_nbytes=51) == set()
     assert margin_of(1000, unusable_nbytes=200) == {0}
+
+
+def test_what_is_needed_at_each_moment():
+    trace = make_trace((0, (), 50), (1, (0, 2), 30), (2, (), 10))
+    assert needed_nbytes([trace], frozenset(), 0) == [
+        (150, frozenset({0})),
+        (330, frozenset({0, 1, 2})),
+        (110, frozenset({2})),
+    ]
+    assert needed_nbytes([trace], frozenset({2}), 40) == [
+        (150, frozenset({0})),
+        (240, frozenset({0, 1})),
+        (40, frozenset()),
+    ]
 
 
 # How much of it is worth filling

@@ -43,6 +43,21 @@ def test_bytes_that_are_not_on_the_device(activations, gone):
     assert left.offloading(0) == whole
 
 
+LONG = tuple(Activation(place, 10, place, place, 9 - place) for place in range(5))
+
+
+def test_each_one_that_leaves_is_away_between_the_uses_of_the_next_one():
+    there = (10, 20, 30, 40, 50, 50, 40, 30, 20, 10)
+    visits = tuple(Visit(index % 3, (), nbytes) for index, nbytes in enumerate(there))
+    whole = Trace("training", (8, 8, 8), visits, (), (5,), LONG)
+    assert [there_of(whole.offloading(num)) for num in range(4)] == [
+        there,
+        (10, 20, 20, 30, 40, 40, 30, 20, 20, 10),
+        (10, 20, 20, 20, 30, 30, 20, 20, 20, 10),
+        (10, 20, 20, 20, 20, 20, 20, 20, 20, 10),
+    ]
+
+
 # Several traces
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.schedule.clock import Lane
-from hf_patrickstar.schedule.plan import MovePlan
+from hf_patrickstar.schedule.plan import Actions, MovePlan
 from hf_patrickstar.schedule.replay import Player, replay
-from hf_patrickstar.schedule.script import Begin, DeviceOp, Join, Keep, Part, Reduce, Restore
+from hf_patrickstar.schedule.script import Begin, DeviceOp, Join, Keep, Load, Part, Reach, Reduce, Restore, Send
 
 MACHINE = dataclasses.replace(
     MACHINES["h100"],
@@ -100,3 +100,24 @@ def test_a_collective_of_the_cpu_takes_its_time_once(num_cores):
     player = Player(machine)
     assert player.gather(90).time_ns == 101
     assert player.clock.end_of(Lane.HOST).time_ns == 1 + 100 // num_cores
+
+
+@pytest.mark.parametrize("num", [0, 1])
+def test_they_share_lanes_with_chunks(num):
+    """A gradient waits for the activation before it, and the activation that comes back for the load before it."""
+    script = [
+        *(Begin(Part.FORWARD), compute("a"), Keep(0), Send(0, 100, False), compute("b"), Begin(Part.BACKWARD)),
+        *(Reach(1), compute("c"), Restore(0), compute("d")),
+    ]
+    plan = plan_of(*[1000] * num, moments=(Actions((), (1,), ()),))
+    loads = [Load(100), Load(600)]
+    found = spans_of(script, plan, loads=loads)
+    of_chunks = [(what, begin, end) for lane, what, begin, end in found if what.startswith("chunk")]
+    assert (
+        of_chunks
+        == [
+            [("chunk 0", 101, 211), ("chunk 1", 201, 511)],
+            [("chunk 0", 1111, 1221), ("chunk 1", 1111, 1421)],
+        ][num]
+    )
+    assert found[-1] == [(C, "d", 611, 711), (C, "d", 2031, 2131)][num]
