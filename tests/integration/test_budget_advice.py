@@ -194,6 +194,15 @@ def test_device_budget_where_everything_would_live_there(placement, make_optimiz
     follow(training, {"device_budget": 400_000, "placement": placement}, DeviceMemoryError)
 
 
+def test_host_budget_of_an_optimizer_that_allocates_its_own_state():
+    """Its size shows in the first step, parameter by parameter: the error has all of it."""
+    training = Training("gpt2", make_optimizer=torch.optim.RMSprop)
+    _, advised = follow_placement(training)
+    message, _ = follow(training, {"chunk_budget": 60_000, "host_budget": advised["host_budget"] + 1000})
+    assert message.startswith("host_budget is too small")
+    assert "for 'optimizer_state'" in message
+
+
 def follow_placement(training, **config):
     """What the host needs before a step has begun."""
     with pytest.raises(BudgetError) as caught:

@@ -340,6 +340,26 @@ def test_label_smoothing_has_its_logits_and_its_bits(tmp_path, caplog):
     assert "log_softmax" in said(caplog)[0]
 
 
+def test_adapters_over_a_frozen_model(tmp_path):
+    def make():
+        return peft.get_peft_model(make_llama(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+
+    plain, model = make(), make()
+    model.load_state_dict(plain.state_dict())
+    plain = chunked(plain)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
+    engine = PatrickStarEngine(model, {"device_budget": "9MiB", "chunked_loss": True}, optimizer, device="cpu")
+    losses = [each(**tokens()).loss for each in (plain, model)]
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    with engine.full_parameters(with_grads=True):
+        for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+            assert one.grad is None or torch.equal(one.grad, other.grad)
+    assert find_heads(plain)[0].weight.grad is None
+    engine.detach()
+
+
 def test_logits_that_were_used_without_a_graph_have_one_afterwards():
     plain, ours = make_llama(), chunked(make_llama())
     for model in (plain, ours):

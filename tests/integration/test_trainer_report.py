@@ -41,6 +41,21 @@ def test_the_record_has_what_was_logged(trained):
     assert moved <= stats["host_to_device_nbytes"], "the last evaluation, if any, comes after the last log"
 
 
+def test_the_survey_is_that_of_the_engine(trained):
+    trainer, _, found, _ = trained
+    names = {name for chunk in found.survey.chunks for name, _ in chunk.parameters}
+    assert names == {name for name, _ in trainer.model.named_parameters()}
+    assert found.survey.budgets == {"device": 2**22, "host": 2**28}
+    assert found.survey.reasons == trainer.patrickstar_engine.reasons
+    assert [tide.key.split("/")[0] for tide in found.survey.tides] == ["training first", "training last"]
+    peak = max(max(tide.totals) for tide in found.survey.tides)
+    assert peak == found.steps[-1]["device_total_step_peak_nbytes"], "the last step followed these plans"
+    assert found.about["settings"]["device_budget"] == 2**22
+    assert (found.about["batch_size"], found.about["num_micro_batches"], found.about["world_size"]) == (4, 2, 1)
+    length = max(len(row["input_ids"]) for row in trainer.train_dataset)
+    assert (found.about["length"], found.about["checkpointing"]) == (length, False)
+
+
 def test_the_page_says_it(trained, capsys):
     _, recorder, found, folder = trained
     assert main(["report", str(folder)]) == 0
