@@ -387,7 +387,7 @@ def facts_of(engine):
         "reasons": engine.reasons,
         "ran": {
             "homed": [chunk.spec.index for chunk in engine.chunks if chunk.home is Tier.DEVICE],
-            "lookups": engine.manager.homes.lookups,
+            "lookups": engine.manager.evictor.lookups,
             "num_offloaded": max((made.num_offloaded for made in engine.traces.values()), default=0),
             "prefetch_depth": engine.prefetch_depth,
         },

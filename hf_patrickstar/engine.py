@@ -223,7 +223,7 @@ class PatrickStarEngine:
                 self.optimizers.pop()
                 self.manager.has_new_groups = False
             raise
-        self.manager.homes.moves_homes = can_move_homes(self._situation)
+        self.manager.evictor.moves_homes = can_move_homes(self._situation)
         chunked.take_inner_state()
         return chunked
 
@@ -448,7 +448,7 @@ class PatrickStarEngine:
             "chunk_budget_nbytes": min(limit.nbytes for limit in self.ledger.limits(Tier.DEVICE)),
             "model_data_nbytes": self.model_data_nbytes(),
             **dataclasses.asdict(self.counts),
-            "chunks_in_margin": len(self.manager.homes.in_margin),
+            "chunks_in_margin": len(self.manager.evictor.in_margin),
             "num_chunks": len(layout.chunks) * self.collectives.world_size,
             "chunk_numel": layout.chunk_numel,
             "chunk_utilisation": layout.utilisation,
@@ -471,7 +471,7 @@ class PatrickStarEngine:
     @property
     def reasons(self) -> tuple[str, ...]:
         """What was decided, a sentence each: when the engine was made, and since then about lookups and the margin."""
-        later = self.manager.homes.reasons
+        later = self.manager.evictor.reasons
         reasons = [reason for name, reason in self._decisions.reasons.items() if name not in later]
         return (*reasons, *later.values())
 
@@ -531,7 +531,7 @@ class PatrickStarEngine:
 
     def _give_back_values(self) -> None:
         for tensor in self.manager.tensors:
-            if tensor.value is ValuePlace.NONE:  # construction failed before its value was moved in
+            if tensor.place is ValuePlace.NONE:  # construction failed before its value was moved in
                 tensor.unbind()
         if hasattr(self, "hooks"):
             self.hooks.detach()
@@ -542,7 +542,7 @@ class PatrickStarEngine:
         for optimizer in self.optimizers:
             optimizer.give_back_state()
         for tensor in self.manager.tensors:
-            if tensor.value not in (ValuePlace.NONE, ValuePlace.GIVEN_UP):
+            if tensor.place not in (ValuePlace.NONE, ValuePlace.GIVEN_UP):
                 value = self.weights.read(tensor).to(tensor.device)
                 set_raw_data(tensor.parameter, value)
                 tensor.unbind()
@@ -556,7 +556,7 @@ class PatrickStarEngine:
         """Makes room on the compute tier for non-model data."""
         if self.manager.writes.watched:
             self.manager.writes.settle_watched()
-        self.manager.homes.make_room_for_non_model(is_step=self.manager.frames.is_inside)
+        self.manager.evictor.make_room_for_non_model(is_step=self.manager.frames.is_inside)
 
     def _move_in(self) -> None:
         """Moves buffers to the device, and parameters into their chunks."""

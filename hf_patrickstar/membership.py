@@ -172,7 +172,7 @@ class Membership:
                 own = {name: getattr(kept, name) for name in ("index", "trainable", "optimizer_index", "types")}
                 found.append(dataclasses.replace(spec, **own))
         present = {id(parameter) for parameter in parameters}
-        gone = [t for t in manager.tensors if t.value is ValuePlace.GIVEN_UP or id(t.parameter) not in present]
+        gone = [t for t in manager.tensors if t.place is ValuePlace.GIVEN_UP or id(t.parameter) not in present]
         return _Change(found, modules, parameters, new, gone)
 
     @staticmethod
@@ -332,7 +332,7 @@ class Membership:
         optimizer = self._optimizer_of(tensor)
         if optimizer is not None:
             optimizer.give_back_state(tensor)
-        if tensor.value is not ValuePlace.GIVEN_UP:
+        if tensor.place is not ValuePlace.GIVEN_UP:
             gradient = raw_grad(tensor.parameter)  # from a graph older than its place for one
             if tensor.has_gradient:
                 gradient = manager.read_gradient(tensor, tensor.original_dtype).to(tensor.placeholder.device)

@@ -95,7 +95,7 @@ class ChunkWeights:
 
     def _held(self, tensor: ManagedParameter) -> Held:
         self._manager.writes.take_over(tensor)
-        if tensor.value is ValuePlace.OPEN:
+        if tensor.place is ValuePlace.OPEN:
             return Held(tensor.spec, tensor.parts, tensor.own(tensor.parameter.data), tensor.original_dtype)
         return tensor.held(tensor.original_dtype)
 
@@ -159,19 +159,19 @@ class ChunkWeights:
                 )
             return self._collected[tensor.spec.index]
         self._manager.writes.take_over(tensor)
-        if tensor.value is ValuePlace.OPEN:
+        if tensor.place is ValuePlace.OPEN:
             return tensor.parameter.data.to(device="cpu", dtype=tensor.original_dtype, copy=True)
         return tensor.read()
 
     def hand_out(self, tensor: ManagedParameter) -> torch.Tensor:
         """The value for ``state_dict``: a mirror, unless the parameter is collected or open; see [Note: mirrors]."""
-        if self._collected is not None or tensor.value is ValuePlace.OPEN:
+        if self._collected is not None or tensor.place is ValuePlace.OPEN:
             return self.read(tensor)
         return self._manager.mirrors.hand_out(tensor, is_on_host=True).detach()
 
     def check_closed(self) -> None:
         """Raises an ``EngineError`` if a parameter is open in ``full_parameters``, for ``detach``."""
-        opened = [tensor.spec.name for tensor in self._manager.tensors if tensor.value is ValuePlace.OPEN]
+        opened = [tensor.spec.name for tensor in self._manager.tensors if tensor.place is ValuePlace.OPEN]
         if opened:
             raise EngineError(f"parameter '{opened[0]}' is open in full_parameters(); detach after the block has ended")
 
@@ -180,7 +180,7 @@ class ChunkWeights:
         """Inside the block parameters have their full values, as ordinary tensors on the host.
 
         Args:
-            tensors: The parameters to open; those that are open already stay as they are.
+            tensors: The parameters to open; those that are open already, or are in no chunk, stay as they are.
             writeback: Whether the engine takes over what the block changed.
             with_grads: Whether parameters also have ``.grad``: the gradient of this step so far, or ``None``; in the
                 parameter's original type, not unscaled and not clipped. With ``writeback`` the engine also takes over
@@ -189,20 +189,26 @@ class ChunkWeights:
         Raises:
             EngineError: At the end, if the block gave a parameter another shape; everything else is written.
         """
-        opened = [tensor for tensor in tensors if tensor.value is not ValuePlace.OPEN]
+        opened: list[ManagedParameter] = []
         gradients: dict[int, tuple[torch.Tensor, int]] = {}
         lock = self._manager.gradients.lock  # other threads may read parameters
         with self._manager.lock.held("full_parameters()"):
-            with unseen():
-                for tensor in opened:
-                    value = self.read(tensor)
-                    with lock:
-                        tensor.open(value)
-                    if with_grads and tensor.has_gradient:
-                        handed = self._manager.read_gradient(tensor, tensor.original_dtype)
-                        tensor.parameter.grad = handed
-                        gradients[tensor.spec.index] = (handed, handed._version)
             try:
+                with unseen():
+                    for tensor in tensors:
+                        if tensor.place is ValuePlace.PARAMETER:  # in a forward, which may have written to it
+                            with lock:
+                                self._manager.writes.take_back(tensor)
+                        if tensor.place in (ValuePlace.OPEN, ValuePlace.GIVEN_UP):
+                            continue
+                        value = self.read(tensor)
+                        with lock:
+                            tensor.open(value)
+                        opened.append(tensor)
+                        if with_grads and tensor.has_gradient:
+                            handed = self._manager.read_gradient(tensor, tensor.original_dtype)
+                            tensor.parameter.grad = handed
+                            gradients[tensor.spec.index] = (handed, handed._version)
                 yield
             finally:
                 if opened and writeback:

@@ -218,7 +218,7 @@ class TrainingRun:
         if self._is_told or last is None or last[1] != self._begun[1]:
             return None
         self._is_told = True
-        estimated = engine.manager.homes.estimated
+        estimated = engine.manager.evictor.estimated
         return describe_step(step, now - last[2], engine.stats(), None if estimated is None else estimated.seconds)
 
     def close(self) -> None:
@@ -273,7 +273,7 @@ class TrainingRun:
         num_steps = trainer.state.global_step - self._first_step
         if num_steps <= 0:
             return None
-        estimated = engine.manager.homes.estimated
+        estimated = engine.manager.evictor.estimated
         known: dict[str, Any] = {}
         if estimated is not None:
             whole = max(estimated.duration_ns, 1)

@@ -93,7 +93,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
                 tensor = known.get(id(parameter))
-                if tensor is None or tensor.value is ValuePlace.GIVEN_UP:
+                if tensor is None or tensor.place is ValuePlace.GIVEN_UP:
                     continue
                 if tensor.chunk.is_updated and tensor.chunk.spec.optimizer_index == self.index:
                     groups[tensor.spec.index] = number
@@ -254,7 +254,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                     if tensor.spec.index not in self.group_numbers:
                         phases.leave_alone(tensor, factors.get(chunk.home_device))
             lent = [chunk for chunk in batch if phases.overlaps_updates and chunk.is_lent(kernel.list_names)]
-            with held_back(), named("update"), gradients.lock, phases.homes.stays:
+            with held_back(), named("update"), gradients.lock, phases.evictor.stays:
                 updates = kernel.prepare(batch, self.group_numbers, factors, keeps=keeps)
                 phases.update(updates, self.group_numbers, keeps=keeps, runs_beside=kernel.runs_beside)
                 del updates  # they refer to lists, whose memory is to be free at once when chunks move
@@ -600,7 +600,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     def _leave_given_up(self) -> None:
         """Gives the user's optimizer the states of parameters that were given another shape."""
         with self._manager.lock.held("a look at states"):  # the forward of another thread takes them in
-            for tensor in [t for t in self._manager.tensors if t.value is ValuePlace.GIVEN_UP and self._updates(t)]:
+            for tensor in [t for t in self._manager.tensors if t.place is ValuePlace.GIVEN_UP and self._updates(t)]:
                 self.give_back_state(tensor)
 
     @locked
@@ -624,7 +624,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 number = self.group_numbers.get(item.spec.index)
                 group = self.param_groups[number] if number is not None else {}
                 self.inner.state[item.parameter] = state = place_state(given, item.device, group)
-                if item.value is ValuePlace.GIVEN_UP:
+                if item.place is ValuePlace.GIVEN_UP:
                     kept = [weakref.ref(value) for value in state.values() if isinstance(value, torch.Tensor)]
                     self._before[id(item.parameter)] = item.spec.shape, kept
 

@@ -35,7 +35,8 @@ class Evictor:
         in_margin: Indices of the chunks that live in the margin: of those that the host has no room for, too.
         moves_homes: Whether chunks may move to the margin; see ``Estimate``.
         stays: Is held while an update is prepared and done, which writes to lists where they were: no home moves.
-        reasons: What was decided last about homes, a sentence each.
+        reasons: What was decided last about homes, lookups and activations, a sentence each.
+        has_left_margin: Whether chunks were to leave the margin since homes were decided last.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Evictor:
         self.nbytes, self.in_margin, self.moves_homes = list(nbytes), set(margin), moves_homes
         self.stays = threading.Lock()
         self.reasons: dict[str, str] = {}
+        self.has_left_margin = False
         self._device, self._pool, self._ledger = device, device.pool, device.ledger
         self._chunks, self._steps = device.chunks, steps
         self._reserve, self._advise = reserve, advise
@@ -160,7 +162,7 @@ class Evictor:
         If none is there, chunks leave that have been at home on the device from the start, because it seemed that
         everything fits, as far as the host has room.
         """
-        self._steps.version += 1  # homes are decided anew after this step, whether it is recorded or not
+        self.has_left_margin = True  # homes are decided anew after this step, whether it is recorded or not
         if self.stays.locked():
             return False
         if self.move_out(self.in_margin):

@@ -70,9 +70,9 @@ class HomeMover(Evictor):
             BudgetError: If that step has no room, however chunks are placed.
         """
         steps = self._steps
-        if steps.version == self._seen_version:
+        if steps.version == self._seen_version and not self.has_left_margin:
             return
-        self._seen_version = steps.version
+        self._seen_version, self.has_left_margin = steps.version, False
         self._num_micro_batches = max(num_micro_batches, 1)
         if self._place_lookups():
             steps.discard()  # the next step visits other chunks

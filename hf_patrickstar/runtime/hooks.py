@@ -176,7 +176,7 @@ class ModelHooks:
         if sizes != sizes_before or not all(map(operator.is_, found, before)):
             return True
         for tensor in self._listener.tensors:
-            if tensor.value is _GIVEN_UP or not tensor.is_ours:
+            if tensor.place is _GIVEN_UP or not tensor.is_ours:
                 return True
             if is_training and not tensor.spec.trainable and requires_grad(tensor.parameter):
                 return True
@@ -398,7 +398,7 @@ class ModelHooks:
             if _current_graph_task_id() not in hooks.autograd.graph_tasks:
                 hooks.autograd.notice_backward()
             listener, tensor = hooks._listener, hooks._parameters.by_parameter.get(id(parameter))
-            if tensor is None or tensor.value is _GIVEN_UP:
+            if tensor is None or tensor.place is _GIVEN_UP:
                 return
             with RAW():
                 gradient = GET_GRAD(parameter)

@@ -267,7 +267,7 @@ class LiveManaged(LiveTensor):
     def stand_in(self) -> torch.Tensor | None:
         """See ``LiveTensor``."""
         tensor = self.tensor
-        if tensor.value is ValuePlace.PARAMETER or tensor.chunk.compute is None:
+        if tensor.place is ValuePlace.PARAMETER or tensor.chunk.compute is None:
             return None
         # ``.data`` has a version of its own, which tells whether the module writes to it.
         return stand_in(tensor.parameter, self.alias().data, self.manager.parameters.type_of(tensor.original_type))
@@ -358,7 +358,7 @@ class LiveManaged(LiveTensor):
     def _has_left(self) -> Live | None:
         """What answers for the parameter since it has left its chunk: itself for nobody, and ``None`` if it is here."""
         tensor = self.tensor
-        return tensor.parameter.__dict__.get("_live", self) if _has_left(tensor) else None
+        return tensor.parameter.__dict__.get("_live", self) if _is_ordinary(tensor) else None
 
     def view_whole(self, func: Any) -> torch.Tensor:
         """A mirror, as a function of the parameter."""
@@ -516,9 +516,9 @@ class _InsideAccess(Access):
             self._parameters.held_outside_forward.append(self._tensor)
 
 
-def _has_left(tensor: Any) -> bool:
+def _is_ordinary(tensor: Any) -> bool:
     """Whether a parameter is an ordinary one, for a while or for good."""
-    return tensor.value is ValuePlace.OPEN or not tensor.is_bound
+    return tensor.place is ValuePlace.OPEN or not tensor.is_bound
 
 
 class _HasLeftError(Exception):
@@ -527,7 +527,7 @@ class _HasLeftError(Exception):
     @staticmethod
     def check(tensor: Any) -> None:
         """Raises it if so."""
-        if _has_left(tensor):
+        if _is_ordinary(tensor):
             raise _HasLeftError
 
 

@@ -112,18 +112,18 @@ class ChunkManager:
         # Where chunks are, and how they move.
         self.steps = steps = Steps(device, order, policy, num_micro_batches, known)
         self.activations = activations = Activations(device, estimate.offload)
-        self.homes = homes = HomeMover(device, steps, estimate, margin, activations, reserve, advise)
-        homes.settle_lookups(known.lookups)
+        self.evictor = evictor = HomeMover(device, steps, estimate, margin, activations, reserve, advise)
+        evictor.settle_lookups(known.lookups)
         # Where gradients are.
         accumulates = num_micro_batches > 1
-        self.gradients = Gradients(device, homes, accumulates, keeps_gradients)
+        self.gradients = Gradients(device, evictor, accumulates, keeps_gradients)
         self.gradient_mirrors = GradientMirrors(device, self.gradients)
         self.writes = Writes(self.gradients, self.mirrors, self.gradient_mirrors)
         self._groups: Groups | None = None
         if collectives.world_size > 1:
             mirrors = self.gradient_mirrors
-            self._groups = Groups(device, collectives, steps, homes, self.gradients, mirrors)
-        self.executor = executor = self._groups or Executor(device, steps, homes)
+            self._groups = Groups(device, collectives, steps, evictor, self.gradients, mirrors)
+        self.executor = executor = self._groups or Executor(device, steps, evictor)
         # What happens when.
         self.lock, self.frames = EngineLock(), Frames()
         self.parameters = Parameters(device, executor, self.gradients, self.writes, self.lock, activations)
@@ -209,7 +209,7 @@ class ChunkManager:
         if self._estimate(call, title, shapes):
             return True
         with self._lock:
-            return self.homes.prepare(shapes, is_training=StepKind.of(title).is_training)
+            return self.evictor.prepare(shapes, is_training=StepKind.of(title).is_training)
 
     def _estimate(self, call: Call, title: str, shapes: Shapes) -> bool:
         """Takes traces that are made before the step begins; chunks move to the homes that are best for it."""
@@ -227,8 +227,8 @@ class ChunkManager:
             self._learn(Estimated(agreed, {}, is_exact=False))
         if agreed and not self.steps.order.is_alone and self.steps.step is None:  # the same on all processes
             with self._lock:
-                self.homes.choose_offload(self.steps.order.agree_on_offload)
-                self.homes.update_homes(self.steps.num_micro_batches, is_estimated=True)
+                self.evictor.choose_offload(self.steps.order.agree_on_offload)
+                self.evictor.update_homes(self.steps.num_micro_batches, is_estimated=True)
         return bool(agreed)
 
     def _learn(self, estimated: Estimated) -> None:
@@ -242,9 +242,9 @@ class ChunkManager:
             num = self.steps.num_micro_batches
             is_certain = estimated.is_exact and self.steps.order.is_alone  # a rank that fails alone is waited for
             try:
-                self.homes.update_homes(num, is_estimated=True, is_certain=is_certain)
+                self.evictor.update_homes(num, is_estimated=True, is_certain=is_certain)
             except BudgetError as error:
-                error.more = self.homes.what_helps()
+                error.more = self.evictor.what_helps()
                 raise
         for tensor in self.tensors:
             tensor.lookup_nbytes = 0
@@ -260,9 +260,9 @@ class ChunkManager:
             elif frame.stage is Stage.FORWARD and has_failed:
                 self.abandon_step()
             elif frame.stage is Stage.FORWARD:
+                self.steps.end_forward()
                 if self.activations.has_begun:
                     self.activations.end_forward()
-                self.steps.end_forward()
         finally:
             self._release_lock(frame)
 
@@ -558,7 +558,7 @@ class ChunkManager:
             self.activations.end_backward()
         num_micro_batches = self.steps.end_update()
         with named("placement"), self._lock:
-            self.homes.update_homes(num_micro_batches)
+            self.evictor.update_homes(num_micro_batches)
         for tensor in self.tensors:
             tensor.lookup_nbytes = 0
 
@@ -602,7 +602,7 @@ class ChunkManager:
         self.device.note_chunks()
         if self._groups is not None:
             self._groups.note_chunks()
-        self.homes.note_chunks(nbytes)
+        self.evictor.note_chunks(nbytes)
         self.device.version += 1
 
     # Gradients between steps

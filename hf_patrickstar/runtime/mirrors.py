@@ -114,7 +114,7 @@ class Mirrors:
     def __init__(self, device: Device) -> None:
         self.by_tensor: dict[int, list[Mirror]] = {}
         self.follows = device.sharing.is_alone
-        self._device, self._lock = device.torch_device, device.lock
+        self._torch_device, self._lock = device.torch_device, device.lock
         self._num_own = device.num_mirrors
         self._recent: list[ManagedParameter] = []  # the last two that were asked for
         self._scan_at = _SCAN_AT
@@ -204,7 +204,7 @@ class ValueMirrors(Mirrors):
         """
         with self._lock, as_it_is(), torch.no_grad():
             self.sync_one(tensor, keeps_unused=True)
-            wanted, device = tensor.original_dtype, torch.device("cpu") if is_on_host else self._device
+            wanted, device = tensor.original_dtype, torch.device("cpu") if is_on_host else self._torch_device
             for mirror in self._reusable(tensor):
                 if mirror.value.dtype == wanted and mirror.value.device == device and mirror.value.is_contiguous():
                     mirror.is_held |= is_held
@@ -321,10 +321,10 @@ class GradientMirrors(Mirrors):
         home, wanted = self._gradients.of(tensor), tensor.original_dtype
         if self.follows:
             assert home is not None
-            value = home.to(self._device, wanted, copy=True)
+            value = home.to(self._torch_device, wanted, copy=True)
         else:
             held = Held(tensor.spec, tensor.parts, home, wanted)
-            value = tensor.chunk.device.sharing.tensor(held, "the gradient").to(self._device)
+            value = tensor.chunk.device.sharing.tensor(held, "the gradient").to(self._torch_device)
         if known is not None:
             known.value.copy_(value)
             return known
@@ -540,9 +540,9 @@ class Writes:
             parameter = tensor.parameter
             is_ours = isinstance(parameter, LiveMixin) or not tensor.is_bound
             # An assignment while it has its value, or is open, is found when that ends.
-            has_value = tensor.value is ValuePlace.PARAMETER
+            has_value = tensor.place is ValuePlace.PARAMETER
             is_left = is_ours and (has_value or storage_key(parameter) == tensor.placeholder_key)
-            if not (is_left or tensor.value is ValuePlace.OPEN):
+            if not (is_left or tensor.place in (ValuePlace.OPEN, ValuePlace.GIVEN_UP)):
                 self._take_over_data(tensor)
             if mirrored and tensor.spec.index in mirrored:
                 self.mirrors.sync_one(tensor, keeps_unused=keeps_unused)
@@ -565,7 +565,7 @@ class Writes:
             value: Its present value.
         """
         self._drop(tensor)
-        tensor.value = ValuePlace.GIVEN_UP
+        tensor.place = ValuePlace.GIVEN_UP
         set_raw_data(tensor.parameter, value)
         tensor.unbind()
 
@@ -578,7 +578,7 @@ class Writes:
         Args:
             tensor: The managed tensor of the parameter.
         """
-        if tensor.value is not ValuePlace.GIVEN_UP:
+        if tensor.place is not ValuePlace.GIVEN_UP:
             self.mirrors.sync_one(tensor)
             tensor.live.kept = tensor.read().to(tensor.device)
             self.give_up(tensor, raw_data(tensor.parameter))

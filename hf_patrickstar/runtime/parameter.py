@@ -49,9 +49,9 @@ class ValuePlace(enum.Enum):
     """Where the value of a parameter is, and so what the parameter itself is.
 
     ``NONE``: not in a chunk yet; the parameter is as it was. ``HOME``: in the chunk alone; the parameter is a
-    placeholder, and answers by itself. ``PARAMETER``: the parameter is a view of what is computed with. ``OPEN``: it is
-    an ordinary parameter for a while, in ``full_parameters``. ``GIVEN_UP``: it is one for good, since somebody gave it
-    another shape, or exchanged it.
+    placeholder, and answers by itself if it is bound. ``PARAMETER``: the parameter is a view of what is computed with.
+    ``OPEN``: it is an ordinary parameter for a while, in ``full_parameters``. ``GIVEN_UP``: it is one for good, since
+    somebody gave it another shape, or exchanged it.
     """
 
     NONE = "none"
@@ -171,7 +171,7 @@ class ManagedParameter:
     device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
     origin: Any = None  # what has bits of the value that the chunk does not hold; see [Note: originals]
     # Its value.
-    value: ValuePlace = ValuePlace.NONE
+    place: ValuePlace = ValuePlace.NONE
     is_bound: bool = False  # whether the parameter answers while it has no value
     live: Any = None  # what answers then
     version: int = 0  # of the parameter, when it got its value
@@ -214,11 +214,11 @@ class ManagedParameter:
     @property
     def is_ours(self) -> bool:
         """Whether the parameter is of the class that the engine gave it; ``swap_tensors`` takes it away, say."""
-        return not self.is_bound or isinstance(self.parameter, LiveMixin) or self.value is ValuePlace.OPEN
+        return not self.is_bound or isinstance(self.parameter, LiveMixin) or self.place is ValuePlace.OPEN
 
     def move_in(self) -> None:
         """Gives up the memory that the parameter had of its own, and its gradient: its value is in the chunk now."""
-        self.value = ValuePlace.HOME
+        self.place = ValuePlace.HOME
         set_raw_data(self.parameter, self.placeholder)
         set_raw_grad(self.parameter, None)
 
@@ -233,16 +233,17 @@ class ManagedParameter:
 
     def take_value(self) -> None:
         """Takes the value away; the parameter answers by itself from now on."""
+        assert self.place not in (ValuePlace.NONE, ValuePlace.GIVEN_UP)
         self.answer()
         set_raw_data(self.parameter, self.placeholder)
-        self.value = ValuePlace.HOME
+        self.place = ValuePlace.HOME
 
     def open(self, value: torch.Tensor) -> None:
         """Makes it an ordinary parameter for a while, with a value of its own."""
-        self.value = ValuePlace.OPEN
         set_raw_data(self.parameter, value)
         if self.is_bound:
             self.parameter.__class__ = self.original_type
+        self.place = ValuePlace.OPEN
 
     def unbind(self) -> None:
         """Makes it an ordinary parameter again, for good; it keeps what data it has."""

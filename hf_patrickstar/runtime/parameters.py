@@ -131,7 +131,7 @@ class Parameters:
     def find(self, parameter: torch.Tensor) -> ManagedParameter | None:
         """The managed parameter that a parameter is, or ``None``."""
         tensor = self.by_parameter.get(id(parameter))
-        return None if tensor is None or tensor.value is _GIVEN_UP else tensor
+        return None if tensor is None or tensor.place is _GIVEN_UP else tensor
 
     def find_all(self, parameters: Iterable[torch.Tensor]) -> tuple[list[ManagedParameter], list[torch.Tensor]]:
         """The managed parameters among some, each once, and those that are not managed."""
@@ -139,7 +139,7 @@ class Parameters:
         others, known = [], self.by_parameter
         for parameter in parameters:
             tensor = known.get(id(parameter))
-            if tensor is None or tensor.value is _GIVEN_UP:
+            if tensor is None or tensor.place is _GIVEN_UP:
                 others.append(parameter)
             else:
                 found[tensor.spec.index] = tensor
@@ -193,7 +193,7 @@ class Parameters:
                     while tensor is not None:
                         parameter, chunk, users = tensor.parameter, tensor.chunk, tensor.users
                         if not users:
-                            if tensor.value is _OPEN:
+                            if tensor.place is _OPEN:
                                 self.check_usable(tensor)
                             if chunk.is_group and not tensor.spec.trainable:
                                 self._check_unfrozen(tensor)
@@ -203,12 +203,14 @@ class Parameters:
                                 or not (isinstance(parameter, LiveMixin) or not tensor.is_bound)
                             ):
                                 writes.take_over(tensor)
+                                if chunk.is_group and tensor.place is _GIVEN_UP:
+                                    self._check_not_given_up(tensor)
                         if tensor.gradient is _PARAM and not chunk.is_group:
                             self._gradients.move_to_list(tensor)
                         if not (is_at_rest or chunk.num_computing) or chunk.compute is None:
                             self._visit(chunk, caller)
                         tensor.read_at = tensor.num_writes
-                        if tensor.value is _HOME and not (is_recomputed and not requires_grad(parameter)):
+                        if tensor.place is _HOME and not (is_recomputed and not requires_grad(parameter)):
                             # Under fake tensors a view is a fake one, and no other must be beside it.
                             view = None if is_fake else tensor.view_on_device
                             if view is None:
@@ -221,7 +223,7 @@ class Parameters:
                                 if tensor.is_bound:  # another thread may use its value from now on
                                     parameter.__class__ = type_of(tensor.original_type)
                                 tensor.version = parameter._version
-                            tensor.value = _PARAMETER
+                            tensor.place = _PARAMETER
                         if not users:
                             chunk.num_computing += 1
                         tensor.users = (*users, this)
@@ -255,7 +257,7 @@ class Parameters:
                             continue
                     tensor.users = ()
                     chunk.num_computing -= 1
-                    if tensor.value is not _PARAMETER:
+                    if tensor.place is not _PARAMETER:
                         continue
                     storage = chunk.storage
                     if (
@@ -273,7 +275,7 @@ class Parameters:
                         SET_DATA(parameter, tensor.placeholder)
                     except RuntimeError:
                         set_data_inside(parameter, tensor.placeholder)
-                    tensor.value = _HOME
+                    tensor.place = _HOME
             for tensor in written:
                 self._writes.take_back(tensor)
         return None
@@ -328,10 +330,10 @@ class Parameters:
         is_whole = isinstance(view, LiveMixin)
         if is_whole:
             tensor = self.by_parameter.get(id(view))
-            storage = None if tensor is None or tensor.value is _GIVEN_UP else tensor.chunk.storage
+            storage = None if tensor is None or tensor.place is _GIVEN_UP else tensor.chunk.storage
             is_there = storage is not None and storage_key(view) == storage._cdata
             # ``ctx.save_for_backward(parameter)`` keeps a released one.
-            if tensor is None or tensor.value is _GIVEN_UP or (tensor.value is _PARAMETER and not is_there):
+            if tensor is None or tensor.place is _GIVEN_UP or (tensor.place is _PARAMETER and not is_there):
                 with RAW():
                     return self.pack(view.detach())
             saved = SavedView()
@@ -422,7 +424,7 @@ class Parameters:
         Raises:
             EngineError: If so.
         """
-        if tensor.value is _OPEN:
+        if tensor.place is _OPEN:
             raise EngineError(
                 f"parameter '{tensor.spec.name}' is open in full_parameters(); run the model after the block has ended"
             )
@@ -441,6 +443,19 @@ class Parameters:
                 "in the one before: what computed with it went around torch's functions and found NaN in its "
                 "place; let it read the parameter inside of the forward of the module that owns it, or in "
                 "full_parameters()"
+            )
+
+    def _check_not_given_up(self, tensor: ManagedParameter) -> None:
+        """Refuses to compute with a parameter that was given up, whose gradient would stay on this process.
+
+        Raises:
+            EngineError: If autograd would compute one.
+        """
+        if torch.is_grad_enabled() and requires_grad(tensor.parameter):
+            raise EngineError(
+                f"parameter '{tensor.spec.name}' was exchanged, or given another shape, inside of a forward, where the "
+                "processes cannot agree on a place for its gradient; change it between two steps, before the model is "
+                "called"
             )
 
     def _check_unfrozen(self, tensor: ManagedParameter) -> None:

@@ -104,7 +104,7 @@ class Recovery:
                 if not is_out_of_memory(error):
                     raise
                 is_own, had_plan = isinstance(error, DeviceMemoryError), manager.steps.has_plan
-                in_pieces, more = is_fragmented(error, self._device), manager.homes.what_helps()
+                in_pieces, more = is_fragmented(error, self._device), manager.evictor.what_helps()
                 said = str(error.args[0] if error.args else error).partition("\n")[0]
                 # The frames of the failed attempt hold its activations.
                 traceback.clear_frames(error.__traceback__)
@@ -112,7 +112,7 @@ class Recovery:
                     self._reset()
                     state.restore()
                     freed = ["with memory that Python had not freed yet"] * (manager.ledger.measured_nbytes() < there)
-                    may_change = had_plan or manager.activations.may_be_eager or manager.homes.may_leave_device
+                    may_change = had_plan or manager.activations.may_be_eager or manager.evictor.may_leave_device
                     if attempt > max_retries or (is_own and not (freed or (changes and may_change))):
                         raise self._given_up(error, attempt, more)  # noqa: B904, its cause is set
                     changes = [*self._make_careful(had_plan, in_pieces, is_own), *freed]
@@ -139,7 +139,7 @@ class Recovery:
         if manager.activations.may_be_eager:
             manager.activations.be_eager()
             changes.append("with activations that leave the device")
-        if manager.homes.leave_margin():
+        if manager.evictor.leave_margin():
             changes.append("with chunks that have left the device")
         manager.device.evict_unused()
         if is_own:

@@ -167,7 +167,7 @@ class Steps:
         known: Traces of a plan: steps follow them that would be recorded first otherwise.
 
     Attributes:
-        known: As it was given.
+        known: As it was given; so are ``order``, ``policy`` and ``num_micro_batches``.
         traces: The traces, by key.
         version: Another number when a step has been recorded: what follows from the traces is decided anew.
         step: The step that runs, or ``None``.
@@ -176,6 +176,7 @@ class Steps:
         has_plan: Whether the step that began last follows a plan.
         least: Says with how much memory the step that runs has room, if that is known.
         micro_batch: Micro-batches since the optimizer's step.
+        durations: Adds up seconds of the parts of steps.
         peaks: Bytes in the last step: of chunks on the device, of all on the device, and on the host.
         estimator: Makes traces before their first step, if that is possible.
     """
@@ -552,12 +553,12 @@ class Steps:
         return self._chunk_order
 
     def covers(self, kind: str, shapes: Shapes) -> bool:
-        """Whether a step would follow a trace; see ``begin``."""
+        """Whether a step would follow a trace."""
         trace = self.traces.get(trace_key(kind, shapes))
         return trace is not None and trace.covers(shapes)
 
     def may_learn(self, kind: str, shapes: Shapes) -> bool:
-        """Whether a trace that is made beforehand is worth it: none has been wrong for such a step; see ``begin``.
+        """Whether a trace that is made beforehand is worth it: none has been wrong for such a step.
 
         Of evaluations of one bucket, which grow with each token that is generated, the first one alone is worth it.
         """
@@ -566,7 +567,7 @@ class Steps:
         return bool(shapes) and key not in self._wrong and not is_known
 
     def estimate(self, call: Call, title: str, shapes: Shapes) -> Estimated | None:
-        """What the step will do that begins, or ``None`` if that cannot be told; see ``begin_step``."""
+        """What the step will do that begins, or ``None`` if that cannot be told; see ``begin_micro_batch``."""
         if self.estimator is None or not self.may_learn(title, shapes):
             return None
         return self.estimator(call, shapes)

@@ -152,7 +152,7 @@ class StepEstimator:
         earlier = {key: made for key, made in known.traces.items() if key not in outdated}
         self._kept.update({made.key: made for made in traces})
         of_all = {**earlier, **self._kept}
-        lookups = {**known.lookups, **self._manager.homes.lookups}
+        lookups = {**known.lookups, **self._manager.evictor.lookups}
         keep_traces(KnownTraces(known.key, of_all, lookups, is_padded))
 
     def _beside_nbytes(self, ops: OpTrace) -> int:

@@ -37,7 +37,7 @@ class Watched:
     """
 
     # As in ``ManagedParameter``: it has its value all the time, and nobody writes to it.
-    is_bound, value = True, ValuePlace.PARAMETER
+    is_bound, place = True, ValuePlace.PARAMETER
     num_writes = 0
 
     def __init__(self, spec: TensorSpec, parameter: torch.Tensor, looked_up: Collection[str]) -> None:

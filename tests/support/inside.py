@@ -139,17 +139,17 @@ def is_timed(engine):
 
 def lookups(engine):
     """Where rows of embeddings are looked up, by name."""
-    return engine.manager.homes.lookups
+    return engine.manager.evictor.lookups
 
 
 def estimated(engine):
     """What a step is estimated to cost."""
-    return engine.manager.homes.estimated
+    return engine.manager.evictor.estimated
 
 
 def in_margin(engine):
     """The indices of chunks whose home is in the device margin."""
-    return frozenset(engine.manager.homes.in_margin)
+    return frozenset(engine.manager.evictor.in_margin)
 
 
 def spilled(engine):
@@ -159,12 +159,12 @@ def spilled(engine):
 
 def chunk_nbytes(engine):
     """The bytes of each chunk with all its lists, by tier."""
-    return engine.manager.homes.nbytes
+    return engine.manager.evictor.nbytes
 
 
 def leave_margin(engine):
     """What larger inputs do: chunks whose home is in the device margin leave it."""
-    engine.manager.homes.leave_margin()
+    engine.manager.evictor.leave_margin()
 
 
 def evict_unused(engine):
@@ -174,7 +174,7 @@ def evict_unused(engine):
 
 def make_room(engine, nbytes):
     """Makes room for a chunk of this size on the device."""
-    engine.manager.homes.make_room(nbytes)
+    engine.manager.evictor.make_room(nbytes)
 
 
 def activations(engine):
