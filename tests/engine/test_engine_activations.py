@@ -551,7 +551,7 @@ class Failing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("at", [20, 300, 450], ids=str)
+@pytest.mark.parametrize("at", [20, 450], ids=str)
 @pytest.mark.parametrize("asked", [True, "auto"])
 def test_a_step_that_runs_out_of_memory_is_repeated_and_still_fits(asked, at, monkeypatch):
     monkeypatch.setattr(*inside.EAGER_NBYTES, 1)

@@ -66,16 +66,6 @@ def one_more_layer(model):
     model.blocks[-1].requires_grad_(True)
 
 
-def front_alone(model):
-    model.blocks[:4].requires_grad_(False)
-    model.blocks[4:].requires_grad_(True)
-
-
-def biases_alone(model):
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad = name.endswith("bias")
-
-
 def one_name_of_a_tied_weight(model):
     model.requires_grad_(True)
     model.head.requires_grad_(False)
@@ -100,8 +90,7 @@ def nothing(model):
 
 
 FREEZINGS = [
-    *(one_more_layer, front_alone, one_name_of_a_tied_weight, all_but_a_part, one_more_layer, biases_alone),
-    *(a_reference_in_an_evaluation, nothing),
+    *(one_more_layer, one_name_of_a_tied_weight, all_but_a_part, a_reference_in_an_evaluation, nothing),
 ]
 
 

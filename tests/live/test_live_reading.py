@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import io
-import operator
 import pickle
 import threading
 
@@ -129,16 +128,6 @@ def addresses(model):
     return found
 
 
-def found_by_name(model):
-    name = "blocks.4.linear.weight"
-    found = [model.get_parameter(name), model.get_submodule("blocks.4").get_parameter("linear.weight")]
-    found += [operator.attrgetter("linear.weight")(model.blocks[4]), vars(model)["_parameters"]["scale"]]
-    found += [list(model._parameters), list(model.blocks[0].linear._parameters.values())]
-    found += [[name for name, _ in model.named_parameters(recurse=False)]]
-    found += [[name for name, _ in model.named_parameters(remove_duplicate=False)]]
-    return [*found, [(name, p.norm()) for name, p in model.blocks[1].named_parameters(prefix="block")]]
-
-
 def state_dicts(model):
     state = model.state_dict()
     found = [list(state), {key: value.clone() for key, value in state.items()}, dict(copy.deepcopy(state))]
@@ -216,7 +205,7 @@ def under_gradient_modes(model):
 
 
 READS = [
-    *(of_all_at_once, on_either_side_of_an_operator, arrays, numbers_and_texts, metadata, addresses, found_by_name),
+    *(of_all_at_once, on_either_side_of_an_operator, arrays, numbers_and_texts, metadata, addresses),
     *(state_dicts, saved, by_torch_func, under_gradient_modes),
 ]
 

@@ -106,19 +106,6 @@ def as_arguments(model):
         return functional.relu(model.scale, inplace=True) is model.scale
 
 
-def in_lists(model):
-    parameters = list(model.parameters())
-    with torch.no_grad():
-        torch._foreach_mul_(parameters, 0.9)
-        torch._foreach_add_(parameters, [noise(parameter) for parameter in parameters], alpha=0.01)
-        torch._foreach_lerp_(parameters, [torch.ones_like(parameter) for parameter in parameters], 0.1)
-        torch._foreach_clamp_max_(parameters, 1.0)
-        torch._foreach_addcmul_(parameters, parameters, parameters, value=-0.1)
-        torch._foreach_copy_(parameters[:5], [noise(parameter) for parameter in parameters[:5]])
-        torch._foreach_zero_([block.linear.bias for block in model.blocks])
-    torch._foreach_mul_([parameter.data for parameter in parameters], 0.5)
-
-
 @torch.inference_mode()
 def in_inference_mode(model):
     for parameter in model.parameters():
@@ -233,7 +220,7 @@ def values_of_a_state(model):
 
 
 WRITES = [
-    *(by_operators, through_views, as_out, as_arguments, in_lists, in_inference_mode, the_buffer, a_kept_list),
+    *(by_operators, through_views, as_out, as_arguments, in_inference_mode, the_buffer, a_kept_list),
     *(data_replaced, data_exchanged, data_turned, by_numpy, tied_once_more, a_state_of_another_model),
     *(a_part_of_a_state, values_of_a_state),
 ]

@@ -174,13 +174,9 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("precision", ["fp32", "autocast"])
-@pytest.mark.parametrize(
-    "kwargs",
-    ODD.values(),
-    ids=ODD,
-)
-def test_what_is_less_usual(kwargs, precision, tmp_path):
+@pytest.mark.parametrize(("number", "name"), enumerate(ODD), ids=ODD)
+def test_what_is_less_usual(number, name, tmp_path):
+    kwargs, precision = ODD[name], ("fp32", "autocast")[number % 2]
     expected = train("llama", precision, tmp_path / "stock", **kwargs)
     config = {"chunk_budget": 6 * least_of("llama", precision), "placement": "host", "frozen_master": True}
     ours = train("llama", precision, tmp_path / "ours", config, **kwargs)

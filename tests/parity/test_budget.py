@@ -66,7 +66,7 @@ def budget_of(name, dtype, checkpointing, lengths, factor=1.2):
     return peak + int(factor * smallest_budget(make_model(name), precision, checkpointing))
 
 
-def run(name, dtype, checkpointing, accumulation, lengths, steps=5, factor=1.2):
+def run(name, dtype, checkpointing, accumulation, lengths, steps=4, factor=1.2):
     budget = budget_of(name, dtype, checkpointing, lengths, factor)
     plain, managed, optimizer, engine = make_twins(name, dtype, budget, checkpointing, accumulation)
     for step in range(steps):
@@ -124,7 +124,7 @@ def test_never_over_budget(case):
 def test_input_lengths_that_alternate():
     """Each bucket has its trace; a longer input than any of its bucket is recorded anew."""
     lengths = [6, 9, 13, 16, 7]
-    engine, _ = run("gpt2", "fp32", False, 1, lengths, steps=3 * len(lengths))
+    engine, _ = run("gpt2", "fp32", False, 1, lengths, steps=2 * len(lengths))
     kinds = {trace_key("training", ((4, length),)) for length in lengths}
     traces = inside.traces(engine)
     assert {key for key in traces if key.startswith("training")} == kinds

@@ -111,17 +111,16 @@ def test_no_step_is_recorded_first(config, num_micro_batches, caplog):
     assert after.stats["device_total_step_peak_nbytes"] <= device_budget(config)
 
 
-@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
-def test_a_loss_in_chunks_follows_the_plan_of_one(config):
-    before = FourSteps(config, chunked_loss=True)
-    plan_it(config)
-    assert FourSteps(config, chunked_loss=True).recorded[0] > 0, "that plan has whole logits"
-    plan_it(config, chunked_loss=True)
-    after = FourSteps(config, chunked_loss=True)
+def test_a_loss_in_chunks_follows_the_plan_of_one():
+    before = FourSteps(GPT2, chunked_loss=True)
+    plan_it(GPT2)
+    assert FourSteps(GPT2, chunked_loss=True).recorded[0] > 0, "that plan has whole logits"
+    plan_it(GPT2, chunked_loss=True)
+    after = FourSteps(GPT2, chunked_loss=True)
     assert after.recorded == [0, 0, 0, 0]
     assert after.stats["diverged_steps"] == 0
     assert_same(after, before)
-    assert after.stats["device_total_step_peak_nbytes"] <= device_budget(config)
+    assert after.stats["device_total_step_peak_nbytes"] <= device_budget(GPT2)
 
 
 def test_chunks_that_the_host_has_no_room_for_are_chosen_by_what_steps_need(monkeypatch):
