@@ -11,7 +11,6 @@ from support.together import copy_state, differences, engaged, hf_loss, on_one_r
 from hf_patrickstar import PatrickStarEngine
 
 pytest.importorskip("bitsandbytes")
-pytestmark = pytest.mark.xdist_group("distributed")
 
 CONFIGS = ({"placement": "host", "chunk_budget": 400_000}, {"placement": "host", "chunk_numel": 8448})
 

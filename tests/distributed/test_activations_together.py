@@ -7,8 +7,6 @@ from support.together import alone, engaged, hf_loss, on_one_rank, prepared, tra
 
 from hf_patrickstar.memory.tiers import Tier
 
-pytestmark = pytest.mark.xdist_group("distributed")
-
 SMALL = {"chunk_numel": 2048, "chunk_budget": 2**18, "device_budget": "1GiB", "debug_collectives": True}
 
 

@@ -13,8 +13,6 @@ from test_branches import ROUTES, SMALL, WIDTH, Chain, chain_loss
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.errors import BudgetError
 
-pytestmark = pytest.mark.xdist_group("distributed")
-
 ADVICE = re.compile(r"chunk_budget to at least (\d+) bytes")
 LARGE_GROUPS = {"chunk_numel": 3 * WIDTH * WIDTH, "reshard_after_forward": True}
 

@@ -24,8 +24,6 @@ from support.together import (
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.errors import CollectiveError
 
-pytestmark = pytest.mark.xdist_group("distributed")  # one worker of pytest-xdist, or each starts processes
-
 WIDTH = 8
 SMALL = {"chunk_numel": WIDTH * WIDTH}
 DROPPED = {**SMALL, "reshard_after_forward": True}

@@ -29,8 +29,6 @@ from hf_patrickstar.checkpoint import safetensors_file, transaction
 from hf_patrickstar.checkpoint.storage import NewFile
 from hf_patrickstar.errors import CheckpointError, CollectiveError
 
-pytestmark = pytest.mark.xdist_group("distributed")
-
 CONFIGS = {1: {}, 2: {"chunk_numel": 4096}, 4: {"reshard_after_forward": True}}
 
 

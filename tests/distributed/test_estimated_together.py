@@ -5,8 +5,6 @@ import torch
 from support.models import make_batch, make_model
 from support.together import alone, engaged, on_one_rank, seed_of, tight, train_as_alone
 
-pytestmark = pytest.mark.xdist_group("distributed")
-
 WIDTH = 8
 SMALL = {"chunk_numel": WIDTH * WIDTH}
 

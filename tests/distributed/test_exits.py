@@ -4,10 +4,7 @@ import os
 import subprocess
 import sys
 
-import pytest
 from support.processes import ENVIRONMENT
-
-pytestmark = pytest.mark.xdist_group("distributed")
 
 SCRIPT = """
 import os, sys

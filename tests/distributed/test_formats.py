@@ -12,8 +12,6 @@ from test_checkpoints import build
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.cli.main import main
 
-pytestmark = pytest.mark.xdist_group("distributed")
-
 
 def adafactor(model):
     from transformers.optimization import Adafactor

@@ -12,8 +12,6 @@ from support.trainers import train
 
 from hf_patrickstar import CheckpointError, PatrickStarEngine
 
-pytestmark = pytest.mark.xdist_group("distributed")
-
 INDEX = "optimizer.index.json"
 
 

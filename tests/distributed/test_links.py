@@ -16,8 +16,6 @@ from hf_patrickstar.planner.local_machine import measure_launched, threads_of_ea
 from hf_patrickstar.report import measure as measuring
 from hf_patrickstar.report.measure import Effort, measure_together
 
-pytestmark = pytest.mark.xdist_group("distributed")
-
 TESTS = pathlib.Path(__file__).parents[1]
 TINY = Effort(nbytes=2**16, most_rows=128, calls=5, repetitions=3, seconds=0.02)
 

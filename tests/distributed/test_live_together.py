@@ -14,8 +14,6 @@ from torch import nn
 
 from hf_patrickstar.errors import CollectiveError
 
-pytestmark = pytest.mark.xdist_group("distributed")  # one worker of pytest-xdist, or each starts processes
-
 CONFIGS = {
     "roomy": {},
     "tight": {"chunk_numel": 320, "chunk_budget": 2**14},  # the embedding is spread over both

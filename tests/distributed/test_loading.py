@@ -10,8 +10,6 @@ from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.units import KIB, MIB
 
-pytestmark = pytest.mark.xdist_group("distributed")
-
 
 def private_nbytes():
     """Memory that only this process has: what it wrote, not what it read from a file."""

@@ -9,8 +9,6 @@ from support.together import alone, differences, engaged, on_one_rank, parts_of,
 
 from hf_patrickstar.model.chunked_loss import chunk_losses, find_heads
 
-pytestmark = pytest.mark.xdist_group("distributed")  # one worker of pytest-xdist, or each starts processes
-
 
 def train_like_one(rank, make, of_batch, settings, extra_nbytes=0):
     def loss(model, step, micro, rank):

@@ -11,8 +11,6 @@ from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.dist.watchdog import announce
 from hf_patrickstar.errors import CollectiveError
 
-pytestmark = pytest.mark.xdist_group("distributed")
-
 
 def die_or_connect(rank, is_announced):
     if is_announced:

@@ -12,8 +12,6 @@ from support.together import hf_loss, join_again, make_optimizer
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.errors import CollectiveError
 
-pytestmark = pytest.mark.xdist_group("distributed")
-
 LIMIT_S = 1.5
 TIMEOUT_S = 6
 

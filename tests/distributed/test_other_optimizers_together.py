@@ -21,8 +21,6 @@ from transformers.optimization import Adafactor
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.errors import ConfigError
 
-pytestmark = pytest.mark.xdist_group("distributed")
-
 OPTIMIZERS = {
     "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
     "adafactor": lambda model: Adafactor(model.parameters(), lr=1e-2, relative_step=False, scale_parameter=False),

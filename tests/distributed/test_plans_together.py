@@ -12,8 +12,6 @@ from hf_patrickstar.machine import CPU_TIER
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.planner.planning import arrange, plan_and_simulate
 
-pytestmark = pytest.mark.xdist_group("distributed")
-
 MODEL = "gpt2:n_layer=3,n_embd=64,n_head=2,vocab_size=200,resid_pdrop=0.0,embd_pdrop=0.0,attn_pdrop=0.0"
 MOVED = (
     *("host_to_device_nbytes", "device_to_host_nbytes", "sent_nbytes"),

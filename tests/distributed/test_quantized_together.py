@@ -8,7 +8,6 @@ from support.quantized import load, saved, with_adapter, without_packing
 from support.together import alone, differences, engaged, hf_loss, on_one_rank, tight, train_as_alone
 
 pytest.importorskip("bitsandbytes")
-pytestmark = pytest.mark.xdist_group("distributed")
 
 
 def make(kind, path, checkpointing):

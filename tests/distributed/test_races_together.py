@@ -9,8 +9,6 @@ from test_training import train_like_one
 
 from hf_patrickstar.memory.streams import Copy
 
-pytestmark = pytest.mark.xdist_group("distributed")
-
 CASES = {
     "kept": ({}, {}),
     "accumulation, recomputation": (

@@ -11,8 +11,6 @@ from torch import nn
 from hf_patrickstar import PatrickStarAccelerator
 from hf_patrickstar.integrations.accelerator_checkpoints import engine_of
 
-pytestmark = pytest.mark.xdist_group("distributed")
-
 CONFIGS = [{}, {"chunk_numel": 128, "reshard_after_forward": True}, {"chunk_numel": 128, "debug_evict_all": True}]
 
 

@@ -15,8 +15,6 @@ from support.together import (
     train_as_alone,
 )
 
-pytestmark = pytest.mark.xdist_group("distributed")  # one worker of pytest-xdist, or each starts processes
-
 SETTINGS = {
     "all_resident": {},
     "evicting_everything": {"debug_evict_all": True},

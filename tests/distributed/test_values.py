@@ -29,8 +29,6 @@ from hf_patrickstar import PatrickStarAccelerator, PatrickStarEngine, deferred_w
 from hf_patrickstar.errors import CollectiveError, ConfigError
 from hf_patrickstar.optim.scaler import ChunkedGradScaler
 
-pytestmark = pytest.mark.xdist_group("distributed")  # one worker of pytest-xdist, or each starts processes
-
 DROPPED = {"reshard_after_forward": True}
 
 
