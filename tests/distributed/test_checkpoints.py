@@ -328,38 +328,3 @@ def save_by_accelerate(rank, folder, safe):
 def test_accelerate_saves_and_loads(pair, tmp_path):
     pair.run(save_by_accelerate, str(tmp_path), False)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_1", "checkpoint_2"]
-
-
-def save_an_adapter(rank, folder):
-    from peft import LoraConfig, get_peft_model
-
-    def make(seed):
-        torch.manual_seed(seed)
-        with deferred_weights():
-            base = type(build("gpt2", torch.float32)).from_pretrained(f"{folder}/base")
-        return get_peft_model(base, LoraConfig(target_modules=["c_attn"], r=2, lora_dropout=0.0))
-
-    if rank == 0:
-        build("gpt2", torch.float32).save_pretrained(f"{folder}/base")
-    dist.barrier()
-    with engaged(make(0)) as engine:
-        losses, _ = train_together(engine, hf_loss("gpt2"))
-        engine.save_checkpoint(f"{folder}/c")
-        state = whole_state(engine)
-        after, _ = train_together(engine, hf_loss("gpt2"), steps=1, first=3)
-    with engaged(make(0)) as engine:
-        assert train_together(engine, hf_loss("gpt2"))[0] == losses
-        assert differences(state, whole_state(engine)) == {}
-    with engaged(make(1), {"chunk_numel": 2048}) as engine:
-        engine.load_checkpoint(f"{folder}/c")
-        assert differences(state, whole_state(engine)) == {}
-        assert train_together(engine, hf_loss("gpt2"), steps=1, first=3)[0] == after
-    return sorted(path.name for path in Path(folder, "c").iterdir()), losses
-
-
-def test_an_adapter_over_deferred_weights(pair, tmp_path):
-    (files, losses), _ = pair.run(save_an_adapter, str(tmp_path))
-    assert losses[0] != losses[-1]
-    assert "adapter_model.safetensors" in files
-    assert "model.safetensors" not in files
-    assert (tmp_path / "c" / "adapter_model.safetensors").stat().st_size < 40_000, "and nothing of the base"

@@ -145,7 +145,7 @@ class Workers:
         # A process that has looked for devices, as imports do, cannot be forked to use them.
         context.set_forkserver_preload(PRELOADED if "CUDA_VISIBLE_DEVICES" in ENVIRONMENT else [])
         # Read when that one imports torch; it does not get this process's path by itself.
-        with _environment({**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)}):
+        with mock.patch.dict(os.environ, {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)}):
             for rank in range(self.world_size):
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_serve, args=(rank, self.world_size, theirs), daemon=True)
@@ -209,20 +209,6 @@ class Workers:
         code = process.exitcode
         name = f" ({signal.Signals(-code).name})" if code is not None and code < 0 else ""
         return f"Rank {rank} of {self.world_size} died with exit code {code}{name}"
-
-
-@contextlib.contextmanager
-def _environment(values):
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _free_port():
