@@ -384,39 +384,25 @@ def test_a_step_returns_before_chunks_are_updated(late, gate):
     assert run.found[-1] == len(inside.chunks(run.engine)) > 3
 
 
-@pytest.mark.parametrize("streams", ["delayed", "pooled"])
-def test_a_forward_begins_when_the_first_chunk_is_updated(streams, monkeypatch):
+def test_a_forward_begins_when_the_first_chunk_is_updated(monkeypatch):
     """The last one has not been updated by then, and copies begin as their chunks have been."""
-    with streams_of(streams) as drivers:
+    with streams_of("delayed") as drivers:
         run = Run(host_threads=3)
         plain(run)
         run.model.state_dict()  # waits for all updates
-        first_module_ran, threads = threading.Event(), []
-        update, update_share = AdamKernel._run, AdamKernel._update_share
-        last = inside.chunks(run.engine)[-1]
+        first_module_ran, update, last = threading.Event(), AdamKernel._run, inside.chunks(run.engine)[-1]
 
         def update_late(kernel, job, segments, *others):
-            if streams == "delayed" and segments and segments[-1].chunk is last:
+            if segments and segments[-1].chunk is last:
                 assert first_module_ran.wait(30)
             return update(kernel, job, segments, *others)
 
-        def update_share_late(kernel, job, share):
-            if streams == "pooled" and share[0].chunk is last:
-                assert first_module_ran.wait(30)
-                threads.append(threading.current_thread().name)
-            update_share(kernel, job, share)
-
         monkeypatch.setattr(AdamKernel, "_run", update_late)
-        monkeypatch.setattr(AdamKernel, "_update_share", update_share_late)
         run.step(3)
         run.model.layers[0].register_forward_hook(lambda *_: first_module_ran.set())
         run.step(4)
         run.end()
-    if streams == "delayed":
-        assert sum(driver.num_late for driver in drivers) > 0
-    else:
-        assert threads
-        assert all(thread.startswith(WORKERS) for thread in threads)
+    assert sum(driver.num_late for driver in drivers) > 0
 
 
 def test_a_second_step_updates_a_chunk_after_the_first_one(monkeypatch):
