@@ -78,6 +78,6 @@ def test_as_many_leave_as_a_step_needs_to_fit(make, world_size, num_micro_batche
 
 
 def test_where_all_fits_none_leaves():
-    told = check_both(training_of(llama, 1, 1))
+    told = check_both(training_of(gpt2, 1, 1))
     assert {trace.num_offloaded for trace in told.traces} == {0}
     assert told.traces[0].activations

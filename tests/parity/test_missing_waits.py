@@ -199,13 +199,6 @@ def clipped(steps, accumulation=1, *, evaluates=True, **config):
     return train
 
 
-def overlapped_one_by_one(folder):
-    """So it is with large chunks: copies are started of values that are not updated yet."""
-    run = Run(prefetch_depth=2)
-    run.train(4)
-    return run.end()
-
-
 def looking_at_states(folder):
     """Whoever has the states sees those of the last step."""
     run = Run(num_chunks=16, device_budget=10**6)
@@ -566,7 +559,6 @@ def leaving_inside(folder):
 RUNS = {
     "on demand": trained(prefetch_depth=0),
     "ahead": clipped(3, prefetch_depth=2),
-    "overlapped one by one": overlapped_one_by_one,
     "looking at states": looking_at_states,
     "updated by the caller": updated_by_the_caller,
     "holding a state": holding_a_state,
