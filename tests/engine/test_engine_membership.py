@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.pairs import Pair, config_of, engine_of
 from support.same import assert_same, assert_same_values, copied, values_of
-from support.small import WIDTH, Stack, Tied, adamw, batch, loss_of, make, sgd, step_of, trainable
+from support.small import WIDTH, Stack, Tied, adamw, batch, loss_of, make, step_of, trainable
 from torch import nn
 
 from hf_patrickstar import BudgetError, ConfigError, EngineError, PatrickStarEngine, get_engine, initialize_engine
@@ -99,27 +99,6 @@ def test_a_gradient_of_before_a_parameter_joined_is_not_lost(budget):
         return found, copied(model.extra)
 
     pair.both(join)
-
-
-def optimizers_of(model):
-    return [adamw(model.layers[:2].parameters()), sgd(model.layers[2:].parameters())]
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_two_optimizers_over_one_model(order, budget):
-    plain, model = make(Stack), make(Stack)
-    theirs = optimizers_of(plain)
-    engine = PatrickStarEngine(model, config_of(budget), optimizers_of(model), device="cpu")
-    for step in range(4):
-        for each, optimizers in ((plain, theirs), (model, engine.optimizers)):
-            loss_of(each, step).backward()
-            for number in order[: 1 + step % 2]:  # one of them leaves some steps out, and its gradients are added up
-                optimizers[number].step()
-                optimizers[number].zero_grad()
-        assert_same([copied(p.grad) for p in plain.parameters()], [copied(p.grad) for p in model.parameters()])
-    assert_same_values(plain, model)
-    for one, other in zip(theirs, engine.optimizers, strict=True):
-        assert_same(one.state_dict()["state"], other.state_dict()["state"])
 
 
 def test_an_optimizer_of_another_model_is_refused():
