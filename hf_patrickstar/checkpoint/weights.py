@@ -196,9 +196,11 @@ class ChunkWeights:
             try:
                 with unseen():
                     for tensor in tensors:
-                        if tensor.place is ValuePlace.PARAMETER:  # in a forward, which may have written to it
-                            with lock:
+                        with lock:  # what was written to it, or somebody has exchanged it
+                            if tensor.place is ValuePlace.PARAMETER:  # in a forward
                                 self._manager.writes.take_back(tensor)
+                            else:
+                                self._manager.writes.take_over(tensor)
                         if tensor.place in (ValuePlace.OPEN, ValuePlace.GIVEN_UP):
                             continue
                         value = self.read(tensor)

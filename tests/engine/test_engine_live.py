@@ -3,7 +3,9 @@
 ``tests/live`` has what people do with parameters, one by one; these tests have the places where a value may be.
 """
 
+import contextlib
 import copy
+import functools
 import gc
 import pickle
 import weakref
@@ -180,6 +182,83 @@ def test_full_parameters_are_ordinary_tensors_inside_of_the_block(budget):
         with pytest.raises(EngineError, match="full_parameters"):
             pair.engine.detach()
     pair.train(1, first=2)
+
+
+class Changing(nn.Module):
+    """A model that may change itself in a forward: before a module comes to its weight, or while it has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.scale = nn.LayerNorm(WIDTH)
+        self.before = self.after = lambda _: None
+        self.scale.register_forward_hook(lambda *_: self.after(self))
+
+    def forward(self, x):
+        for layer in self.layers[:2]:
+            x = layer(x).relu()
+        self.before(self)
+        return self.layers[3](self.layers[2](self.scale(x)).relu())
+
+
+def opened(model):
+    engine = getattr(model, "patrickstar_engine", None)
+    return contextlib.nullcontext() if engine is None else engine.full_parameters()
+
+
+def exchange(model):
+    torch.utils.swap_tensors(model.scale.weight, nn.Parameter(torch.full((WIDTH,), 2.0)))
+
+
+def give_another_shape(model):
+    model.scale.weight.data = torch.full((1,), 2.0)
+    model.scale.normalized_shape = ()
+    model.scale.forward = lambda x: x * model.scale.weight + model.scale.bias
+
+
+@pytest.mark.parametrize("change", [exchange, give_another_shape])
+@pytest.mark.parametrize("when", ["before full_parameters", "in a forward"])
+def test_a_parameter_that_was_given_up_keeps_its_value(change, when, budget):
+    pair = Pair(Changing, budget, functools.partial(torch.optim.SGD, lr=0.1))  # it has no state of another shape
+    pair.train(1)
+
+    def run(model, optimizer):
+        if when == "in a forward":
+            model.before = change
+        else:
+            change(model)
+            with opened(model):
+                found = copied(model.scale.weight)
+            assert_same(found, model.scale.weight.detach())
+        losses = []
+        for step in range(2):
+            loss = loss_of(model, step)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+            model.before = lambda _: None
+        return losses
+
+    pair.check(run)
+
+
+def test_full_parameters_have_what_a_module_that_computes_has_written(budget):
+    class Doubling(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                self.weight.mul_(2)
+                with opened(self.model()):
+                    self.bias.add_(self.weight[0])
+            return x + 1
+
+    def make():
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)), Doubling(WIDTH, WIDTH))
+        model[4].model = weakref.ref(model)
+        return model
+
+    pair = Pair(make, budget, sgd)
+    pair.train(2)
 
 
 def test_gradients_in_full_parameters_are_written_back(budget):
