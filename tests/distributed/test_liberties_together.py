@@ -1,10 +1,12 @@
 """What users do with a model that several processes share, beside training it."""
 
+import pytest
 import torch
 from support.models import gpt2
 
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.engine import PatrickStarEngine
+from hf_patrickstar.errors import EngineError
 
 SETTINGS = {"chunk_numel": 4096}
 
@@ -41,6 +43,27 @@ def wait_for_gathers(rank):
 
 def test_nobody_holds_a_buffer_that_has_arrived(pair):
     assert pair.run(wait_for_gathers) == [0, 0]
+
+
+def exchange_inside(rank, is_evaluation):
+    """A parameter of the second layer is exchanged when the model's forward has begun."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    new = torch.nn.Parameter(torch.full((8,), 2.0))
+    model[0].register_forward_hook(lambda *_: torch.utils.swap_tensors(model[1].bias, new))
+    engine = PatrickStarEngine(model, {}, torch.optim.SGD(model.parameters(), lr=0.1), device="cpu")
+    try:
+        with torch.set_grad_enabled(not is_evaluation):
+            return (model(torch.zeros(1, 8)) - model[1].weight.detach() @ model[0].bias.detach()).mean().item()
+    except EngineError as error:
+        return str(error)
+    finally:
+        engine.detach()
+
+
+def test_a_parameter_that_is_exchanged_inside_of_a_forward_is_refused_where_its_gradient_would_stay_alone(pair):
+    for said in pair.run(exchange_inside, False):
+        assert said.startswith("parameter '1.bias' was exchanged, or given another shape, inside of a forward")
+    assert pair.run(exchange_inside, True) == pytest.approx([2.0, 2.0])
 
 
 BUFFERS = {
