@@ -224,7 +224,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self.inner._opt_called = True  # type: ignore[attr-defined]  # read by schedulers made on the inner one
         if isinstance(self.kernel, TorchKernel) and self.kernel.updates_at_once:
             loss = self.kernel.update_at_once(self._tensors, self._present, manager.writes.follow_master, closure)
-        own = [chunk for chunk in manager.in_order_of_use if self._updates(chunk)]
+        number, order = self.index, manager.in_order_of_use
+        own = [chunk for chunk in order if chunk.is_updated and chunk.spec.optimizer_index == number]
         factor = manager.gradients.take_factor()
         try:
             self._update(own, factor)

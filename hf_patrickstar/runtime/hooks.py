@@ -176,7 +176,8 @@ class ModelHooks:
         if sizes != sizes_before or not all(map(operator.is_, found, before)):
             return True
         for tensor in self._listener.tensors:
-            if tensor.place is _GIVEN_UP or not tensor.is_ours:
+            # Asked of the class first, since each call of Python counts: ``is_ours`` is one.
+            if tensor.place is _GIVEN_UP or not (isinstance(tensor.parameter, LiveMixin) or tensor.is_ours):
                 return True
             if is_training and not tensor.spec.trainable and requires_grad(tensor.parameter):
                 return True
