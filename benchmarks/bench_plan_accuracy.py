@@ -23,8 +23,8 @@ import torch.multiprocessing
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.planner.local_machine import seconds_of_a_visit
 from hf_patrickstar.planner.planning import arrange, plan_and_simulate, time_operators
-from hf_patrickstar.planner.visits import seconds_of_a_visit
 from hf_patrickstar.report.measure import measure_machine, measure_together
 from hf_patrickstar.units import format_nbytes
 

@@ -18,7 +18,7 @@ from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import Machine, name_of_products
 from hf_patrickstar.memory.compute_device import device_name, find_device, is_accelerator, memory_info, num_accelerators
 from hf_patrickstar.memory.tiers import available_host_nbytes, total_host_nbytes
-from hf_patrickstar.planner.visits import seconds_of_a_visit
+from hf_patrickstar.planner.local_machine import seconds_of_a_visit
 from hf_patrickstar.report.measure import cpu_name, measure_machine, measure_together
 from hf_patrickstar.units import format_nbytes
 from hf_patrickstar.version import __version__

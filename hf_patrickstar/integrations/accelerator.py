@@ -194,7 +194,8 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
         if not isinstance(optimizer, PreparedOptimizer):
             self._connect([], [optimizer])
             chunked = self._chunked(innermost(optimizer))
-            optimizer = PreparedOptimizer(unwrapped(optimizer) if chunked is None else chunked, self.scaler)
+            inner = unwrapped(optimizer) if chunked is None else chunked
+            optimizer = PreparedOptimizer(inner, device_placement=False, scaler=self.scaler)
         if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
         self._point(optimizer)

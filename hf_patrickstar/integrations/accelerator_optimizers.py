@@ -25,9 +25,6 @@ class PreparedOptimizer(AcceleratedOptimizer):
         """Leaves out the ``step`` that a scheduler has set: a copy would call that of this object and not its own."""
         return {name: value for name, value in super().__getstate__().items() if name not in ("step", "_opt_called")}
 
-    def __init__(self, optimizer: torch.optim.Optimizer, scaler: Any = None) -> None:
-        super().__init__(optimizer, device_placement=False, scaler=scaler)
-
     def take(self, optimizer: torch.optim.Optimizer) -> None:
         """Wraps another form of the same optimizer from now on.
 

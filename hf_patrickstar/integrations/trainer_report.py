@@ -18,6 +18,7 @@ from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.integrations.accelerator_checkpoints import having
 from hf_patrickstar.memory.compute_device import device_name, is_accelerator
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.model.admission import is_checkpointing
 from hf_patrickstar.report.figures import PREFIX, brief, few
 from hf_patrickstar.report.measure import cpu_name
 from hf_patrickstar.report.measured_step import measured_timeline
@@ -318,7 +319,7 @@ def _about(trainer: Any) -> dict[str, Any]:
         "num_micro_batches": int(args.gradient_accumulation_steps),
         "world_size": int(args.world_size),
         "precision": str(engine.dtype).removeprefix("torch."),
-        "checkpointing": any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()),
+        "checkpointing": is_checkpointing(model),
         "settings": engine.config.to_dict(),
         "version": __version__,
     }

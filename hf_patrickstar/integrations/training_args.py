@@ -81,8 +81,13 @@ class PatrickStarArgumentsMixin:
                 raise ConfigError("patrickstar_config is given but patrickstar is not; add --patrickstar")
             return
         config = PatrickStarConfig.from_any(self.patrickstar_config)
-        if self._refuse_unsupported():
-            config = _with_offload(config)
+        if self._refuse_unsupported():  # recomputed blocks are asked to offload their inputs
+            if config.activation_offload is False:
+                raise ConfigError(
+                    "offload in the arguments of gradient checkpointing and activation_offload=false contradict each "
+                    "other; drop one of them"
+                )
+            config = dataclasses.replace(config, activation_offload=True)
         if self.patrickstar_config is not None or config.activation_offload is True:
             self.patrickstar_config = config.to_dict()
         # The engine trains 16-bit parameters with fp32 masters, so Accelerate must not autocast on top.
@@ -152,20 +157,6 @@ class PatrickStarArgumentsMixin:
         """With ``patrickstar``, at most one: ``nn.DataParallel`` is never chosen for the user."""
         count = super().n_gpu  # type: ignore[misc]
         return min(count, 1) if self.patrickstar else count
-
-
-def _with_offload(config: PatrickStarConfig) -> PatrickStarConfig:
-    """The settings for a training whose recomputed blocks are asked to offload their inputs.
-
-    Raises:
-        ConfigError: If the settings refuse it.
-    """
-    if config.activation_offload is False:
-        raise ConfigError(
-            "offload in the arguments of gradient checkpointing and activation_offload=false contradict each other; "
-            "drop one of them"
-        )
-    return dataclasses.replace(config, activation_offload=True)
 
 
 @dataclasses.dataclass

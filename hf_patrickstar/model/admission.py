@@ -136,6 +136,11 @@ def is_left_out(parameter: Any) -> bool:
     return torch.nn.parameter.is_lazy(parameter)
 
 
+def is_checkpointing(model: torch.nn.Module) -> bool:
+    """Whether a part of a model recomputes activations in backward, as transformers has it."""
+    return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
+
+
 def is_recomputed(module: torch.nn.Module) -> bool:
     """Whether transformers recomputes this layer in backward; known by name, since only integrations import it."""
     kinds = {kind.__name__ for kind in type(module).__mro__}

@@ -18,12 +18,11 @@ from hf_patrickstar.errors import BudgetError, ConfigError, EngineError, Patrick
 from hf_patrickstar.machine import Machine, find_machine
 from hf_patrickstar.memory.operators import without_modes
 from hf_patrickstar.memory.tiers import DEVICE_SHARE, HOST_SHARE, Tier
-from hf_patrickstar.planner.local_machine import measure_launched, threads_of_each
+from hf_patrickstar.planner.local_machine import measure_launched, seconds_of_a_visit, threads_of_each
 from hf_patrickstar.planner.optimizers import find_optimizer, optimizer_name
 from hf_patrickstar.planner.simulation import OpsOf, Simulation, Trained, model_data, simulate
 from hf_patrickstar.planner.subject import Subject, find_subject
 from hf_patrickstar.planner.training_plan import Chunks, Plan, Speed, TierUse
-from hf_patrickstar.planner.visits import seconds_of_a_visit
 from hf_patrickstar.report.measure import measure_machine
 from hf_patrickstar.schedule.bounds import ADAM, bounds_of
 from hf_patrickstar.schedule.clock import Lane

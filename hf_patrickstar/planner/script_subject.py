@@ -32,8 +32,9 @@ from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import ConfigError, EngineError, PatrickStarError
 from hf_patrickstar.integrations.training_script import StopScript, run_script, touch_nothing
 from hf_patrickstar.machine import Machine
+from hf_patrickstar.model.admission import is_checkpointing
 from hf_patrickstar.model.chunked_loss import chunk_losses, find_heads
-from hf_patrickstar.planner.arguments import OF_THE_MACHINE, is_checkpointing, settings_of
+from hf_patrickstar.planner.from_python import OF_THE_MACHINE, asks_for_checkpointing, settings_of
 from hf_patrickstar.planner.planning import THIS, TrainingSetup, arrange_machine, time_operators
 from hf_patrickstar.planner.subject import MakeOptimizer, Subject
 from hf_patrickstar.tracing.fake import as_fake, copying
@@ -73,7 +74,7 @@ class ScriptSubject(Subject):
         model.train()
         if self.checkpointing:
             _enable_checkpointing(model, self.trainer.args)
-        elif _is_checkpointing(model):
+        elif is_checkpointing(model):
             model.gradient_checkpointing_disable()
         if getattr(self.trainer.args, "use_liger_kernel", False):
             with contextlib.suppress(ConfigError):  # Liger has no fused loss for other models, either
@@ -275,35 +276,30 @@ def _subject_of(trainer: Any, name: str) -> ScriptSubject:
     num_items = trainer._get_num_items_in_batch(batches[: trainer.args.gradient_accumulation_steps], "cpu")
     inputs = tree_map_only(torch.Tensor, lambda value: value.to("meta"), dict(trainer._prepare_inputs(batch)))
     size, length = _extents(inputs)
+    masks = [value for key, value in dict(batch).items() if key.endswith("attention_mask")]
     model: Any = trainer.model
     args, base = trainer.args, getattr(model, "get_base_model", lambda: model)()
-    optimizer = trainer.optimizer or trainer.create_optimizer()
     return ScriptSubject(
         name=name,
         task=type(base).__name__,
         config=getattr(model, "config", None),  # type: ignore[arg-type]
         batch_size=size,
         length=length,
-        checkpointing=is_checkpointing(args) or _is_checkpointing(model),
+        checkpointing=asks_for_checkpointing(args) or is_checkpointing(model),
         trainer=trainer,
         model=model,
         inputs=inputs,
         seen=(size, length),
-        optimizer=optimizer,
+        optimizer=trainer.optimizer or trainer.create_optimizer(),
         num_items=num_items,
         others=_other_modules(trainer),
-        has_padding=_has_padding(batch),
+        has_padding=not all(bool(torch.as_tensor(mask).all()) for mask in masks),
         is_packed="position_ids" in batch,
     )
 
 
 def _numel(batch: Any) -> int:
     return sum(leaf.numel() for leaf in tree_leaves(dict(batch)) if isinstance(leaf, torch.Tensor))
-
-
-def _has_padding(batch: Mapping[str, Any]) -> bool:
-    masks = [value for key, value in dict(batch).items() if key.endswith("attention_mask")]
-    return any(not bool(torch.as_tensor(mask).all()) for mask in masks)
 
 
 def _extents(inputs: Mapping[str, Any]) -> tuple[int, int]:
@@ -321,10 +317,6 @@ def _other_modules(trainer: Any) -> dict[str, torch.nn.Module]:
     known = {id(module) for model in (trainer.model, trainer.model_wrapped) for module in model.modules()}
     found = vars(trainer).items()
     return {name: value for name, value in found if isinstance(value, torch.nn.Module) and id(value) not in known}
-
-
-def _is_checkpointing(model: torch.nn.Module) -> bool:
-    return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
 
 
 def _enable_checkpointing(model: Any, args: Any) -> None:

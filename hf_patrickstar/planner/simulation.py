@@ -269,7 +269,9 @@ class _Simulator:
                 situation = Situation(self._config, self._resources, [kernel], of, self._num_micro_batches)
                 made.append(kernel)
                 computation = computation_of(model)
-                return inspect(model, "no", situation)[0], _cost_of(kernel, optimizer), computation
+                tile_by_tile = UpdateCost(ADAM_NBYTES, 0.0, 0.0, 1)
+                cost = tile_by_tile if isinstance(kernel, ElementwiseKernel) else cost_of_update(optimizer)
+                return inspect(model, "no", situation)[0], cost, computation
 
         numbers, cost, self._computation = trained.keep(look)
         if not made:
@@ -482,10 +484,3 @@ class _Simulator:
             for spec in self._layout.chunks
         )
         return Survey.of(chunks, ledger, by_kind.values(), reasons)
-
-
-def _cost_of(kernel: Kernel, optimizer: torch.optim.Optimizer) -> UpdateCost:
-    """What an update costs, unless the kernel works tile by tile."""
-    if isinstance(kernel, ElementwiseKernel):
-        return UpdateCost(ADAM_NBYTES, 0.0, 0.0, 1)
-    return cost_of_update(optimizer)

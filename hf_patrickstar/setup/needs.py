@@ -13,6 +13,7 @@ from hf_patrickstar.errors import BudgetError, ConfigError, Later
 from hf_patrickstar.layout.packing import Layout
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.model.admission import is_checkpointing
 from hf_patrickstar.model.chunked_loss import find_heads, has_chunked_loss
 from hf_patrickstar.schedule.trace import KnownTraces, Trace
 from hf_patrickstar.setup.decisions import Decisions, decide_for, inspect
@@ -41,8 +42,8 @@ def remedies(model: torch.nn.Module, config: PatrickStarConfig, *, is_wide: bool
             "smaller or shorter batches (--per_device_train_batch_size, with --gradient_accumulation_steps for the "
             "same total)"
         ]
-        is_checkpointing = any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
-        if not is_checkpointing and any(getattr(m, "supports_gradient_checkpointing", False) for m in model.modules()):
+        can_recompute = any(getattr(module, "supports_gradient_checkpointing", False) for module in model.modules())
+        if can_recompute and not is_checkpointing(model):
             found.append("--gradient_checkpointing")
         with contextlib.suppress(ConfigError):
             if config.chunked_loss is not True and not has_chunked_loss(model) and find_heads(model):

@@ -42,8 +42,7 @@ from hf_patrickstar.schedule import op_trace
 from hf_patrickstar.schedule.script import Begin, Part
 from hf_patrickstar.schedule.trace import Shapes
 from hf_patrickstar.tracing.answers import ASKS_VALUE, AnsweringMode, has_no_value
-from hf_patrickstar.tracing.charges import Charges
-from hf_patrickstar.tracing.costs import cost_of
+from hf_patrickstar.tracing.costs import Charges, cost_of
 from hf_patrickstar.tracing.notes import Notes, SavedActivation, SavedOperand, Watched
 from hf_patrickstar.tracing.timing import OperatorTimes
 

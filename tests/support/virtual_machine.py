@@ -7,7 +7,7 @@ and so is every operator; with fake tensors neither touches a byte. What they co
 memory of the device takes the host the time to launch it, and the compute lane its time there; one on memory of the
 host takes the host all of it. A value of the device that the program asks for stops the host.
 
-The device is the CPU tier, so the engine decides as it does there. ``tracing/charges.py`` says which tensors are on the
+The device is the CPU tier, so the engine decides as it does there. ``tracing/costs.py`` says which tensors are on the
 host, and what operators cost.
 
 [Note: virtual processes]
@@ -36,8 +36,16 @@ from hf_patrickstar.schedule.clock import Lane, Mark, Timeline
 from hf_patrickstar.schedule.replay import Player
 from hf_patrickstar.schedule.script import BlockingCopy, DeviceOp, HostWork, Reduce, ThreadWork
 from hf_patrickstar.tracing.answers import AnsweringMode
-from hf_patrickstar.tracing.charges import Charges, caller
-from hf_patrickstar.tracing.costs import ADAMS, READS_ROWS, cost_of, read_operands, writes_over, written_operands
+from hf_patrickstar.tracing.costs import (
+    ADAMS,
+    READS_ROWS,
+    Charges,
+    caller,
+    cost_of,
+    read_operands,
+    writes_over,
+    written_operands,
+)
 from hf_patrickstar.units import MIB
 
 

@@ -7,7 +7,7 @@ import hf_patrickstar
 from hf_patrickstar import PatrickStarTrainingArguments
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.planner.arguments import asked_by
+from hf_patrickstar.planner.from_python import asked_by
 
 MODEL = "gpt2:n_layer=2,n_embd=64,n_head=4,vocab_size=256"
 

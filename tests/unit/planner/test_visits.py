@@ -2,8 +2,8 @@
 
 import pytest
 
-from hf_patrickstar.planner import visits
-from hf_patrickstar.planner.visits import seconds_of_a_visit
+from hf_patrickstar.planner import local_machine
+from hf_patrickstar.planner.local_machine import seconds_of_a_visit
 from hf_patrickstar.report.measure import Effort, Sweeps, measure_machine
 
 TINY = Effort(nbytes=2**12, most_rows=128, calls=5, repetitions=1, seconds=0.0)
@@ -15,7 +15,8 @@ def test_it_is_the_difference_by_the_number_of_visits(monkeypatch):
     numbers = iter([1.0, 3.0] * 100)
     monkeypatch.setattr(Sweeps, "host_seconds", lambda sweeps, work: (work(), next(numbers))[1])
     found = seconds_of_a_visit()
-    assert 2.0 / (4 * visits._NUM_LAYERS) < found < 2.0 / (2 * visits._NUM_LAYERS), "forward and backward of each layer"
+    num = local_machine._NUM_LAYERS
+    assert 2.0 / (4 * num) < found < 2.0 / (2 * num), "forward and backward of each layer"
 
 
 def test_a_machine_that_is_measured_has_what_its_visits_take():

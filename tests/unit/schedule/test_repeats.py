@@ -40,9 +40,9 @@ from hf_patrickstar.schedule.op_trace import (
 )
 from hf_patrickstar.schedule.repeats import IrregularError, Stack, extend
 from hf_patrickstar.schedule.script import Begin, Part
-from hf_patrickstar.tracing import micro_batch, stacks
+from hf_patrickstar.tracing import micro_batch
 from hf_patrickstar.tracing.fake import as_fake
-from hf_patrickstar.tracing.stacks import cut, find_stacks
+from hf_patrickstar.tracing.micro_batch import cut, find_stacks
 
 H100 = MACHINES["h100"]
 DEPTH = 12
@@ -137,7 +137,7 @@ def check_extended(training):
 @pytest.fixture
 def shallow(monkeypatch):
     """Stacks of fewer blocks are cut, too, for tests that are about something else than depth."""
-    monkeypatch.setattr(stacks, "LEAST_BLOCKS", SHALLOW - 1)
+    monkeypatch.setattr(micro_batch, "LEAST_BLOCKS", SHALLOW - 1)
 
 
 def evaluate_and_train(model, inputs):

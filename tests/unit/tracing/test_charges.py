@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_patrickstar.tracing.charges import caller
+from hf_patrickstar.tracing.costs import caller
 
 
 @pytest.mark.parametrize("name", ["hf_patrickstar.memory.meters", "hf_patrickstar.memory.streams", "torch.utils"])
