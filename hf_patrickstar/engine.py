@@ -175,9 +175,6 @@ class PatrickStarEngine:
         """Masters and optimizer states, as checkpoints have them; ``None`` in an engine without an optimizer."""
         return self.checkpoints.state if self.optimizers else None
 
-    def _make_optimizer(self, optimizer: torch.optim.Optimizer, kernel: Kernel, number: int) -> ChunkedOptimizer:
-        return ChunkedOptimizer(optimizer, kernel, self.manager, number, self.follow_model, self.optimizers)
-
     def follow_model(self) -> bool:
         """Adapts the engine to changes of the model or the param groups, as every forward and step does anyway.
 
@@ -210,7 +207,7 @@ class PatrickStarEngine:
         """
         check_optimizers(self.model, [optimizer])
         kernel, number = make_kernel(optimizer, self._means), len(self._kernels)
-        chunked = self._make_optimizer(optimizer, kernel, number)
+        chunked = ChunkedOptimizer(optimizer, kernel, self.manager, number, self.follow_model, self.optimizers)
         self._kernels.append(kernel)
         self.optimizers.append(chunked)
         self._decisions.lists[number] = list_names(kernel, self._num_micro_batches)
@@ -263,8 +260,9 @@ class PatrickStarEngine:
         try:
             chunk_losses(self._heads)
             self._first_values.begin(self.model)
-            for number, (optimizer, kernel) in enumerate(zip(optimizers, self._kernels, strict=True)):
-                self.optimizers.append(self._make_optimizer(optimizer, kernel, number))
+            for number, (inner, kernel) in enumerate(zip(optimizers, self._kernels, strict=True)):
+                chunked = ChunkedOptimizer(inner, kernel, self.manager, number, self.follow_model, self.optimizers)
+                self.optimizers.append(chunked)
             collectives, is_in_file = self.collectives, functools.partial(is_in_model_file, self.model)
             state = TrainingState(self.manager, self.optimizers, collectives, is_in_file)
             self.checkpoints = Checkpoints(self.model, self.manager, self.weights, state, collectives, self.config)

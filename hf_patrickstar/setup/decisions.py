@@ -36,6 +36,7 @@ from hf_patrickstar.setup.homes import (
     ModelNumbers,
     Situation,
     can_move_homes,
+    nbytes_in_use,
     staging_nbytes,
 )
 from hf_patrickstar.setup.precision import Precision, choose_precision
@@ -50,27 +51,25 @@ class Decisions(Arrangement):
 
     Attributes:
         tensors: One spec per parameter, in model order.
-        parameters: The parameters, in the same order.
         precision: The types of parameters, and the type that forward computes in.
         lists: The lists that chunks have beside ``param``, by the index of their optimizer; see ``lists_of``.
         widens_gradients: Whether optimizers have to widen gradients to fp32; those of an accumulation list are wide.
         prefetch_depth: How many chunks are loaded ahead.
         depth_reason: Why.
         numbers: The model.
-        in_use_nbytes: Bytes of the device that were in use already.
+        parameters: The parameters, in the order of ``tensors``; none where a model is numbers alone.
         offload_reason: How many activations leave the device between forward and backward, and why; empty if nothing is
             known of a step.
     """
 
     tensors: list[TensorSpec]
-    parameters: list[torch.nn.Parameter]
     precision: Precision
     lists: dict[int, tuple[str, ...]]
     widens_gradients: bool
     prefetch_depth: int
     depth_reason: str
     numbers: ModelNumbers
-    in_use_nbytes: int
+    parameters: list[torch.nn.Parameter] = dataclasses.field(default_factory=list)
     offload_reason: str = ""
 
     @property
@@ -256,7 +255,8 @@ def inspect(
         "types before training": [(name, parameter.dtype) for name, parameter in model.named_parameters()],
         "buffers": [(name, _outline(buffer)) for name, buffer in model.named_buffers()],
     }
-    return ModelNumbers(tensors, modules, chosen, is_restorable, embeddings, outlines), parameters
+    in_use_nbytes = nbytes_in_use(situation, parameters)
+    return ModelNumbers(tensors, modules, chosen, is_restorable, embeddings, outlines, in_use_nbytes), parameters
 
 
 def with_state_types(
@@ -278,23 +278,18 @@ def with_state_types(
 
 
 def decide_for(
-    numbers: ModelNumbers,
-    situation: Situation,
-    in_use_nbytes: int = 0,
-    agree: Callable[[list[int]], list[int]] | None = None,
+    numbers: ModelNumbers, situation: Situation, agree: Callable[[list[int]], list[int]] | None = None
 ) -> Decisions:
     """Decides layout and homes, from numbers alone; see ``needs.decide``.
 
     Args:
         numbers: The model.
         situation: What decisions depend on.
-        in_use_nbytes: Bytes of the device that are in use already (by another model, for example).
         agree: Returns the smallest of each limit of all processes; by default it asks them.
     """
     ledger, tensors = situation.resources.ledger, numbers.tensors
     lists = _choose_lists(situation, is_restorable=numbers.is_restorable)
-    arranger = Arranger(numbers, lists, situation, in_use_nbytes)
-    found = arranger.arrange(agree or functools.partial(_agree, numbers, situation))
+    found = Arranger(numbers, lists, situation).arrange(agree or functools.partial(_agree, numbers, situation))
     ledger.spilled_nbytes = sum(found.chunk_nbytes[index].host_nbytes for index in found.homes.margin)
     if not situation.resources.is_metered:
         # Both tiers are the same memory: the compute tier cannot have the bytes that are at home on the host.
@@ -304,14 +299,12 @@ def decide_for(
     return Decisions(
         **{field.name: getattr(found, field.name) for field in dataclasses.fields(found)},
         tensors=tensors,
-        parameters=[],
         precision=numbers.precision,
         lists=lists,
         widens_gradients=situation.num_micro_batches == 1,
         prefetch_depth=depth,
         depth_reason=depth_reason,
         numbers=numbers,
-        in_use_nbytes=in_use_nbytes,
     )
 
 

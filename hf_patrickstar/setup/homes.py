@@ -76,6 +76,7 @@ class ModelNumbers:
         is_restorable: Whether values in chunks have the types that the model was loaded in.
         embeddings: The places of embeddings in ``model.modules()``.
         outlines: What all processes must have alike beside these: types before training, and buffers.
+        in_use_nbytes: Bytes of the device that are in use beside the model (by another one, for example).
     """
 
     tensors: list[TensorSpec]
@@ -84,6 +85,7 @@ class ModelNumbers:
     is_restorable: bool
     embeddings: frozenset[int]
     outlines: Mapping[str, Any]
+    in_use_nbytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -138,13 +140,11 @@ class Arranger:
         numbers: The model.
         lists: The lists beside ``param``, by the index of the optimizer.
         situation: What decisions depend on.
-        in_use_nbytes: Bytes of the device that are in use already (by another model, for example).
     """
 
     numbers: ModelNumbers
     lists: Mapping[int, tuple[str, ...]]
     situation: Situation
-    in_use_nbytes: int
 
     @functools.cached_property
     def _total_nbytes(self) -> int:
@@ -195,7 +195,7 @@ class Arranger:
     def _room(self) -> _Room:
         """What the device has room for."""
         ledger = self.situation.resources.ledger
-        whole = max(ledger.limit(Tier.DEVICE) - self.in_use_nbytes, 0)
+        whole = max(ledger.limit(Tier.DEVICE) - self.numbers.in_use_nbytes, 0)
         share, reserve = whole, 0
         if self.situation.resources.is_metered:
             share, reserve = int(whole * UNMEASURED_SHARE), int(whole * UNMEASURED_RESERVE)
@@ -263,7 +263,7 @@ class Arranger:
     def _limits(self) -> list[Limit]:
         """The settings that limit what chunks may take on the device, for errors."""
         device, *chunks = self.situation.resources.ledger.limits(Tier.DEVICE)
-        return [device._replace(nbytes=max(device.nbytes - self.in_use_nbytes, 0)), *chunks]
+        return [device._replace(nbytes=max(device.nbytes - self.numbers.in_use_nbytes, 0)), *chunks]
 
 
 def _needs(

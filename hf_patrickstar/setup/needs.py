@@ -17,7 +17,7 @@ from hf_patrickstar.model.admission import is_checkpointing
 from hf_patrickstar.model.chunked_loss import find_heads, has_chunked_loss
 from hf_patrickstar.schedule.trace import KnownTraces, Trace
 from hf_patrickstar.setup.decisions import Decisions, decide_for, inspect
-from hf_patrickstar.setup.homes import ModelNumbers, Situation, nbytes_in_use
+from hf_patrickstar.setup.homes import ModelNumbers, Situation
 from hf_patrickstar.units import format_nbytes, name_budget
 
 PLENTY_NBYTES = 2**50
@@ -117,18 +117,15 @@ def decide(model: torch.nn.Module, precision: str, situation: Situation) -> Deci
         EngineError: If the model cannot be managed.
     """
     numbers, parameters = inspect(model, precision, situation)
-    in_use_nbytes = nbytes_in_use(situation, parameters)
     try:
-        decided = decide_for(numbers, situation, in_use_nbytes)
+        decided = decide_for(numbers, situation)
     except BudgetError as error:
-        error.more = Later(functools.partial(describe_least, numbers, situation, in_use_nbytes))
+        error.more = Later(functools.partial(describe_least, numbers, situation))
         raise
     return dataclasses.replace(decided, parameters=parameters)
 
 
-def describe_least(
-    numbers: ModelNumbers, situation: Situation, in_use_nbytes: int, traces_on: TracesOn | None = None
-) -> str:
+def describe_least(numbers: ModelNumbers, situation: Situation, traces_on: TracesOn | None = None) -> str:
     """Says which budgets are too small, each with the least that would do; nothing if none is, or nobody can know.
 
     As for ``hf-patrickstar plan``, the device is asked for first, with a host that is large enough.
@@ -136,7 +133,6 @@ def describe_least(
     Args:
         numbers: The model.
         situation: What decisions depend on, with the present budgets.
-        in_use_nbytes: Bytes of the device that are in use already.
         traces_on: What a step does; ``None`` if that is not known, nor what activations take. Then the host alone is
             asked for, with room for all chunks that do not all fit on the device.
     """
@@ -155,7 +151,7 @@ def describe_least(
         resources = dataclasses.replace(situation.resources, ledger=ledger)
         other = dataclasses.replace(situation, resources=resources)
         try:
-            decided = decide_for(numbers, other, in_use_nbytes, agree=lambda limits: limits)
+            decided = decide_for(numbers, other, agree=lambda limits: limits)
         except BudgetError:
             return None
         if traces_on is None:

@@ -104,7 +104,7 @@ class StepEstimator:
         situation: Situation,
     ) -> None:
         resources = situation.resources
-        self._known = decisions.numbers, situation, decisions.in_use_nbytes
+        self._known = decisions.numbers, situation
         self._model = model
         self._manager = manager
         self._casting = casting
