@@ -285,8 +285,7 @@ class PatrickStarEngine:
             self.hooks.attach()
             self._live.attach(self.hooks.ids)
             self.manager.lock.wait_for_forwards(self.model.modules(), "PatrickStarEngine()")
-            of_copy = self._decisions.precision.casting(torch.device("cpu"))
-            self.manager.steps.estimator = make_estimator(self.model, self.manager, of_copy, self._decisions, situation)
+            self.manager.steps.estimator = make_estimator(self.model, self.manager, self._decisions, situation)
             self._move_in()
             for optimizer in self.optimizers:
                 optimizer.take_inner_state()

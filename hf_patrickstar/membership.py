@@ -198,13 +198,8 @@ class Membership:
         layout, chunks = self._allocate(change)
         for tensor in change.gone:
             self._give_back(tensor)
-        logger.info(
-            "patrickstar: the model has changed: %d parameters are new or need other lists, %d are gone; %d chunks "
-            "were added",
-            len(change.new),
-            len(change.gone),
-            len(chunks),
-        )
+        text = f"{len(change.new)} parameters are new or need other lists, {len(change.gone)} are gone"
+        logger.info("patrickstar: the model has changed: %s; %d chunks were added", text, len(chunks))
         placements = {placement.tensor_index: placement for placement in layout.placements}
         parameters = {change.specs[place].index: change.parameters[place] for place in change.new}
         made: dict[int, ManagedParameter] = {}

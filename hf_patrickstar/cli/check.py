@@ -33,18 +33,11 @@ _SIGNALLED = 128
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what the command understands."""
-    parser.add_argument(
-        "--steps", type=int, default=2, metavar="N", help="optimizer steps of each training (default: %(default)s)"
-    )
-    parser.add_argument(
-        "script", metavar="SCRIPT", help="a training script that trains with the Trainer, or a checkpoint"
-    )
-    parser.add_argument(
-        "arguments",
-        nargs=argparse.REMAINDER,
-        metavar="ARGS",
-        help="the script's own arguments; --patrickstar may be among them",
-    )
+    add = parser.add_argument
+    add("--steps", type=int, default=2, metavar="N", help="optimizer steps of each training (default: %(default)s)")
+    add("script", metavar="SCRIPT", help="a training script that trains with the Trainer, or a checkpoint")
+    text = "the script's own arguments; --patrickstar may be among them"
+    add("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help=text)
 
 
 def run(options: argparse.Namespace) -> int:

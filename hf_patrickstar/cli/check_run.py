@@ -7,6 +7,7 @@ reporting are switched off.
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import pathlib
@@ -159,12 +160,8 @@ def record_training(text: str) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010  (a property of the module)
     try:
-        run_script(
-            task.path,
-            task.arguments,
-            lambda trainer, train: _train(task, trainer, train),
-            lambda arguments: _change_arguments(task, arguments),
-        )
+        on_train, on_arguments = (functools.partial(each, task) for each in (_train, _change_arguments))
+        run_script(task.path, task.arguments, on_train, on_arguments)
     except ScriptError as error:
         Record(problem=str(error)).write(task.directory)
 

@@ -25,19 +25,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     def add_number(name: str, default: int, what: str) -> None:
         add(name, type=int, default=default, metavar="N", help=f"{what} (default: %(default)s)")
 
-    add(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help="a model id, a directory, a config.json, or TYPE:KEY=VALUE,... as in gpt2:n_layer=48,n_embd=1600; or, "
-        "after --, a training script and its own arguments, which then say what is trained and how",
+    text = (
+        "a model id, a directory, a config.json, or TYPE:KEY=VALUE,... as in gpt2:n_layer=48,n_embd=1600; or, after "
+        "--, a training script and its own arguments, which then say what is trained and how"
     )
-    add(
-        "--machine",
-        default="rtx4090",
-        help=f"{', '.join(MACHINES)}; several as in 8xh100; this; or a file of 'env --measure --json' "
-        "(default: %(default)s)",
+    add("model", nargs="?", metavar="MODEL", help=text)
+    text = (
+        f"{', '.join(MACHINES)}; several as in 8xh100; this; or a file of 'env --measure --json' (default: %(default)s)"
     )
+    add("--machine", default="rtx4090", help=text)
     add("--device-memory", metavar="SIZE", help="what training may take (default: 95%% of the device's memory)")
     add("--host-memory", metavar="SIZE", help="for each process (default: 90%% of its share of the host)")
     add("--host-cores", type=int, metavar="N", help="cores of the host for each process (default: its share of all)")
@@ -47,43 +43,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_number("--accumulation", 1, "micro-batches of an optimizer step")
     add_number("--processes", 1, "processes, each on a device of the machine")
     add("--dtype", default="bf16", help="bf16, fp16, fp32 or auto (default: %(default)s)")
-    add(
-        "--optimizer",
-        "--optim",
-        default="adamw",
-        help="a class of torch.optim, or of bitsandbytes as --optim has it: adamw_8bit (default: %(default)s)",
-    )
+    text = "a class of torch.optim, or of bitsandbytes as --optim has it: adamw_8bit (default: %(default)s)"
+    add("--optimizer", "--optim", default="adamw", help=text)
     add("--gradient-checkpointing", action="store_true", help="recompute activations in backward")
     add("--max-grad-norm", type=float, default=1.0, help="clip gradients to this norm, or 0 (default: %(default)s)")
-    add(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="a setting of patrickstar_config; may be repeated",
-    )
-    add(
-        "--lora",
-        metavar="SETTINGS",
-        help="train adapters over a frozen model: r=16,alpha=32,targets=q_proj+v_proj, each optional (needs PEFT)",
-    )
+    text = "a setting of patrickstar_config; may be repeated"
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help=text)
+    text = "train adapters over a frozen model: r=16,alpha=32,targets=q_proj+v_proj, each optional (needs PEFT)"
+    add("--lora", metavar="SETTINGS", help=text)
     add("--peft", metavar="PATH", help="the same by an adapter_config.json, or a directory with one")
     for bits in (4, 8):
         text = f"the frozen model is packed into {bits} bits (needs bitsandbytes, and --lora or --peft)"
         add(f"--load-in-{bits}bit", action="store_true", help=text)
-    add(
-        "--search",
-        metavar="GOAL",
-        help="what to look for: max-batch, max-seq-len, max-model (more layers), or cheapest-machine (of those known)",
-    )
+    text = "what to look for: max-batch, max-seq-len, max-model (more layers), or cheapest-machine (of those known)"
+    add("--search", metavar="GOAL", help=text)
     add("--no-advice", action="store_true", help="do not plan changes, which takes longest")
     add("--verbose", action="store_true", help="print every kind of memory, and what was decided and why")
     add("--json", metavar="FILE", help="write the plan there too; an older file is replaced")
-    add(
-        "--html",
-        metavar="FILE",
-        help="write a page of the plan there, and the timeline for Perfetto beside it; older files are replaced",
-    )
+    text = "write a page of the plan there, and the timeline for Perfetto beside it; older files are replaced"
+    add("--html", metavar="FILE", help=text)
     parser.set_defaults(defaults={action.dest: action.default for action in parser._actions})
 
 

@@ -25,17 +25,12 @@ HELP = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what the command understands before SCRIPT."""
     parser.usage = "%(prog)s [--patrickstar] [--patrickstar_config JSON] [--inherit] (SCRIPT | -m MODULE) ARGS..."
-    parser.add_argument(
-        "--patrickstar",
-        action="store_true",
-        help="train everything in chunks: every TrainingArguments and every Accelerator of the script",
-    )
-    parser.add_argument(
-        "--patrickstar_config", metavar="JSON", help="settings for all of them: JSON text or the path of a JSON file"
-    )
-    parser.add_argument(
-        "--inherit", action="store_true", help="do the same in Python processes that the script starts (launchers)"
-    )
+    add = parser.add_argument
+    text = "train everything in chunks: every TrainingArguments and every Accelerator of the script"
+    add("--patrickstar", action="store_true", help=text)
+    text = "settings for all of them: JSON text or the path of a JSON file"
+    add("--patrickstar_config", metavar="JSON", help=text)
+    add("--inherit", action="store_true", help="do the same in Python processes that the script starts (launchers)")
 
 
 def split_program(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -179,15 +179,13 @@ def _made_private(access: Access) -> Access:
     return access
 
 
-_VIEWS = frozenset(
-    (
-        *("__get__", "__getitem__", "__iter__", "__reversed__", "adjoint", "as_strided", "broadcast_to", "chunk"),
-        *("contiguous", "detach", "diagonal", "dsplit", "expand", "expand_as", "flatten", "hsplit", "movedim"),
-        *("moveaxis", "narrow", "permute", "ravel", "reshape", "reshape_as", "select", "split", "split_with_sizes"),
-        *("squeeze", "swapaxes", "swapdims", "t", "tensor_split", "transpose", "unbind", "unflatten", "unfold"),
-        *("unsafe_chunk", "unsafe_split", "unsqueeze", "view", "view_as", "vsplit"),
-    )
-)
+_VIEWS = {
+    *("__get__", "__getitem__", "__iter__", "__reversed__", "adjoint", "as_strided", "broadcast_to", "chunk"),
+    *("contiguous", "detach", "diagonal", "dsplit", "expand", "expand_as", "flatten", "hsplit", "movedim"),
+    *("moveaxis", "narrow", "permute", "ravel", "reshape", "reshape_as", "select", "split", "split_with_sizes"),
+    *("squeeze", "swapaxes", "swapdims", "t", "tensor_split", "transpose", "unbind", "unflatten", "unfold"),
+    *("unsafe_chunk", "unsafe_split", "unsqueeze", "view", "view_as", "vsplit"),
+}
 """The names of functions of torch that return what looks into their operand."""
 
 
@@ -559,10 +557,7 @@ def _properties(names: str, accessor: str = "__get__") -> set[Any]:
 _OF_TYPES = frozenset(
     _properties("dtype itemsize nbytes grad_dtype")
     | named(torch.Tensor, "element_size new_empty new_zeros new_ones new_full new_empty_strided new")
-    | named(
-        torch,
-        "result_type zeros_like ones_like empty_like full_like rand_like randn_like randint_like",
-    )
+    | named(torch, "result_type zeros_like ones_like empty_like full_like rand_like randn_like randint_like")
 )
 """Functions without values that tell a type, or make something in it."""
 

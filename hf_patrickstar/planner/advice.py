@@ -50,11 +50,8 @@ class Change:
 
     def __add__(self, other: "Change") -> "Change":
         """Both changes, one after the other."""
-        return Change(
-            f"{self.text}, and {other.text}",
-            f"{self.option} {other.option}",
-            lambda setup: other.apply(self.apply(setup)),
-        )
+        text, option = f"{self.text}, and {other.text}", f"{self.option} {other.option}"
+        return Change(text, option, lambda setup: other.apply(self.apply(setup)))
 
 
 def advise(subject: Subject, training: TrainingSetup, plan: Plan, progress: Progress = lambda text: None) -> Plan:
@@ -137,11 +134,8 @@ def changes(subject: Subject, given: TrainingSetup, plan: Plan) -> Iterator[Chan
         on = _training(settings={**given.settings, "activation_offload": "auto"})
         yield Change("let activations leave the device for the host", "--set activation_offload=auto", on)
     if _has_large_logits(subject, given):
-        chunks = Change(
-            "compute the loss in chunks of tokens",
-            "--set chunked_loss=true",
-            _training(settings={**given.settings, "chunked_loss": True}),
-        )
+        in_chunks = _training(settings={**given.settings, "chunked_loss": True})
+        chunks = Change("compute the loss in chunks of tokens", "--set chunked_loss=true", in_chunks)
         yield chunks
         if plan.fits:
             yield chunks + _with_batch(2 * batch)

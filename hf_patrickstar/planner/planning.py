@@ -42,13 +42,11 @@ BESIDE = "other modules"
 THIS = "this"
 """The machine at hand, which is measured."""
 _CHUNKS = "chunk_budget"
-_OF_CHUNKS = frozenset(
-    {
-        *("chunk_numel", "device_budget", "host_budget", "chunk_budget", "placement", "cpu_embedding", "eviction"),
-        *("prefetch_depth", "overlap_optimizer", "reshard_after_forward", "host_threads", "machine"),
-        *("activation_offload",),
-    }
-)
+_OF_CHUNKS = {
+    *("chunk_numel", "device_budget", "host_budget", "chunk_budget", "placement", "cpu_embedding", "eviction"),
+    *("prefetch_depth", "overlap_optimizer", "reshard_after_forward", "host_threads", "machine"),
+    *("activation_offload",),
+}
 """Settings that do not change what torch tells an engine."""
 _LOGGERS = {
     **dict.fromkeys(("hf_patrickstar", "bitsandbytes"), logging.ERROR),
@@ -201,11 +199,9 @@ def arrange_machine(
         if host_cores < 1:
             raise ConfigError(f"cores of the host: must be at least 1, got {host_cores}")
         found = found.with_cores(host_cores)
-    return dataclasses.replace(
-        found,
-        device_nbytes=_share(device_memory, found.device_nbytes, DEVICE_SHARE, "device memory"),
-        host_nbytes=_share(host_memory, found.host_nbytes, HOST_SHARE, "host memory"),
-    )
+    device_nbytes = _share(device_memory, found.device_nbytes, DEVICE_SHARE, "device memory")
+    host_nbytes = _share(host_memory, found.host_nbytes, HOST_SHARE, "host memory")
+    return dataclasses.replace(found, device_nbytes=device_nbytes, host_nbytes=host_nbytes)
 
 
 def time_operators(world_size: int) -> OperatorTimes:
@@ -270,16 +266,10 @@ def _plan_of(subject: Subject, given: TrainingSetup, simulation: Simulation) -> 
 
 
 def _chunks(simulation: Simulation) -> Chunks:
-    layout = simulation.layout
-    return Chunks(
-        len(layout.chunks) * simulation.world_size,
-        layout.chunk_numel,
-        layout.utilisation,
-        simulation.world_size * sum(load.is_here for load in simulation.loads),
-        sum(load.nbytes for load in simulation.loads),
-        max((load.nbytes for load in simulation.loads), default=0),
-        simulation.survey.reasons,
-    )
+    layout, loads, num = simulation.layout, simulation.loads, simulation.world_size
+    sizes = num * len(layout.chunks), layout.chunk_numel, layout.utilisation
+    nbytes, num_on_device = [load.nbytes for load in loads], num * sum(load.is_here for load in loads)
+    return Chunks(*sizes, num_on_device, sum(nbytes), max(nbytes, default=0), simulation.survey.reasons)
 
 
 def _speed(subject: Subject, given: TrainingSetup, simulation: Simulation) -> Speed:

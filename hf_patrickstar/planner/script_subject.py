@@ -170,29 +170,18 @@ def arrange_script(
     with tempfile.TemporaryDirectory(prefix="hf-patrickstar-plan-") as directory:
         subject, given = _find(path, arguments, directory)
     given |= settings or {}
-    found = arrange_machine(
-        machine,
-        world_size,
-        _unless_auto(device_memory, given.get("device_budget")),
-        _unless_auto(host_memory, given.get("host_budget")),
-        host_cores,
-    )
-    beside = [tensor for module in subject.others.values() for tensor in module.parameters()]
-    args = subject.trainer.args
-    return subject, TrainingSetup(
-        found,
-        args.gradient_accumulation_steps,
-        world_size,
-        type(subject.optimizer).__name__,
-        args.max_grad_norm or float("inf"),  # the Trainer computes the norm all the same
-        {key: value for key, value in given.items() if key not in OF_THE_MACHINE},
-        time_operators(world_size) if machine == THIS else None,
-        sum(tensor.nbytes for tensor in beside),
-    )
-
-
-def _unless_auto(given: int | str | None, setting: Any) -> Any:
-    return given if given is not None or setting == "auto" else setting
+    if device_memory is None and given.get("device_budget") != "auto":
+        device_memory = given.get("device_budget")
+    if host_memory is None and given.get("host_budget") != "auto":
+        host_memory = given.get("host_budget")
+    found = arrange_machine(machine, world_size, device_memory, host_memory, host_cores)
+    args, optimizer = subject.trainer.args, type(subject.optimizer).__name__
+    max_norm = args.max_grad_norm or float("inf")  # the Trainer computes the norm all the same
+    others = {key: value for key, value in given.items() if key not in OF_THE_MACHINE}
+    times = time_operators(world_size) if machine == THIS else None
+    beside = sum(tensor.nbytes for module in subject.others.values() for tensor in module.parameters())
+    trained = args.gradient_accumulation_steps, world_size, optimizer, max_norm
+    return subject, TrainingSetup(found, *trained, others, times, beside)
 
 
 def _find(path: str, arguments: Sequence[str], directory: str) -> tuple[ScriptSubject, dict[str, Any]]:

@@ -32,7 +32,7 @@ from hf_patrickstar.runtime.chunk import GRADIENTS, STAGING
 from hf_patrickstar.schedule.bounds import ADAM_NBYTES, OTHERS_NBYTES, update_nbytes
 from hf_patrickstar.schedule.clock import Timeline
 from hf_patrickstar.schedule.estimate import Estimate
-from hf_patrickstar.schedule.op_trace import LookedUp, OpTrace
+from hf_patrickstar.schedule.op_trace import OpTrace
 from hf_patrickstar.schedule.pace import seconds_to_first_step
 from hf_patrickstar.schedule.placement import Lookups, plan_lookups
 from hf_patrickstar.schedule.plan import MovePlan, chunkable_nbytes, repeated_plans
@@ -315,18 +315,13 @@ class _Simulator:
         ops, traces, asked = self._looked_up_by(ops_of, {}, homed)
         if decisions.embeddings.is_final or not asked:
             return ops, traces, {}, []
-        rows: dict[int, int] = {}
-        for note in ops.notes:
-            if isinstance(note, LookedUp):
-                rows[note.index] = rows.get(note.index, 0) + note.nbytes
         known = self._known_traces(traces, {})
         room = decisions.estimate(self._situation, known).room_beside(homed)
-        sizes = {index: decisions.chunk_nbytes[chunk_of[index]].param_nbytes for index in rows}
-        lookups, reason = plan_lookups(
-            {index: Lookups(sizes[index], rows[index], decisions.tensors[index].trainable) for index in rows},
-            self._resources.machine,
-            room,
-        )
+        of_tensors = {}
+        for index, nbytes in ops.looked_up_nbytes().items():
+            size = decisions.chunk_nbytes[chunk_of[index]].param_nbytes
+            of_tensors[index] = Lookups(size, nbytes, decisions.tensors[index].trainable)
+        lookups, reason = plan_lookups(of_tensors, self._resources.machine, room)
         if any(place == "device" for place in lookups.values()):
             ops, traces, _ = self._looked_up_by(ops_of, lookups, homed)
         return ops, traces, lookups, [reason]
@@ -340,17 +335,17 @@ class _Simulator:
         return ops, traces_of(ops, self._places, self._rules(frozenset())), asked
 
     def _rules(self, homed: frozenset[int]) -> StepRules:
-        kernel, overlaps = self._kernel, self._config.overlap_optimizer
-        chunks = self._layout.chunks
+        resources, updated = self._resources, [spec for spec in self._layout.chunks if spec.is_updated]
+        overlaps_update = self._config.overlap_optimizer and resources.has_lanes and self._kernel.runs_beside
         return StepRules(
-            self._num_micro_batches,
-            self._resources.streams.most_in_flight_nbytes,
-            self._resources.collectives.is_asynchronous,
-            self._config.reduce_dtype == "fp32" and self._machine.has_accelerator,
-            self._trained.max_norm is not None,
-            homed,
-            {spec.index: self._update_work(spec, spec.index in homed) for spec in chunks if spec.is_updated},
-            overlaps and self._resources.has_lanes and kernel.runs_beside,
+            num_micro_batches=self._num_micro_batches,
+            in_flight_nbytes=resources.streams.most_in_flight_nbytes,
+            overlaps_reduction=resources.collectives.is_asynchronous,
+            widens_sums=self._config.reduce_dtype == "fp32" and self._machine.has_accelerator,
+            has_norms=self._trained.max_norm is not None,
+            device_homed=homed,
+            updates={spec.index: self._update_work(spec, spec.index in homed) for spec in updated},
+            overlaps_update=overlaps_update,
         )
 
     def _update_work(self, spec: ChunkSpec, on_device: bool) -> HostWork:
@@ -390,15 +385,11 @@ class _Simulator:
         fixed, static = self._fixed(homed, Tier.DEVICE), homed if trained.world_size == 1 else frozenset()
         free, most = estimate.device_nbytes - sum(fixed.values()), self._resources.ledger.chunk_budget
         most = None if most is None else most - sum(fixed.values())
-        plans = repeated_plans(
-            traces,
-            [chunkable_nbytes(made, free, most) for made in traces],
-            self._config.eviction,
-            dropped_after=estimate.updated,
-            static=static,
-            prefetch_depth=0 if self._config.debug_evict_all else self.decisions.prefetch_depth,
-            reshard_after_forward=self._config.reshard_after_forward and trained.world_size > 1,
-        )
+        capacities = [chunkable_nbytes(made, free, most) for made in traces]
+        rules: dict[str, Any] = {"dropped_after": estimate.updated, "static": static}
+        rules["prefetch_depth"] = 0 if self._config.debug_evict_all else self.decisions.prefetch_depth
+        rules["reshard_after_forward"] = self._config.reshard_after_forward and trained.world_size > 1
+        plans = repeated_plans(traces, capacities, self._config.eviction, **rules)
         told = self._rules(homed)
         script = whole_step(ops, self._places, told, [made.kind for made in traces])
         loads = tuple(estimate.loads(homed))
@@ -464,23 +455,13 @@ class _Simulator:
         return nbytes
 
     def _survey(
-        self,
-        traces: Sequence[Trace],
-        plans: Sequence[MovePlan],
-        homed: frozenset[int],
-        free: int,
-        reasons: Sequence[str],
+        self, traces: list[Trace], plans: list[MovePlan], homed: frozenset[int], free: int, reasons: list[str]
     ) -> Survey:
         ledger, decisions = self._resources.ledger, self.decisions
         by_kind = {made.kind: (made, plan, Room(free, None, 0, ())) for made, plan in zip(traces, plans, strict=True)}
-        chunks = tuple(
-            SurveyedChunk.of(
-                spec,
-                Tier.DEVICE if spec.index in homed else Tier.HOST,
-                spec.chunk_numel * spec.types.itemsize,
-                decisions.chunk_nbytes[spec.index].state_nbytes,
-                [decisions.tensors[index] for index in spec.tensor_indices],
-            )
-            for spec in self._layout.chunks
-        )
+        chunks = []
+        for spec in self._layout.chunks:
+            home, nbytes = Tier.DEVICE if spec.index in homed else Tier.HOST, decisions.chunk_nbytes[spec.index]
+            tensors = [decisions.tensors[index] for index in spec.tensor_indices]
+            chunks.append(SurveyedChunk.of(spec, home, nbytes.param_nbytes, nbytes.state_nbytes, tensors))
         return Survey.of(chunks, ledger, by_kind.values(), reasons)

@@ -82,15 +82,8 @@ def bounds_of(
         updated_nbytes: Bytes that the optimizer reads and writes on the host, at least.
         optimizer: What it is called.
     """
-    busy = timeline.busy_ns()
+    lanes = {lane.value: nanoseconds for lane, nanoseconds in timeline.busy_ns().items() if lane not in _OF_THE_HOST}
     update = f"host {optimizer}"
     first, *others = [nanoseconds for part, nanoseconds in device_ns(script, machine) if part is not Part.UPDATE]
-    return Bounds(
-        {
-            **{lane.value: nanoseconds for lane, nanoseconds in busy.items() if lane not in _OF_THE_HOST},
-            update: machine.host_ns(0, updated_nbytes),
-        },
-        first,
-        sum(others),
-        update,
-    )
+    lanes[update] = machine.host_ns(0, updated_nbytes)
+    return Bounds(lanes, first, sum(others), update)

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.machine import Machine
@@ -105,14 +106,12 @@ class Estimate:
             BudgetError: If none were found with which the device has room for every moment of the traces.
         """
         chunks = [chunk for chunk in self.nbytes if chunk.chunk_index not in kept]
-        needs = self._needs(kept, self.unusable_nbytes)
-        tiers = Tiers(
-            self.host_nbytes_for_chunks,
-            self.device_nbytes - sum(self.nbytes[index].device_nbytes for index in kept),
-            [(nbytes, frozenset()) for nbytes, _ in needs] if self.has_groups else needs,
-            self.host_workspace_nbytes,
-            self.workspace_nbytes,
-        )
+        needs, device = self._needs(kept, self.unusable_nbytes), self.device_nbytes
+        if self.has_groups:
+            needs = [(nbytes, frozenset()) for nbytes, _ in needs]
+        device -= sum(self.nbytes[index].device_nbytes for index in kept)
+        workspaces = self.host_workspace_nbytes, self.workspace_nbytes
+        tiers = Tiers(self.host_nbytes_for_chunks, device, needs, *workspaces)
         if tiers.on_host(chunks) <= tiers.host_nbytes:
             return frozenset()
         found = spill(chunks, tiers, in_order(range(len(self.nbytes)), self.traces))
@@ -158,15 +157,9 @@ class Estimate:
         """
         is_ahead = is_ahead and self.prefetch_depth > 0
         prefetched = [is_ahead * (work.gradient_nbytes + work.sent_nbytes) for work in self.works]
-        return fill_margin(
-            [self.nbytes[index] for index in movable],
-            self.traces,
-            self.device_nbytes - self._fixed_nbytes(kept),
-            prefetched,
-            kept,
-            self.unusable_nbytes,
-            copies_stay=self.has_groups,
-        )
+        chunks, device_nbytes = [self.nbytes[index] for index in movable], self.device_nbytes - self._fixed_nbytes(kept)
+        others = prefetched, kept, self.unusable_nbytes
+        return fill_margin(chunks, self.traces, device_nbytes, *others, copies_stay=self.has_groups)
 
     def _plan_margin(
         self, movable: Sequence[int], candidates: Sequence[int], kept: frozenset[int], least: int = 0
@@ -284,13 +277,7 @@ class Estimate:
         Returns:
             How many of each micro-batch of training leave, how many may, and why, as a clause.
         """
-
-        @functools.cache
-        def begun(num: int) -> tuple[Estimate, Homes] | None:
-            """What is so if so many leave; ``None`` if a step has no room then."""
-            leaving = self.offloading(num)
-            found = leaving.homes_with_room(homes, are_made=are_made)
-            return None if found is None else (leaving, found)
+        begun = functools.cache(functools.partial(self._begun, homes, are_made=are_made))
 
         def cost_of(num: int) -> StepCost | None:
             if (found := begun(num)) is None:
@@ -304,6 +291,12 @@ class Estimate:
         num, why = choose_offload(self.offload, self.num_can_leave, cost_of, fits)
         most = most_that_fit(num, self.num_can_leave, fits) if self.has_groups else num
         return num, most, why
+
+    def _begun(self, homes: Homes, num: int, *, are_made: bool) -> "tuple[Estimate, Homes] | None":
+        """What a step begins with if so many activations leave; ``None`` if it has no room then."""
+        leaving = self.offloading(num)
+        found = leaving.homes_with_room(homes, are_made=are_made)
+        return None if found is None else (leaving, found)
 
     def homes_with_room(self, homes: Homes, *, are_made: bool = False) -> Homes | None:
         """Homes that a step begins with, of which those leave the device that may if it has no room beside them.
@@ -331,11 +324,10 @@ class Estimate:
         Args:
             homes: What was decided before a step was known.
         """
+        begun = functools.cache(functools.partial(self._begun, homes, are_made=False))
         most = 0 if self.offload is False else self.num_can_leave
-        fits = functools.cache(lambda num: self.offloading(num).homes_with_room(homes))
-        num = 0 if fits(0) is not None else least_that_fit(most, lambda num: fits(num) is not None)
-        found = None if num is None else fits(num)
-        return None if found is None or num is None else (self.offloading(num), found)
+        num = 0 if begun(0) is not None else least_that_fit(most, lambda num: begun(num) is not None)
+        return None if num is None else begun(num)
 
     def _staying(self, homes: Homes) -> frozenset[int]:
         """Chunks that stay on the device whatever happens: none if a step has no room beside all that are there."""
@@ -368,21 +360,15 @@ class Estimate:
         fixed = self._fixed_nbytes(at_home)
         free = self.device_nbytes - fixed
         most = None if self.chunk_nbytes is None else self.chunk_nbytes - fixed
-        loads = self.loads(at_home)
+        loads, static = self.loads(at_home), frozenset[int]() if self.has_groups else at_home
         training = [trace for trace in self.traces if trace.kind.is_training]
         steps = steps_of(training, self.num_micro_batches)
+        rules: dict[str, Any] = {"dropped_after": self.updated, "static": static, "prefetch_depth": self.prefetch_depth}
         duration_ns = moved = copying_ns = updating_ns = 0
         for traces in steps:
+            capacities = [chunkable_nbytes(trace, free, most) for trace in traces]
             try:
-                plans = repeated_plans(
-                    traces,
-                    [chunkable_nbytes(trace, free, most) for trace in traces],
-                    self.policy,
-                    dropped_after=self.updated,
-                    static=frozenset() if self.has_groups else at_home,
-                    prefetch_depth=self.prefetch_depth,
-                    repetitions=1,
-                )
+                plans = repeated_plans(traces, capacities, self.policy, repetitions=1, **rules)
             except BudgetError:
                 return None
             script = estimate_script(traces, self.works, at_home, overlaps_update=self.overlaps_update)

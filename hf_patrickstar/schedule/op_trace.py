@@ -12,6 +12,7 @@ otherwise each time, cannot be replayed. An engine runs it once: the first step 
 repeat runs with a few of them; see [Note: blocks that repeat].
 """
 
+import collections
 import dataclasses
 
 from hf_patrickstar.schedule.script import Begin, BlockingCopy, DeviceOp, HostWork
@@ -192,3 +193,11 @@ class OpTrace:
     """
 
     notes: tuple[Note, ...]
+
+    def looked_up_nbytes(self) -> collections.Counter[int]:
+        """Bytes of the rows that embeddings have read where they are at home, by the index of the parameter."""
+        found = collections.Counter[int]()
+        for note in self.notes:
+            if isinstance(note, LookedUp):
+                found[note.index] += note.nbytes
+        return found

@@ -112,9 +112,9 @@ class Tiers:
 def plan_homes(
     chunks: Sequence[ChunkBytes],
     tiers: Tiers,
-    *,
     share_nbytes: int | None = None,
     gathered_nbytes: int = 0,
+    *,
     keeps_off: bool = False,
 ) -> Homes:
     """Decides the home of every chunk while no step is known.

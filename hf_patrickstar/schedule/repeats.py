@@ -289,13 +289,12 @@ class _Extension:
         if any(loop.begin < known.end and known.begin < loop.end for known in self._loops):
             return False
         memory = [*(known.made for known in self._loops), loop.made]
+        pairs = zip(self._parsed[loop.begin : loop.middle], self._parsed[loop.middle : loop.end], strict=True)
         return all(
             before.fixed == after.fixed
             and _go_on(before.storages, after.storages, memory)
             and _go_on(before.indices, after.indices, [self._parameters])
-            for before, after in zip(
-                self._parsed[loop.begin : loop.middle], self._parsed[loop.middle : loop.end], strict=True
-            )
+            for before, after in pairs
         )
 
     # What comes of more blocks

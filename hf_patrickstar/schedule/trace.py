@@ -65,6 +65,13 @@ class Visit:
     gradient_nbytes: int = 0
     reduced: tuple[int, ...] = ()
 
+    def with_most_of(self, other: "Visit") -> "Visit":
+        """This visit, with the larger bytes of it and another one, and what was in use in one of them."""
+        pinned = tuple(sorted({*self.pinned, *other.pinned}))
+        non_model_nbytes = max(self.non_model_nbytes, other.non_model_nbytes)
+        gradient_nbytes = max(self.gradient_nbytes, other.gradient_nbytes)
+        return Visit(self.chunk_index, pinned, non_model_nbytes, gradient_nbytes, self.reduced)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Activation:
@@ -192,18 +199,9 @@ class Trace:
         activations, most = self.activations, 0
         if [known.place for known in activations] == [known.place for known in earlier.activations]:
             # Compared is what is left if all leave: one may have the largest peak, and the other the larger activation.
-            pairs = zip(activations, earlier.activations, strict=True)
-            activations, most = tuple(max(pair, key=operator.attrgetter("nbytes")) for pair in pairs), len(activations)
-        visits = tuple(
-            Visit(
-                ours.chunk_index,
-                tuple(sorted({*ours.pinned, *theirs.pinned})),
-                max(ours.non_model_nbytes, theirs.non_model_nbytes),
-                max(ours.gradient_nbytes, theirs.gradient_nbytes),
-                ours.reduced,
-            )
-            for ours, theirs in zip(self.offloading(most).visits, earlier.offloading(most).visits, strict=True)
-        )
+            same = zip(activations, earlier.activations, strict=True)
+            activations, most = tuple(max(pair, key=operator.attrgetter("nbytes")) for pair in same), len(activations)
+        visits = tuple(map(Visit.with_most_of, self.offloading(most).visits, earlier.offloading(most).visits))
         kept = tuple(theirs for theirs in earlier.shapes if not self.covers(theirs))
         shapes = self.shapes + kept[: _MOST_SHAPES - 1]
         changed = {"visits": visits, "shapes": shapes, "activations": activations, "num_offloaded": most}
@@ -254,15 +252,8 @@ def common_trace(traces: Sequence[Trace]) -> Trace:
             continue
         peak = other.offloading(0).non_model_peak_nbytes
         gradients = max((visit.gradient_nbytes for visit in other.visits), default=0)
-        visits = tuple(
-            dataclasses.replace(
-                visit,
-                non_model_nbytes=max(visit.non_model_nbytes, peak),
-                gradient_nbytes=max(visit.gradient_nbytes, gradients),
-            )
-            for visit in chosen.visits
-        )
-        chosen = dataclasses.replace(chosen, visits=visits)
+        least = Visit(-1, (), peak, gradients)
+        chosen = dataclasses.replace(chosen, visits=tuple(visit.with_most_of(least) for visit in chosen.visits))
     return chosen
 
 

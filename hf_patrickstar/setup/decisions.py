@@ -211,25 +211,19 @@ class Decisions(Arrangement):
         pinned = "are pinned" if situation.resources.pool.pins_memory else "are not pinned"
         logger.info("patrickstar: pin_memory=%s: host chunks %s", config.pin_memory, pinned)
         for tier, setting in ((Tier.DEVICE, config.device_budget), (Tier.HOST, config.host_budget)):
-            logger.info(
-                "patrickstar: %s_budget %s (%s), %s of it usable",
-                tier.value,
-                format_nbytes(ledger.budget(tier)),
-                "auto: what is available" if setting == "auto" else "as asked",
-                format_nbytes(ledger.limit(tier)),
-            )
+            budget, usable = format_nbytes(ledger.budget(tier)), format_nbytes(ledger.limit(tier))
+            whose = "auto: what is available" if setting == "auto" else "as asked"
+            logger.info("patrickstar: %s_budget %s (%s), %s of it usable", tier.value, budget, whose, usable)
         if situation.resources.collectives.world_size > 1:
             machine, world_size = situation.resources.machine, situation.resources.collectives.world_size
             sent = ((world_size - 1) * spec.chunk_numel * spec.types.itemsize for spec in self.choice.layout.chunks)
-            logger.info(
-                "patrickstar: %d processes, each with its part of every list; reshard_after_forward=%s: groups %s; by "
-                "the rates of '%s' it takes %.2f ms to gather all of them once more",
-                world_size,
-                config.reshard_after_forward,
-                "leave after forward" if config.reshard_after_forward else "stay while there is room",
-                machine.name,
-                sum(map(machine.collective_ns, sent)) / 1e6,
+            groups = "leave after forward" if config.reshard_after_forward else "stay while there is room"
+            text = (
+                f"{world_size} processes, each with its part of every list; reshard_after_forward="
+                f"{config.reshard_after_forward}: groups {groups}; by the rates of '{machine.name}' it takes "
+                f"{sum(map(machine.collective_ns, sent)) / 1e6:.2f} ms to gather all of them once more"
             )
+            logger.info("patrickstar: %s", text)
 
 
 def inspect(

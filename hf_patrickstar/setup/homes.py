@@ -204,7 +204,7 @@ class Arranger:
 
     def _place(self, choice: ChunkSizeChoice, embeddings: EmbeddingChoice) -> Arrangement:
         """Gives each chunk of a layout a home."""
-        resources, room = self.situation.resources, self._room
+        config, resources, room = self.situation.config, self.situation.resources, self._room
         ledger, is_alone = resources.ledger, resources.collectives.world_size == 1
         nbytes = chunk_bytes(choice.layout.chunks, self.lists, resources.pool, embeddings)
         widens = self.situation.num_micro_batches == 1
@@ -213,13 +213,9 @@ class Arranger:
         host, for_homes = ledger.limit(Tier.HOST), room.for_homes
         if not resources.is_metered:
             for_homes = min(for_homes, max(room.whole - host, 0))  # both tiers are the same memory
-        homes = plan_homes(
-            nbytes,
-            Tiers(host, for_homes, _needs(choice, self.numbers.modules, nbytes, is_alone), workspace, device_workspace),
-            share_nbytes=room.share,
-            gathered_nbytes=0 if is_alone else choice.working_set_nbytes,
-            keeps_off=self.situation.config.debug_evict_all,
-        )
+        needs, gathered = _needs(choice, self.numbers.modules, nbytes, is_alone), choice.working_set_nbytes
+        tiers, keeps_off = Tiers(host, for_homes, needs, workspace, device_workspace), config.debug_evict_all
+        homes = plan_homes(nbytes, tiers, room.share, 0 if is_alone else gathered, keeps_off=keeps_off)
         return Arrangement(choice, embeddings, nbytes, homes, workspace, device_workspace)
 
     def _choose_embeddings(self, setting: bool | Literal["auto"], *, everything_fits: bool) -> EmbeddingChoice:

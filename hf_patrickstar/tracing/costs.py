@@ -29,34 +29,28 @@ from hf_patrickstar.tracing.timing import OperatorTimes
 _aten = torch.ops.aten
 READS_ROWS = frozenset({_aten.embedding, _aten.index_select, _aten.gather, _aten.index})
 """Operators that read as many bytes of their first operand as they write."""
-_READS_NOTHING = frozenset(
-    {
-        *(_aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.rand_like, _aten.randn_like, _aten.randint_like),
-        *(_aten.new_zeros, _aten.new_ones, _aten.new_full),
-    }
-)
+_READS_NOTHING = {
+    *(_aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.rand_like, _aten.randn_like, _aten.randint_like),
+    *(_aten.new_zeros, _aten.new_ones, _aten.new_full),
+}
 """Operators that ask their operand for its shape alone."""
 _WRITES_OVER = frozenset({_aten.copy_, _aten.fill_, _aten.zero_, _aten._foreach_copy_})
 """Operators that do not read what they write to, beside those that write to their argument ``out``."""
 ADAMS = frozenset({_aten._fused_adam_, _aten._fused_adamw_})
 """Operators that are given gradients beside what they write to, in one list after another."""
-_IS_FREE = frozenset(
-    {
-        *(_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided),
-        *(_aten._unsafe_view, _aten.lift_fresh, _aten.set_),
-    }
-)
+_IS_FREE = {
+    *(_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided),
+    *(_aten._unsafe_view, _aten.lift_fresh, _aten.set_),
+}
 """Operators that only allocate, or look at memory in another way without saying so."""
 _COPIES = frozenset({_aten.copy_, _aten._to_copy, _aten.clone, _aten._foreach_copy_})
 _ASKS = frozenset({_aten._local_scalar_dense, _aten.item, _aten.nonzero, _aten.is_nonzero})
 """Operators that give the host a value."""
-_HERE = frozenset(
-    {
-        *(__name__, "hf_patrickstar.tracing.answers", "hf_patrickstar.tracing.recorder"),
-        *("hf_patrickstar.memory.streams", "hf_patrickstar.memory.driver", "hf_patrickstar.memory.meters"),
-        "hf_patrickstar.runtime.chunk",
-    }
-)
+_HERE = {
+    *(__name__, "hf_patrickstar.tracing.answers", "hf_patrickstar.tracing.recorder"),
+    *("hf_patrickstar.memory.streams", "hf_patrickstar.memory.driver", "hf_patrickstar.memory.meters"),
+    "hf_patrickstar.runtime.chunk",
+}
 """Modules through which others ask."""
 
 
@@ -286,11 +280,7 @@ def cost_of_update(optimizer: torch.optim.Optimizer) -> UpdateCost:
 class _Operators(AnsweringMode):
     """Adds up what operators cost."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.nbytes = 0
-        self.num_calls = 0
-        self.largest_nbytes = 0
+    nbytes = num_calls = largest_nbytes = 0
 
     def has_run(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """See ``AnsweringMode``."""

@@ -40,7 +40,7 @@ from hf_patrickstar.runtime.hooks import has_hooks_of_user
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.parameter import ManagedParameter
 from hf_patrickstar.runtime.steps import Estimated, EstimateStep
-from hf_patrickstar.schedule.op_trace import EnterForward, LookedUp, OpTrace
+from hf_patrickstar.schedule.op_trace import EnterForward, OpTrace
 from hf_patrickstar.schedule.step import Places, StepRules, traces_of
 from hf_patrickstar.schedule.trace import KnownTraces, Shapes, Trace
 from hf_patrickstar.setup.decisions import Decisions
@@ -68,20 +68,19 @@ _MOST_WORKSPACES = 1 / 16
 
 
 def make_estimator(
-    model: torch.nn.Module, manager: ChunkManager, casting: Casting, decisions: Decisions, situation: Situation
+    model: torch.nn.Module, manager: ChunkManager, decisions: Decisions, situation: Situation
 ) -> EstimateStep | None:
     """Makes what estimates the steps of an engine; ``None`` where nobody follows plans, or tensors have no bytes.
 
     Args:
         model: The model.
         manager: Knows its parameters and their chunks.
-        casting: The types that forwards compute in, on the CPU, where the copies are.
         decisions: What was decided about the model.
         situation: What the decisions depended on.
     """
     if detect_fake_mode() is not None or not manager.steps.policy.has_plans:
         return None
-    return StepEstimator(model, manager, casting, decisions, situation).estimate
+    return StepEstimator(model, manager, decisions, situation).estimate
 
 
 class StepEstimator:
@@ -90,24 +89,18 @@ class StepEstimator:
     Args:
         model: The model.
         manager: Knows its parameters and their chunks.
-        casting: The types that forwards compute in.
         decisions: What was decided about the model.
         situation: What the decisions depended on.
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        manager: ChunkManager,
-        casting: Casting,
-        decisions: Decisions,
-        situation: Situation,
+        self, model: torch.nn.Module, manager: ChunkManager, decisions: Decisions, situation: Situation
     ) -> None:
         resources = situation.resources
         self._known = decisions.numbers, situation
         self._model = model
         self._manager = manager
-        self._casting = casting
+        self._casting = decisions.precision.casting(torch.device("cpu"))
         self._device = resources.device
         self._rank = resources.collectives.rank
         num, in_flight_nbytes = manager.steps.num_micro_batches, resources.streams.most_in_flight_nbytes
@@ -138,13 +131,10 @@ class StepEstimator:
             logger.info("patrickstar: the first step is recorded: %s", reason)
             return None
         found = self._estimated(call, ops, tensors)
-        logger.info(
-            "patrickstar: a step was planned before it began: %d visits to chunks, at most %.1f MiB beside chunks; it "
-            "took %.1f s",
-            len(found.traces[0].visits),
-            max(made.non_model_peak_nbytes for made in found.traces) / MIB,
-            time.monotonic() - begin,
-        )
+        peak = max(made.non_model_peak_nbytes for made in found.traces) / MIB
+        text = f"{len(found.traces[0].visits)} visits to chunks, at most {peak:.1f} MiB beside chunks"
+        taken_s = time.monotonic() - begin
+        logger.info("patrickstar: a step was planned before it began: %s; it took %.1f s", text, taken_s)
         return found
 
     def _keep(self, traces: Sequence[Trace], is_padded: bool) -> None:
@@ -272,10 +262,7 @@ class StepEstimator:
 
             least = Later(functools.partial(describe_least, *self._known, traces_on))
         index_of = {place: index for index, place in place_of.items()}
-        lookups = collections.Counter[int]()
-        for note in ops.notes:
-            if isinstance(note, LookedUp):
-                lookups[index_of[note.index]] += note.nbytes
+        lookups = collections.Counter({index_of[place]: n for place, n in ops.looked_up_nbytes().items()})
         return Estimated(traces, lookups, self._device.type == "cpu" and self._is_certain, least)
 
     def _as_allocated(self, made: Trace, beside_nbytes: int) -> Trace:

@@ -51,20 +51,11 @@ OTHERS_CODE = frozenset({*LIBRARIES, "numpy", *sys.stdlib_module_names} - {"__ma
 """Packages whose code is not the user's: its functions change nothing that they refer to."""
 _PACKAGE = __name__.partition(".")[0]
 _MOST_ARRAY_NBYTES = 64 * MIB
-_ATOMIC = frozenset(
-    {
-        *(type(None), type(...), type(NotImplemented), bool, int, float, complex, str, bytes, range, slice, object),
-        *(
-            types.CodeType,
-            types.GetSetDescriptorType,
-            types.MemberDescriptorType,
-            torch.Size,
-            torch.dtype,
-            torch.device,
-        ),
-        *(torch.layout, torch.memory_format, torch.jit.ScriptFunction),
-    }
-)
+_ATOMIC = {
+    *(type(None), type(...), type(NotImplemented), bool, int, float, complex, str, bytes, range, slice, object),
+    *(types.CodeType, types.GetSetDescriptorType, types.MemberDescriptorType, torch.Size, torch.dtype, torch.device),
+    *(torch.layout, torch.memory_format, torch.jit.ScriptFunction),
+}
 _CONTAINERS = (list, dict, set, OrderedDict, defaultdict, deque)
 _CALLED = (types.FunctionType, types.MethodType, functools.partial)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

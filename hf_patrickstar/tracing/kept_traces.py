@@ -33,12 +33,10 @@ _MOST_NBYTES = 256 * MIB
 TRACES = "traces"
 _IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")
 """Which code computes a part of the model: attributes of a configuration that its JSON text leaves out."""
-_NOT_COMPUTED = frozenset(
-    {
-        *("_name_or_path", "name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype"),
-        *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params", "use_cache"),
-    }
-)
+_NOT_COMPUTED = {
+    *("_name_or_path", "name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype"),
+    *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params", "use_cache"),
+}
 """Fields of a configuration that change no computation, or that the types and shapes of parameters tell already."""
 
 
@@ -182,21 +180,12 @@ def key_of(computation: list[object], decisions: "Decisions", situation: "Situat
         decisions: What was decided about it.
         situation: What the decisions depended on.
     """
-    resources, precision = situation.resources, decisions.precision
-    return digest(
-        [
-            decisions.tensors,
-            decisions.choice.layout.chunks,
-            decisions.embeddings,
-            sorted(decisions.lists.items()),
-            (precision.dtype, precision.autocast),
-            computation,
-            [type(kernel).__name__ for kernel in situation.kernels],
-            situation.num_micro_batches,
-            (resources.collectives.world_size, resources.has_lanes, resources.is_metered),
-            (situation.config.reduce_dtype, situation.config.chunked_loss is True),
-        ]
-    )
+    config, resources, precision = situation.config, situation.resources, decisions.precision
+    layout = decisions.tensors, decisions.choice.layout.chunks, decisions.embeddings, sorted(decisions.lists.items())
+    types, asked = (precision.dtype, precision.autocast), (config.reduce_dtype, config.chunked_loss is True)
+    kernels = [type(kernel).__name__ for kernel in situation.kernels]
+    runs_on = resources.collectives.world_size, resources.has_lanes, resources.is_metered
+    return digest([*layout, types, computation, kernels, situation.num_micro_batches, runs_on, asked])
 
 
 def computation_of(model: "torch.nn.Module") -> list[object]:

@@ -73,11 +73,7 @@ class MicroBatch:
 
 
 def trace(
-    micro_batch: MicroBatch,
-    setting: Setting,
-    *,
-    is_checked: bool = True,
-    is_regular: bool = False,
+    micro_batch: MicroBatch, setting: Setting, *, is_checked: bool = True, is_regular: bool = False
 ) -> OpTrace | None:
     """Runs a micro-batch, and notes what it does; called under fake tensors.
 
