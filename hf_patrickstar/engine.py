@@ -47,7 +47,7 @@ from hf_patrickstar.runtime.recovery import MAX_RETRIES, Recovery
 from hf_patrickstar.runtime.steps import MovePolicy
 from hf_patrickstar.schedule.trace import KnownTraces, Trace
 from hf_patrickstar.setup.decisions import list_names
-from hf_patrickstar.setup.homes import Situation, can_move_homes
+from hf_patrickstar.setup.homes import Situation
 from hf_patrickstar.setup.needs import decide, remedies
 from hf_patrickstar.setup.payloads import Payloads
 from hf_patrickstar.setup.resources import Resources
@@ -220,7 +220,7 @@ class PatrickStarEngine:
                 self.optimizers.pop()
                 self.manager.has_new_groups = False
             raise
-        self.manager.evictor.moves_homes = can_move_homes(self._situation)
+        self.manager.evictor.moves_homes = self._situation.can_move_homes
         chunked.take_inner_state()
         return chunked
 

@@ -50,11 +50,6 @@ def having(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, own[name]) if name in own else delattr(owner, name)
 
 
-def missing_anywhere(engine: PatrickStarEngine, missing: dict[str, str]) -> list[dict[str, str]]:
-    """The files that each rank misses of a checkpoint, each with what is lost; all processes call it together."""
-    return list(engine.collectives.exchange(missing, "looks for missing files"))
-
-
 def warn_of_missing(
     engine: PatrickStarEngine, directory: str | os.PathLike[str], found: Sequence[Mapping[str, str]]
 ) -> None:
@@ -63,7 +58,7 @@ def warn_of_missing(
     Args:
         engine: The engine that loads the checkpoint.
         directory: The checkpoint.
-        found: What ``missing_anywhere`` found.
+        found: Those that each rank misses, each with what is lost.
     """
     lost = {name: what for files in found for name, what in files.items()}
     if lost and engine.collectives.rank == 0:
@@ -202,7 +197,8 @@ class AcceleratorCheckpoints(Accelerator):
                     engine.checkpoints.together(functools.partial(_check_presence, state))
                     engine.checkpoints.check_state(state)
             engines[0].checkpoints.together(functools.partial(self._check_others, directory))
-            warn_of_missing(engines[0], directory, missing_anywhere(engines[0], self._missing_others(directory)))
+            missing = engines[0].collectives.exchange(self._missing_others(directory), "looks for missing files")
+            warn_of_missing(engines[0], directory, missing)
             found = [FoundWeights() for _ in engines]
             if self._load_model_state_pre_hook:  # the hooks get all models, and may load them
                 super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)

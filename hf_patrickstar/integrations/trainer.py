@@ -16,7 +16,7 @@ from hf_patrickstar.integrations.trainer_checkpoints import TrainerCheckpoints
 from hf_patrickstar.integrations.trainer_report import TrainingRun, bars_as_asked, tell_console, tell_figures
 from hf_patrickstar.integrations.training_script import naming_plan_command
 from hf_patrickstar.model.admission import check_model, check_shapes
-from hf_patrickstar.report.figures import figures_between
+from hf_patrickstar.report.outcome import figures_between
 from hf_patrickstar.runtime.recovery import MAX_RETRIES
 
 

@@ -19,13 +19,7 @@ from hf_patrickstar.checkpoint.transaction import Checkpoint
 from hf_patrickstar.checkpoint.weight_files import FoundWeights, has_weights, load_torch_file
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.errors import CheckpointError
-from hf_patrickstar.integrations.accelerator_checkpoints import (
-    RANDOM_LOST,
-    engine_of,
-    having,
-    missing_anywhere,
-    warn_of_missing,
-)
+from hf_patrickstar.integrations.accelerator_checkpoints import RANDOM_LOST, engine_of, having, warn_of_missing
 
 logger = logging.getLogger(__name__)
 
@@ -239,7 +233,7 @@ class TrainerCheckpoints(_AnyTrainer):
         Raises:
             CheckpointError: If only some processes find both, or the schedule is missing and the optimizer is not.
         """
-        found = missing_anywhere(engine, self._missing_files(checkpoint))
+        found = engine.collectives.exchange(self._missing_files(checkpoint), "looks for missing files")
         without = [rank for rank, files in enumerate(found) if _STATE_LOST in files.values()]
         if 0 < len(without) < len(found):
             name = next(name for name, what in found[without[0]].items() if what == _STATE_LOST)

@@ -19,10 +19,9 @@ from hf_patrickstar.integrations.accelerator_checkpoints import having
 from hf_patrickstar.memory.compute_device import device_name, is_accelerator
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.model.admission import is_checkpointing
-from hf_patrickstar.report.figures import PREFIX, brief, few
 from hf_patrickstar.report.measure import cpu_name
 from hf_patrickstar.report.measured_step import measured_timeline
-from hf_patrickstar.report.outcome import Outcome, describe_outcome, describe_step
+from hf_patrickstar.report.outcome import PREFIX, Outcome, brief, describe_outcome, describe_step, few
 from hf_patrickstar.report.run_record import RunRecorder
 from hf_patrickstar.schedule.clock import Timeline
 from hf_patrickstar.version import __version__

@@ -618,11 +618,7 @@ def _view_whole(func: Any) -> Callable[..., Any]:
 
 def _strides(func: Any) -> Callable[..., Any]:
     """Parameters in chunks are contiguous; placeholders are not."""
-
-    def answer(parameter: Any, *args: Any, **kwargs: Any) -> Any:
-        return func(torch.zeros(parameter.shape, device="meta"), *args, **kwargs)
-
-    return answer
+    return lambda parameter, *args, **kwargs: func(torch.zeros(parameter.shape, device="meta"), *args, **kwargs)
 
 
 BACKWARDS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)

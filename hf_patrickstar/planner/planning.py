@@ -93,21 +93,19 @@ class TrainingSetup:
             )
         return dataclasses.replace(self.machine, device_nbytes=left)
 
+    def computes_in_type(self, machine: Machine) -> bool:
+        """Whether a device has a rate for the 16-bit type that is asked for.
+
+        Args:
+            machine: Has the device.
+        """
+        return self.settings.get("dtype") != "bf16" or "bfloat16" in machine.flops
+
 
 _NOT_COMPUTED = (
     "'{}' has no rate for bfloat16, as devices that do not compute in it; times are by the rate of another type. "
     "Use fp16 there"
 )
-
-
-def computes_in_type(machine: Machine, given: TrainingSetup) -> bool:
-    """Whether a device has a rate for the 16-bit type that is asked for.
-
-    Args:
-        machine: Has the device.
-        given: How the model is trained.
-    """
-    return given.settings.get("dtype") != "bf16" or "bfloat16" in machine.flops
 
 
 def plan_for_runs(subject: Subject, training: TrainingSetup) -> tuple[Plan, Simulation | None]:
@@ -260,7 +258,7 @@ def _plan_of(subject: Subject, given: TrainingSetup, simulation: Simulation) -> 
         tiers={Tier.DEVICE.value: on_device, Tier.HOST.value: on_host},
         chunks=None if is_short else _chunks(simulation),
         speed=None if is_short else _speed(subject, given, simulation),
-        remarks=() if computes_in_type(given.machine, given) else (_NOT_COMPUTED.format(given.machine.name),),
+        remarks=() if given.computes_in_type(given.machine) else (_NOT_COMPUTED.format(given.machine.name),),
         precision=simulation.precision,
     )
 

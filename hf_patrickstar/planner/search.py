@@ -8,14 +8,7 @@ from collections.abc import Callable
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import BY_PRICE, MACHINES, Machine, find_machine
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.planner.planning import (
-    BESIDE,
-    TrainingSetup,
-    arrange_machine,
-    computes_in_type,
-    model_data_nbytes,
-    plan_if_fits,
-)
+from hf_patrickstar.planner.planning import BESIDE, TrainingSetup, arrange_machine, model_data_nbytes, plan_if_fits
 from hf_patrickstar.planner.subject import Subject, most_tokens
 from hf_patrickstar.planner.training_plan import Plan
 from hf_patrickstar.runtime.activations import ACTIVATIONS
@@ -274,7 +267,7 @@ def _cheapest(subject: Subject, given: TrainingSetup, progress: Progress) -> Fou
 def _on(machine: Machine, given: TrainingSetup) -> TrainingSetup:
     """The same on all of another machine, with a process on each of its devices, in fp16 if they have no bfloat16."""
     num, settings = machine.num_devices, given.settings
-    if not computes_in_type(machine, given):
+    if not given.computes_in_type(machine):
         settings = {**settings, "dtype": "fp16"}
     machine = arrange_machine(machine, num)
     return dataclasses.replace(given, machine=machine, world_size=num, settings=settings)

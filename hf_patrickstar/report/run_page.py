@@ -6,8 +6,7 @@ from typing import Any
 
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.report import sections
-from hf_patrickstar.report.charts import lines
-from hf_patrickstar.report.page import Block, Cell, Fact, Page, Table, of_bytes, of_number
+from hf_patrickstar.report.page import Block, Cell, Fact, Page, Table, lines, of_bytes, of_number
 from hf_patrickstar.report.run_record import Run
 from hf_patrickstar.report.survey import Survey
 from hf_patrickstar.units import format_nbytes

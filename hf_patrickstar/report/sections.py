@@ -4,8 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from hf_patrickstar.report.charts import bars, stacked
-from hf_patrickstar.report.page import Block, Cell, Table, of_bytes, of_number, of_share
+from hf_patrickstar.report.page import Block, Cell, Table, bars, of_bytes, of_number, of_share, stacked
 from hf_patrickstar.report.survey import Survey, SurveyedChunk
 from hf_patrickstar.report.timeline import CRITICAL
 from hf_patrickstar.schedule.clock import Lane, Span, Timeline, Wait

@@ -29,16 +29,7 @@ from hf_patrickstar.schedule.pace import choose_depth
 from hf_patrickstar.schedule.step import Places
 from hf_patrickstar.schedule.step_estimate import ChunkWork
 from hf_patrickstar.schedule.trace import KnownTraces
-from hf_patrickstar.setup.homes import (
-    FROZEN,
-    Arrangement,
-    Arranger,
-    ModelNumbers,
-    Situation,
-    can_move_homes,
-    nbytes_in_use,
-    staging_nbytes,
-)
+from hf_patrickstar.setup.homes import FROZEN, Arrangement, Arranger, ModelNumbers, Situation, staging_nbytes
 from hf_patrickstar.setup.precision import Precision, choose_precision
 from hf_patrickstar.units import format_count, format_nbytes, format_seconds
 
@@ -151,7 +142,7 @@ class Decisions(Arrangement):
             has_lanes=has_lanes,
             overlaps_update=has_lanes and runs_beside,
             offload=config.activation_offload,
-            moves_homes=can_move_homes(situation),
+            moves_homes=situation.can_move_homes,
         )
 
     def looked_up(self, lookups: Mapping[int, str], homed: Container[int]) -> list[int]:
@@ -249,7 +240,7 @@ def inspect(
         "types before training": [(name, parameter.dtype) for name, parameter in model.named_parameters()],
         "buffers": [(name, _outline(buffer)) for name, buffer in model.named_buffers()],
     }
-    in_use_nbytes = nbytes_in_use(situation, parameters)
+    in_use_nbytes = situation.nbytes_in_use(parameters)
     return ModelNumbers(tensors, modules, chosen, is_restorable, embeddings, outlines, in_use_nbytes), parameters
 
 

@@ -64,6 +64,24 @@ class Situation:
     optimizer_of: Mapping[int, int]
     num_micro_batches: int
 
+    @property
+    def can_move_homes(self) -> bool:
+        """Whether chunks find other homes once a step is known."""
+        is_fixed = self.config.placement == "host" or self.config.debug_evict_all or not self.kernels
+        return not is_fixed and all(kernel.runs_beside for kernel in self.kernels)
+
+    def nbytes_in_use(self, parameters: list[torch.nn.Parameter]) -> int:
+        """Bytes of the device that are in use already (by another model, for example).
+
+        Args:
+            parameters: The parameters of the model.
+        """
+        device, ledger = self.resources.device, self.resources.ledger
+        if not is_accelerator(device):
+            return 0
+        own = sum(p.numel() * p.dtype.itemsize for p in parameters if p.device == device)
+        return max(ledger.limit(Tier.DEVICE) - ledger.available(Tier.DEVICE) - own, 0)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelNumbers:
@@ -306,20 +324,6 @@ def states_nbytes(spec: TensorSpec | ChunkSpec, lists: Mapping[int, tuple[str, .
     return sum(spec.types.list_nbytes(name, numel) for name in lists_of(spec, lists))
 
 
-def nbytes_in_use(situation: Situation, parameters: list[torch.nn.Parameter]) -> int:
-    """Bytes of the device that are in use already (by another model, for example).
-
-    Args:
-        situation: What decisions depend on.
-        parameters: The parameters of the model.
-    """
-    if not is_accelerator(situation.resources.device):
-        return 0
-    taken = situation.resources.ledger.limit(Tier.DEVICE) - situation.resources.ledger.available(Tier.DEVICE)
-    own = sum(p.numel() * p.dtype.itemsize for p in parameters if p.device == situation.resources.device)
-    return max(taken - own, 0)
-
-
 def staging_nbytes(collectives: Collectives, chunk_numel: int, name: str) -> int:
     """Bytes of scratch space in which slices of other processes arrive.
 
@@ -331,17 +335,6 @@ def staging_nbytes(collectives: Collectives, chunk_numel: int, name: str) -> int
     dtype = torch_dtype(name)
     narrow, wide = collectives.staging_numel(chunk_numel, dtype)
     return narrow * dtype.itemsize + wide * torch.float32.itemsize
-
-
-def can_move_homes(situation: Situation) -> bool:
-    """Whether chunks find other homes once a step is known.
-
-    Args:
-        situation: What decisions depend on.
-    """
-    config, kernels = situation.config, situation.kernels
-    is_fixed = config.placement == "host" or config.debug_evict_all or not kernels
-    return not is_fixed and all(kernel.runs_beside for kernel in kernels)
 
 
 def chunk_bytes(

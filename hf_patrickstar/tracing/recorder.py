@@ -23,15 +23,7 @@ from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.memory.operators import unpacked
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.model.casting import Casting
-from hf_patrickstar.model.live_parameter import (
-    RAW,
-    Access,
-    LiveMixin,
-    raw_data,
-    raw_grad,
-    set_raw_grad,
-    storage_key,
-)
+from hf_patrickstar.model.live_parameter import RAW, Access, LiveMixin, raw_data, raw_grad, set_raw_grad, storage_key
 from hf_patrickstar.model.lock import EngineLock
 from hf_patrickstar.model.quantized import buffers_of, named_parameters
 from hf_patrickstar.runtime.activations import LEAST_DIM

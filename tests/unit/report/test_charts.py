@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from hf_patrickstar.report.charts import HEIGHT, WIDTH, Axis, lines, stacked
+from hf_patrickstar.report.page import HEIGHT, WIDTH, Axis, lines, stacked
 from hf_patrickstar.units import GIB, MIB
 
 

@@ -5,8 +5,16 @@ import re
 
 import pytest
 
-from hf_patrickstar.report.figures import PER_STEP, PREFIX, STANDING, brief, figures_between
-from hf_patrickstar.report.outcome import Outcome, describe_outcome, describe_step
+from hf_patrickstar.report.outcome import (
+    PER_STEP,
+    PREFIX,
+    STANDING,
+    Outcome,
+    brief,
+    describe_outcome,
+    describe_step,
+    figures_between,
+)
 from hf_patrickstar.units import GIB
 
 
