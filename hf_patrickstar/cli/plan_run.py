@@ -38,10 +38,8 @@ _ITS_OWN = {
     "--dtype": "--bf16 or --fp16",
     "--seq-len": "the one that cuts its sequences",
     "--task": "a script that trains for it",
-    "--lora": "a script that adds adapters",
-    "--peft": "a script that adds adapters",
-    "--load-in-4bit": "a script that loads a quantized model",
-    "--load-in-8bit": "a script that loads a quantized model",
+    **dict.fromkeys(("--lora", "--peft"), "a script that adds adapters"),
+    **dict.fromkeys(("--load-in-4bit", "--load-in-8bit"), "a script that loads a quantized model"),
 }
 """Options of the command that a script's own arguments take the place of."""
 

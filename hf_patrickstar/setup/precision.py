@@ -42,11 +42,7 @@ _OWN = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8
 """Types that a parameter may have in a chunk; others become fp32."""
 
 _MULTIPLYING = (
-    torch.nn.Linear,
-    torch.nn.Bilinear,
-    torch.nn.modules.conv._ConvNd,
-    torch.nn.RNNBase,
-    torch.nn.RNNCellBase,
+    *(torch.nn.Linear, torch.nn.Bilinear, torch.nn.modules.conv._ConvNd, torch.nn.RNNBase, torch.nn.RNNCellBase),
     torch.nn.MultiheadAttention,
 )
 _KEEPING = (torch.nn.Embedding, torch.nn.EmbeddingBag, ParametrizationList)
@@ -185,13 +181,9 @@ def _warn_of_patterns(model: torch.nn.Module, config: PatrickStarConfig) -> None
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     for pattern in config.keep_fp32:
         if pattern != "auto" and not fnmatch.filter(names, pattern):
-            close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
-            logger.warning(
-                "patrickstar: keep_fp32: no parameter of %s has a name like '%s'; names are, for example, %s",
-                type(model).__name__,
-                pattern,
-                ", ".join(map(repr, close)),
-            )
+            near = ", ".join(map(repr, difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)))
+            text = f"no parameter of {type(model).__name__} has a name like '{pattern}'; names are, for example, {near}"
+            logger.warning("patrickstar: keep_fp32: %s", text)
 
 
 def _refuse_batch_norm(model: torch.nn.Module) -> None:

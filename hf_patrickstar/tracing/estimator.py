@@ -182,15 +182,8 @@ class StepEstimator:
             output = model.get_submodule(call.name)(*args, **kwargs)
             return self._loss_of(output) if call.is_training else output
 
-        what = MicroBatch(
-            make_model,
-            make_inputs,
-            compute_loss,
-            {"chunked_loss": has_chunked_loss(self._model)},
-            num_micro_batches=self._rules.num_micro_batches,
-            is_training=call.is_training,
-            prepare=prepare,
-        )
+        config, num = {"chunked_loss": has_chunked_loss(self._model)}, self._rules.num_micro_batches
+        what = MicroBatch(make_model, make_inputs, compute_loss, config, num, call.is_training, prepare)
         looked_up = [
             tensor.spec.name
             for tensor in self._manager.tensors
@@ -236,12 +229,9 @@ class StepEstimator:
         for chunk in self._manager.chunks:
             indices = tuple(place_of[index] for index in chunk.spec.tensor_indices if index in place_of)
             chunks.append(dataclasses.replace(chunk.spec, tensor_indices=indices))
-        places = Places(
-            chunks,
-            {spec.index: spec for spec in tensors},
-            {spec.index: tensor.chunk.spec.index for spec, tensor in tensors.items()},
-            {spec.index: tensor.own_numel for spec, tensor in tensors.items()},
-        )
+        chunk_of = {spec.index: tensor.chunk.spec.index for spec, tensor in tensors.items()}
+        own_numel = {spec.index: tensor.own_numel for spec, tensor in tensors.items()}
+        places = Places(chunks, {spec.index: spec for spec in tensors}, chunk_of, own_numel)
         name = call.name  # what is kept below would keep the call, and so its inputs
         traces = traces_of(ops, places, self._rules, is_training=call.is_training, name=name)
         has_changed = [chunk.spec for chunk in self._manager.chunks] != self._first_chunks
