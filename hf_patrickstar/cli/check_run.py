@@ -160,7 +160,7 @@ def record_training(text: str) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010  (a property of the module)
     try:
-        on_train, on_arguments = (functools.partial(each, task) for each in (_train, _change_arguments))
+        on_train, on_arguments = functools.partial(_train, task), functools.partial(_change_arguments, task)
         run_script(task.path, task.arguments, on_train, on_arguments)
     except ScriptError as error:
         Record(problem=str(error)).write(task.directory)

@@ -141,22 +141,12 @@ def _show(options: argparse.Namespace, plan: Plan, simulation: Simulation | None
 def _arrange(options: argparse.Namespace) -> tuple[Subject, TrainingSetup]:
     if options.model is None:
         raise ConfigError("what should be planned? Give MODEL, or -- SCRIPT ARGS...")
+    given = {name: getattr(options, name) for name in ("task", "batch_size", "dtype", "optimizer")}
+    given |= {"length": options.seq_len, "num_micro_batches": options.accumulation}
+    given |= {"checkpointing": options.gradient_checkpointing, "max_norm": options.max_grad_norm or None}
+    given |= {"adapters": _adapters(options), "bits": _bits(options), **_machine_of(options)}
     with no_collections():  # the code of the model is loaded
-        found = arrange(
-            options.model,
-            options.machine,
-            task=options.task,
-            batch_size=options.batch_size,
-            length=options.seq_len,
-            num_micro_batches=options.accumulation,
-            checkpointing=options.gradient_checkpointing,
-            dtype=options.dtype,
-            optimizer=options.optimizer,
-            max_norm=options.max_grad_norm or None,
-            adapters=_adapters(options),
-            bits=_bits(options),
-            **_machine_of(options),
-        )
+        found = arrange(options.model, options.machine, **given)
     gc.freeze()  # that code, too, until the command has ended
     return found
 

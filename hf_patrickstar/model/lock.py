@@ -44,6 +44,7 @@ _OF_LIBRARIES = re.compile(r"hf_patrickstar|tqdm|QueueFeederThread|.*\(_pin_memo
 _FORWARD = torch.nn.Module._call_impl.__code__
 _BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 _LIMIT_S = 60.0
+"""Seconds that a thread waits for one call of another thread before it gives up."""
 _LOOK_S = 0.1
 """Seconds between looks whether a backward has raised, or its thread has died: neither is reported."""
 _READ_S = 0.2
@@ -61,16 +62,12 @@ class _Backward(NamedTuple):
 class EngineLock:
     """A reentrant lock of threads, and of backwards that several threads run; see [Note: the engine's lock].
 
-    Args:
-        limit_s: Seconds that a thread waits for one call of another thread before it gives up.
-
     Attributes:
         num_threads: How many threads there were when ``others_may_read`` was found out; 0 to find out again.
         others_read: What was found out then.
     """
 
-    def __init__(self, limit_s: float = _LIMIT_S) -> None:
-        self._limit_s = limit_s
+    def __init__(self) -> None:
         self._condition = threading.Condition()
         self._owner: threading.Thread | None = None
         self._what = ""
@@ -154,7 +151,7 @@ class EngineLock:
             self._waiting.append(this)  # in here: Ctrl-C may raise as soon as it has returned
             while self._waiting[0] is not this or self._is_busy():
                 self._condition.wait(_LOOK_S)
-                if time.monotonic() - max(begin_s, self._since_s) > self._limit_s and self._is_busy():
+                if time.monotonic() - max(begin_s, self._since_s) > _LIMIT_S and self._is_busy():
                     whose = "autograd" if self._owner is None else f"thread '{self._owner.name}'"
                     raise self._too_long(what, whose, "a backward" if self._owner is None else self._what)
         finally:
@@ -186,7 +183,7 @@ class EngineLock:
     def _too_long(self, what: str, whose: str, doing: str) -> EngineError:
         return EngineError(
             f"thread '{threading.current_thread().name}' cannot begin {what}: {whose} has been inside of "
-            f"{doing} for {self._limit_s:g} s. One thread at a time can use a model in chunks; wait until "
+            f"{doing} for {_LIMIT_S:g} s. One thread at a time can use a model in chunks; wait until "
             f"{doing} has ended before {what} begins, or use a copy of the model (copy.deepcopy)"
         )
 
@@ -216,7 +213,7 @@ class EngineLock:
         """
         if _current_graph_task_id() != -1:
             return  # inside of a backward, which does not end before this call
-        known, deadline = {id(module) for module in modules}, time.monotonic() + self._limit_s
+        known, deadline = {id(module) for module in modules}, time.monotonic() + _LIMIT_S
         while True:
             with self._condition:
                 ours = {threading.get_ident(), *(thread.ident for thread in self._waiting)}

@@ -298,23 +298,17 @@ class _Translation:
 
     def _take(self, note: op_trace.Gradient) -> None:
         """A gradient is finished: it goes home, or to the buffer of its group."""
-        spec = self._tensors[note.index]
+        spec, is_over_value = self._tensors[note.index], self._kind is StepKind.TRAINING and not self._accumulates
         if self._chunks[self._chunk_of[note.index]].world_size > 1:
             self._store(spec, note.nbytes)
         elif note.is_at_home:
             if self._rules.has_norms and not self._accumulates:
                 self._script.append(script.HostWork("norm", 0, note.nbytes))
-        elif self._is_needed(note):
+        elif is_over_value and (self._users[note.index] > 0 or note.is_kept):  # which is still needed there
             self._held[note.storage] += 1
             self._deferred.setdefault(note.index, []).append((note.storage, note.nbytes))
         else:
             self._send_home(spec, note.storage, note.nbytes)
-
-    def _is_needed(self, note: op_trace.Gradient) -> bool:
-        """Whether the value is still needed where the gradient would go over it."""
-        if self._accumulates or self._kind is not StepKind.TRAINING:
-            return False
-        return self._users[note.index] > 0 or note.is_kept
 
     def _send_home(self, spec: TensorSpec, storage: int | None, nbytes: int) -> None:
         """Takes a gradient, or this process's average, to its home; ``storage`` has it if it is non-model data."""
