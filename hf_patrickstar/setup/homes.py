@@ -225,9 +225,8 @@ class Arranger:
         config, resources, room = self.situation.config, self.situation.resources, self._room
         ledger, is_alone = resources.ledger, resources.collectives.world_size == 1
         nbytes = chunk_bytes(choice.layout.chunks, self.lists, resources.pool, embeddings)
-        widens = self.situation.num_micro_batches == 1
-        workspace = _workspace_nbytes(self.situation, choice, Tier.HOST, widens)
-        device_workspace = _workspace_nbytes(self.situation, choice, Tier.DEVICE, widens)
+        workspace = _workspace_nbytes(self.situation, choice, Tier.HOST)
+        device_workspace = _workspace_nbytes(self.situation, choice, Tier.DEVICE)
         host, for_homes = ledger.limit(Tier.HOST), room.for_homes
         if not resources.is_metered:
             for_homes = min(for_homes, max(room.whole - host, 0))  # both tiers are the same memory
@@ -292,9 +291,9 @@ def _needs(
     return [(sum(nbytes[index].param_nbytes for index in indices), indices) for indices in sorted(together, key=sorted)]
 
 
-def _workspace_nbytes(situation: Situation, choice: ChunkSizeChoice, tier: Tier, widens: bool) -> int:
+def _workspace_nbytes(situation: Situation, choice: ChunkSizeChoice, tier: Tier) -> int:
     """Bytes of scratch space in which optimizers widen gradients on a tier where they update chunks."""
-    workspace = 0
+    workspace, widens = 0, situation.num_micro_batches == 1
     for number, kernel in enumerate(situation.kernels):
         own = [spec.chunk_numel for spec in choice.layout.chunks if widened_by(spec, number)]
         workspace += kernel.workspace_numel(tier, max(own, default=0), widens=widens) * torch.float32.itemsize
