@@ -252,16 +252,15 @@ _WORDS = {Goal.MAX_BATCH: "batch", Goal.MAX_LENGTH: "length", Goal.MAX_MODEL: "l
 
 
 def _cheapest(subject: Subject, given: TrainingSetup, progress: Progress) -> Found:
-    refused, num = None, 0
-    num_asked = given.world_size
-    for name in BY_PRICE if num_asked == 1 else [f"{num_asked}x{card}" for card in MACHINES]:
+    refused, num_asked = None, given.world_size
+    names = BY_PRICE if num_asked == 1 else [f"{num_asked}x{card}" for card in MACHINES]
+    for num, name in enumerate(names, 1):
         progress(f"{_WORDS[Goal.CHEAPEST]} {name}")
-        num += 1
         plan = plan_if_fits(subject, _on(find_machine(name), given))
         if plan is not None:
             return Found(Goal.CHEAPEST, name, plan, refused, num)
         refused = name
-    return Found(Goal.CHEAPEST, None, None, refused, num)
+    return Found(Goal.CHEAPEST, None, None, refused, len(names))
 
 
 def _on(machine: Machine, given: TrainingSetup) -> TrainingSetup:

@@ -1,7 +1,8 @@
 """Replays a step on a machine: puts its work on the clock, by any plan."""
 
 import collections
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.schedule import script
@@ -193,10 +194,8 @@ class _Replay:
     def __init__(self, plans: Sequence[MovePlan], loads: Sequence[script.Load], machine: Machine) -> None:
         self._player = Player(machine)
         self._clock = self._player.clock
-        self._plans = plans
+        self._plans = iter(plans)
         self._loads = loads
-        self._micro_batch = -1
-        self._moment = 0
         self._sent: list[Mark] = []
         self._last = collections.defaultdict[tuple[int, bool], Mark](Mark)  # the last copy of a chunk in a direction
         self._works = collections.defaultdict[int, Mark](Mark)  # the last work of the host's thread on a chunk's home
@@ -206,43 +205,35 @@ class _Replay:
         self._back: dict[int, Mark] = {}  # copies of activations that come back ahead
 
     def run(self, entries: Sequence[script.Entry]) -> Timeline:
-        player, clock = self._player, self._clock
+        player, clock, sent = self._player, self._clock, self._sent
+        play: dict[type, Callable[[Any], object]] = {
+            script.DeviceOp: player.kernel,
+            script.HostWork: player.host_work,
+            script.BlockingCopy: player.blocking_copy,
+            script.Message: lambda _: player.message(),
+            script.ThreadWork: self._work,
+            script.Reach: lambda entry: self._reach(entry.chunk_index),
+            script.Await: lambda entry: clock.wait(self._works[entry.chunk_index], LOOKS_UP),
+            script.Send: lambda entry: sent.append(self._send(entry.chunk_index, entry.nbytes, to_device=False)),
+            script.Reduce: lambda entry: sent.append(player.reduce(entry)),
+            script.Join: lambda entry: clock.follow(Lane.COMPUTE, sent[entry.number]),
+            script.Keep: lambda entry: self._keep(entry.number),
+            script.Restore: lambda entry: self._restore(entry.number),
+            script.Begin: lambda entry: self._begin(entry.part),
+        }
         for entry in entries:
-            match entry:
-                case script.DeviceOp():
-                    player.kernel(entry)
-                case script.Reach(index):
-                    self._reach(index)
-                case script.HostWork():
-                    player.host_work(entry)
-                case script.BlockingCopy():
-                    player.blocking_copy(entry)
-                case script.Message():
-                    player.message()
-                case script.ThreadWork():
-                    self._work(entry)
-                case script.Send(index, nbytes):
-                    self._sent.append(self._send(index, nbytes, to_device=False))
-                case script.Reduce():
-                    self._sent.append(player.reduce(entry))
-                case script.Join(number):
-                    clock.follow(Lane.COMPUTE, self._sent[number])
-                case script.Await(index):
-                    clock.wait(self._works[index], LOOKS_UP)
-                case script.Keep(number):
-                    self._keep(number)
-                case script.Restore(number):
-                    self._restore(number)
-                case script.Begin(script.Part.FORWARD):
-                    self._micro_batch += 1
-                    self._moment = 0
-                case script.Begin(script.Part.BACKWARD):
-                    self._join_leaving()
+            play[type(entry)](entry)
         return clock.timeline()
 
+    def _begin(self, part: script.Part) -> None:
+        if part is script.Part.FORWARD:
+            self._plan = next(self._plans)
+            self._moments = iter(self._plan.moments)
+        elif part is script.Part.BACKWARD:
+            self._join_leaving()
+
     def _reach(self, visited: int) -> None:
-        actions = self._plans[self._micro_batch].moments[self._moment]
-        for index in actions.load:
+        for index in next(self._moments).load:
             load = self._loads[index]
             if load.sent_nbytes or index == visited:
                 self._clock.wait(self._works[index], LOADS_TOGETHER if load.sent_nbytes else LOADS)
@@ -253,7 +244,6 @@ class _Replay:
                 self._clock.follow(Lane.COMPUTE, end)
                 continue
             self._arrivals[index] = end
-        self._moment += 1
         if visited in self._arrivals:
             self._clock.wait(self._works[visited], WAITS_FOR_ARRIVAL)
             self._clock.follow(Lane.COMPUTE, self._arrivals.pop(visited))
@@ -262,7 +252,7 @@ class _Replay:
     def _keep(self, number: int) -> None:
         """An activation leaves; its memory is free when the compute lane has waited for its copy."""
         self._join_leaving()
-        offloaded = self._plans[self._micro_batch].offloaded
+        offloaded = self._plan.offloaded
         if number < len(offloaded):
             self._left[number] = offloaded[number]
             self._leaving = self._carry(number, offloaded[number], to_device=False)
