@@ -134,20 +134,19 @@ class PatrickStarEngine:
         )
         self._kernels: list[Kernel] = [make_kernel(item, self._means) for item in given]
         situation = Situation(self.config, self.resources, self._kernels, holders(given), self._num_micro_batches)
-        self._situation = situation
         weakref.finalize(self, self.collectives.close)  # the process group has threads and sockets
         self._decisions = decide(model, precision, situation)
-        known = find_traces(model, self._decisions, situation)
-        self._decisions, known = self._decisions.with_tide(situation, known)
-        estimate, homes = self._decisions.estimate(situation, known), self._decisions.homes
+        known = find_traces(model, self._decisions)
+        self._decisions, known = self._decisions.with_tide(known)
+        estimate, homes = self._decisions.estimate(known), self._decisions.homes
         self.estimated = estimate.cost_when_settled(homes)
-        expected = self._decisions.expected(situation, estimate, self.estimated)
+        expected = self._decisions.expected(estimate, self.estimated)
         if known.traces and estimate.with_least_offload(homes) is None:
             known = dataclasses.replace(known, traces={})  # a step without room is looked at before it begins
         logger.info("patrickstar: %s", expected)
         if on_decided is not None:
             on_decided(expected)
-        self._payloads = Payloads(self.resources, self._decisions, self._kernels)
+        self._payloads = Payloads(self._decisions)
         self.manager = self._make_manager(self._payloads.allocate(), known)
         self.manager.engine = self
         self.weights = ChunkWeights(self.manager)
@@ -158,12 +157,12 @@ class PatrickStarEngine:
             self.manager.tensors, self.collectives, self.weights.piece_numel, self._workers
         )
         with self.manager.lock.held("PatrickStarEngine()"):
-            self._attach(given, situation)
+            self._attach(given)
         for part in (model, *roots_of(model)):
             part.__dict__["patrickstar_engine"] = self
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        self._decisions.explain(situation)
+        self._decisions.explain()
 
     @property
     def optimizer(self) -> ChunkedOptimizer | None:
@@ -220,7 +219,7 @@ class PatrickStarEngine:
                 self.optimizers.pop()
                 self.manager.has_new_groups = False
             raise
-        self.manager.evictor.moves_homes = self._situation.can_move_homes
+        self.manager.evictor.moves_homes = self._decisions.situation.can_move_homes
         chunked.take_inner_state()
         return chunked
 
@@ -239,7 +238,7 @@ class PatrickStarEngine:
             collectives=collectives,
             counts=self.counts,
             policy=MovePolicy.of(config, collectives.world_size, decisions.prefetch_depth),
-            estimate=decisions.estimate(self._situation, known),
+            estimate=decisions.estimate(known),
             margin=decisions.homes.margin,
             reserve=self._payloads.reserve,
             advise=functools.partial(remedies, self.model, config, is_wide=is_wide),
@@ -254,7 +253,7 @@ class PatrickStarEngine:
         """How many chunks are loaded ahead, by the settings or as was decided."""
         return self._decisions.prefetch_depth
 
-    def _attach(self, optimizers: Sequence[torch.optim.Optimizer], situation: Situation) -> None:
+    def _attach(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Attaches hooks, then moves values into chunks; an error undoes all of it."""
         gradients = [(parameter, parameter.grad) for parameter in self._decisions.parameters]
         try:
@@ -285,7 +284,7 @@ class PatrickStarEngine:
             self.hooks.attach()
             self._live.attach(self.hooks.ids)
             self.manager.lock.wait_for_forwards(self.model.modules(), "PatrickStarEngine()")
-            self.manager.steps.estimator = make_estimator(self.model, self.manager, self._decisions, situation)
+            self.manager.steps.estimator = make_estimator(self.model, self.manager, self._decisions)
             self._move_in()
             for optimizer in self.optimizers:
                 optimizer.take_inner_state()

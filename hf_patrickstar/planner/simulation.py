@@ -250,8 +250,8 @@ class _Simulator:
         self._resources = resources_of(machine, self._config, trained.world_size)
         self._num_micro_batches = max(trained.num_micro_batches, 1)
         numbers, self._cost, self._kernel = self._known()
-        self._situation = Situation(self._config, self._resources, [self._kernel], {}, self._num_micro_batches)
-        self.decisions: Decisions = decide_for(numbers, self._situation)
+        situation = Situation(self._config, self._resources, [self._kernel], {}, self._num_micro_batches)
+        self.decisions: Decisions = decide_for(numbers, situation)
         self._layout = self.decisions.choice.layout
         self._places = Places.of(self._layout)
 
@@ -287,22 +287,22 @@ class _Simulator:
         if ran is not None:
             ops, traces, _ = self._looked_up_by(ops_of, ran.lookups, ran.homed)
             known = self._known_traces(traces, ran.lookups).offloading(ran.num_offloaded)
-            estimate = self.decisions.estimate(self._situation, known)
+            estimate = self.decisions.estimate(known)
             with no_collections():  # a plan is some hundred thousand small objects, none of which is garbage
                 return self._planned(ops, known, estimate, ran.homed, [])
         ops, traces, lookups, reasons = self._looked_up(ops_of, self.decisions.homes.device)
-        decisions, situation = self.decisions, self._situation
+        decisions = self.decisions
         with no_collections():  # a plan is some hundred thousand small objects, none of which is garbage
             known = self._known_traces(traces, lookups)
-            decisions, offloading = decisions.with_tide(situation, known)
-            estimate = decisions.estimate(situation, offloading)
+            decisions, offloading = decisions.with_tide(known)
+            estimate = decisions.estimate(offloading)
             homes = estimate.settled(decisions.homes)
             reasons = [*decisions.reasons.values(), *reasons, *homes.reasons.values()]
             simulation = self._planned(ops, offloading, estimate, homes.device, reasons)
         return dataclasses.replace(simulation, known=known)  # of which an engine decides anew
 
     def _known_traces(self, traces: Sequence[Trace], lookups: Mapping[int, str]) -> KnownTraces:
-        key = key_of(self._computation, self.decisions, self._situation)
+        key = key_of(self._computation, self.decisions)
         return KnownTraces(key, {made.key: made for made in (*traces, self._update_trace(traces[0], lookups))}, lookups)
 
     # Decisions
@@ -316,7 +316,7 @@ class _Simulator:
         if decisions.embeddings.is_final or not asked:
             return ops, traces, {}, []
         known = self._known_traces(traces, {})
-        room = decisions.estimate(self._situation, known).room_beside(homed)
+        room = decisions.estimate(known).room_beside(homed)
         of_tensors = {}
         for index, nbytes in ops.looked_up_nbytes().items():
             size = decisions.chunk_nbytes[chunk_of[index]].param_nbytes

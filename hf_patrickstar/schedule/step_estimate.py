@@ -111,18 +111,15 @@ def estimate_script(
     """
     entries: list[script.Entry] = [script.Begin(script.Part.UPDATE)]
     visited = dict.fromkeys(itertools.chain.from_iterable(trace.visited for trace in traces))
-    looked_up = [index for index, work in enumerate(works) if not (work.may_move or index in at_home)]
-    looked_up = [index for index in looked_up if works[index].own_numel and index not in visited]
-    order = [*looked_up, *visited]
-    for index in order:
+    elsewhere = [index for index, work in enumerate(works) if work.own_numel and index not in visited]
+    looked_up = [index for index in elsewhere if not (works[index].may_move or index in at_home)]
+    for index in (*looked_up, *(index for index in visited if works[index].own_numel)):
         work = works[index]
-        if not work.own_numel:
-            continue
+        operator = script.HostWork("update", 0, work.update_nbytes * work.own_numel)
         if index in at_home:
             entries.append(script.DeviceOp("update", 0, ADAM_NBYTES * work.own_numel, "float32"))
-            continue
-        operator = script.HostWork("update", 0, work.update_nbytes * work.own_numel)
-        entries.append(script.ThreadWork((operator,), frozenset({index}), ()) if overlaps_update else operator)
+        else:
+            entries.append(script.ThreadWork((operator,), frozenset({index}), ()) if overlaps_update else operator)
     entries += [script.Await(index) for index in looked_up]
     number = itertools.count(len([entry for entry in entries if isinstance(entry, script.ThreadWork)]))
     for trace in traces:

@@ -44,10 +44,10 @@ class Decisions(Arrangement):
         tensors: One spec per parameter, in model order.
         precision: The types of parameters, and the type that forward computes in.
         lists: The lists that chunks have beside ``param``, by the index of their optimizer; see ``lists_of``.
-        widens_gradients: Whether optimizers have to widen gradients to fp32; those of an accumulation list are wide.
         prefetch_depth: How many chunks are loaded ahead.
         depth_reason: Why.
         numbers: The model.
+        situation: What the decisions depended on.
         parameters: The parameters, in the order of ``tensors``; none where a model is numbers alone.
         offload_reason: How many activations leave the device between forward and backward, and why; empty if nothing is
             known of a step.
@@ -56,10 +56,10 @@ class Decisions(Arrangement):
     tensors: list[TensorSpec]
     precision: Precision
     lists: dict[int, tuple[str, ...]]
-    widens_gradients: bool
     prefetch_depth: int
     depth_reason: str
     numbers: ModelNumbers
+    situation: Situation
     parameters: list[torch.nn.Parameter] = dataclasses.field(default_factory=list)
     offload_reason: str = ""
 
@@ -85,20 +85,19 @@ class Decisions(Arrangement):
         largest = Outline.of(self.choice.layout.chunks).largest
         return staged_nbytes(largest, functools.partial(staging_nbytes, collectives))
 
-    def with_tide(self, situation: Situation, known: KnownTraces) -> tuple["Decisions", KnownTraces]:
+    def with_tide(self, known: KnownTraces) -> tuple["Decisions", KnownTraces]:
         """These decisions, with the homes and the activations that fit what a step needs at each moment.
 
         Args:
-            situation: What the decisions depended on.
             known: Traces of a plan; without those of a training nothing changes.
 
         Returns:
             The decisions, and the traces with the activations that leave.
         """
-        num, most, why, estimate = 0, 2**31, "", self.estimate(situation, known)
+        num, most, why, estimate = 0, 2**31, "", self.estimate(known)
         if estimate.has_training:
             num, most, why = estimate.choose_offload(self.homes, are_made=False)
-        num = Order(situation.resources.collectives).agree_on_offload(num, most)
+        num = Order(self.situation.resources.collectives).agree_on_offload(num, most)
         known = known.offloading(num)
         reason = describe_offload(estimate.traces, num, estimate.offload, why) if why else ""
         homes = self.homes
@@ -108,16 +107,16 @@ class Decisions(Arrangement):
             logger.info("patrickstar: a step with inputs as large as those that were planned has no room: %s", error)
         if homes is not self.homes:
             nbytes = sum(self.chunk_nbytes[index].host_nbytes for index in homes.margin)
-            situation.resources.ledger.spilled_nbytes = nbytes
+            self.situation.resources.ledger.spilled_nbytes = nbytes
         return dataclasses.replace(self, homes=homes, offload_reason=reason), known
 
-    def estimate(self, situation: Situation, known: KnownTraces) -> Estimate:
+    def estimate(self, known: KnownTraces) -> Estimate:
         """What is known of a step before chunks are allocated.
 
         Args:
-            situation: What the decisions depended on.
             known: Traces of it.
         """
+        situation = self.situation
         config, resources, kernels = situation.config, situation.resources, situation.kernels
         chunks, has_lanes = self.choice.layout.chunks, resources.has_lanes
         looked_up = self.looked_up(known.lookups, self.homes.device)
@@ -156,15 +155,14 @@ class Decisions(Arrangement):
         asked = [index for index in self.embeddings.tensor_indices if chosen.get(index) != "device"]
         return [index for index in asked if self.choice.layout.placements[index].chunk_index not in homed]
 
-    def expected(self, situation: Situation, estimate: Estimate, estimated: StepCost | None) -> str:
+    def expected(self, estimate: Estimate, estimated: StepCost | None) -> str:
         """What this process will need for model data, and for a step, in one line.
 
         Args:
-            situation: What the decisions depended on.
             estimate: What is known of a step: with traces, of activations.
             estimated: What a step will cost, if that is known.
         """
-        ledger = situation.resources.ledger
+        ledger = self.situation.resources.ledger
         num = sum(spec.num_parameters for spec in self.tensors)
         num_trained = sum(spec.num_parameters for spec in self.tensors if spec.trainable)
         on_host, on_device = map(self.at_home_nbytes, (Tier.HOST, Tier.DEVICE))
@@ -184,7 +182,7 @@ class Decisions(Arrangement):
             on_device += self.choice.working_set_nbytes
         on_host += self.workspace_nbytes if on_host else 0
         if estimated is not None:
-            name = situation.resources.machine.name
+            name = self.situation.resources.machine.name
             time = f", and about {format_seconds(estimated.seconds)} per step by the rates of '{name}'"
         return (
             f"{format_count(num)} parameters ({format_count(num_trained)} trained): model data takes "
@@ -192,21 +190,21 @@ class Decisions(Arrangement):
             f"{words}, {format_nbytes(on_device)} of {format_nbytes(room)}{parts}{short}{time}"
         )
 
-    def explain(self, situation: Situation) -> None:
+    def explain(self) -> None:
         """Logs one line per decision that ``auto`` made."""
-        config, ledger = situation.config, situation.resources.ledger
+        config, resources, ledger = self.situation.config, self.situation.resources, self.situation.resources.ledger
         for reason in self.reasons.values():
             logger.info("patrickstar: %s", reason)
         if config.debug_evict_all and len(self.chunk_nbytes) - len(self.homes.device) < 2:
             logger.warning("patrickstar: debug_evict_all has nothing to evict: %s", *self.homes.reasons.values())
-        pinned = "are pinned" if situation.resources.pool.pins_memory else "are not pinned"
+        pinned = "are pinned" if resources.pool.pins_memory else "are not pinned"
         logger.info("patrickstar: pin_memory=%s: host chunks %s", config.pin_memory, pinned)
         for tier, setting in ((Tier.DEVICE, config.device_budget), (Tier.HOST, config.host_budget)):
             budget, usable = format_nbytes(ledger.budget(tier)), format_nbytes(ledger.limit(tier))
             whose = "auto: what is available" if setting == "auto" else "as asked"
             logger.info("patrickstar: %s_budget %s (%s), %s of it usable", tier.value, budget, whose, usable)
-        if situation.resources.collectives.world_size > 1:
-            machine, world_size = situation.resources.machine, situation.resources.collectives.world_size
+        if resources.collectives.world_size > 1:
+            machine, world_size = resources.machine, resources.collectives.world_size
             sent = ((world_size - 1) * spec.chunk_numel * spec.types.itemsize for spec in self.choice.layout.chunks)
             groups = "leave after forward" if config.reshard_after_forward else "stay while there is room"
             text = (
@@ -286,10 +284,10 @@ def decide_for(
         tensors=tensors,
         precision=numbers.precision,
         lists=lists,
-        widens_gradients=situation.num_micro_batches == 1,
         prefetch_depth=depth,
         depth_reason=depth_reason,
         numbers=numbers,
+        situation=situation,
     )
 
 

@@ -53,7 +53,7 @@ class Situation:
     Attributes:
         config: The settings.
         resources: What the engine runs on; nothing is allocated yet.
-        kernels: The kernels that update chunks, one for each optimizer.
+        kernels: The kernels that update chunks, one for each optimizer; the list may grow.
         optimizer_of: Which optimizer holds a parameter, by the parameter's identity.
         num_micro_batches: Micro-batches per step.
     """
@@ -63,6 +63,11 @@ class Situation:
     kernels: Sequence[Kernel]
     optimizer_of: Mapping[int, int]
     num_micro_batches: int
+
+    @property
+    def widens_gradients(self) -> bool:
+        """Whether optimizers have to widen gradients to fp32; those of an accumulation list are wide."""
+        return self.num_micro_batches == 1
 
     @property
     def can_move_homes(self) -> bool:
@@ -293,7 +298,7 @@ def _needs(
 
 def _workspace_nbytes(situation: Situation, choice: ChunkSizeChoice, tier: Tier) -> int:
     """Bytes of scratch space in which optimizers widen gradients on a tier where they update chunks."""
-    workspace, widens = 0, situation.num_micro_batches == 1
+    workspace, widens = 0, situation.widens_gradients
     for number, kernel in enumerate(situation.kernels):
         own = [spec.chunk_numel for spec in choice.layout.chunks if widened_by(spec, number)]
         workspace += kernel.workspace_numel(tier, max(own, default=0), widens=widens) * torch.float32.itemsize

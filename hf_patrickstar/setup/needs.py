@@ -157,7 +157,7 @@ def describe_least(numbers: ModelNumbers, situation: Situation, traces_on: Trace
         if traces_on is None:
             return None if decided.homes.margin else (0, 0)
         traces = {made.key: made for made in traces_on(decided.choice.layout, device)}
-        found = decided.estimate(other, KnownTraces("", traces)).with_least_offload(decided.homes)
+        found = decided.estimate(KnownTraces("", traces)).with_least_offload(decided.homes)
         return None if found is None else found[0].fullest(frozenset(found[1].margin))
 
     found = least_budgets(asked, taken)

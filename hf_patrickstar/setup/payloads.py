@@ -10,30 +10,27 @@ from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import MASTER, TensorSpec
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.optim.kernel import Kernel
 from hf_patrickstar.runtime.chunk import Chunk, torch_dtype
 from hf_patrickstar.runtime.parameter import ManagedParameter
 from hf_patrickstar.schedule.placement import ChunkBytes
 from hf_patrickstar.setup.decisions import Decisions
 from hf_patrickstar.setup.homes import chunk_bytes, lists_of, widened_by
-from hf_patrickstar.setup.resources import Resources
 
 
 class Payloads:
     """Allocates the payloads of chunks, and the workspace of kernels.
 
     Args:
-        resources: What the engine runs on.
         decisions: The decisions for the model.
-        kernels: The kernels that update chunks, one for each optimizer; the list may grow.
     """
 
-    def __init__(self, resources: Resources, decisions: Decisions, kernels: Sequence[Kernel]) -> None:
+    def __init__(self, decisions: Decisions) -> None:
+        resources = decisions.situation.resources
         self._device = resources.device
         self._pool = resources.pool
         self._rank = resources.collectives.rank
         self._decisions = decisions
-        self._kernels = kernels
+        self._kernels = decisions.situation.kernels
 
     @unseen()
     def allocate(self) -> list[Chunk]:
@@ -117,7 +114,7 @@ class Payloads:
         Raises:
             BudgetError: If there is no room.
         """
-        widens = self._decisions.widens_gradients
+        widens = self._decisions.situation.widens_gradients
         for number, kernel in enumerate(self._kernels):
             kernel.reserve([chunk for chunk in chunks if widened_by(chunk.spec, number)], *also, widens=widens)
 

@@ -44,7 +44,6 @@ from hf_patrickstar.schedule.op_trace import EnterForward, OpTrace
 from hf_patrickstar.schedule.step import Places, StepRules, traces_of
 from hf_patrickstar.schedule.trace import KnownTraces, Shapes, Trace
 from hf_patrickstar.setup.decisions import Decisions
-from hf_patrickstar.setup.homes import Situation
 from hf_patrickstar.setup.needs import describe_least
 from hf_patrickstar.setup.resources import SHARE_IN_FLIGHT
 from hf_patrickstar.tracing.attention import fused_attention, masks_of_batches
@@ -67,20 +66,17 @@ _MOST_WORKSPACES = 1 / 16
 """How much of what is free that is at most: a small budget would have no room for chunks."""
 
 
-def make_estimator(
-    model: torch.nn.Module, manager: ChunkManager, decisions: Decisions, situation: Situation
-) -> EstimateStep | None:
+def make_estimator(model: torch.nn.Module, manager: ChunkManager, decisions: Decisions) -> EstimateStep | None:
     """Makes what estimates the steps of an engine; ``None`` where nobody follows plans, or tensors have no bytes.
 
     Args:
         model: The model.
         manager: Knows its parameters and their chunks.
         decisions: What was decided about the model.
-        situation: What the decisions depended on.
     """
     if detect_fake_mode() is not None or not manager.steps.policy.has_plans:
         return None
-    return StepEstimator(model, manager, decisions, situation).estimate
+    return StepEstimator(model, manager, decisions).estimate
 
 
 class StepEstimator:
@@ -90,14 +86,11 @@ class StepEstimator:
         model: The model.
         manager: Knows its parameters and their chunks.
         decisions: What was decided about the model.
-        situation: What the decisions depended on.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, manager: ChunkManager, decisions: Decisions, situation: Situation
-    ) -> None:
-        resources = situation.resources
-        self._known = decisions.numbers, situation
+    def __init__(self, model: torch.nn.Module, manager: ChunkManager, decisions: Decisions) -> None:
+        resources = decisions.situation.resources
+        self._known = decisions.numbers, decisions.situation
         self._model = model
         self._manager = manager
         self._casting = decisions.precision.casting(torch.device("cpu"))
@@ -105,7 +98,7 @@ class StepEstimator:
         self._rank = resources.collectives.rank
         num, in_flight_nbytes = manager.steps.num_micro_batches, resources.streams.most_in_flight_nbytes
         self._rules = StepRules(num, in_flight_nbytes, resources.collectives.is_asynchronous)
-        self._keeps = situation.config.reuse_plan and self._rank == 0
+        self._keeps = decisions.situation.config.reuse_plan and self._rank == 0
         self._first_chunks = [chunk.spec for chunk in manager.chunks]  # those of the key under which traces are kept
         self._kept: dict[str, Trace] = {}
         self._not_estimated: set[tuple[str, bool]] = set()  # calls that could not be traced

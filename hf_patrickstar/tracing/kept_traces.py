@@ -25,7 +25,6 @@ if TYPE_CHECKING:  # an answer that was kept is found without torch
     import torch
 
     from hf_patrickstar.setup.decisions import Decisions
-    from hf_patrickstar.setup.homes import Situation
 
 logger = logging.getLogger(__name__)
 
@@ -134,16 +133,15 @@ def _stamp(path: pathlib.Path) -> tuple[int, int]:
     return stat.st_size, stat.st_mtime_ns
 
 
-def find_traces(model: "torch.nn.Module", decisions: "Decisions", situation: "Situation") -> KnownTraces:
+def find_traces(model: "torch.nn.Module", decisions: "Decisions") -> KnownTraces:
     """The traces that a plan has left for a training, or none; their key is that of the training in any case.
 
     Args:
         model: The model.
         decisions: What was decided about it.
-        situation: What the decisions depended on.
     """
-    key = key_of(computation_of(model), decisions, situation)
-    found = read(TRACES, key) if situation.config.reuse_plan else None
+    key = key_of(computation_of(model), decisions)
+    found = read(TRACES, key) if decisions.situation.config.reuse_plan else None
     if found is None:
         return KnownTraces(key)
     import torch
@@ -172,15 +170,15 @@ def keep_traces(known: KnownTraces) -> None:
     write(TRACES, known.key, buffer.getvalue())
 
 
-def key_of(computation: list[object], decisions: "Decisions", situation: "Situation") -> str:
+def key_of(computation: list[object], decisions: "Decisions") -> str:
     """Names what the traces of a training depend on, as far as the engine can see it.
 
     Args:
         computation: What the model computes; see ``computation_of``.
         decisions: What was decided about it.
-        situation: What the decisions depended on.
     """
-    config, resources, precision = situation.config, situation.resources, decisions.precision
+    situation, precision = decisions.situation, decisions.precision
+    config, resources = situation.config, situation.resources
     layout = decisions.tensors, decisions.choice.layout.chunks, decisions.embeddings, sorted(decisions.lists.items())
     types, asked = (precision.dtype, precision.autocast), (config.reduce_dtype, config.chunked_loss is True)
     kernels = [type(kernel).__name__ for kernel in situation.kernels]
