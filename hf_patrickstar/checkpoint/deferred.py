@@ -5,8 +5,10 @@ without any value: each result records how to compute it from tensors in files o
 are never in memory twice.
 """
 
+import contextlib
+import sys
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -366,3 +368,23 @@ class Reader:
             self._last.clear()  # first, so that two are never in memory
             self._last[recipe] = recipe.read(0, tensor.numel()).view(recipe.shape)
         return self._last[recipe]
+
+
+@contextlib.contextmanager
+def replaced(places: Sequence[tuple[str, str]], replacement: Any) -> Iterator[None]:
+    """Replaces a function inside of a block, wherever its modules are imported; afterwards all is as it was.
+
+    The replacement holds for the whole process, other threads included.
+
+    Args:
+        places: Modules, and the function's name there. A module that is not imported, or does not have the name, is
+            skipped; a library that gets a deferred tensor all the same fails with an error: the tensor has no bytes.
+        replacement: What is called instead.
+    """
+    with contextlib.ExitStack() as stack:
+        for module, name in places:
+            found = sys.modules.get(module)
+            if hasattr(found, name):
+                stack.callback(setattr, found, name, getattr(found, name))
+                setattr(found, name, replacement)
+        yield

@@ -19,17 +19,9 @@ from typing import Any, NamedTuple
 import safetensors.torch
 import torch
 
-from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor, Reader, Source, in_reading_order
+from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, DeferredTensor, Reader, Source, in_reading_order, replaced
 from hf_patrickstar.checkpoint.progress import shown
-from hf_patrickstar.checkpoint.storage import (
-    NewFile,
-    bytes_of,
-    checksum,
-    damaged,
-    missing_file,
-    replaced,
-    text_checksum,
-)
+from hf_patrickstar.checkpoint.storage import NewFile, bytes_of, checksum, damaged, missing_file, text_checksum
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.memory.operators import unseen
 

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -392,26 +392,3 @@ def disk_error(directory: Path, error: BaseException) -> CheckpointError | None:
     with contextlib.suppress(OSError):  # a thread that writes in the background may remove its file meanwhile
         newest = max(directory.rglob("*.*"), key=lambda path: path.stat().st_mtime_ns, default=None)
     return CheckpointError(describe_failure(found.filename or newest or directory, found))
-
-
-# Other libraries
-
-
-@contextlib.contextmanager
-def replaced(places: Sequence[tuple[str, str]], replacement: Any) -> Iterator[None]:
-    """Replaces a function inside of a block, wherever its modules are imported; afterwards all is as it was.
-
-    The replacement holds for the whole process, other threads included.
-
-    Args:
-        places: Modules, and the function's name there. A module that is not imported, or does not have the name, is
-            skipped; a library that gets a deferred tensor all the same fails with an error: the tensor has no bytes.
-        replacement: What is called instead.
-    """
-    with contextlib.ExitStack() as stack:
-        for module, name in places:
-            found = sys.modules.get(module)
-            if hasattr(found, name):
-                stack.callback(setattr, found, name, getattr(found, name))
-                setattr(found, name, replacement)
-        yield

@@ -23,9 +23,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, READING, DeferredTensor, Reader, Source
+from hf_patrickstar.checkpoint.deferred import PIECE_NUMEL, READING, DeferredTensor, Reader, Source, replaced
 from hf_patrickstar.checkpoint.safetensors_file import FileSource, SafetensorsFile
-from hf_patrickstar.checkpoint.storage import damaged, missing_file, replaced
+from hf_patrickstar.checkpoint.storage import damaged, missing_file
 from hf_patrickstar.errors import CheckpointError, PatrickStarError
 from hf_patrickstar.memory.bits import same_bits
 from hf_patrickstar.model.model_set import roots_of

@@ -15,16 +15,7 @@ from hf_patrickstar.memory.operators import unseen, with_modes_of_users
 from hf_patrickstar.model.lock import locked
 from hf_patrickstar.optim.clipping import total_norm
 from hf_patrickstar.optim.kernel import Kernel, place_state
-from hf_patrickstar.optim.state import (
-    HOOK_NAMES,
-    SAVED_MASTER,
-    StateView,
-    call_hooks,
-    check_shapes,
-    pack_state,
-    pair_up,
-    read,
-)
+from hf_patrickstar.optim.state import SAVED_MASTER, StateView, call_hooks, check_shapes, pack_state, pair_up, read
 from hf_patrickstar.optim.torch_kernel import TorchKernel
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.manager import ChunkManager
@@ -81,9 +72,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self.kernel = kernel  # not earlier: torch's constructor assigns an empty state
         self.param_groups = optimizer.param_groups
         self.defaults = optimizer.defaults
-        for name in HOOK_NAMES:
-            if hasattr(optimizer, name):
-                setattr(self, name, getattr(optimizer, name))
+        for name in [name for name in vars(self) if name.endswith("_hooks") and hasattr(optimizer, name)]:
+            setattr(self, name, getattr(optimizer, name))
         self.follow_groups()
 
     def follow_groups(self) -> None:

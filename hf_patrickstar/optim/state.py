@@ -13,12 +13,6 @@ from hf_patrickstar.optim.kernel import SAVED_MASTER, Kernel
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.parameter import ManagedParameter
 
-HOOK_NAMES = (
-    *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks"),
-    *("_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks"),
-    "_optimizer_load_state_dict_post_hooks",
-)
-"""The hooks of torch's optimizers."""
 _INNER = "__bnb_optimizer_quant_state__"
 """What bitsandbytes calls the dictionary that it puts around states of 8 bits when it saves them."""
 
