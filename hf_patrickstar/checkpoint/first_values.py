@@ -25,8 +25,9 @@ from hf_patrickstar.checkpoint.weight_files import ModelFiles, origin_of
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.layout.specs import MASTER
+from hf_patrickstar.memory.driver import Pending
 from hf_patrickstar.model.live_parameter import raw_data
-from hf_patrickstar.optim.workers import HostWorkers, WorkTicket
+from hf_patrickstar.optim.workers import HostWorkers
 from hf_patrickstar.runtime.parameter import ManagedParameter
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class FirstValues:
 
     def __post_init__(self) -> None:
         self.tensors = [*self.tensors]  # an engine that fails forgets its own
-        self._tickets: dict[int, WorkTicket] = {}
+        self._tickets: dict[int, Pending] = {}
         self._reader = Reader()
         self._unread: dict[int, torch.Tensor] = {}
         self._files: ModelFiles | None = None

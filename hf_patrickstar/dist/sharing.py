@@ -120,15 +120,16 @@ class Sharing:
         """
         if not is_reader:
             self._serve(held_of)
+        done = "has saved the model"  # this process reads nothing more
         try:
             yield
         except BaseException:
             if is_reader:
                 with contextlib.suppress(CollectiveError):
-                    self._leave(has_failed=True)
+                    self._ask((True,), done)
             raise
         if is_reader:
-            self._leave(has_failed=False)
+            self._ask((False,), done)
 
     def _serve(self, held_of: Callable[[int], Held]) -> None:
         """Takes part in the reads of other processes, until these end."""
@@ -143,10 +144,6 @@ class Sharing:
             held = held_of(number)._replace(dtype=dtype)
             for _ in self._pieces(held, start, stop, piece_numel, _reading(held, "the value"), readers):
                 pass
-
-    def _leave(self, *, has_failed: bool) -> None:
-        """Tells the processes that follow that this process reads nothing more."""
-        self._ask((has_failed,), "has saved the model")
 
     def _ask(
         self, asked: tuple[Any, ...] | None, what: str, *, is_prompt: bool = False

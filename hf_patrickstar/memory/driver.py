@@ -6,29 +6,74 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from hf_patrickstar.common.interrupts import held_back
 
 
-class Pending(Protocol):
-    """Work that goes on in other threads when the call that began it has returned.
+class Pending:
+    """Work that goes on in workers when the call that began it has returned: it counts down items that have not ended.
+
+    Args:
+        num: How many items there are.
 
     Attributes:
-        future: Comes when it has ended, with its error.
-        is_begun: Whether a part of it has been begun.
+        future: Comes when no item is left and no worker is at one; it has the error that one of them ended with.
+        is_begun: Whether a worker has been at an item.
+        is_skipped: Whether no further item is begun: one has failed, or nobody wants the rest.
     """
 
-    future: "concurrent.futures.Future[None]"
-    is_begun: bool
+    def __init__(self, num: int) -> None:
+        self.future: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self.is_begun = self.is_skipped = False
+        self._num_left = num
+        self._is_whole = True
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        if not num:
+            self.future.set_result(None)
 
     def wait(self) -> None:
-        """Blocks until it has ended; raises its error."""
+        """Blocks until no worker is at this work any more, and raises the error that one of them ended with."""
+        try:
+            self.future.result()
+        except BaseException:  # the user may have interrupted: nobody may write to chunks any more when this is left
+            self.cancel()
+            raise
 
     def cancel(self) -> bool:
-        """Blocks until nobody is at it, without what has not begun; returns whether all of it was done."""
+        """Begins no further item, and blocks until no worker is at this work any more; errors are not raised.
+
+        Returns:
+            Whether all of it was done.
+        """
+        self.is_skipped = True
+        concurrent.futures.wait([self.future])
+        return self._is_whole
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Does an item, unless no further one is to be begun."""
+        if not self.is_skipped:
+            self.is_begun = True
+            try:
+                work()
+                return
+            except BaseException as error:
+                self._error = self._error or error
+                self.is_skipped = True
+        self._is_whole = False
+
+    def count(self) -> None:
+        """Counts an item that has ended, in whichever way; nothing refers to it any more."""
+        with self._lock:
+            self._num_left -= 1
+            is_last = not self._num_left
+        if is_last and self._error is None:
+            self.future.set_result(None)
+        elif is_last:
+            self.future.set_exception(self._error)
 
 
 Work = Callable[[], Pending | None]

@@ -511,8 +511,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             tensor = self._manager.find(parameter)
             if tensor is not None:
                 check_shapes(tensor, state, self.kernel.list_names)
-                is_own = tensor.is_owned and self._updates(tensor)
-                if is_own:
+                if tensor.is_owned and self._updates(tensor):
                     self.kernel.check_own_state(tensor, state)
 
     @locked
@@ -527,11 +526,10 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """
         state_dict = call_hooks(self._optimizer_load_state_dict_pre_hooks, self, {**state_dict})
         self.check_state_dict(state_dict)
-        pairs = pair_up(self.param_groups, state_dict)
+        found = [(p, self._manager.find(p), state) for p, state in pair_up(self.param_groups, state_dict)]
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
-        for parameter, state in pairs:
-            tensor = self._manager.find(parameter)
+        for parameter, tensor, state in found:
             if tensor is not None and self._updates(tensor):
                 if tensor.is_owned:
                     places = self.kernel.state_places(tensor)
@@ -539,8 +537,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                     self.kernel.load_tensor_state(tensor, state)
             elif state and (tensor is None or tensor.spec.trainable):
                 self.inner.state[parameter] = copy.deepcopy({key: read(value) for key, value in state.items()})
-        for parameter, state in pairs:  # when no state can turn out to be damaged any more
-            tensor = self._manager.find(parameter)
+        for _, tensor, state in found:  # when no state can turn out to be damaged any more
             if SAVED_MASTER in state and tensor is not None and self._updates(tensor):
                 self._manager.writes.apply(tensor, read(state[SAVED_MASTER]))  # also in copies on other ranks
         numbers = {number for group in state_dict["param_groups"] for number in group["params"]}

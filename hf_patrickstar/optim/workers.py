@@ -20,73 +20,12 @@ from typing import TypeVar
 
 import torch
 
+from hf_patrickstar.memory.driver import Pending
+
 SMALL_NUMEL = 2**15
 """Work on so few elements is done sooner than another thread is awake; torch computes it in one thread anyway."""
 
 _Item = TypeVar("_Item")
-
-
-class WorkTicket:
-    """Work that ``HostWorkers`` have been given: it counts down the items that have not ended.
-
-    Args:
-        num: How many items there are.
-
-    Attributes:
-        future: Comes when no item is left and no worker is at one; it has the error that one of them ended with.
-        is_begun: Whether a worker has been at an item.
-        is_skipped: Whether no further item is begun: one has failed, or nobody wants the rest.
-    """
-
-    def __init__(self, num: int) -> None:
-        self.future: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self.is_begun = self.is_skipped = False
-        self._num_left = num
-        self._is_whole = True
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()
-        if not num:
-            self.future.set_result(None)
-
-    def wait(self) -> None:
-        """Blocks until no worker is at this work any more, and raises the error that one of them ended with."""
-        try:
-            self.future.result()
-        except BaseException:  # the user may have interrupted: nobody may write to chunks any more when this is left
-            self.cancel()
-            raise
-
-    def cancel(self) -> bool:
-        """Begins no further item, and blocks until no worker is at this work any more; errors are not raised.
-
-        Returns:
-            Whether all of it was done.
-        """
-        self.is_skipped = True
-        concurrent.futures.wait([self.future])
-        return self._is_whole
-
-    def do(self, work: Callable[[], None]) -> None:
-        """Does an item, unless no further one is to be begun."""
-        if not self.is_skipped:
-            self.is_begun = True
-            try:
-                work()
-                return
-            except BaseException as error:
-                self._error = self._error or error
-                self.is_skipped = True
-        self._is_whole = False
-
-    def count(self) -> None:
-        """Counts an item that has ended, in whichever way; nothing refers to it any more."""
-        with self._lock:
-            self._num_left -= 1
-            is_last = not self._num_left
-        if is_last and self._error is None:
-            self.future.set_result(None)
-        elif is_last:
-            self.future.set_exception(self._error)
 
 
 class HostWorkers:
@@ -106,7 +45,7 @@ class HostWorkers:
     def __init__(self, num: int | None = None) -> None:
         self.num = torch.get_num_threads() if num is None else num
         self._threads: concurrent.futures.ThreadPoolExecutor | None = None
-        self._queue: collections.deque[tuple[WorkTicket, Callable[[], None]]] = collections.deque()
+        self._queue: collections.deque[tuple[Pending, Callable[[], None]]] = collections.deque()
         self._num_at_work = 0
         self._lock = threading.Lock()
 
@@ -124,7 +63,7 @@ class HostWorkers:
         is_plain = type(payload) is torch.Tensor and payload.device.type == "cpu"
         return is_plain and torch._C._len_torch_dispatch_stack() == 0 and is_faster
 
-    def submit(self, work: Callable[[_Item], None], items: Iterable[_Item]) -> WorkTicket:
+    def submit(self, work: Callable[[_Item], None], items: Iterable[_Item]) -> Pending:
         """Starts work, without recording it for autograd.
 
         Args:
@@ -136,7 +75,7 @@ class HostWorkers:
             A ticket to wait for.
         """
         items = list(items)
-        ticket = WorkTicket(len(items))
+        ticket = Pending(len(items))
         with self._lock:  # the host's thread and that of a step may both be the first
             threads = self._threads = self._threads or self._start()
             is_ending = False
@@ -162,7 +101,7 @@ class HostWorkers:
         while (ticket := self._do_next()) is not None:
             ticket.count()
 
-    def _do_next(self) -> WorkTicket | None:
+    def _do_next(self) -> Pending | None:
         """Does the next item, which nothing refers to when this returns; returns its ticket."""
         with self._lock:
             if not self._queue:
