@@ -129,8 +129,15 @@ class DeferredTensor(torch.Tensor):
         if name in _OF_THE_META_TENSOR:
             if func == _DATA:
                 return _alias(args[0])
-            if func == _SET_DATA:
-                _take_recipe(*args)
+            if func == _SET_DATA:  # by which code casts a model in place
+                tensor, value = args
+                if not isinstance(value, DeferredTensor):
+                    raise EngineError(
+                        "values were assigned to a parameter of deferred_weights, which would be lost when it is read; "
+                        "change it after the engine was made, in full_parameters(), or load the model without "
+                        "deferred_weights"
+                    )
+                tensor.recipe, tensor.is_loadable = value.recipe, value.is_loadable
             if func == _DEVICE and args[0].is_loadable:
                 return torch.device("cpu")
             if func in _TRANSPOSED:
@@ -185,16 +192,6 @@ def _wrap(meta: torch.Tensor, recipe: "Source | _Call", is_loadable: bool) -> De
 
 def _alias(tensor: DeferredTensor) -> DeferredTensor:
     return _wrap(_bare(tensor), tensor.recipe, tensor.is_loadable)
-
-
-def _take_recipe(tensor: DeferredTensor, value: torch.Tensor) -> None:
-    """Carries out ``tensor.data = value``, by which code casts a model in place."""
-    if not isinstance(value, DeferredTensor):
-        raise EngineError(
-            "values were assigned to a parameter of deferred_weights, which would be lost when it is read; change it "
-            "after the engine was made, in full_parameters(), or load the model without deferred_weights"
-        )
-    tensor.recipe, tensor.is_loadable = value.recipe, value.is_loadable
 
 
 def _read_now(name: str, function: Any, args: Any, kwargs: Any) -> Any:

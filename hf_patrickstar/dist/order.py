@@ -236,7 +236,8 @@ class Order:
         Raises:
             CollectiveError: If another process ended something else, or has executed other collectives.
         """
-        what, bits = f"has ended its {phase.value}", _to_bits(indices)
+        what = f"has ended its {phase.value}"
+        bits = sum(1 << index for index in set(indices))  # messages about a model of 10,000 parameters stay short
         own = int(CollectiveKind.END), phase.value, self._checksum, is_diverged, is_recorded, bits
         messages = self._collectives.exchange(own, what, subject=_ABOUT)
         if any(message[0] != CollectiveKind.END for message in messages):
@@ -245,7 +246,8 @@ class Order:
         if not (_are_same(phases) and _are_same(checksums)):
             what = f"{what}, with collectives of checksum {self._checksum:08x} so far"
             raise self._collectives.disagreement(what)
-        return Ended((), any(diverged) or not _are_same(recorded), frozenset().union(*map(_from_bits, set(found))))
+        those = (place for bits in set(found) for place in range(bits.bit_length()) if bits >> place & 1)
+        return Ended((), any(diverged) or not _are_same(recorded), frozenset(those))
 
     # Inside
 
@@ -270,12 +272,3 @@ def _find_largest(found: Sequence[Shapes]) -> Shapes:
     if not _are_same(tuple(map(len, shapes)) for shapes in found):
         return ()
     return tuple(tuple(map(max, zip(*same, strict=True))) for same in zip(*found, strict=True))
-
-
-def _to_bits(indices: Iterable[int]) -> int:
-    """One bit for each index: messages about a model of 10,000 parameters stay short."""
-    return sum(1 << index for index in set(indices))
-
-
-def _from_bits(bits: int) -> Iterable[int]:
-    return [place for place in range(bits.bit_length()) if bits >> place & 1]

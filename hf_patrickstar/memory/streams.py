@@ -33,7 +33,7 @@ class Copy:
     """The ticket of work of a thread: what the host's thread does, or a copy of the CPU tier.
 
     Args:
-        event: Comes when it is done.
+        event: Comes when it is done; of a copy that is late, what gives that event.
         lane: The lane that it runs in.
         times: Measures who waits for it.
 
@@ -52,13 +52,18 @@ class Copy:
 
     @property
     def event(self) -> Any:
-        """Comes when the work is done."""
-        return self._event
+        """Comes when the work is done. If it is late, the host waits for it, and gets what the work before raised."""
+        if self.after is None:
+            return self._event
+        self.after.synchronize()
+        return self._event.result()
 
     @property
     def is_done(self) -> bool:
         """Whether it is complete, as far as the host can tell."""
-        return bool(self._event.query())
+        if self.after is None:
+            return bool(self._event.query())
+        return self._event.done() and bool(self._event.result().query())
 
     def wait(self) -> None:
         """Blocks the host, and so whatever the compute device does next; raises what the work raised."""
@@ -85,21 +90,6 @@ class StreamCopy(Copy):
         self, event: Any, lane: Lane, times: LaneTimes | None, driver: Driver, after: Any | None = None
     ) -> None:
         self._event, self.lane, self._times, self._driver, self.after = event, lane, times, driver, after
-
-    @property
-    def event(self) -> Any:
-        """The event that follows the copy. The host waits until there is one, and gets what the work before raised."""
-        if self.after is None:
-            return self._event
-        self.after.synchronize()
-        return self._event.result()
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the copy has run."""
-        if self.after is None:
-            return bool(self._event.query())
-        return self._event.done() and bool(self._event.result().query())
 
     def join(self) -> None:
         """Blocks the compute stream, and the host until the copy is in its stream."""
