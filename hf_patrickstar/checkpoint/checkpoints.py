@@ -179,11 +179,8 @@ class Checkpoints(Transactions):
             staged.recover()
             remove_leftovers(staged.final.parent)
             if not (self.state.is_empty or has_training_state(directory) or has_torch_state(directory)):
-                logger.warning(
-                    "patrickstar: '%s' has neither %s nor optimizer.pt: the optimizer keeps the state that it has",
-                    directory,
-                    INDEX_NAME,
-                )
+                text = "patrickstar: '%s' has neither %s nor optimizer.pt: the optimizer keeps the state that it has"
+                logger.warning(text, directory, INDEX_NAME)
         with self._weights.streamed(is_reader=True):  # PEFT looks at names and shapes of the state_dict
             found = self.together(lambda: self._find_all(directory))
         return self.load_parts(found, directory)

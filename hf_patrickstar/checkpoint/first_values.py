@@ -185,11 +185,8 @@ class FirstValues:
             raise EngineError("some processes made the model inside deferred_weights and others did not; let all do so")
         different = [tensor for place, tensor in enumerate(tensors) if len({row[place] for row in found}) > 1]
         if different:
-            logger.warning(
-                "patrickstar: %d parameters ('%s' is the first) differ between processes; those of rank 0 are taken",
-                len(different),
-                different[0].spec.name,
-            )
+            text = "patrickstar: %d parameters ('%s' is the first) differ between processes; those of rank 0 are taken"
+            logger.warning(text, len(different), different[0].spec.name)
         for tensor in different:
             collectives.begin_broadcast(tensor.parameter.data, 0, f"sends parameter '{tensor.spec.name}' to all")()
         for buffer in buffers:

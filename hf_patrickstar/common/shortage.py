@@ -51,13 +51,9 @@ class Shortage:
         """
         if self._of_machine is not None:
             return f"{self._of_machine}=auto is all that the machine has to give, so {otherwise}."
-        values = " and ".join(
-            limit.setting
-            + (
-                " (activations need room in it, too)"
-                if limit.setting == "device_budget"
-                else f" to at least {name_budget(need)}"
-            )
-            for limit, need in self.needs
-        )
-        return f"Raise {values}, or {otherwise}."
+        values = []
+        for limit, need in self.needs:
+            is_shared = limit.setting == "device_budget"
+            least = " (activations need room in it, too)" if is_shared else f" to at least {name_budget(need)}"
+            values.append(limit.setting + least)
+        return f"Raise {' and '.join(values)}, or {otherwise}."

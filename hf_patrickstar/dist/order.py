@@ -150,12 +150,8 @@ class Order:
         kinds, versions, inputs, known, free, limits, floors, residents = zip(*found, strict=True)
         if not (_are_same(kinds) and _are_same(versions)):
             raise self._collectives.disagreement(f"{what} after change {version} of the parameters")
-        agreed = Room(
-            min(free),
-            min((limit for limit in limits if limit is not None), default=None),
-            max(floors),
-            room.resident if _are_same(residents) else (),
-        )
+        least = min((limit for limit in limits if limit is not None), default=None)
+        agreed = Room(min(free), least, max(floors), room.resident if _are_same(residents) else ())
         return Beginning(_find_largest(inputs), _are_same(known), agreed)
 
     def agree_on_trace(self, trace: Trace) -> Trace:

@@ -20,17 +20,8 @@ _DEVICE_FULL = ("out of memory", "STATUS_ALLOC_FAILED")
 """Errors of drivers and libraries, beside ``torch.OutOfMemoryError``, that say that a device has no memory left."""
 _HOST_FULL = ("can't allocate memory", "not enough memory")
 """Errors of torch that say that the host has none left."""
-_NOT_PINNED = (
-    *_DEVICE_FULL,
-    *_HOST_FULL,
-    "pin_memory",
-    "pinned",
-    "cannot pin",
-    "page-lock",
-    "not supported",
-    "PinnedMemory",
-)
-"""Errors that say that host memory cannot be page-locked, in this amount or at all."""
+_NOT_PINNED = ("pin_memory", "pinned", "cannot pin", "page-lock", "not supported", "PinnedMemory")
+"""Errors, beside those, that say that host memory cannot be page-locked, in this amount or at all."""
 
 _LEAST_SEGMENT_NBYTES = 10 * MIB
 """Torch's allocator makes a larger segment than they need for smaller buffers, so that others share it."""
@@ -130,7 +121,7 @@ def is_full(error: BaseException) -> bool:
 
 def is_not_pinned(error: BaseException) -> bool:
     """Whether an error of torch says that host memory cannot be page-locked."""
-    return isinstance(error, torch.OutOfMemoryError) or _says(error, _NOT_PINNED)
+    return is_full(error) or _says(error, _NOT_PINNED)
 
 
 def _says(error: BaseException, phrases: tuple[str, ...]) -> bool:

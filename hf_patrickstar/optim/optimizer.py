@@ -564,10 +564,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """Drops a state of before the parameter got another shape, if this step updates the parameter."""
         state = self.inner.state.get(tensor.parameter)
         if state and tensor.has_gradient and self._is_outdated(tensor, state):
-            logger.warning(
-                "patrickstar: parameter '%s' has another shape than its optimizer state, which begins anew",
-                tensor.spec.name,
-            )
+            text = "patrickstar: parameter '%s' has another shape than its optimizer state, which begins anew"
+            logger.warning(text, tensor.spec.name)
             del self.inner.state[tensor.parameter]
 
     def _is_outdated(self, tensor: ManagedParameter, state: Mapping[str, Any]) -> bool:
