@@ -6,10 +6,11 @@ are never in memory twice.
 """
 
 import contextlib
+import dataclasses
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -24,36 +25,28 @@ it is written. The allocator may spread several pieces over the heap; together t
 """
 
 
+@dataclasses.dataclass(eq=False)
 class Source:
     """Where the values of a tensor are: a function reads them at any place, or in pieces one after the other.
 
-    Args:
+    Attributes:
         shape: The shape of the tensor.
         dtype: Its type.
-        read: See the method; ``stream`` then calls it for each piece.
-        stream: See the method; ``read`` then takes its only piece.
+        reads: Does what ``read`` does; ``stream`` then calls it for each piece.
+        streams: Does what ``stream`` does; ``read`` then takes its only piece.
         is_for_threads: Several threads may read it at once.
         name: What has the values, for errors.
+        read_into: Fills a tensor with elements of the flattened tensor from the given one on, if the source can do
+            that. The tensor to fill is flat, contiguous, on the host, and has the source's type.
     """
 
-    read_into: Callable[[int, torch.Tensor], None] | None = None
-    """Fills a tensor with elements of the flattened tensor from the given one on, if the source can do that.
-
-    The tensor to fill is flat, contiguous, on the host, and has the source's type.
-    """
-
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        read: Callable[[int, int], torch.Tensor] | None = None,
-        *,
-        stream: Callable[[int, int, int], Generator[torch.Tensor, None, None]] | None = None,
-        is_for_threads: bool = False,
-        name: str = "",
-    ) -> None:
-        self.shape, self.dtype, self.is_for_threads = shape, dtype, is_for_threads
-        self._read, self._stream, self._name = read, stream, name
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    reads: Callable[[int, int], torch.Tensor] | None = None
+    streams: Callable[[int, int, int], Generator[torch.Tensor, None, None]] | None = None
+    is_for_threads: bool = False
+    name: str = ""
+    read_into: ClassVar[Callable[[int, torch.Tensor], None] | None] = None
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         """Reads elements of the flattened tensor.
@@ -65,21 +58,21 @@ class Source:
         Returns:
             A flat tensor on the host that may alias memory in use: do not write to it.
         """
-        if self._read is not None:
-            return self._read(start, stop)
+        if self.reads is not None:
+            return self.reads(start, stop)
         (value,) = self.stream(start, stop, max(stop - start, 1))
         return value
 
     def stream(self, start: int, stop: int, piece_numel: int) -> Generator[torch.Tensor, None, None]:
         """Reads pieces of ``piece_numel`` elements in order; see ``read``. A caller that stops early must close it."""
-        if self._stream is not None:
-            yield from self._stream(start, stop, piece_numel)
+        if self.streams is not None:
+            yield from self.streams(start, stop, piece_numel)
             return
         for begin in range(start, stop, piece_numel):
             yield self.read(begin, min(begin + piece_numel, stop))
 
     def __str__(self) -> str:
-        return self._name
+        return self.name
 
 
 class _Call:

@@ -81,7 +81,7 @@ def begin_torch_state(saved: TrainingState, paths: Sequence[Path]) -> tuple[Stat
         for key, item in state.items():
             if isinstance(item, Held):
                 stream = functools.partial(sharing.parts, item, f"'{key}'", is_prompt=False)
-                state[key] = DeferredTensor.make(Source(item.shape, item.dtype, stream=stream))
+                state[key] = DeferredTensor.make(Source(item.shape, item.dtype, streams=stream))
                 state[key].place = item.number  # in the order of chunks
                 held[state[key].place] = item
     state_dicts = list(map(_packed, saved.state_dicts(states)))

@@ -89,7 +89,7 @@ class ChunkWeights:
         index = tensor.spec.index
         if index not in self._deferred:
             stream = functools.partial(self._parts, tensor)
-            made = DeferredTensor.make(Source(tensor.spec.shape, tensor.original_dtype, stream=stream))
+            made = DeferredTensor.make(Source(tensor.spec.shape, tensor.original_dtype, streams=stream))
             self._deferred[index] = torch.nn.Parameter(made, requires_grad=False)
         return self._deferred[index]
 

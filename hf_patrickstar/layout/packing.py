@@ -210,6 +210,7 @@ class _Run(NamedTuple):
         return close_last(fill_groups(self.kind, self.pieces, chunk_numel, world_size), self.pieces, chunk_numel)
 
 
+@dataclasses.dataclass(eq=False)
 class Packer:
     """Packs the tensors of a model into chunks of any size, in model order (PatrickStar section 6.1).
 
@@ -221,17 +222,12 @@ class Packer:
     A search looks at hundreds of sizes, which are multiples of the alignment. ``fill`` and ``outline`` tell of one of
     them without the objects of a ``Layout``; with one process running sums tell where chunks end.
 
-    Args:
+    Attributes:
         tensors: The specs in model order.
         on_host: Indices of embeddings that may be looked up on the host; each has a chunk of its own.
         world_size: Processes that share the model data: so many chunks are a group.
         splits: Whether a tensor may be spread over the chunks of a group of its own: the optimizer updates elements
             without looking at the rest of their tensor.
-
-    Attributes:
-        tensors: See above.
-        world_size: See above.
-        splits: See above.
         used_numel: Elements of all tensors.
         padded_numel: Elements of all tensors but those on the host, with padding.
 
@@ -239,22 +235,19 @@ class Packer:
         ConfigError: If ``world_size`` is not positive, or if there are both several processes and tensors on the host.
     """
 
-    def __init__(
-        self,
-        tensors: Sequence[TensorSpec],
-        on_host: frozenset[int] = frozenset(),
-        world_size: int = 1,
-        splits: bool = False,
-    ) -> None:
+    tensors: Sequence[TensorSpec]
+    on_host: frozenset[int] = frozenset()
+    world_size: int = 1
+    splits: bool = False
+
+    def __post_init__(self) -> None:
+        tensors, on_host, world_size = self.tensors, self.on_host, self.world_size
         if world_size < 1:
             raise ConfigError(f"world_size: expected a positive number of processes, got {world_size}")
         if world_size > 1 and on_host:
             raise ConfigError(f"cpu_embedding: not supported with {world_size} processes; set it to false")
-        self.tensors = tensors
-        self.world_size = world_size
-        self.splits = splits
         # Of how many bins a large tensor is alone in; 0 if it is not alone.
-        self._parts = world_size if splits or world_size == 1 else 0
+        self._parts = world_size if self.splits or world_size == 1 else 0
         # Of a group one rank owns the offset of an empty tensor, so it takes some elements.
         least = 0 if world_size == 1 else ALIGNMENT_NUMEL
         self.used_numel = sum(spec.numel for spec in tensors)

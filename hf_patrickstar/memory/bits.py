@@ -16,5 +16,4 @@ def differs(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether two tensors of one type have the same bits."""
-    integers = _INTEGERS[left.dtype.itemsize]
-    return torch.equal(left.view(integers), right.view(integers))
+    return torch.equal(_bits(left), _bits(right))
