@@ -134,9 +134,8 @@ class TrainingState:
     def load_other_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Replaces ``other_states``; a parameter without a given state begins anew."""
         for number, optimizer in enumerate(self.optimizers):
-            optimizer.load_other_states(
-                {place: states.get(f"{number}.{place}", {}) for place in optimizer.other_states()}
-            )
+            own = {place: states.get(f"{number}.{place}", {}) for place in optimizer.other_states()}
+            optimizer.load_other_states(own)
 
     def state_dicts(self, states: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
         """The ``state_dict`` of each optimizer.
@@ -171,9 +170,8 @@ class TrainingState:
         path = directory / shard_name(self.collectives.rank, self.collectives.world_size)
         chunks = {key: tensor.chunk for key, tensor in owners.items()}
         metadata |= {"parts": json.dumps(parts)}
-        return state_files.StateFile(
-            path, tensors, chunks, functools.partial(write_safetensors, path, tensors, metadata)
-        )
+        write = functools.partial(write_safetensors, path, tensors, metadata)
+        return state_files.StateFile(path, tensors, chunks, write)
 
     def own_states(self) -> dict[ManagedParameter, dict[Any, Any]]:
         """The states of ``owned``, with their masters if the model's file does not have these to the last bit."""

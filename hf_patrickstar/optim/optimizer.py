@@ -13,10 +13,10 @@ from hf_patrickstar.common.interrupts import held_back
 from hf_patrickstar.layout.specs import MASTER
 from hf_patrickstar.memory.operators import unseen, with_modes_of_users
 from hf_patrickstar.model.lock import locked
-from hf_patrickstar.optim.clipping import total_norm
 from hf_patrickstar.optim.kernel import Kernel, place_state
 from hf_patrickstar.optim.state import SAVED_MASTER, StateView, call_hooks, check_shapes, pack_state, pair_up, read
 from hf_patrickstar.optim.torch_kernel import TorchKernel
+from hf_patrickstar.optim.total_norm import total_norm
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.parameter import GradientPlace, ManagedParameter, ValuePlace

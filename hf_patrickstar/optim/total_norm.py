@@ -1,4 +1,4 @@
-"""Norms of gradients."""
+"""The norm of all gradients together."""
 
 from collections.abc import Iterable, Sequence
 
