@@ -494,16 +494,18 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     def _all_states(self) -> dict[int, dict[str, Any]]:
         """The states of all ranks, by tensor index."""
-        own = {}
-        for tensor in self._manager.tensors:
-            if not (self._updates(tensor) and tensor.is_owned):
-                continue
-            state = self.kernel.tensor_state(tensor)
-            if state and tensor.original_dtype is not tensor.chunk.state_dtype:
+        own = self._own_states(self._manager.tensors)
+        for index, state in own.items():
+            tensor = self._manager.by_index[index]
+            if tensor.original_dtype is not tensor.chunk.state_dtype:
                 state[SAVED_MASTER] = tensor.view(tensor.chunk.lists[MASTER]).to("cpu", copy=True)
-            if state:
-                own[tensor.spec.index] = state
         return self._manager.sharing.states(own, self._manager.place_of)
+
+    def _own_states(self, tensors: Iterable[ManagedParameter]) -> dict[int, dict[str, Any]]:
+        """Copies of the states that this rank has of parameters, by tensor index."""
+        owned = [tensor for tensor in tensors if self._updates(tensor) and tensor.is_owned]
+        states = {tensor.spec.index: self.kernel.tensor_state(tensor) for tensor in owned}
+        return {index: state for index, state in states.items() if state}
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Raises ``ValueError`` if a state in torch's format does not belong to this optimizer."""
@@ -597,12 +599,9 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             tensor: The parameter; by default all.
         """
         chosen = [item for item in ([tensor] if tensor else self._manager.tensors) if self._updates(item)]
-        own = {}
+        own = self._own_states(chosen)
         for item in [item for item in chosen if item.is_owned]:
-            state = self.kernel.tensor_state(item)
             self.kernel.load_tensor_state(item, {})
-            if state:
-                own[item.spec.index] = state
         states = self._manager.sharing.states(own, self._manager.place_of)
         for item in chosen:
             given = states.get(item.spec.index)
