@@ -248,19 +248,15 @@ class ElementwiseKernel(Kernel):
 
     def _widened(self, chunk: Chunk, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Gradients or states in the type of the master: copies of those that are narrow."""
-        scratch = self._scratch.get(chunk.home)
-        if scratch is None or scratch.dtype is not chunk.state_dtype:
-            return [tensor.to(chunk.state_dtype) for tensor in tensors]
-        wide, narrow, copies, start = list(tensors), [], [], 0
-        for place, tensor in enumerate(tensors):
-            if tensor.dtype != chunk.state_dtype:
-                wide[place] = scratch[start : start + tensor.numel()]
-                start += tensor.numel()
-                narrow.append(tensor)
-                copies.append(wide[place])
-        if narrow:
-            torch._foreach_copy_(copies, narrow)
-        return wide
+        scratch, dtype = self._scratch.get(chunk.home), chunk.state_dtype
+        narrow = [tensor for tensor in tensors if tensor.dtype != dtype]
+        if not narrow or scratch is None or scratch.dtype is not dtype:
+            return [tensor.to(dtype) for tensor in tensors]
+        numels = [tensor.numel() for tensor in narrow]
+        copies = scratch[: sum(numels)].split(numels)
+        torch._foreach_copy_(copies, narrow)
+        made = iter(copies)
+        return [tensor if tensor.dtype == dtype else next(made) for tensor in tensors]
 
     # States
 
