@@ -461,21 +461,17 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             del self.inner.state[key]
         self.inner.state.update(entries)
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    @locked
+    def state_dict(self, states: Mapping[int, Any] | None = None) -> dict[str, Any]:  # type: ignore[override]
         """The state in torch's own format, with tensors in the parameters' shapes.
 
         If a parameter is saved in fewer bits than its master has, its state also has ``patrickstar_master``, so that a
         resumed run has every bit. Tensors are copies on the host. With several processes all of them must call it, and
         each gets the states of all.
-        """
-        return self.state_dict_of(None)
-
-    @locked
-    def state_dict_of(self, states: Mapping[int, Any] | None) -> dict[str, Any]:
-        """Does what ``state_dict`` does with the states of all ranks, by tensor index, if they are known already.
 
         Args:
-            states: The states; their tensors may be deferred.
+            states: For checkpoints: the states of all ranks, by tensor index, if they are known; their tensors may be
+                deferred.
         """
         call_hooks(self._optimizer_state_dict_pre_hooks, self)
         self._leave_given_up()
