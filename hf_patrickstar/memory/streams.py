@@ -93,12 +93,16 @@ class StreamCopy(Copy):
 
     def join(self) -> None:
         """Blocks the compute stream, and the host until the copy is in its stream."""
-        stream, times = self._driver.current_stream(), self._times
+        times = self._times
         if times is None:
-            stream.wait_event(self._event if self.after is None else self.event)
+            self._join()
             return
+        stream = self._driver.current_stream()
         with times.around(self.lane, Lane.HOST), times.around(self.lane, Lane.COMPUTE, stream=stream):
-            stream.wait_event(self.event)
+            self._join()
+
+    def _join(self) -> None:
+        self._driver.current_stream().wait_event(self._event if self.after is None else self.event)
 
 
 def copy_bytes(arrays: list[Any]) -> None:

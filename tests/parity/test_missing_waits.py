@@ -598,18 +598,15 @@ RUNS = {
 # Sites
 
 WATCHED = (
-    ("memory/streams.py", "DeviceStreams", "Copy", "StreamCopy"),
+    ("memory/streams.py", "Streams", "DeviceStreams", "Copy", "StreamCopy"),
     *((f"runtime/{name}.py",) for name in ("activations", "chunk", "executor", "gradients", "manager", "evictor")),
     *((f"runtime/{name}.py",) for name in ("parameter", "parameters")),
-    *((f"optim/{name}.py",) for name in ("clipping", "kernel", "optimizer", "state")),
+    *((f"optim/{name}.py",) for name in ("kernel", "optimizer", "state", "total_norm")),
 )
 """Modules that order copies and kernels of one process, some with the classes that do."""
 
 ELSEWHERE = {
-    "for threads": [
-        *("checkpoint/checkpoints.py", "checkpoint/transaction.py", "memory/driver.py"),
-        "optim/workers.py",
-    ],
+    "for threads": ["checkpoint/checkpoints.py", "checkpoint/transaction.py", "memory/driver.py"],
     "for threads, and a compute stream that simulated tensors do not have": ["checkpoint/state_files.py"],
     "for threads that use the model": ["model/lock.py"],
     "for workers: tests/unit/checkpoint/test_first_values.py": ["checkpoint/first_values.py"],
@@ -633,7 +630,8 @@ _HELD = "the thread holds the tensors that it writes, so its file is right; the 
 
 UNNOTICED = {
     "memory/streams.py DeviceStreams.beside: lane.wait_stream(...)": _GROUP,
-    "memory/streams.py StreamCopy.event: self.after.synchronize()": "asks for the error of work that has ended",
+    "memory/streams.py Copy.event: self.after.synchronize()": "asks for the error of work that has ended",
+    "memory/streams.py Streams.on_host: other.wait()": "copies of the CPU tier are complete when they return",
     "runtime/chunk.py Chunk.param: self.wait_for_update()": "who reads values waits for gradients on their way as well",
     "runtime/chunk.py Chunk.gathered: self.note(...)": _GROUP,
     "runtime/chunk.py Chunk.gathered: self.under_way": _GROUP,
