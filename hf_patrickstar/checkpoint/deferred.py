@@ -46,7 +46,7 @@ class Source:
     streams: Callable[[int, int, int], Generator[torch.Tensor, None, None]] | None = None
     is_for_threads: bool = False
     name: str = ""
-    read_into: ClassVar[Callable[[int, torch.Tensor], None] | None] = None
+    read_into: ClassVar[Any] = None
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         """Reads elements of the flattened tensor.

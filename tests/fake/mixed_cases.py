@@ -27,7 +27,6 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.model.chunked_loss import chunk_losses, find_heads
 from hf_patrickstar.model.live_parameter import set_raw_data
 from hf_patrickstar.optim.scaler import ChunkedGradScaler
-from hf_patrickstar.optim.total_norm import _stack
 
 units.LEAST_BUDGET_NBYTES = 1  # as in conftest.py
 

@@ -12,7 +12,6 @@ import safetensors.torch
 import torch
 from support.checkpoint_files import make_deferred
 
-from hf_patrickstar.checkpoint.deferred import replaced
 from hf_patrickstar.checkpoint.safetensors_file import (
     CHECKSUMS,
     SAVE_FILE,
