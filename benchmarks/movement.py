@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from hf_patrickstar.schedule.plan import MovePlan, repeated_plans
+from hf_patrickstar.schedule.move_plan import MovePlan, repeated_plans
 from hf_patrickstar.schedule.trace import Trace
 
 

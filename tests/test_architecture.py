@@ -395,11 +395,11 @@ OF_RULES = [
         "from hf_patrickstar.layout.packing import align",
         "import hf_patrickstar.errors",
     ),
-    (imports_only_lower_parts, "schedule.plan", "def f():\n    from hf_patrickstar.runtime import chunk", "x = 1"),
+    (imports_only_lower_parts, "schedule.move_plan", "def f():\n    from hf_patrickstar.runtime import chunk", "x = 1"),
     (uses_no_forbidden_name, "layout.specs", "m = __import__('torch')", "import torchlike"),
     (
         uses_no_forbidden_name,
-        "schedule.plan",
+        "schedule.move_plan",
         "def f():\n    from torch.nn import Module",
         "m = importlib.metadata.version",
     ),

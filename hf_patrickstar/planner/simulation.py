@@ -3,7 +3,7 @@
 [Note: one model of a step]
 What the user's model does is traced once (``tracing/``). All else follows from numbers, by the functions with which
 an engine decides: chunks and homes (``setup/decisions.py``), what each micro-batch visits (``schedule/step.py``), what
-moves when (``schedule/plan.py``), and how long it takes by the rates of the machine (``schedule/replay.py``). No
+moves when (``schedule/move_plan.py``), and how long it takes by the rates of the machine (``schedule/replay.py``). No
 engine runs. That an engine does the same, in bytes, loads and order, is a test.
 """
 
@@ -32,10 +32,10 @@ from hf_patrickstar.runtime.chunk import GRADIENTS, STAGING
 from hf_patrickstar.schedule.bounds import ADAM_NBYTES, OTHERS_NBYTES, update_nbytes
 from hf_patrickstar.schedule.clock import Timeline
 from hf_patrickstar.schedule.estimate import Estimate
+from hf_patrickstar.schedule.move_plan import MovePlan, chunkable_nbytes, repeated_plans
 from hf_patrickstar.schedule.op_trace import OpTrace
 from hf_patrickstar.schedule.pace import seconds_to_first_step
 from hf_patrickstar.schedule.placement import Lookups, plan_lookups
-from hf_patrickstar.schedule.plan import MovePlan, chunkable_nbytes, repeated_plans
 from hf_patrickstar.schedule.replay import replay
 from hf_patrickstar.schedule.script import Entry, HostWork, Load, Reduce, Send
 from hf_patrickstar.schedule.step import Places, StepRules, traces_of, whole_step

@@ -10,7 +10,7 @@ from hf_patrickstar.layout.specs import TensorSpec
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk
-from hf_patrickstar.schedule.plan import MovePlan
+from hf_patrickstar.schedule.move_plan import MovePlan
 from hf_patrickstar.schedule.trace import Trace
 
 Followed = Iterable[tuple[Trace, MovePlan, Room]]

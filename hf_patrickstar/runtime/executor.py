@@ -15,7 +15,7 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk, Device
 from hf_patrickstar.runtime.evictor import Evictor
 from hf_patrickstar.runtime.steps import Step, Steps
-from hf_patrickstar.schedule.plan import Actions
+from hf_patrickstar.schedule.move_plan import Actions
 
 
 class Executor:

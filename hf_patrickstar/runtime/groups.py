@@ -25,7 +25,7 @@ from hf_patrickstar.runtime.mirrors import GradientMirrors
 from hf_patrickstar.runtime.parameter import ManagedParameter
 from hf_patrickstar.runtime.ranges import named
 from hf_patrickstar.runtime.steps import Step, Steps
-from hf_patrickstar.schedule.plan import Actions
+from hf_patrickstar.schedule.move_plan import Actions
 
 
 class Groups(Executor):

@@ -17,7 +17,7 @@ from hf_patrickstar.runtime.chunk import GRADIENTS, Chunk, Device
 from hf_patrickstar.runtime.frames import Call
 from hf_patrickstar.runtime.ranges import named
 from hf_patrickstar.schedule.eviction import Chooser
-from hf_patrickstar.schedule.plan import MovePlan, chunkable_nbytes, make_plan
+from hf_patrickstar.schedule.move_plan import MovePlan, chunkable_nbytes, make_plan
 from hf_patrickstar.schedule.trace import Cursor, KnownTraces, Shapes, StepKind, Trace, Visit, trace_key
 
 _MOST_DIVERGED_IN_A_ROW = 2

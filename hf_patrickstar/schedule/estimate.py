@@ -11,9 +11,9 @@ from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.schedule.margin import StepCost, fill_margin, in_order, needed_nbytes, plan_margin
+from hf_patrickstar.schedule.move_plan import chunkable_nbytes, repeated_plans
 from hf_patrickstar.schedule.offload import Asked, choose_offload, least_that_fit, most_that_fit
 from hf_patrickstar.schedule.placement import FIRST_HOMES, ChunkBytes, Homes, Tiers, spill, too_small
-from hf_patrickstar.schedule.plan import chunkable_nbytes, repeated_plans
 from hf_patrickstar.schedule.replay import replay
 from hf_patrickstar.schedule.script import Load, Send
 from hf_patrickstar.schedule.step_estimate import ChunkWork, estimate_script, steps_of

@@ -7,7 +7,7 @@ from typing import Any
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.schedule import script
 from hf_patrickstar.schedule.clock import Clock, Lane, Mark, Timeline
-from hf_patrickstar.schedule.plan import MovePlan
+from hf_patrickstar.schedule.move_plan import MovePlan
 
 LOADS = "the update of a chunk that is loaded"
 LOADS_TOGETHER = "the update of a chunk that is gathered"

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from movement import simulate
 
 from hf_patrickstar.schedule.eviction import Chooser, EvictionQueue
-from hf_patrickstar.schedule.plan import make_plan, repeated_plans
+from hf_patrickstar.schedule.move_plan import make_plan, repeated_plans
 from hf_patrickstar.schedule.trace import Cursor, Trace, Visit
 
 SIZE = 8

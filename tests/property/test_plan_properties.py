@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.schedule.eviction import Chooser
-from hf_patrickstar.schedule.plan import make_plan
+from hf_patrickstar.schedule.move_plan import make_plan
 from hf_patrickstar.schedule.trace import Trace, Visit
 
 NUM_CHUNKS = 6

@@ -21,8 +21,8 @@ from hf_patrickstar.planner.planning import make_adamw
 from hf_patrickstar.planner.simulation import Ran, Simulation, Trained, simulate
 from hf_patrickstar.runtime.steps import Step
 from hf_patrickstar.schedule.clock import Timeline
+from hf_patrickstar.schedule.move_plan import MovePlan
 from hf_patrickstar.schedule.op_trace import OpTrace
-from hf_patrickstar.schedule.plan import MovePlan
 from hf_patrickstar.schedule.trace import KnownTraces, Trace
 from hf_patrickstar.tracing.fake import FakeTensors
 from hf_patrickstar.tracing.micro_batch import MicroBatch, trace

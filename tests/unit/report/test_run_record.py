@@ -15,7 +15,7 @@ from hf_patrickstar.report.run_record import RUN, STEPS, RunRecorder, read_run, 
 from hf_patrickstar.report.sections import tides
 from hf_patrickstar.report.survey import MOST_MOMENTS, Survey, Tide
 from hf_patrickstar.schedule.clock import Lane, Span, Timeline, Wait
-from hf_patrickstar.schedule.plan import Actions, MovePlan
+from hf_patrickstar.schedule.move_plan import Actions, MovePlan
 from hf_patrickstar.schedule.trace import Activation, Trace, Visit
 
 SURVEY = Survey({"device": 10}, (), (), ("because",))

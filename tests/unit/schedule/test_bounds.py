@@ -7,7 +7,7 @@ import pytest
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.schedule.bounds import bounds_of
 from hf_patrickstar.schedule.clock import Lane
-from hf_patrickstar.schedule.plan import Actions, MovePlan
+from hf_patrickstar.schedule.move_plan import Actions, MovePlan
 from hf_patrickstar.schedule.replay import device_ns, replay
 from hf_patrickstar.schedule.script import (
     Begin,

@@ -10,7 +10,7 @@ import pytest
 
 from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.schedule.clock import Lane
-from hf_patrickstar.schedule.plan import Actions, MovePlan
+from hf_patrickstar.schedule.move_plan import Actions, MovePlan
 from hf_patrickstar.schedule.replay import Player, replay
 from hf_patrickstar.schedule.script import Begin, DeviceOp, Join, Keep, Load, Part, Reach, Reduce, Restore, Send
 
@@ -106,7 +106,7 @@ def test_a_collective_of_the_cpu_takes_its_time_once(num_cores):
 def test_they_share_lanes_with_chunks(num):
     """A gradient waits for the activation before it, and the activation that comes back for the load before it."""
     script = [
-        *(Begin(Part.FORWARD), compute("a"), Keep(0), Send(0, 100, False), compute("b"), Begin(Part.BACKWARD)),
+        *(Begin(Part.FORWARD), compute("a"), Keep(0), Send(0, 100), compute("b"), Begin(Part.BACKWARD)),
         *(Reach(1), compute("c"), Restore(0), compute("d")),
     ]
     plan = plan_of(*[1000] * num, moments=(Actions((), (1,), ()),))

@@ -6,7 +6,7 @@ import pytest
 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.schedule.eviction import Chooser
-from hf_patrickstar.schedule.plan import chunkable_nbytes, make_plan
+from hf_patrickstar.schedule.move_plan import chunkable_nbytes, make_plan
 from hf_patrickstar.schedule.trace import Trace, Visit
 
 EVERYTHING = frozenset(range(4))
