@@ -56,12 +56,11 @@ class AdamKernel(ElementwiseKernel):
     def _numbers(
         self, segments: Sequence[Segment], settings: Sequence[Mapping[str, Any]]
     ) -> dict[tuple[int, int], list[float]] | None:
-        """See ``Job``. The script is for numbers and ordinary tensors of one type; 16 bits would round numbers, too."""
+        """See ``Job``. The script is for numbers and ordinary tensors; in 16 bits it would round numbers, too."""
         rules: dict[tuple[int, int], list[float]] = {}
         for segment in segments:
             chunk, param = segment.chunk, segment.payloads["param"]
             is_wide = chunk.state_dtype.itemsize >= torch.float32.itemsize
-            is_wide &= chunk.state_dtype is segments[0].chunk.state_dtype
             if not (is_wide and type(param) is torch.Tensor and param.is_cpu) or self._is_on_device(chunk):
                 return None
             key, own = (segment.rule, segment.step), settings[segment.rule]

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.adam import adam
 
-from hf_patrickstar.units import ALIGNMENT_NUMEL, align
+from hf_patrickstar.units import ALIGNMENT_NUMEL
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +32,27 @@ TILE_NUMEL = 2**15
 _SOURCE = """
 def update(masters: List[Tensor], firsts: List[Tensor], seconds: List[Tensor], gradients: List[Tensor],
            values: List[Tensor], starts: List[int], numels: List[int], rules: List[List[float]], stays: List[bool],
-           factor: Optional[Tensor], fused: bool, tile: int, slots: List[List[Tensor]], spaces: List[Tensor]):
+           factor: Optional[Tensor], fused: bool, tile: int, slots: List[List[Tensor]]):
+    wide = masters[0].new_empty([0])
+    root = wide
+    states = [wide, wide]
     for i in range(len(masters)):
         (lr, beta1, beta2, weight_decay, eps, maximize, decoupled, count, decay, weight1, weight2, scale,
          size) = rules[i]
         step = torch.full([], count, dtype=torch.float32, device=torch.device("cpu"))
         numel = numels[i]
+        room = min(tile, numel)
+        scales = factor is not None and not stays[i]
+        changes = not fused and (maximize != 0.0 or (weight_decay != 0.0 and decoupled == 0.0))
+        if wide.dtype != masters[i].dtype:
+            wide = masters[i].new_empty([0])
+            root = wide
+        if wide.numel() < room and (scales or changes or gradients[i].dtype != masters[i].dtype):
+            wide = masters[i].new_empty([room])
+        if root.numel() < room and not fused:
+            root = masters[i].new_empty([room])
+        if firsts[i].dtype != masters[i].dtype:
+            states = [masters[i].new_empty([room]), masters[i].new_empty([room])]
         begin = 0
         while begin < numel:
             num = min(tile, numel - begin)
@@ -46,10 +61,10 @@ def update(masters: List[Tensor], firsts: List[Tensor], seconds: List[Tensor], g
             first = kept[0]
             second = kept[1]
             if first.dtype != master.dtype:
-                first = spaces[2].narrow(0, 0, num).copy_(kept[0])
-                second = spaces[3].narrow(0, 0, num).copy_(kept[1])
+                first = states[0].narrow(0, 0, num).copy_(kept[0])
+                second = states[1].narrow(0, 0, num).copy_(kept[1])
             gradient = gradients[i].narrow(0, starts[i] + begin, num)
-            scratch = spaces[0].narrow(0, 0, num)
+            scratch = wide.narrow(0, 0, min(num, wide.numel()))
             if gradient.dtype != master.dtype:
                 gradient = scratch.copy_(gradient)
                 if factor is not None:
@@ -83,7 +98,7 @@ def update(masters: List[Tensor], firsts: List[Tensor], seconds: List[Tensor], g
                         gradient = torch.add(gradient, master, alpha=weight_decay, out=scratch)
                 first.lerp_(gradient, weight1)
                 second.mul_(beta2).addcmul_(gradient, gradient, value=weight2)
-                below = torch.sqrt(second, out=spaces[1].narrow(0, 0, num)).div_(scale).add_(eps)
+                below = torch.sqrt(second, out=root.narrow(0, 0, num)).div_(scale).add_(eps)
                 master.addcdiv_(first, below, value=size)
             if first.dtype != kept[0].dtype:
                 kept[0].copy_(first)
@@ -147,7 +162,7 @@ class Range(NamedTuple):
     """Elements that are updated alike.
 
     Attributes:
-        masters: A buffer on the host, like the next four; of one type in all ranges of a call.
+        masters: A buffer on the host, like the next four.
         firsts: The ``exp_avg`` of its elements.
         seconds: Their ``exp_avg_sq``.
         gradients: Their gradients; may be the buffer of the values.
@@ -197,10 +212,7 @@ def _call(
 ) -> None:
     columns, first = [list(column) for column in zip(*ranges, strict=True)], ranges[0]
     slots = [[first.masters], [first.gradients], [first.firsts], [first.seconds], [first.masters]]
-    tile = tile_numel or TILE_NUMEL
-    room = align(min(tile, max(columns[6])))
-    # A space for the gradient, one for a root, and two for states; pages that nobody uses cost nothing.
-    script(*columns, factor, fused, tile, slots, list(first.masters.new_empty((4, room))))
+    script(*columns, factor, fused, tile_numel or TILE_NUMEL, slots)
 
 
 @torch.no_grad()
