@@ -280,11 +280,14 @@ class Watchdog:
             )
             raise CollectiveError(self.judge(text))
         if waited_s >= self._warn_s and not self._is_warned:
-            self._is_warned, text = True, "It goes on waiting, until the timeout of the process group (ddp_timeout)"
-            if limit_s == self._wait_s < math.inf:
-                text = f"All processes must call it together; this one gives up after {limit_s:g} s (process_wait_s)"
-            text = f"{wait} and has waited for {waited_s:.2g} s: {self._describe_others(wait)}. {text}"
-            logger.warning("patrickstar: rank %d %s", self._rank, text)
+            self._warn(wait, waited_s, limit_s)
+
+    def _warn(self, wait: _Wait, waited_s: float, limit_s: float) -> None:
+        self._is_warned, text = True, "It goes on waiting, until the timeout of the process group (ddp_timeout)"
+        if limit_s == self._wait_s < math.inf:
+            text = f"All processes must call it together; this one gives up after {limit_s:g} s (process_wait_s)"
+        text = f"{wait} and has waited for {waited_s:.2g} s: {self._describe_others(wait)}. {text}"
+        logger.warning("patrickstar: rank %d %s", self._rank, text)
 
     def _describe_others(self, own: _Wait) -> str:
         """Which ranks have ended or have not come, and what ranks do that wait for something else."""

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from integration.test_states_of_any_shape import Rotation
 from support.together import (
     alone,
     copy_state,
@@ -25,6 +24,13 @@ OPTIMIZERS = {
     "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
     "adafactor": lambda model: Adafactor(model.parameters(), lr=1e-2, relative_step=False, scale_parameter=False),
 }
+
+
+class Rotation:
+    """As the projectors of GaLore are: an object with a tensor."""
+
+    def __init__(self, matrix):
+        self.matrix = matrix
 
 
 def train_with(rank, name):

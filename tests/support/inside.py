@@ -11,7 +11,7 @@ import pytest
 
 from hf_patrickstar.memory.streams import Copy
 from hf_patrickstar.model import live_parameter as _live_parameter
-from hf_patrickstar.model.lock import EngineLock
+from hf_patrickstar.model import lock as _lock
 from hf_patrickstar.runtime import activations as _activations
 from hf_patrickstar.runtime import steps as _steps
 from hf_patrickstar.runtime.chunk import Chunk
@@ -54,7 +54,7 @@ def record_first_steps(monkeypatch):
 
 def shorten_waits(monkeypatch, seconds):
     """A thread waits so long for another one, and not a minute."""
-    monkeypatch.setattr(EngineLock.__init__, "__defaults__", (seconds,))
+    monkeypatch.setattr(_lock, "_LIMIT_S", seconds)
 
 
 # Chunks and parameters
