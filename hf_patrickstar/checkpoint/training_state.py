@@ -143,7 +143,7 @@ class TrainingState:
         Args:
             states: The states of all ranks, by tensor index; their tensors may be deferred.
         """
-        return [optimizer.state_dict(states) for optimizer in self.optimizers]
+        return [optimizer.state_dict_of(states) for optimizer in self.optimizers]
 
     def load_state_dicts(self, state_dicts: Sequence[dict[str, Any]]) -> None:
         """Loads a ``state_dict`` into each optimizer."""

@@ -12,7 +12,7 @@ from hf_patrickstar.checkpoint.safetensors_file import streamed_writing
 from hf_patrickstar.dist.sharing import Held
 from hf_patrickstar.errors import EngineError
 from hf_patrickstar.memory.operators import unseen
-from hf_patrickstar.model.live_parameter import raw_data, take_raw_grad
+from hf_patrickstar.model.live_parameter import raw_data, set_raw_grad, take_raw_grad
 from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.parameter import ManagedParameter, ValuePlace
 
@@ -234,6 +234,10 @@ class ChunkWeights:
         self, tensor: ManagedParameter, writeback: bool, with_grads: bool, handed: tuple[torch.Tensor, int] | None
     ) -> None:
         value, gradient = raw_data(tensor.parameter), take_raw_grad(tensor.parameter)
+        if tensor.is_bound and tensor.parameter.__dict__.get("_live") is not tensor.live:  # it was exchanged
+            self._manager.writes.give_up(tensor, value)
+            set_raw_grad(tensor.parameter, gradient)
+            return
         tensor.take_value()
         if not writeback or tuple(value.shape) != tensor.spec.shape:
             return

@@ -181,9 +181,7 @@ class HostThread:
         self._lock = threading.Lock()
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
         self._under_way: set[Done] = set()
-        this = weakref.ref(self)
-        os.register_at_fork(before=lambda: _call(this, HostThread.finish))
-        os.register_at_fork(after_in_child=lambda: _call(this, HostThread._forget_thread))
+        self._follows_forks = False
 
     def on_host(self, work: Work, after: Iterable[Any], otherwise: Callable[[], None] | None = None) -> Done:
         """Has the thread begin work when events have come; see ``Streams.on_host``.
@@ -263,6 +261,10 @@ class HostThread:
     def _give(self, done: Done, task: Callable[[], None]) -> None:
         if self._pool is None:
             self._pool = concurrent.futures.ThreadPoolExecutor(1, self._name, self._prepare)
+            if not self._follows_forks:  # Python never forgets what it is to call
+                self._follows_forks, this = True, weakref.ref(self)
+                os.register_at_fork(before=lambda: _call(this, HostThread.finish))
+                os.register_at_fork(after_in_child=lambda: _call(this, HostThread._forget_thread))
         try:
             with held_back():  # it would leave the pool's locks locked
                 self._under_way.add(done)

@@ -4,7 +4,6 @@ import contextlib
 import enum
 import pathlib
 import re
-import sys
 
 import psutil
 import torch
@@ -79,16 +78,16 @@ def resolve_budgets(
         ConfigError: If the device budget is larger than the device.
     """
     share = int(available_host_nbytes() * HOST_SHARE / local_world_size)
-    compute, total = share, sys.maxsize
-    if device.type != "cpu":
-        free, total = memory_info(device)
+    compute = share if device_budget == "auto" else int(device_budget)
+    free, total = memory_info(device) if device.type != "cpu" else (0, compute)
+    if device.type != "cpu" and device_budget == "auto":
         compute = int((free + reserved_nbytes(device)) * DEVICE_SHARE)
-    if device_budget != "auto" and int(device_budget) > total:
+    if compute > total:
         raise ConfigError(
             f"device_budget: {device_budget} bytes asked for, {device} has {total} bytes; set device_budget to at most "
             f"{total} bytes, or 'auto', which takes what is free"
         )
     return {
-        Tier.DEVICE: compute if device_budget == "auto" else int(device_budget),
+        Tier.DEVICE: compute,
         Tier.HOST: share if host_budget == "auto" else int(host_budget),
     }

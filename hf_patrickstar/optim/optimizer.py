@@ -212,7 +212,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         if manager.gradients.has_factor and self._is_beside_others:
             manager.apply_factor()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # read by schedulers made on the inner one
-        if isinstance(self.kernel, TorchKernel) and self.kernel.updates_at_once:
+        if self.kernel.updates_at_once:
+            assert isinstance(self.kernel, TorchKernel)
             loss = self.kernel.update_at_once(self._tensors, self._present, manager.writes.follow_master, closure)
         number, order = self.index, manager.in_order_of_use
         own = [chunk for chunk in order if chunk.is_updated and chunk.spec.optimizer_index == number]
@@ -462,16 +463,21 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self.inner.state.update(entries)
 
     @locked
-    def state_dict(self, states: Mapping[int, Any] | None = None) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """The state in torch's own format, with tensors in the parameters' shapes.
 
         If a parameter is saved in fewer bits than its master has, its state also has ``patrickstar_master``, so that a
         resumed run has every bit. Tensors are copies on the host. With several processes all of them must call it, and
         each gets the states of all.
+        """
+        return self.state_dict_of(None)
+
+    @locked
+    def state_dict_of(self, states: Mapping[int, Any] | None) -> dict[str, Any]:
+        """Does what ``state_dict`` does, for states that are known.
 
         Args:
-            states: For checkpoints: the states of all ranks, by tensor index, if they are known; their tensors may be
-                deferred.
+            states: The states of all ranks, by tensor index, whose tensors may be deferred; ``None`` for the present.
         """
         call_hooks(self._optimizer_state_dict_pre_hooks, self)
         self._leave_given_up()
@@ -595,9 +601,11 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             tensor: The parameter; by default all.
         """
         chosen = [item for item in ([tensor] if tensor else self._manager.tensors) if self._updates(item)]
-        own = self._own_states(chosen)
-        for item in [item for item in chosen if item.is_owned]:
-            self.kernel.load_tensor_state(item, {})
+        own: dict[int, dict[str, Any]] = {}
+        for item in chosen:
+            own |= self._own_states([item])
+            if item.is_owned:  # one after the other, so that never two copies of all are there
+                self.kernel.load_tensor_state(item, {})
         states = self._manager.sharing.states(own, self._manager.place_of)
         for item in chosen:
             given = states.get(item.spec.index)

@@ -386,10 +386,15 @@ class _Simulator:
         free, most = estimate.device_nbytes - sum(fixed.values()), self._resources.ledger.chunk_budget
         most = None if most is None else most - sum(fixed.values())
         capacities = [chunkable_nbytes(made, free, most) for made in traces]
-        rules: dict[str, Any] = {"dropped_after": estimate.updated, "static": static}
-        rules["prefetch_depth"] = 0 if self._config.debug_evict_all else self.decisions.prefetch_depth
-        rules["reshard_after_forward"] = self._config.reshard_after_forward and trained.world_size > 1
-        plans = repeated_plans(traces, capacities, self._config.eviction, **rules)
+        plans = repeated_plans(
+            traces,
+            capacities,
+            self._config.eviction,
+            dropped_after=estimate.updated,
+            static=static,
+            prefetch_depth=0 if self._config.debug_evict_all else self.decisions.prefetch_depth,
+            reshard_after_forward=self._config.reshard_after_forward and trained.world_size > 1,
+        )
         told = self._rules(homed)
         script = whole_step(ops, self._places, told, [made.kind for made in traces])
         loads = tuple(estimate.loads(homed))

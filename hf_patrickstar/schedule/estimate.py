@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.machine import Machine
@@ -110,8 +109,7 @@ class Estimate:
         if self.has_groups:
             needs = [(nbytes, frozenset()) for nbytes, _ in needs]
         device -= sum(self.nbytes[index].device_nbytes for index in kept)
-        workspaces = self.host_workspace_nbytes, self.workspace_nbytes
-        tiers = Tiers(self.host_nbytes_for_chunks, device, needs, *workspaces)
+        tiers = Tiers(self.host_nbytes_for_chunks, device, needs, self.host_workspace_nbytes, self.workspace_nbytes)
         if tiers.on_host(chunks) <= tiers.host_nbytes:
             return frozenset()
         found = spill(chunks, tiers, in_order(range(len(self.nbytes)), self.traces))
@@ -158,8 +156,15 @@ class Estimate:
         is_ahead = is_ahead and self.prefetch_depth > 0
         prefetched = [is_ahead * (work.gradient_nbytes + work.sent_nbytes) for work in self.works]
         chunks, device_nbytes = [self.nbytes[index] for index in movable], self.device_nbytes - self._fixed_nbytes(kept)
-        others = prefetched, kept, self.unusable_nbytes
-        return fill_margin(chunks, self.traces, device_nbytes, *others, copies_stay=self.has_groups)
+        return fill_margin(
+            chunks,
+            self.traces,
+            device_nbytes,
+            prefetched,
+            kept,
+            self.unusable_nbytes,
+            copies_stay=self.has_groups,
+        )
 
     def _plan_margin(
         self, movable: Sequence[int], candidates: Sequence[int], kept: frozenset[int], least: int = 0
@@ -363,12 +368,19 @@ class Estimate:
         loads, static = self.loads(at_home), frozenset[int]() if self.has_groups else at_home
         training = [trace for trace in self.traces if trace.kind.is_training]
         steps = steps_of(training, self.num_micro_batches)
-        rules: dict[str, Any] = {"dropped_after": self.updated, "static": static, "prefetch_depth": self.prefetch_depth}
         duration_ns = moved = copying_ns = updating_ns = 0
         for traces in steps:
             capacities = [chunkable_nbytes(trace, free, most) for trace in traces]
             try:
-                plans = repeated_plans(traces, capacities, self.policy, repetitions=1, **rules)
+                plans = repeated_plans(
+                    traces,
+                    capacities,
+                    self.policy,
+                    dropped_after=self.updated,
+                    static=static,
+                    prefetch_depth=self.prefetch_depth,
+                    repetitions=1,
+                )
             except BudgetError:
                 return None
             script = estimate_script(traces, self.works, at_home, overlaps_update=self.overlaps_update)

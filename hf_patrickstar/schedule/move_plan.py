@@ -9,7 +9,6 @@ more bytes move than before.
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.schedule.eviction import Chooser, EvictionQueue
@@ -131,8 +130,10 @@ def repeated_plans(
     policy: str,
     *,
     dropped_after: frozenset[int] = frozenset(),
+    static: frozenset[int] = frozenset(),
+    prefetch_depth: int = 0,
+    reshard_after_forward: bool = False,
     repetitions: int = 3,
-    **rules: Any,
 ) -> list[MovePlan]:
     """The plans of a step's micro-batches when the step was repeated, from an empty device.
 
@@ -141,9 +142,11 @@ def repeated_plans(
         capacities: Bytes for moving chunks at each moment of every micro-batch.
         policy: ``"belady"``, ``"lru"`` or ``"list_order"``.
         dropped_after: Chunks whose device copies are void after the last micro-batch.
+        static: As for ``make_plan``; so are ``prefetch_depth`` and ``reshard_after_forward``.
+        prefetch_depth: See there.
+        reshard_after_forward: See there.
         repetitions: How often, at most: a step that begins with what it leaves repeats itself. The plans of the last
             repetition are returned.
-        **rules: As for ``make_plan``.
 
     Raises:
         BudgetError: If the chunks in use at one moment do not fit.
@@ -161,7 +164,16 @@ def repeated_plans(
         for number, trace in enumerate(traces):
             dropped = dropped_after if number == last else frozenset()
             before = {index: place - len(resident) for place, index in enumerate(resident)}
-            plan = make_plan(trace, capacities[number], chooser, before, dropped_after=dropped, **rules)
+            plan = make_plan(
+                trace,
+                capacities[number],
+                chooser,
+                before,
+                dropped_after=dropped,
+                static=static,
+                prefetch_depth=prefetch_depth,
+                reshard_after_forward=reshard_after_forward,
+            )
             plans.append(plan)
             by_age = sorted(plan.resident.items(), key=lambda item: item[1])
             resident = {index: moment for index, moment in by_age if index not in dropped}

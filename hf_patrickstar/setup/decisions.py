@@ -220,7 +220,8 @@ def inspect(
 ) -> tuple[ModelNumbers, list[torch.nn.Parameter]]:
     """What decisions depend on of a model, and its parameters; see ``needs.decide``.
 
-    Of the situation, only the settings of types, the optimizers, and whether there is one at all matter.
+    Of the situation, only the settings of types, the optimizers, whether there is one at all, and what is in use on an
+    accelerator matter.
     """
     tensors, modules, parameters = collect(model, situation.optimizer_of)
     _check(model, tensors, parameters, is_training=bool(situation.kernels))

@@ -216,15 +216,27 @@ def give_another_shape(model):
     model.scale.forward = lambda x: x * model.scale.weight + model.scale.bias
 
 
-@pytest.mark.parametrize("change", [exchange, give_another_shape])
-@pytest.mark.parametrize("when", ["before full_parameters", "in a forward"])
+@pytest.mark.parametrize(
+    ("change", "when"),
+    [
+        *(
+            (change, when)
+            for change in (exchange, give_another_shape)
+            for when in ("before full_parameters", "forward")
+        ),
+        (exchange, "in full_parameters"),
+    ],
+)
 def test_a_parameter_that_was_given_up_keeps_its_value(change, when, budget):
     pair = Pair(Changing, budget, functools.partial(torch.optim.SGD, lr=0.1))  # it has no state of another shape
     pair.train(1)
 
     def run(model, optimizer):
-        if when == "in a forward":
+        if when == "forward":
             model.before = change
+        elif when == "in full_parameters":
+            with opened(model):
+                change(model)
         else:
             change(model)
             with opened(model):
