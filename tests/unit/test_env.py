@@ -73,6 +73,7 @@ def test_rates_are_printed_and_the_file_is_read_back(h100, tmp_path, capsys):
             "cannot be written: there is no directory '{}/missing'; make it",
         ),
         (["--measure", "--json", "{}/m.json"], "'{}/m.json' cannot be written: permission denied; name another file"),
+        (["--json", "{}/m.json"], "--json writes what was measured; add --measure"),
     ],
 )
 def test_paths_that_cannot_be_written_are_refused_before_anything_is_measured(
