@@ -104,6 +104,14 @@ def test_sparse_tensors_count_by_their_indices_and_values(layout):
         assert meter.live(0) == 0
 
 
+def test_all_that_an_operator_returns_counts():
+    meter, rows = make_meter(), torch.ones(4, KIB)
+    with measuring(meter):
+        kept = torch.var_mean(rows, 0), torch._foreach_add([rows, rows], 1.0)
+        assert meter.live(0) == (2 * 4 + 2 * 16) * KIB
+    del kept
+
+
 # Autograd
 
 

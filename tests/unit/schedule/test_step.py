@@ -80,6 +80,7 @@ NOTES = {
         *((*BOTH, Activation(2, 700, 1, 3, 5)), [1, 2, 0]),
     ),
     "the user holds one until backward": ({"forward": KEPT[:2], "middle": [*WANTED, Free(2)]}, BOTH, [1, 0]),
+    "the user holds one for good": ({"forward": KEPT[:2], "middle": WANTED}, BOTH, [1, 0]),
     "backward begins with one": ({"forward": KEPT, "begin": WANTED}, BOTH, [1, 0]),
     "it comes back with the next visit": ({"last": KEPT[:2], "begin": [Free(2)], "middle": WANTED}, BOTH, [1, 0]),
     "one is less than a ten thousandth of all": (

@@ -9,7 +9,7 @@ from torch import nn
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.tracing.attention import fused_attention
-from hf_patrickstar.tracing.estimator import as_on
+from hf_patrickstar.tracing.estimator import StepEstimator, as_on
 from hf_patrickstar.tracing.kept_traces import keep_traces
 
 CONFIG = {"device_budget": 2**20, "chunk_numel": 64}
@@ -103,6 +103,19 @@ def test_code_of_a_library_that_asks_gets_an_answer_which_nobody_relies_on(reque
 
 
 # How often it is tried
+
+
+def test_what_could_not_be_estimated_is_not_tried_again(monkeypatch):
+    """Neither for the other micro-batches of a step nor for other shapes."""
+    tried, original = [], StepEstimator._trace
+    monkeypatch.setattr(StepEstimator, "_trace", lambda *args: tried.append(args) or original(*args))
+    model = Peculiar(branch_on_a_value)
+    engine = engine_of(model, gradient_accumulation_steps=3)
+    for micro_batch, num in enumerate((2, 2, 2, 9, 9, 9), 1):
+        model(torch.ones(num, 8)).sum().backward()
+        if micro_batch % 3 == 0:
+            engine.optimizer.step()
+    assert len(tried) == 1
 
 
 # As on the device
