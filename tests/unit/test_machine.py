@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.machine import MACHINES, Machine, find_machine, machine_of, whole_host_nbytes
+from hf_patrickstar.machine import MACHINES, Card, Host, Machine, find_machine, machine_of, peak, whole_host_nbytes
 from hf_patrickstar.schedule.script import DeviceOp
 
 fast = settings(deadline=None, max_examples=100, database=None, derandomize=True)
@@ -219,3 +219,14 @@ def test_a_file_that_holds_no_machine(text, said, tmp_path):
     assert refused(find_machine, "a100-8").endswith(" Did you mean 'a100-80'?")
     assert "3 processes need as many devices, num_devices is 2; use fewer" in refused(ROUND.check_processes, 3)
     assert "give --machine 4xh100, or use fewer" in refused(find_machine("2xh100").check_processes, 4)
+
+
+def test_the_figures_of_data_sheets_are_not_reached():
+    machine = peak("sheet", Card(400.0, 0.75, 100.0, 1000.0, 30.0, 10.0, 2, (Host(80.0, 3, 5),) * 2))
+    assert machine.flops == {"float32": 75.0, "bfloat16": 300.0, "float16": 300.0}
+    assert machine.device_bandwidth == 850.0
+    assert machine.to_device_bandwidth == machine.to_host_bandwidth == 24.0
+    assert machine.pageable_bandwidth == 3.0
+    assert machine.host_bandwidth == 60.0
+    assert machine.host_flops == 90e9
+    assert (machine.device_nbytes, machine.host_nbytes, machine.num_cores) == (2 * GIB, 5 * GIB, 3)

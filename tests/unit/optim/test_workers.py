@@ -224,6 +224,10 @@ def test_they_suit_where_the_caller_would_compute_with_another_number(num, torch
     assert not HostWorkers(num).suits(torch.ones(1), SMALL_NUMEL), "it takes longer to hand it over"
 
 
+def test_there_are_as_many_as_torch_has_threads_unless_a_number_is_given(two_threads):
+    assert (HostWorkers().num, HostWorkers(5).num) == (2, 5)
+
+
 def test_they_do_not_suit_where_a_mode_of_the_caller_counts(workers):
     with FakeTensorMode():
         fake = torch.ones(1)
