@@ -167,3 +167,15 @@ def test_the_fastest_size_is_taken_if_times_are_known():
 def test_a_model_without_parameters():
     assert search_layout([], [], 1000).layout.chunks == ()
     assert search_layout(make_tensors(64, 0, 64), make_modules((0, 1), (2,)), None).working_set_nbytes <= 256
+
+
+def test_a_search_keeps_room_to_reduce_gradients_in():
+    """It is as large as a chunk here: a working set of a group, gradients of two, and a chunk."""
+    staged = {"world_size": 2, "staging_nbytes": lambda chunk_numel, dtype: chunk_numel * ITEMSIZE}
+    least = (2 + 4 + 1) * 64 * ITEMSIZE
+    assert search_layout(*alone(64), least, **staged).working_set_nbytes == least
+    with pytest.raises(BudgetError, match=rf"beside 640 B \(640 bytes\) of gradients.*at least {least} bytes"):
+        search_layout(*alone(64), least - 1, **staged)
+    frozen = make_tensors(256, 256, 64, 64, frozen={0, 1})
+    choice = fixed_layout(frozen, make_modules((2,), (3,)), 64, None, **staged)
+    assert choice.working_set_nbytes == (128 + 128 + 64) * ITEMSIZE, "what is frozen has no gradients"
