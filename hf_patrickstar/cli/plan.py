@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from hf_patrickstar.cli.files import check_files, trace_beside, write_text
 from hf_patrickstar.machine import MACHINES
 from hf_patrickstar.tracing import kept_traces
-from hf_patrickstar.tracing.garbage import no_collections, objects_set_aside
+from hf_patrickstar.tracing.garbage_collection import frozen_objects, garbage_collection_off
 
 HELP = "tell whether a model fits a machine, and how fast it trains there. It reads no weights."
 
@@ -87,9 +87,9 @@ def run(options: argparse.Namespace) -> int:
             print(text, flush=True)
             texts.append(text)
 
-        with no_collections():
+        with garbage_collection_off():
             from hf_patrickstar.cli.plan_run import run_plan
-        with objects_set_aside():
+        with frozen_objects():
             status, data, traces = run_plan(options, say)
         if key is not None:
             kept_traces.write(_ANSWERS, key, json.dumps([texts, status, data, traces]).encode())

@@ -24,7 +24,7 @@ from hf_patrickstar.planner.subject import Subject
 from hf_patrickstar.planner.training_plan import Plan
 from hf_patrickstar.report.plan_page import plan_page
 from hf_patrickstar.report.timeline import VIRTUAL
-from hf_patrickstar.tracing.garbage import no_collections
+from hf_patrickstar.tracing.garbage_collection import garbage_collection_off
 
 Say = Callable[[str], None]
 Result = tuple[int, str, str | None]
@@ -145,7 +145,7 @@ def _arrange(options: argparse.Namespace) -> tuple[Subject, TrainingSetup]:
     given |= {"length": options.seq_len, "num_micro_batches": options.accumulation}
     given |= {"checkpointing": options.gradient_checkpointing, "max_norm": options.max_grad_norm or None}
     given |= {"adapters": _adapters(options), "bits": _bits(options), **_machine_of(options)}
-    with no_collections():  # the code of the model is loaded
+    with garbage_collection_off():  # the code of the model is loaded
         found = arrange(options.model, options.machine, **given)
     gc.freeze()  # that code, too, until the command has ended
     return found

@@ -16,7 +16,13 @@ import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -49,8 +55,7 @@ class OperatorMode(EngineMode):
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
     """Takes all modes off, torch's own and the engine's, too, but those that see everything."""
-    disabled = torch.utils._python_dispatch._disable_current_modes
-    with unseen(), disabled() as modes, contextlib.ExitStack() as stack:
+    with unseen(), _disable_current_modes() as modes, contextlib.ExitStack() as stack:
         for mode in reversed(modes):
             if isinstance(mode, OperatorMode) and mode.sees_all:
                 stack.enter_context(mode)

@@ -79,15 +79,13 @@ def resolve_budgets(
     """
     share = int(available_host_nbytes() * HOST_SHARE / local_world_size)
     compute = share if device_budget == "auto" else int(device_budget)
-    free, total = memory_info(device) if device.type != "cpu" else (0, compute)
-    if device.type != "cpu" and device_budget == "auto":
-        compute = int((free + reserved_nbytes(device)) * DEVICE_SHARE)
-    if compute > total:
-        raise ConfigError(
-            f"device_budget: {device_budget} bytes asked for, {device} has {total} bytes; set device_budget to at most "
-            f"{total} bytes, or 'auto', which takes what is free"
-        )
-    return {
-        Tier.DEVICE: compute,
-        Tier.HOST: share if host_budget == "auto" else int(host_budget),
-    }
+    if device.type != "cpu":
+        free, total = memory_info(device)
+        if device_budget == "auto":
+            compute = int((free + reserved_nbytes(device)) * DEVICE_SHARE)
+        elif compute > total:
+            raise ConfigError(
+                f"device_budget: {device_budget} bytes asked for, {device} has {total} bytes; set device_budget to at "
+                f"most {total} bytes, or 'auto', which takes what is free"
+            )
+    return {Tier.DEVICE: compute, Tier.HOST: share if host_budget == "auto" else int(host_budget)}

@@ -46,7 +46,7 @@ from hf_patrickstar.setup.homes import ModelNumbers, Situation, lists_of
 from hf_patrickstar.tracing.answers import AnsweringMode
 from hf_patrickstar.tracing.costs import UpdateCost, cost_of_update
 from hf_patrickstar.tracing.fake import FakeTensors
-from hf_patrickstar.tracing.garbage import no_collections
+from hf_patrickstar.tracing.garbage_collection import garbage_collection_off
 from hf_patrickstar.tracing.kept_traces import computation_of, key_of
 
 OpsOf = Callable[[frozenset[str]], OpTrace]
@@ -288,11 +288,11 @@ class _Simulator:
             ops, traces, _ = self._looked_up_by(ops_of, ran.lookups, ran.homed)
             known = self._known_traces(traces, ran.lookups).offloading(ran.num_offloaded)
             estimate = self.decisions.estimate(known)
-            with no_collections():  # a plan is some hundred thousand small objects, none of which is garbage
+            with garbage_collection_off():  # a plan is some hundred thousand small objects, none of which is garbage
                 return self._planned(ops, known, estimate, ran.homed, [])
         ops, traces, lookups, reasons = self._looked_up(ops_of, self.decisions.homes.device)
         decisions = self.decisions
-        with no_collections():  # a plan is some hundred thousand small objects, none of which is garbage
+        with garbage_collection_off():  # a plan is some hundred thousand small objects, none of which is garbage
             known = self._known_traces(traces, lookups)
             decisions, offloading = decisions.with_tide(known)
             estimate = decisions.estimate(offloading)

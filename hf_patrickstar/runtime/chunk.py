@@ -568,13 +568,12 @@ class Device:
         pool: Where payloads come from; it has the ledger.
         meter: Measures what else is on the device.
         streams: How bytes cross.
-        sharing: See below.
+        sharing: Reads what other ranks have at home.
         counts: Counts what moves.
 
     Attributes:
         ledger: Has the bytes of both tiers, and their limits.
         torch_device: The device as torch names it.
-        sharing: Reads what other ranks have at home.
         lock: Held while values or gradients change their places.
         version: Counts changes of values.
         num_mirrors: How many mirrors look into each storage, by its address; see ``Mirrors``.

@@ -130,7 +130,7 @@ class LiveTensor(Live):
 
     @property
     def typed(self) -> torch.Tensor:
-        """See ``Live``: not to its own module, nor where all types must be one."""
+        """What shows the type that users see; not to its own module, nor where all types must be one."""
         tensor = self.tensor
         is_own = threading.get_ident() in tensor.users or (self.is_narrow and self.frames.is_inside)
         return tensor.placeholder if is_own else tensor.typed  # type: ignore[no-any-return]
@@ -322,7 +322,7 @@ class LiveManaged(LiveTensor):
         self.manager.writes.watch(self.tensor)
 
     def value_for_state_dict(self) -> torch.Tensor:
-        """See ``Live``; tied names of one ``state_dict`` share one tensor, as they do in torch."""
+        """The value for ``state_dict``; tied names of one ``state_dict`` share one tensor, as they do in torch."""
         tensor, device = self.tensor, self.manager.device
         with self.manager.gradients.lock:  # another thread takes it out of its chunk before this, or after
             now = self._has_left()

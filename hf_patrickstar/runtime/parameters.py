@@ -193,18 +193,14 @@ class Parameters:
                     while tensor is not None:
                         parameter, chunk, users = tensor.parameter, tensor.chunk, tensor.users
                         if not users:
-                            if tensor.place is _OPEN:
-                                self.check_usable(tensor)
-                            if chunk.is_group and not tensor.spec.trainable:
-                                self._check_unfrozen(tensor)
                             if (
                                 (mirrored and tensor.spec.index in mirrored)
                                 or storage_key(parameter) != tensor.placeholder_key
                                 or not (isinstance(parameter, LiveMixin) or not tensor.is_bound)
                             ):
                                 writes.take_over(tensor)
-                                if chunk.is_group and tensor.place is _GIVEN_UP:
-                                    self._check_not_given_up(tensor)
+                            if tensor.place is not _HOME or (chunk.is_group and not tensor.spec.trainable):
+                                self._check_computable(tensor)
                         if tensor.gradient is _PARAM and not chunk.is_group:
                             self._gradients.move_to_list(tensor)
                         if not (is_at_rest or chunk.num_computing) or chunk.compute is None:
@@ -398,8 +394,10 @@ class Parameters:
         """An embedding begins to look rows up in its weight, whose chunk is at home on the host."""
         with self._lock:
             if not tensor.users:
-                self.check_usable(tensor)
                 self._writes.take_over(tensor)
+                self.check_usable(tensor)
+                if tensor.place is _GIVEN_UP:  # its rows are no longer where they would be read
+                    raise EngineError(_given_up(tensor))
             tensor.read_at = tensor.num_writes
             if tensor.gradient is _PARAM:
                 self._gradients.move_to_list(tensor)
@@ -445,30 +443,28 @@ class Parameters:
                 "full_parameters()"
             )
 
-    def _check_not_given_up(self, tensor: ManagedParameter) -> None:
-        """Refuses to compute with a parameter that was given up, whose gradient would stay on this process.
+    def _check_computable(self, tensor: ManagedParameter) -> None:
+        """Refuses a parameter that is open, or whose gradient would stay on this process, and not be averaged.
 
-        Raises:
-            EngineError: If autograd would compute one.
-        """
-        if torch.is_grad_enabled() and requires_grad(tensor.parameter):
-            raise EngineError(
-                f"parameter '{tensor.spec.name}' was exchanged, or given another shape, inside of a forward, where the "
-                "processes cannot agree on a place for its gradient; change it between two steps, before the model is "
-                "called"
-            )
-
-    def _check_unfrozen(self, tensor: ManagedParameter) -> None:
-        """Refuses to compute with a frozen parameter whose gradient would stay on this process, and not be averaged.
-
-        One that is unfrozen between forwards is adopted by then. Alone, autograd keeps the gradient of any other.
+        One that is unfrozen, or given up, between forwards is adopted by then. Alone, autograd keeps the gradient of
+        any other.
 
         Raises:
             EngineError: If so.
         """
-        is_unfrozen = torch.is_grad_enabled() and requires_grad(tensor.parameter)
-        if is_unfrozen and tensor.chunk.is_group and self._is_trained:
-            raise EngineError(_unfrozen(tensor))
+        self.check_usable(tensor)
+        if tensor.chunk.is_group and torch.is_grad_enabled() and requires_grad(tensor.parameter):
+            if tensor.place is _GIVEN_UP:
+                raise EngineError(_given_up(tensor))
+            if not tensor.spec.trainable and self._is_trained:
+                raise EngineError(_unfrozen(tensor))
+
+
+def _given_up(tensor: ManagedParameter) -> str:
+    return (
+        f"parameter '{tensor.spec.name}' was exchanged, or given another shape, inside of a forward, where it cannot "
+        "get another place; change it between two steps, before the model is called"
+    )
 
 
 def _unfrozen(tensor: ManagedParameter) -> str:

@@ -59,7 +59,7 @@ class MicroBatch:
     is_training: bool = True
     prepare: Callable[[torch.nn.Module], tuple[Sequence[TensorSpec], Casting]] | None = None
 
-    def prepared(self, model: torch.nn.Module) -> tuple[Sequence[TensorSpec], Casting]:
+    def specs_and_casting(self, model: torch.nn.Module) -> tuple[Sequence[TensorSpec], Casting]:
         """The parameters of a model as numbers, and the types that its forwards compute in."""
         if self.prepare is not None:
             return self.prepare(model)
@@ -99,7 +99,7 @@ def trace(
         with AnsweringMode(), torch.no_grad():
             if micro_batch.config.get("chunked_loss") is True:
                 chunk_losses(find_heads(model))
-            specs, casting = micro_batch.prepared(model)
+            specs, casting = micro_batch.specs_and_casting(model)
         return _Ready(micro_batch, model, specs, casting, setting)
 
     run = _Ready.record_twice if is_checked else _Ready.record

@@ -308,23 +308,23 @@ class LiveWatched(LiveTensor):
         return made
 
     def get_grad(self) -> torch.Tensor | None:
-        """See ``Live``: what is there in the middle of a backward."""
+        """The gradient, which is there in the middle of a backward."""
         return raw_grad(self.tensor.parameter)
 
     def set_grad(self, gradient: torch.Tensor | None) -> None:
-        """See ``Live``."""
+        """Replaces the gradient."""
         set_raw_grad(self.tensor.parameter, gradient)
 
     def assign(self, value: torch.Tensor) -> None:
-        """See ``Live``; the parameter stays as it is, since the model is not the recording's to change."""
+        """Notes an assignment; the parameter stays as it is, since the model is not the recording's to change."""
         self.listener.notes.is_odd |= value is not self.tensor.parameter
 
     def host_value(self) -> torch.Tensor:
-        """See ``Live``."""
+        """The value, which has no bytes: nothing that depends on it can be noted."""
         self.listener.notes.is_odd = True
         return raw_data(self.tensor.parameter)
 
     def view_whole(self, func: Any) -> torch.Tensor:
-        """See ``Live``."""
+        """A view of the whole parameter in the graph of autograd."""
         with torch.enable_grad(), RAW():
             return func(self.tensor.parameter, self.tensor.parameter)  # type: ignore[no-any-return]

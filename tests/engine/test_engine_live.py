@@ -255,6 +255,20 @@ def test_a_parameter_that_was_given_up_keeps_its_value(change, when, budget):
     pair.check(run)
 
 
+def test_an_embedding_that_is_looked_up_at_home_and_exchanged_inside_of_a_forward_is_refused():
+    """Its rows would be read where the value of before is."""
+
+    def make():
+        model = nn.Sequential(nn.Identity(), nn.Embedding(64, WIDTH), *(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        new = nn.Parameter(torch.ones(64, WIDTH))
+        model[0].register_forward_hook(lambda *_: torch.utils.swap_tensors(model[1].weight, new))
+        return model
+
+    pair = Pair(make, "evicting", sgd, settings={"cpu_embedding": True})
+    with pytest.raises(EngineError, match=r"'1.weight' was exchanged, or given another shape, inside of a forward"):
+        pair.ours(torch.arange(4))
+
+
 def test_full_parameters_have_what_a_module_that_computes_has_written(budget):
     class Doubling(nn.Linear):
         def forward(self, x):

@@ -144,7 +144,7 @@ def make_small(make, checkpointing=None, loss=compute_loss, **settings):
 
 def notes_and_places(training):
     with FakeTensors():
-        specs, _ = training.micro_batch.prepared(training.make_model())
+        specs, _ = training.micro_batch.specs_and_casting(training.make_model())
     ops = training.trace(H100)
     assert ops is not None
     return ops, each_alone(specs)

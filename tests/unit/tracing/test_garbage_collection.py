@@ -5,13 +5,13 @@ import gc
 from hf_patrickstar.cli import plan_run
 from hf_patrickstar.cli.main import main
 from hf_patrickstar.errors import ConfigError
-from hf_patrickstar.tracing.garbage import no_collections, objects_set_aside
+from hf_patrickstar.tracing.garbage_collection import frozen_objects, garbage_collection_off
 
 
 def test_objects_of_libraries_are_set_aside_inside_alone_and_while_the_command_plans(monkeypatch):
     gc.unfreeze()
-    with objects_set_aside():
-        with objects_set_aside():
+    with frozen_objects():
+        with frozen_objects():
             pass
         assert gc.get_freeze_count() > 1000, "the outer block goes on"
     assert not gc.get_freeze_count()
@@ -29,7 +29,7 @@ def test_objects_of_libraries_are_set_aside_inside_alone_and_while_the_command_p
 def test_collections_that_are_off_stay_off():
     gc.disable()
     try:
-        with no_collections():
+        with garbage_collection_off():
             pass
         assert not gc.isenabled()
     finally:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def no_collections() -> Iterator[None]:
+def garbage_collection_off() -> Iterator[None]:
     """Switches collections off inside of the block, in which libraries, or results that were kept, are loaded.
 
     Loading the libraries takes a fifth longer if Python looks for cycles meanwhile.
@@ -21,7 +21,7 @@ def no_collections() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def objects_set_aside() -> Iterator[None]:
+def frozen_objects() -> Iterator[None]:
     """Leaves the objects that are there out of collections inside of the block, unless the caller does so already.
 
     Most of them are those of libraries, and Python takes 0.3 seconds to look at all. What code inside of the block has
