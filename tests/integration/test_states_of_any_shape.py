@@ -168,6 +168,10 @@ def test_a_master_of_the_optimizer_beside_the_one_of_the_engine(way, tmp_path):
 class Kind(enum.Enum):
     FIRST = 1
 
+    def __reduce_ex__(self, protocol):
+        """As later versions of Python have it: those before 3.11.4 ask for ``getattr``, which torch never loads."""
+        return Kind, (self.value,)
+
 
 class Text(enum.StrEnum):
     SECOND = "second"
