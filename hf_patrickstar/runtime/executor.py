@@ -78,9 +78,7 @@ class Executor:
             if moment is None or step.is_measured:
                 steps.expect(step, moment)
             else:
-                assert step.cursor is not None
-                ledger.is_cautious = False
-                ledger.reserved_nbytes = step.cursor.trace.visits[moment].non_model_nbytes
+                ledger.is_cautious, ledger.reserved_nbytes = False, step.reserved_nbytes[moment]
             if moment is not None and step.plan is not None:
                 actions = step.plan.moments[moment]
         if steps.policy.evict_all:

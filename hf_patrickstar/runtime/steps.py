@@ -40,6 +40,7 @@ class Step:
         is_metered: Whether non-model data is measured while it runs.
         is_measured: Whether it is the first that follows a trace made beforehand: what it takes corrects the trace.
         is_void: Whether what was measured of it is more than a later step will need; then no trace is made of it.
+        reserved_nbytes: Non-model bytes that are needed from each moment of its trace to the next visit.
         num_followed: How many moments of the plan have been executed; processes execute all of them together.
         due: Reductions of the last executed moment that are still to be done.
     """
@@ -53,6 +54,7 @@ class Step:
     is_metered: bool = True
     is_measured: bool = False
     is_void: bool = False
+    reserved_nbytes: Sequence[int] = ()
     num_followed: int = 0
     due: list[int] = dataclasses.field(default_factory=list)
     visits: list[tuple[int, tuple[int, ...]]] = dataclasses.field(default_factory=list)
@@ -246,7 +248,7 @@ class Steps:
             version: Counts changes of parameters.
         """
         room = self._room()
-        agreed = self.order.begin(title, shapes, self.fingerprint, room, version)
+        agreed = self.order.begin(title, shapes, 0 if self.order.is_alone else self.fingerprint, room, version)
         if not agreed.is_traced:
             self.discard()
         if agreed.room.resident != room.resident:
@@ -352,9 +354,13 @@ class Steps:
 
     def _enter(self, step: Step, present: Iterable[torch.Tensor], room: Room) -> Step:
         self.has_plan = False
+        if step.cursor is not None:
+            step.reserved_nbytes = [visit.non_model_nbytes for visit in step.cursor.trace.visits]
         if step.cursor is not None and self.policy.has_plans:
             step.plan = self._plan(step.cursor.trace, step.dropped_after, room)
             self.has_plan = step.plan is not None
+            if step.plan is not None:
+                step.reserved_nbytes = step.plan.reserved_nbytes
             if step.plan is not None and not self._device.moves:
                 self._ledger.note_total(step.cursor.trace.non_model_peak_nbytes)
         if step.is_metered:
@@ -437,7 +443,11 @@ class Steps:
             step.note_visit(chunk_index, pinned(*of))
             return None
         visits = cursor.trace.visits
-        cursor.moment = moment = cursor.moment + 1
+        moment = cursor.moment + 1
+        quiet = () if step.plan is None else step.plan.quiet
+        while moment < len(visits) and (found := visits[moment].chunk_index) != chunk_index and found in quiet:
+            moment += 1  # of modules that rest
+        cursor.moment = moment
         if moment < len(visits) and visits[moment].chunk_index == chunk_index:
             if step.is_measured:
                 self._close_moment(step)
@@ -472,9 +482,8 @@ class Steps:
             ledger.is_cautious = True
             ledger.reserved_nbytes = trace.non_model_peak_nbytes if trace is not None else 0
         else:
-            visits = step.cursor.trace.visits
-            ledger.is_cautious = False
-            ledger.reserved_nbytes = visits[max(step.cursor.moment if moment is None else moment, 0)].non_model_nbytes
+            moment = max(step.cursor.moment if moment is None else moment, 0)
+            ledger.is_cautious, ledger.reserved_nbytes = False, step.reserved_nbytes[moment]
 
     # Plans
 

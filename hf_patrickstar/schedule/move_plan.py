@@ -45,12 +45,16 @@ class MovePlan:
         resident: Chunks on the device after the step, with the moment of their last visit.
         chunk_nbytes: Bytes of moving chunks on the device after the actions of each moment.
         offloaded: Bytes of each activation that leaves the device, in order.
+        quiet: Chunks that never move, and at whose visits nothing else moves either: these visits need not be noted.
+        reserved_nbytes: Most non-model bytes from each moment to the next visit that is noted.
     """
 
     moments: tuple[Actions, ...]
     resident: Mapping[int, int]
     chunk_nbytes: tuple[int, ...]
     offloaded: tuple[int, ...] = ()
+    quiet: frozenset[int] = frozenset()
+    reserved_nbytes: tuple[int, ...] = ()
 
     @property
     def num_loads(self) -> int:
@@ -121,7 +125,12 @@ def make_plan(
         for leave, evict, load, visit in zip(draft.leave, draft.evict, draft.load, trace.visits, strict=True)
     )
     offloaded = tuple(activation.nbytes for activation in trace.offloaded)
-    return MovePlan(moments, draft.resident, tuple(draft.used), offloaded)
+    quiet = static - {visit.chunk_index for visit, actions in zip(trace.visits, moments, strict=True) if actions.moves}
+    reserved, ahead = [], 0
+    for visit in reversed(trace.visits):
+        reserved.append(max(visit.non_model_nbytes, ahead))
+        ahead = reserved[-1] if visit.chunk_index in quiet else 0
+    return MovePlan(moments, draft.resident, tuple(draft.used), offloaded, quiet, tuple(reserved[::-1]))
 
 
 def repeated_plans(

@@ -132,7 +132,7 @@ class Trace:
 
     def covers(self, shapes: Shapes) -> bool:
         """Whether a step with inputs of these shapes needs no more memory than a recorded one did."""
-        return any(_covers(recorded, shapes) for recorded in self.shapes)
+        return shapes in self.shapes or any(_covers(recorded, shapes) for recorded in self.shapes)
 
     def without_input(self, place: int) -> "Trace":
         """This trace, for steps also that have all inputs but one, and need no more memory than with it.
@@ -338,4 +338,4 @@ def _with_sizes(shapes: Shapes) -> Shapes:
 
 def input_shapes(shapes: Sequence[Sequence[int]]) -> Shapes:
     """Shapes as a trace keeps them."""
-    return tuple(tuple(int(size) for size in shape) for shape in shapes)
+    return tuple([(*map(int, shape),) for shape in shapes])

@@ -101,6 +101,19 @@ def test_a_plan_knows_what_is_there_after_it_and_what_it_reduces():
         assert [actions.reduce for actions in plan_of(trace, 100, **settings).moments] == [(), (), (1, 3), (0,)]
 
 
+def test_a_plan_knows_which_visits_need_not_be_noted():
+    """Those of chunks that never move, unless something else moves then."""
+    trace = make_trace([0, 1, 2, 1, 3, 1, 0], others={0: 1, 1: 9, 2: 3, 3: 4, 4: 2, 5: 8})
+    plan = plan_of(trace, 100, static=frozenset({0, 1}))
+    assert told(plan) == ". . +2 . +3 . ."
+    assert plan.quiet == {0, 1}
+    assert plan.reserved_nbytes == (9, 9, 4, 4, 8, 8, 0)
+    ahead = plan_of(trace, 100, static=frozenset({0, 1}), prefetch_depth=1)
+    assert told(ahead) == "+2 . +3 . . . ."
+    assert ahead.quiet == {1}
+    assert ahead.reserved_nbytes == (9, 9, 4, 4, 8, 8, 0)
+
+
 @pytest.mark.parametrize("depth", [0, 2])
 def test_too_little_room_names_the_moment_and_the_bytes(depth):
     trace = make_trace([0, 1], pinned={1: (0,)}, others={1: 7})
