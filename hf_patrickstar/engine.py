@@ -27,6 +27,7 @@ from hf_patrickstar.membership import Membership, check_optimizers, holders
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.model.admission import check_compiled
 from hf_patrickstar.model.chunked_loss import chunk_losses, find_heads
 from hf_patrickstar.model.live_parameter import set_raw_data
 from hf_patrickstar.model.model_set import roots_of
@@ -140,6 +141,9 @@ class PatrickStarEngine:
         self._decisions, known = self._decisions.with_tide(known)
         estimate, homes = self._decisions.estimate(known), self._decisions.homes
         self.estimated = estimate.cost_when_settled(homes)
+        num_chunks = len(self._decisions.chunk_nbytes)
+        num_static = len(homes.device) if self.collectives.world_size == 1 else 0
+        check_compiled(model, num_chunks - num_static, num_chunks)
         expected = self._decisions.expected(estimate, self.estimated)
         if known.traces and estimate.with_least_offload(homes) is None:
             known = dataclasses.replace(known, traces={})  # a step without room is looked at before it begins

@@ -27,7 +27,7 @@ from hf_patrickstar.layout.packing import ChunkSpec, Layout, Packer, Placement
 from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.model.admission import check_modules, check_values
+from hf_patrickstar.model.admission import check_compiled, check_modules, check_values
 from hf_patrickstar.model.live_parameter import raw_grad, set_raw_data
 from hf_patrickstar.optim.optimizer import ChunkedOptimizer
 from hf_patrickstar.runtime.chunk import Chunk
@@ -148,12 +148,14 @@ class Membership:
         elif any(self.manager.by_index[spec.index].spec != spec for spec in change.specs):
             self._rename(change)
         self.hooks.refresh()
-        self.live.refresh(self.hooks.ids)
+        self.live.refresh()
         self.manager.has_new_groups = False
 
     def _compare(self, is_training: bool) -> _Change:
         manager = self.manager
         check_modules(self.model)
+        chunks = [chunk for chunk in manager.chunks if not chunk.is_retired]
+        check_compiled(self.model, sum(not chunk.is_static for chunk in chunks), len(chunks))
         for swapped in [tensor for tensor in manager.tensors if not tensor.is_ours]:
             manager.writes.give_up_swapped(swapped)
         held = holders(item.inner for item in self.optimizers)

@@ -26,6 +26,7 @@ from support.streams import streams_of
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
 from hf_patrickstar import units
+from hf_patrickstar.runtime.rest import Rest
 from hf_patrickstar.tracing.kept_traces import keep_traces
 
 units.LEAST_BUDGET_NBYTES = 1  # models of tests take less than a MiB, and their budgets are numbers
@@ -40,6 +41,26 @@ def pytest_addoption(parser):
         "'delayed[:SEED]' (a real thread of the host begins its work late), or 'pooled[:SEED]' (so do the workers that "
         "it shares updates with, where there are several)",
     )
+
+    parser.addoption(
+        "--rest",
+        default="auto",
+        choices=("auto", "always", "never"),
+        help="when engines rest: as they decide (the default), from their first step on where nothing moves, or never",
+    )
+
+
+@pytest.fixture(autouse=True)
+def _rest(request, monkeypatch):
+    """Lets engines rest when the option says so; only a step that has been measured begins it otherwise.
+
+    Tests of what is different where an engine rests from the first step on are marked ``own_rest``.
+    """
+    choice = "auto" if "own_rest" in request.keywords else request.config.getoption("--rest")
+    if choice == "always":
+        monkeypatch.setattr(Rest, "waits_for_plans", False)
+    elif choice == "never":
+        monkeypatch.setattr(Rest, "_chunks_to_rest", lambda self, step: (frozenset(), False))
 
 
 @pytest.fixture(autouse=True)

@@ -195,6 +195,8 @@ class ChunkWeights:
         with self._manager.lock.held("full_parameters()"):
             try:
                 with unseen():
+                    self._manager.take_gradients()
+                    self._manager.rest.take_written()
                     for tensor in tensors:
                         with lock:  # what was written to it, or somebody has exchanged it
                             if tensor.place is ValuePlace.PARAMETER:  # in a forward

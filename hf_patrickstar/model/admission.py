@@ -18,7 +18,7 @@ def check_model(model: torch.nn.Module) -> None:
         model: The model, not yet managed or managed already.
 
     Raises:
-        ConfigError: If it is wrapped, compiled as a whole or to C++ code, quantized, sharded, or uses reentrant
+        ConfigError: If it is wrapped, compiled to C++ code, quantized, sharded, or uses reentrant
             checkpointing.
     """
     check_modules(model)
@@ -36,10 +36,10 @@ def check_modules(model: torch.nn.Module) -> None:
     """
     if isinstance(model, torch.nn.DataParallel):
         raise ConfigError("the model is wrapped in nn.DataParallel; pass the model itself (model.module)")
-    if any(hasattr(root, "_orig_mod") or is_compiled(root) for root in roots_of(model)):
+    if any(hasattr(root, "_orig_mod") for root in roots_of(model)):
         raise ConfigError(
-            "the model is compiled as a whole, so that all parameters would be on the device at once; pass the model "
-            "itself, and compile its blocks (block.compile() for each)"
+            "the model is what torch.compile() has returned; pass the model itself, and compile it in place: "
+            "model.compile() if all of it fits the device, else block.compile() for each of its blocks"
         )
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
@@ -54,6 +54,25 @@ def check_modules(model: torch.nn.Module) -> None:
                 f"module '{name}' uses reentrant checkpointing, which hides the backward of parameters; call "
                 f"model.{kind}_checkpointing_enable({kind}_checkpointing_kwargs={{'use_reentrant': False}})"
             )
+
+
+def check_compiled(model: torch.nn.Module, num_moving: int, num_chunks: int) -> None:
+    """Refuses a model that is compiled as a whole, unless all of its chunks stay on the device.
+
+    Args:
+        model: The model.
+        num_moving: How many chunks are not computed with where they are at home.
+        num_chunks: How many there are.
+
+    Raises:
+        ConfigError: If it is.
+    """
+    if num_moving and any(is_compiled(root) for root in roots_of(model)):
+        raise ConfigError(
+            f"the model is compiled as a whole, so that all parameters are on the device at once, but {num_moving} of "
+            f"its {num_chunks} chunks come and go; compile its blocks (block.compile() for each, without "
+            "--torch_compile), or give it a device with room for everything, and one process"
+        )
 
 
 def _check_parameters(model: torch.nn.Module) -> None:

@@ -254,6 +254,8 @@ class AcquiredMixin(LiveMixin):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         """Assigns a value; the engine takes it over when the module that computes with it has ended."""
+        if isinstance(value, torch.Tensor) and value.shape != self.shape:  # type: ignore[attr-defined]
+            torch.autograd.graph.increment_version(self)  # type: ignore[arg-type]  # of the same memory nothing else tells
         _Base.data.__set__(self, value)
 
     def detach(self) -> torch.Tensor:
@@ -573,7 +575,7 @@ WITHOUT_VALUE = _OF_TYPES | frozenset(
         torch.Tensor,
         "dim size numel nelement ndimension is_floating_point is_complex is_signed is_inference "
         "is_conj is_neg get_device requires_grad_ detach_ register_hook register_post_accumulate_grad_hook "
-        "retain_grad __len__ has_names storage_offset _is_view is_pinned is_shared is_same_size is_distributed "
+        "retain_grad __len__ has_names _is_view is_pinned is_shared is_same_size is_distributed "
         "is_coalesced _is_zerotensor",
     )
     | named(
@@ -709,6 +711,7 @@ _OWN_ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.detach: detach,
     torch.Tensor.stride: _strides(torch.Tensor.stride),
     torch.Tensor.is_contiguous: _strides(torch.Tensor.is_contiguous),
+    torch.Tensor.storage_offset: _strides(torch.Tensor.storage_offset),
     torch.Tensor.__format__: lambda parameter, spec: object.__format__(parameter, spec),
     torch.Tensor.view_as: _view_whole(torch.Tensor.view_as),
     torch.Tensor.expand_as: _view_whole(torch.Tensor.expand_as),

@@ -58,10 +58,12 @@ class AdamKernel(ElementwiseKernel):
     ) -> dict[tuple[int, int], list[float]] | None:
         """See ``Job``. The script is for numbers and ordinary tensors; in 16 bits it would round numbers, too."""
         rules: dict[tuple[int, int], list[float]] = {}
+        if segments and self._is_on_device(segments[0].chunk):
+            return None
         for segment in segments:
-            chunk, param = segment.chunk, segment.payloads["param"]
-            is_wide = chunk.state_dtype.itemsize >= torch.float32.itemsize
-            if not (is_wide and type(param) is torch.Tensor and param.is_cpu) or self._is_on_device(chunk):
+            param = segment.payloads["param"]
+            is_wide = segment.chunk.state_dtype.itemsize >= torch.float32.itemsize
+            if not (is_wide and type(param) is torch.Tensor and param.is_cpu):
                 return None
             key, own = (segment.rule, segment.step), settings[segment.rule]
             if key in rules:
@@ -100,12 +102,15 @@ class AdamKernel(ElementwiseKernel):
         ranges = []
         for segment in share:
             payloads = segment.payloads
-            gradient = payloads[GRADIENT] if segment.place is GradientPlace.LIST else payloads["param"]
+            gradient, first = payloads[GRADIENT] if segment.place is GradientPlace.LIST else payloads["param"], 0
+            if segment.left is not None:
+                gradient, first = segment.left, segment.first
             lists = payloads[MASTER], payloads[EXP_AVG], payloads[EXP_AVG_SQ], gradient, payloads["param"]
             # The value is written where its gradient is. A list would be written to memory for nothing.
             stays = job.keeps or segment.place is GradientPlace.PARAM
             rule = rules[segment.rule, segment.step]
-            ranges.append(Range(*lists, segment.start, segment.stop - segment.start, rule, stays))
+            start, stop = segment.start, segment.stop
+            ranges.append(Range(*lists, start, start - first, stop - start, rule, stays))
         script(ranges, fused=fused, factor=job.factor)
 
     def _update_alike(self, job: Job, segments: Sequence[Segment]) -> None:

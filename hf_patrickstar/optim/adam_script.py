@@ -31,8 +31,8 @@ TILE_NUMEL = 2**15
 # ``slots`` are lists of the caller's, because a write through a list that is made here would be taken for dead code.
 _SOURCE = """
 def update(masters: List[Tensor], firsts: List[Tensor], seconds: List[Tensor], gradients: List[Tensor],
-           values: List[Tensor], starts: List[int], numels: List[int], rules: List[List[float]], stays: List[bool],
-           factor: Optional[Tensor], fused: bool, tile: int, slots: List[List[Tensor]]):
+           values: List[Tensor], starts: List[int], places: List[int], numels: List[int], rules: List[List[float]],
+           stays: List[bool], factor: Optional[Tensor], fused: bool, tile: int, slots: List[List[Tensor]]):
     wide = masters[0].new_empty([0])
     root = wide
     states = [wide, wide]
@@ -63,7 +63,7 @@ def update(masters: List[Tensor], firsts: List[Tensor], seconds: List[Tensor], g
             if first.dtype != master.dtype:
                 first = states[0].narrow(0, 0, num).copy_(kept[0])
                 second = states[1].narrow(0, 0, num).copy_(kept[1])
-            gradient = gradients[i].narrow(0, starts[i] + begin, num)
+            gradient = gradients[i].narrow(0, places[i] + begin, num)
             scratch = wide.narrow(0, 0, min(num, wide.numel()))
             if gradient.dtype != master.dtype:
                 gradient = scratch.copy_(gradient)
@@ -167,7 +167,8 @@ class Range(NamedTuple):
         seconds: Their ``exp_avg_sq``.
         gradients: Their gradients; may be the buffer of the values.
         values: What masters are rounded into.
-        start: The first element in each of the buffers.
+        start: The first element in each of the buffers but that of the gradients.
+        place: The first element there.
         numel: How many there are.
         rule: What ``rule_of`` returned.
         stays: Whether the gradient stays where it is, multiplied; else its place may have anything afterwards.
@@ -179,6 +180,7 @@ class Range(NamedTuple):
     gradients: torch.Tensor
     values: torch.Tensor
     start: int
+    place: int
     numel: int
     rule: list[float]
     stays: bool
@@ -232,7 +234,7 @@ def _has_bits_of_torch(script: Callable[..., None]) -> bool:
         rule = rule_of(settings, 2, decoupled)
         assert rule is not None
         master, first, second, value = found
-        ranges = [Range(master, first, second, narrow, value, 0, numel, rule, False)]
+        ranges = [Range(master, first, second, narrow, value, 0, 0, numel, rule, False)]
         script(ranges, fused=fused, factor=factor, tile_numel=tile_numel)
         if not all(map(torch.equal, [*expected, expected[0].to(torch.bfloat16)], found)):
             return False

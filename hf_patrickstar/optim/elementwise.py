@@ -38,6 +38,7 @@ _DEVICE_TILE_NUMEL = 2**24
 _MANY_WORKERS = 16
 """Shares are longer by their own length for each further 16 workers, so that they still end half a millisecond after
 each other: a worker that ends one needs the interpreter's lock."""
+_LEFT = GradientPlace.LEFT
 _SHORT_SHARES = 8
 """The first and the last shares of a step are that part as long as others; see ``_rooms``."""
 
@@ -55,6 +56,8 @@ class Segment:
         step: How many steps have updated it.
         place: Where its gradient is.
         fresh: The lists that are used for the first time; see [Note: lists of zeros].
+        left: The gradient of its parameter, flat, if that is in no list; see [Note: rest].
+        first: The first element of the parameter.
     """
 
     chunk: Chunk
@@ -65,6 +68,8 @@ class Segment:
     step: int
     place: GradientPlace
     fresh: Sequence[str] = ()
+    left: torch.Tensor | None = None
+    first: int = 0
 
     def part(self, name: str) -> torch.Tensor:
         """The range of a list, by the list's name."""
@@ -75,6 +80,8 @@ class Segment:
     @property
     def gradient(self) -> torch.Tensor:
         """The gradient of the range."""
+        if self.left is not None:
+            return self.left.narrow(0, self.start - self.first, self.stop - self.start)
         return self.part(GRADIENT if self.place is GradientPlace.LIST else "param")
 
 
@@ -148,15 +155,16 @@ class ElementwiseKernel(Kernel):
         most = {Tier.HOST: SHARE_NUMEL, Tier.DEVICE: sys.maxsize if self._has_lanes else SHARE_NUMEL}
         steps = self._steps
         for chunk in chunks:
+            fresh, parts, last = tuple(chunk.home_lists.fresh), places[chunk.home], None
             # ``payloads`` takes lists out of those that are fresh.
-            fresh, parts, payloads, last = tuple(chunk.home_lists.fresh), places[chunk.home], chunk.payloads, None
+            payloads = chunk.payloads if fresh else {"param": chunk.home_param, **chunk.home_lists}
             if not parts or parts[-1].numel >= most[chunk.home]:
                 parts.append(_Part())
             part = parts[-1]
             part.chunks.append(chunk)
             for tensor in chunk.owned:  # the loop calls nothing of this package: a step comes by every parameter
                 index, place = tensor.spec.index, tensor.gradient
-                if index not in groups or place not in AT_HOME:
+                if index not in groups or (place is not _LEFT and place not in AT_HOME):
                     continue
                 part.indices.append(index)
                 rule, step, start = rules[index], int(steps.get(index, 0)), tensor.home_offset_numel
@@ -168,6 +176,8 @@ class ElementwiseKernel(Kernel):
                 elif stop > start:
                     last = Segment(chunk, payloads, start, stop, rule, step, place, fresh)
                     part.segments.append(last)
+                    if place is _LEFT and tensor.kept is not None:
+                        last.left, last.first, last = tensor.kept.view(-1), start, None
         updates = []
         for parts in filter(None, places.values()):
             segments = [segment for part in parts for segment in part.segments]
@@ -320,7 +330,8 @@ def _cut(segments: Iterable[Segment], rooms: Iterator[int], cut_numel: int) -> I
                     yield share
                 share, room = [], -(-next(rooms) // cut_numel) * cut_numel
             stop = min(start + room, segment.stop)
-            share.append(dataclasses.replace(segment, start=start, stop=stop))
+            is_whole = (start, stop) == (segment.start, segment.stop)
+            share.append(segment if is_whole else dataclasses.replace(segment, start=start, stop=stop))
             room -= -((start - stop) // cut_numel) * cut_numel  # what is left is a multiple, too
             start = stop
     if share:

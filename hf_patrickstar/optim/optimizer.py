@@ -196,11 +196,12 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
             closure = None
+        manager = self._manager
+        manager.settle_failures()
+        manager.take_gradients()
         self.follow_groups()
         if self._follow_model():
             self.follow_groups()
-        manager = self._manager
-        manager.settle_failures()
         manager.parameters.release_held_outside_forward()
         manager.writes.sync()
         manager.writes.take_over_all(self._tensors)
@@ -235,13 +236,17 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         phases, gradients, kernel = self._manager, self._manager.gradients, self.kernel
         phases.update_begin(chunks, self.index)
         keeps = (gradients.must_keep or self._is_wanted_by_peers) and gradients.try_to_keep(chunks)
-        places = () if factor is None else dict.fromkeys([chunk.home_device for chunk in chunks])
-        factors = {place: factor.to(place) for place in places} if factor is not None else {}
+        factors: dict[torch.device, torch.Tensor] = {}
+        if factor is not None:  # chunks may leave for the host while their gradients are made ready
+            places = {torch.device("cpu"), *(chunk.home_device for chunk in chunks)}
+            factors = {place: factor.to(place) for place in places}
+        is_read_there = kernel.runs_beside and not keeps
+        elsewhere = (GradientPlace.APART,) if is_read_there else (GradientPlace.APART, GradientPlace.LEFT)
         for batch in [chunks] if kernel.runs_beside else [[chunk] for chunk in chunks]:
             phases.before_update(batch)
             for chunk in batch:
                 for tensor in chunk.tensors:
-                    if tensor.deferred_gradient is not None or tensor.gradient is GradientPlace.APART:
+                    if tensor.deferred_gradient is not None or tensor.gradient in elsewhere:
                         gradients.make_ready(tensor)
                     if tensor.spec.index not in self.group_numbers:
                         phases.leave_alone(tensor, factors.get(chunk.home_device))
@@ -365,6 +370,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             parameters: Parameters whose gradients are clipped; all by default.
         """
         gradients, mirrors, limit = self._manager.gradients, self._manager.gradient_mirrors, float(clip_value)
+        self._manager.take_gradients()
         if gradients.coefficient is not None:
             self._manager.apply_factor()
         mirrors.sync()
@@ -394,6 +400,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             if parameter.grad is not None:
                 parameter.grad.mul_(inverse_scale.to(parameter.grad.device))
         manager = self._manager
+        manager.take_gradients()
         self.follow_groups()
         manager.gradient_mirrors.sync()
         if not (self._is_beside_others or manager.gradient_mirrors.by_tensor):

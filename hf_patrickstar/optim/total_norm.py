@@ -24,6 +24,7 @@ def total_norm(
         A scalar tensor: the norm of the unscaled gradients, if a loss scale is still to be removed.
     """
     gradients = manager.gradients
+    manager.take_gradients()
     if gradients.coefficient is not None:
         manager.apply_factor()
     if norm_type == 2.0:

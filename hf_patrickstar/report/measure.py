@@ -266,7 +266,7 @@ class _Measurement:
         value, share = master.bfloat16(), align(-(-numel // workers.num))
 
         def update(start: int) -> None:
-            part = Range(master, first, second, value, value, start, min(share, numel - start), rule, True)
+            part = Range(master, first, second, value, value, start, start, min(share, numel - start), rule, True)
             script([part], fused=True, factor=None)
 
         with contextlib.closing(workers):

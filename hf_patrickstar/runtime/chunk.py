@@ -43,7 +43,7 @@ from hf_patrickstar.memory.operators import as_it_is
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import Copy, Streams
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.runtime.parameter import ManagedParameter
+from hf_patrickstar.runtime.parameter import ManagedParameter, ValuePlace
 from hf_patrickstar.runtime.ranges import named
 from hf_patrickstar.schedule.clock import Lane
 
@@ -163,9 +163,7 @@ class Chunk:
         """Removes a tensor; its place stays unused."""
         place = self.tensors.index(tensor)
         del self.tensors[place], self._offsets[place]
-        if tensor.view_on_device is not None:
-            tensor.view_on_device = None
-            self.num_views -= 1
+        self._drop_view(tensor)
         if tensor in self.owned:
             self.owned.remove(tensor)
 
@@ -276,6 +274,48 @@ class Chunk:
             tensor.view_on_device = view
             self.num_views += 1
         return view
+
+    def rest(self) -> None:
+        """Lets the parameters of a static chunk keep their values from now on; see [Note: rest]."""
+        for tensor in self.tensors:
+            view = self.view_of(tensor) if tensor.view_on_device is None else tensor.view_on_device
+            if tensor.released is tensor.placeholder:
+                tensor.release_as(view)
+                self.num_views += 1
+
+    def renew(self) -> None:
+        """Gives the values of a static chunk other memory: what a graph has of them stays as it is.
+
+        Raises:
+            BudgetError: If there is no room.
+        """
+        new = self.device.pool.allocate(Tier.DEVICE, self.spec.chunk_numel, self.dtype, "param")
+        old, storage = self.home_param, self.storage
+        assert storage is not None
+        self.device.pool.release(Tier.DEVICE, old, "param", keep=False)
+        del self.device.by_storage[storage._cdata]
+        self.param = new.copy_(old)
+        self.compute_with(new)
+        for tensor in self.tensors:
+            if tensor.view_on_device is not None:
+                self.num_views -= 1
+                tensor.release_as(self.view_of(tensor))
+
+    def wake(self, tensor: ManagedParameter) -> None:
+        """Ends that one of its parameters keeps its value; from now on it answers."""
+        if tensor.released is not tensor.placeholder:
+            self.num_views -= 1
+            self.device.has_woken = True
+            tensor.release_as(tensor.placeholder)
+            if tensor.place is ValuePlace.HOME:
+                tensor.answer()
+            # A graph that keeps the parameter itself would compute with the placeholder: to torch it has changed.
+            torch.autograd.graph.increment_version(tensor.parameter)
+
+    def _drop_view(self, tensor: ManagedParameter) -> None:
+        self.wake(tensor)
+        self.num_views -= tensor.view_on_device is not None
+        tensor.view_on_device = None
 
     @property
     def is_aliased(self) -> bool:
@@ -463,8 +503,7 @@ class Chunk:
         del self.device.by_storage[storage._cdata]
         if self.num_views:
             for tensor in self.tensors:
-                tensor.view_on_device = None
-            self.num_views = 0
+                self._drop_view(tensor)
         if not self.is_static:
             self.device.pool.release(Tier.DEVICE, payload, "param", keep=not aliased)
 
@@ -582,6 +621,10 @@ class Device:
         by_storage: The chunks that can be computed with, by the address of the storage that modules compute with, in
             the order in which they came: those with a copy, and those that are at home on the device.
         moves: Whether any chunk is not computed with where it is at home.
+        resting: The chunks whose parameters keep their values; see [Note: rest].
+        is_resting: Whether these are all chunks, so that autograd keeps operands and gradients itself.
+        keeps_values: Whether graphs may keep parameters themselves: while it is so, and until the next step begins.
+        has_woken: Whether one of these parameters has lost its value since that began.
     """
 
     def __init__(
@@ -602,7 +645,8 @@ class Device:
         self.warned: set[str] = set()
         self.looked_into: set[Chunk] = set()
         self.by_storage: dict[int, Chunk] = {}
-        self.moves = False
+        self.moves = self.is_resting = self.keeps_values = self.has_woken = False
+        self.resting: frozenset[int] = frozenset()
         self.note_chunks()
 
     def note_chunks(self) -> None:

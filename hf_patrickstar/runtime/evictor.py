@@ -163,8 +163,8 @@ class Evictor:
         everything fits, as far as the host has room.
         """
         self.has_left_margin = True  # homes are decided anew after this step, whether it is recorded or not
-        if self.stays.locked():
-            return False
+        if self.stays.locked() or (self._device.is_resting and self._steps.step is not None):
+            return False  # a graph may keep values themselves; see [Note: rest]
         if self.move_out(self.in_margin):
             return True
         num_moved = self.move_out(self.homes.kept) if self.moves_homes else 0

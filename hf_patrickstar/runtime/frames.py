@@ -34,12 +34,14 @@ class Call:
         args: Positional arguments.
         kwargs: Named arguments.
         is_training: Whether a backward follows.
+        is_usual: Whether it is that of a whole model, which returns what a backward begins with.
     """
 
     name: str
     args: Any
     kwargs: Any
     is_training: bool
+    is_usual: bool = True
 
     @property
     def has_padding(self) -> bool:

@@ -19,8 +19,8 @@ by a backward that would add to it, is an error and not a wrong number.
 
 import collections
 import functools
-from collections.abc import Iterable, Mapping
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 
@@ -38,7 +38,9 @@ from hf_patrickstar.schedule.clock import Lane
 
 # A name of the module is found faster than a member of an enum.
 _NONE, _PARAM, _LIST = GradientPlace.NONE, GradientPlace.PARAM, GradientPlace.LIST
-_REMOTE, _APART = GradientPlace.REMOTE, GradientPlace.APART
+_REMOTE, _APART, _LEFT = GradientPlace.REMOTE, GradientPlace.APART, GradientPlace.LEFT
+
+_ELSEWHERE = frozenset({_APART, _LEFT})
 
 
 class Gradients:
@@ -115,7 +117,14 @@ class Gradients:
             tensor.deferred_gradient = gradient.to(chunk.home_device)
         elif is_new and not chunk.is_group and (tensor.users or (tensor.epoch is not None and tensor.epoch())):
             tensor.deferred_gradient = gradient  # ``is_needed_at_home``
-        elif is_new and MASTER in chunk.home_lists and gradient.dtype is chunk.dtype and not self.attempts.is_running:
+        elif (
+            is_new
+            and MASTER in chunk.home_lists
+            and gradient.dtype is chunk.dtype
+            and not self.attempts.is_running
+            # Not ``is_resting``, since each call of Python counts.
+            and (tensor.released is tensor.placeholder or not chunk.device.keeps_values)
+        ):
             self.is_after_step = False
             self._write_over_value(tensor, chunk, gradient)
         else:
@@ -132,6 +141,8 @@ class Gradients:
             tensor.is_consumed, tensor.is_incomplete = self._keeps is not False, self._keeps is not False
         if tensor.is_incomplete:
             return
+        if tensor.gradient is _LEFT:
+            self.make_ready(tensor)
         before = tensor.gradient
         if before is _APART:
             if tensor.kept is None:
@@ -243,6 +254,32 @@ class Gradients:
         if self.accumulate or not chunk.has_list(MASTER) or chunk.is_mixed:
             self._list(chunk)
 
+    def take_left(self, left: Sequence[tuple[ManagedParameter, torch.Tensor]]) -> None:
+        """Takes gradients that autograd has left: they stay as they are, or go to the list all at once.
+
+        Args:
+            left: Each parameter with its gradient; it has none yet, or one in the list. See [Note: rest].
+        """
+        self.is_after_step = False
+        attempts = self.attempts
+        placed: dict[bool, tuple[list[Any], list[Any]]] = {True: ([], []), False: ([], [])}
+        for tensor, gradient in left:
+            before, index = tensor.gradient, tensor.spec.index
+            if attempts.is_running and attempts.is_counted(index):
+                continue
+            if self.accumulate:
+                places, gradients = placed[before is _NONE]
+                places.append(tensor.view(self._list(tensor.chunk)))
+                gradients.append(gradient)
+                tensor.gradient, tensor.gradient_norm = _LIST, None
+            else:
+                tensor.gradient, tensor.kept = _LEFT, gradient
+            if attempts.is_running:
+                attempts.note_placed(index, before)
+        for is_first, (places, gradients) in placed.items():
+            if places:
+                (torch._foreach_copy_ if is_first else torch._foreach_add_)(places, gradients)
+
     def note_remote(self, tensor: ManagedParameter) -> None:
         """Notes that a gradient was added on the rank that owns the parameter."""
         if tensor.is_consumed and self._keeps is not False:
@@ -273,6 +310,7 @@ class Gradients:
                 if home is None:
                     tensor.gradient = _NONE
                 else:
+                    self.make_ready(tensor)
                     self.move_to_list(tensor)
                 tensor.view(self._list(tensor.chunk)).copy_(own)
                 tensor.gradient = _LIST
@@ -302,7 +340,9 @@ class Gradients:
         """
         with self.lock:
             chunk = tensor.chunk
-            if tensor.deferred_gradient is not None or tensor.gradient is _APART:
+            if tensor.gradient is _LEFT and tensor.deferred_gradient is None:
+                return tensor.kept
+            if tensor.deferred_gradient is not None or tensor.gradient in _ELSEWHERE:
                 self.make_ready(tensor)
             if chunk.update is not None or chunk.tickets:
                 chunk.wait()
@@ -316,16 +356,17 @@ class Gradients:
         """Brings a gradient that is elsewhere to a place in the chunk, where the optimizer finds it."""
         if tensor.deferred_gradient is not None:
             self.place_deferred(tensor)
-        if tensor.gradient is not _APART:
+        before = tensor.gradient
+        if before not in _ELSEWHERE:
             return
         if tensor.kept is not None:
-            self.attempts.note_before(tensor.spec.index, _APART)
+            self.attempts.note_before(tensor.spec.index, before)
             kept, tensor.kept, tensor.gradient = tensor.kept, None, _NONE
             self.put(tensor, tensor.own(kept))
             return
         chunk = tensor.chunk
         chunk.wait()
-        in_list = self.accumulate or not chunk.has_list(MASTER)
+        in_list = self.accumulate or tensor.is_resting or not chunk.has_list(MASTER)
         tensor.view(self._list(chunk) if in_list else chunk.param).zero_()
         tensor.gradient = _LIST if in_list else _PARAM
 
@@ -380,7 +421,8 @@ class Gradients:
         """Multiplies a gradient, in fp32."""
         if not tensor.has_gradient:
             return
-        self.make_ready(tensor)
+        if tensor.gradient is not _LEFT or tensor.chunk.is_mixed:
+            self.make_ready(tensor)
         if tensor.chunk.is_mixed:
             self.move_to_list(tensor)
         gradient = self.of(tensor)

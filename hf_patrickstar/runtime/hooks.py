@@ -16,6 +16,7 @@ import torch
 from torch._C import _current_graph_task_id, _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._autograd import _profiler_enabled, _top_saved_tensors_default_hooks
 from torch._C._functorch import peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from hf_patrickstar.common.stage import Stage
@@ -86,7 +87,9 @@ class ModelHooks:
         self._compiled: dict[torch.nn.Module, Any] = {}  # with what is called; see [Note: compiled parts]
         self._parameters = listener.parameters
         self.autograd = Autograd(listener)
-        self._is_attached = False
+        self._is_attached = self._is_resting = False
+        self._resting: frozenset[int] = frozenset()  # the chunks of parameters that keep their values
+        self._is_blind = False  # whether a model returns nothing that a backward begins with
         self._store_gradient = self._make_store()
 
     # Attach and detach
@@ -95,14 +98,29 @@ class ModelHooks:
         """Registers everything."""
         hide_from_dynamo()
         self._attach_modules()
-        for tensor in self._listener.tensors:
-            self.attach_tensor(tensor)
+        self._attach_tensors()
         self._is_attached = True
         if self._casting.inputs is not None:
             for root in self._roots:
                 self._of_model.append(root.register_forward_pre_hook(self._cast_inputs, with_kwargs=True))
 
-    @property
+    def _attach_tensors(self) -> None:
+        for tensor in self._listener.tensors:
+            self.attach_tensor(tensor)
+
+    def follow_rest(self) -> None:
+        """Lets inner modules have no hooks whose parameters all keep their values; see [Note: rest]."""
+        before = self._resting, self._is_resting
+        if before == self._listener.resting:
+            return
+        self._resting, self._is_resting = self._listener.resting
+        with temporarily_clear_interpreter_stack():
+            self._attach_modules()
+            if self._is_resting:
+                self._detach_tensors()
+            elif before[1]:
+                self._attach_tensors()
+
     def ids(self) -> set[int]:
         """Identities of all hooks of modules."""
         handles = [handle for _, own in self._of_modules.values() for handle in own]
@@ -121,6 +139,10 @@ class ModelHooks:
         inside = {part for module in compiled for part in module.modules() if part is not module}
         self._compiled = compiled
         held = {module: self._held_by(module) for module in self._names if any(True for _ in module.parameters())}
+        if self._resting:
+            for own in held.values():
+                own[:] = [tensor for tensor in own if tensor.chunk.spec.index not in self._resting]
+            held = {module: own for module, own in held.items() if own or module in self._roots}
         for module in [module for module in self._of_modules if module not in held]:
             self._detach_module(module)
         for module, own in held.items():
@@ -143,14 +165,18 @@ class ModelHooks:
 
     def attach_tensor(self, tensor: ManagedParameter) -> None:
         """Registers the hook that takes the gradient of a parameter."""
-        if not tensor.spec.trainable:
+        if not tensor.spec.trainable or self._is_resting:
             return
         parameter: Any = tensor.parameter
         needs_grad = requires_grad(parameter)
         parameter.requires_grad_(True)  # torch takes no such hook of a parameter that is frozen for the moment
-        self._of_tensors[tensor.spec.index] = parameter.register_post_accumulate_grad_hook(self._store_gradient)
+        handle = parameter.register_post_accumulate_grad_hook(self._store_gradient)
+        hooks = parameter._post_accumulate_grad_hooks
+        for key in [key for key in hooks if key != handle.id]:
+            hooks[key] = hooks.pop(key)  # those of users come after it
+        self._of_tensors[tensor.spec.index] = handle
         # torch.utils.swap_tensors takes what calls the hooks along, and leaves them here.
-        parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+        parameter._post_accumulate_grad_hooks = hooks
         parameter.requires_grad_(needs_grad)
 
     def detach(self) -> None:
@@ -159,10 +185,15 @@ class ModelHooks:
         self._listener.unwind()
         for module in list(self._of_modules):
             self._detach_module(module)
-        for handle in (*self._of_tensors.values(), *self._of_model):
+        self._detach_tensors()
+        for handle in self._of_model:
+            handle.remove()
+        self._of_model.clear()
+
+    def _detach_tensors(self) -> None:
+        for handle in self._of_tensors.values():
             handle.remove()
         self._of_tensors.clear()
-        self._of_model.clear()
 
     # Changes of the model
 
@@ -255,7 +286,7 @@ class ModelHooks:
             if frame.autocast is not None:
                 result = self._casting.widen(result)
             if not stack:
-                self._leave_outermost(frame)
+                self._leave_outermost(frame, result)
             return None if result is output else result
 
         if module._compiled_call_impl is not None:
@@ -366,13 +397,17 @@ class ModelHooks:
             shapes = input_shapes([tensor.shape for tensor in inputs])
             present = itertools.chain(inputs, self._model.buffers(), self.packed_layers.tables())
             name = "" if frame.module is self._model else name
-            self._listener.before_forward(Call(name, args, kwargs, frame.stage is Stage.FORWARD), shapes, present)
+            is_usual = frame.module in self._roots and not self._is_blind
+            call = Call(name, args, kwargs, frame.stage is Stage.FORWARD, is_usual)
+            self._listener.before_forward(call, shapes, present)
+            self.follow_rest()
         except BaseException:
             self._listener.lock.release()
             raise
         frame.has_lock = True
-        frame.saved_tensors = self.autograd.kept_as_numbers()
-        frame.saved_tensors.__enter__()
+        if not self._is_resting:
+            frame.saved_tensors = self.autograd.kept_as_numbers()
+            frame.saved_tensors.__enter__()
         self._begin_autocast(frame)
 
     def _begin_autocast(self, frame: Frame) -> None:
@@ -380,12 +415,31 @@ class ModelHooks:
         if frame.autocast is not None:
             frame.autocast.__enter__()
 
-    def _leave_outermost(self, frame: Frame) -> None:
+    def _leave_outermost(self, frame: Frame, output: Any) -> None:
         frame.leave_contexts()
         if frame.has_lock:
-            self._listener.after_forward(frame, has_failed=sys.exc_info()[1] is not frame.handled)
+            has_failed = sys.exc_info()[1] is not frame.handled
+            is_transformed = peek_interpreter_stack() is not None
+            if self._is_resting and frame.stage is _FORWARD and not (has_failed or is_transformed):
+                self._announce_backward(output)
+            self._listener.after_forward(frame, has_failed=has_failed)
 
     # Backward
+
+    @unseen()
+    def _announce_backward(self, output: Any) -> None:
+        """Lets the first gradient of what a model has returned begin the phase of a backward."""
+        this = weakref.ref(self.autograd)
+
+        def begin(_: torch.Tensor) -> None:
+            autograd = this()
+            if autograd is not None:
+                autograd.notice_backward()
+
+        found = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+        for tensor in found:
+            tensor.register_hook(begin)
+        self._is_blind = not found
 
     def _make_store(self) -> Callable[[torch.Tensor], None]:
         """Makes the hook that takes what autograd has added up in ``parameter.grad``."""

@@ -21,11 +21,14 @@ class ParameterValues(Protocol):
         by_parameter: What stands for a parameter, by the ``id`` of the parameter.
         exact: That of which calls have the value as users see it just now, by the address of its storage.
         held_outside_forward: Those that code in backward acquired with no forward around it.
+        needs_frames: Whether something has used values in ways that only hooks of all modules bring to an end: a
+            recomputation, which looks into chunks without a trace, or code that holds one until its module ends.
     """
 
     by_parameter: dict[int, Any]
     exact: dict[int, Any]
     held_outside_forward: list[Any]
+    needs_frames: bool
 
     def find(self, parameter: torch.Tensor) -> Any | None:
         """What stands for a parameter, or ``None``."""
@@ -47,6 +50,10 @@ class ModelListener(Protocol):
 
     frames: Frames
     lock: EngineLock
+
+    @property
+    def resting(self) -> tuple[frozenset[int], bool]:
+        """The chunks whose parameters keep their values, and whether these are all; see [Note: rest]."""
 
     @property
     def parameters(self) -> ParameterValues:

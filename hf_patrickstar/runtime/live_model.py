@@ -37,7 +37,7 @@ class LiveModel:
         self._manager, self._weights, self._autograd = manager, weights, autograd
         self._is_narrow = is_narrow
         self._installed: dict[torch.nn.Module, set[str]] = {}
-        self._hook_ids: frozenset[int] = frozenset()
+        self._hook_ids: Callable[[], Iterable[int]] = tuple
 
     def bind(self, tensors: Iterable[ManagedParameter]) -> None:
         """Lets parameters answer; nobody uses the memory that they had when this has returned."""
@@ -47,24 +47,20 @@ class LiveModel:
 
     # Attributes of modules
 
-    def attach(self, hook_ids: Iterable[int]) -> None:
+    def attach(self, hook_ids: Callable[[], Iterable[int]]) -> None:
         """Replaces methods on the modules; ``detach`` takes them away again.
 
         Args:
-            hook_ids: Identities of the engine's own hooks: copies of a module do not get them.
+            hook_ids: Tells the identities of the engine's own hooks: copies of a module do not get them.
         """
+        self._hook_ids = hook_ids
         for root in self._roots:
             self._install(root, "zero_grad", _bound(self._zero_grad, root))
         captures.attach(self)
-        self.refresh(hook_ids)
+        self.refresh()
 
-    def refresh(self, hook_ids: Iterable[int]) -> None:
-        """Does the same for modules that have come, and undoes it for those that are gone.
-
-        Args:
-            hook_ids: As for ``attach``.
-        """
-        self._hook_ids = frozenset(hook_ids)
+    def refresh(self) -> None:
+        """Does the same for modules that have come, and undoes it for those that are gone."""
         together: dict[str, Any] = {"save_pretrained": self._save_together}
         if self._weights.needs_all:
             together["generate"] = self._generate_together
@@ -105,11 +101,11 @@ class LiveModel:
         if not (isinstance(reduced, tuple) and len(reduced) > 2 and isinstance(reduced[2], dict)):
             return reduced
         ours = self._installed.get(module, set()) | {"patrickstar_engine", "backward"}
-        state = {name: value for name, value in reduced[2].items() if name not in ours}
+        state, hook_ids = {name: value for name, value in reduced[2].items() if name not in ours}, {*self._hook_ids()}
         for name in _HOOK_DICTIONARIES:
             hooks = state.get(name)
-            if hooks and not self._hook_ids.isdisjoint(hooks):
-                state[name] = type(hooks)((key, value) for key, value in hooks.items() if key not in self._hook_ids)
+            if hooks and not hook_ids.isdisjoint(hooks):
+                state[name] = type(hooks)((key, value) for key, value in hooks.items() if key not in hook_ids)
         return (*reduced[:2], state, *reduced[3:])
 
     # Moves

@@ -1,7 +1,9 @@
 """What answers for a parameter whose value is in a chunk: how one call gets at its value, and its gradient."""
 
 import contextlib
+import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -246,6 +248,11 @@ class LiveManaged(LiveTensor):
             return Access(deferred)
         if func in _SHARING:
             raise EngineError(cannot_share(self.tensor))
+        manager = self.manager
+        if manager.rest.misses_calls and not manager.lock.is_mine and _is_in_module(manager.engine.model):
+            manager.take_gradients()
+            manager.rest.refuse("a module of the model is called by itself")
+            manager.engine.hooks.follow_rest()
         try:
             return super().access(func, is_graph=is_graph, writes=writes)
         except _HasLeftError:
@@ -331,6 +338,7 @@ class LiveManaged(LiveTensor):
             deferred = self.weights.deferred(tensor)
             if deferred is not None:
                 return deferred
+            self.manager.rest.take_written()
             version, reference = self._given
             value = reference() if len(tensor.spec.aliases) and version == device.version else None
             if value is None:
@@ -376,9 +384,11 @@ class LiveManaged(LiveTensor):
             The gradient if autograd must go on with it, since a hook, or a call that returns it, waits for the sum.
         """
         manager, tensor, parameter = self.manager, self.tensor, self.tensor.parameter
-        is_usual = tensor.is_cast and tensor.spec.trainable and isinstance(parameter, ReleasedMixin)
+        is_resting = manager.device.is_resting  # then it has its value all the time, and no hook of ours
+        is_usual = tensor.is_cast and tensor.spec.trainable and (is_resting or isinstance(parameter, ReleasedMixin))
         is_usual = is_usual and not tensor.chunk.is_group and not torch.is_grad_enabled()
-        if not is_usual or parameter._backward_hooks or len(parameter._post_accumulate_grad_hooks) > 1:
+        num_hooks = len(parameter._post_accumulate_grad_hooks or ())
+        if not is_usual or parameter._backward_hooks or num_hooks > int(not is_resting):
             return gradient
         self.autograd.notice_backward()
         manager.gradient_ready(tensor, gradient)
@@ -393,6 +403,10 @@ class LiveManaged(LiveTensor):
         manager, tensor = self.manager, self.tensor
         with RAW():
             own: torch.Tensor | None = GET_GRAD(tensor.parameter)
+        if own is not None and manager.device.is_resting and torch._C._current_graph_task_id() == -1:
+            manager.abandon_failed_backward()
+            manager.take_gradients()
+            own = raw_grad(tensor.parameter)
         if own is not None or not tensor.spec.trainable:
             return own
         gradients, mirrors = manager.gradients, manager.gradient_mirrors
@@ -415,8 +429,7 @@ class LiveManaged(LiveTensor):
             EngineError: If the shape or the type is another one.
         """
         manager, tensor = self.manager, self.tensor
-        is_autograds = raw_grad(tensor.parameter) is not None or not tensor.spec.trainable
-        if is_autograds:
+        if raw_grad(tensor.parameter) is not None or not tensor.spec.trainable:
             set_raw_grad(tensor.parameter, gradient)
             return
         if gradient is None:
@@ -511,6 +524,7 @@ class _InsideAccess(Access):
         if not self._is_kept:
             self._parameters.release_all((self._tensor,))
         elif self._stack:
+            self._parameters.needs_frames = True
             self._stack[-1].acquired.append(self._tensor)
         else:
             self._parameters.held_outside_forward.append(self._tensor)
@@ -519,6 +533,13 @@ class _InsideAccess(Access):
 def _is_ordinary(tensor: Any) -> bool:
     """Whether a parameter is an ordinary one, for a while or for good."""
     return tensor.place is ValuePlace.OPEN or not tensor.is_bound
+
+
+def _is_in_module(model: torch.nn.Module) -> bool:
+    """Whether the code that runs is the forward of a module of a model."""
+    code, frames = torch.nn.Module._call_impl.__code__, traceback.walk_stack(sys._getframe(1))
+    running = [frame.f_locals["self"] for frame, _ in frames if frame.f_code is code]
+    return bool(running) and any(module in running for module in model.modules())
 
 
 class _HasLeftError(Exception):

@@ -44,6 +44,7 @@ from hf_patrickstar.runtime.mirrors import GradientMirrors, ValueMirrors, Writes
 from hf_patrickstar.runtime.parameter import GradientPlace, ManagedParameter
 from hf_patrickstar.runtime.parameters import Parameters, SavedView
 from hf_patrickstar.runtime.ranges import named, phase
+from hf_patrickstar.runtime.rest import Rest
 from hf_patrickstar.runtime.steps import Estimated, MovePolicy, Steps
 from hf_patrickstar.runtime.update import Update
 from hf_patrickstar.schedule.estimate import Estimate
@@ -127,11 +128,19 @@ class ChunkManager:
         # What happens when.
         self.lock, self.frames = EngineLock(), Frames()
         self.parameters = Parameters(device, executor, self.gradients, self.writes, self.lock, activations)
+        self.rest = Rest(
+            device, steps, activations, self.parameters, self.writes, self.gradients, self.gradient_mirrors
+        )
         self.tensors, self.by_index = self.parameters.tensors, self.parameters.by_index
         self.pack = self.parameters.pack
         self.has_new_groups = False
         self.overlaps_updates = policy.overlaps_updates and isinstance(streams, DeviceStreams)
         self._last_updates: list[Copy] = []  # on the host, beside what comes next
+
+    @property
+    def resting(self) -> tuple[frozenset[int], bool]:
+        """See ``ModelListener``."""
+        return self.device.resting, self.device.is_resting
 
     def find(self, parameter: torch.Tensor) -> ManagedParameter | None:
         """See ``Parameters.find``."""
@@ -173,13 +182,20 @@ class ChunkManager:
             Exception: See ``settle_failures``.
         """
         self.settle_failures()
+        self.take_gradients()
+        self.rest.follow(call, is_new=self._begin_step(call, shapes, present))
+        if self.device.resting:
+            self.rest.give_values()
+
+    def _begin_step(self, call: Call, shapes: Shapes, present: Iterable[torch.Tensor]) -> bool:
+        """Begins a step, unless a step of training goes on; returns whether one of training has begun."""
         if self.steps.asks_padding and call.is_training:
             self.steps.note_padding(call.has_padding)
         if not call.is_training:
             self.parameters.release_held_outside_forward()
         self.writes.sync()
         if call.is_training and self.steps.step is not None:
-            return
+            return False
         self.steps.stop_idle_meter()
         if call.is_training:
             self.gradients.completes_step = self.steps.is_last_micro_batch
@@ -187,11 +203,12 @@ class ChunkManager:
         agreed = self._agree(call, title, shapes)
         if not call.is_training:
             self.steps.begin_nested_evaluation(title, agreed, present)
-            return
+            return False
         step = self.steps.begin_micro_batch(title, agreed, present)
         trace = None if step.cursor is None else step.cursor.trace
         lacks_room = trace is not None and self.steps.policy.has_plans and step.plan is None
         self.activations.begin(None if step.plan is None else trace, lacks_room=lacks_room)
+        return True
 
     def _agree(self, call: Call, title: str, shapes: Shapes) -> Beginning:
         """What a step that begins has to work with; if its trace is not known, what it will do is found out first."""
@@ -253,6 +270,8 @@ class ChunkManager:
     def after_forward(self, frame: Frame, *, has_failed: bool) -> None:
         """An outermost forward has ended; a step of training goes on with its backward."""
         try:
+            if self.device.resting and frame.has_lock:
+                self.rest.take_values()
             if self._groups is not None and frame.stage is not Stage.BACKWARD and not has_failed:
                 self._groups.end_phase(frame.stage)
             if frame.stage is Stage.EVALUATION:
@@ -294,6 +313,7 @@ class ChunkManager:
     def unwind(self) -> None:
         """Every forward that is open on this thread was interrupted, and ends."""
         self.abandon_step()
+        self.rest.take_values(is_last=True)
         while self.frames.stack:
             frame = self.frames.stack.pop()
             self.after_module(frame)
@@ -332,6 +352,8 @@ class ChunkManager:
         self.lock.acquire_backward(end)
         self.executor.in_backward = True
         self.writes.sync()
+        if self.device.resting:
+            self.rest.give_values(in_backward=True)
         self.apply_factor()  # what this backward adds is not clipped, or unscaled, with what is there
 
     def store_gradient(self, tensor: ManagedParameter, gradient: torch.Tensor, *, is_at_home: bool = False) -> None:
@@ -378,6 +400,8 @@ class ChunkManager:
     def backward_end(self) -> None:
         """A backward has ended: what it left is reduced and settled, and the micro-batch is counted."""
         with self._end_of_backward():
+            if self.device.resting:
+                self.rest.take_values()
             self.parameters.release_held_outside_forward()
             for index in self._groups.end_backward() if self._groups is not None else ():
                 tensor = self.by_index[index]
@@ -390,6 +414,15 @@ class ChunkManager:
             if self.activations.has_begun:
                 self.activations.end_backward()
             self.steps.end_micro_batch()
+            self.take_gradients()  # from now on chunks may make room for lists
+
+    def take_gradients(self) -> None:
+        """Takes the gradients that backwards have left with autograd, while the engine rests."""
+        for tensor, gradient in self.rest.take_gradients() if self.device.is_resting else ():
+            if gradient.requires_grad:
+                self.recorded_gradient_ready(tensor, gradient)
+            else:
+                self.store_gradient(tensor, gradient)
 
     @contextlib.contextmanager
     def _end_of_backward(self) -> Iterator[None]:
@@ -418,6 +451,7 @@ class ChunkManager:
         if self.executor.in_backward and torch._C._current_graph_task_id() == -1 and not self.lock.has_backward:
             self.executor.in_backward = False
             drop_failed_graph()
+            self.rest.take_values(is_last=True)
             if self._groups is not None:
                 self._groups.abandon_backward()
             self.abandon_step()
@@ -545,6 +579,8 @@ class ChunkManager:
                         had.append(tensor)
                         if index in read:
                             handed_out[index] = self.gradient_mirrors.kept(tensor)
+            if self.device.keeps_values:  # graphs keep parameters themselves
+                torch.autograd.graph.increment_version([tensor.parameter for tensor in had])
             self.gradients.finish_update(had, handed_out, keeps=keeps)
             for tensor in had if mirrored else ():
                 self.mirrors.refresh(tensor)
@@ -572,6 +608,8 @@ class ChunkManager:
     def begin_change(self) -> None:
         """Begins to add and remove parameters: no step runs, and nothing that was written is missed."""
         self.unwind()
+        self.take_gradients()
+        self.rest.end()
         self.writes.sync()
         self.abandon_step()
 

@@ -142,7 +142,8 @@ class Mirrors:
         """
         key = mirror.storage._cdata
         is_looked_into = torch._C._storage_Use_Count(key) > self._num_own[key] + 1
-        return mirror.is_held or is_looked_into or sys.getrefcount(mirror.value) > 2
+        num_own = 2 + (mirror.value is mirror.tensor.kept)
+        return mirror.is_held or is_looked_into or sys.getrefcount(mirror.value) > num_own
 
     def sync_one(self, tensor: ManagedParameter) -> None:
         """Takes over what was written to a parameter's mirrors, and drops those that nobody uses."""
@@ -313,6 +314,9 @@ class GradientMirrors(Mirrors):
             if not self.follows:
                 self.sync_one(tensor)
             mirror = self.of(tensor)
+            left = tensor.kept if tensor.gradient is GradientPlace.LEFT else None
+            if left is not None and left.dtype is tensor.original_dtype:
+                return left if mirror else self._enter(Mirror(tensor, left)).value
             if mirror is None or not self.follows:
                 mirror = self._copy_of(tensor, mirror)
             return mirror.value
@@ -362,20 +366,25 @@ class GradientMirrors(Mirrors):
             if tensor.spec.index not in self.by_tensor:  # asked again: another thread may have dropped it
                 return
             (mirror,) = self.by_tensor[tensor.spec.index]
-            if mirror.value.untyped_storage()._cdata != mirror.storage._cdata:  # gradient.data = value
-                self._leave(mirror)
-                mirror.storage = mirror.value.untyped_storage()
-                self._enter(mirror)
-            is_zero = tensor.gradient is GradientPlace.APART and tensor.kept is None and not mirror.value.any()
-            home = None if is_zero else self._gradients.of(tensor)
-            if home is not None:
-                own = tensor.own(mirror.value.detach())
-                if not same_bits(home.to(own.dtype), own.to(home.device)):
-                    self._gradients.put(tensor, own)
-                del own  # which looks into it, too
-            mirror.is_held |= mirror.value.requires_grad  # what was written to it was recorded
+            if mirror.value is not tensor.kept:  # else it is the gradient itself
+                self._take_over(tensor, mirror)
             if not self._is_used(mirror):
                 self._leave(mirror)
+
+    def _take_over(self, tensor: ManagedParameter, mirror: Mirror) -> None:
+        """Takes over what was written to what was handed out."""
+        if mirror.value.untyped_storage()._cdata != mirror.storage._cdata:  # gradient.data = value
+            self._leave(mirror)
+            mirror.storage = mirror.value.untyped_storage()
+            self._enter(mirror)
+        is_zero = tensor.gradient is GradientPlace.APART and tensor.kept is None and not mirror.value.any()
+        home = None if is_zero else self._gradients.of(tensor)
+        if home is not None:
+            own = tensor.own(mirror.value.detach())
+            if not same_bits(home.to(own.dtype), own.to(home.device)):
+                self._gradients.put(tensor, own)
+            del own  # which looks into it, too
+        mirror.is_held |= mirror.value.requires_grad  # what was written to it was recorded
 
     def refresh(self, tensor: ManagedParameter) -> None:
         """Lets a gradient that was handed out follow a change: what another backward added, or clipping."""
@@ -402,7 +411,8 @@ class GradientMirrors(Mirrors):
         """The gradient of a parameter, if it follows and somebody still refers to what was handed out."""
         with self._lock:
             mirror = self.of(tensor) if self.follows else None
-            return None if mirror is None or not self._is_used(mirror) else mirror.value
+            is_left = tensor.gradient is GradientPlace.LEFT  # an update looks into it, so it was asked before
+            return None if mirror is None or not (is_left or self._is_used(mirror)) else mirror.value
 
 
 @dataclasses.dataclass(eq=False)
@@ -474,6 +484,8 @@ class Writes:
 
     def _end_epoch(self, tensor: ManagedParameter) -> None:
         """Keeps the value that earlier graphs need, as torch keeps the memory that a parameter had."""
+        if tensor.is_resting and tensor.chunk.is_aliased:
+            tensor.chunk.renew()
         epoch = None if tensor.epoch is None else tensor.epoch()
         if epoch is not None:
             widest = torch.promote_types(tensor.original_dtype, tensor.chunk.dtype)
@@ -521,8 +533,10 @@ class Writes:
             with self.gradients.lock:
                 for tensor in list(self.watched):
                     self._compare(tensor)
-        self.mirrors.sync()
-        self.gradient_mirrors.sync()
+        if self.mirrors.by_tensor:
+            self.mirrors.sync()
+        if self.gradient_mirrors.by_tensor:
+            self.gradient_mirrors.sync()
 
     def take_over(self, tensor: ManagedParameter, *, keeps_unused: bool = False) -> None:
         """Does for one parameter what ``take_over_all`` does for several."""
@@ -541,7 +555,7 @@ class Writes:
             is_ours = isinstance(parameter, LiveMixin) or not tensor.is_bound
             # An assignment while it has its value, or is open, is found when that ends.
             has_value = tensor.place is ValuePlace.PARAMETER
-            is_left = is_ours and (has_value or storage_key(parameter) == tensor.placeholder_key)
+            is_left = is_ours and (has_value or storage_key(parameter) == tensor.released_key)
             if not (is_left or tensor.place in (ValuePlace.OPEN, ValuePlace.GIVEN_UP)):
                 self._take_over_data(tensor)
             if mirrored and tensor.spec.index in mirrored:

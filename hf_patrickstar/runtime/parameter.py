@@ -67,8 +67,9 @@ class GradientPlace(enum.Enum):
     """Where the gradient of a parameter is; see ``runtime/gradients.py``.
 
     ``PARAM``: over the parameter's own place in the ``param`` list (gradient reuse, PatrickStar section 6.2).
-    ``LIST``: in the accumulation list. ``REMOTE``: on the rank that owns the parameter. ``APART``: in no chunk; in
-    ``ManagedParameter.kept``, which a user still refers to after a step, or all zeros if that is ``None``.
+    ``LIST``: in the accumulation list. ``REMOTE``: on the rank that owns the parameter. ``LEFT`` and ``APART``: in no
+    chunk, but in ``ManagedParameter.kept``; the former as autograd has left it (see [Note: rest]), and the latter since
+    a user still refers to it after a step, or all zeros if ``kept`` is ``None``.
 
     While a backward runs a gradient may be on its way to one of these: in the buffer of its group (``Groups``), or in
     ``ManagedParameter.deferred_gradient`` while the graph still needs the value that it would go over.
@@ -78,6 +79,7 @@ class GradientPlace(enum.Enum):
     PARAM = "param"
     LIST = "list"
     REMOTE = "remote"
+    LEFT = "left"
     APART = "apart"
 
     __hash__ = object.__hash__  # members are compared by identity; Enum's own is a Python function
@@ -146,14 +148,19 @@ class ManagedParameter:
         spec: The parameter as numbers.
         parameter: The model's own parameter.
         offset_numel: Its offset in the buffer that modules compute with.
-        placeholder: What ``parameter.data`` is when the parameter is not being computed with: NaN in its shape.
+        placeholder: NaN in its shape.
+
+    Attributes:
+        released: What ``parameter.data`` is when the parameter is not being computed with: the placeholder, or its
+            place in a chunk that is at rest.
     """
 
     spec: TensorSpec
     parameter: torch.nn.Parameter
     offset_numel: int
     placeholder: torch.Tensor
-    placeholder_key: int = 0
+    released: torch.Tensor = dataclasses.field(init=False)
+    released_key: int = 0
     typed: torch.Tensor = dataclasses.field(init=False)  # the same in the type that users see
     is_cast: bool = False  # whether modules compute with another type
     # Its place, which its chunk sets. One rank has all elements, unless the tensor is larger than a chunk.
@@ -189,12 +196,12 @@ class ManagedParameter:
     is_incomplete: bool = False  # whether one came that torch would have added to a consumed one
     gradient_norm: torch.Tensor | None = None
     deferred_gradient: torch.Tensor | None = None  # it waits until nobody needs the value in its place
-    kept: torch.Tensor | None = None  # the gradient, if that is ``APART``
+    kept: torch.Tensor | None = None  # the gradient, if that is ``LEFT`` or ``APART``
     crossing_nbytes: int = 0  # of gradients that are not in their place yet
 
     def __post_init__(self) -> None:
         parameter, numel = self.parameter, self.spec.numel
-        self.placeholder_key = storage_key(self.placeholder)
+        self.released, self.released_key = self.placeholder, storage_key(self.placeholder)
         self.parts, self.part, self.own_numel = ((0, numel),), (0, numel), numel
         self.home_offset_numel = self.offset_numel
         self.strides = contiguous_strides(self.spec.shape)
@@ -219,7 +226,7 @@ class ManagedParameter:
     def move_in(self) -> None:
         """Gives up the memory that the parameter had of its own, and its gradient: its value is in the chunk now."""
         self.place = ValuePlace.HOME
-        set_raw_data(self.parameter, self.placeholder)
+        set_raw_data(self.parameter, self.released)
         set_raw_grad(self.parameter, None)
 
     def round_master(self) -> None:
@@ -235,8 +242,20 @@ class ManagedParameter:
         """Takes the value away; the parameter answers by itself from now on."""
         assert self.place not in (ValuePlace.NONE, ValuePlace.GIVEN_UP)
         self.answer()
-        set_raw_data(self.parameter, self.placeholder)
+        set_raw_data(self.parameter, self.released)
         self.place = ValuePlace.HOME
+
+    def release_as(self, released: torch.Tensor) -> None:
+        """Makes ``parameter.data`` something else while no module computes with it; see [Note: rest]."""
+        is_released = self.place is ValuePlace.HOME and storage_key(self.parameter) == self.released_key
+        self.released, self.released_key = released, storage_key(released)
+        if is_released:
+            set_raw_data(self.parameter, released)
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether graphs may keep the parameter itself, which has its value all the time."""
+        return self.chunk.device.keeps_values and self.released is not self.placeholder
 
     def open(self, value: torch.Tensor) -> None:
         """Makes it an ordinary parameter for a while, with a value of its own."""
@@ -283,7 +302,7 @@ class ManagedParameter:
         """Whether this step still needs the value at home, from which its chunk would be loaded again."""
         if self.chunk.is_group:
             return False
-        return bool(self.users) or (self.epoch is not None and self.epoch() is not None)
+        return self.is_resting or bool(self.users) or (self.epoch is not None and self.epoch() is not None)
 
     # Its gradient; see ``runtime/gradients.py``
 
@@ -400,6 +419,8 @@ class ManagedParameter:
                     _copy(self.view(chunk.param), own)
             self._follow(value)
             self.num_writes += voids_graphs
+            if voids_graphs and self.is_resting:
+                torch.autograd.graph.increment_version(self.parameter)
             chunk.device.version += 1
 
     def _follow(self, value: torch.Tensor) -> None:

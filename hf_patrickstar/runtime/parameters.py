@@ -84,6 +84,7 @@ class Parameters:
         by_parameter: The same by the ``id`` of the parameter; also those that were given up.
         exact: Those of which calls have the value as users see it just now, by the address of its storage.
         held_outside_forward: Those that code in backward acquired with no forward around it.
+        needs_frames: See ``ParameterValues``.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Parameters:
         self.by_index: dict[int, ManagedParameter] = {}
         self.exact: dict[int, ManagedParameter] = {}
         self.held_outside_forward: list[ManagedParameter] = []
+        self.needs_frames = False
         self.by_parameter: dict[int, ManagedParameter] = {}
         self._find_chunk = device.by_storage.get
         self._device = device
@@ -183,6 +185,7 @@ class Parameters:
         type_of: Callable[[type], type] = acquired_type
         if threading.active_count() != self._engine_lock.num_threads or self._engine_lock.others_read:
             type_of = self.type_of
+        self.needs_frames |= is_recomputed
         mirrored, is_at_rest = writes.mirrors.by_tensor, executor.is_at_rest
         is_fake = torch._C._get_dispatch_mode(_FAKE) is not None
         left, pauses, pause_s = iter(tensors), None, 0.0
@@ -195,7 +198,7 @@ class Parameters:
                         if not users:
                             if (
                                 (mirrored and tensor.spec.index in mirrored)
-                                or storage_key(parameter) != tensor.placeholder_key
+                                or storage_key(parameter) != tensor.released_key
                                 or not (isinstance(parameter, LiveMixin) or not tensor.is_bound)
                             ):
                                 writes.take_over(tensor)
@@ -237,7 +240,7 @@ class Parameters:
         return None
 
     def release_all(self, tensors: Sequence[ManagedParameter]) -> None:
-        """Ends one acquisition of each parameter, in order; after its last one a parameter is a placeholder again."""
+        """Ends one acquisition of each parameter, in order; after its last one a parameter is ``released`` again."""
         if peek_interpreter_stack() is not None:
             with temporarily_clear_interpreter_stack():
                 return self.release_all(tensors)
@@ -268,9 +271,9 @@ class Parameters:
                         continue
                     parameter.__class__ = released_type(tensor.original_type)  # it answers by itself from now on
                     try:
-                        SET_DATA(parameter, tensor.placeholder)
+                        SET_DATA(parameter, tensor.released)
                     except RuntimeError:
-                        set_data_inside(parameter, tensor.placeholder)
+                        set_data_inside(parameter, tensor.released)
                     tensor.place = _HOME
             for tensor in written:
                 self._writes.take_back(tensor)

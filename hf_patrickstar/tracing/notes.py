@@ -131,6 +131,7 @@ class Notes:
         by_parameter: See ``ParameterValues``.
         exact: See ``ParameterValues``.
         held_outside_forward: See ``ParameterValues``; the notes have no word for these.
+        needs_frames: See there.
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class Notes:
         self.by_storage = {watched.key: watched for watched in self.by_parameter.values()}
         self.exact: dict[int, Watched] = {}
         self.held_outside_forward: list[Watched] = []
+        self.needs_frames = False
         self._notes: list[op_trace.Note] = []
         self._inputs, self._buffers = set(map(storage_key, inputs)), set(map(storage_key, buffers))
         self._owned = set(self.by_storage)  # storages with values of parameters

@@ -96,6 +96,7 @@ class Recorder(AnsweringMode):
         self.tensors = [Watched(spec, parameters[spec.name], setting.looked_up) for spec in specs]
         self.parameters = self.notes = Notes(inputs, buffers_of(model), self.tensors)
         self.frames, self.lock = Frames(), EngineLock()
+        self.resting: tuple[frozenset[int], bool] = frozenset(), False
         self._charges = Charges(has_accelerator=setting.has_accelerator, times=setting.times)
         self._is_quiet = False
         self._is_evaluation = not torch.is_grad_enabled()

@@ -144,6 +144,7 @@ def test_the_margin_is_given_up_for_larger_inputs_and_filled_again(factory):
     assert pair.engine.stats()["device_total_peak_nbytes"] <= 30000
 
 
+@pytest.mark.own_rest
 @pytest.mark.parametrize("factory", [Stack, Asking])
 def test_the_margin_stays_for_evaluations_that_need_no_more(factory):
     pair = Pair(lambda: factory(8), "resident", settings={"device_budget": 30000})

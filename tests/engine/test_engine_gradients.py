@@ -40,6 +40,7 @@ def test_parameters_without_a_gradient_are_left_alone(make_optimizer, budget):
     assert numbers[id(pair.ours.unused.weight)] not in pair.optimizer.state_dict()["state"]
 
 
+@pytest.mark.own_rest
 def test_a_value_that_backward_still_needs_when_its_gradient_is_complete(budget):
     """A second use of the weight, through a detached alias, whose backward comes after that of the first."""
 

@@ -75,6 +75,7 @@ def test_forwards_that_never_meet_a_backward_are_forgotten(monkeypatch):
         assert torch.equal(value, model.state_dict()[key]), key
 
 
+@pytest.mark.own_rest
 def test_inputs_that_cannot_be_seen_are_measured_in_every_step():
     class Hidden:
         def __init__(self, value):

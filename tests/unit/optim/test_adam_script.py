@@ -25,7 +25,7 @@ def make_lists(value_dtype, state_dtype):
 def ranges_of(lists, rule, stays):
     """The whole of each list, in two ranges that meet at a multiple of 64."""
     return [
-        Range(*buffers, start, min(stop, buffers[0].numel()) - start, rule, stays)
+        Range(*buffers, start, start, min(stop, buffers[0].numel()) - start, rule, stays)
         for buffers in zip(*lists, strict=True)
         for start, stop in ((0, 64), (64, 2**20))
         if start < buffers[0].numel()
