@@ -79,13 +79,6 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
                 f"Accelerate was configured for {self.distributed_type.value}, which manages parameters itself; remove "
                 "it from the accelerate config or from the arguments"
             )
-        compiler = getattr(getattr(self.state, "dynamo_plugin", None), "backend", None)
-        if compiler is not None and compiler != DynamoBackend.NO:
-            raise ConfigError(
-                f"Accelerate was configured to compile the whole model with {compiler.value}, so that all parameters "
-                "would be on the device at once; remove the dynamo backend from the accelerate config or from the "
-                "arguments, and compile blocks of the model (block.compile() for each)"
-            )
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         if launched > 1 and self.num_processes == 1:
             raise ConfigError(
@@ -248,6 +241,9 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
                 for optimizer in new:
                     engine.add_optimizer(optimizer)
                 return
+        plugin = self.state.dynamo_plugin
+        for model in models if plugin.backend != DynamoBackend.NO else ():
+            model.compile(**plugin.to_kwargs())  # in place: the engine says where the model is too large for that
         PatrickStarEngine(
             models[0] if len(models) == 1 else ModelSet(models),
             self.patrickstar_config,

@@ -101,11 +101,6 @@ class PatrickStarArgumentsMixin:
                     f"--patrickstar and {name} both manage parameters; drop --{name} (and {name} in the accelerate "
                     "config), or drop --patrickstar"
                 )
-        if any(getattr(self, f"torch_compile{name}") for name in ("", "_backend", "_mode")):
-            raise ConfigError(
-                "--patrickstar moves parameters between operators, which torch_compile traces away; "
-                "drop --torch_compile"
-            )
 
     def _refuse_unsupported(self) -> bool:
         """Refuses what does not work; returns whether recomputed blocks are asked to offload their inputs."""

@@ -127,7 +127,6 @@ def test_second_training_and_a_second_trainer_on_the_same_model(tmp_path):
 @pytest.mark.parametrize(
     ("kwargs", "match"),
     [
-        ({"torch_compile": True}, "torch_compile"),
         ({"fsdp": "full_shard"}, "fsdp"),
         ({"deepspeed": {"zero_optimization": {"stage": 3}}}, "deepspeed"),
         *(
@@ -162,11 +161,6 @@ def test_a_trainer_that_does_not_train_in_chunks_is_refused(tmp_path):
         Trainer(model=make_model("gpt2"), args=args)
     off = arguments(PatrickStarTrainingArguments, tmp_path)
     assert Trainer(model=make_model("gpt2"), args=off).args is off
-
-
-def test_compilers_of_accelerate_are_refused():
-    with pytest.raises(ConfigError, match="remove the dynamo backend"):
-        PatrickStarAccelerator(cpu=True, dynamo_backend="eager")
 
 
 def test_a_lazy_module_gets_a_sentence(tmp_path):
