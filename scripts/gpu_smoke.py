@@ -205,7 +205,7 @@ class HostAdam:
 
     def _update(self, at):
         self.script(
-            [Range(*self.lists, at, min(SHARE_NUMEL, self.numel - at), self._rule, False)], fused=True, factor=None
+            [Range(*self.lists, at, at, min(SHARE_NUMEL, self.numel - at), self._rule, False)], fused=True, factor=None
         )
 
     def g_parameters_s(self):
