@@ -23,11 +23,13 @@ run() {
         # The whole engine on a fake device: no operator meets two devices.
         devices) pytest -m long tests/fake ;;
         processes) .venv/bin/python -m pytest -m long tests/distributed ;;
-        # A part of what `--streams simulated` can run: copies at random legal moments, and races are errors.
+        # A part of what `--streams simulated` can run: copies at random legal moments, and races are errors. Then engines
+        # that rest from their first step on.
         streams)
             pytest --streams simulated:1 -k "integration or poisoned" \
                 tests/integration/test_recovery.py \
-                tests/live/test_live_{changes,gradients,writing}.py
+                tests/live/test_live_{changes,gradients,writing}.py &&
+                pytest --rest always tests/engine tests/live tests/parity
             ;;
         # The check of a GPU, with tiny sizes on the CPU tier.
         rehearsal) .venv/bin/python scripts/gpu_check.py --rehearse ;;

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, DynamoBackend
+from accelerate.utils.other import is_repeated_blocks
 
 from hf_patrickstar.config import ConfigSource, PatrickStarConfig
 from hf_patrickstar.dist.watchdog import announce
@@ -243,7 +244,9 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
                 return
         plugin = self.state.dynamo_plugin
         for model in models if plugin.backend != DynamoBackend.NO else ():
-            model.compile(**plugin.to_kwargs())  # in place: the engine says where the model is too large for that
+            regions = [block for part in model.modules() if is_repeated_blocks(part) for block in part.children()]
+            for part in regions if plugin.use_regional_compilation and regions else [model]:
+                part.compile(**plugin.to_kwargs())  # in place: the engine says where the model is too large for that
         PatrickStarEngine(
             models[0] if len(models) == 1 else ModelSet(models),
             self.patrickstar_config,

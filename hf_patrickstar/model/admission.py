@@ -18,8 +18,7 @@ def check_model(model: torch.nn.Module) -> None:
         model: The model, not yet managed or managed already.
 
     Raises:
-        ConfigError: If it is wrapped, compiled to C++ code, quantized, sharded, or uses reentrant
-            checkpointing.
+        ConfigError: If it is wrapped, compiled to C++ code, quantized, sharded, or uses reentrant checkpointing.
     """
     check_modules(model)
     _check_parameters(model)

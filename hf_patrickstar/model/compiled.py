@@ -104,8 +104,8 @@ class CompiledCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the compiled forward of the module, between what runs before and after it."""
         module = self._module()
-        args, kwargs = self._before(module, args, kwargs) or (args, kwargs)
         try:
+            args, kwargs = self._before(module, args, kwargs) or (args, kwargs)
             output = self._call(*args, **kwargs)
         except Exception:  # as in torch: a forward that was interrupted is unwound later
             self._after(module, args, None)

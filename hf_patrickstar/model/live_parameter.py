@@ -255,7 +255,8 @@ class AcquiredMixin(LiveMixin):
     def data(self, value: torch.Tensor) -> None:
         """Assigns a value; the engine takes it over when the module that computes with it has ended."""
         if isinstance(value, torch.Tensor) and value.shape != self.shape:  # type: ignore[attr-defined]
-            torch.autograd.graph.increment_version(self)  # type: ignore[arg-type]  # of the same memory nothing else tells
+            # A view of the same memory in another shape has neither another address nor another version.
+            torch.autograd.graph.increment_version(self)  # type: ignore[arg-type]
         _Base.data.__set__(self, value)
 
     def detach(self) -> torch.Tensor:

@@ -71,8 +71,8 @@ class Kernel(abc.ABC):
 
     Then updates of all chunks are prepared together, which read everything that may change, and may run in another
     thread while the program goes on; between two steps chunks may move their homes. Gradients in no list are read where
-    autograd has left them ([Note: rest]). Else the optimizer keeps tensors of
-    its own, and a chunk is updated before the update of the next one is prepared.
+    autograd has left them ([Note: rest]). Else the optimizer keeps tensors of its own, and a chunk is updated before
+    the update of the next one is prepared.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, means: Means) -> None:

@@ -45,7 +45,7 @@ class Executor:
     # A visit
 
     @property
-    def is_at_rest(self) -> bool:
+    def is_resident(self) -> bool:
         """Whether every chunk is computed with where it is at home, and no visit has to be noted."""
         if self._device.moves:
             return False

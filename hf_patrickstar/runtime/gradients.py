@@ -263,6 +263,8 @@ class Gradients:
         self.is_after_step = False
         attempts = self.attempts
         placed: dict[bool, tuple[list[Any], list[Any]]] = {True: ([], []), False: ([], [])}
+        for tensor, _ in left if self.accumulate else ():
+            self._list(tensor.chunk)  # may fail: before any gradient has another place
         for tensor, gradient in left:
             before, index = tensor.gradient, tensor.spec.index
             if attempts.is_running and attempts.is_counted(index):

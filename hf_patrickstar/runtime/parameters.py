@@ -186,7 +186,7 @@ class Parameters:
         if threading.active_count() != self._engine_lock.num_threads or self._engine_lock.others_read:
             type_of = self.type_of
         self.needs_frames |= is_recomputed
-        mirrored, is_at_rest = writes.mirrors.by_tensor, executor.is_at_rest
+        mirrored, is_resident = writes.mirrors.by_tensor, executor.is_resident
         is_fake = torch._C._get_dispatch_mode(_FAKE) is not None
         left, pauses, pause_s = iter(tensors), None, 0.0
         tensor = next(left, None)
@@ -206,7 +206,7 @@ class Parameters:
                                 self._check_computable(tensor)
                         if tensor.gradient is _PARAM and not chunk.is_group:
                             self._gradients.move_to_list(tensor)
-                        if not (is_at_rest or chunk.num_computing) or chunk.compute is None:
+                        if not (is_resident or chunk.num_computing) or chunk.compute is None:
                             self._visit(chunk, caller)
                         tensor.read_at = tensor.num_writes
                         if tensor.place is _HOME and not (is_recomputed and not requires_grad(parameter)):
@@ -385,7 +385,7 @@ class Parameters:
         if saved.is_exact:
             payload = tensor.look()
             offset += int(payload.storage_offset()) - tensor.offset_numel
-        elif payload is None or tensor.gradient is _PARAM or not self._executor.is_at_rest:
+        elif payload is None or tensor.gradient is _PARAM or not self._executor.is_resident:
             payload = self.ensure_on_device(tensor, f"the backward of a use of '{tensor.spec.name}'")
         view = payload.as_strided(saved.size, saved.stride, offset)
         # With create_graph autograd keeps the operands of this backward, without saved-tensors hooks: give it a copy.

@@ -18,7 +18,6 @@ right thing slowly, and the engine does not rest any more.
 """
 
 import logging
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,7 +29,6 @@ from hf_patrickstar.model.live_parameter import (
     RAW,
     SET_GRAD,
     LiveMixin,
-    acquired_type,
     released_type,
     storage_key,
 )
@@ -87,9 +85,8 @@ class Rest:
         self._device, self._steps, self._activations = device, steps, activations
         self._parameters, self._writes = parameters, writes
         self._gradients, self._gradient_mirrors = gradients, gradient_mirrors
-        self._own: list[tuple[ManagedParameter, torch.nn.Parameter, type, type]] = []  # with both classes of each
-        self._tensors: Sequence[ManagedParameter] = ()
-        self._all: Sequence[torch.Tensor] = ()  # with the versions that they had when they got their values
+        self._tensors: list[ManagedParameter] = []  # those that rest, or rested when the last step began
+        self._all: list[torch.Tensor] = []  # the parameters, with the versions that they had when they got their values
         self._versions: list[int] = []
         self._depth = 0  # forwards and backwards that run: one may call the other
 
@@ -165,13 +162,8 @@ class Rest:
         with device.lock:
             for index in chunks:
                 device.chunks[index].rest()
-            self._own = [
-                (tensor, tensor.parameter, acquired_type(kind), released_type(kind))
-                for tensor in self._parameters.tensors
-                if tensor.chunk.spec.index in chunks
-                for kind in (tensor.original_type,)
-            ]
-            self._tensors, self._all, _, _ = zip(*self._own, strict=True)
+            self._tensors = [t for t in self._parameters.tensors if t.chunk.spec.index in chunks]
+            self._all = [tensor.parameter for tensor in self._tensors]
             self._depth = 0
             device.resting, device.has_woken = chunks, False
             device.is_resting = device.keeps_values = is_whole
@@ -204,7 +196,7 @@ class Rest:
         for tensor in self._tensors:
             if tensor.chunk not in kept:
                 tensor.chunk.wake(tensor)
-        self._own, self._all = [], ()
+        self._all = []
         self._tensors = [tensor for tensor in self._tensors if tensor.chunk in kept]
         self._device.keeps_values = bool(kept)
 
@@ -224,8 +216,7 @@ class Rest:
             if self._depth > 1:
                 return
             type_of = self._parameters.type_of
-            is_guarded = type_of is not acquired_type
-            for tensor, parameter, acquired, _ in self._own:
+            for tensor in self._tensors:
                 if tensor.gradient is _PARAM and not in_backward:
                     self._gradients.move_to_list(tensor)
                 if (
@@ -233,7 +224,7 @@ class Rest:
                     and tensor.gradient is not _PARAM
                     and tensor.released is not tensor.placeholder
                 ):
-                    parameter.__class__ = type_of(tensor.original_type) if is_guarded else acquired
+                    tensor.parameter.__class__ = type_of(tensor.original_type)
                     tensor.read_at = tensor.num_writes
             self._versions = list(map(_version_of, self._all))
 
@@ -250,9 +241,9 @@ class Rest:
             if self._depth:
                 return
             written = self._find_written()
-            for tensor, parameter, _, released in self._own:
+            for tensor in self._tensors:
                 if tensor.place is _HOME:
-                    parameter.__class__ = released
+                    tensor.parameter.__class__ = released_type(tensor.original_type)
             for tensor in written:
                 self._writes.take_back(tensor)
 
@@ -287,7 +278,7 @@ class Rest:
         places = (_NONE, _LIST) if gradients.accumulate else (_NONE,)
         with self._device.lock:
             with RAW():
-                for tensor, parameter, *_ in self._own:
+                for tensor, parameter in zip(self._tensors, self._all, strict=True):
                     gradient = GET_GRAD(parameter)
                     if gradient is None or not (isinstance(parameter, LiveMixin) and tensor.spec.trainable):
                         continue  # it has none, or was exchanged

@@ -10,7 +10,7 @@ from support.small import LAYER_NUMEL, WIDTH, Stack, Tied, batch, loss_of, make,
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_patrickstar import EngineError
+from hf_patrickstar import DeviceMemoryError, EngineError
 from hf_patrickstar.memory.tiers import Tier
 
 
@@ -49,6 +49,7 @@ def test_nothing_of_the_engine_is_called_inside(monkeypatch):
         for layer in model.layers:
             layer.register_forward_hook(look)
     pair.train(1, first=3)
+    assert inside
     assert not any(inside)
 
 
@@ -80,6 +81,35 @@ def test_chunks_that_leave_end_it():
     assert torch.equal(weight.detach(), pair.plain.layers[0].weight)
     pair.both(loss_of_evaluation)  # before it, chunks come back
     pair.train(3, first=3)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_micro_batch_that_runs_out_of_memory_is_repeated_with_hooks(where):
+    pair = resting()
+    failures = [DeviceMemoryError("the device is full"), None]
+
+    def fail(*_):
+        error = failures.pop(0) if failures else None
+        if error is not None:
+            raise error
+
+    layer = pair.ours.layers[2]
+    if where == "forward":
+        layer.register_forward_hook(fail)
+    else:
+        layer.weight.register_hook(fail)
+
+    def train(model, optimizer):
+        def micro_batch():
+            loss_of(model, 3).backward()
+
+        micro_batch() if model is pair.plain else pair.engine.attempt(micro_batch)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    pair.check(train)
+    assert pair.engine.stats()["retries"] == 1
+    pair.train(3, first=4)
 
 
 def test_no_chunk_leaves_between_forward_and_backward():

@@ -1,11 +1,21 @@
 """A model that is compiled as a whole trains where it all stays on the device, and is refused where it does not."""
 
+import contextlib
+
 import pytest
 import torch
+from accelerate.utils import TorchDynamoPlugin
 from support.trainers import assert_same_weights, make_model, tight, train
 from test_compiled_parts import MOVING, Model, Training
 
-from hf_patrickstar import ConfigError, PatrickStarAccelerator, PatrickStarEngine, get_engine, initialize_engine
+from hf_patrickstar import (
+    ConfigError,
+    DeviceMemoryError,
+    PatrickStarAccelerator,
+    PatrickStarEngine,
+    get_engine,
+    initialize_engine,
+)
 from hf_patrickstar.runtime.rest import Rest
 
 
@@ -78,3 +88,19 @@ def test_compilers_of_accelerate():
     prepared, _ = accelerator.prepare(model, optimizer_of(model.parameters()))
     assert prepared is model
     assert model._compiled_call_impl is not None
+
+
+def test_compiled_regions_of_accelerate():
+    """Blocks are compiled one by one, also where chunks move; one that has no room leaves nothing in force."""
+    ids = torch.arange(8).view(1, 8)
+    for factor in (3.0, 8.0):
+        plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
+        model = make_model("gpt2")
+        accelerator = PatrickStarAccelerator(cpu=True, dynamo_plugin=plugin, patrickstar_config=tight(factor=factor))
+        accelerator.prepare(model, optimizer_of(model.parameters()))
+        assert model._compiled_call_impl is None
+        assert all(block._compiled_call_impl is not None for block in model.transformer.h)
+        with contextlib.nullcontext() if factor > 3 else pytest.raises(DeviceMemoryError, match=r"transformer\.h\.0"):
+            accelerator.backward(model(input_ids=ids, labels=ids).loss)
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert get_engine(model).stats()["chunk_loads"]
