@@ -22,13 +22,13 @@ from hf_patrickstar.checkpoint.weight_files import is_in_model_file
 from hf_patrickstar.checkpoint.weights import ChunkWeights
 from hf_patrickstar.config import ConfigSource, PatrickStarConfig
 from hf_patrickstar.counts import Counts
-from hf_patrickstar.errors import EngineError
+from hf_patrickstar.errors import ConfigError, EngineError
 from hf_patrickstar.membership import Membership, check_optimizers, holders
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.memory.streams import Streams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.model.admission import check_compiled
-from hf_patrickstar.model.chunked_loss import chunk_losses, find_heads
+from hf_patrickstar.model.chunked_loss import LOGIT_NBYTES, chunk_losses, find_heads
 from hf_patrickstar.model.live_parameter import set_raw_data
 from hf_patrickstar.model.model_set import roots_of
 from hf_patrickstar.model.quantized import buffers_of
@@ -142,8 +142,7 @@ class PatrickStarEngine:
         estimate, homes = self._decisions.estimate(known), self._decisions.homes
         self.estimated = estimate.cost_when_settled(homes)
         num_chunks = len(self._decisions.chunk_nbytes)
-        num_static = len(homes.device) if self.collectives.world_size == 1 else 0
-        check_compiled(model, num_chunks - num_static, num_chunks)
+        check_compiled(model, num_chunks - (len(homes.device) if self.collectives.world_size == 1 else 0), num_chunks)
         expected = self._decisions.expected(estimate, self.estimated)
         if known.traces and estimate.with_least_offload(homes) is None:
             known = dataclasses.replace(known, traces={})  # a step without room is looked at before it begins
@@ -153,13 +152,11 @@ class PatrickStarEngine:
         self._payloads = Payloads(self._decisions)
         self.manager = self._make_manager(self._payloads.allocate(), known)
         self.manager.engine = self
-        self.weights = ChunkWeights(self.manager)
+        self.weights = weights = ChunkWeights(self.manager)
         self.optimizers: list[ChunkedOptimizer] = []
         self._attached = True
         self._buffer_devices: list[tuple[torch.Tensor, torch.device]] = []
-        self._first_values = FirstValues(
-            self.manager.tensors, self.collectives, self.weights.piece_numel, self._workers
-        )
+        self._first_values = FirstValues(self.manager.tensors, self.collectives, weights.piece_numel, self._workers)
         with self.manager.lock.held("PatrickStarEngine()"):
             self._attach(given)
         for part in (model, *roots_of(model)):
@@ -228,8 +225,7 @@ class PatrickStarEngine:
         return chunked
 
     def _follow_model(self, is_training: bool) -> bool:
-        is_whole = self._attached and hasattr(self, "_membership")
-        return is_whole and self._membership.follow(is_training=is_training)
+        return self._attached and hasattr(self, "_membership") and self._membership.follow(is_training=is_training)
 
     def _make_manager(self, chunks: list[Chunk], known: KnownTraces) -> ChunkManager:
         decisions, config, resources, collectives = self._decisions, self.config, self.resources, self.collectives
@@ -266,13 +262,12 @@ class PatrickStarEngine:
             for number, (inner, kernel) in enumerate(zip(optimizers, self._kernels, strict=True)):
                 chunked = ChunkedOptimizer(inner, kernel, self.manager, number, self.follow_model, self.optimizers)
                 self.optimizers.append(chunked)
-            collectives, is_in_file = self.collectives, functools.partial(is_in_model_file, self.model)
-            state = TrainingState(self.manager, self.optimizers, collectives, is_in_file)
-            self.checkpoints = Checkpoints(self.model, self.manager, self.weights, state, collectives, self.config)
+            is_in_file = functools.partial(is_in_model_file, self.model)
+            state = TrainingState(self.manager, self.optimizers, self.collectives, is_in_file)
+            self.checkpoints = Checkpoints(self.model, self.weights, state, self.config)
             casting = self._decisions.precision.casting(self.device)
             self.hooks = hooks = ModelHooks(self.model, self.manager, self.device, casting, self._follow_model)
-            is_narrow = casting.inputs is not None
-            self._live = LiveModel(self.model, self.manager, self.weights, hooks.autograd, is_narrow)
+            self._live = LiveModel(self.model, self.manager, self.weights, hooks.autograd, casting.inputs is not None)
             self._membership = Membership(
                 self.model,
                 self.manager,
@@ -289,6 +284,10 @@ class PatrickStarEngine:
             self._live.attach(self.hooks.ids)
             self.manager.lock.wait_for_forwards(self.model.modules(), "PatrickStarEngine()")
             self.manager.steps.estimator = make_estimator(self.model, self.manager, self._decisions)
+            with contextlib.suppress(ConfigError):  # the model has no head
+                for head in () if self._heads else find_heads(self.model):
+                    if (tensor := self.manager.find(head.weight)) is not None:
+                        self.manager.evictor.logits = tensor.chunk.spec.index, LOGIT_NBYTES * head.out_features
             self._move_in()
             for optimizer in self.optimizers:
                 optimizer.take_inner_state()
@@ -472,8 +471,7 @@ class PatrickStarEngine:
     def reasons(self) -> tuple[str, ...]:
         """What was decided, a sentence each: when the engine was made, and since then about lookups and the margin."""
         later = self.manager.evictor.reasons
-        reasons = [reason for name, reason in self._decisions.reasons.items() if name not in later]
-        return (*reasons, *later.values())
+        return (*[reason for name, reason in self._decisions.reasons.items() if name not in later], *later.values())
 
     def model_data_nbytes(self) -> int:
         """Bytes of model data over both tiers, padding left out.
@@ -543,8 +541,7 @@ class PatrickStarEngine:
             optimizer.give_back_state()
         for tensor in self.manager.tensors:
             if tensor.place not in (ValuePlace.NONE, ValuePlace.GIVEN_UP):
-                value = self.weights.read(tensor).to(tensor.device)
-                set_raw_data(tensor.parameter, value)
+                set_raw_data(tensor.parameter, self.weights.read(tensor).to(tensor.device))
                 tensor.unbind()
         if hasattr(self, "hooks"):
             self.hooks.packed_layers.restore()

@@ -36,6 +36,9 @@ class Machine:
         to_device_bandwidth: Bytes per second from pinned host memory to the device.
         to_host_bandwidth: Bytes per second from the device to pinned host memory.
         pageable_bandwidth: Bytes per second between the device and host memory that is not pinned.
+        duplex_share: Part of the bandwidth of each direction that copies in both at once reach.
+        memory_bandwidth: Bytes per second of host memory that all cores and devices reach together; 0 if it is not more
+            than ``host_bandwidth``.
         copy_latency_s: Seconds that every copy between host and device takes beside its bytes.
         host_nbytes: Memory of the host, for this device.
         host_bandwidth: Bytes per second that this device's share of the cores reads and writes in host memory while it
@@ -68,6 +71,8 @@ class Machine:
     host_flops: float
     num_cores: int
     core_bandwidth: float = 6.25e9
+    duplex_share: float = 0.9
+    memory_bandwidth: float = 0.0
     copy_latency_s: float = 10e-6
     operator_s: float = 6e-6
     kernel_s: float = 2e-6
@@ -99,6 +104,8 @@ class Machine:
                 numbers[field.name] = getattr(self, field.name)
         if self.num_devices == 1 and self.link_bandwidth == 0:
             del numbers["link_bandwidth"]
+        if self.memory_bandwidth == 0:
+            del numbers["memory_bandwidth"]
         for place, number in numbers.items():
             is_number = isinstance(number, int | float) and not isinstance(number, bool)
             if not (is_number and math.isfinite(number) and number > 0):
@@ -117,8 +124,7 @@ class Machine:
         known = self.flops
         if dtype not in known:
             dtype = next((name for name in _NARROW if dtype in _NARROW and name in known), "float32")
-        usual = known[dtype] * (_ATTENTION_SHARE if kind == "attention" else 1.0)
-        rate = known.get(f"{dtype} {kind}", usual)
+        rate = known.get(f"{dtype} {kind}", known[dtype] * (_ATTENTION_SHARE if kind == "attention" else 1.0))
         return round(max(flops / rate, nbytes / self.device_bandwidth, self.kernel_s) * _NS)
 
     def host_ns(self, flops: int, nbytes: int) -> int:
@@ -182,6 +188,7 @@ class Machine:
             num_devices=num_processes,
             host_nbytes=self.host_nbytes // num_processes,
             host_bandwidth=self.host_bandwidth / num_processes,
+            memory_bandwidth=self.memory_bandwidth / num_processes,
             host_flops=self.host_flops / num_processes,
             num_cores=max(self.num_cores // num_processes, 1),
             link_bandwidth=self.link_bandwidth or self.to_host_bandwidth,  # nothing better is known than the bus
@@ -339,6 +346,7 @@ def peak(name: str, card: Card, num: int = 1) -> Machine:
         pageable_bandwidth=0.8 * card.bus / 8,
         host_nbytes=int(host.gib / num * GIB),
         host_bandwidth=min(0.75 * host.memory / num, cores * 12e9),
+        memory_bandwidth=0.75 * host.memory / num,
         host_flops=cores * 30e9,
         num_cores=cores,
         num_devices=num,

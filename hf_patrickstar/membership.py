@@ -133,8 +133,7 @@ class Membership:
             EngineError: If a new parameter cannot be managed.
             ConfigError: If a new module cannot, or the model was compiled as a whole.
         """
-        may_have_changed = self.hooks.may_have_changed(is_training) or self.manager.has_new_groups
-        if not may_have_changed or _is_functional_call():
+        if not (self.hooks.may_have_changed(is_training) or self.manager.has_new_groups) or _is_functional_call():
             return False
         self._follow(is_training)
         return True
@@ -170,8 +169,7 @@ class Membership:
                 new.append(place)
                 found.append(dataclasses.replace(spec, index=self._next_index + len(new) - 1))
             else:
-                kept = tensor.spec
-                own = {name: getattr(kept, name) for name in ("index", "trainable", "optimizer_index", "types")}
+                own = {name: getattr(tensor.spec, name) for name in ("index", "trainable", "optimizer_index", "types")}
                 found.append(dataclasses.replace(spec, **own))
         present = {id(parameter) for parameter in parameters}
         gone = [t for t in manager.tensors if t.place is ValuePlace.GIVEN_UP or id(t.parameter) not in present]
@@ -277,8 +275,7 @@ class Membership:
 
     def _agree(self, is_possible: bool) -> bool:
         """Whether something is possible on all processes."""
-        rows = self.collectives.exchange([int(is_possible)], "places new parameters")
-        return all(found[0] for found in rows)
+        return all(found[0] for found in self.collectives.exchange([int(is_possible)], "places new parameters"))
 
     def _fill(self, chunks: list[Chunk], layout: Layout, change: _Change) -> None:
         """Allocates the chunks of a layout, on the device if all other chunks live there and these fit."""
@@ -286,9 +283,7 @@ class Membership:
         need = sum(found.device_nbytes for found in self.payloads.nbytes_of(layout.chunks))
         is_static = all(chunk.is_static for chunk in manager.chunks if chunk.tensors)
         is_static = is_static and need <= manager.ledger.available(Tier.DEVICE)
-        with_gradients = {
-            change.specs[place].index for place in change.new if self._brings_gradient(change.parameters[place])
-        }
+        with_gradients = {change.specs[p].index for p in change.new if self._brings_gradient(change.parameters[p])}
         for spec in layout.chunks:
             chunk = self.payloads.make_chunk(spec, Tier.DEVICE if is_static else Tier.HOST)
             chunks.append(chunk)
@@ -297,8 +292,7 @@ class Membership:
 
     def _brings_gradient(self, parameter: torch.nn.Parameter) -> bool:
         tensor = self.manager.find(parameter)
-        is_there = tensor is not None and tensor.has_gradient
-        return is_there or raw_grad(parameter) is not None
+        return (tensor is not None and tensor.has_gradient) or raw_grad(parameter) is not None
 
     def _check_working_sets(self, layout: Layout, change: _Change) -> None:
         """Makes sure that every module's chunks fit the device together."""
@@ -366,13 +360,11 @@ class Membership:
         return self.optimizers[spec.optimizer_index] if spec.is_updated else None
 
     def _update_layout(self) -> None:
-        manager = self.manager
-        live = [chunk.spec for chunk in manager.chunks if chunk.tensors]
-        placements = [
-            Placement(tensor.spec.index, tensor.chunk.spec.index, tensor.offset_numel) for tensor in manager.tensors
-        ]
-        specs = tuple(tensor.spec for tensor in manager.tensors)
-        self.layout = Layout(specs, tuple(live), tuple(placements), self.layout.chunk_numel)
+        tensors = self.manager.tensors
+        specs = tuple(tensor.spec for tensor in tensors)
+        chunks = tuple(chunk.spec for chunk in self.manager.chunks if chunk.tensors)
+        placements = tuple(Placement(t.spec.index, t.chunk.spec.index, t.offset_numel) for t in tensors)
+        self.layout = Layout(specs, chunks, placements, self.layout.chunk_numel)
 
 
 def _is_functional_call() -> bool:

@@ -75,12 +75,10 @@ def parse_budget(value: int | str, name: str) -> int:
         ConfigError: If it is no size, or a number below 1 MiB without a unit.
     """
     nbytes = parse_nbytes(value, name)
-    number = str(value).strip()
-    if nbytes < LEAST_BUDGET_NBYTES and number.replace(".", "").isdigit():
-        meant = f"; did you mean '{number}GiB'? Write" if nbytes <= _MOST_GIB else ": write"
-        raise ConfigError(
-            f"{name}: {number} is a number of bytes, less than 1 MiB{meant} '{number}B' if you mean bytes"
-        )
+    given = str(value).strip()
+    if nbytes < LEAST_BUDGET_NBYTES and given.replace(".", "").isdigit():
+        meant = f"; did you mean '{given}GiB'? Write" if nbytes <= _MOST_GIB else ": write"
+        raise ConfigError(f"{name}: {given} is a number of bytes, less than 1 MiB{meant} '{given}B' if you mean bytes")
     return nbytes
 
 

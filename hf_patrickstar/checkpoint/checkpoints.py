@@ -18,10 +18,8 @@ from hf_patrickstar.checkpoint.transaction import Checkpoint, Transactions
 from hf_patrickstar.checkpoint.weight_files import FoundWeights, find_weights, origin_of, shape_mismatch
 from hf_patrickstar.checkpoint.weights import ChunkWeights
 from hf_patrickstar.config import PatrickStarConfig
-from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.errors import CheckpointError
 from hf_patrickstar.memory.operators import unseen
-from hf_patrickstar.runtime.manager import ChunkManager
 from hf_patrickstar.runtime.parameter import ManagedParameter
 
 logger = logging.getLogger(__name__)
@@ -37,32 +35,24 @@ class Checkpoints(Transactions):
 
     Args:
         model: The model.
-        manager: The manager of its chunks.
         weights: Reads and writes its parameters.
         state: Its training state; empty if no optimizer trains it.
-        collectives: The processes that share it.
         config: Settings; ``optimizer_format`` and ``background_save`` are used.
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        manager: ChunkManager,
-        weights: ChunkWeights,
-        state: TrainingState,
-        collectives: Collectives,
-        config: PatrickStarConfig,
+        self, model: torch.nn.Module, weights: ChunkWeights, state: TrainingState, config: PatrickStarConfig
     ) -> None:
-        super().__init__(collectives, manager.sharing.enter)
+        super().__init__(state.collectives, state.manager.sharing.enter)
         self._config = config
         self._model = model
-        self._manager = manager
+        self._manager = state.manager
         self._weights = weights
         self.state = state
         self._loaded = ""
         self._num_watched = 0  # losses and norms that are still to be looked at since something was loaded
-        self._is_alone = manager.sharing.is_alone
-        self._is_told = self._is_alone or collectives.rank > 0 or config.optimizer_format != "auto"
+        self._is_alone = self._manager.sharing.is_alone
+        self._is_told = self._is_alone or state.collectives.rank > 0 or config.optimizer_format != "auto"
 
     # Saving
 
@@ -231,15 +221,12 @@ class Checkpoints(Transactions):
         Raises:
             CheckpointError: If the function raised ``CheckpointError``, here or on another process.
         """
-        error: CheckpointError | None = None
         try:
             result = function()
-        except CheckpointError as raised:
-            error = raised
-        failed = self._first_failure(error, "loads a checkpoint")
-        if error is not None:
-            raise error
-        if failed is not None:
+        except CheckpointError as error:
+            self._first_failure(error, "loads a checkpoint")
+            raise
+        if (failed := self._first_failure(None, "loads a checkpoint")) is not None:
             rank, text = failed
             raise CheckpointError(f"rank {rank} cannot load the checkpoint: {text}")
         return result
@@ -298,10 +285,9 @@ class Checkpoints(Transactions):
             return
         self._num_watched -= 1
         if not bool(value.detach().isfinite().all()):
-            text = (
-                "patrickstar: the %s is not finite, for the first time since '%s' was loaded; weights have no checksums"
-            )
-            logger.warning(f"{text}; verify other files by: hf-patrickstar check %s", what, self._loaded, self._loaded)
+            text = "patrickstar: the %s is not finite, for the first time since '%s' was loaded; weights have no "
+            text += "checksums; verify other files by: hf-patrickstar check %s"
+            logger.warning(text, what, self._loaded, self._loaded)
             self._num_watched = 0
 
     def check_state(self, directory: str | os.PathLike[str]) -> None:
@@ -321,21 +307,18 @@ class Checkpoints(Transactions):
     ) -> tuple[Callable[[], None], Mapping[str, torch.Tensor]] | None:
         """Checks what is to be loaded; returns what ``TrainingState.open`` does, if there is a training state."""
         for tensor in self._manager.tensors:
-            value = _value_of(tensor, found.values)
-            if value is not None and tuple(value.shape) != tensor.spec.shape:
+            if (value := _value_of(tensor, found.values)) is not None and tuple(value.shape) != tensor.spec.shape:
                 raise CheckpointError(shape_mismatch(tensor.spec.name, value, tensor.spec.shape))
         if self.state.is_empty or directory is None:
             return None
         if has_training_state(directory):
             return self.state.open(directory, is_verified=not is_fresh)
-        has_file = has_torch_state(directory)
-        return open_torch_state(self.state, directory, is_verified=not is_fresh) if has_file else None
+        return open_torch_state(self.state, directory, is_verified=not is_fresh) if has_torch_state(directory) else None
 
     def _apply(self, values: Mapping[str, torch.Tensor], masters: Mapping[str, torch.Tensor]) -> None:
         """Loads weights, or masters where there are any: they have more bits."""
         reader, piece_numel, found = Reader(), self._weights.piece_numel, {**values, **masters}
-        owned = [tensor for chunk in self._manager.chunks for tensor in chunk.owned]
-        tensors = [tensor for tensor in owned if _value_of(tensor, found) is not None]
+        tensors = [t for chunk in self._manager.chunks for t in chunk.owned if _value_of(t, found) is not None]
         for tensor in shown(tensors, "Reading weights", "tensors", is_first=self._collectives.rank == 0):
             master, start = masters.get(tensor.spec.name), tensor.part[0]
             value = _value_of(tensor, values).to(tensor.original_dtype) if master is None else master

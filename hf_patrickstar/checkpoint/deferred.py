@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
+from unittest import mock
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -71,9 +72,6 @@ class Source:
         for begin in range(start, stop, piece_numel):
             yield self.read(begin, min(begin + piece_numel, stop))
 
-    def __str__(self) -> str:
-        return self.name
-
 
 class _Call:
     """The result of a function of other tensors, some of which are deferred."""
@@ -118,7 +116,7 @@ class DeferredTensor(torch.Tensor):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         if name == "__deepcopy__":
-            return _deepcopy(*args)
+            return _deepcopy(args[0])  # ``copy.deepcopy`` keeps the memo
         if name in _OF_THE_META_TENSOR:
             if func == _DATA:
                 return _alias(args[0])
@@ -198,13 +196,10 @@ def _read_now(name: str, function: Any, args: Any, kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
-def _deepcopy(tensor: DeferredTensor, memo: dict[int, Any]) -> Any:
+def _deepcopy(tensor: DeferredTensor) -> Any:
     """A copy with the same recipe, for code that copies a module."""
-    if id(tensor) not in memo:
-        copied: Any = _alias(tensor).requires_grad_(tensor.requires_grad)
-        is_parameter = isinstance(tensor, torch.nn.Parameter)
-        memo[id(tensor)] = torch.nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
-    return memo[id(tensor)]
+    copied: Any = _alias(tensor).requires_grad_(tensor.requires_grad)
+    return torch.nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else copied
 
 
 def _equal(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -223,8 +218,7 @@ def _deferred_in(tree: Any) -> list[DeferredTensor]:
 
 def _shapes(args: Any) -> Any:
     """The arguments as tensors on the meta device, to compute the shape of a result."""
-    bare = tree_map_only(DeferredTensor, _bare, args)
-    return tree_map_only(torch.Tensor, lambda value: value.to("meta"), bare)
+    return tree_map_only(torch.Tensor, lambda value: value.to("meta"), tree_map_only(DeferredTensor, _bare, args))
 
 
 def _cast(func: Any, args: Any, kwargs: Any) -> Any:
@@ -248,7 +242,7 @@ def _cast(func: Any, args: Any, kwargs: Any) -> Any:
         dtype,
         lambda start, stop: source.read(start, stop).to(dtype),  # element by element, so parts can be read
         is_for_threads=source.is_for_threads,
-        name=str(source),
+        name=source.name,
     )
     return DeferredTensor.make(cast, is_loadable=tensor.is_loadable)
 
@@ -375,6 +369,5 @@ def replaced(places: Sequence[tuple[str, str]], replacement: Any) -> Iterator[No
         for module, name in places:
             found = sys.modules.get(module)
             if hasattr(found, name):
-                stack.callback(setattr, found, name, getattr(found, name))
-                setattr(found, name, replacement)
+                stack.enter_context(mock.patch.object(found, name, replacement))
         yield

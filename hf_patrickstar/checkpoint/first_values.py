@@ -109,12 +109,11 @@ class FirstValues:
         self._make_equal(buffers)
         order = sorted(self.tensors, key=lambda tensor: not tensor.spec.trainable)
         what = "Reading weights" if self._unread else "Moving weights into chunks"
-        is_first = self.collectives.rank == 0
         try:
             take_in(order)
             for tensor in order:
                 self._begin_filling(tensor)
-            for tensor in shown(order, what, "tensors", is_first=is_first):
+            for tensor in shown(order, what, "tensors", is_first=self.collectives.rank == 0):
                 if (ticket := self._tickets.pop(tensor.spec.index, None)) is not None:
                     ticket.wait()
                 elif self._has_value(tensor):
@@ -123,8 +122,7 @@ class FirstValues:
                     value, files = self._value_of(tensor), self._files
                     tensor.origin = origin_of(value) or (files.find(tensor, value) if files else None)
                     if tensor.origin is None and self._has_value(tensor):
-                        part = self._reader.read(value, *tensor.part)
-                        tensor.keep_original(part)
+                        tensor.keep_original(self._reader.read(value, *tensor.part))
                 tensor.move_in()
                 self._unread.pop(tensor.spec.index, None)
         finally:
@@ -133,9 +131,8 @@ class FirstValues:
             self._tickets.clear()
         self._files = None  # closes the files that no origin refers to
         if rounded := [tensor for tensor in self.tensors if tensor.is_owned and tensor.is_rounded]:
-            num = len([tensor for tensor in rounded if tensor.origin is not None])
             text = "patrickstar: %d of %d frozen parameters are read with more bits than are computed with"
-            logger.info(text, num, len(rounded))
+            logger.info(text, len([tensor for tensor in rounded if tensor.origin is not None]), len(rounded))
         self.collectives.exchange(None, "reads the weights")  # one process may have a slower disk
 
     def _has_value(self, tensor: ManagedParameter) -> bool:
@@ -183,8 +180,7 @@ class FirstValues:
         found = collectives.exchange(samples, "compares parameters")
         if len({tuple(value is None for value in row) for row in found}) > 1:
             raise EngineError("some processes made the model inside deferred_weights and others did not; let all do so")
-        different = [tensor for place, tensor in enumerate(tensors) if len({row[place] for row in found}) > 1]
-        if different:
+        if different := [tensor for place, tensor in enumerate(tensors) if len({row[place] for row in found}) > 1]:
             text = "patrickstar: %d parameters ('%s' is the first) differ between processes; those of rank 0 are taken"
             logger.warning(text, len(different), different[0].spec.name)
         for tensor in different:

@@ -45,7 +45,7 @@ class Entry(NamedTuple):
     start: int
 
 
-class SafetensorsFile:
+class SafetensorsFile(contextlib.AbstractContextManager["SafetensorsFile", None]):
     """A file that is open for reading, with the methods of ``safetensors.safe_open``; its tensors are deferred.
 
     The constructor checks that the file is complete. It stays open as long as a tensor refers to it.
@@ -107,9 +107,6 @@ class SafetensorsFile:
         if self._find_stamp() != self._stamp:
             raise CheckpointError(damaged(f"'{self.path}' was written to since it was opened"))
 
-    def __enter__(self) -> "SafetensorsFile":
-        return self
-
     def __exit__(self, *_: Any) -> None:
         """Does nothing."""
 
@@ -166,8 +163,7 @@ class SafetensorsFile:
         offset = self.entries[name].start + begin
         try:
             while len(view):
-                count = os.preadv(self._descriptor, [view], offset)
-                if not count:
+                if not (count := os.preadv(self._descriptor, [view], offset)):
                     raise CheckpointError(damaged(f"'{self.path}' ends at byte {offset}, inside of tensor '{name}'"))
                 view, offset = view[count:], offset + count
         except OSError as error:

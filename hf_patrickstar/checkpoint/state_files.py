@@ -117,8 +117,7 @@ def pack(states: Mapping[str, Mapping[Any, Any]]) -> tuple[dict[str, torch.Tenso
                 tensors[f"{key}/{owner}"] = value
             else:
                 value = without_numpy(value)
-                found = literals if _is_literal((key, value)) else objects
-                found.setdefault(owner, {})[key] = value
+                (literals if _is_literal((key, value)) else objects).setdefault(owner, {})[key] = value
     if objects:
         buffer = io.BytesIO()
         with pickling():

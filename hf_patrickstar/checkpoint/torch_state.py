@@ -212,8 +212,7 @@ class _Pickler(pickle.Pickler):
         self.tensors: list[torch.Tensor] = []
 
     def persistent_id(self, value: Any) -> Any:
-        is_record = type(value) is _Record
-        return ("storage", torch.UntypedStorage, value.name, "cpu", value.nbytes) if is_record else None
+        return ("storage", torch.UntypedStorage, value.name, "cpu", value.nbytes) if type(value) is _Record else None
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or is_traceable_wrapper_subclass(value):
@@ -221,8 +220,7 @@ class _Pickler(pickle.Pickler):
         record, shape = _Record(str(len(self.tensors)), value.nbytes), tuple(value.shape)
         self.tensors.append(value)
         hooks: OrderedDict[Any, Any] = OrderedDict()
-        arguments = record, 0, shape, contiguous_strides(shape), False, hooks, value.dtype
-        return torch._utils._rebuild_tensor_v3, arguments
+        return torch._utils._rebuild_tensor_v3, (record, 0, shape, contiguous_strides(shape), False, hooks, value.dtype)
 
 
 @unseen()

@@ -80,8 +80,7 @@ def write_read_me(directory: Path, older: Path | None = None) -> None:
     path = directory / "README.md"
     found = [place for place in (path, (older or directory) / path.name) if place.is_file()]
     before = found[0].read_text(encoding="utf-8", errors="replace") if found else ""
-    own = before.partition(_README_TITLE)[0].rstrip()
-    path.write_text(f"{own}\n\n{_README}".lstrip(), encoding="utf-8")
+    path.write_text(f"{before.partition(_README_TITLE)[0].rstrip()}\n\n{_README}".lstrip(), encoding="utf-8")
 
 
 @dataclasses.dataclass
@@ -168,10 +167,9 @@ class TrainingState:
         owners = {key: owned[name] for key in tensors if (name := key.partition("/")[2])}
         parts = {key: tensor.part for key, tensor in owners.items() if tensor.is_split and tensors[key].dim()}
         path = directory / shard_name(self.collectives.rank, self.collectives.world_size)
-        chunks = {key: tensor.chunk for key, tensor in owners.items()}
         metadata |= {"parts": json.dumps(parts)}
         write = functools.partial(write_safetensors, path, tensors, metadata)
-        return state_files.StateFile(path, tensors, chunks, write)
+        return state_files.StateFile(path, tensors, {key: tensor.chunk for key, tensor in owners.items()}, write)
 
     def own_states(self) -> dict[ManagedParameter, dict[Any, Any]]:
         """The states of ``owned``, with their masters if the model's file does not have these to the last bit."""

@@ -50,14 +50,14 @@ class Checkpoint(StagedDirectory):
             self.on_commit()
         return is_mine
 
-    def complete(self, write: StateFile, files: Sequence[Path]) -> None:
+    def complete(self, files: Sequence[Path]) -> None:
         """Commits it if this process is the last one to write its part.
 
         Args:
-            write: The part of this process.
             files: The parts of all processes that write into the directory.
         """
-        if write.join() is None and all(file.exists() for file in files):
+        assert self.write is not None
+        if self.write.join() is None and all(file.exists() for file in files):
             self.error = _attempt(self.commit)
 
     def join(self) -> BaseException | None:
@@ -99,7 +99,11 @@ class Transactions:
         try:
             yield checkpoint
         except BaseException as raised:
-            error = _disk_error(checkpoint, raised) or raised
+            error = disk_error(checkpoint.path, raised) or raised
+            if type(error) is RuntimeError and checkpoint.write is not None:
+                # The background write may have failed on the full disk too; it then made room by removing its own file.
+                found = checkpoint.write.join()
+                error = found if isinstance(found, CheckpointError) else raised
             # Of errors of checkpoints, the one that all processes raise names the first rank that failed.
             hidden = () if isinstance(error, CheckpointError) else (CheckpointError,)
             with contextlib.suppress(CollectiveError, *hidden):
@@ -160,9 +164,7 @@ class Transactions:
         (writers,) = (ranks for ranks in checkpoint.makers.values() if rank in ranks)
         others = writers if world_size > 1 else []  # the own part is waited for
         files = [checkpoint.path / shard_name(writer, world_size) for writer in others]
-        checkpoint.thread = threading.Thread(
-            target=checkpoint.complete, args=(checkpoint.write, files), name="completes a checkpoint"
-        )
+        checkpoint.thread = threading.Thread(target=checkpoint.complete, args=(files,), name="completes a checkpoint")
         checkpoint.thread.start()
 
     def _agree(self, error: BaseException | None, checkpoint: Checkpoint, what: str) -> None:
@@ -193,13 +195,3 @@ def _attempt(function: Callable[[], object]) -> BaseException | None:
     except Exception as error:
         return error
     return None
-
-
-def _disk_error(checkpoint: Checkpoint, raised: BaseException) -> CheckpointError | None:
-    """An error of the disk, if that is the reason why a file of the checkpoint was not written."""
-    error = disk_error(checkpoint.path, raised)
-    if error is None and type(raised) is RuntimeError and checkpoint.write is not None:
-        # The background write may have failed on the full disk too; it then made room by removing its own file.
-        found = checkpoint.write.join()
-        error = found if isinstance(found, CheckpointError) else None
-    return error

@@ -288,11 +288,10 @@ def _assign(
                 module._buffers[name] = _read(assigned.get(id(buffer), buffer)).to(device)
     tensors = _tensors_of(model)
     missing = getattr(result, "missing_keys", [name for name in tensors if name not in values])
-    unexpected = getattr(result, "unexpected_keys", [name for name in values if name not in tensors])
     return FoundWeights(
         {name: assigned[id(tensor)] for name, tensor in tensors.items() if id(tensor) in assigned},
         [name for name in missing if name not in tensors or id(tensors[name]) not in assigned],  # else tied
-        list(unexpected),
+        list(getattr(result, "unexpected_keys", [name for name in values if name not in tensors])),
     )
 
 
@@ -339,7 +338,7 @@ def _misfit(directory: str | os.PathLike[str], error: Exception) -> CheckpointEr
 
 def shape_mismatch(name: str, value: torch.Tensor, shape: tuple[int, ...]) -> str:
     """The message of an error: a tensor has another shape in a file than in the model."""
-    where = str(value.recipe) if isinstance(value, DeferredTensor) else "the file"
+    where = getattr(getattr(value, "recipe", None), "name", "the file")
     return (
         f"{where}: tensor '{name}' has shape {tuple(value.shape)}, in the model it has {shape}; make the model with "
         "the configuration that is beside the weights"
@@ -352,8 +351,7 @@ def is_in_model_file(model: torch.nn.Module, tensor: ManagedParameter) -> bool:
     for place, root in enumerate(roots_of(model)):
         prefix = "" if root is model else f"{place}."
         own = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
-        left_out = getattr(root, "_keys_to_ignore_on_save", None) or ()
-        if not hasattr(root, "peft_config") and not own <= set(left_out):
+        if not hasattr(root, "peft_config") and not own <= set(getattr(root, "_keys_to_ignore_on_save", None) or ()):
             return True
     return False
 
@@ -403,11 +401,8 @@ class ModelFiles:
             value: The value, in memory; only this rank's part of it is compared.
         """
         parts = [part for part in tensor.spec.name.split(".") if part not in _WRAPPERS]
-        names = [
-            [getattr(self._model, "base_model_prefix", ""), *parts],
-            *(parts[place:] for place in range(len(parts))),
-        ]
-        for key in map(".".join, names):
+        parts.insert(0, getattr(self._model, "base_model_prefix", ""))
+        for key in (".".join(parts[place:]) for place in range(len(parts))):
             for found in (values[key] for values in self._opened if key in values):
                 if found.shape == value.shape and found.dtype == value.dtype:
                     pieces = (Reader().pieces(item, PIECE_NUMEL, *tensor.part) for item in (value, found))

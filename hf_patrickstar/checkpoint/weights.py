@@ -117,19 +117,19 @@ class ChunkWeights:
         return self._manager.sharing.parts(held, "the value", start, stop, piece_numel, is_prompt=is_prompt)
 
     @contextlib.contextmanager
-    def collected(self, *, keep: bool) -> Iterator[None]:
+    def collected(self, *, is_reader: bool) -> Iterator[None]:
         """Collects all parameters, so that one process may read them alone inside the block.
 
         All processes must enter it together; with one process nothing happens.
 
         Args:
-            keep: Whether this process will read; the others keep nothing.
+            is_reader: Whether this process will read; the others keep nothing.
         """
         if not self.needs_all:
             yield
             return
         values = ((tensor.spec.index, self.read(tensor)) for tensor in self._manager.tensors)
-        self._collected = {index: value for index, value in values if keep}
+        self._collected = {index: value for index, value in values if is_reader}
         try:
             yield
         finally:
@@ -171,8 +171,7 @@ class ChunkWeights:
 
     def check_closed(self) -> None:
         """Raises an ``EngineError`` if a parameter is open in ``full_parameters``, for ``detach``."""
-        opened = [tensor.spec.name for tensor in self._manager.tensors if tensor.place is ValuePlace.OPEN]
-        if opened:
+        if opened := [tensor.spec.name for tensor in self._manager.tensors if tensor.place is ValuePlace.OPEN]:
             raise EngineError(f"parameter '{opened[0]}' is open in full_parameters(); detach after the block has ended")
 
     @contextlib.contextmanager

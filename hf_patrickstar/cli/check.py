@@ -66,10 +66,9 @@ def run(options: argparse.Namespace) -> int:
         verdict, details = compare(plain, chunked)
         if verdict == "different":
             again = _train(options, directory, logs, "plain-again")
-            is_same = (plain / RECORD).read_bytes() == (again / RECORD).read_bytes()
             details.append(
                 "a second training without --patrickstar has the same bits as the first one"
-                if is_same
+                if (plain / RECORD).read_bytes() == (again / RECORD).read_bytes()
                 else "a second training without --patrickstar differs from the first one, too, so the script is not "
                 "repeatable, and nothing is known about --patrickstar; call set_seed in the script"
             )

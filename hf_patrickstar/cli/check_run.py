@@ -100,8 +100,7 @@ def _weights_of(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     engine = getattr(model, "patrickstar_engine", None)
     with contextlib.nullcontext() if engine is None else engine.weights.streamed(is_reader=True):
         state = model.state_dict()
-        named = [*model.named_parameters(), *model.named_buffers()]
-        yield {name: state.get(name, tensor) for name, tensor in named}
+        yield {name: state.get(name, tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
 
 
 def _digest(reader: Reader, tensor: torch.Tensor) -> str:

@@ -141,8 +141,7 @@ def _difference(
     num_different, largest, is_close = 0, 0.0, tolerances is not None and entries[0].dtype.is_floating_point
     for start in range(0, numel, _PIECE_NUMEL):
         plain, chunked = (file.read(name, start, min(start + _PIECE_NUMEL, numel)) for file in files)
-        size = plain.element_size()
-        are_other = (plain.view(torch.uint8) != chunked.view(torch.uint8)).view(-1, size).any(1)
+        are_other = (plain.view(torch.uint8) != chunked.view(torch.uint8)).view(-1, plain.element_size()).any(1)
         left, right = plain[are_other].double(), chunked[are_other].double()
         distances = (left - right).abs()
         num_different += len(distances)

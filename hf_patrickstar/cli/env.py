@@ -132,6 +132,7 @@ def rates(machine: Machine) -> dict[str, str]:
         **{name_of_products(key): f"{rate / 1e9:.4g} GFLOP/s" for key, rate in machine.flops.items()},
         "products on the host": f"{machine.host_flops / 1e9:.4g} GFLOP/s",
         **{name: f"{rate / 1e9:.4g} GB/s" for name, rate in bandwidths.items()},
+        "both ways at once": f"{machine.duplex_share:.0%} of each".replace("%", " %"),
         **{name: f"{seconds * 1e6:.4g} us" for name, seconds in times.items()},
     }
 

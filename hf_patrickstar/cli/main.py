@@ -53,16 +53,14 @@ def _parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
         from hf_patrickstar.cli import check, env, export, report, run
 
         modules = export, env, plan, check, run, report
-    parser = argparse.ArgumentParser(
-        prog="hf-patrickstar", description="Fine-tune models that are too big for the device."
-    )
+    about = "Fine-tune models that are too big for the device."
+    parser = argparse.ArgumentParser(prog="hf-patrickstar", description=about)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in modules:
         text, _, more = module.HELP.partition(". ")
-        command = commands.add_parser(
-            module.__name__.rpartition(".")[2], help=text, description=f"{text[0].upper()}{text[1:]}. {more}"
-        )
+        name, about = module.__name__.rpartition(".")[2], f"{text[0].upper()}{text[1:]}. {more}"
+        command = commands.add_parser(name, help=text, description=about)
         command.set_defaults(run=module.run)
         module.add_arguments(command)
     return parser

@@ -92,13 +92,9 @@ def patch_classes(defaults: Defaults) -> None:
         if defaults.patrickstar and field.name in values
     ]
     stock: Any = transformers.TrainingArguments
-    arguments = dataclasses.make_dataclass(
-        stock.__name__,
-        fields,
-        bases=(training_args.PatrickStarArgumentsMixin, stock),
-        namespace={"__repr__": stock.__repr__, "__str__": stock.__str__},
-        repr=False,
-    )
+    bases = training_args.PatrickStarArgumentsMixin, stock
+    shown = {"__repr__": stock.__repr__, "__str__": stock.__str__}
+    arguments = dataclasses.make_dataclass(stock.__name__, fields, bases=bases, namespace=shown, repr=False)
     _put(arguments, stock, transformers, transformers.training_args)
     empty = dataclasses.make_dataclass("PatrickStarArgumentsMixin", [])
     vars(training_args).update(PatrickStarArgumentsMixin=empty, PatrickStarTrainingArguments=arguments)

@@ -20,9 +20,8 @@ _OF_PLAN = {"tiers", "speed", "chunks", "machine"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what the command understands."""
     parser.add_argument("directory", metavar="RUN_DIR", help="the output_dir of a run with --patrickstar")
-    parser.add_argument(
-        "--html", metavar="FILE", help=f"write the page there (default: RUN_DIR/{_NAME}); an older file is replaced"
-    )
+    text = f"write the page there (default: RUN_DIR/{_NAME}); an older file is replaced"
+    parser.add_argument("--html", metavar="FILE", help=text)
     parser.add_argument("--plan", metavar="FILE", help="compare the run with this file of 'plan --json'")
 
 

@@ -28,8 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     text = "train everything in chunks: every TrainingArguments and every Accelerator of the script"
     add("--patrickstar", action="store_true", help=text)
-    text = "settings for all of them: JSON text or the path of a JSON file"
-    add("--patrickstar_config", metavar="JSON", help=text)
+    add("--patrickstar_config", metavar="JSON", help="settings for all of them: JSON text or the path of a JSON file")
     add("--inherit", action="store_true", help="do the same in Python processes that the script starts (launchers)")
 
 

@@ -160,18 +160,19 @@ class Collectives:
         timeout = getattr(getattr(_backend(group, self._device), "options", None), "_timeout", None)
         timeout_s = (timeout or dist.constants.default_pg_timeout).total_seconds()
         ranks, is_part = dist.get_process_group_ranks(group), group is not dist.group.WORLD
+        new_group = functools.partial(dist.new_group, ranks, timeout, use_local_synchronization=is_part)
         self._watchdog = watchdog = Watchdog(self.rank, ranks, wait_s, timeout_s)
         try:
             watchdog.meet()
             # Processes outside of a subgroup do not come to make another group of it.
-            self.control = group if is_part and self._is_gloo else _new_group(ranks, timeout, "gloo", is_part)
+            self.control = group if is_part and self._is_gloo else new_group("gloo")
             if not (is_part and self._is_gloo):
                 # The user's collectives may come before ours on one rank, and after them on another.
-                self._group = self._reductions = _new_group(ranks, timeout, dist.get_backend(group), is_part)
+                self._group = self._reductions = new_group(dist.get_backend(group))
             if not self._is_gloo:
                 # A communicator runs one collective after the other: gathers that were started ahead do not stand in
                 # the way of reductions that have one of their own.
-                self._reductions = _new_group(ranks, timeout, dist.get_backend(group), is_part)
+                self._reductions = new_group(dist.get_backend(group))
         except CollectiveError:
             raise
         except RuntimeError as error:
@@ -382,8 +383,7 @@ class Collectives:
         subjects, sizes = zip(*(_HEADER.unpack_from(row) for row in rows), strict=True)
         if len(set(subjects)) > 1:
             raise _disagreement(self._swap(what, _DOES, what, is_prompt))
-        rest_nbytes = _HEADER.size + max(sizes) - ROW_NBYTES
-        if rest_nbytes > 0:
+        if (rest_nbytes := _HEADER.size + max(sizes) - ROW_NBYTES) > 0:
             rest = self._gather_rows(text[ROW_NBYTES:].ljust(rest_nbytes, b"\0"), what, is_prompt)
             rows = [first + second for first, second in zip(rows, rest, strict=True)]
         return [pickle.loads(row[_HEADER.size :]) for row in rows]  # pickle knows where it ends
@@ -513,15 +513,14 @@ class Collectives:
         """Destroys the groups that ``connect`` made; the group for data stays."""
         self._is_over.set()
         # In the same order on all ranks: communicators may wait for each other.
-        made = [group for group in dict.fromkeys((self._reductions, self._group, self.control)) if group is not None]
-        made = [group for group in made if group is not self._users]
+        groups = dict.fromkeys((self._reductions, self._group, self.control))
+        made = [group for group in groups if group not in (self._users, None)]
         self.control, self._group, self._reductions = None, self._users, self._users
         self._last_reduction = None
-        for group in made:
-            # Where the default group was destroyed, these groups were destroyed with it.
-            if dist.is_initialized():
-                with contextlib.suppress(ValueError, RuntimeError):
-                    dist.destroy_process_group(group)
+        # Where the default group was destroyed, these groups were destroyed with it.
+        for group in made if dist.is_initialized() else ():
+            with contextlib.suppress(ValueError, RuntimeError):
+                dist.destroy_process_group(group)
 
     def _slices(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The slices of a buffer, by the rank that owns each."""
@@ -632,8 +631,3 @@ def _backend(group: "dist.ProcessGroup", device: torch.device) -> Any:
             f"collectives: the process group has no backend for {device}; initialise torch.distributed with one, for "
             "example nccl or gloo"
         ) from error
-
-
-def _new_group(ranks: list[int], timeout: timedelta | None, backend: str, is_part: bool) -> "dist.ProcessGroup":
-    """Makes another group of the same processes."""
-    return dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=is_part)

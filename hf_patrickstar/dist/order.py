@@ -32,7 +32,6 @@ come at all (see [Note: how long a rank waits]):
 | while the model is saved, and `meet`: all have entered, and a disk may be slow | no |
 """
 
-import dataclasses
 import enum
 import zlib
 from collections.abc import Iterable, Sequence
@@ -63,8 +62,7 @@ class Collective(NamedTuple):
     group: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Room:
+class Room(NamedTuple):
     """The memory that a step has, as far as its plan depends on it.
 
     Attributes:
@@ -80,8 +78,7 @@ class Room:
     resident: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Beginning:
+class Beginning(NamedTuple):
     """What all processes agreed on when a step began.
 
     Attributes:
@@ -95,8 +92,7 @@ class Beginning:
     room: Room
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(NamedTuple):
     """What all processes said about the end of a phase.
 
     Attributes:

@@ -256,8 +256,7 @@ class Sharing:
                         if not (is_split and shape == (parts[rank][1] - parts[rank][0],)):
                             numels = [math.prod(shape) if other == rank else 0 for other in range(len(parts))]
                             place = [(0, numel) for numel in numels], shape
-                        source = own.get(index, {}).get(key)
-                        value = Held(spec, place[0], source, value, next(numbers), place[1])
+                        value = Held(spec, place[0], own.get(index, {}).get(key), value, next(numbers), place[1])
                     states.setdefault(index, {})[key] = value
         return dict(sorted(states.items()))
 

@@ -208,8 +208,7 @@ class Watchdog:
                 if not self._read(str(self._rank)):
                     self._write(self._blocking)
                 self._check(self._blocking, now - self._blocked_at, math.inf)
-        question = self._read("question")
-        if question == self._answered:
+        if (question := self._read("question")) == self._answered:
             return
         place, computed_s = find_place(), time.process_time()
         if place != self._place or computed_s - self._computed_s > _MOST_COMPUTING * (now - self._since):
@@ -246,8 +245,7 @@ class Watchdog:
         wait, deadline = _Wait(self._num_messages, what, find_caller()), time.monotonic() + min(_ANSWER_S, self._wait_s)
         self._write(wait)
         while not (self._find_verdict() or self._find_ended() or time.monotonic() > deadline):
-            others = self._read_others().values()
-            if others and all(wait for wait, *_ in others):
+            if (others := self._read_others().values()) and all(wait for wait, *_ in others):
                 break  # all others are there
             time.sleep(_PAUSE_S)
         text = (
@@ -269,10 +267,8 @@ class Watchdog:
         if is_stuck or waited_s >= limit_s:
             advice = "This must be called by all processes together (Trainer.save_model and engine.full_parameters too)"
             if is_stuck:
-                advice = (
-                    "Each waits for the other: in a forward or backward, all ranks must use the same modules before "
-                )
-                advice += "a collective (without data, with an empty batch)"
+                advice = "Each waits for the other: in a forward or backward, all ranks must use the same modules "
+                advice += "before a collective (without data, with an empty batch)"
             text = (
                 f"rank {self._rank} gave up after {waited_s:.0f} s: it {wait}, and {self._describe_others(wait)}. "
                 f"{advice}. Look first at the error of a rank that is missing; where it was only busy, raise "
@@ -280,14 +276,11 @@ class Watchdog:
             )
             raise CollectiveError(self.judge(text))
         if waited_s >= self._warn_s and not self._is_warned:
-            self._warn(wait, waited_s, limit_s)
-
-    def _warn(self, wait: _Wait, waited_s: float, limit_s: float) -> None:
-        self._is_warned, text = True, "It goes on waiting, until the timeout of the process group (ddp_timeout)"
-        if limit_s == self._wait_s < math.inf:
-            text = f"All processes must call it together; this one gives up after {limit_s:g} s (process_wait_s)"
-        text = f"{wait} and has waited for {waited_s:.2g} s: {self._describe_others(wait)}. {text}"
-        logger.warning("patrickstar: rank %d %s", self._rank, text)
+            self._is_warned, end = True, "It goes on waiting, until the timeout of the process group (ddp_timeout)"
+            if limit_s == self._wait_s < math.inf:
+                end = f"All processes must call it together; this one gives up after {limit_s:g} s (process_wait_s)"
+            what = f"{wait} and has waited for {waited_s:.2g} s: {self._describe_others(wait)}"
+            logger.warning("patrickstar: rank %d %s. %s", self._rank, what, end)
 
     def _describe_others(self, own: _Wait) -> str:
         """Which ranks have ended or have not come, and what ranks do that wait for something else."""

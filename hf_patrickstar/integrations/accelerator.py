@@ -4,6 +4,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest import mock
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -14,7 +15,7 @@ from hf_patrickstar.config import ConfigSource, PatrickStarConfig
 from hf_patrickstar.dist.watchdog import announce
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.errors import ConfigError, EngineError
-from hf_patrickstar.integrations.accelerator_checkpoints import AcceleratorCheckpoints, engine_of, engines_of, having
+from hf_patrickstar.integrations.accelerator_checkpoints import AcceleratorCheckpoints, engine_of, engines_of
 from hf_patrickstar.integrations.accelerator_optimizers import (
     PreparedOptimizer,
     families,
@@ -80,8 +81,7 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
                 f"Accelerate was configured for {self.distributed_type.value}, which manages parameters itself; remove "
                 "it from the accelerate config or from the arguments"
             )
-        launched = int(os.environ.get("WORLD_SIZE", "1"))
-        if launched > 1 and self.num_processes == 1:
+        if (launched := int(os.environ.get("WORLD_SIZE", "1"))) > 1 and self.num_processes == 1:
             raise ConfigError(
                 f"{launched} processes were launched, but Accelerate lets each of them train alone; on a machine "
                 "without accelerators pass --use_cpu (TrainingArguments) or Accelerator(cpu=True), or set "
@@ -90,10 +90,9 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
         announce()
         self.patrickstar_config = config
         self._patrickstar_precision = precision
-        self._patrickstar_accumulation_steps = accumulation_steps
+        self._patrickstar_options = {"gradient_accumulation_steps": accumulation_steps, "on_decided": on_decided}
         self.patrickstar_dtype = precision if config.dtype == "auto" else config.dtype
         self._patrickstar_preparing: list[torch.nn.Module] = []
-        self._patrickstar_on_decided = on_decided
         self.scaler = ChunkedGradScaler(self.device.type) if self.patrickstar_dtype == "fp16" else None
 
     @property
@@ -137,12 +136,9 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
             BudgetError: If a budget is too small.
         """
         models = [item for item in args if isinstance(item, torch.nn.Module)]
-        self._patrickstar_preparing = models
-        try:
+        with mock.patch.object(self, "_patrickstar_preparing", models):
             self._connect(models, [item for item in args if isinstance(item, torch.optim.Optimizer)])
             return super().prepare(*args, device_placement=device_placement)
-        finally:
-            self._patrickstar_preparing = []
 
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -163,8 +159,8 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
             is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
             if is_frozen and not evaluation_mode:  # a teacher, for example, which Accelerate prepares as usual
                 with (
-                    having(self, "native_amp", self._computes_under_autocast),
-                    having(self.state, "_mixed_precision", self.patrickstar_dtype),
+                    mock.patch.object(self, "native_amp", self._computes_under_autocast),
+                    mock.patch.object(self.state, "_mixed_precision", self.patrickstar_dtype),
                 ):
                     return super().prepare_model(model, device_placement, evaluation_mode=True)
             self._connect([model], [], is_training=not evaluation_mode)
@@ -187,9 +183,7 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
         """
         if not isinstance(optimizer, PreparedOptimizer):
             self._connect([], [optimizer])
-            chunked = self._chunked(innermost(optimizer))
-            inner = unwrapped(optimizer) if chunked is None else chunked
-            optimizer = PreparedOptimizer(inner, device_placement=False, scaler=self.scaler)
+            optimizer = PreparedOptimizer(unwrapped(optimizer), device_placement=False, scaler=self.scaler)
         if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
         self._point(optimizer)
@@ -234,8 +228,7 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
         if len(engines) == 1 and {*map(id, roots_of(engines[0].model))} == {*map(id, models)}:
             engine = engines[0]
             present = [item.inner for item in engine.optimizers]
-            new = [optimizer for optimizer in optimizers if optimizer not in present]
-            if not new:
+            if not (new := [optimizer for optimizer in optimizers if optimizer not in present]):
                 return
             held = set().union(*map(held_by, present))
             if present and all(item in optimizers for item in present) and all(map(held.isdisjoint, map(held_by, new))):
@@ -247,15 +240,9 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
             regions = [block for part in model.modules() if is_repeated_blocks(part) for block in part.children()]
             for part in regions if plugin.use_regional_compilation and regions else [model]:
                 part.compile(**plugin.to_kwargs())  # in place: the engine says where the model is too large for that
-        PatrickStarEngine(
-            models[0] if len(models) == 1 else ModelSet(models),
-            self.patrickstar_config,
-            optimizers,
-            device=self.device,
-            gradient_accumulation_steps=self._patrickstar_accumulation_steps,
-            precision=self._patrickstar_precision,
-            on_decided=self._patrickstar_on_decided,
-        )
+        options: dict[str, Any] = {"precision": self._patrickstar_precision, **self._patrickstar_options}
+        together = models[0] if len(models) == 1 else ModelSet(models)
+        PatrickStarEngine(together, self.patrickstar_config, optimizers, device=self.device, **options)
 
     def _chunked(self, optimizer: torch.optim.Optimizer) -> ChunkedOptimizer | None:
         """The ``ChunkedOptimizer`` of a user's optimizer, or ``None``."""
@@ -265,8 +252,7 @@ class PatrickStarAccelerator(AcceleratorCheckpoints):
 
     def _point(self, optimizer: Any) -> None:
         """Makes the wrapper that was returned for an optimizer use the optimizer's current ``ChunkedOptimizer``."""
-        chunked = self._chunked(innermost(optimizer))
-        if chunked is not None and isinstance(optimizer, PreparedOptimizer):
+        if (chunked := self._chunked(innermost(optimizer))) is not None and isinstance(optimizer, PreparedOptimizer):
             optimizer.take(chunked)
 
     # Gradients

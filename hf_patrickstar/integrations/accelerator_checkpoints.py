@@ -5,9 +5,10 @@ import functools
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from accelerate import Accelerator
@@ -39,17 +40,6 @@ def engines_of(models: Iterable[torch.nn.Module]) -> list[PatrickStarEngine]:
     return list(dict.fromkeys(engine for model in models if (engine := engine_of(model)) is not None))
 
 
-@contextlib.contextmanager
-def having(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Gives an object another value of an attribute inside the block."""
-    own = dict(vars(owner))
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, own[name]) if name in own else delattr(owner, name)
-
-
 def warn_of_missing(
     engine: PatrickStarEngine, directory: str | os.PathLike[str], found: Sequence[Mapping[str, str]]
 ) -> None:
@@ -60,8 +50,7 @@ def warn_of_missing(
         directory: The checkpoint.
         found: Those that each rank misses, each with what is lost.
     """
-    lost = {name: what for files in found for name, what in files.items()}
-    if lost and engine.collectives.rank == 0:
+    if (lost := {name: what for files in found for name, what in files.items()}) and engine.collectives.rank == 0:
         names, what = ", ".join(lost), ", ".join(dict.fromkeys(lost.values()))
         logger.warning("patrickstar: '%s' lacks %s: %s. To resume exactly, copy them there", directory, names, what)
 
@@ -93,13 +82,11 @@ class AcceleratorCheckpoints(Accelerator):
             CheckpointError: If the checkpoint cannot be written; an older one stays unchanged.
         """
         engines = self._engines()
-        trained = [engine for engine in engines if engine.training_state is not None]
-        if not trained:
+        if not (trained := [engine for engine in engines if engine.training_state is not None]):
             return super().save_state(output_dir, safe_serialization, **kwargs)
         configuration = self.project_configuration
         if is_numbered := configuration.automatic_checkpoint_naming:
-            final = self._numbered_directories() / f"checkpoint_{self.save_iteration}"
-            if final.exists():
+            if (final := self._numbered_directories() / f"checkpoint_{self.save_iteration}").exists():
                 raise ValueError(
                     f"'{final}' already exists; set project_configuration.iteration to the number to go on with"
                 )
@@ -118,12 +105,10 @@ class AcceleratorCheckpoints(Accelerator):
                 # The streamed engine comes last: where it is read, other processes wait until all has been saved.
                 for engine in sorted(engines, key=lambda engine: engine is first):
                     is_streamed = engine is first and safe_serialization
-                    weights, is_main = engine.weights, self.is_main_process
-                    stack.enter_context(
-                        weights.streamed(is_reader=is_main) if is_streamed else weights.collected(keep=is_main)
-                    )
+                    gather = engine.weights.streamed if is_streamed else engine.weights.collected
+                    stack.enter_context(gather(is_reader=self.is_main_process))
                 # In Accelerate's automatic naming all processes would wait for each other.
-                stack.enter_context(having(configuration, "automatic_checkpoint_naming", False))
+                stack.enter_context(mock.patch.object(configuration, "automatic_checkpoint_naming", False))
                 super().save_state(str(checkpoint.path), safe_serialization, **kwargs)
             first.checkpoints.end_state(checkpoint)
             if is_numbered:
@@ -211,7 +196,7 @@ class AcceleratorCheckpoints(Accelerator):
                 engine.checkpoints.load_parts(weights, state)
             if not self._load_model_state_pre_hook:
                 models = [_Loaded() if engine_of(model) in engines else model for model in self._models]
-                stack.enter_context(having(self, "_models", models))
+                stack.enter_context(mock.patch.object(self, "_models", models))
                 super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
 
     def _check_others(self, directory: Path) -> None:
@@ -260,10 +245,10 @@ class AcceleratorCheckpoints(Accelerator):
             engine.follow_model()
         return engines
 
-    def _without_chunked_optimizers(self) -> contextlib.AbstractContextManager[None]:
+    def _without_chunked_optimizers(self) -> contextlib.AbstractContextManager[Any]:
         """Hides optimizers over chunks from Accelerate."""
         others = [item for item in self._optimizers if not isinstance(unwrapped(item), ChunkedOptimizer)]
-        return having(self, "_optimizers", others)
+        return mock.patch.object(self, "_optimizers", others)
 
     # Automatic names
 

@@ -1,6 +1,6 @@
 """Accelerate's wrapper around an optimizer in chunks, and which models and optimizers belong together."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -65,14 +65,14 @@ def held_by(optimizer: torch.optim.Optimizer) -> set[int]:
 
 def families(
     models: Sequence[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]
-) -> list[tuple[list[torch.nn.Module], list[torch.optim.Optimizer]]]:
-    """Models and optimizers that belong together: an optimizer with every model that has one of its parameters.
+) -> Iterator[tuple[list[torch.nn.Module], list[torch.optim.Optimizer]]]:
+    """Finds models and optimizers that belong together: an optimizer with every model that has one of its parameters.
 
     Args:
         models: The models, each once.
         optimizers: The users' optimizers, each once.
 
-    Returns:
+    Yields:
         Models in the order given, and the optimizers over them; optimizers of none of the models are left out.
     """
     own = [{id(parameter) for parameter in model.parameters()} for model in models]
@@ -80,16 +80,11 @@ def families(
     of_optimizers = []
     for optimizer in optimizers:
         held = held_by(optimizer)
-        places = [place for place, parameters in enumerate(own) if not parameters.isdisjoint(held)]
-        if not places:
+        if not (places := [place for place, parameters in enumerate(own) if not parameters.isdisjoint(held)]):
             continue
         of_optimizers.append((optimizer, places[0]))
         joined = {family[place] for place in places}
         family = [min(joined) if number in joined else number for number in family]
-    return [
-        (
-            [model for model, found in zip(models, family, strict=True) if found == number],
-            [optimizer for optimizer, place in of_optimizers if family[place] == number],
-        )
-        for number in dict.fromkeys(family)
-    ]
+    for number in dict.fromkeys(family):
+        members = [model for model, found in zip(models, family, strict=True) if found == number]
+        yield members, [optimizer for optimizer, place in of_optimizers if family[place] == number]

@@ -91,8 +91,7 @@ class PatrickStarPlugin(BasePlugin):
         if not cfg.patrickstar:
             return
         for other in PluginManager.get_instance().plugins.values():
-            chosen = None if other is self else other.get_trainer_cls(cfg)
-            if chosen is not None:
+            if other is not self and (chosen := other.get_trainer_cls(cfg)) is not None:
                 raise ConfigError(
                     f"the plug-in {type(other).__name__} chooses {chosen.__name__}, which does not train in chunks; "
                     "remove it from 'plugins', or drop 'patrickstar: true'"

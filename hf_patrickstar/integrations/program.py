@@ -4,6 +4,7 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
+from unittest import mock
 
 
 def run_program(words: Sequence[str]) -> None:
@@ -18,13 +19,9 @@ def run_program(words: Sequence[str]) -> None:
     """
     is_module = words[0] == "-m"
     path, *arguments = words[1:] if is_module else words
-    argv, search = sys.argv, list(sys.path)
-    sys.argv = [path, *arguments]
-    sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(path))
-    try:
+    search = [os.getcwd() if is_module else os.path.dirname(os.path.realpath(path)), *sys.path[1:]]
+    with mock.patch.object(sys, "argv", [path, *arguments]), mock.patch.object(sys, "path", search):
         if is_module:
             runpy.run_module(path, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(path, run_name="__main__")
-    finally:
-        sys.argv, sys.path[:] = argv, search

@@ -52,7 +52,10 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
                 "PatrickStarArgumentsMixin and the TrainingArguments class of your Trainer"
             )
         self.args._has_trainer = True  # type: ignore[attr-defined]
-        _follow_log_level(self.args.get_process_log_level())
+        package = logging.getLogger("hf_patrickstar")  # --log_level is for it, too: at info it logs what it decided
+        package.setLevel(self.args.get_process_log_level())
+        if not package.handlers and not logging.getLogger().handlers:
+            package.addHandler(logging.StreamHandler())
         self._shown = {}
         config = PatrickStarConfig.from_any(self.args.patrickstar_config)  # type: ignore[attr-defined]
         if self.model is not None:
@@ -215,14 +218,6 @@ class PatrickStarTrainerMixin(TrainerCheckpoints):
         return engine.stats()
 
 
-def _follow_log_level(level: int) -> None:
-    """Applies ``--log_level`` to this package too; at ``info`` the engine logs what ``auto`` decided."""
-    package = logging.getLogger("hf_patrickstar")
-    package.setLevel(level)
-    if not package.handlers and not logging.getLogger().handlers:
-        package.addHandler(logging.StreamHandler())
-
-
 class _Teller:
     """Has a Trainer print what a new engine expects; a Trainer that is pickled is an ordinary one, and has none."""
 
@@ -234,8 +229,7 @@ class _Teller:
 
     def __call__(self, text: str) -> None:
         trainer = self._trainer()
-        is_logged = logging.getLogger("hf_patrickstar").isEnabledFor(logging.INFO)
-        if trainer is not None and not is_logged:
+        if trainer is not None and not logging.getLogger("hf_patrickstar").isEnabledFor(logging.INFO):
             trainer._tell(text)
 
 

@@ -6,6 +6,7 @@ import os
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
@@ -19,7 +20,7 @@ from hf_patrickstar.checkpoint.transaction import Checkpoint
 from hf_patrickstar.checkpoint.weight_files import FoundWeights, has_weights, load_torch_file
 from hf_patrickstar.engine import PatrickStarEngine
 from hf_patrickstar.errors import CheckpointError
-from hf_patrickstar.integrations.accelerator_checkpoints import RANDOM_LOST, engine_of, having, warn_of_missing
+from hf_patrickstar.integrations.accelerator_checkpoints import RANDOM_LOST, engine_of, warn_of_missing
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +115,7 @@ class TrainerCheckpoints(_AnyTrainer):
         engine.checkpoints.wait()
         best = self.state.best_model_checkpoint
         try:
-            with engine.checkpoints.writing(final) as checkpoint, having(self, "_saving", checkpoint):
+            with engine.checkpoints.writing(final) as checkpoint, mock.patch.object(self, "_saving", checkpoint):
                 if not self.args.save_only_model:
                     engine.checkpoints.begin_state(checkpoint)
                 super()._save_checkpoint(model, trial)
@@ -134,8 +135,7 @@ class TrainerCheckpoints(_AnyTrainer):
         step = self.state.best_global_step
         best = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
         is_kept = step == self.state.global_step or os.path.exists(best)
-        is_saved = self.args.save_strategy != SaveStrategy.NO
-        if step and is_kept and is_saved and best != self.state.best_model_checkpoint:
+        if step and is_kept and self.args.save_strategy != SaveStrategy.NO and best != self.state.best_model_checkpoint:
             self.state.best_model_checkpoint = best
             if self.args.should_save:
                 self.state.save_to_json(str(checkpoint.path / TRAINER_STATE_NAME))
@@ -199,8 +199,8 @@ class TrainerCheckpoints(_AnyTrainer):
     def _load_weights(self, engine: PatrickStarEngine, directory: str, state_directory: str | None = None) -> None:
         engine.follow_model()
         found = engine.checkpoints.load_weights(directory, state_directory)
-        left_out = getattr(self.model, "_keys_to_ignore_on_save", None)
-        with having(self.model, "_keys_to_ignore_on_save", left_out):  # which the Trainer's warnings need
+        left_out = getattr(self.model, "_keys_to_ignore_on_save", None)  # which the Trainer's warnings need
+        with mock.patch.object(self.model, "_keys_to_ignore_on_save", left_out, create=True):
             self._issue_warnings_after_load(found)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -319,8 +319,7 @@ def _check_schedule(checkpoint: str) -> None:
     Raises:
         CheckpointError: If not: the Trainer would begin anew with both.
     """
-    path = Path(checkpoint) / SCHEDULER_NAME
-    if has_training_state(checkpoint) and not path.is_file():
+    if has_training_state(checkpoint) and not (path := Path(checkpoint) / SCHEDULER_NAME).is_file():
         raise CheckpointError(
             f"{missing_file(path)}; or delete every optimizer-* and {INDEX_NAME} beside it, to begin with a new "
             "optimizer and schedule"

@@ -9,13 +9,13 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from hf_patrickstar.engine import PatrickStarEngine
-from hf_patrickstar.integrations.accelerator_checkpoints import having
 from hf_patrickstar.memory.compute_device import device_name, is_accelerator
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.model.admission import is_checkpointing
@@ -37,9 +37,7 @@ _CONSOLES = {"PrinterCallback", "ProgressCallback", "NotebookProgressCallback"}
 
 
 def _consoles(handler: Any) -> list[Any]:
-    return [
-        item for item in handler.callbacks if not _CONSOLES.isdisjoint(base.__name__ for base in type(item).__mro__)
-    ]
+    return [item for item in handler.callbacks if _CONSOLES & {base.__name__ for base in type(item).__mro__}]
 
 
 def tell_console(handler: Any, line: str) -> None:
@@ -110,7 +108,7 @@ def _logs_changed(owner: Any, change: Callable[[dict[str, Any]], dict[str, Any]]
     def on_log(args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> Any:
         return tell(args, state, control, logs=change(logs), **kwargs)
 
-    return having(owner, "on_log", on_log)
+    return mock.patch.object(owner, "on_log", on_log)
 
 
 class LaneWatch:
@@ -181,8 +179,7 @@ class TrainingRun:
         self._lanes = LaneWatch(trainer.patrickstar_engine)
         self._recorder: RunRecorder | None = None
         if is_recorded:
-            is_resumed = state.global_step > 0
-            self._recorder = RunRecorder(trainer.args.output_dir, _about(trainer), is_resumed=is_resumed)
+            self._recorder = RunRecorder(trainer.args.output_dir, _about(trainer), is_resumed=state.global_step > 0)
 
     @property
     def _elapsed(self) -> float:
@@ -270,8 +267,7 @@ class TrainingRun:
     def describe(self) -> str | None:
         """What the run has come to, in one line; ``None`` if it made no step."""
         trainer, engine, stats = self._trainer, self._trainer.patrickstar_engine, self._trainer.patrickstar_stats()
-        num_steps = trainer.state.global_step - self._first_step
-        if num_steps <= 0:
+        if (num_steps := trainer.state.global_step - self._first_step) <= 0:
             return None
         estimated = engine.manager.evictor.estimated
         known: dict[str, Any] = {}
@@ -307,9 +303,8 @@ def _length_of(inputs: Any) -> int:
 def _about(trainer: Any) -> dict[str, Any]:
     engine, args = trainer.patrickstar_engine, trainer.args
     model = trainer.model
-    name = getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
     return {
-        "model": str(name),
+        "model": str(getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__),
         "model_class": type(model).__name__,
         "device": device_name(engine.device) if is_accelerator(engine.device) else cpu_name(),
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),

@@ -73,8 +73,13 @@ class PatrickStarArgumentsMixin:
         if self.patrickstar_logging not in get_args(Logging):
             choices = ", ".join(map(repr, get_args(Logging)))
             raise ConfigError(f"patrickstar_logging is {self.patrickstar_logging!r}; it must be one of {choices}")
-        if self.patrickstar:
-            self._refuse_other_engines()
+        engines = (("fsdp", "ACCELERATE_USE_FSDP"), ("deepspeed", "ACCELERATE_USE_DEEPSPEED"))
+        for name, flag in engines if self.patrickstar else ():
+            if getattr(self, name) or os.environ.get(flag, "").lower() in ("true", "1"):
+                raise ConfigError(
+                    f"--patrickstar and {name} both manage parameters; drop --{name} (and {name} in the accelerate "
+                    "config), or drop --patrickstar"
+                )
         super().__post_init__()  # type: ignore[misc]
         if not self.patrickstar:
             if self.patrickstar_config is not None:
@@ -93,14 +98,6 @@ class PatrickStarArgumentsMixin:
         # The engine trains 16-bit parameters with fp32 masters, so Accelerate must not autocast on top.
         arguments: Any = self  # the fields of the TrainingArguments class behind the mixin
         arguments.patrickstar_precision, arguments.mixed_precision = arguments.mixed_precision, "no"
-
-    def _refuse_other_engines(self) -> None:
-        for name, flag in (("fsdp", "ACCELERATE_USE_FSDP"), ("deepspeed", "ACCELERATE_USE_DEEPSPEED")):
-            if getattr(self, name) or os.environ.get(flag, "").lower() in ("true", "1"):
-                raise ConfigError(
-                    f"--patrickstar and {name} both manage parameters; drop --{name} (and {name} in the accelerate "
-                    "config), or drop --patrickstar"
-                )
 
     def _refuse_unsupported(self) -> bool:
         """Refuses what does not work; returns whether recomputed blocks are asked to offload their inputs."""

@@ -23,11 +23,11 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 from transformers import Trainer, TrainingArguments
 
 from hf_patrickstar.errors import BudgetError, ConfigError, Later
-from hf_patrickstar.integrations.accelerator_checkpoints import having
 from hf_patrickstar.integrations.program import run_program
 from hf_patrickstar.integrations.training_args import PatrickStarArgumentsMixin
 
@@ -40,12 +40,8 @@ class StopScript(BaseException):
     """Raised by ``on_train`` to end the script; see [Note: scripts].
 
     Args:
-        value: What ``run_script`` returns.
+        value: What ``run_script`` returns; by default ``None``.
     """
-
-    def __init__(self, value: Any = None) -> None:
-        super().__init__()
-        self.value = value
 
 
 _SECRET = re.compile("(token|key|password|secret)$", re.IGNORECASE)
@@ -80,7 +76,7 @@ def run_script(path: str, arguments: Sequence[str], on_train: OnTrain, on_argume
         with _caught(on_train, on_arguments, told):
             run_program([path, *arguments])
     except StopScript as stop:
-        return stop.value
+        return stop.args[0] if stop.args else None
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
@@ -128,9 +124,9 @@ def _caught(on_train: OnTrain, on_arguments: OnArguments | None, told: set[str])
     with contextlib.ExitStack() as stack:
         for owner in {TrainingArguments, PatrickStarArgumentsMixin}:  # the mixin is empty where stock classes have it
             if hasattr(owner, "__post_init__"):
-                stack.enter_context(having(owner, "__post_init__", showing(owner.__post_init__)))
-        stack.enter_context(having(Trainer, "__init__", noting))
-        stack.enter_context(having(Trainer, "train", training))
+                stack.enter_context(mock.patch.object(owner, "__post_init__", showing(owner.__post_init__)))
+        stack.enter_context(mock.patch.object(Trainer, "__init__", noting))
+        stack.enter_context(mock.patch.object(Trainer, "train", training))
         yield
 
 

@@ -218,8 +218,7 @@ class ChunkSizeSearch:
         packer, most, found = self.packer, self.device_nbytes, self.candidates()
         fitting = [item for item in found if item.fits(most)]
         if not fitting:
-            smallest = min(found, key=lambda item: item.need_nbytes)
-            self.check_fits(packer.layout(smallest.chunk_numel), is_smallest=True)
+            self.check_fits(packer.layout(min(found, key=lambda item: item.need_nbytes).chunk_numel), is_smallest=True)
         if most is not None:
             itemsize = sum(spec.nbytes for spec in packer.tensors) / max(packer.used_numel, 1)  # the mean
             world_size, most_numel = packer.world_size, max(packer.padded_numel // _MODEL_SHARE, ALIGNMENT_NUMEL)
@@ -230,8 +229,7 @@ class ChunkSizeSearch:
                 share = max(share, least * world_size * itemsize)
             several = [item for item in fitting if item.chunk_numel * world_size * itemsize <= share]
             fitting = several or [min(fitting, key=lambda item: (item.need_nbytes, item.chunk_numel))]
-        best = max(item.utilisation for item in fitting)
-        enough = best - (_SPREAD_TOLERANCE if packer.splits else _TOLERANCE)
+        enough = max(item.utilisation for item in fitting) - (_SPREAD_TOLERANCE if packer.splits else _TOLERANCE)
         well_used = [item for item in fitting if item.utilisation >= enough]
         times: dict[int, int] = {}
         if exposed_ns is not None:

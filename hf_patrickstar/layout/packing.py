@@ -152,8 +152,7 @@ def gradients_nbytes(chunks: Iterable[ChunkSpec | Group]) -> int:
     0 with one process, where each gradient goes home at once; else the bytes of two groups, since backward begins the
     next group before the last gradients of the group before have come.
     """
-    sizes = sorted(chunk.nbytes for chunk in chunks if chunk.trainable and chunk.world_size > 1)
-    return sum(sizes[-2:])
+    return sum(sorted(chunk.nbytes for chunk in chunks if chunk.trainable and chunk.world_size > 1)[-2:])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

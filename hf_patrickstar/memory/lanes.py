@@ -126,6 +126,10 @@ class LaneTimes:
     def _moment(self, stream: Any) -> Any:
         return time.perf_counter_ns() if stream is None else self._driver.record_moment(stream)
 
+    def add(self, lane: Lane, begin: Any, end: Any, nbytes: int) -> None:
+        """Takes note of what a lane has copied between two moments."""
+        self._found.append(Timed(lane, None, begin, end, nbytes))
+
     def of_work(self, work: Work, lane: Lane, nbytes: int = 0) -> Work:
         """The same work for a thread, which measures it, with what its workers do."""
 

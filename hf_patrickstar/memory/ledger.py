@@ -287,8 +287,7 @@ class Ledger:
             total, peak = self._used[tier], self.peak(tier)
             rows.append(f"{tier.value:8}{'total':24}{format_nbytes(total):>14}{format_nbytes(peak):>14}")
             if tier is Tier.DEVICE:
-                non_model = self.non_model_nbytes()
-                rows.append(f"{tier.value:8}{'non-model data':24}{format_nbytes(non_model):>14}")
+                rows.append(f"{tier.value:8}{'non-model data':24}{format_nbytes(self.non_model_nbytes()):>14}")
                 if self.chunk_budget is not None:
                     rows.append(f"{tier.value:8}{'chunk budget':24}{format_nbytes(self.chunk_budget):>14}")
             rows.append(f"{tier.value:8}{'budget':24}{format_nbytes(self._budgets[tier]):>14}")

@@ -237,8 +237,7 @@ class _StorageMode(EngineMode):
         self._meter = weakref.ref(meter)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_off = self.is_autocast and not torch.is_autocast_enabled("cpu")
-        if is_off and func.namespace != "aten":
+        if self.is_autocast and not torch.is_autocast_enabled("cpu") and func.namespace != "aten":
             torch.set_autocast_enabled("cpu", True)
             try:
                 results = func(*args, **(kwargs or {}))

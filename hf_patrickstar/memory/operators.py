@@ -139,8 +139,7 @@ def take_off_dispatch_modes(is_chosen: Callable[[TorchDispatchMode], bool]) -> N
 
 def pop_dispatch_modes() -> list[TorchDispatchMode]:
     """Takes all dispatch modes off but torch's own, which come first; returns them, the innermost last."""
-    stack = _get_current_dispatch_mode_stack()
-    modes = [mode for mode in stack if getattr(mode, "_mode_key", None) is None]
+    modes = [mode for mode in _get_current_dispatch_mode_stack() if getattr(mode, "_mode_key", None) is None]
     for _ in modes:
         _pop_mode()
     return modes

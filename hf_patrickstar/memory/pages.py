@@ -86,8 +86,8 @@ def new_on_host(numel: int, *, dtype: torch.dtype, device: torch.device, zero: b
     Raises:
         RuntimeError: If the system has no memory for it.
     """
-    is_seen = torch._C._len_torch_dispatch_stack() > 0  # whoever looks at operators sees one, as on other devices
-    if is_seen or numel * dtype.itemsize < _HUGE_NBYTES:
+    # Whoever looks at operators sees one, as on other devices.
+    if torch._C._len_torch_dispatch_stack() > 0 or numel * dtype.itemsize < _HUGE_NBYTES:
         buffer = (torch.zeros if zero else torch.empty)(numel, dtype=dtype, device=device)
         advise_huge_pages(buffer)
         return buffer

@@ -134,8 +134,7 @@ class PayloadPool:
             owner: Whose bytes they were.
             keep: On the device, keep it for reuse.
         """
-        key = buffer.untyped_storage()._cdata
-        nbytes = self._taken[key]
+        nbytes = self._taken[buffer.untyped_storage()._cdata]
         if tier is Tier.DEVICE and keep and self.ledger.available(tier) >= 0:
             self.ledger.hand_over(tier, owner, CACHE_OWNER, nbytes)
             kind = (buffer.dtype, buffer.numel())
@@ -277,9 +276,8 @@ class PayloadPool:
     def _make(self, nbytes: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         self._is_allocating = True
         try:
-            is_inference = torch.is_inference_mode_enabled()
             # A buffer made in inference mode could never be trained with.
-            with torch.inference_mode(False) if is_inference else contextlib.nullcontext():
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
                 buffer = make()
             self._taken[buffer.untyped_storage()._cdata] = nbytes
         finally:

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import functools
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy
 import torch
 
+from hf_patrickstar.common.interrupts import held_back
 from hf_patrickstar.memory.driver import Driver, HostThread, Work
 from hf_patrickstar.memory.lanes import LaneTimes
 from hf_patrickstar.schedule.clock import Lane
@@ -22,6 +24,9 @@ _IN_FLIGHT_NBYTES = 256 * MIB
 """Bytes of gradients whose copies the compute stream does not wait for: some milliseconds of the bus."""
 _LEAST_IN_FLIGHT = 2
 """Gradients that may be larger than that together: with one alone, computation would stand still for its copy."""
+NUM_SLOTS = 3
+"""Streams of updates on the device: states come, are updated and leave at the same time."""
+CopyInSlot = Callable[[torch.Tensor, torch.Tensor], object]
 Hold = bool | Callable[[], object]
 """Whether a tensor is held while it is copied, and perhaps what is called before its memory can be used again."""
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -105,6 +110,69 @@ class StreamCopy(Copy):
         self._driver.current_stream().wait_event(self._event if self.after is None else self.event)
 
 
+class Later(Copy):
+    """The ticket of work on the device that begins when somebody waits for it, or needs what it makes.
+
+    Args:
+        work: Does it; it is given a buffer of the device that gets what it makes, too, or ``None``, and returns a
+            ticket, or ``None`` if it is done. If it fails, it can be called again, for what is left.
+        lock: Held while it begins.
+        fills: Whether it writes to all of the buffer that is used.
+    """
+
+    __slots__ = ("_fills", "_lock", "_work")
+
+    def __init__(
+        self, work: Callable[[torch.Tensor | None], Copy | None], lock: threading.RLock, *, fills: bool
+    ) -> None:
+        super().__init__(None, Lane.COMPUTE)
+        self._work: Callable[[torch.Tensor | None], Copy | None] | None = work
+        self._lock, self._fills = lock, fills
+
+    def begin(self, buffer: torch.Tensor | None = None) -> Copy | None:
+        """Begins it, unless it has been; returns its ticket, or ``None`` if it is done."""
+        with self._lock, held_back():
+            if self._work is not None:
+                self._fills = False  # what is left, if it fails, does not fill a buffer
+                self._event, self._work = self._work(buffer), None
+            return self._event  # type: ignore[no-any-return]
+
+    def fill(self, buffer: torch.Tensor) -> bool:
+        """Begins it, and returns whether the buffer gets all that it makes: whoever joins it can use the buffer."""
+        with self._lock:
+            fills = self._fills
+            self.begin(buffer if fills else None)
+        return fills
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether all of it has been begun."""
+        return self._work is None
+
+    @property
+    def event(self) -> Any:
+        """See ``Copy``; asking for it begins the work."""
+        ticket = self.begin()
+        return None if ticket is None else ticket.event
+
+    @property
+    def is_done(self) -> bool:
+        """See ``Copy``."""
+        return self._work is None and (self._event is None or self._event.is_done)
+
+    def wait(self) -> None:
+        """See ``Copy``; the first who waits begins the work."""
+        ticket = self.begin()
+        if ticket is not None:
+            ticket.wait()
+
+    def join(self) -> None:
+        """Blocks the compute stream."""
+        ticket = self.begin()
+        if ticket is not None:
+            ticket.join()
+
+
 def copy_bytes(arrays: list[Any]) -> None:
     """Copies ``arrays[1]`` to ``arrays[0]`` and lets go of both, on whichever thread this is."""
     try:
@@ -125,6 +193,7 @@ class Streams:
     Attributes:
         device: See above.
         most_in_flight_nbytes: The most bytes of gradients that are held; see ``hold_at_most``.
+        slots_lock: Held while an update is put into slots.
     """
 
     def __init__(self, device: torch.device, driver: Driver | None = None) -> None:
@@ -135,6 +204,7 @@ class Streams:
         self._thread = HostThread(name="hf_patrickstar-copy") if driver is None else driver
         self._in_flight: collections.deque[tuple[Copy, torch.Tensor, Hold]] = collections.deque()
         self._in_flight_nbytes = 0
+        self.slots_lock = threading.RLock()
 
     def begin_timing(self) -> LaneTimes:
         """Measures the lanes from now on; see [Note: measured lanes].
@@ -165,8 +235,7 @@ class Streams:
             return self.to_device(source, target)
         # One memcpy: torch's own copy would start a second team of threads beside that of the computation. The list
         # is emptied by the copy itself: when it is done nothing looks into the buffers any more.
-        arrays = [tensor.view(torch.uint8).numpy() for tensor in (target, source)]
-        work: Work = functools.partial(copy_bytes, arrays)
+        work: Work = functools.partial(copy_bytes, [tensor.view(torch.uint8).numpy() for tensor in (target, source)])
         if times is not None:
             work = times.of_work(work, Lane.TO_DEVICE, source.nbytes)
         return Copy(self._thread.on_host(work, ()), Lane.TO_DEVICE, times)
@@ -216,6 +285,27 @@ class Streams:
     def beside(self) -> contextlib.AbstractContextManager[None]:
         """Work that is launched inside waits for all copies to the device so far; the compute stream goes on beside."""
         return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def in_slot(self, number: int) -> Iterator[CopyInSlot]:
+        """What is launched inside runs in a stream of its own, beside the other slots and what is computed next.
+
+        Args:
+            number: Which slot; each does what it is given in order.
+
+        Yields:
+            Copies a tensor between the tiers, in the same stream: source, target.
+        """
+        yield lambda source, target: target.copy_(source)
+
+    def join_slots(self, to_device_nbytes: int, to_host_nbytes: int) -> Copy | None:
+        """Returns a ticket for all that slots were given, or ``None`` if it is done.
+
+        Args:
+            to_device_nbytes: Bytes that have crossed since the last time.
+            to_host_nbytes: Likewise.
+        """
+        return None
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is in memory that copies cross from beside computation."""
@@ -359,6 +449,8 @@ class DeviceStreams(Streams):
     def __init__(self, device: torch.device, driver: Driver) -> None:
         super().__init__(device, driver)
         self._lanes = {lane: driver.new_stream() for lane in (Lane.TO_DEVICE, Lane.TO_HOST)}
+        self._slots: list[torch.Stream] = []
+        self._slots_begin: Any = None  # a moment, if lanes are measured
 
     def fetch(self, source: torch.Tensor, target: torch.Tensor, after: Iterable[Copy] = ()) -> Copy | None:
         """See ``Streams``."""
@@ -395,6 +487,31 @@ class DeviceStreams(Streams):
         lane.wait_stream(self._driver.current_stream())
         with self._driver.inside(lane):
             yield
+
+    @contextlib.contextmanager
+    def in_slot(self, number: int) -> Iterator[CopyInSlot]:
+        """See ``Streams``."""
+        if not self._slots:
+            self._slots = [self._driver.new_stream() for _ in range(NUM_SLOTS)]
+        stream = self._slots[number]
+        stream.wait_stream(self._driver.current_stream())
+
+        if self._times is not None and self._slots_begin is None:
+            self._slots_begin = self._driver.record_moment(stream)
+        with self._driver.inside(stream):
+            yield lambda source, target: self._driver.copy(source, target, stream)
+
+    def join_slots(self, to_device_nbytes: int, to_host_nbytes: int) -> Copy | None:
+        """See ``Streams``. Tiles are too many to be measured one by one."""
+        first, *others = self._slots
+        for other in others:
+            first.wait_stream(other)
+        times, begin, self._slots_begin = self._times, self._slots_begin, None
+        if times is not None and begin is not None:
+            end = self._driver.record_moment(first)
+            times.add(Lane.TO_DEVICE, begin, end, to_device_nbytes)
+            times.add(Lane.TO_HOST, begin, end, to_host_nbytes)
+        return StreamCopy(first.record_event(), Lane.COMPUTE, times, self._driver)
 
     def to_host(
         self,

@@ -21,7 +21,17 @@ def check_model(model: torch.nn.Module) -> None:
         ConfigError: If it is wrapped, compiled to C++ code, quantized, sharded, or uses reentrant checkpointing.
     """
     check_modules(model)
-    _check_parameters(model)
+    for name, parameter in model.named_parameters():
+        if is_left_out(parameter):
+            continue
+        if is_packed(parameter):
+            _check_packed(name, parameter, model.get_submodule(name.rpartition(".")[0]))
+        elif not parameter.dtype.is_floating_point:
+            raise ConfigError(
+                f"parameter '{name}' has type {parameter.dtype}, only floating types are managed; make it a buffer"
+            )
+        if type(parameter.data).__name__ == "DTensor":
+            raise ConfigError(f"parameter '{name}' is a DTensor; load the model without tensor parallelism")
 
 
 def check_modules(model: torch.nn.Module) -> None:
@@ -46,8 +56,7 @@ def check_modules(model: torch.nn.Module) -> None:
                 f"module '{name}' is compiled by torch.jit to C++ code, which finds no values in the parameters of "
                 "the model; replace it with the module that it was scripted from"
             )
-        checkpoint = getattr(module, "_gradient_checkpointing_func", None)
-        if getattr(checkpoint, "keywords", {}).get("use_reentrant"):
+        if getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", {}).get("use_reentrant"):
             kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
             raise ConfigError(
                 f"module '{name}' uses reentrant checkpointing, which hides the backward of parameters; call "
@@ -72,20 +81,6 @@ def check_compiled(model: torch.nn.Module, num_moving: int, num_chunks: int) -> 
             f"its {num_chunks} chunks come and go; compile its blocks (block.compile() for each, without "
             "--torch_compile), or give it a device with room for everything, and one process"
         )
-
-
-def _check_parameters(model: torch.nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if is_left_out(parameter):
-            continue
-        if is_packed(parameter):
-            _check_packed(name, parameter, model.get_submodule(name.rpartition(".")[0]))
-        elif not parameter.dtype.is_floating_point:
-            raise ConfigError(
-                f"parameter '{name}' has type {parameter.dtype}, only floating types are managed; make it a buffer"
-            )
-        if type(parameter.data).__name__ == "DTensor":
-            raise ConfigError(f"parameter '{name}' is a DTensor; load the model without tensor parallelism")
 
 
 def _check_packed(name: str, parameter: Any, module: torch.nn.Module) -> None:
@@ -140,8 +135,7 @@ def check_values(names: Sequence[str], parameters: Sequence[torch.nn.Parameter])
             raise EngineError(f"parameter '{name}' is on the meta device and has no value; load weights first")
         if not parameter.numel() or parameter.untyped_storage().device.type == "meta":
             continue  # nothing there, or values that are still to be read
-        place = (parameter.untyped_storage()._cdata, int(parameter.storage_offset()))
-        other = places.setdefault(place, name)
+        other = places.setdefault((parameter.untyped_storage()._cdata, int(parameter.storage_offset())), name)
         if other != name:
             raise ConfigError(
                 f"parameters '{other}' and '{name}' are two parameters over the same memory; tie them by assigning one "

@@ -57,8 +57,7 @@ def detach(user: Any) -> None:
         user: The object that ``attach`` got.
     """
     for owner, name in _ENTRY_POINTS:
-        present = getattr(owner, name)
-        if isinstance(present, Capture):
+        if isinstance(present := getattr(owner, name), Capture):
             present.users.discard(user)
             if not present.users:
                 setattr(owner, name, present.function)

@@ -31,6 +31,10 @@ from hf_patrickstar.model.model_set import roots_of
 logger = logging.getLogger(__name__)
 
 
+LOGIT_NBYTES = 10
+"""What a loss takes for each token and word of the vocabulary: logits in 16 bits and in fp32, and their softmax."""
+
+
 def rows_of_chunk(num_rows: int, num_classes: int, num_features: int) -> int:
     """Rows of a chunk, whose logits take about as much memory as all hidden states.
 
@@ -120,11 +124,7 @@ def _with_values(function: Callable[..., torch.Tensor]) -> Callable[..., torch.T
 
 
 _whole_logits = _with_values(functional.linear)
-
-
-@_with_values
-def _cross_entropy_sum(hidden: Any, weight: Any, bias: Any, target: Any) -> torch.Tensor:
-    return _CrossEntropySum.apply(hidden, weight, bias, target)  # type: ignore[no-untyped-call]
+_cross_entropy_sum = _with_values(_CrossEntropySum.apply)
 
 
 _IGNORED = -100
@@ -225,10 +225,9 @@ class Logits(torch.Tensor):
         if func in WITHOUT_VALUE:
             with RAW():
                 return func(*args, **kwargs)
-        if func in _IN_CHUNKS and isinstance(args[0], Logits) and args[0]._found is None:
-            result = _IN_CHUNKS[func](*args, **kwargs)
-            if result is not NotImplemented:
-                return result
+        is_known = func in _IN_CHUNKS and isinstance(args[0], Logits) and args[0]._found is None
+        if is_known and (result := _IN_CHUNKS[func](*args, **kwargs)) is not NotImplemented:
+            return result
         _tell_whole(getattr(func, "__name__", str(func)))
         args, kwargs = tree_map_only(Logits, Logits.whole, (args, kwargs))
         return func(*args, **kwargs)
@@ -244,8 +243,7 @@ class Logits(torch.Tensor):
 
 def _version_of(head: torch.nn.Linear) -> int:
     """Counts the changes of the weight of an output embedding, also of one in chunks."""
-    live = head.weight.__dict__.get("_live")
-    managed = getattr(live, "tensor", None)
+    managed = getattr(head.weight.__dict__.get("_live"), "tensor", None)
     return head.weight._version if managed is None else managed.num_writes
 
 

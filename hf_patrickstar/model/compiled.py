@@ -115,6 +115,5 @@ class CompiledCall:
 
     def remove(self) -> None:
         """Puts the call back, if it was not compiled anew meanwhile."""
-        module = self._module()
-        if module is not None and module._compiled_call_impl is self:
+        if (module := self._module()) is not None and module._compiled_call_impl is self:
             module.__dict__["_compiled_call_impl"] = self._call

@@ -162,8 +162,7 @@ class _Unseen:
             with unseen():
                 result = found(*args, **kwargs)
                 if isinstance(result, Access):
-                    looks_into_it = getattr(args[0], "__name__", "") in _VIEWS
-                    return _Unseen(_made_private(result) if looks_into_it else result)
+                    return _Unseen(_made_private(result) if getattr(args[0], "__name__", "") in _VIEWS else result)
                 return result
 
         return call if callable(found) else found
@@ -200,11 +199,10 @@ class LiveMixin:
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         """As in torch, where copies of parameters have no attributes, and those of packed weights have them all."""
-        if id(self) not in memo:
-            made = memo[id(self)] = _maker(type(self))(_live_of(self).copied_value(), requires_grad(self))
-            if is_packed(self):
-                made.__dict__.update(copy.deepcopy(_attributes(self), memo))
-        return memo[id(self)]
+        made = memo[id(self)] = _maker(type(self))(_live_of(self).copied_value(), requires_grad(self))
+        if is_packed(self):
+            made.__dict__.update(copy.deepcopy(_attributes(self), memo))
+        return made
 
     def __copy__(self: Any) -> Any:
         """As in torch: the same memory, and the same attributes."""
@@ -307,8 +305,7 @@ class ReleasedMixin(LiveMixin):
     @property
     def requires_grad(self) -> bool:
         """As of any tensor."""
-        with RAW():
-            return bool(_Base.requires_grad.__get__(self))
+        return requires_grad(self)
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -416,14 +413,11 @@ def set_data_inside(parameter: torch.Tensor, value: torch.Tensor) -> None:
 
 def _exchange(parameter: Any, value: torch.Tensor) -> None:
     """Does what ``torch.utils.swap_tensors`` does inside; that refuses a tensor which a graph still refers to."""
-    needs_grad = _get_requires_grad(parameter)
-    if needs_grad:
+    if needs_grad := _get_requires_grad(parameter):
         torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(_refuse_gradient)
     torch._C._swap_tensor_impl(parameter, value.detach().requires_grad_(needs_grad))
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        found = getattr(parameter, hooks)
-        if found is not None:
-            setattr(parameter, hooks, found)  # what calls them went with the tensor of before
+        setattr(parameter, hooks, getattr(parameter, hooks))  # what calls them went with the tensor of before
 
 
 def _refuse_gradient(_: Any) -> None:
@@ -564,6 +558,11 @@ _OF_TYPES = frozenset(
 )
 """Functions without values that tell a type, or make something in it."""
 
+_METHODS = (
+    "dim size numel nelement ndimension is_floating_point is_complex is_signed is_inference is_conj is_neg get_device "
+    "requires_grad_ detach_ register_hook register_post_accumulate_grad_hook retain_grad __len__ has_names _is_view "
+    "is_pinned is_shared is_same_size is_distributed is_coalesced _is_zerotensor"
+)
 WITHOUT_VALUE = _OF_TYPES | frozenset(
     _properties(
         "shape device layout ndim requires_grad is_leaf grad_fn _grad_fn output_nr names name is_cpu "
@@ -572,18 +571,8 @@ WITHOUT_VALUE = _OF_TYPES | frozenset(
         "_cdata"
     )
     | _properties("requires_grad names _backward_hooks _post_accumulate_grad_hooks grad_dtype", "__set__")
-    | named(
-        torch.Tensor,
-        "dim size numel nelement ndimension is_floating_point is_complex is_signed is_inference "
-        "is_conj is_neg get_device requires_grad_ detach_ register_hook register_post_accumulate_grad_hook "
-        "retain_grad __len__ has_names _is_view is_pinned is_shared is_same_size is_distributed "
-        "is_coalesced _is_zerotensor",
-    )
-    | named(
-        torch,
-        "is_floating_point is_complex is_signed is_inference is_conj is_neg numel get_device is_same_size "
-        "is_distributed",
-    )
+    | named(torch.Tensor, _METHODS)
+    | named(torch, _METHODS)
     | named(torch.ops.aten.set_, " ".join(torch.ops.aten.set_.overloads()))  # where a dispatch mode calls it
 )
 """Functions that need shapes and flags alone, or that mean the parameter itself and not its value."""

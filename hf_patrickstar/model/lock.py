@@ -191,8 +191,7 @@ class EngineLock:
 
     def others_may_read(self) -> bool:
         """Whether other threads may read parameters while this one computes with them."""
-        num_threads = threading.active_count()
-        if num_threads != self.num_threads:
+        if (num_threads := threading.active_count()) != self.num_threads:
             self.num_threads, self.others_read = num_threads, _has_readers()
         return self.others_read
 

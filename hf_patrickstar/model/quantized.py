@@ -45,8 +45,7 @@ def bases_of(original: type) -> tuple[type, ...]:
     Args:
         original: The class of the parameter.
     """
-    is_plain = original.__name__ in _PACKED and not issubclass(original, Packed)
-    return (Packed, original) if is_plain else (original,)
+    return (Packed, original) if original.__name__ in _PACKED and not issubclass(original, Packed) else (original,)
 
 
 @functools.cache
@@ -84,8 +83,7 @@ def scales_of(module: Any) -> Iterator[tuple[dict[str, Any], str, str]]:
     Yields:
         A dictionary, the key of the scales in it, and their name beside the names of the module's parameters.
     """
-    state = getattr(_weight_of(module), "quant_state", None)
-    if state is not None:
+    if (state := getattr(_weight_of(module), "quant_state", None)) is not None:
         yield vars(state), "absmax", "weight.absmax"
 
 
@@ -118,8 +116,7 @@ def _tables_of(module: Any) -> Iterator[torch.Tensor]:
     nested = getattr(state, "state2", None)
     places = (state, "code"), (state, "offset"), (nested, "absmax"), (nested, "code"), (weight, "SCB")
     for owner, name in (*places, (module.__dict__.get("state"), "SCB")):
-        table = getattr(owner, name, None)
-        if isinstance(table, torch.Tensor):
+        if isinstance(table := getattr(owner, name, None), torch.Tensor):
             yield table
 
 
@@ -155,7 +152,6 @@ class PackedLayers:
             module.__dict__[_PACKS] = packs
             if packs is None:
                 del module.__dict__[_PACKS]
-            state = module.__dict__.get("state")
-            if state is not None and isinstance(state.CB, torch.nn.Parameter):
+            if (state := module.__dict__.get("state")) is not None and isinstance(state.CB, torch.nn.Parameter):
                 state.CB = state.CB.data
         self._packs.clear()

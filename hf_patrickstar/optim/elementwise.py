@@ -9,6 +9,7 @@ in one thread, so how many workers there are, and which of them has a tile, chan
 """
 
 import abc
+import collections
 import dataclasses
 import functools
 import itertools
@@ -19,14 +20,18 @@ from typing import Any
 
 import torch
 
+from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import GRADIENT, MASTER
 from hf_patrickstar.memory.driver import Pending
+from hf_patrickstar.memory.streams import NUM_SLOTS, Copy, Later
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.optim.kernel import SAVED_MASTER, Factors, Kernel, Means, settings_of
+from hf_patrickstar.optim.kernel import SAVED_MASTER, WORKSPACE, Factors, Kernel, Means, settings_of
+from hf_patrickstar.optim.slots import Slots
 from hf_patrickstar.optim.workers import SMALL_NUMEL
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.runtime.parameter import AT_HOME, GradientPlace, ManagedParameter, round_masters
 from hf_patrickstar.runtime.update import Update
+from hf_patrickstar.schedule.script import TILE_NUMEL as SLOT_NUMEL
 from hf_patrickstar.units import ALIGNMENT_NUMEL, align
 
 SHARE_NUMEL = 2**21
@@ -38,7 +43,7 @@ _DEVICE_TILE_NUMEL = 2**24
 _MANY_WORKERS = 16
 """Shares are longer by their own length for each further 16 workers, so that they still end half a millisecond after
 each other: a worker that ends one needs the interpreter's lock."""
-_LEFT = GradientPlace.LEFT
+_LEFT, _LIST = GradientPlace.LEFT, GradientPlace.LIST
 _SHORT_SHARES = 8
 """The first and the last shares of a step are that part as long as others; see ``_rooms``."""
 
@@ -71,6 +76,11 @@ class Segment:
     left: torch.Tensor | None = None
     first: int = 0
 
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return self.stop - self.start
+
     def part(self, name: str) -> torch.Tensor:
         """The range of a list, by the list's name."""
         block_numel = self.chunk.spec.types.of_list(name)[1] if name != "param" else 1
@@ -78,11 +88,16 @@ class Segment:
         return self.payloads[name].narrow(0, start, -(-self.stop // block_numel) - start)
 
     @property
+    def gradient_name(self) -> str:
+        """The list that has its gradient, if any has."""
+        return GRADIENT if self.place is _LIST else "param"
+
+    @property
     def gradient(self) -> torch.Tensor:
         """The gradient of the range."""
         if self.left is not None:
-            return self.left.narrow(0, self.start - self.first, self.stop - self.start)
-        return self.part(GRADIENT if self.place is GradientPlace.LIST else "param")
+            return self.left.narrow(0, self.start - self.first, self.numel)
+        return self.part(self.gradient_name)
 
 
 @dataclasses.dataclass(slots=True)
@@ -126,6 +141,7 @@ class ElementwiseKernel(Kernel):
     splits_tensors = True
     updates_at_once = False
     runs_beside = True
+    can_stream = True
     cut_numel = ALIGNMENT_NUMEL
     """Ranges are cut at multiples of so many elements."""
     num_states = 2
@@ -139,26 +155,51 @@ class ElementwiseKernel(Kernel):
         self._workers = means.workers
         self._steps: dict[int, int | torch.Tensor] = {}  # tensors once somebody has seen them, and may write to them
         self._steps_lock = threading.Lock()
+        self._made_slots: Slots | None = None
 
     def workspace_numel(self, tier: Tier, capacity_numel: int, *, widens: bool = True) -> int:
         """See ``Kernel``. A device widens a tile at a time; the host does so in its caches."""
         num = (int(widens) + self.num_narrow_states) if tier is Tier.DEVICE and self._has_lanes else 0
         return min(_DEVICE_TILE_NUMEL, num * align(capacity_numel, self.cut_numel))
 
+    @property
+    def _slots(self) -> Slots:
+        """Made late: kernels say which lists they have when they are made."""
+        self._made_slots = self._made_slots or Slots(self._pool, self.list_names)
+        return self._made_slots
+
+    def slots_nbytes(self, specs: Iterable[ChunkSpec]) -> int:
+        """See ``Kernel``."""
+        return self._slots.nbytes(specs)
+
+    def reserve(self, chunks: Sequence[Chunk], *also: Tier, widens: bool = True) -> None:
+        """See ``Kernel``. Chunks that are updated over the bus need slots."""
+        super().reserve(chunks, *also, widens=widens)
+        if any(chunk.is_streamed for chunk in chunks):
+            self._slots.reserve([chunk.spec for chunk in chunks], WORKSPACE)
+        else:
+            self._slots.release(WORKSPACE)
+
+    def release(self) -> set[Tier]:
+        """See ``Kernel``."""
+        self._slots.release(WORKSPACE)
+        return super().release()
+
     def prepare(
         self, chunks: Sequence[Chunk], groups: Mapping[int, int], factors: Factors, *, keeps: bool
     ) -> list[Update]:
         """See ``Kernel``. Updates on the host, which computes beside the device, come first."""
         rules, settings = self._rules(chunks, groups)
-        places: dict[Tier, list[_Part]] = {Tier.HOST: [], Tier.DEVICE: []}
+        places: dict[Tier | None, list[_Part]] = {None: [], Tier.HOST: [], Tier.DEVICE: []}  # ``None``: over the bus
         # Whoever needs a chunk waits for its part alone; on a device large calls are the fastest.
-        most = {Tier.HOST: SHARE_NUMEL, Tier.DEVICE: sys.maxsize if self._has_lanes else SHARE_NUMEL}
+        most = {None: 0, Tier.HOST: SHARE_NUMEL, Tier.DEVICE: sys.maxsize if self._has_lanes else SHARE_NUMEL}
         steps = self._steps
         for chunk in chunks:
-            fresh, parts, last = tuple(chunk.home_lists.fresh), places[chunk.home], None
+            lane = None if chunk.is_streamed else chunk.home
+            fresh, parts, last = tuple(chunk.home_lists.fresh), places[lane], None
             # ``payloads`` takes lists out of those that are fresh.
             payloads = chunk.payloads if fresh else {"param": chunk.home_param, **chunk.home_lists}
-            if not parts or parts[-1].numel >= most[chunk.home]:
+            if not parts or parts[-1].numel >= most[lane]:
                 parts.append(_Part())
             part = parts[-1]
             part.chunks.append(chunk)
@@ -179,15 +220,24 @@ class ElementwiseKernel(Kernel):
                     if place is _LEFT and tensor.kept is not None:
                         last.left, last.first, last = tensor.kept.view(-1), start, None
         updates = []
-        for parts in filter(None, places.values()):
-            segments = [segment for part in parts for segment in part.segments]
-            factor = factors.get(segments[0].chunk.home_device) if segments else None
+        for lane, parts in places.items():
+            if not parts:
+                continue
+            segments, first = [segment for part in parts for segment in part.segments], parts[0].chunks[0]
+            factor = factors.get(first.device.torch_device if lane is None else first.home_device)
             job = Job(settings, None if factor is None else factor.clone(), keeps, self._numbers(segments, settings))
             done, left = 0, sum([part.numel for part in parts])
             for part in parts:
                 run = functools.partial(self._run, job, part.segments, done, left)
                 take_back = functools.partial(self._count, part.indices, -1)
-                updates.append(Update(part.chunks, run, take_back, functools.partial(_round, part.segments)))
+                restore, later = functools.partial(_round, part.segments), None
+                if lane is None and part.segments:
+                    shares = collections.deque(_cut(part.segments, itertools.repeat(SLOT_NUMEL), self.cut_numel))
+                    (chunk,) = part.chunks
+                    fills = part.numel == sum([tensor.own_numel for tensor in chunk.owned])
+                    lock, work = chunk.device.streams.slots_lock, functools.partial(self._stream, job, chunk, shares)
+                    later = Later(work, lock, fills=fills)
+                updates.append(Update(part.chunks, run, take_back, restore, later))
                 done, left = done + part.numel, left - part.numel
         for part in itertools.chain(*places.values()):  # when nothing can fail any more
             self._count(part.indices, 1)
@@ -229,7 +279,7 @@ class ElementwiseKernel(Kernel):
             most = room // self.cut_numel * self.cut_numel
         else:
             most = max(TILE_NUMEL if job.numbers is None else SHARE_NUMEL, self.cut_numel)
-            numel = sum([segment.stop - segment.start for segment in segments])
+            numel = sum([segment.numel for segment in segments])
             if self._workers.suits(param, numel):
                 most *= max(self._workers.num // _MANY_WORKERS, 1)
                 least, most = max(most // _SHORT_SHARES, SMALL_NUMEL), -(-numel // -(-numel // most))
@@ -240,14 +290,68 @@ class ElementwiseKernel(Kernel):
         return None
 
     def _is_on_device(self, chunk: Chunk) -> bool:
-        return chunk.home is Tier.DEVICE and self._has_lanes
+        return (chunk.home is Tier.DEVICE or chunk.is_streamed) and self._has_lanes
 
-    def _update_share(self, job: Job, share: Sequence[Segment]) -> None:
-        """Updates ranges in the thread of one worker."""
+    @torch.no_grad()
+    def _stream(
+        self, job: Job, chunk: Chunk, shares: "collections.deque[list[Segment]]", copy: torch.Tensor | None
+    ) -> Copy | None:
+        """Updates a chunk on the device; see [Note: updates over the bus].
+
+        Args:
+            job: How.
+            chunk: The chunk.
+            shares: What is left; each fits a slot. A share is taken out when it is on its way home.
+            copy: Gets the new values, too: the chunk's copy on the device, or ``None``.
+
+        Returns:
+            The ticket of what has begun.
+        """
+        streams, counts, types = chunk.device.streams, chunk.device.counts, chunk.spec.types
+        names, to_device, to_host = [*filter(types.has_list, self.list_names)], 0, 0
+        for before in list(chunk.tickets.values()):  # gradients on their way home
+            before.join()
         try:
-            if fresh := [segment.part(name) for segment in share for name in segment.fresh]:
+            for number in itertools.cycle(range(NUM_SLOTS)):
+                if not shares:
+                    break
+                share, here, start = shares[0], list[Segment](), 0
+                with streams.in_slot(number) as cross:
+                    lists = self._slots.lists(number, types, sum(align(item.numel, self.cut_numel) for item in share))
+                    for segment in share:
+                        stop = start + segment.numel
+                        here.append(dataclasses.replace(segment, payloads=lists, start=start, stop=stop, place=_LIST))
+                        for name in [name for name in (*names, segment.gradient_name) if name not in segment.fresh]:
+                            cross(segment.part(name), here[-1].part(name))
+                            to_device += segment.part(name).nbytes
+                        if segment.place is not _LIST:  # it becomes wide
+                            here[-1].part(GRADIENT).copy_(here[-1].part("param"))
+                        start = align(stop, self.cut_numel)
+                    self._update_share(job, share, here)
+                    shares.popleft()  # from now on what is at home changes: it must not be done again
+                    for segment, there in zip(share, here, strict=True):
+                        for name in dict.fromkeys([*names, "param", segment.gradient_name if job.keeps else "param"]):
+                            cross(there.part(name), segment.part(name))
+                            to_host += segment.part(name).nbytes
+                        if copy is not None:
+                            copy.narrow(0, segment.start, segment.numel).copy_(there.part("param"))
+        finally:
+            counts.host_to_device_nbytes += to_device
+            counts.device_to_host_nbytes += to_host
+            ticket = streams.join_slots(to_device, to_host)
+            if ticket is not None:
+                self._slots.keep(ticket, job)
+                if shares:  # it has failed: whoever has the copy may use its memory for something else
+                    ticket.join()
+        return ticket
+
+    def _update_share(self, job: Job, share: Sequence[Segment], here: Sequence[Segment] | None = None) -> None:
+        """Updates ranges in the thread of one worker, or where they were brought on the device."""
+        here = share if here is None else here
+        try:
+            if fresh := [segment.part(name) for segment in here for name in segment.fresh]:
                 torch._foreach_zero_(fresh)  # the system gives huge pages here, and small ones to who reads first
-            self._update(job, share)
+            self._update(job, here)
         except Exception as error:
             error.add_note(f"while the optimizer updated {_named(share)}")
             raise

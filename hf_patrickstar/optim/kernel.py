@@ -5,12 +5,13 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
+from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.workers import HostWorkers
@@ -75,6 +76,9 @@ class Kernel(abc.ABC):
     the update of the next one is prepared.
     """
 
+    can_stream = False
+    """Whether it can update chunks over the bus; see [Note: updates over the bus]."""
+
     def __init__(self, optimizer: torch.optim.Optimizer, means: Means) -> None:
         self._optimizer = optimizer
         self._means = means
@@ -100,6 +104,14 @@ class Kernel(abc.ABC):
             widens: Whether its gradients are widened to fp32. Those of an accumulation list are wide.
         """
 
+    def slots_nbytes(self, specs: Iterable[ChunkSpec]) -> int:
+        """Returns the bytes of the device that updates over the bus need; 0 if the kernel has none.
+
+        Args:
+            specs: The chunks that it updates.
+        """
+        return 0
+
     def reserve(self, chunks: Sequence[Chunk], *also: Tier, widens: bool = True) -> None:
         """Allocates the scratch space for chunks with 16-bit parameters, on every tier that needs it and has none.
 
@@ -108,7 +120,7 @@ class Kernel(abc.ABC):
             *also: These tiers need scratch space, too.
             widens: See ``workspace_numel``.
         """
-        updated = [chunk for chunk in chunks if chunk.is_updated]
+        updated = [chunk for chunk in chunks if chunk.spec.types.widens]
         if self.updates_at_once or not updated:
             return
         capacity_numel = max(chunk.spec.chunk_numel for chunk in updated)

@@ -238,8 +238,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         keeps = (gradients.must_keep or self._is_wanted_by_peers) and gradients.try_to_keep(chunks)
         factors: dict[torch.device, torch.Tensor] = {}
         if factor is not None:  # chunks may leave for the host while their gradients are made ready
-            places = {torch.device("cpu"), *(chunk.home_device for chunk in chunks)}
-            factors = {place: factor.to(place) for place in places}
+            homes = (chunk.device.torch_device if chunk.is_streamed else chunk.home_device for chunk in chunks)
+            factors = {place: factor.to(place) for place in {torch.device("cpu"), *homes}}
         is_read_there = kernel.runs_beside and not keeps
         elsewhere = (GradientPlace.APART,) if is_read_there else (GradientPlace.APART, GradientPlace.LEFT)
         for batch in [chunks] if kernel.runs_beside else [[chunk] for chunk in chunks]:
@@ -321,8 +321,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """The ``ManagedParameter`` of each parameter in a chunk, other parameters themselves; each once."""
         if parameters is None:
             return [*self._manager.tensors, *(p for p in self._others if self._manager.find(p) is None)]
-        found = {id(parameter): self._manager.find(parameter) or parameter for parameter in parameters}
-        return list(found.values())
+        return list({id(parameter): self._manager.find(parameter) or parameter for parameter in parameters}.values())
 
     @locked
     def clip_grad_norm_(

@@ -170,8 +170,7 @@ def check_shapes(tensor: ManagedParameter, state: Mapping[str, Any], keys: Itera
         value, (dtype, block_numel) = state.get(key), tensor.spec.types.of_list(name)
         if not isinstance(value, torch.Tensor):
             continue
-        shape = tensor.spec.shape if block_numel == 1 else (-(-tensor.spec.numel // block_numel),)
-        if tuple(value.shape) != shape:
+        if tuple(value.shape) != (tensor.spec.shape if block_numel == 1 else (-(-tensor.spec.numel // block_numel),)):
             raise ValueError(
                 f"optimizer state '{key}' of parameter '{tensor.spec.name}' has shape {tuple(value.shape)}, "
                 f"the parameter has {tensor.spec.shape}"

@@ -228,8 +228,7 @@ class TorchKernel(Kernel):
 
     def _book_state(self, tensor: ManagedParameter) -> None:
         """Books the state that the optimizer has allocated for a parameter; its size is not known before."""
-        state = self._optimizer.state.get(tensor.parameter) or {}
-        nbytes = sum(map(_nbytes, state.values()))
+        nbytes = sum(map(_nbytes, (self._optimizer.state.get(tensor.parameter) or {}).values()))
         difference = nbytes - self._booked.get(tensor.spec.index, 0)
         if difference > 0:
             try:

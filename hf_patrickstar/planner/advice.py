@@ -11,6 +11,7 @@ from typing import Any
 from hf_patrickstar.errors import ConfigError, EngineError
 from hf_patrickstar.machine import find_machine
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.model.chunked_loss import LOGIT_NBYTES
 from hf_patrickstar.planner.adapters import has_peft
 from hf_patrickstar.planner.optimizers import optimizer_name
 from hf_patrickstar.planner.planning import TrainingSetup, arrange_machine, plan_if_fits
@@ -24,8 +25,6 @@ MOST = 3
 _MOST_PARTS = 16
 """Micro-batches that a batch which does not fit is divided into, at most."""
 _RANK = 16
-_OF_LOGIT_NBYTES = 10
-"""What a loss takes for each token and word of the vocabulary: logits in 16 bits and in fp32, and their softmax."""
 _WORTH = 1.02
 """A change that makes a step less than 2 % faster is not named."""
 
@@ -165,15 +164,14 @@ def _of_states(given: TrainingSetup) -> Iterator[Change]:
     narrow = _training(settings={**given.settings, "state_dtype": "bf16"})
     yield Change("keep the states of Adam in bf16", "--set state_dtype=bf16", narrow)
     if importlib.util.find_spec("bitsandbytes") is not None:
-        eight = _training(optimizer="adamw_8bit")
-        yield Change("keep the states of Adam in 8 bits", "--optimizer adamw_8bit", eight)
+        yield Change("keep the states of Adam in 8 bits", "--optimizer adamw_8bit", _training(optimizer="adamw_8bit"))
 
 
 def _has_large_logits(subject: Subject, given: TrainingSetup) -> bool:
     """Whether logits are whole, and take a good part of the device."""
     config: Any = subject.config
     words = 0 if config is None else getattr(config.get_text_config(), "vocab_size", None) or 0
-    nbytes = _OF_LOGIT_NBYTES * words * subject.num_tokens
+    nbytes = LOGIT_NBYTES * words * subject.num_tokens
     return given.settings.get("chunked_loss") is not True and nbytes > given.machine.device_nbytes / 16
 
 
@@ -239,5 +237,4 @@ def _of_budgets(given: TrainingSetup) -> Iterator[Change]:
     for tier, field, option in _MEMORY:
         there = getattr(whole, field)
         if getattr(machine, field) < there:
-            text = f"all memory of the {tier}, {format_nbytes(there)}"
-            yield _with_memory(field, f"without {option}", there, text)
+            yield _with_memory(field, f"without {option}", there, f"all memory of the {tier}, {format_nbytes(there)}")

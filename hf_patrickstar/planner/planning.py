@@ -35,7 +35,7 @@ from hf_patrickstar.tracing.kept_traces import keep_traces
 from hf_patrickstar.tracing.micro_batch import MicroBatch, trace
 from hf_patrickstar.tracing.recorder import Setting
 from hf_patrickstar.tracing.timing import OperatorTimes
-from hf_patrickstar.units import format_budget, format_nbytes, format_need, name_budget, parse_budget
+from hf_patrickstar.units import format_budget, format_nbytes, name_budget, parse_budget
 
 BESIDE = "other modules"
 """The kind of bytes on the device that modules beside the model take."""
@@ -79,20 +79,6 @@ class TrainingSetup:
     times: OperatorTimes | None = dataclasses.field(default=None, repr=False)
     beside_nbytes: int = 0
 
-    def machine_of_model(self) -> Machine:
-        """The machine, with the device memory that is left for the model.
-
-        Raises:
-            BudgetError: If nothing is left.
-        """
-        left = self.machine.device_nbytes - self.beside_nbytes
-        if left <= 0:
-            raise BudgetError(
-                f"the device has {format_need(self.machine.device_nbytes)} for training, and modules beside the model "
-                f"take {format_need(self.beside_nbytes)}; give more device memory"
-            )
-        return dataclasses.replace(self.machine, device_nbytes=left)
-
     def computes_in_type(self, machine: Machine) -> bool:
         """Whether a device has a rate for the 16-bit type that is asked for.
 
@@ -127,10 +113,8 @@ def _also_without_mask(known: KnownTraces, subject: Subject) -> KnownTraces:
     if subject.has_padding or "attention_mask" not in names or "position_ids" in names:
         return known
     place = names.index("attention_mask")
-    traces = {
-        key: trace.without_input(place) if trace.kind.is_training else trace for key, trace in known.traces.items()
-    }
-    return dataclasses.replace(known, traces=traces)
+    without = {key: made.without_input(place) for key, made in known.traces.items() if made.kind.is_training}
+    return dataclasses.replace(known, traces={**known.traces, **without})
 
 
 def arrange(
@@ -225,10 +209,13 @@ def plan_if_fits(subject: Subject, training: TrainingSetup) -> Plan | None:
 
 
 def _planned(subject: Subject, training: TrainingSetup) -> tuple[Plan, Simulation] | None:
+    left = training.machine.device_nbytes - training.beside_nbytes
+    if left <= 0:
+        return None
+    machine = dataclasses.replace(training.machine, device_nbytes=left)
     try:
         with _explained(subject, training):
-            trained, machine = _trained(subject, training), training.machine_of_model()
-            simulation = simulate(trained, machine, _ops_of(subject, training))
+            simulation = simulate(_trained(subject, training), machine, _ops_of(subject, training))
     except BudgetError:
         return None
     plan = _plan_of(subject, training, simulation)
@@ -273,7 +260,8 @@ def _chunks(simulation: Simulation) -> Chunks:
 def _speed(subject: Subject, given: TrainingSetup, simulation: Simulation) -> Speed:
     timeline = simulation.timeline
     updates_by = optimizer_name(given.optimizer)
-    bounds = bounds_of(simulation.script, timeline, given.machine, simulation.updated_nbytes, updates_by)
+    updated, loads = simulation.updated_nbytes, simulation.loads
+    bounds = bounds_of(simulation.script, timeline, given.machine, updated, updates_by, loads)
     seconds = timeline.duration_ns / 1e9
     words = _WORDS if given.world_size == 1 else _WORDS | _WORDS_OF_SEVERAL
     return Speed(
@@ -330,16 +318,14 @@ def _refusal(subject: Subject, given: TrainingSetup) -> Plan:
             f"batch of {subject.batch_size} x {subject.length}: a step takes more than "
             f"{format_nbytes(PLENTY_NBYTES)}, which cannot be planned; give a smaller batch size or length"
         )
-    least, enough = found
+    least, plan = found
     needs = {name: nbytes for name, nbytes in least.items() if nbytes > there[name]}
     tiers = {
         name: dataclasses.replace(use, budget_nbytes=there[name], need_nbytes=needs.get(name, use.need_nbytes))
-        for name, use in enough.tiers.items()
+        for name, use in plan.tiers.items()
     }
-    words = f"{_CHUNKS} is too small: it must be at least {name_budget(needs[_CHUNKS])}" if _CHUNKS in needs else None
-    return dataclasses.replace(
-        enough, settings=dict(given.settings), tiers=tiers, chunks=None, speed=None, shortage=words
-    )
+    why = f"{_CHUNKS} is too small: it must be at least {name_budget(needs[_CHUNKS])}" if _CHUNKS in needs else None
+    return dataclasses.replace(plan, settings=dict(given.settings), tiers=tiers, chunks=None, speed=None, shortage=why)
 
 
 @contextlib.contextmanager
@@ -412,9 +398,7 @@ def make_adamw(parameters: Any) -> torch.optim.Optimizer:
 def _ops_of(subject: Subject, given: TrainingSetup) -> OpsOf:
     """What the model does in a micro-batch; kept for plans of other budgets and machines."""
     settings, num, has_accelerator = _settings_of_model(given), given.num_micro_batches, given.machine.has_accelerator
-    micro_batch = MicroBatch(
-        subject.make_model, subject.make_inputs, subject.compute_loss, settings, num_micro_batches=num
-    )
+    micro_batch = MicroBatch(subject.make_model, subject.make_inputs, subject.compute_loss, settings, num)
     before: list[OpTrace] = []
 
     def find(looked_up: frozenset[str]) -> OpTrace:

@@ -1,5 +1,6 @@
 """A plan as one screen of text."""
 
+import collections
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -175,14 +176,10 @@ def describe_found(found: Found) -> str:
 def headline(plan: Plan) -> str:
     """What is planned, and whether it fits."""
     name = plan.model if len(plan.model) <= _LONG_NAME else f"{plan.model[: plan.model.find(':') + 1]}..."
-    parts = [
-        f"{name} ({format_count(plan.num_parameters)} parameters)",
-        plan.task,
-        f"{plan.settings.get('dtype', 'auto')}",
-        plan.batch,
-    ]
+    parts = [f"{name} ({format_count(plan.num_parameters)} parameters)"]
     if plan.num_trainable < plan.num_parameters:
-        parts.insert(1, f"{format_count(plan.num_trainable)} of them trained")
+        parts.append(f"{format_count(plan.num_trainable)} of them trained")
+    parts += [plan.task, str(plan.settings.get("dtype", "auto")), plan.batch]
     if plan.num_micro_batches > 1:
         parts.append(f"{plan.num_micro_batches} micro-batches")
     parts.append("gradient checkpointing" if plan.checkpointing else "all activations kept")
@@ -203,13 +200,10 @@ def _memory(use: TierUse, *, fits: bool, is_verbose: bool) -> str:
     need = f"{format_nbytes(use.need_nbytes)} of {format_nbytes(use.budget_nbytes)}"
     if not fits and use.need_nbytes:
         need = f"needs {need}"
-    kinds: dict[str, int] = {}
+    kinds: collections.Counter[str] = collections.Counter()
     for kind, nbytes in use.owners.items():
-        name = kind if is_verbose else _KINDS.get(kind, kind)
-        kinds[name] = kinds.get(name, 0) + nbytes
-    shown = [
-        f"{name} {format_nbytes(kinds[name])}" for name in sorted(kinds, key=lambda name: -kinds[name]) if kinds[name]
-    ]
+        kinds[kind if is_verbose else _KINDS.get(kind, kind)] += nbytes
+    shown = [f"{name} {format_nbytes(nbytes)}" for name, nbytes in kinds.most_common() if nbytes]
     when = f" at the peak ({use.moment})" if use.moment else ""
     return f"{need}{when}" + (f": {', '.join(shown)}" if shown else "")
 

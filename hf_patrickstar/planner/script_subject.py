@@ -120,11 +120,6 @@ class ScriptSubject(Subject):
         return make
 
     @property
-    def can_have_adapters(self) -> bool:
-        """A script adds adapters itself."""
-        return False
-
-    @property
     def num_layers(self) -> int:
         """Layers of the model; 0, since it cannot have others."""
         return 0
@@ -222,11 +217,8 @@ def _failure(path: str, error: Exception | SystemExit) -> str:
     lines = str(error).strip().splitlines()
     said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     folder = os.path.dirname(os.path.abspath(path)).rstrip(os.sep) + os.sep
-    own = [
-        (frame.filename, frame.lineno)
-        for frame in traceback.extract_tb(error.__traceback__)
-        if os.path.abspath(frame.filename).startswith(folder) and not _is_of_library(frame.filename)
-    ]
+    places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    own = [place for place in places if os.path.abspath(place[0]).startswith(folder) and not _is_of_library(place[0])]
     if isinstance(error, SyntaxError) and error.filename is not None:
         own, said = [(error.filename, error.lineno)], f"{type(error).__name__}: {error.msg}"
     place = "{}, line {}: ".format(*own[-1]) if own else ""
@@ -310,10 +302,8 @@ def _other_modules(trainer: Any) -> dict[str, torch.nn.Module]:
 
 def _enable_checkpointing(model: Any, args: Any) -> None:
     """Computes activations again in backward, as the Trainer makes a model do."""
-    kwargs = getattr(args, "activation_checkpointing_kwargs", None) or getattr(
-        args, "gradient_checkpointing_kwargs", None
-    )
-    kwargs = {"use_reentrant": False, **(kwargs or {})}
+    names = "activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"
+    kwargs = {"use_reentrant": False, **next(filter(None, (getattr(args, name, None) for name in names)), {})}
     kwargs.pop("offload", None)  # the engine does that itself
     others = {name: kwargs.pop(name) for name in ("every_n_layers",) if name in kwargs}
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs, **others)

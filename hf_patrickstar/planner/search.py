@@ -78,9 +78,7 @@ def search(goal: Goal | str, subject: Subject, given: TrainingSetup, progress: P
         raise ConfigError(f"search '{goal}' is not known; known are {', '.join(Goal)}") from None
     if goal is Goal.CHEAPEST:
         return _cheapest(subject, given, progress)
-    scale = _scale_of(goal, subject)
-    found = _Search(goal, scale, given, progress).run()
-    return _finer(found, scale, subject.length, given, progress)
+    return _searched(goal, _scale_of(goal, subject), subject.length, given, progress)
 
 
 def answered(found: Found, subject: Subject, given: TrainingSetup) -> tuple[Subject, TrainingSetup]:
@@ -109,22 +107,21 @@ def search_below(goal: Goal, subject: Subject, given: TrainingSetup, progress: P
     scale = _scale_of(goal, subject)
     asked = subject.batch_size if goal is Goal.MAX_BATCH else subject.length
     steps = (asked - 1) // scale.step
-    found = _Search(goal, dataclasses.replace(scale, first=1, most=steps), given, progress).run()
-    return _finer(found, scale, asked // 2, given, progress, below=asked)
+    return _searched(goal, dataclasses.replace(scale, first=1, most=steps), asked // 2, given, progress, below=asked)
 
 
-def _finer(
-    found: Found, scale: "_Scale", first: int, given: TrainingSetup, progress: Progress, below: int = LENGTH_STEP
+def _searched(
+    goal: Goal, scale: "_Scale", first: int, given: TrainingSetup, progress: Progress, below: int = LENGTH_STEP
 ) -> Found:
-    """Goes on below the first step, where that does not fit or is too long."""
+    """Searches, and goes on below the first step, where that does not fit or is too long."""
+    found = _Search(goal, scale, given, progress).run()
     below = min(below, scale.step)
     if found.answer is not None or below < 2:
         return found
     single = dataclasses.replace(scale, first=max(first, 1), step=1, most=below - 1)
-    finer = _Search(found.goal, single, given, progress).run()
-    return dataclasses.replace(
-        finer, refused=below if finer.refused is None else finer.refused, num_plans=found.num_plans + finer.num_plans
-    )
+    finer = _Search(goal, single, given, progress).run()
+    refused = below if finer.refused is None else finer.refused
+    return dataclasses.replace(finer, refused=refused, num_plans=found.num_plans + finer.num_plans)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +182,8 @@ class _Search:
 
     def __init__(self, goal: Goal, scale: _Scale, given: TrainingSetup, progress: Progress) -> None:
         self._goal, self._scale, self._given, self._progress = goal, scale, given, progress
-        self._fitting: list[tuple[int, Plan]] = []
+        self._plan: Plan | None = None  # of the largest size that fits
+        self._used = [(0, [(0, 0)] * 2)]  # the bytes of each size that fits
         self._model_nbytes: dict[int, int] = {}
         self._num_plans = 0
 
@@ -196,19 +194,18 @@ class _Search:
         while high - low > 1:
             plan = self._try(probe)
             if plan is not None:
-                low = probe
-                self._fitting.append((probe, plan))
+                low, self._plan = probe, plan
+                self._used.append((probe, self._bytes(plan)))
                 # A guess that was too small: beyond it there is more than the line says.
                 probe = max(self._guess(), low + stride)
             else:
                 high = probe
-                probe = min(self._guess(), high - stride) if self._fitting else high // 2
+                probe = min(self._guess(), high - stride) if low else high // 2
             stride *= 4
             if not low < probe < high:
                 probe = (low + high) // 2 if high <= self._scale.most else min(2 * low, high - 1)
-        plan = self._fitting[-1][1] if self._fitting else None
         refused = self._scale.size(high) if high <= self._scale.most else None
-        return Found(self._goal, self._scale.size(low) or None, plan, refused, self._num_plans)
+        return Found(self._goal, self._scale.size(low) or None, self._plan, refused, self._num_plans)
 
     def _try(self, steps: int) -> Plan | None:
         size = self._scale.size(steps)
@@ -222,11 +219,9 @@ class _Search:
 
     def _guess(self) -> int:
         """The largest size that fits if bytes are linear in it, the smaller of both limits."""
-        (before, earlier), (size, plan) = self._fitting[-2] if len(self._fitting) > 1 else (0, None), self._fitting[-1]
-        used = self._bytes(plan)
-        used_before = [(0, 0)] * len(used) if earlier is None else self._bytes(earlier)
+        (before, earlier), (size, used) = self._used[-2:]
         guesses = []
-        for (now, there), (then, _) in zip(used, used_before, strict=True):
+        for (now, there), (then, _) in zip(used, earlier, strict=True):
             slope = (now - then) / (size - before)
             if slope > 0:
                 guesses.append(size + int((there - now) / slope))
@@ -242,8 +237,7 @@ class _Search:
         assert plan.chunks is not None
         assert plan.speed is not None
         activations = device.owners["non-model data"] + host.owners.get(ACTIVATIONS, 0)
-        chunks = 2 * plan.chunks.numel
-        room = device.budget_nbytes - device.owners.get(BESIDE, 0) - chunks
+        room = device.budget_nbytes - device.owners.get(BESIDE, 0) - 2 * plan.chunks.numel
         together = self._model_nbytes[plan.num_parameters] + activations
         return [(plan.speed.least_activation_nbytes, room), (together, room + host.budget_nbytes)]
 
@@ -268,5 +262,4 @@ def _on(machine: Machine, given: TrainingSetup) -> TrainingSetup:
     num, settings = machine.num_devices, given.settings
     if not given.computes_in_type(machine):
         settings = {**settings, "dtype": "fp16"}
-    machine = arrange_machine(machine, num)
-    return dataclasses.replace(given, machine=machine, world_size=num, settings=settings)
+    return dataclasses.replace(given, machine=arrange_machine(machine, num), world_size=num, settings=settings)

@@ -35,7 +35,7 @@ from hf_patrickstar.schedule.estimate import Estimate
 from hf_patrickstar.schedule.move_plan import MovePlan, chunkable_nbytes, repeated_plans
 from hf_patrickstar.schedule.op_trace import OpTrace
 from hf_patrickstar.schedule.pace import seconds_to_first_step
-from hf_patrickstar.schedule.placement import Lookups, plan_lookups
+from hf_patrickstar.schedule.placement import Homes, Lookups, plan_lookups
 from hf_patrickstar.schedule.replay import replay
 from hf_patrickstar.schedule.script import Entry, HostWork, Load, Reduce, Send
 from hf_patrickstar.schedule.step import Places, StepRules, traces_of, whole_step
@@ -88,11 +88,13 @@ class Ran:
         homed: Chunks that are at home on the device.
         lookups: See ``KnownTraces``.
         num_offloaded: How many activations of a micro-batch leave the device.
+        streamed: Chunks on the host that are updated on the device.
     """
 
     homed: frozenset[int]
     lookups: Mapping[int, str]
     num_offloaded: int
+    streamed: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ class Simulation:
         precision: The type of most parameters on the device, without ``torch.``.
         fixed: Bytes of the device that are no copies of chunks, by kind.
         static: Chunks that never move, nor their gradients.
-        may_offload: Whether activations may leave the device.
+        least_activation_nbytes: See ``Speed``.
         start: See ``Speed``.
     """
 
@@ -138,16 +140,13 @@ class Simulation:
     precision: str
     fixed: Mapping[str, int]
     static: frozenset[int]
-    may_offload: bool
+    least_activation_nbytes: int
     start: Mapping[str, float]
 
     def _fullest(self) -> tuple[Trace, int, int]:
         """The moment with the most bytes on the device: its trace, its place there, and the bytes of copies then."""
-        moments = (
-            (made, place, copies)
-            for made, plan in zip(self.traces, self.plans, strict=True)
-            for place, copies in enumerate(plan.chunk_nbytes)
-        )
+        steps = zip(self.traces, self.plans, strict=True)
+        moments = ((made, place, copies) for made, plan in steps for place, copies in enumerate(plan.chunk_nbytes))
 
         def nbytes(moment: tuple[Trace, int, int]) -> int:
             visit = moment[0].visits[moment[1]]
@@ -160,9 +159,8 @@ class Simulation:
         """Bytes of each kind on the device at the moment with the most bytes."""
         made, place, copies = self._fullest()
         visit = made.visits[place]
-        fixed = dict(self.fixed)
-        fixed["param"] = fixed.get("param", 0) + copies
-        return fixed | {GRADIENTS: visit.gradient_nbytes, NON_MODEL: visit.non_model_nbytes}
+        param = self.fixed.get("param", 0) + copies
+        return {**self.fixed, "param": param, GRADIENTS: visit.gradient_nbytes, NON_MODEL: visit.non_model_nbytes}
 
     @property
     def fullest_moment(self) -> str:
@@ -189,13 +187,11 @@ class Simulation:
         """Bytes that cross in a step, to the device and to the host."""
         to_device = sum(load.nbytes for load in self._loaded() if not load.is_here)
         to_host = sum(entry.nbytes for entry in self.script if isinstance(entry, Send))
+        for load in self.loads:
+            if load.states_nbytes:
+                to_device += load.states_nbytes[0] - load.nbytes * (not load.sent_nbytes)
+                to_host += load.states_nbytes[1]
         return to_device + self.offloaded_nbytes, to_host + self.offloaded_nbytes
-
-    @property
-    def least_activation_nbytes(self) -> int:
-        """See ``Speed``."""
-        made = (trace.offloading(len(trace.activations)) if self.may_offload else trace for trace in self.traces)
-        return max(trace.non_model_peak_nbytes for trace in made)
 
     @property
     def offloaded_nbytes(self) -> int:
@@ -235,9 +231,8 @@ def model_data(trained: Trained, machine: Machine) -> tuple[int, int]:
         machine: Where; it has room for everything.
     """
     decisions = _Simulator(trained, machine).decisions
-    return sum(spec.num_parameters for spec in decisions.tensors), sum(
-        chunk.device_nbytes for chunk in decisions.chunk_nbytes
-    )
+    num = sum(spec.num_parameters for spec in decisions.tensors)
+    return num, sum(chunk.device_nbytes for chunk in decisions.chunk_nbytes)
 
 
 class _Simulator:
@@ -248,9 +243,8 @@ class _Simulator:
         self._machine = machine
         self._config = PatrickStarConfig.from_any({**settings_for(machine), **trained.config, "reuse_plan": False})
         self._resources = resources_of(machine, self._config, trained.world_size)
-        self._num_micro_batches = max(trained.num_micro_batches, 1)
         numbers, self._cost, self._kernel = self._known()
-        situation = Situation(self._config, self._resources, [self._kernel], {}, self._num_micro_batches)
+        situation = Situation(self._config, self._resources, [self._kernel], {}, trained.num_micro_batches)
         self.decisions: Decisions = decide_for(numbers, situation)
         self._layout = self.decisions.choice.layout
         self._places = Places.of(self._layout)
@@ -266,7 +260,7 @@ class _Simulator:
                 keep_embeddings_wide(optimizer, model)
                 kernel = self._kernel_of(optimizer)
                 of = holders([optimizer])
-                situation = Situation(self._config, self._resources, [kernel], of, self._num_micro_batches)
+                situation = Situation(self._config, self._resources, [kernel], of, trained.num_micro_batches)
                 made.append(kernel)
                 computation = computation_of(model)
                 tile_by_tile = UpdateCost(ADAM_NBYTES, 0.0, 0.0, 1)
@@ -289,16 +283,15 @@ class _Simulator:
             known = self._known_traces(traces, ran.lookups).offloading(ran.num_offloaded)
             estimate = self.decisions.estimate(known)
             with garbage_collection_off():  # a plan is some hundred thousand small objects, none of which is garbage
-                return self._planned(ops, known, estimate, ran.homed, [])
+                return self._planned(ops, known, estimate, Homes(ran.homed, streamed=ran.streamed), [])
         ops, traces, lookups, reasons = self._looked_up(ops_of, self.decisions.homes.device)
-        decisions = self.decisions
         with garbage_collection_off():  # a plan is some hundred thousand small objects, none of which is garbage
             known = self._known_traces(traces, lookups)
-            decisions, offloading = decisions.with_tide(known)
+            decisions, offloading = self.decisions.with_tide(known)
             estimate = decisions.estimate(offloading)
             homes = estimate.settled(decisions.homes)
             reasons = [*decisions.reasons.values(), *reasons, *homes.reasons.values()]
-            simulation = self._planned(ops, offloading, estimate, homes.device, reasons)
+            simulation = self._planned(ops, offloading, estimate, homes, reasons)
         return dataclasses.replace(simulation, known=known)  # of which an engine decides anew
 
     def _known_traces(self, traces: Sequence[Trace], lookups: Mapping[int, str]) -> KnownTraces:
@@ -334,18 +327,18 @@ class _Simulator:
         ops = ops_of(frozenset(self.decisions.tensors[index].name for index in asked))
         return ops, traces_of(ops, self._places, self._rules(frozenset())), asked
 
-    def _rules(self, homed: frozenset[int]) -> StepRules:
-        resources, updated = self._resources, [spec for spec in self._layout.chunks if spec.is_updated]
-        overlaps_update = self._config.overlap_optimizer and resources.has_lanes and self._kernel.runs_beside
+    def _rules(self, homed: frozenset[int], streamed: frozenset[int] = frozenset()) -> StepRules:
+        resources, chunks = self._resources, self._layout.chunks
+        updated = [spec for spec in chunks if spec.is_updated and spec.index not in streamed]
         return StepRules(
-            num_micro_batches=self._num_micro_batches,
+            num_micro_batches=self._trained.num_micro_batches,
             in_flight_nbytes=resources.streams.most_in_flight_nbytes,
             overlaps_reduction=resources.collectives.is_asynchronous,
             widens_sums=self._config.reduce_dtype == "fp32" and self._machine.has_accelerator,
             has_norms=self._trained.max_norm is not None,
             device_homed=homed,
             updates={spec.index: self._update_work(spec, spec.index in homed) for spec in updated},
-            overlaps_update=overlaps_update,
+            overlaps_update=self._config.overlap_optimizer and resources.has_lanes and self._kernel.runs_beside,
         )
 
     def _update_work(self, spec: ChunkSpec, on_device: bool) -> HostWork:
@@ -359,16 +352,13 @@ class _Simulator:
 
     def _own_numel(self, chunk_index: int) -> int:
         """Elements of the parameters of a chunk that this process has at home."""
-        own = self._places.own_numel
-        return sum(own[index] for index in self._layout.chunks[chunk_index].tensor_indices)
+        return sum(self._places.own_numel[index] for index in self._layout.chunks[chunk_index].tensor_indices)
 
     def _update_trace(self, made: Trace, lookups: Mapping[int, str]) -> Trace:
         """What an update takes on the device beside chunks, in the order in which forward comes to them."""
         chunks, looked_up = self._layout.chunks, self.decisions.looked_up(lookups, self.decisions.homes.device)
-        visited = made.visited
-        order = dict.fromkeys(
-            [*(self._places.chunk_of[index] for index in sorted(looked_up)), *visited, *(spec.index for spec in chunks)]
-        )
+        first = [self._places.chunk_of[index] for index in sorted(looked_up)]
+        order = dict.fromkeys([*first, *made.visited, *(spec.index for spec in chunks)])
         updated = [chunks[index] for index in order if chunks[index].is_updated]
         taken = self._cost.temporary_nbytes
         visits = tuple(Visit(spec.index, non_model_nbytes=round(taken * spec.chunk_numel)) for spec in updated)
@@ -377,30 +367,31 @@ class _Simulator:
     # Plans
 
     def _planned(
-        self, ops: OpTrace, known: KnownTraces, estimate: Estimate, homed: frozenset[int], reasons: list[str]
+        self, ops: OpTrace, known: KnownTraces, estimate: Estimate, homes: Homes, reasons: list[str]
     ) -> Simulation:
         trained, tensors, layout = self._trained, self.decisions.tensors, self._layout
-        (traces,) = steps_of(known.traces.values(), self._num_micro_batches)
+        homed, streamed = homes.device, homes.streamed
+        (traces,) = steps_of(known.traces.values(), trained.num_micro_batches)
         offloaded = max(trace.offloaded_nbytes for trace in traces)
-        fixed, static = self._fixed(homed, Tier.DEVICE), homed if trained.world_size == 1 else frozenset()
+        fixed, static = self._fixed(homed, Tier.DEVICE, streamed), homed if trained.world_size == 1 else frozenset()
         free, most = estimate.device_nbytes - sum(fixed.values()), self._resources.ledger.chunk_budget
         most = None if most is None else most - sum(fixed.values())
-        capacities = [chunkable_nbytes(made, free, most) for made in traces]
         plans = repeated_plans(
             traces,
-            capacities,
+            [chunkable_nbytes(made, free, most) for made in traces],
             self._config.eviction,
             dropped_after=estimate.updated,
             static=static,
             prefetch_depth=0 if self._config.debug_evict_all else self.decisions.prefetch_depth,
             reshard_after_forward=self._config.reshard_after_forward and trained.world_size > 1,
         )
-        told = self._rules(homed)
-        script = whole_step(ops, self._places, told, [made.kind for made in traces])
-        loads = tuple(estimate.loads(homed))
-        on_host = [spec for spec in layout.chunks if spec.is_updated and spec.index not in homed]
+        script = whole_step(ops, self._places, self._rules(homed, streamed), [made.kind for made in traces])
+        loads = tuple(estimate.loads(homed, streamed))
+        on_host = [spec for spec in layout.chunks if spec.is_updated and spec.index not in homed | streamed]
         num_on_host = sum(self._own_numel(spec.index) for spec in on_host)
         updated = sum(self._update_work(spec, False).nbytes for spec in on_host)
+        may_offload = self._config.activation_offload is not False
+        fewest = [made.offloading(len(made.activations)) if may_offload else made for made in traces]
         timeline = replay(script, plans, loads, self._machine)
         first, step_s = self.decisions.homes.device, timeline.duration_ns / 1e9
         sizes, lists = self.decisions.chunk_nbytes, self.decisions.lists
@@ -423,13 +414,13 @@ class _Simulator:
             precision=str(self.decisions.precision.dtype).removeprefix("torch."),
             fixed=fixed,
             static=static,
-            may_offload=self._config.activation_offload is not False,
+            least_activation_nbytes=max(made.non_model_peak_nbytes for made in fewest),
             start=seconds_to_first_step(sizes, masters, first, homed, self._machine, step_s),
         )
 
     # Bytes
 
-    def _fixed(self, homed: frozenset[int], tier: Tier) -> dict[str, int]:
+    def _fixed(self, homed: frozenset[int], tier: Tier, streamed: frozenset[int] = frozenset()) -> dict[str, int]:
         """Bytes on a tier that do not change in a step, by owner."""
         decisions = self.decisions
         nbytes: dict[str, int] = {}
@@ -442,7 +433,8 @@ class _Simulator:
                 nbytes[name] = nbytes.get(name, 0) + spec.types.list_nbytes(name, spec.chunk_numel)
         updates = any(spec.is_updated for spec in at_home)
         workspace = decisions.workspace_nbytes if tier is Tier.HOST else decisions.device_workspace_nbytes
-        if updates and workspace:
+        workspace = workspace * updates + decisions.slots_nbytes * bool(streamed and tier is Tier.DEVICE)
+        if workspace:
             nbytes[WORKSPACE] = workspace
         own = self._cost.state_nbytes * sum(self._own_numel(spec.index) for spec in at_home if spec.is_updated)
         if own:
@@ -452,9 +444,8 @@ class _Simulator:
             nbytes.update({STAGING: staging} if staging else {})
         elif updates and self._trained.num_micro_batches > 1 and self._machine.has_accelerator:
             # What gradients leave through on their way to lists.
-            lists = sum(
-                spec.types.list_nbytes(GRADIENT, spec.chunk_numel) for spec in self._layout.chunks if spec.trainable
-            )
+            trainable = [spec for spec in self._layout.chunks if spec.trainable]
+            lists = sum(spec.types.list_nbytes(GRADIENT, spec.chunk_numel) for spec in trainable)
             free = self._resources.ledger.limit(Tier.HOST) - sum(nbytes.values())
             nbytes[gradient_ring.OWNER] = gradient_ring.planned_nbytes(lists, free)
         return nbytes

@@ -125,7 +125,7 @@ class Subject:
 
     @property
     def can_have_adapters(self) -> bool:
-        """Whether the model could be frozen, with adapters trained over it."""
+        """Whether the model could be frozen, with adapters trained over it; a script adds adapters itself."""
         return self.adapters is None and self.task.endswith("-lm")
 
     @property
@@ -223,7 +223,6 @@ def _find_config(text: str) -> PretrainedConfig:
         raise ConfigError(
             "the name of the model is empty; give a model id, a directory, a config.json, or TYPE:KEY=VALUE,..."
         )
-    path = pathlib.Path(text)
     kind, colon, settings = text.partition(":")
     if os.path.exists(text):  # a pathlib.Path raises where a text is too long for a name
         return _from_hub(
@@ -232,7 +231,7 @@ def _find_config(text: str) -> PretrainedConfig:
         )
     if colon:
         return _from_type(kind, settings)
-    if path.suffix == ".json":  # nobody calls a model so
+    if pathlib.Path(text).suffix == ".json":  # nobody calls a model so
         raise ConfigError(f"model '{text}': there is no such file; give the path of a config.json")
     return _from_hub(
         text,
@@ -243,10 +242,9 @@ def _find_config(text: str) -> PretrainedConfig:
 
 def _from_hub(text: str, problem: str) -> PretrainedConfig:
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(text)
+        return AutoConfig.from_pretrained(text)
     except Exception as error:  # what transformers raises about a value depends on the type of the model
         raise ConfigError(f"model '{text}': {problem} ({_said(error)})") from error
-    return config
 
 
 def _from_type(kind: str, settings: str) -> PretrainedConfig:
@@ -267,10 +265,9 @@ def _from_type(kind: str, settings: str) -> PretrainedConfig:
             raise ConfigError(f"model '{kind}': its configuration has no '{key}'{advice}")
         values[key] = _parsed(value)
     try:
-        config: PretrainedConfig = AutoConfig.for_model(kind, **values)
+        return AutoConfig.for_model(kind, **values)
     except Exception as error:  # what transformers raises about a value depends on the type of the model
         raise ConfigError(f"model '{kind}': {_said(error)}; change the settings after '{kind}:'") from error
-    return config
 
 
 def _said(error: Exception) -> str:

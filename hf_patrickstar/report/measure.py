@@ -53,6 +53,7 @@ _HEAD_NUMEL = 128
 _BLOCKS = 16
 _ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "maximize": False}
 _Work = Callable[[torch.Tensor, torch.Tensor], object]
+_Progress = Callable[[list[str]], Iterable[str]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -140,9 +141,7 @@ class _Sweep(torch.autograd.Function):
 
 
 def measure_machine(
-    effort: Effort | None = None,
-    progress: Callable[[list[str]], Iterable[str]] = lambda names: names,
-    visit: Callable[[], float] | None = None,
+    effort: Effort | None = None, progress: _Progress = iter, visit: Callable[[], float] | None = None
 ) -> Machine:
     """Measures the compute device of this machine, its host, and the bus between them.
 
@@ -223,6 +222,7 @@ class _Measurement:
             "to_device_bandwidth": lambda: rate(1, (host, device), lambda one, other: _join(streams.fetch(one, other))),
             "to_host_bandwidth": lambda: rate(1, (device, host), lambda one, other: _join(streams.to_host(one, other))),
             "pageable_bandwidth": lambda: rate(1, (host, device), lambda one, other: other.copy_(one), pinned=False),
+            "duplex_share": self._duplex_share,
             "copy_latency_s": self._copy_latency,
             "host_bandwidth": self._adam,
             "operator_s": self._operator,
@@ -254,6 +254,23 @@ class _Measurement:
         seconds = self._median(self._device if Tier.DEVICE in tiers else _CPU, lambda: work(one, other))
         self.streams.release_in_flight()
         return times * 4 * self._numel / seconds
+
+    def _duplex_share(self) -> float:
+        """What copies in both directions at once reach of the rate of the slower direction."""
+        tiers, streams = (Tier.HOST, Tier.DEVICE), self.streams
+        there, back = ([self._buffer(tier, self._numel // 2) for tier in order] for order in (tiers, tiers[::-1]))
+
+        def seconds(*starts: Callable[[], Copy | None]) -> float:
+            def cross() -> None:
+                for ticket in [start() for start in starts]:
+                    _join(ticket)
+
+            return self._median(self._device, cross)
+
+        ways = functools.partial(streams.fetch, *there), functools.partial(streams.to_host, *back)
+        share = max(seconds(way) for way in ways) / seconds(*ways)
+        streams.release_in_flight()
+        return min(share, 1.0)
 
     def _adam(self) -> float:
         """Bytes per second of Adam on all cores; where it is called from Python, those of an addition."""
@@ -316,10 +333,21 @@ class _Measurement:
         return median if math.isfinite(median) and median > 0 else _LEAST_S
 
     def _repeated(self, measure: Callable[[], float]) -> float:
-        since, found = time.perf_counter(), [measure()]
-        while len(found) < self._effort.repetitions and time.perf_counter() - since < self._effort.seconds:
-            found.append(measure())
-        return statistics.median(found)
+        return median_of(measure, self._effort.repetitions, self._effort.seconds)
+
+
+def median_of(measure: Callable[[], float], repetitions: int, seconds: float) -> float:
+    """The median of what is measured so often, or until so much time has passed, but at least once.
+
+    Args:
+        measure: Measures once.
+        repetitions: How often at most.
+        seconds: When this time has passed, it is not measured once more.
+    """
+    since, found = time.perf_counter(), [measure()]
+    while len(found) < repetitions and time.perf_counter() - since < seconds:
+        found.append(measure())
+    return statistics.median(found)
 
 
 def _make_block() -> torch.nn.Module:
@@ -357,9 +385,7 @@ def _join(ticket: Copy | None) -> None:
 
 
 def measure_together(
-    effort: Effort | None = None,
-    progress: Callable[[list[str]], Iterable[str]] = lambda names: names,
-    visit: Callable[[], float] | None = None,
+    effort: Effort | None = None, progress: _Progress = iter, visit: Callable[[], float] | None = None
 ) -> Machine:
     """Measures the machine as each of several processes has it while all of them work, and their links.
 

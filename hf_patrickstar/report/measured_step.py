@@ -24,6 +24,7 @@ _AWAITED = {
     Lane.TO_DEVICE: "a copy to the device",
     Lane.TO_HOST: "a copy of gradients to the host",
     Lane.HOST_WORK: "work of the host's thread",
+    Lane.COMPUTE: "an update over the bus",
 }
 
 

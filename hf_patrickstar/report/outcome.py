@@ -40,8 +40,7 @@ def figures_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[s
     """
     added = {key: now[key] - before.get(key, 0) for key in (*PER_STEP, "steps", "skipped_steps")}
     steps = max(added["steps"] + added["skipped_steps"], 1)
-    means = {PREFIX + key: added[key] / steps for key in PER_STEP}
-    return means | {PREFIX + key: now[key] for key in STANDING}
+    return {PREFIX + key: added[key] / steps for key in PER_STEP} | {PREFIX + key: now[key] for key in STANDING}
 
 
 FEW = (
@@ -185,8 +184,7 @@ def _changes(outcome: Outcome) -> Iterator[str]:
         else:
             yield f"a larger {limits[0]}: {waiting:.0%} of the time waits for copies"
     if updating >= _MUCH_UPDATING and outcome.num_on_device < outcome.num_chunks:
-        num = _MORE_MICRO_BATCHES * outcome.num_micro_batches
         why = f"the optimizer takes {updating:.0%} of the time, and then updates less often"
-        yield f"--gradient_accumulation_steps {num}: {why}"
+        yield f"--gradient_accumulation_steps {_MORE_MICRO_BATCHES * outcome.num_micro_batches}: {why}"
     if outcome.room >= _MUCH_ROOM:
         yield f"{larger}: {outcome.room:.0%} of the device budget was never used"

@@ -23,8 +23,6 @@ _CHARTS = (
 _OWN = ("model", "settings")
 """What a plan and a run both have, and what need not be the same for their figures to be comparable."""
 
-Rows = Sequence[Mapping[str, Any]]
-
 
 def run_page(run: Run, plan: Mapping[str, Any] | None = None, trace_name: str | None = None) -> Page:
     """The page of a run.
@@ -117,7 +115,7 @@ def _logged(row: Mapping[str, Any], name: str) -> Cell:
     return Cell("") if row.get(name) is None else of_number(row[name], unit, digits=7)
 
 
-def _thinned(rows: Rows) -> Rows:
+def _thinned(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     return rows[:: -(len(rows) // _MOST_STEPS + 1)][::-1]
 
 

@@ -112,10 +112,8 @@ class RunRecorder:
             values: ``step``, and either figures of training or ``eval_loss``. Numbers that are not finite, which JSON
                 does not have, become ``None``.
         """
-        row = {
-            name: value if not isinstance(value, float) or math.isfinite(value) else None
-            for name, value in values.items()
-        }
+        lost = [name for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)]
+        row = {**values, **dict.fromkeys(lost)}
         self._write(STEPS, self._mode, f"{self._before}{json.dumps(row)}\n")
         self._mode, self._before = "a", ""
 

@@ -78,10 +78,8 @@ def time_of_step(timeline: Timeline, *, is_measured: bool) -> Iterator[Block]:
 def _bars(timeline: Timeline, items: Sequence[Span | Wait]) -> list[tuple[float, float]]:
     """Beginnings and lengths in seconds since the step began, in whole columns of the chart."""
     column, begin_ns = timeline.duration_ns / _COLUMNS, timeline.begin_ns
-    places = [
-        (item.begin_ns - begin_ns, item.begin_ns - begin_ns + item.duration_ns) for item in items if item.duration_ns
-    ]
-    whole = {(math.floor(begin / column), math.ceil(end / column)) for begin, end in places}
+    times = [(item.begin_ns - begin_ns, item.duration_ns) for item in items if item.duration_ns]
+    whole = {(math.floor(begin / column), math.ceil((begin + length) / column)) for begin, length in times}
     return [(first * column / 1e9, (last - first) * column / 1e9) for first, last in sorted(whole)]
 
 
@@ -114,7 +112,6 @@ def decisions(reasons: Sequence[str], given: Mapping[str, Any]) -> list[Block]:
         reasons: A sentence for each decision.
         given: What a user has chosen, by name; ``settings`` are those of the engine.
     """
-    named = {**given, **given["settings"]}
-    asked = [(name, str(value)) for name, value in named.items() if name != "settings"]
+    asked = [(name, str(value)) for name, value in {**given, **given["settings"]}.items() if name != "settings"]
     table = Table("What was asked for", ("name", "value"), asked, is_open=False)
     return [tuple(reasons), table] if reasons else [table]

@@ -208,11 +208,9 @@ def take_survey(chunks: Iterable[Chunk], ledger: Ledger, followed: Followed, rea
         followed: What micro-batches follow.
         reasons: What was decided.
     """
-    surveyed = [
-        SurveyedChunk.of(
-            chunk.spec, chunk.home, chunk.param_nbytes, chunk.state_nbytes, [tensor.spec for tensor in chunk.tensors]
-        )
-        for chunk in chunks
-        if not chunk.is_retired
-    ]
+    surveyed = []
+    for chunk in chunks:
+        if not chunk.is_retired:
+            specs = [tensor.spec for tensor in chunk.tensors]
+            surveyed.append(SurveyedChunk.of(chunk.spec, chunk.home, chunk.param_nbytes, chunk.state_nbytes, specs))
     return Survey.of(surveyed, ledger, followed, reasons)

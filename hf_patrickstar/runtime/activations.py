@@ -230,8 +230,7 @@ class Activations:
         if number is None or not self._can_leave(operand):
             return None
         self._let_go()
-        values = operand.detach().as_strided((nbytes // operand.dtype.itemsize,), (1,), 0)
-        memory = _Memory(values, self._last)
+        memory = _Memory(operand.detach().as_strided((nbytes // operand.dtype.itemsize,), (1,), 0), self._last)
         if number != _STAYS and not self._leave(memory, number):
             return None
         self._last = weakref.ref(memory)
@@ -247,9 +246,9 @@ class Activations:
         return self._num_eager - 1
 
     def _can_leave(self, operand: torch.Tensor) -> bool:
-        is_plain = operand.layout is torch.strided and not (operand.is_nested or operand.is_conj() or operand.is_neg())
         return (
-            is_plain
+            operand.layout is torch.strided
+            and not (operand.is_nested or operand.is_conj() or operand.is_neg())
             and operand.device == self._streams.device
             and operand.untyped_storage().nbytes() % operand.dtype.itemsize == 0
             and not (is_traceable_wrapper_subclass(operand) or self._pool.owns(storage_key(operand)))

@@ -14,6 +14,13 @@ forward, with several of them under way at a time. So nobody may meet values of 
 home waits for the update of that chunk, whatever the list is wanted for. The copies to the device name the update as
 what they come after, and the kernel that updates has the payloads from ``payloads``.
 
+[Note: updates over the bus]
+A chunk that is ``is_streamed`` is at home on the host, and updated on the device: a few million elements at a time,
+states, masters and gradients cross to the device, are updated there and cross back (``ElementwiseKernel._stream``).
+``step()`` only prepares that, when the norm of all gradients is known. It begins when the chunk is loaded, in the order
+and in the memory that the plan has for loads, and the copy gets the new values; or when anybody asks for a list at home
+(``Later``). Nothing at home changes before a tile has been computed, so what has failed can be begun again.
+
 [Note: lists of zeros]
 Optimizer states are zeros until somebody writes them. Until somebody asks for it, a list of states is apart from the
 others (``Lists.fresh``). So nobody can have written to it, and a chunk that moves its home before its first update
@@ -41,7 +48,7 @@ from hf_patrickstar.memory.lanes import Ticket
 from hf_patrickstar.memory.meters import Meter
 from hf_patrickstar.memory.operators import as_it_is
 from hf_patrickstar.memory.pool import PayloadPool
-from hf_patrickstar.memory.streams import Copy, Streams
+from hf_patrickstar.memory.streams import Copy, Later, Streams
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.parameter import ManagedParameter, ValuePlace
 from hf_patrickstar.runtime.ranges import named
@@ -124,6 +131,7 @@ class Chunk:
     home_lists: Lists = dataclasses.field(default_factory=Lists)
     tickets: dict[Lane, Copy] = dataclasses.field(default_factory=dict)  # out of and into them, the last of a lane
     update: Copy | None = None  # of the optimizer, which may still write to them
+    is_streamed: bool = False  # whether it is updated on the device though it is at home on the host
     reader: threading.Event | None = None  # of a checkpoint that is being written from the fp32 lists
     # The payload that modules compute with.
     compute: torch.Tensor | None = None
@@ -173,7 +181,7 @@ class Chunk:
 
     def live_on(self, home: Tier) -> None:
         """Takes note of the tier where its lists live from now on."""
-        self.home = home
+        self.home, self.is_streamed = home, self.is_streamed and home is Tier.HOST
         self.is_static = home is Tier.DEVICE and not self.is_group
 
     # The lists at home
@@ -397,17 +405,22 @@ class Chunk:
         name = "bring in ahead" if ahead else "load"
         with named(name, self.spec.index) if _profiler_enabled() else _NOTHING, as_it_is(home):
             payload = self._allocate_copy()
+            update, copy = self.update, None
             try:  # the copy comes after an update that is under way
-                if ahead:
+                if is_updated := isinstance(update, Later) and update.fill(payload):
+                    self.arrival = update
+                elif ahead:
                     self.arrival = copy = streams.fetch(home, payload, self.under_way)
                 else:
                     copy = streams.to_device(home, payload, self.under_way)
             except BaseException:
+                if isinstance(update, Later) and update.has_begun:  # and the user has interrupted
+                    update.join()
                 self.drop_copy()
                 raise
         if copy is not None:
             self.note(copy)
-        self._count_load(ahead)
+        self._count_load(ahead, 0 if is_updated else home.nbytes)
         if not ahead:
             self.device.counts.loading_seconds += time.perf_counter() - begin
 
@@ -434,7 +447,7 @@ class Chunk:
             except BaseException:
                 self.drop_copy()
                 raise
-        self._count_load(ahead)
+        self._count_load(ahead, home.nbytes)
 
     def _allocate_copy(self) -> torch.Tensor:
         try:
@@ -444,12 +457,12 @@ class Chunk:
         self.compute_with(payload)
         return payload
 
-    def _count_load(self, ahead: bool) -> None:
+    def _count_load(self, ahead: bool, nbytes: int) -> None:
         counts = self.device.counts
         counts.chunk_loads += 1
         counts.prefetches += ahead
         if self.home is Tier.HOST:
-            counts.host_to_device_nbytes += self.home_param.nbytes
+            counts.host_to_device_nbytes += nbytes
         if counts.log is not None:
             counts.log.append(("load ahead" if ahead else "load", self.spec.index))
 
@@ -547,7 +560,8 @@ class Chunk:
 
     def pin(self) -> None:
         """Moves a chunk that is at home on the host into pinned memory, if that is wanted and there is room for it."""
-        if self.device.pool.pins_memory and not self.home_param.is_pinned():
+        needs = self.held.values() if self.is_streamed else [self.home_param]
+        if self.device.pool.pins_memory and not all(payload.is_pinned() for payload in needs):
             with contextlib.suppress(BudgetError):  # copies are slower then, and right
                 self.move_home(Tier.HOST)
 
@@ -562,7 +576,7 @@ class Chunk:
         pool, streams = self.device.pool, self.device.streams
         try:
             for name, payload in old.items():
-                pinned = to_host and name == "param"
+                pinned = to_host and (name == "param" or self.is_streamed)
                 kind, is_zero = payload.dtype, name in fresh
                 new[name] = pool.allocate(home, payload.numel(), kind, name, pinned=pinned, zero=is_zero)
             names = [name for name in old if name not in fresh]
@@ -593,7 +607,7 @@ class Chunk:
             self.drop_copy()
         self.give_back(pool)
         self.spec = dataclasses.replace(self.spec, capacity_numel=0, used_numel=0, tensor_indices=(), trainable=False)
-        self.copy_nbytes, self.is_updated = 0, False
+        self.copy_nbytes, self.is_updated, self.is_streamed = 0, False, False
         self.live_on(Tier.HOST)
         self.param = self.param[:0].clone()
         self.lists.clear()
@@ -628,13 +642,7 @@ class Device:
     """
 
     def __init__(
-        self,
-        chunks: list[Chunk],
-        pool: PayloadPool,
-        meter: Meter,
-        streams: Streams,
-        sharing: Sharing,
-        counts: Counts,
+        self, chunks: list[Chunk], pool: PayloadPool, meter: Meter, streams: Streams, sharing: Sharing, counts: Counts
     ) -> None:
         self.chunks, self.pool, self.ledger, self.meter = chunks, pool, pool.ledger, meter
         self.streams, self.torch_device = streams, streams.device

@@ -149,7 +149,8 @@ class Evictor:
     def homes(self) -> Homes:
         """Where chunks live now."""
         device = frozenset(chunk.spec.index for chunk in self._chunks if chunk.home is Tier.DEVICE)
-        return Homes(device, tuple(self.in_margin))
+        streamed = frozenset(chunk.spec.index for chunk in self._chunks if chunk.is_streamed) - device
+        return Homes(device, tuple(self.in_margin), streamed=streamed)
 
     @property
     def may_leave_device(self) -> bool:

@@ -66,13 +66,7 @@ class Gradients:
         was_read_late: Whether somebody has read one of these.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        evictor: Evictor,
-        accumulate: bool,
-        keeps: bool | Literal["auto"],
-    ) -> None:
+    def __init__(self, device: Device, evictor: Evictor, accumulate: bool, keeps: bool | Literal["auto"]) -> None:
         self.accumulate = accumulate
         self.records_norms = False
         self.completes_step = True
@@ -241,7 +235,7 @@ class Gradients:
             others = (other for other in self._chunks if other is not chunk and chunk.home in (other.home, Tier.HOST))
             ahead = _lists_nbytes(other for other in others if not other.has_list(GRADIENT))
             chunk.lists[GRADIENT] = self._pool.allocate(
-                chunk.home, numel, chunk.state_dtype, GRADIENT, ahead_nbytes=ahead
+                chunk.home, numel, chunk.state_dtype, GRADIENT, pinned=chunk.is_streamed, ahead_nbytes=ahead
             )
         return chunk.lists[GRADIENT]
 

@@ -14,10 +14,15 @@ from hf_patrickstar.schedule.estimate import Estimate
 from hf_patrickstar.schedule.margin import StepCost
 from hf_patrickstar.schedule.offload import describe_offload
 from hf_patrickstar.schedule.placement import ChunkBytes, Lookups, plan_lookups
-from hf_patrickstar.schedule.step_estimate import ChunkWork
+from hf_patrickstar.schedule.step_estimate import ChunkWork, num_rows
 from hf_patrickstar.schedule.trace import Shapes
+from hf_patrickstar.units import format_nbytes
 
 logger = logging.getLogger(__name__)
+
+_LARGE_LOGITS = 16
+"""Logits are worth a word if they take at least that part of the device, and make a step longer by ``_WORTH``."""
+_WORTH = 1.05
 
 
 class HomeMover(Evictor):
@@ -34,6 +39,8 @@ class HomeMover(Evictor):
 
     Attributes:
         estimated: What a step costs as chunks live now, by the rates of the machine; ``None`` if it is not known.
+        logits: The chunk of an output embedding whose loss could be computed in chunks of tokens, and the bytes that
+            the loss takes for a token.
     """
 
     def __init__(
@@ -46,11 +53,11 @@ class HomeMover(Evictor):
         reserve: Callable[[Sequence[Chunk], Tier], None],
         advise: Callable[[], str],
     ) -> None:
-        moves_homes = estimate.moves_homes
         super().__init__(
-            device, steps, estimate.nbytes, margin, moves_homes=moves_homes, reserve=reserve, advise=advise
+            device, steps, estimate.nbytes, margin, moves_homes=estimate.moves_homes, reserve=reserve, advise=advise
         )
         self.estimated: StepCost | None = None
+        self.logits: tuple[int, int] | None = None
         self._first = estimate
         self._activations = activations
         self._seen_version = 0
@@ -86,7 +93,30 @@ class HomeMover(Evictor):
                     raise
                 logger.info("patrickstar: chunks stay at home where they are: %s", error)
             if self._first.has_lanes:  # else nothing waits for a copy beside computation
-                self.estimated = self._estimate().cost(self.homes.device)
+                self.estimated = self._estimate().cost(self.homes)
+                self._advise_on_loss()
+
+    def _advise_on_loss(self) -> None:
+        """Says once if a step would be faster without whole logits."""
+        if self.logits is None or self.estimated is None:
+            return
+        (head, row_nbytes), self.logits, estimate = self.logits, None, self._estimate()
+        rows = [num_rows(trace.shapes[0]) for trace in estimate.traces if trace.kind.is_training]
+        saved = row_nbytes * max(rows)
+        if saved < estimate.device_nbytes / _LARGE_LOGITS or not self._device.moves:
+            return
+        without = estimate.without_logits(head, row_nbytes).cost_when_settled(self.homes)
+        if without is None:
+            return
+        work = estimate.works[head]
+        again = estimate.machine.kernel_ns(2 * sum(rows) * work.matrix_numel, 0, work.dtype)
+        gain = self.estimated.duration_ns / (without.duration_ns + again)
+        if gain > _WORTH:
+            self.reasons["loss"] = (
+                f"chunked_loss=true would make a step about {gain:.3g} times as fast: logits take "
+                f"{format_nbytes(saved)} of the device, where chunks could be. Losses would differ in the last digits"
+            )
+            logger.info("patrickstar: %s", self.reasons["loss"])
 
     def choose_offload(self, agree: Callable[[int, int], int] | None = None) -> None:
         """Decides how many activations leave the device, for all micro-batches of training that are known.
@@ -184,6 +214,30 @@ class HomeMover(Evictor):
             self.move_out(now.device - wanted.device)
             self._move_in([index for index in wanted.margin if index not in self.in_margin])
             now = self.homes
+        self._stream(wanted.streamed - now.device)
+
+    def _stream(self, indices: frozenset[int]) -> None:
+        """Updates these chunks on the device from now on; see [Note: updates over the bus]."""
+        before = {chunk for chunk in self._chunks if chunk.is_streamed}
+        now = {chunk for chunk in self._chunks if chunk.spec.index in indices}
+        if now == before:
+            return
+        for chunk in self._chunks:
+            chunk.is_streamed = chunk in now
+        for chunk in before - now:
+            chunk.wait_for_update()  # slots may go
+        try:
+            if now:
+                self.make_room(self._first.slots_nbytes, keep_margin=True)
+            self._reserve(self._chunks, Tier.HOST)
+        except BudgetError as error:
+            self.reasons["updates"] = f"updates: none over the bus, for which the device has no room: {error}"
+            logger.info("patrickstar: %s", self.reasons["updates"])
+            for chunk in now:
+                chunk.is_streamed = False
+        for chunk in now - before:
+            if chunk.is_streamed:
+                chunk.pin()
 
     def _estimate(self) -> Estimate:
         """What is known of a step as chunks are now."""

@@ -74,9 +74,8 @@ class ModelHooks:
         self._listener = listener
         self._device = device
         self._follow_model = follow_model
-        self._of_modules: dict[
-            torch.nn.Module, tuple[list[ManagedParameter], list[Any]]
-        ] = {}  # their tensors and hooks
+        # Their tensors and hooks.
+        self._of_modules: dict[torch.nn.Module, tuple[list[ManagedParameter], list[Any]]] = {}
         self._of_tensors: dict[int, Any] = {}
         self._of_model: list[Any] = []
         self._places: list[dict[str, Any]] = []  # where modules keep their parameters and modules
@@ -368,8 +367,7 @@ class ModelHooks:
             lookup.leaf.register_post_accumulate_grad_hook(store)
         if self._device.type == "cpu":
             return None
-        host = torch.device("cpu")
-        return _to((args, kwargs), host)
+        return _to((args, kwargs), torch.device("cpu"))
 
     # Forward
 

@@ -72,8 +72,7 @@ class LiveModel:
             self._install(module, "__reduce_ex__", _bound(self._reduce, module))
             for name, keep_together in together.items():
                 # A model's parts, PEFT's for example, answer for methods of what is inside of them.
-                is_there = hasattr(module if module in self._roots else type(module), name)
-                if is_there and name not in module.__dict__:
+                if hasattr(module if module in self._roots else type(module), name) and name not in module.__dict__:
                     self._install(module, name, keep_together(getattr(module, name)))
 
     def _install(self, module: torch.nn.Module, name: str, method: Any) -> None:

@@ -499,8 +499,7 @@ class _InsideAccess(Access):
             refuse_reentrant(f"code that reads parameter '{tensor.spec.name}'")
         caller = "code that reads a parameter of another module"
         self._parameters.acquire_all((tensor,), caller, [], is_recomputed=is_recomputed)
-        is_alias = is_recomputed and not requires_grad(tensor.parameter)
-        super().__init__(live.alias() if is_alias else tensor.parameter)
+        super().__init__(live.alias() if is_recomputed and not requires_grad(tensor.parameter) else tensor.parameter)
 
     def needs_copy(self, results: list[torch.Tensor]) -> bool:
         """No copy: what aliases the chunk keeps it on the device."""

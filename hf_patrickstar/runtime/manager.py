@@ -116,14 +116,12 @@ class ChunkManager:
         self.evictor = evictor = HomeMover(device, steps, estimate, margin, activations, reserve, advise)
         evictor.settle_lookups(known.lookups)
         # Where gradients are.
-        accumulates = num_micro_batches > 1
-        self.gradients = Gradients(device, evictor, accumulates, keeps_gradients)
+        self.gradients = Gradients(device, evictor, num_micro_batches > 1, keeps_gradients)
         self.gradient_mirrors = GradientMirrors(device, self.gradients)
         self.writes = Writes(self.gradients, self.mirrors, self.gradient_mirrors)
         self._groups: Groups | None = None
         if collectives.world_size > 1:
-            mirrors = self.gradient_mirrors
-            self._groups = Groups(device, collectives, steps, evictor, self.gradients, mirrors)
+            self._groups = Groups(device, collectives, steps, evictor, self.gradients, self.gradient_mirrors)
         self.executor = executor = self._groups or Executor(device, steps, evictor)
         # What happens when.
         self.lock, self.frames = EngineLock(), Frames()
@@ -159,12 +157,8 @@ class ChunkManager:
             for tensor in chunk.tensors
             if tensor.lookup != "device" and chunk.home is Tier.HOST
         }
-        places = sorted(
-            [
-                (-1 if place in first else order.get(chunk.spec.index, num), place)
-                for place, chunk in enumerate(self.chunks)
-            ]
-        )
+        ranks = [order.get(chunk.spec.index, num) for chunk in self.chunks]
+        places = sorted([(-1 if place in first else rank, place) for place, rank in enumerate(ranks)])
         return [self.chunks[place] for _, place in places]
 
     # Forward
@@ -524,16 +518,20 @@ class ChunkManager:
         left = dict(enumerate(updates))
         try:
             for number, update in enumerate(updates):
-                if runs_beside and self.overlaps_updates and update.chunks[0].home is Tier.HOST:
+                is_on_host = runs_beside and self.overlaps_updates and update.chunks[0].home is Tier.HOST
+                if is_on_host or update.stream is not None:
                     for chunk in [chunk for chunk in update.chunks if chunk.update is not None]:
-                        chunk.wait_for_update()  # the workers of an earlier one may be at it
-                    after = [other for chunk in update.chunks for other in chunk.under_way]
-                    ticket = self._streams.on_host(update.run, after, update.give_up)
+                        chunk.wait_for_update()  # an earlier one may have begun, or not
+                    ticket: Copy | None = update.stream
+                    if ticket is None:
+                        after = [other for chunk in update.chunks for other in chunk.under_way]
+                        ticket = self._streams.on_host(update.run, after, update.give_up)
+                        self._last_updates += [] if ticket is None else [ticket]
                     for chunk in update.chunks:
                         chunk.update = ticket
-                    if ticket is not None:
-                        self._last_updates.append(ticket)
                     del left[number]
+                    if ticket is not None and not self.overlaps_updates:
+                        ticket.wait()
                     continue
                 for chunk in update.chunks:
                     if chunk.update is not None or chunk.tickets:

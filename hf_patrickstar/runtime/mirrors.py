@@ -59,8 +59,7 @@ class Fingerprint:
     def renew(self, value: torch.Tensor) -> None:
         """Takes the tensor as it is now for the parameter's value."""
         if self._has_checksum:
-            flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            self._checksum = zlib.crc32(flat.numpy().data)
+            self._checksum = zlib.crc32(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def has_changed(self, value: torch.Tensor) -> bool:
         """Whether the tensor was written to since; a second call answers for the time after the first."""
@@ -210,8 +209,7 @@ class ValueMirrors(Mirrors):
                 if mirror.value.dtype == wanted and mirror.value.device == device and mirror.value.is_contiguous():
                     mirror.is_held |= is_held
                     return mirror.value
-            value = tensor.read() if is_on_host else tensor.look().clone()
-            return self.add(tensor, value, is_held=is_held)
+            return self.add(tensor, tensor.read() if is_on_host else tensor.look().clone(), is_held=is_held)
 
     def add(self, tensor: ManagedParameter, value: torch.Tensor, *, is_held: bool = False) -> torch.Tensor:
         """Lets a tensor that has a parameter's value stay the same as the value, and returns it.
@@ -488,8 +486,7 @@ class Writes:
             tensor.chunk.renew()
         epoch = None if tensor.epoch is None else tensor.epoch()
         if epoch is not None:
-            widest = torch.promote_types(tensor.original_dtype, tensor.chunk.dtype)
-            epoch.value = tensor.look(widest).clone()
+            epoch.value = tensor.look(torch.promote_types(tensor.original_dtype, tensor.chunk.dtype)).clone()
             tensor.epoch = None
 
     # Writes without a trace

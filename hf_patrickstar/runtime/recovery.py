@@ -57,10 +57,7 @@ class Recovery:
     """
 
     def __init__(
-        self,
-        manager: ChunkManager,
-        device: torch.device,
-        buffers: Callable[[], Iterable[torch.Tensor]],
+        self, manager: ChunkManager, device: torch.device, buffers: Callable[[], Iterable[torch.Tensor]]
     ) -> None:
         self._num_calm_runs = _CALM_RUNS
         self._manager = manager

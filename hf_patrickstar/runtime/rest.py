@@ -24,14 +24,7 @@ import torch
 from torch._C._functorch import peek_interpreter_stack
 
 from hf_patrickstar.memory.tiers import Tier
-from hf_patrickstar.model.live_parameter import (
-    GET_GRAD,
-    RAW,
-    SET_GRAD,
-    LiveMixin,
-    released_type,
-    storage_key,
-)
+from hf_patrickstar.model.live_parameter import GET_GRAD, RAW, SET_GRAD, LiveMixin, released_type, storage_key
 from hf_patrickstar.runtime.activations import Activations
 from hf_patrickstar.runtime.chunk import Device
 from hf_patrickstar.runtime.frames import Call

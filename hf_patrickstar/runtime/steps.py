@@ -184,12 +184,7 @@ class Steps:
     """
 
     def __init__(
-        self,
-        device: Device,
-        order: Order,
-        policy: MovePolicy,
-        num_micro_batches: int,
-        known: KnownTraces,
+        self, device: Device, order: Order, policy: MovePolicy, num_micro_batches: int, known: KnownTraces
     ) -> None:
         self.known = known
         self.traces: dict[str, Trace] = dict(known.traces)
@@ -266,8 +261,8 @@ class Steps:
         is_last = self.is_last_micro_batch
         dropped_after = frozenset([c.spec.index for c in self._chunks if c.is_updated] if is_last else ())
         self.durations.begin_computing()  # what was estimated before is no time of the step
-        is_unknown = not agreed.shapes  # what its inputs are cannot be seen, so a trace may not be relied on
-        step = self._begin(title, agreed.shapes, dropped_after, always_metered=is_unknown)
+        # Without shapes it cannot be seen what its inputs are, so a trace may not be relied on.
+        step = self._begin(title, agreed.shapes, dropped_after, always_metered=not agreed.shapes)
         return self._enter(step, present, agreed.room)
 
     def begin_nested_evaluation(self, title: str, agreed: Beginning, present: Iterable[torch.Tensor]) -> None:
@@ -328,11 +323,7 @@ class Steps:
             self._meter.stop()
 
     def _begin(
-        self,
-        title: str,
-        shapes: Shapes = (),
-        dropped_after: frozenset[int] = frozenset(),
-        always_metered: bool = False,
+        self, title: str, shapes: Shapes = (), dropped_after: frozenset[int] = frozenset(), always_metered: bool = False
     ) -> Step:
         """Begins to record a step, or to follow its trace; a step that was not finished is forgotten.
 
@@ -388,8 +379,7 @@ class Steps:
         if known is None and self.estimator is not None:
             # What it takes beside the chunks is measured when it runs first.
             self.learn([Trace(key, self._chunk_nbytes, tuple(Visit(index) for index in chunk_indices))])
-        step = self._begin(title)
-        if step.is_metered:
+        if self._begin(title).is_metered:
             self._meter.start(())
             self._meter.restart()
 
@@ -494,8 +484,7 @@ class Steps:
         for trace, (room, *_), plan in list(self._plans.values()):  # another thread may add plans
             if plan is not None and trace.kind.is_training:
                 latest[trace.kind] = (trace, plan, room)
-        order = list(StepKind)
-        return [latest[kind] for kind in sorted(latest, key=order.index)]
+        return [latest[kind] for kind in sorted(latest, key=list(StepKind).index)]
 
     def _room(self) -> Room:
         resident = sorted(self._device.copies, key=lambda chunk: chunk.last_access)
@@ -517,10 +506,9 @@ class Steps:
         if known is None or known[0] is not trace or known[1] != situation:
             try:
                 with named("plan"):
-                    capacities = chunkable_nbytes(trace, room.free_nbytes, room.chunk_nbytes, room.floor_nbytes)
                     plan = make_plan(
                         trace,
-                        capacities,
+                        chunkable_nbytes(trace, room.free_nbytes, room.chunk_nbytes, room.floor_nbytes),
                         self.policy.chooser,
                         {index: place - len(indices) for place, index in enumerate(indices)},
                         dropped_after=dropped_after,

@@ -8,14 +8,15 @@ from collections.abc import Sequence
 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.machine import Machine
+from hf_patrickstar.schedule.bounds import streaming_ns
 from hf_patrickstar.schedule.clock import Lane
-from hf_patrickstar.schedule.margin import StepCost, fill_margin, in_order, needed_nbytes, plan_margin
+from hf_patrickstar.schedule.margin import AS_FAST, StepCost, fill_margin, in_order, needed_nbytes, plan_margin
 from hf_patrickstar.schedule.move_plan import chunkable_nbytes, repeated_plans
 from hf_patrickstar.schedule.offload import Asked, choose_offload, least_that_fit, most_that_fit
 from hf_patrickstar.schedule.placement import FIRST_HOMES, ChunkBytes, Homes, Tiers, spill, too_small
 from hf_patrickstar.schedule.replay import replay
-from hf_patrickstar.schedule.script import Load, Send
-from hf_patrickstar.schedule.step_estimate import ChunkWork, estimate_script, steps_of
+from hf_patrickstar.schedule.script import TILE_NUMEL, Load, Send
+from hf_patrickstar.schedule.step_estimate import ChunkWork, estimate_script, num_rows, steps_of
 from hf_patrickstar.schedule.trace import Trace
 
 _COPYING = (Lane.TO_DEVICE, Lane.TO_HOST, Lane.GATHERS, Lane.REDUCTIONS)
@@ -46,6 +47,9 @@ class Estimate:
         overlaps_update: Whether the host updates chunks beside the next forward.
         offload: Which activations leave the device between forward and backward; see ``choose_offload``.
         moves_homes: Whether chunks find other homes once a step is known.
+        updates: Where chunks on the host are updated: the setting, or ``"faster"``: each where it is done first.
+        streaming: The indices of the optimizers that can update chunks over the bus.
+        slots_nbytes: Bytes of scratch space that the device needs if it updates any of them.
     """
 
     traces: Sequence[Trace]
@@ -66,6 +70,9 @@ class Estimate:
     overlaps_update: bool
     offload: Asked = "auto"
     moves_homes: bool = True
+    updates: str = "host"
+    streaming: frozenset[int] = frozenset({0})
+    slots_nbytes: int = 0
 
     @property
     def has_training(self) -> bool:
@@ -92,6 +99,26 @@ class Estimate:
     def offloading(self, num: int) -> "Estimate":
         """The same if so many activations leave the device."""
         return dataclasses.replace(self, traces=[trace.offloading(num) for trace in self.traces])
+
+    def without_logits(self, head: int, row_nbytes: int) -> "Estimate":
+        """The same, as far as anybody can tell without another trace, if logits were never whole.
+
+        Args:
+            head: The chunk of the output embedding.
+            row_nbytes: Bytes of the device that the loss takes for a token.
+        """
+        traces = []
+        for made in self.traces:
+            nbytes = [visit.non_model_nbytes for visit in made.visits]
+            if made.kind.is_training and made.forward_ends:
+                places = [moment for moment, visit in enumerate(made.visits) if visit.chunk_index == head]
+                first = max((moment for moment in places if moment < made.forward_ends[-1]), default=len(nbytes))
+                last = min((moment for moment in places if moment > first), default=len(nbytes))
+                saved = row_nbytes * num_rows(made.shapes[0])
+                for moment in range(max(first, 1), last):
+                    nbytes[moment] = min(nbytes[moment], max(nbytes[moment] - saved, nbytes[first - 1]))
+            traces.append(made.with_non_model_nbytes(nbytes))
+        return dataclasses.replace(self, traces=traces)
 
     # Homes
 
@@ -157,20 +184,18 @@ class Estimate:
         prefetched = [is_ahead * (work.gradient_nbytes + work.sent_nbytes) for work in self.works]
         chunks, device_nbytes = [self.nbytes[index] for index in movable], self.device_nbytes - self._fixed_nbytes(kept)
         return fill_margin(
-            chunks,
-            self.traces,
-            device_nbytes,
-            prefetched,
-            kept,
-            self.unusable_nbytes,
-            copies_stay=self.has_groups,
+            chunks, self.traces, device_nbytes, prefetched, kept, self.unusable_nbytes, copies_stay=self.has_groups
         )
 
     def _plan_margin(
         self, movable: Sequence[int], candidates: Sequence[int], kept: frozenset[int], least: int = 0
     ) -> tuple[tuple[int, ...], str]:
         chunks, name = [self.nbytes[index] for index in movable], self.machine.name
-        return plan_margin(chunks, candidates, lambda inside: self.cost(inside | kept), name, least)
+
+        def cost_of(inside: frozenset[int]) -> StepCost | None:
+            return self.cost(Homes(inside | kept, streamed=self.streamed(inside | kept)))
+
+        return plan_margin(chunks, candidates, cost_of, name, least)
 
     def _least_in_margin(self, candidates: Sequence[int], kept: frozenset[int], current: frozenset[int]) -> int | None:
         """How many candidates have to live in the margin so that the host has room for all else; ``None`` if too few.
@@ -217,8 +242,7 @@ class Estimate:
             at_home: Chunks that are at home on the device.
         """
         updates = any(chunk.state_nbytes for chunk in self.nbytes if chunk.chunk_index not in at_home)
-        workspace = self.host_workspace_nbytes if updates else 0
-        return self.host_nbytes_for_chunks - self._on_host(at_home) - workspace
+        return self.host_nbytes_for_chunks - self._on_host(at_home) - (self.host_workspace_nbytes if updates else 0)
 
     def _on_host(self, at_home: frozenset[int]) -> int:
         """Bytes of the host that chunks take, if these are at home on the device."""
@@ -248,6 +272,60 @@ class Estimate:
         return homes if device == homes.device else Homes(device, tuple(sorted(found)), reasons)
 
     def settled(self, homes: Homes, *, may_leave: bool = True) -> Homes:
+        """Decides where chunks live, and are updated, from now on; see ``_settled``."""
+        found = self._settled(homes, may_leave=may_leave)
+        if self.updates != "auto" or not self.overlaps_update:
+            return found
+        workspace = self.workspace_nbytes + self.slots_nbytes
+        faster, better = dataclasses.replace(self, updates="faster", workspace_nbytes=workspace), None
+        if faster.streamed(found.device):
+            with contextlib.suppress(BudgetError):
+                better = faster._settled(homes, may_leave=may_leave)
+        before, after = (self.cost(found), faster.cost(better)) if better else (None, None)
+        why = "nothing is faster over the bus"
+        if before and after and better and after.duration_ns * AS_FAST < before.duration_ns:
+            found, why = better, f"a step takes {after.seconds / before.seconds:.2f} of the time without the bus"
+        return dataclasses.replace(found, reasons={**found.reasons, **self._describe_updates(found, why)})
+
+    def _describe_updates(self, homes: Homes, why: str) -> dict[str, str]:
+        total = sum(work.own_numel for work in self.works)
+        there, over_bus = (
+            sum(self.works[index].own_numel for index in indices) / max(total, 1)
+            for indices in (homes.device, homes.streamed)
+        )
+        shares = {"resident": there, "on the host": 1 - there - over_bus, "over the bus": over_bus}
+        said = ", ".join(f"{share:.0%} {place}".replace("%", " %") for place, share in shares.items() if share > 0)
+        return {"updates": f"updates: {said}: {why} by the rates of '{self.machine.name}'"} if there < 1 else {}
+
+    def streamed(self, at_home: frozenset[int]) -> frozenset[int]:
+        """Chunks that are updated on the device, though they are at home on the host.
+
+        In the order of the next forward, each goes to whichever would be done with it first: the host, or the bus.
+
+        Args:
+            at_home: Chunks that are at home on the device.
+        """
+        if self.updates not in ("device", "faster"):
+            return frozenset()
+        works, found = self.works, set[int]()
+        own = [(index, work) for index, work in enumerate(works) if work.optimizer_index in self.streaming]
+        moving = frozenset(index for index, work in own if work.own_numel and work.may_move) - at_home
+        if self.updates == "device":
+            return moving
+        loads = self.loads(at_home, moving)
+        visited = {index for trace in self.traces if trace.kind.is_training for index in trace.visited}
+        on_host = on_bus = 0
+        for index in in_order(moving, self.traces):
+            host = on_host + self.machine.host_ns(0, works[index].update_nbytes * works[index].own_numel)
+            bus = on_bus + streaming_ns(loads[index], self.machine, works[index].update_nbytes)
+            if index in visited and bus < host:
+                on_bus = bus
+                found.add(index)
+            else:
+                on_host, on_bus = host, on_bus + self.machine.copy_ns(loads[index].nbytes, to_device=True)
+        return frozenset(found)
+
+    def _settled(self, homes: Homes, *, may_leave: bool) -> Homes:
         """Decides where chunks live from now on.
 
         Where a step has no room beside those that are on the device, all leave that the host has room for; then the
@@ -262,15 +340,16 @@ class Estimate:
             BudgetError: As for ``spilled``.
         """
         if not self.moves_homes:
-            return dataclasses.replace(homes, reasons={})
+            return dataclasses.replace(homes, reasons={}, streamed=self.streamed(homes.device))
         kept, reasons = self._staying(homes) if may_leave else homes.kept, {}
         if kept != homes.kept:
             reasons["homes"] = _left_device(len(homes.kept))
         found = self.margin(kept, frozenset(homes.margin))
-        if found is None:
-            return Homes(kept.union(homes.margin), homes.margin, reasons)
-        margin, reasons["margin"] = found
-        return Homes(kept.union(margin), margin, reasons)
+        margin = homes.margin
+        if found is not None:
+            margin, reasons["margin"] = found
+        device = kept.union(margin)
+        return Homes(device, margin, reasons, self.streamed(device))
 
     def choose_offload(self, homes: Homes, *, are_made: bool) -> tuple[int, int, str]:
         """Decides how many activations leave the device between forward and backward.
@@ -288,14 +367,13 @@ class Estimate:
             if (found := begun(num)) is None:
                 return None
             leaving, first = found
-            return leaving.cost(leaving.settled(first).device)
+            return leaving.cost(leaving.settled(first))
 
         def fits(num: int) -> bool:
             return begun(num) is not None
 
         num, why = choose_offload(self.offload, self.num_can_leave, cost_of, fits)
-        most = most_that_fit(num, self.num_can_leave, fits) if self.has_groups else num
-        return num, most, why
+        return num, (most_that_fit(num, self.num_can_leave, fits) if self.has_groups else num), why
 
     def _begun(self, homes: Homes, num: int, *, are_made: bool) -> "tuple[Estimate, Homes] | None":
         """What a step begins with if so many activations leave; ``None`` if it has no room then."""
@@ -351,30 +429,29 @@ class Estimate:
             return None
         with contextlib.suppress(BudgetError):  # the inputs may be smaller than those that were planned
             homes = self.settled(homes)
-        return self.cost(homes.device)
+        return self.cost(homes)
 
-    def cost(self, at_home: frozenset[int]) -> StepCost | None:
+    def cost(self, homes: Homes) -> StepCost | None:
         """What one step of each bucket of inputs costs.
 
         Args:
-            at_home: Chunks that are at home on the device.
+            homes: Where chunks live and are updated.
 
         Returns:
             The sum over all buckets, or ``None`` if a step has no room.
         """
+        at_home, streamed = homes.device, homes.streamed
         fixed = self._fixed_nbytes(at_home)
         free = self.device_nbytes - fixed
         most = None if self.chunk_nbytes is None else self.chunk_nbytes - fixed
-        loads, static = self.loads(at_home), frozenset[int]() if self.has_groups else at_home
-        training = [trace for trace in self.traces if trace.kind.is_training]
-        steps = steps_of(training, self.num_micro_batches)
+        loads, static = self.loads(at_home, streamed), frozenset[int]() if self.has_groups else at_home
+        steps = steps_of([trace for trace in self.traces if trace.kind.is_training], self.num_micro_batches)
         duration_ns = moved = copying_ns = updating_ns = 0
         for traces in steps:
-            capacities = [chunkable_nbytes(trace, free, most) for trace in traces]
             try:
                 plans = repeated_plans(
                     traces,
-                    capacities,
+                    [chunkable_nbytes(trace, free, most) for trace in traces],
                     self.policy,
                     dropped_after=self.updated,
                     static=static,
@@ -383,7 +460,7 @@ class Estimate:
                 )
             except BudgetError:
                 return None
-            script = estimate_script(traces, self.works, at_home, overlaps_update=self.overlaps_update)
+            script = estimate_script(traces, self.works, at_home, streamed, overlaps_update=self.overlaps_update)
             timeline = replay(script, plans, loads, self.machine)
             duration_ns += timeline.duration_ns if self.has_lanes else sum(timeline.busy_ns().values())
             critical = timeline.critical_ns()
@@ -392,16 +469,27 @@ class Estimate:
             loaded = (loads[index] for plan in plans for actions in plan.moments for index in actions.load)
             moved += sum(load.sent_nbytes + load.nbytes * (not load.is_here) for load in loaded)
             moved += sum(entry.nbytes for entry in script if isinstance(entry, Send))
+            moved += sum(sum(load.states_nbytes) - load.nbytes for load in loads if load.states_nbytes)
             moved += 2 * sum(trace.offloaded_nbytes for trace in traces)
         return StepCost(duration_ns, moved, copying_ns, updating_ns, max(len(steps), 1))
 
-    def loads(self, at_home: frozenset[int]) -> list[Load]:
+    def loads(self, at_home: frozenset[int], streamed: frozenset[int]) -> list[Load]:
         """What it takes to load each chunk.
 
         Args:
             at_home: Chunks that are at home on the device.
+            streamed: Chunks that are updated when they are loaded.
         """
-        return [Load(work.gradient_nbytes, work.sent_nbytes, index in at_home) for index, work in enumerate(self.works)]
+        found = []
+        for index, (work, nbytes) in enumerate(zip(self.works, self.nbytes, strict=True)):
+            states, num_tiles = tuple[int, ...](), 0
+            if index in streamed:  # what is in no parameter does not cross
+                summed = work.summed_nbytes if self.num_micro_batches > 1 else 0
+                lists, own = nbytes.state_nbytes - summed, work.own_numel / work.chunk_numel
+                ways = lists + (summed or work.gradient_nbytes), lists + work.gradient_nbytes
+                states, num_tiles = tuple(round(way * own) for way in ways), -(-work.own_numel // TILE_NUMEL)
+            found.append(Load(work.gradient_nbytes, work.sent_nbytes, index in at_home, states, num_tiles))
+        return found
 
     def _needs(self, at_home: frozenset[int], unusable_nbytes: int) -> list[tuple[int, frozenset[int]]]:
         """What the device must have room for; with several processes a chunk at home there needs a copy, too."""

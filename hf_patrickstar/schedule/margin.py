@@ -57,8 +57,7 @@ def needed_nbytes(
         for visit in trace.visits:
             in_use = frozenset() if is_update else frozenset({visit.chunk_index, *visit.pinned}) - kept
             chunks = sum(trace.chunk_nbytes[index] for index in in_use)
-            non_model = max(visit.non_model_nbytes, unusable_nbytes) + visit.gradient_nbytes
-            needs.append((non_model + chunks, in_use))
+            needs.append((max(visit.non_model_nbytes, unusable_nbytes) + visit.gradient_nbytes + chunks, in_use))
     return needs
 
 

@@ -172,12 +172,11 @@ def repeated_plans(
         plans.clear()
         for number, trace in enumerate(traces):
             dropped = dropped_after if number == last else frozenset()
-            before = {index: place - len(resident) for place, index in enumerate(resident)}
             plan = make_plan(
                 trace,
                 capacities[number],
                 chooser,
-                before,
+                {index: place - len(resident) for place, index in enumerate(resident)},
                 dropped_after=dropped,
                 static=static,
                 prefetch_depth=prefetch_depth,
@@ -266,8 +265,7 @@ class _Draft:
         demands = [moment for moment, load in enumerate(self.load) if load]
         issued = 0
         for place, demand in enumerate(demands):
-            earliest = max(issued, demands[place - depth] if place >= depth else 0)
-            moment = self._earliest(demand, earliest)
+            moment = self._earliest(demand, max(issued, demands[place - depth] if place >= depth else 0))
             if moment < demand:
                 self._move(demand, moment)
             issued = moment

@@ -58,11 +58,13 @@ class Homes:
         margin: Those of them that live in the margin, the first to move in first. Before a step is known they are
             those that the host has no room for.
         reasons: What was decided, a sentence each, by what it is about.
+        streamed: The chunks on the host that are updated on the device.
     """
 
     device: frozenset[int]
     margin: tuple[int, ...] = ()
     reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    streamed: frozenset[int] = frozenset()
 
     @property
     def kept(self) -> frozenset[int]:

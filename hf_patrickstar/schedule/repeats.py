@@ -190,8 +190,7 @@ class _Extension:
         self._stack = stack
         self._names = names
         self._parameters = _places(names, stack)
-        made = map(_num_made, notes)
-        self._num_made = list(itertools.accumulate(made, initial=0))  # before each note
+        self._num_made = list(itertools.accumulate(map(_num_made, notes), initial=0))  # before each note
         self._parsed = [self._parse(note, num) for note, num in zip(notes, self._num_made, strict=False)]
         self._loops: list[_Loop] = []
         self._find_loops(self._pairs_of_parameters())
@@ -306,8 +305,7 @@ class _Extension:
         notes = []
         for first, second, turn in self._unrolled(num_added):
             indices = _numbers_at(first.indices, second.indices, turn, num_added, [self._parameters])
-            storages = _numbers_at(first.storages, second.storages, turn, num_added, memory)
-            notes.append(first.joined(indices, storages))
+            notes.append(first.joined(indices, _numbers_at(first.storages, second.storages, turn, num_added, memory)))
         return tuple(notes), self._names_of(num_added)
 
     def _unrolled(self, num_added: int) -> Iterator[tuple[_Parsed, _Parsed, int]]:

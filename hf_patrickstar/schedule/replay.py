@@ -9,6 +9,8 @@ from hf_patrickstar.schedule import script
 from hf_patrickstar.schedule.clock import Clock, Lane, Mark, Timeline
 from hf_patrickstar.schedule.move_plan import MovePlan
 
+_LAUNCHES_PER_TILE = 14
+"""Copies of lists, and kernels, of a tile that is updated over the bus."""
 LOADS = "the update of a chunk that is loaded"
 LOADS_TOGETHER = "the update of a chunk that is gathered"
 WAITS_FOR_ARRIVAL = "the update of a chunk that is used"
@@ -200,6 +202,7 @@ class _Replay:
         self._last = collections.defaultdict[tuple[int, bool], Mark](Mark)  # the last copy of a chunk in a direction
         self._works = collections.defaultdict[int, Mark](Mark)  # the last work of the host's thread on a chunk's home
         self._arrivals: dict[int, Mark] = {}  # copies that were started ahead, and nobody has waited for
+        self._to_update = {index for index, load in enumerate(loads) if load.states_nbytes}  # when they are loaded
         self._leaving: Mark | None = None  # the copy of the activation that has left last
         self._left: dict[int, int] = {}  # bytes of activations that are on the host, by number
         self._back: dict[int, Mark] = {}  # copies of activations that come back ahead
@@ -237,7 +240,11 @@ class _Replay:
             load = self._loads[index]
             if load.sent_nbytes or index == visited:
                 self._clock.wait(self._works[index], LOADS_TOGETHER if load.sent_nbytes else LOADS)
-            end = self._send(index, load.nbytes, to_device=True, is_here=load.is_here)
+            if index in self._to_update:
+                end = self._update(index, load)
+            if load.sent_nbytes or index not in self._to_update:
+                end = self._send(index, load.nbytes, to_device=True, is_here=load.is_here)
+            self._to_update.discard(index)
             if load.sent_nbytes:
                 end = self._player.gather(load.sent_nbytes)
             elif index == visited:
@@ -276,6 +283,18 @@ class _Replay:
     def _carry(self, number: int, nbytes: int, *, to_device: bool) -> Mark:
         self._clock.follow(lane_of(to_device=to_device), self._clock.end_of(Lane.COMPUTE))
         return self._player.send(nbytes, f"activation {number}, {nbytes} bytes", to_device=to_device)
+
+    def _update(self, index: int, load: script.Load) -> Mark:
+        """States of a chunk come and leave at the same time, a tile at a time."""
+        clock, machine, ends = self._clock, self._player.machine, list[Mark]()
+        clock.host(load.num_tiles * _LAUNCHES_PER_TILE * machine.operator_ns, "launch updates over the bus")
+        clock.follow(Lane.TO_DEVICE, clock.end_of(Lane.COMPUTE))
+        clock.follow(Lane.TO_HOST, clock.end_of(Lane.TO_DEVICE))
+        for nbytes, to_device in zip(load.states_nbytes, (True, False), strict=True):
+            crossing = round(nbytes / machine.duplex_share)
+            ends.append(self._player.send(crossing, f"update chunk {index}, {nbytes} bytes", to_device=to_device))
+        self._works[index] = self._last[index, False] = max(ends)
+        return max(ends)
 
     def _work(self, work: script.ThreadWork) -> None:
         end = self._player.thread_work(work, [self._sent[number] for number in work.after])

@@ -9,6 +9,10 @@ import enum
 
 from hf_patrickstar.machine import Machine
 
+TILE_NUMEL = 2**22
+"""Elements that cross together for an update over the bus: about a millisecond of copies, so that nothing else that
+crosses waits for long."""
+
 
 class Part(enum.StrEnum):
     """A part of a step."""
@@ -207,8 +211,13 @@ class Load:
         nbytes: Bytes that this process has at home.
         sent_nbytes: Bytes that it sends to other processes, which gather the chunk; 0 with one process.
         is_here: Whether its home is the device: then nothing crosses the bus.
+        states_nbytes: What crosses to the device, and back, in place of its bytes when it is loaded first after the
+            optimizer's step, if the device updates it then; see [Note: updates over the bus].
+        num_tiles: How many pieces it crosses in then.
     """
 
     nbytes: int
     sent_nbytes: int = 0
     is_here: bool = False
+    states_nbytes: tuple[int, ...] = ()
+    num_tiles: int = 0

@@ -199,8 +199,7 @@ class _Translation:
                 case op_trace.LeaveBackward():
                     self._end()
         self._close_moment()
-        title = f"{self._kind}:{self._name}" if self._name else self._kind
-        key = trace_key(title, self._shapes)
+        key = trace_key(f"{self._kind}:{self._name}" if self._name else self._kind, self._shapes)
         trace = Trace(key, self._sizes, tuple(self._visits), (self._shapes,), tuple(self._forward_ends))
         leaving = self._leaving(trace.non_model_peak_nbytes)
         trace = dataclasses.replace(trace, activations=tuple(self._activations[storage] for storage in leaving))
@@ -387,8 +386,7 @@ class _Translation:
         (chunk, number), self._under_way = self._under_way, None
         self._leaving_nbytes = 0
         self._script.append(script.Join(number))
-        spec = self._chunks[chunk]
-        for index in spec.tensor_indices:
+        for index in self._chunks[chunk].tensor_indices:
             tensor, own_numel = self._tensors[index], self._own_numel[index]
             if own_numel and tensor.trainable:
                 self._send_home(tensor, None, own_numel * tensor.types.itemsize)
@@ -430,8 +428,7 @@ def kinds_of(num_micro_batches: int) -> Sequence[StepKind]:
     """The kinds of micro-batches that a step of so many has, each once."""
     if num_micro_batches == 1:
         return (StepKind.TRAINING,)
-    middle = (StepKind.MIDDLE,) if num_micro_batches > 2 else ()
-    return (StepKind.FIRST, *middle, StepKind.LAST)
+    return (StepKind.FIRST, *((StepKind.MIDDLE,) if num_micro_batches > 2 else ()), StepKind.LAST)
 
 
 def whole_step(ops: op_trace.OpTrace, places: Places, rules: StepRules, kinds: Iterable[StepKind]) -> Entries:
@@ -465,8 +462,7 @@ def _update(ops: op_trace.OpTrace, places: Places, rules: StepRules) -> Iterator
         for note in ops.notes
         if isinstance(note, (op_trace.Acquire, op_trace.Need, op_trace.LookedUp))
     )
-    order = dict.fromkeys(itertools.chain(visited, rules.updates))
-    for index in order:
+    for index in dict.fromkeys(itertools.chain(visited, rules.updates)):
         work = rules.updates.get(index)
         if work is None:
             continue

@@ -15,7 +15,7 @@ import math
 from collections.abc import Container, Iterable, Iterator, Sequence
 
 from hf_patrickstar.layout.packing import ChunkSpec
-from hf_patrickstar.layout.specs import TensorSpec
+from hf_patrickstar.layout.specs import GRADIENT, TensorSpec
 from hf_patrickstar.schedule import script
 from hf_patrickstar.schedule.bounds import ADAM_NBYTES, update_nbytes
 from hf_patrickstar.schedule.trace import Shapes, StepKind, Trace
@@ -38,6 +38,9 @@ class ChunkWork:
         dtype: The type that is computed in.
         may_move: Whether its home may move to the device margin.
         update_nbytes: See ``update_nbytes``, for an element.
+        summed_nbytes: Bytes of this process's gradients in an accumulation list.
+        chunk_numel: Elements of its chunk, with what is in no parameter.
+        optimizer_index: Which optimizer updates it.
     """
 
     matrix_numel: int
@@ -47,6 +50,9 @@ class ChunkWork:
     dtype: str
     may_move: bool = True
     update_nbytes: int = ADAM_NBYTES
+    summed_nbytes: int = 0
+    chunk_numel: int = 1
+    optimizer_index: int = 0
 
     @classmethod
     def of(cls, spec: ChunkSpec, tensors: Iterable[tuple[TensorSpec, int]], looked_up: Container[int]) -> "ChunkWork":
@@ -62,7 +68,9 @@ class ChunkWork:
         multiplied = sum(tensor.numel for tensor in moving if len(tensor.shape) > 1)
         own = sum(own_numel for _, own_numel in tensors) if spec.is_updated else 0
         nbytes = spec.chunk_numel * spec.types.itemsize
-        others = spec.trainable and len(moving) == len(tensors), update_nbytes(spec.types)
+        summed = spec.types.list_nbytes(GRADIENT, spec.chunk_numel)
+        may_move = spec.trainable and len(moving) == len(tensors)
+        others = may_move, update_nbytes(spec.types), summed, spec.chunk_numel, spec.optimizer_index
         return cls(multiplied, own, nbytes, spec.nbytes - nbytes, spec.types.param, *others)
 
 
@@ -99,7 +107,12 @@ def steps_of(traces: Iterable[Trace], num_micro_batches: int) -> list[list[Trace
 
 
 def estimate_script(
-    traces: Sequence[Trace], works: Sequence[ChunkWork], at_home: frozenset[int], *, overlaps_update: bool
+    traces: Sequence[Trace],
+    works: Sequence[ChunkWork],
+    at_home: frozenset[int],
+    streamed: frozenset[int] = frozenset(),
+    *,
+    overlaps_update: bool,
 ) -> list[script.Entry]:
     """The script of a step: the update of the last one, then forward and backward of every micro-batch.
 
@@ -107,6 +120,7 @@ def estimate_script(
         traces: What each micro-batch visits.
         works: What is done with each chunk, by chunk index.
         at_home: Chunks that are at home on the device, where they are updated.
+        streamed: Chunks that are updated when they are loaded.
         overlaps_update: Whether the host updates chunks beside what follows.
     """
     entries: list[script.Entry] = [script.Begin(script.Part.UPDATE)]
@@ -115,6 +129,8 @@ def estimate_script(
     looked_up = [index for index in elsewhere if not (works[index].may_move or index in at_home)]
     for index in (*looked_up, *(index for index in visited if works[index].own_numel)):
         work = works[index]
+        if index in streamed:
+            continue
         operator = script.HostWork("update", 0, work.update_nbytes * work.own_numel)
         if index in at_home:
             entries.append(script.DeviceOp("update", 0, ADAM_NBYTES * work.own_numel, "float32"))

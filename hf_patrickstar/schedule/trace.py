@@ -251,8 +251,7 @@ def common_trace(traces: Sequence[Trace]) -> Trace:
             chosen = chosen.merged(other)
             continue
         peak = other.offloading(0).non_model_peak_nbytes
-        gradients = max((visit.gradient_nbytes for visit in other.visits), default=0)
-        least = Visit(-1, (), peak, gradients)
+        least = Visit(-1, (), peak, max((visit.gradient_nbytes for visit in other.visits), default=0))
         chosen = dataclasses.replace(chosen, visits=tuple(visit.with_most_of(least) for visit in chosen.visits))
     return chosen
 

@@ -122,7 +122,6 @@ class Decisions(Arrangement):
         looked_up = self.looked_up(known.lookups, self.homes.device)
         own_numel = Places.of(self.choice.layout, resources.collectives.rank).own_numel
         own = [[(self.tensors[index], own_numel[index]) for index in spec.tensor_indices] for spec in chunks]
-        runs_beside = config.overlap_optimizer and all(kernel.runs_beside for kernel in kernels)
         return Estimate(
             traces=[*known.traces.values()],
             num_micro_batches=situation.num_micro_batches,
@@ -133,15 +132,20 @@ class Decisions(Arrangement):
             host_nbytes=resources.ledger.limit(Tier.HOST),
             device_nbytes=resources.ledger.limit(Tier.DEVICE, cautious=False),
             chunk_nbytes=resources.ledger.chunk_budget,
-            workspace_nbytes=self.device_workspace_nbytes + self.staging_nbytes(resources.collectives),
+            workspace_nbytes=self.device_workspace_nbytes
+            + self.staging_nbytes(resources.collectives)
+            + self.slots_nbytes * (config.updates == "device"),
             host_workspace_nbytes=self.workspace_nbytes,
             prefetch_depth=self.prefetch_depth,
             policy=config.eviction,
             machine=resources.machine,
             has_lanes=has_lanes,
-            overlaps_update=has_lanes and runs_beside,
+            overlaps_update=has_lanes and config.overlap_optimizer and all(kernel.runs_beside for kernel in kernels),
             offload=config.activation_offload,
             moves_homes=situation.can_move_homes,
+            updates=config.updates,
+            streaming=frozenset(number for number, kernel in enumerate(kernels) if kernel.can_stream),
+            slots_nbytes=self.slots_nbytes,
         )
 
     def looked_up(self, lookups: Mapping[int, str], homed: Container[int]) -> list[int]:

@@ -122,6 +122,7 @@ class Arrangement:
         homes: The tier where each chunk has its home.
         workspace_nbytes: Bytes of scratch space that the optimizer needs on the host, where it updates chunks there.
         device_workspace_nbytes: Bytes of it that it needs on the device: none for gradients that are wide.
+        slots_nbytes: Bytes of the device that it needs for updates over the bus.
     """
 
     choice: ChunkSizeChoice
@@ -130,6 +131,7 @@ class Arrangement:
     homes: Homes
     workspace_nbytes: int
     device_workspace_nbytes: int
+    slots_nbytes: int
 
     def at_home_nbytes(self, tier: Tier) -> int:
         """Bytes of the chunks that have their home on a tier."""
@@ -172,8 +174,7 @@ class Arranger:
     @functools.cached_property
     def _total_nbytes(self) -> int:
         """Bytes of all lists of this process."""
-        specs = self.numbers.tensors
-        sizes = ((spec, align(spec.numel, spec.types.alignment_numel)) for spec in specs)
+        sizes = ((spec, align(spec.numel, spec.types.alignment_numel)) for spec in self.numbers.tensors)
         total = sum(numel * spec.types.itemsize + states_nbytes(spec, self.lists, numel) for spec, numel in sizes)
         return -(-total // self.situation.resources.collectives.world_size)
 
@@ -232,13 +233,18 @@ class Arranger:
         nbytes = chunk_bytes(choice.layout.chunks, self.lists, resources.pool, embeddings)
         workspace = _workspace_nbytes(self.situation, choice, Tier.HOST)
         device_workspace = _workspace_nbytes(self.situation, choice, Tier.DEVICE)
+        slots = 0
+        for number, kernel in enumerate(self.situation.kernels):
+            own = (spec for spec in choice.layout.chunks if spec.is_updated and spec.optimizer_index == number)
+            slots += kernel.slots_nbytes(own)
+        on_device = device_workspace + slots * (config.updates == "device")
         host, for_homes = ledger.limit(Tier.HOST), room.for_homes
         if not resources.is_metered:
             for_homes = min(for_homes, max(room.whole - host, 0))  # both tiers are the same memory
         needs, gathered = _needs(choice, self.numbers.modules, nbytes, is_alone), choice.working_set_nbytes
-        tiers, keeps_off = Tiers(host, for_homes, needs, workspace, device_workspace), config.debug_evict_all
+        tiers, keeps_off = Tiers(host, for_homes, needs, workspace, on_device), config.debug_evict_all
         homes = plan_homes(nbytes, tiers, room.share, 0 if is_alone else gathered, keeps_off=keeps_off)
-        return Arrangement(choice, embeddings, nbytes, homes, workspace, device_workspace)
+        return Arrangement(choice, embeddings, nbytes, homes, workspace, device_workspace, slots)
 
     def _choose_embeddings(self, setting: bool | Literal["auto"], *, everything_fits: bool) -> EmbeddingChoice:
         world_size = self.situation.resources.collectives.world_size
@@ -248,8 +254,7 @@ class Arranger:
                     f"cpu_embedding=true: with {world_size} processes each has a part of the parameters at home, not "
                     "all rows of an embedding; use 'auto' or false"
                 )
-            reason = f"cpu_embedding={setting}: off, embeddings are gathered with the other parameters"
-            return EmbeddingChoice(reason)
+            return EmbeddingChoice(f"cpu_embedding={setting}: off, embeddings are gathered with the other parameters")
         return choose_embeddings(self.numbers.tensors, self.numbers.embeddings, setting, everything_fits)
 
     def _choose_layout(self, apart: frozenset[int], limit: int, everything_fits: bool) -> ChunkSizeChoice:
@@ -317,8 +322,7 @@ def lists_of(spec: TensorSpec | ChunkSpec, lists: Mapping[int, tuple[str, ...]])
         spec: The parameter or chunk.
         lists: The lists of chunks by the index of their optimizer; -1 means no optimizer, -2 frozen parameters.
     """
-    is_updated = spec.trainable and spec.optimizer_index >= 0
-    if not is_updated and not spec.types.is_mixed:
+    if not (spec.trainable and spec.optimizer_index >= 0) and not spec.types.is_mixed:
         return ()  # a value is its own master
     return tuple(filter(spec.types.has_list, lists[spec.optimizer_index if spec.trainable else FROZEN]))
 

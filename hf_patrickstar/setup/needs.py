@@ -148,8 +148,7 @@ def describe_least(numbers: ModelNumbers, situation: Situation, traces_on: Trace
         """What a step takes on the device, if need be with activations that leave it; see ``Estimate.fullest``."""
         device, chunks, host = {**there, **budgets}.values()
         ledger = Ledger({Tier.DEVICE: device, Tier.HOST: host}, chunk_budget=chunks)
-        resources = dataclasses.replace(situation.resources, ledger=ledger)
-        other = dataclasses.replace(situation, resources=resources)
+        other = dataclasses.replace(situation, resources=dataclasses.replace(situation.resources, ledger=ledger))
         try:
             decided = decide_for(numbers, other, agree=lambda limits: limits)
         except BudgetError:

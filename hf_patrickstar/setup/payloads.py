@@ -14,7 +14,7 @@ from hf_patrickstar.runtime.chunk import Chunk, torch_dtype
 from hf_patrickstar.runtime.parameter import ManagedParameter
 from hf_patrickstar.schedule.placement import ChunkBytes
 from hf_patrickstar.setup.decisions import Decisions
-from hf_patrickstar.setup.homes import chunk_bytes, lists_of, widened_by
+from hf_patrickstar.setup.homes import chunk_bytes, lists_of
 
 
 class Payloads:
@@ -74,13 +74,16 @@ class Payloads:
         """
         chunk, allocate = Chunk(spec, home, self._rank), functools.partial(self._pool.allocate, home)
         numel, moves = spec.chunk_numel, home is Tier.HOST and not spec.on_host
-        kind = torch_dtype(spec.types.param)
+        kind, setting = torch_dtype(spec.types.param), self._decisions.situation.config.updates
+        chunk.is_streamed = setting == "device" and moves and spec.is_updated
+        chunk.is_streamed = chunk.is_streamed and self._kernels[spec.optimizer_index].can_stream
         chunk.param = allocate(numel, kind, "param", pinned=moves, zero=True, locks_later=locks_later)
         try:
             for name in lists_of(spec, self._decisions.lists):
                 dtype, block_numel = spec.types.of_list(name)
                 lists = chunk.lists if name == MASTER else chunk.lists.fresh
-                lists[name] = allocate(-(-numel // block_numel), torch_dtype(dtype), name, zero=True)
+                shape = -(-numel // block_numel), torch_dtype(dtype)
+                lists[name] = allocate(*shape, name, pinned=chunk.is_streamed, zero=True, locks_later=locks_later)
         except PatrickStarError:
             chunk.give_back(self._pool)
             raise
@@ -101,8 +104,7 @@ class Payloads:
 
     def nbytes_of(self, specs: Iterable[ChunkSpec]) -> list[ChunkBytes]:
         """The bytes of chunks over all lists."""
-        decisions = self._decisions
-        return chunk_bytes(specs, decisions.lists, self._pool, decisions.embeddings)
+        return chunk_bytes(specs, self._decisions.lists, self._pool, self._decisions.embeddings)
 
     def reserve(self, chunks: Sequence[Chunk], *also: Tier) -> None:
         """Lets the kernels allocate their workspace, if chunks have 16-bit parameters.
@@ -114,9 +116,9 @@ class Payloads:
         Raises:
             BudgetError: If there is no room.
         """
-        widens = self._decisions.situation.widens_gradients
         for number, kernel in enumerate(self._kernels):
-            kernel.reserve([chunk for chunk in chunks if widened_by(chunk.spec, number)], *also, widens=widens)
+            own = [chunk for chunk in chunks if chunk.is_updated and chunk.spec.optimizer_index == number]
+            kernel.reserve(own, *also, widens=self._decisions.situation.widens_gradients)
 
     def reserve_anew(self, chunks: Sequence[Chunk]) -> None:
         """Frees the workspace of the kernels, and allocates it again for these chunks; see ``reserve``.
@@ -125,8 +127,7 @@ class Payloads:
         """
         for chunk in chunks:
             chunk.wait_for_update()  # on the device it uses the workspace
-        tiers = {tier for kernel in self._kernels for tier in kernel.release()}
-        self.reserve(chunks, *tiers)
+        self.reserve(chunks, *{tier for kernel in self._kernels for tier in kernel.release()})
 
     @property
     def splits_tensors(self) -> bool:

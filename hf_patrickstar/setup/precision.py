@@ -106,8 +106,8 @@ class Precision:
             return Types(_name(own), _name(own))
         if self.asked in (None, torch.float32) or is_wide or (own is torch.float32 and self.is_narrow):
             return FP32
-        is_exact = own is self.asked and not trainable  # nothing was rounded, nothing will be updated
-        return Types(_name(self.asked), _name(own) if is_exact else "float32")
+        # A master of its own type: nothing was rounded, nothing will be updated.
+        return Types(_name(self.asked), _name(own) if own is self.asked and not trainable else "float32")
 
     def _find_wide(
         self, model: torch.nn.Module, specs: Sequence[TensorSpec], parameters: Sequence[torch.nn.Parameter]

@@ -105,8 +105,7 @@ class Resources:
         if callable(process_group):
             collectives = process_group(found, counts, config.reduce_dtype)
         else:
-            wait_s = config.process_wait_s
-            collectives = Collectives.connect(process_group, found, wait_s, counts, config.reduce_dtype)
+            collectives = Collectives.connect(process_group, found, config.process_wait_s, counts, config.reduce_dtype)
         budgets = resolve_budgets(found, config.device_budget, config.host_budget, collectives.local_world_size)
         streams.hold_at_most(budgets[Tier.DEVICE] // SHARE_IN_FLIGHT)
         meter: Meter
@@ -139,8 +138,7 @@ def _choose_machine(config: PatrickStarConfig, device: torch.device, collectives
 
 
 def _part(machine: Machine, collectives: Collectives) -> Machine:
-    is_part = machine.num_devices >= collectives.world_size
-    return machine if is_part else machine.shared_by(collectives.world_size)
+    return machine if machine.num_devices >= collectives.world_size else machine.shared_by(collectives.world_size)
 
 
 def _find_machine(device: torch.device, collectives: Collectives) -> Machine:

@@ -129,8 +129,7 @@ def grouped_result(
     dtype = out_dtype or first.dtype
     step = _ALIGNED_NBYTES // dtype.itemsize
     padded = -(-columns // step) * step
-    strides = [rows * padded, padded, 1]
-    return first.new_empty_strided(shape, strides[-len(shape) :], dtype=dtype)
+    return first.new_empty_strided(shape, [rows * padded, padded, 1][-len(shape) :], dtype=dtype)
 
 
 def _view(func: Any, args: _Arguments, kwargs: _Named) -> Any:
@@ -144,11 +143,7 @@ def _view(func: Any, args: _Arguments, kwargs: _Named) -> Any:
     return FakeTensor(mode, result, tensor.fake_device)
 
 
-def _overloads(*packets: Any) -> list[Any]:
-    return [getattr(packet, name) for packet in packets for name in packet.overloads()]
-
-
-_CHANGES = _overloads(
+_CHANGES = (
     *(_aten.copy_, _aten.fill_, _aten.zero_, _aten.uniform_, _aten.normal_, _aten._foreach_copy_),
     *(_aten._foreach_mul_, _aten._foreach_add_, _aten._fused_adamw_, _aten._fused_adam_),
 )
@@ -158,7 +153,7 @@ _VIEWS = (
     *(_aten.unsqueeze.default, _aten._unsafe_view.default),
 )
 _ANSWERS: dict[Any, Callable[[Any, _Arguments, _Named], Any]] = {
-    **dict.fromkeys(_CHANGES, _changed),
+    **{getattr(packet, name): _changed for packet in _CHANGES for name in packet.overloads()},
     **dict.fromkeys(_VIEWS, _view),
     ASKS_VALUE: _plausible,
     GROUPED.default: _grouped,

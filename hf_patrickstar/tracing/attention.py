@@ -33,21 +33,18 @@ def masks_of_batches(*, has_padding: bool, is_packed: bool) -> Iterator[None]:
     }
     with contextlib.ExitStack() as stack:
         if not is_packed and hasattr(masking_utils, "find_packed_sequence_indices"):
-            find = _finding_none(masking_utils.find_packed_sequence_indices)
-            stack.enter_context(mock.patch.object(masking_utils, "find_packed_sequence_indices", find))
+            find = masking_utils.find_packed_sequence_indices
+
+            def find_none(position_ids: Any) -> Any:
+                found = find(position_ids)  # what it computes with takes memory for a moment
+                return None if isinstance(position_ids, FakeTensor) else found
+
+            stack.enter_context(mock.patch.object(masking_utils, "find_packed_sequence_indices", find_none))
         for name, are_all in () if has_padding else that_look.items():
             look = getattr(masking_utils, name, None)
             if look is not None:
                 stack.enter_context(mock.patch.object(masking_utils, name, _without_padding(look, are_all)))
         yield
-
-
-def _finding_none(find: Any) -> Any:
-    def finds(position_ids: Any) -> Any:
-        found = find(position_ids)  # what it computes with takes memory for a moment
-        return None if isinstance(position_ids, FakeTensor) else found
-
-    return finds
 
 
 def _without_padding(look: Any, are_all: Any) -> Any:

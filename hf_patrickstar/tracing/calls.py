@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -43,9 +44,8 @@ class Operand:
     def make(self, device: torch.device) -> torch.Tensor:
         """A tensor with bytes: numbers between 0 and 1, or zeros that are valid as places."""
         make = torch.rand if self.dtype.is_floating_point else torch.zeros
-        return make(self.nbytes // self.dtype.itemsize, dtype=self.dtype, device=device).as_strided(
-            self.shape, self.stride
-        )
+        memory = make(self.nbytes // self.dtype.itemsize, dtype=self.dtype, device=device)
+        return memory.as_strided(self.shape, self.stride)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,9 +77,7 @@ class OperatorCall:
         Raises:
             Exception: What an operator raises that does not take such values.
         """
-        found: Any = operator
-        if found is None:
-            found = functools.reduce(getattr, self.name.split("."), torch.ops)
+        found: Any = operator or attrgetter(self.name)(torch.ops)
         args, kwargs = tree_map_only(Operand, lambda operand: operand.make(device), (self.args, self.kwargs))
         if found._overloadpacket is _aten._grouped_mm:  # its groups end at these rows
             rows, ends = args[0].shape[0], args[2]

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import sys
-import types
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -84,10 +84,9 @@ def _attention(operator: Any, args: Any, kwargs: dict[str, Any]) -> int:
     is_backward = operator._schema.name.endswith("_backward")
     flops = sdpa_backward_flop_count(args[0].shape, *shapes) if is_backward else sdpa_flop_count(*shapes)
     num_queries, num_keys = query[-2], key[-2]
-    num_pairs = num_queries * num_keys
     if given.get("is_causal"):
         first = min(num_queries, num_keys)
-        flops = flops * (first * (first + 1) // 2 + (num_queries - first) * num_keys) // num_pairs
+        flops = flops * (first * (first + 1) // 2 + (num_queries - first) * num_keys) // (num_queries * num_keys)
     return int(flops)
 
 
@@ -160,8 +159,7 @@ def _costs_nothing(operator: Any) -> bool:
 @functools.cache
 def writes_over(operator: Any) -> bool:
     """Whether an operator does not read what it writes to."""
-    is_out = any(argument.is_out for argument in operator._schema.arguments)
-    return is_out or operator._overloadpacket in _WRITES_OVER
+    return operator._overloadpacket in _WRITES_OVER or any(each.is_out for each in operator._schema.arguments)
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -174,10 +172,8 @@ def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _dtype_of(tensors: Iterable[torch.Tensor]) -> str:
-    for tensor in tensors:
-        if tensor.is_floating_point():
-            return str(tensor.dtype).removeprefix("torch.")
-    return "float32"
+    found = (tensor.dtype for tensor in tensors if tensor.is_floating_point())
+    return str(next(found, torch.float32)).removeprefix("torch.")
 
 
 # Operands
@@ -191,10 +187,8 @@ def written_operands(operator: Any, args: Sequence[Any], kwargs: dict[str, Any])
         args: Its positional arguments.
         kwargs: Its named arguments.
     """
-    found: list[torch.Tensor] = []
-    for place, name in _written_places(operator):
-        found += tensors_among(args[place] if place < len(args) else kwargs.get(name))
-    return found
+    places = _written_places(operator)
+    return tensors_among([args[place] if place < len(args) else kwargs.get(name) for place, name in places])
 
 
 def read_operands(written: Sequence[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -362,9 +356,8 @@ class Charges:
             for tensor in tensors_among(result):
                 self.put(tensor, Tier.HOST)
         else:
-            place = caller() if packet in _ASKS else ""
             measured = None if self._times is None else self._times.find_ns(operator, args, kwargs)
-            yield DeviceOp(name, *cost, place, measured)
+            yield DeviceOp(name, *cost, caller() if packet in _ASKS else "", measured)
 
     def _is_lookup(self, packet: Any, args: Any) -> bool:
         """Whether an embedding reads rows, or adds to them, where its weight is at home; see ``hooks``."""
@@ -402,10 +395,8 @@ def _copy(tensors: Iterable[torch.Tensor], target: Tier, is_pinned: bool) -> Blo
 
 def caller() -> str:
     """Where in the program the host stops: the function of the package, or of the user, that asked."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         name = frame.f_globals.get("__name__", "")
         if name not in _HERE and not name.startswith(("torch.", "contextlib")):
             return f"{name}.{frame.f_code.co_name}"
-        frame = frame.f_back
     return "?"

@@ -19,7 +19,7 @@ import functools
 import logging
 import sys
 import time
-import types
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -134,9 +134,8 @@ class StepEstimator:
         known, outdated = self._manager.steps.known, self._manager.steps.outdated_by(traces)
         earlier = {key: made for key, made in known.traces.items() if key not in outdated}
         self._kept.update({made.key: made for made in traces})
-        of_all = {**earlier, **self._kept}
         lookups = {**known.lookups, **self._manager.evictor.lookups}
-        keep_traces(KnownTraces(known.key, of_all, lookups, is_padded))
+        keep_traces(KnownTraces(known.key, {**earlier, **self._kept}, lookups, is_padded))
 
     def _beside_nbytes(self, ops: OpTrace) -> int:
         """What is on an accelerator beside a step: memory of others that is there, and of libraries that will be."""
@@ -153,8 +152,7 @@ class StepEstimator:
         by_name = {tensor.spec.name: tensor for tensor in self._manager.tensors}
         cpu = torch.device("cpu")
 
-        def make_model() -> torch.nn.Module:
-            return copy_without_bytes(self._model, device=cpu)  # type: ignore[no-any-return]
+        make_model = functools.partial(copy_without_bytes, self._model, device=cpu)
 
         def make_inputs() -> Mapping[str, Any]:
             inputs = call.args, call.kwargs
@@ -177,11 +175,8 @@ class StepEstimator:
 
         config, num = {"chunked_loss": has_chunked_loss(self._model)}, self._rules.num_micro_batches
         what = MicroBatch(make_model, make_inputs, compute_loss, config, num, call.is_training, prepare)
-        looked_up = [
-            tensor.spec.name
-            for tensor in self._manager.tensors
-            if tensor.is_cpu_embedding and not has_hooks_of_user(tensor.parameter, tensor.spec.trainable)
-        ]
+        found = [tensor for tensor in self._manager.tensors if tensor.is_cpu_embedding]
+        looked_up = [it.spec.name for it in found if not has_hooks_of_user(it.parameter, it.spec.trainable)]
         masks = masks_of_batches(has_padding=call.has_padding, is_packed="position_ids" in call.kwargs)
         is_apart = self._device.type != "cpu"
         limit = _time_limit(is_first=self._rank == 0)
@@ -193,11 +188,9 @@ class StepEstimator:
 
     def _note_question(self) -> None:
         """Somebody asks for a value: the user's code may do anything with it, code of libraries goes on as usual."""
-        frame: types.FrameType | None = sys._getframe(1)
-        while frame is not None:
+        for frame, _ in traceback.walk_stack(sys._getframe(1)):
             origin = str(frame.f_globals.get("__name__", "")).partition(".")[0]
             if origin in ("torch", _PACKAGE):
-                frame = frame.f_back
                 continue
             if origin not in OTHERS_CODE:
                 raise TraceError(

@@ -98,10 +98,9 @@ def copy_without_bytes(
     for model in value if isinstance(value, tuple) else (value,):
         if isinstance(model, torch.nn.Module):
             copier.names |= {id(module): name or "the model" for name, module in model.named_modules()}
-    if shapes:
-        tensors = list(tensors_in(value))
-        for place, shape in shapes.items():
-            copier.make_tensor(tensors[place], shape)
+    tensors = list(tensors_in(value)) if shapes else []
+    for place, shape in (shapes or {}).items():
+        copier.make_tensor(tensors[place], shape)
     with reported("the model" if isinstance(value, torch.nn.Module) else "an input of the model"):
         return copier.copy(value)
 
@@ -285,19 +284,19 @@ class Copier:
             made.__class__ = packed_type(FakeTensor, type(tensor).__name__)
         self._remember(tensor, made)
         if not isinstance(tensor, FakeTensor):  # whose attributes are those of fake tensors
-            made.__dict__.update(
-                (name, self.copy(found)) for name, found in vars(tensor).items() if name not in ("_live", "recipe")
-            )
+            own = {name: value for name, value in vars(tensor).items() if name not in ("_live", "recipe")}
+            made.__dict__.update((name, self.copy(value)) for name, value in own.items())
         if needs_grad:
             for name in _HOOKS_OF_TENSORS:
-                hooks = self._hooks(getattr(tensor, name) or {})
+                hooks = self._hooks(name, getattr(tensor, name) or {})
                 if hooks:
                     setattr(made, name, hooks)
         return made  # type: ignore[no-any-return]
 
-    def _hooks(self, hooks: Mapping[int, Any]) -> "OrderedDict[int, Any]":
-        """Those hooks that the copy has, too."""
-        return OrderedDict((key, self.copy(hook)) for key, hook in hooks.items() if is_of_library(hook))
+    def _hooks(self, name: str, hooks: Mapping[int, Any]) -> "OrderedDict[int, Any]":
+        """Those hooks of an attribute that the copy has, too."""
+        kept = {} if name in _OTHER_HOOKS else {key: hook for key, hook in hooks.items() if is_of_library(hook)}
+        return OrderedDict((key, self.copy(hook)) for key, hook in kept.items())
 
     # Modules
 
@@ -323,12 +322,8 @@ class Copier:
             if _is_ours(attribute, value):
                 continue
             with reported(f"attribute '{attribute}' of {name} ({type(module).__name__})"):
-                if attribute in HOOKS:
-                    found[attribute] = self._hooks(value)
-                elif attribute in _OTHER_HOOKS:
-                    found[attribute] = OrderedDict()
-                else:
-                    found[attribute] = self.copy(value)
+                is_hooks = attribute in (*HOOKS, *_OTHER_HOOKS)
+                found[attribute] = self._hooks(attribute, value) if is_hooks else self.copy(value)
         return found
 
     def _module_by_own_method(self, module: torch.nn.Module) -> Any:
@@ -336,10 +331,8 @@ class Copier:
         for name, value in vars(module).items():
             if _is_ours(name, value):
                 self._remember(value, None)
-            elif name in HOOKS:
-                self._remember(value, self._hooks(value))
-            elif name in _OTHER_HOOKS:
-                self._remember(value, OrderedDict())
+            elif name in (*HOOKS, *_OTHER_HOOKS):
+                self._remember(value, self._hooks(name, value))
         for tensor in (*module.parameters(), *module.buffers()):
             self.copy(tensor)
         return self._by_own_method(module, type(module).__deepcopy__)  # type: ignore[attr-defined]
@@ -418,11 +411,8 @@ class Copier:
         if code is not None and is_of_user(origin):
             variables = code.namespace(variables)
         copied = self._led_to_model if origin in OTHERS_CODE else self.copy
-        new = {
-            name: cell
-            for name, cell in zip(function.__code__.co_freevars, cells, strict=True)
-            if id(cell) not in self._memo
-        }
+        named = zip(function.__code__.co_freevars, cells, strict=True)
+        new = {name: cell for name, cell in named if id(cell) not in self._memo}
         own = tuple(self._memo.get(id(cell)) or self._remember(cell, types.CellType()) for cell in cells)
         made: Any = types.FunctionType(function.__code__, variables, function.__name__, None, own)
         self._remember(function, made)
@@ -471,8 +461,7 @@ class Copier:
 _MAKERS: dict[type, Callable[[Copier, Any], Any]] = {
     tuple: Copier._tuple,
     weakref.ReferenceType: Copier._reference,
-    weakref.ProxyType: Copier._proxy,
-    weakref.CallableProxyType: Copier._proxy,
+    **dict.fromkeys((weakref.ProxyType, weakref.CallableProxyType), Copier._proxy),
     torch.Generator: lambda _, value: value.clone_state(),
     types.BuiltinFunctionType: Copier._builtin,
     types.MethodType: lambda to, value: types.MethodType(to.copy(value.__func__), to.copy(value.__self__)),

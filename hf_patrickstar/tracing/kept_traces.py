@@ -63,13 +63,12 @@ def read(kind: str, key: str) -> bytes | None:
     Returns:
         Its bytes, or ``None`` if there is none that can be read.
     """
-    try:
+    with contextlib.suppress(OSError):
         path = directory(kind) / key
         found = path.read_bytes()
         os.utime(path)  # the files that are used stay longest
-    except OSError:
-        return None
-    return found
+        return found
+    return None
 
 
 def write(kind: str, key: str, values: bytes) -> None:
@@ -120,17 +119,13 @@ def digest(parts: Iterable[object]) -> str:
 def _versions() -> tuple[object, ...]:
     """The versions of what a plan is made with; of this package also its code, which people change in place."""
     root = pathlib.Path(__file__).parent
-    code = [(str(path.relative_to(root)), _stamp(path)) for path in sorted(root.rglob("*.py"))]
+    stats = [(str(path.relative_to(root)), path.stat()) for path in sorted(root.rglob("*.py"))]
+    code = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     others = []
     for name in ("torch", "transformers", "accelerate", "peft", "bitsandbytes"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             others.append((name, importlib.metadata.version(name)))
     return __version__, *others, tuple(code)
-
-
-def _stamp(path: pathlib.Path) -> tuple[int, int]:
-    stat = path.stat()
-    return stat.st_size, stat.st_mtime_ns
 
 
 def find_traces(model: "torch.nn.Module", decisions: "Decisions") -> KnownTraces:
@@ -215,12 +210,8 @@ def _dropped(module: "torch.nn.Module") -> float | None:
 def _computed(value: Any) -> Any:
     """Fields of a configuration, and of those inside of it, that say what is computed."""
     if isinstance(value, dict):
-        fields = {str(name): inner for name, inner in value.items()}
-        return {
-            name: _computed(inner)
-            for name, inner in fields.items()
-            if name not in _NOT_COMPUTED and not name.endswith("_token_id")
-        }
+        names = [name for name in value if name not in _NOT_COMPUTED and not str(name).endswith("_token_id")]
+        return {str(name): _computed(value[name]) for name in names}
     return [_computed(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 

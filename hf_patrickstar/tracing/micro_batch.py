@@ -32,8 +32,7 @@ LEAST_BLOCKS = 12
 """With fewer blocks a model runs in full as fast as it is cut and extended."""
 _MOST_KINDS = 8
 """How many modules a block may be, at most."""
-_Facts = tuple[Any, ...]
-_Numbers = tuple[int, ...]
+_Look = tuple[tuple[Any, ...], tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -254,7 +253,7 @@ def _stack_of(path: str, modules: Sequence[torch.nn.Module]) -> Stack | None:
     return None
 
 
-def _look_at(module: torch.nn.Module) -> tuple[_Facts, _Numbers]:
+def _look_at(module: torch.nn.Module) -> _Look:
     """What decides what a block does, as far as it shows, and whole numbers that may be its number."""
     facts: list[Any] = []
     numbers: list[int] = []
@@ -276,7 +275,7 @@ def _shapes_of(tensors: Iterable[tuple[str, torch.Tensor | None]]) -> tuple[Any,
     )
 
 
-def _are_alike(one: tuple[_Facts, _Numbers], other: tuple[_Facts, _Numbers], distance: int) -> bool:
+def _are_alike(one: _Look, other: _Look, distance: int) -> bool:
     """Whether two blocks are alike; their own numbers differ by their distance."""
     steps: Iterator[int] = (after - before for before, after in zip(one[1], other[1], strict=False))
     return one[0] == other[0] and all(step in (0, distance) for step in steps)

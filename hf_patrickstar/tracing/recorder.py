@@ -148,8 +148,7 @@ class Recorder(AnsweringMode):
         """An outermost forward begins."""
         if self._is_evaluation and call.is_training:
             self.notes.is_odd = True
-        is_inner = not (call.is_training or self._is_evaluation)
-        self.notes.enter_forward(shapes, present, is_inner=is_inner)
+        self.notes.enter_forward(shapes, present, is_inner=not (call.is_training or self._is_evaluation))
 
     def after_forward(self, frame: Frame, *, has_failed: bool) -> None:
         """It has ended."""

@@ -10,8 +10,6 @@ values) is charged by the rates.
 """
 
 import logging
-import statistics
-import time
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ from hf_patrickstar.memory.compute_device import find_device, is_accelerator
 from hf_patrickstar.memory.streams import seconds_of
 from hf_patrickstar.memory.tiers import available_host_nbytes
 from hf_patrickstar.optim.threads import in_threads
-from hf_patrickstar.report.measure import SWEPT_NBYTES
+from hf_patrickstar.report.measure import SWEPT_NBYTES, median_of
 from hf_patrickstar.tracing.calls import Operand, OperatorCall, as_they_are
 from hf_patrickstar.tracing.contention import CompetingProcesses
 
@@ -52,8 +50,7 @@ class OperatorTimes:
         self._num_threads = num_threads
         num = 0 if is_accelerator(self._device) else num_competing
         self._competing = CompetingProcesses(num, num_threads or torch.get_num_threads())
-        share = available_host_nbytes() // (_PART_OF_MEMORY * (num + 1))
-        self._most_nbytes = share if most_nbytes is None else most_nbytes
+        self._most_nbytes = most_nbytes or available_host_nbytes() // (_PART_OF_MEMORY * (num + 1))
         self._known: dict[str, int | None] = {}
         with _disable_current_modes():
             others = torch.zeros(SWEPT_NBYTES // torch.float32.itemsize, device=self._device)
@@ -96,7 +93,4 @@ class OperatorTimes:
         """Seconds of work, after it was done once."""
         with in_threads(self._num_threads):
             work()
-            since, found = time.perf_counter(), list[float]()
-            while len(found) < _REPETITIONS and (not found or time.perf_counter() - since < _MOST_SECONDS):
-                found.append(seconds_of(self._device, work, self._forget))
-            return statistics.median(found)
+            return median_of(lambda: seconds_of(self._device, work, self._forget), _REPETITIONS, _MOST_SECONDS)

@@ -56,8 +56,7 @@ def unobserved() -> Iterator[None]:
     """
     if peek_interpreter_stack() is not None:
         raise TraceError("a model cannot be traced inside of torch.func (grad, vmap); trace it outside")
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(TRACE_LOCK)
+    with TRACE_LOCK, contextlib.ExitStack() as stack:
         for hide in (
             *(_quiet_warnings, _quiet_logs, _quiet_streams, _no_files, _without_modes, _without_saved_tensors_hooks),
             *(_without_global_hooks, _no_hooks_of_tensors, _same_random_numbers, _same_settings, _same_environment),
@@ -227,11 +226,9 @@ def _same_environment(stack: contextlib.ExitStack) -> None:
     before = dict(os.environ)
 
     def restore() -> None:
-        for name in {*before, *os.environ}:
-            if name not in before:
-                del os.environ[name]
-            elif os.environ.get(name) != before[name]:
-                os.environ[name] = before[name]
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before.items() - os.environ.items())
 
     stack.callback(restore)
 
@@ -257,10 +254,7 @@ _SETTINGS: tuple[tuple[Callable[[], tuple[Any, ...]], Callable[..., Any]], ...] 
     (lambda: (torch.get_float32_matmul_precision(),), torch.set_float32_matmul_precision),
     (lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()), torch.autograd.set_detect_anomaly),
     (lambda: (torch.get_deterministic_debug_mode(),), torch.set_deterministic_debug_mode),
-    (
-        lambda: (_CUDNN.enabled, _CUDNN.benchmark, _CUDNN.deterministic),
-        lambda enabled, benchmark, deterministic: _CUDNN.set_flags(enabled, benchmark, None, deterministic),
-    ),
+    (lambda: (_CUDNN.enabled, _CUDNN.benchmark, None, _CUDNN.deterministic), _CUDNN.set_flags),
     (lambda: (torch.get_num_threads(),), torch.set_num_threads),
 )
 """Functions that return settings, and functions that set them."""

@@ -32,8 +32,7 @@ _OWN = "its own"
 def own_variables() -> Iterator[None]:
     """Inside, copies run with variables of their own; see [Note: what is kept]."""
     with contextlib.ExitStack() as changes:
-        own = own_code.set(OwnCode(changes))
-        changes.callback(own_code.reset, own)
+        changes.callback(own_code.reset, own_code.set(OwnCode(changes)))
         yield
 
 

@@ -69,6 +69,7 @@ def train_with(rank, name, kind, dtype, config):
         ("llama", "adamw", torch.float32, CONFIGS[0]),
         ("gpt2", "adamw", torch.bfloat16, {}),
         ("gpt2", "lion", torch.float32, CONFIGS[1]),
+        ("gpt2", "adamw", torch.bfloat16, {"updates": "device", "placement": "host", "chunk_budget": 2_000_000}),
     ],
 )
 def test_the_bits_are_those_of_one_process(pair, name, kind, dtype, config):

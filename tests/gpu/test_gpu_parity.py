@@ -8,7 +8,7 @@ reference, so with clipping that comparison is to 1e-3 of the update.
 import pytest
 import torch
 from support.models import make_model, make_rows
-from support.on_gpu import DEVICE, assert_same, capped, repeats_itself, run_engine, run_plain, run_reference
+from support.on_gpu import DEVICE, MIB, STEPS, assert_same, capped, repeats_itself, run_engine, run_plain, run_reference
 from support.trainers import LossRecorder, arguments
 
 from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments
@@ -47,6 +47,23 @@ def test_capped_budget_is_the_reference(name, dtype, checkpointing, at_home_on_h
     ours, state_dict, stats = run_engine(name, config, checkpointing=checkpointing)
     assert stats["chunk_evictions"] > 0
     assert_same((ours, state_dict), expected, is_exact)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_states_that_cross_the_bus_are_updated_as_those_that_stay(name, dtype, monkeypatch, exact):
+    """The same kernels update both: so the bits are the same, without clipping, whose norms add up elsewhere."""
+    is_exact = repeats_itself(run_plain, name)
+    expected = run_engine(name, {"dtype": dtype, "cpu_embedding": False})
+    assert expected[2]["chunk_loads"] == 0
+    monkeypatch.setattr("hf_patrickstar.setup.homes.UNMEASURED_SHARE", 0.0)
+    config = {**capped(name, KINDS[dtype].itemsize), "dtype": dtype, "updates": "device"}
+    config["device_budget"] += 16 * MIB
+    ours, state_dict, stats = run_engine(name, config)
+    assert stats["chunk_loads"] > 0
+    numel = sum(parameter.numel() for parameter in make_model(name).parameters())
+    assert stats["device_to_host_nbytes"] > STEPS * 12 * numel
+    assert_same((ours, state_dict), expected[:2], is_exact)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])

@@ -3,19 +3,22 @@
 import copy
 import dataclasses
 import pickle
+import re
 
 import peft
 import pytest
 import torch
 from support import inside
 from support.models import SIZES, llama, make_batch, make_model
+from support.streams import simulated_streams
 from support.trainers import assert_same_weights, logged, make_trainer, pair, run, train
 from support.watch import non_model_peak
 from torch import nn
-from transformers import Gemma2Config, Gemma2ForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from hf_patrickstar import PatrickStarEngine
 from hf_patrickstar.errors import ConfigError, EngineError
+from hf_patrickstar.machine import find_machine
 from hf_patrickstar.model.chunked_loss import Logits, _tell_whole, chunk_losses, find_heads
 
 NAMES = ("gpt2", "llama", "mixtral", "opt", "bert_mlm", "t5")
@@ -431,3 +434,34 @@ def test_logs_say_once_per_use_that_nothing_is_saved(caplog):
     for _ in range(3):
         model(**tokens()).logits.sum()
     assert len(said(caplog)) == 1
+
+
+# A run says where it would pay
+
+
+SLOW_HOST = dataclasses.replace(find_machine("h100"), name="a slow host", host_bandwidth=1e6, memory_bandwidth=0.0)
+
+
+@pytest.mark.own_streams
+@pytest.mark.parametrize(
+    ("settings", "is_said"),
+    [({}, True), ({"machine": "h100", "device_budget": "64MiB"}, False), ({"chunked_loss": True}, False)],
+    ids=["logits take room", "there is room", "chunked already"],
+)
+def test_a_run_says_if_steps_would_be_faster_with_it(settings, is_said, caplog):
+    torch.manual_seed(0)
+    sizes = {"n_layer": 6, "n_embd": 32, "n_head": 2, "vocab_size": 3000, "n_positions": 64}
+    model = without_dropout(GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))).train()
+    config = {"dtype": "bf16", "device_budget": "12MiB", "machine": SLOW_HOST, "updates": "host", **settings}
+    ids = torch.randint(0, 3000, (4, 64))
+    with simulated_streams(), caplog.at_level("INFO", "hf_patrickstar"):
+        engine = PatrickStarEngine(model, config, torch.optim.AdamW(model.parameters(), fused=True))
+        for _ in range(3):
+            model(input_ids=ids, labels=ids).loss.backward()
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        said = [line for line in caplog.messages if "chunked_loss=true would make a step about" in line]
+        assert len(said) == is_said, "once"
+        assert not said or re.search(r"about \d+(\.\d+)? times as fast: logits take 7\.32 MiB of the device", said[0])
+        assert ("loss" in engine.manager.evictor.reasons) is is_said
+        engine.detach()

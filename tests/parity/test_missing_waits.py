@@ -21,6 +21,7 @@ from hf_patrickstar.checkpoint.weight_files import FoundWeights
 from hf_patrickstar.errors import DeviceMemoryError, PatrickStarError
 from hf_patrickstar.memory import streams
 from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.optim import elementwise, slots
 from hf_patrickstar.schedule.trace import Activation, Trace, Visit
 
 pytestmark = pytest.mark.own_streams
@@ -230,8 +231,8 @@ def holding_a_state(folder):
     return run.end()
 
 
-def accumulation(folder):
-    run = Run(accumulation=2)
+def accumulation(folder, **settings):
+    run = Run(accumulation=2, **settings)
     for number in range(2):
         run.backward(2 * number)
         run.backward(2 * number + 1)
@@ -349,8 +350,8 @@ def all_at_once(folder):
     return run.end()
 
 
-def changes_of_the_model(folder):
-    run = Run()
+def changes_of_the_model(folder, **settings):
+    run = Run(**settings)
     run.train(1)
     run.backward()
     run.model.layers[1] = nn.Linear(WIDTH, WIDTH)
@@ -556,9 +557,46 @@ def leaving_inside(folder):
     return run.end()
 
 
+def over_bus(train=None, **config):
+    """A run whose chunks are updated on the device, each in several tiles; by default, one of clipped steps."""
+    settings = {"updates": "device", "chunk_budget": f"{4 * 3 * CHUNK + 3 * 5 * 256}B", **config}
+
+    def train_in_tiles(folder):
+        with mock.patch.object(elementwise, "SLOT_NUMEL", 64), mock.patch.object(slots, "TILE_NUMEL", 64):
+            return (train or clipped(3, **settings))(folder, **({} if train is None else settings))
+
+    return train_in_tiles
+
+
+def updated_twice(folder, **settings):
+    """A step follows another one, whose updates have not begun."""
+    run = Run(keep_gradients=False, **settings)
+    run.train(1)
+    run.backward(1)
+    run.optimizer.step()
+    run.update()
+    return run.end()
+
+
+def failed_backward(folder, **settings):
+    """A step by the gradients that a backward has left on their way."""
+    run = Run(**settings)
+    run.train(2)
+    run.fail_in_backward()
+    run.update()
+    return run.end()
+
+
 RUNS = {
     "on demand": trained(prefetch_depth=0),
     "ahead": clipped(3, prefetch_depth=2),
+    "over the bus": over_bus(prefetch_depth=2, dtype="bf16"),
+    "over the bus, on demand": over_bus(prefetch_depth=0),
+    "over the bus, at once": over_bus(overlap_optimizer=False),
+    "over the bus, accumulation": over_bus(accumulation),
+    "over the bus, twice": over_bus(updated_twice),
+    "over the bus, a backward that fails": over_bus(failed_backward),
+    "over the bus, changes of the model": over_bus(changes_of_the_model),
     "looking at states": looking_at_states,
     "updated by the caller": updated_by_the_caller,
     "holding a state": holding_a_state,
@@ -598,10 +636,10 @@ RUNS = {
 # Sites
 
 WATCHED = (
-    ("memory/streams.py", "Streams", "DeviceStreams", "Copy", "StreamCopy"),
+    ("memory/streams.py", "Streams", "DeviceStreams", "Copy", "StreamCopy", "Later"),
     *((f"runtime/{name}.py",) for name in ("activations", "chunk", "executor", "gradients", "manager", "evictor")),
     *((f"runtime/{name}.py",) for name in ("parameter", "parameters")),
-    *((f"optim/{name}.py",) for name in ("kernel", "optimizer", "state", "total_norm")),
+    *((f"optim/{name}.py",) for name in ("elementwise", "kernel", "optimizer", "slots", "state", "total_norm")),
 )
 """Modules that order copies and kernels of one process, some with the classes that do."""
 
@@ -609,6 +647,7 @@ ELSEWHERE = {
     "for threads": ["checkpoint/checkpoints.py", "checkpoint/transaction.py", "memory/driver.py"],
     "for threads, and a compute stream that simulated tensors do not have": ["checkpoint/state_files.py"],
     "for threads that use the model": ["model/lock.py"],
+    "for slots that are about to go: tests/parity/test_streamed_updates.py": ["runtime/home_mover.py"],
     "for workers: tests/unit/checkpoint/test_first_values.py": ["checkpoint/first_values.py"],
     "for complete checkpoints": ["integrations/accelerator_checkpoints.py", "integrations/trainer_checkpoints.py"],
     "for errors of work that has ended: tests/parity/test_overlapped_updates.py": ["engine.py"],
@@ -625,6 +664,7 @@ ELSEWHERE = {
 }
 """Modules that wait for something else, by what they wait for."""
 
+_STREAMED = "noticed by tests/parity/test_streamed_updates.py alone"
 _GROUP = "only a group of several processes comes here"
 _HELD = "the thread holds the tensors that it writes, so its file is right; the memory would be free in the books alone"
 
@@ -637,12 +677,16 @@ UNNOTICED = {
     "runtime/chunk.py Chunk.gathered: self.under_way": _GROUP,
     "runtime/chunk.py Chunk.move_home: self.wait_for_reader()": _HELD,
     "runtime/chunk.py Chunk.retire: self.wait_for_reader()": _HELD,
+    "runtime/manager.py ChunkManager.update: ticket.wait()": "results are the same if they end later",
+    "optim/slots.py Slots.release: ticket.join()": _STREAMED,
+    "optim/elementwise.py ElementwiseKernel._stream: ticket.join()": _STREAMED,
+    "runtime/chunk.py Chunk.load: update.join()": _STREAMED,
+    "runtime/manager.py ChunkManager.update: chunk.wait_for_update()": "what comes next comes after it, too",
     "runtime/gradients.py Gradients._add_to_list: chunk.wait()": "all gradients of a parameter leave the same way",
     "runtime/gradients.py Gradients._write_over_value: chunk.under_way": _GROUP,
     "runtime/gradients.py Gradients._write_over_value: copy.join()": _GROUP,
     "runtime/manager.py ChunkManager.close: chunk.wait_for_reader()": _HELD,
     "runtime/manager.py ChunkManager.settle_failures: update.wait()": "asks for the error of work that has ended",
-    "runtime/manager.py ChunkManager.update: chunk.wait_for_update()": "there are no workers beside modes of operators",
     "runtime/manager.py ChunkManager.update: found.wait()": "there are no workers beside modes of operators",
     "runtime/evictor.py Evictor._await_gathers: chunk.wait_for_copy()": _GROUP,
     "runtime/parameter.py ManagedParameter.own_part: chunk.wait()": "a value is written in place on the CPU tier only",

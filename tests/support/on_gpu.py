@@ -184,4 +184,5 @@ def capped(name, itemsize):
         "chunk_numel": 2048,
         "cpu_embedding": False,
         "placement": "host",  # the reference updates its masters on the host
+        "updates": "host",
     }

@@ -110,6 +110,7 @@ class Recording:
     plans: Sequence[MovePlan]
     timeline: Timeline
     at_home: frozenset[int]
+    streamed: frozenset[int]
     static: frozenset[int]
     num_on_host: int
     device_nbytes: int
@@ -251,8 +252,14 @@ def _note(
         plans=[step.plan for step in steps],
         timeline=timeline,
         at_home=frozenset(chunk.spec.index for chunk in chunks if chunk.home is Tier.DEVICE),
+        streamed=frozenset(chunk.spec.index for chunk in chunks if chunk.is_streamed),
         static=frozenset(chunk.spec.index for chunk in chunks if chunk.is_static),
-        num_on_host=sum(tensor.own_numel for chunk in on_host if chunk.spec.is_updated for tensor in chunk.owned),
+        num_on_host=sum(
+            tensor.own_numel
+            for chunk in on_host
+            if chunk.spec.is_updated and not chunk.is_streamed
+            for tensor in chunk.owned
+        ),
         device_nbytes=device_nbytes,
         on_host={name: nbytes for name, nbytes in engine.ledger.owners(Tier.HOST).items() if nbytes},
         moved_nbytes=(gained["host_to_device_nbytes"], gained["device_to_host_nbytes"]),

@@ -221,6 +221,7 @@ class SimulatedDriver:
         self.lock = threading.RLock()
         self.host = SimulatedStream(self, "host", is_eager=True)
         self.compute = SimulatedStream(self, "compute stream", is_eager=True)
+        self._current = self.compute  # where operators on the device belong
         self.num_copies = self.num_checked = 0
         self._thread = SimulatedStream(self, "host thread", is_eager=False)
         self._lanes: list[SimulatedStream] = [self._thread]
@@ -238,12 +239,17 @@ class SimulatedDriver:
         return self._lanes[-1]
 
     def current_stream(self) -> SimulatedStream:
-        return self.compute
+        return self._current
 
-    def inside(self, stream: SimulatedStream) -> contextlib.AbstractContextManager[Any]:
-        """Runs what the stream was told: inside are collectives of the CPU, which the host runs."""
-        stream.synchronize()
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def inside(self, stream: SimulatedStream) -> Iterator[None]:
+        """Runs what the stream was told; operators inside belong to it, and run at once."""
+        stream.run(stream.num_told)
+        before, self._current = self._current, stream
+        try:
+            yield
+        finally:
+            self._current = before
 
     def record_moment(self, stream: SimulatedStream) -> SimulatedMoment:
         """See ``Driver``: the time at which the stream comes to it here."""
@@ -366,8 +372,13 @@ class SimulatedDriver:
                     raise RaceError(f"operator '{name}' of the host's thread has operands on the device; copy them")
                 self._touch(*self._at_work, name, touched)
                 return
-            lane = self.host if tiers == {Tier.HOST} else self.compute
-            self._touch(lane, lane.tell(lambda: None), name, touched)
+            lane = self.host if tiers == {Tier.HOST} else self._current
+            if name.startswith("c10d::"):  # collectives of the CPU, which the host runs
+                lane.synchronize()
+                lane = self.compute
+            number = lane.tell(lambda: None)
+            self._touch(lane, number, name, touched)
+            lane.run(number)
             if is_mixed:  # such a copy blocks the host until the compute stream has made it
                 self.compute.synchronize()
             self.run_some()

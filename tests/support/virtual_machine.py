@@ -33,7 +33,7 @@ from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.model.live_parameter import storage_key
 from hf_patrickstar.runtime.chunk import Chunk
 from hf_patrickstar.schedule.clock import Lane, Mark, Timeline
-from hf_patrickstar.schedule.replay import Player
+from hf_patrickstar.schedule.replay import Player, lane_of
 from hf_patrickstar.schedule.script import BlockingCopy, DeviceOp, HostWork, Reduce, ThreadWork
 from hf_patrickstar.tracing.answers import AnsweringMode
 from hf_patrickstar.tracing.costs import (
@@ -89,6 +89,35 @@ class VirtualStream:
         self.record_event().synchronize()
 
 
+class VirtualSlot(VirtualStream):
+    """A stream with copies in both directions, and kernels beside the compute lane: each piece follows the last one."""
+
+    def __init__(self, driver: "VirtualDriver") -> None:
+        super().__init__(driver, Lane.COMPUTE)
+        self.mark = Mark()
+
+    def wait_stream(self, other: "VirtualStream", /) -> None:
+        self.wait_event(other.record_event())
+
+    def wait_event(self, event: VirtualEvent, /) -> None:
+        self.mark = max(self.mark, event.mark)
+
+    def record_event(self) -> VirtualEvent:
+        return VirtualEvent(self._driver, self.mark)
+
+    def copy(self, nbytes: int, player: Player, *, to_device: bool) -> None:
+        """A copy, while others cross in the other direction."""
+        player.clock.follow(lane_of(to_device=to_device), self.mark)
+        crossing = round(nbytes / player.machine.duplex_share)
+        self.mark = player.send(crossing, f"update, {nbytes} bytes", to_device=to_device)
+
+    def kernel(self, work: DeviceOp, player: Player) -> None:
+        """An operator."""
+        player.clock.host(player.machine.operator_ns, f"launch {work.name}")
+        begin = max(self.mark, player.clock.end_of(Lane.HOST))
+        self.mark = begin._replace(time_ns=begin.time_ns + work.duration_ns(player.machine))
+
+
 class VirtualDriver:
     """See [Note: virtual driver] and ``Driver``."""
 
@@ -99,6 +128,7 @@ class VirtualDriver:
         self.clock = self._player.clock
         self._streams = iter((VirtualStream(self, Lane.TO_DEVICE), VirtualStream(self, Lane.TO_HOST)))
         self._compute = VirtualStream(self, Lane.COMPUTE)
+        self._slot: VirtualSlot | None = None
         self._begin = (0, 0)
         self._chunks: dict[int, int] = {}  # the storage of a chunk's home -> its number
         self._at_work: list[HostWork] | None = None  # operators of the thread
@@ -113,8 +143,8 @@ class VirtualDriver:
     # What ``DeviceStreams`` asks for
 
     def new_stream(self) -> VirtualStream:
-        """See ``Driver``: the lanes of copies, to the device and to the host."""
-        return next(self._streams)
+        """See ``Driver``: the lanes of copies, to the device and to the host, and then slots."""
+        return next(self._streams, None) or VirtualSlot(self)
 
     def current_stream(self) -> VirtualStream:
         return self._compute
@@ -122,8 +152,13 @@ class VirtualDriver:
     def record_moment(self, stream: VirtualStream) -> VirtualEvent:
         return stream.record_event()
 
-    def inside(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def inside(self, stream: Any) -> Iterator[None]:
+        before, self._slot = self._slot, stream if isinstance(stream, VirtualSlot) else None
+        try:
+            yield
+        finally:
+            self._slot = before
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
         return self.tier_of(tensor) is Tier.DEVICE
@@ -139,6 +174,9 @@ class VirtualDriver:
                 target.copy_(source)
         finally:
             self._is_copying = False
+        if isinstance(stream, VirtualSlot):
+            stream.copy(source.nbytes, self._player, to_device=self.is_on_device(target))
+            return
         to_device = stream.lane is Lane.TO_DEVICE
         index = self._chunks.get(storage_key(source if to_device else target), -1)
         is_here = to_device and self.is_on_device(source)  # a part of a group that is at home on the device
@@ -235,7 +273,10 @@ class VirtualDriver:
         player = self._player
         play = {DeviceOp: player.kernel, HostWork: player.host_work, BlockingCopy: player.blocking_copy}
         for work in self._charges.charge(operator, args, kwargs, result, cost):
-            play[type(work)](work)
+            if self._slot is not None and isinstance(work, DeviceOp):
+                self._slot.kernel(work, player)
+            else:
+                play[type(work)](work)
 
     # Steps
 

@@ -183,7 +183,7 @@ def test_a_teacher_takes_its_bytes_of_the_device(tmp_path):
     subject, given = arrange(tmp_path, TEACHER, device_memory="64MiB")
     nbytes = sum(parameter.nbytes for parameter in make_model("gpt2").parameters())
     assert given.machine.device_nbytes == 64 * MIB, "others are told of all of it"
-    assert given.machine_of_model().device_nbytes == 64 * MIB - nbytes
+    assert given.beside_nbytes == nbytes
     plan = plan_subject(subject, given)
     assert plan == plan_subject(subject, given)
     assert plan.tier(Tier.DEVICE).owners[BESIDE] == nbytes

@@ -80,6 +80,8 @@ def test_how_often_and_how_large(timed, monkeypatch):
     once = dataclasses.replace(SLOW, repetitions=1)
     assert timed(once, kernel_s=(0.5, 0.2))[0].kernel_s == pytest.approx(0.03), "what one element takes more than none"
     assert timed(once, kernel_s=(0.2, 0.5))[0].kernel_s == 1e-9
+    assert timed(once, duplex_share=(0.25, 0.2, 0.4))[0].duplex_share == 0.25 / 0.4, "of the slower direction"
+    assert timed(once, duplex_share=(0.25, 0.2, 0.1))[0].duplex_share == 1.0
     monkeypatch.setattr(measure, "available_host_nbytes", lambda: 8_010)
     assert timed()[0].pageable_bandwidth == 1_000 / 0.25, "an eighth of the free memory"
 

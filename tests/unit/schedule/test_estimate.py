@@ -84,3 +84,34 @@ def test_homes_that_do_not_move_are_those_of_before():
 def test_what_fits_neither_tier_is_an_error():
     with pytest.raises(BudgetError):
         estimate_of(WHOLE, host_nbytes=2 * WHOLE).settled(Homes(indices()))
+
+
+@pytest.mark.parametrize(
+    ("host_ns", "bus_ns", "expected"),
+    [(4, 4, {1, 3}), (2, 7, set()), (9, 3, {0, 1, 3}), (100, 1, {0, 1, 2, 3})],
+)
+def test_chunks_are_updated_where_that_is_done_first(host_ns, bus_ns, expected):
+    """In the order of the next forward; states of 600 bytes and a value of 100 cross for 50 parameters."""
+    crossing = PARAM + STATE
+    machine = dataclasses.replace(
+        MACHINES["h100"],
+        host_bandwidth=50 * 28 / (host_ns * 1e-6),
+        memory_bandwidth=1e15,
+        duplex_share=1.0,
+        to_device_bandwidth=crossing / (bus_ns * 1e-6),
+        to_host_bandwidth=crossing / (bus_ns * 1e-6),
+        copy_latency_s=1e-12,
+    )
+    estimate = dataclasses.replace(estimate_of(10**6), machine=machine, updates="faster")
+    works = [dataclasses.replace(work, chunk_numel=50) for work in estimate.works]
+    estimate = dataclasses.replace(estimate, works=works)
+    assert estimate.streamed(indices()) == expected
+    assert estimate.streamed(indices(0, 1, 2, 3)) == indices()
+    assert dataclasses.replace(estimate, updates="device").streamed(indices(0)) == indices(1, 2, 3)
+    assert dataclasses.replace(estimate, updates="auto").streamed(indices()) == indices()
+
+
+def test_memory_that_the_host_needs_for_its_own_updates_is_no_room_for_the_bus():
+    """Where its cores take all of the memory's bandwidth, nothing is faster over the bus."""
+    machine = dataclasses.replace(MACHINES["h100"], host_bandwidth=100e9, memory_bandwidth=0.0)
+    assert not dataclasses.replace(estimate_of(10**6), machine=machine, updates="faster").streamed(indices())

@@ -121,3 +121,18 @@ def test_they_share_lanes_with_chunks(num):
         ][num]
     )
     assert found[-1] == [(C, "d", 611, 711), (C, "d", 2031, 2131)][num]
+
+
+def test_an_update_over_the_bus_takes_both_directions_at_once():
+    """The first load of a step brings states, which leave as they come; the second one brings the value alone."""
+    script = [Begin(Part.FORWARD), Reach(0), compute("a"), Begin(Part.BACKWARD), Reach(0), compute("b")]
+    plan = plan_of(moments=(Actions((), (0,), ()), Actions((), (0,), ())))
+    found = spans_of(script, plan, loads=[Load(100, states_nbytes=(360, 900), num_tiles=1)])
+    launched = 14  # copies and kernels of a tile
+    assert found == [
+        (TO_DEVICE, "update chunk 0", launched + 1, launched + 1 + 200 + 10),  # 360 bytes at 0.9 of two per nanosecond
+        (TO_HOST, "update chunk 0", launched + 2, launched + 2 + 1000 + 10),
+        (C, "a", 1026, 1126),
+        (TO_DEVICE, "chunk 0", 1126, 1186),
+        (C, "b", 1186, 1286),
+    ]
