@@ -387,6 +387,7 @@ def facts_of(engine):
         "reasons": engine.reasons,
         "ran": {
             "homed": [chunk.spec.index for chunk in engine.chunks if chunk.home is Tier.DEVICE],
+            "streamed": [chunk.spec.index for chunk in engine.chunks if chunk.is_streamed],
             "lookups": engine.manager.evictor.lookups,
             "num_offloaded": max((made.num_offloaded for made in engine.traces.values()), default=0),
             "prefetch_depth": engine.prefetch_depth,
@@ -451,7 +452,7 @@ def replay_row(result, machine):
             return trace(micro_batch, Setting(looked_up, machine.has_accelerator))
 
     lookups = {int(index): place for index, place in ran["lookups"].items()}
-    chosen = Ran(frozenset(ran["homed"]), lookups, ran["num_offloaded"])
+    chosen = Ran(frozenset(ran["homed"]), lookups, ran["num_offloaded"], frozenset(ran.get("streamed", ())))
     for share in MORE_BUDGET:  # the run has measured its activations, and a trace counts them
         config["device_budget"] = int(share * stats["device_budget_nbytes"])
         try:

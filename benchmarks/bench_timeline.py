@@ -25,6 +25,7 @@ from transformers.optimization import Adafactor
 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.machine import MACHINES, find_machine
+from hf_patrickstar.planner.optimizers import find_optimizer
 from hf_patrickstar.planner.planning import make_adamw
 from hf_patrickstar.planner.simulation import Trained, simulate
 from hf_patrickstar.report.page import Page, render
@@ -51,6 +52,7 @@ MODELS = {
 """Sizes of the models; ``8b-head`` has an embedding and a head of 1 GiB each, as Llama 3 has."""
 OPTIMIZERS = {
     "adamw": make_adamw,
+    "adamw_8bit": find_optimizer("adamw_8bit"),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "adafactor": lambda parameters: Adafactor(parameters, lr=1e-3, relative_step=False, scale_parameter=False),
 }
@@ -114,15 +116,19 @@ def loss_of(model, inputs):
 
 def row_of(simulated, machine, num_tokens):
     """What a line of the table says of a step, as data."""
+    over_bus = [index for index, load in enumerate(simulated.loads) if load.states_nbytes]
+    numel = sum(simulated.layout.chunks[index].used_numel for index in over_bus)
     row = {
         "parameters": simulated.num_parameters,
-        "on_device": 1 - simulated.num_on_host * simulated.world_size / simulated.num_parameters,
+        "over_bus": numel / simulated.num_parameters,
+        "on_device": 1 - (simulated.num_on_host * simulated.world_size + numel) / simulated.num_parameters,
     }
     if simulated.host_nbytes > machine.host_nbytes:
         missing = format_nbytes(simulated.host_nbytes - machine.host_nbytes)
         return {**row, "refused": f"the host has {missing} too little"}
     timeline = simulated.timeline
-    bounds = bounds_of(simulated.script, timeline, machine, simulated.num_on_host)
+    loads, updated = simulated.loads, simulated.updated_nbytes
+    bounds = bounds_of(simulated.script, timeline, machine, updated, loads=loads)
     seconds = timeline.duration_ns / 1e9
     return {
         **row,
@@ -242,6 +248,8 @@ def main():
     parser.add_argument(
         "--no-overlap", dest="overlap_optimizer", action="store_false", help="update chunks before step() returns"
     )
+    parser.add_argument("--updates", nargs="+", default=["auto"], help="where chunks on the host are updated")
+    parser.add_argument("--cores", type=int, help="cores of the host for each process, at most")
     parser.add_argument("--chunked_loss", action="store_true", default=None, help="logits are never whole")
     parser.add_argument("--chunk_budget", help="bytes of chunks on each device at most")
     parser.add_argument("--processes", type=int, help="processes; by default one on every device of the machine")
@@ -260,6 +268,7 @@ def main():
         common.finish("bench_timeline_papers", options, {"simulated": True, "rows": rows})
         return
     machines = [find_machine(name) for name in options.machines]
+    machines = [machine.with_cores(options.cores or machine.num_cores) for machine in machines]
     if options.processes is not None:
         for machine in machines:
             machine.check_processes(options.processes)
@@ -274,15 +283,15 @@ def main():
     by_processes = {}
     for machine in machines:
         by_processes.setdefault(options.processes or machine.num_devices, []).append(machine)
-    for name, num_tokens, num, num_processes in itertools.product(
-        options.models, options.tokens, options.accumulation, by_processes
+    for name, num_tokens, num, num_processes, updates in itertools.product(
+        options.models, options.tokens, options.accumulation, by_processes, options.updates
     ):
         begin = time.time()
         settings = {"optimizer": options.optimizer, "placement": options.placement}
         settings |= {} if options.overlap_optimizer else {"overlap_optimizer": False}
-        settings |= {"chunk_budget": options.chunk_budget, "chunked_loss": options.chunked_loss}
+        settings |= {"updates": updates, "chunk_budget": options.chunk_budget, "chunked_loss": options.chunked_loss}
         for machine in by_processes[num_processes]:
-            row = {"machine": machine.name, "model": name, "tokens": num_tokens}
+            row = {"machine": machine.name, "model": name, "tokens": num_tokens, "updates": updates}
             rows.append(row | {"accumulation": num, "processes": num_processes})
             try:
                 simulated = simulation_of(name, num_tokens, num, num_processes, machine, **settings)
@@ -297,6 +306,7 @@ def main():
         print(f"{name} with {num} x {num_tokens} tokens, {num_processes} processes: simulated in {seconds:.0f} s")
     name = "bench_timeline" if options.accumulation == [1] else "bench_timeline_accumulation"
     name = f"{name}_chunked_loss" if options.chunked_loss else name
+    name = "bench_timeline_updates" if len(options.updates) > 1 else name
     common.finish(name if options.placement == "host" else f"{name}_margin", options, {"simulated": True, "rows": rows})
 
 

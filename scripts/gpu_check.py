@@ -71,6 +71,7 @@ IN_24_GIB, CAP_24, CHUNKED = {"device_budget": "22.8GiB"}, "--cap_gib 23", {"chu
 IN_80_GB, CAP_80 = {"device_budget": "75GiB"}, "--cap_gib 76"
 OFFLOAD = (
     ("3b_24GiB", "patrickstar", f"--size 3b --warmup 3 --steps 3 {CAP_24}", IN_24_GIB, 52),
+    ("3b_24GiB_host", "patrickstar", f"--size 3b --warmup 3 --steps 3 {CAP_24}", {**IN_24_GIB, "updates": "host"}, 52),
     ("3b_24GiB_chunked", "patrickstar", f"--size 3b --warmup 3 --steps 3 {CAP_24}", {**IN_24_GIB, **CHUNKED}, 52),
     # Twice, so that a difference in the sixth digit of a loss can be told from the device's own.
     ("3b_plain", "plain", "--size 3b --warmup 2 --steps 3", {}, 26),

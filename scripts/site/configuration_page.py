@@ -30,7 +30,7 @@ GROUPS = {
         "reuse_plan",
     ),
     "Types": ("dtype", "autocast", "keep_fp32", "state_dtype", "frozen_master"),
-    "Optimizer and gradients": ("overlap_optimizer", "host_threads", "keep_gradients"),
+    "Optimizer and gradients": ("updates", "overlap_optimizer", "host_threads", "keep_gradients"),
     "Several processes": ("reshard_after_forward", "reduce_dtype", "process_wait_s", "debug_collectives"),
     "Checkpoints": ("optimizer_format", "background_save"),
     "Finding mistakes": ("debug_evict_all",),
