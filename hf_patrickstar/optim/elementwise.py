@@ -96,8 +96,8 @@ class Segment:
     def gradient(self) -> torch.Tensor:
         """The gradient of the range."""
         if self.left is not None:
-            return self.left.narrow(0, self.start - self.first, self.numel)
-        return self.part(self.gradient_name)
+            return self.left.narrow(0, self.start - self.first, self.stop - self.start)
+        return self.part(GRADIENT if self.place is _LIST else "param")
 
 
 @dataclasses.dataclass(slots=True)
@@ -279,7 +279,7 @@ class ElementwiseKernel(Kernel):
             most = room // self.cut_numel * self.cut_numel
         else:
             most = max(TILE_NUMEL if job.numbers is None else SHARE_NUMEL, self.cut_numel)
-            numel = sum([segment.numel for segment in segments])
+            numel = sum([segment.stop - segment.start for segment in segments])
             if self._workers.suits(param, numel):
                 most *= max(self._workers.num // _MANY_WORKERS, 1)
                 least, most = max(most // _SHORT_SHARES, SMALL_NUMEL), -(-numel // -(-numel // most))
