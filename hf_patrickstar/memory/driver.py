@@ -336,6 +336,9 @@ class Driver(HostThread):
             stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
         )
 
+    launching_in = inside
+    """The same for kernels; drivers of tests know by this that these are not collectives of the host."""
+
     def record_moment(self, stream: torch.Stream) -> torch.Event:
         """Puts an event that has a time into a stream; see [Note: measured lanes]."""
         moment = torch.Event(self._device, enable_timing=True)

@@ -498,7 +498,7 @@ class DeviceStreams(Streams):
 
         if self._times is not None and self._slots_begin is None:
             self._slots_begin = self._driver.record_moment(stream)
-        with self._driver.inside(stream):
+        with self._driver.launching_in(stream):
             yield lambda source, target: self._driver.copy(source, target, stream)
 
     def join_slots(self, to_device_nbytes: int, to_host_nbytes: int) -> Copy | None:

@@ -241,8 +241,13 @@ class SimulatedDriver:
     def current_stream(self) -> SimulatedStream:
         return self._current
 
+    def inside(self, stream: SimulatedStream) -> contextlib.AbstractContextManager[Any]:
+        """Runs what the stream was told: inside are collectives of the CPU, which the host runs."""
+        stream.synchronize()
+        return contextlib.nullcontext()
+
     @contextlib.contextmanager
-    def inside(self, stream: SimulatedStream) -> Iterator[None]:
+    def launching_in(self, stream: SimulatedStream) -> Iterator[None]:
         """Runs what the stream was told; operators inside belong to it, and run at once."""
         stream.run(stream.num_told)
         before, self._current = self._current, stream
@@ -373,9 +378,6 @@ class SimulatedDriver:
                 self._touch(*self._at_work, name, touched)
                 return
             lane = self.host if tiers == {Tier.HOST} else self._current
-            if name.startswith("c10d::"):  # collectives of the CPU, which the host runs
-                lane.synchronize()
-                lane = self.compute
             number = lane.tell(lambda: None)
             self._touch(lane, number, name, touched)
             lane.run(number)

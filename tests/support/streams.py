@@ -156,6 +156,8 @@ class DelayedDriver(HostThread):
     def inside(self, stream):
         return contextlib.nullcontext()
 
+    launching_in = inside
+
     def is_on_device(self, tensor):
         try:
             return storage_key(tensor) not in self._on_host

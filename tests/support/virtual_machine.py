@@ -152,8 +152,11 @@ class VirtualDriver:
     def record_moment(self, stream: VirtualStream) -> VirtualEvent:
         return stream.record_event()
 
+    def inside(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
     @contextlib.contextmanager
-    def inside(self, stream: Any) -> Iterator[None]:
+    def launching_in(self, stream: Any) -> Iterator[None]:
         before, self._slot = self._slot, stream if isinstance(stream, VirtualSlot) else None
         try:
             yield
