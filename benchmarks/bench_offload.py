@@ -16,10 +16,9 @@ A step is timed from an idle device to an idle device. The host may update chunk
 homes, lookups and activations that ran, at the rates in the record, so that what differs is the model of time. It needs
 no device.
 
-``--shares`` measures the CPU tier instead: step time against plain torch where copies of chunks may be some shares of
-the parameters' bytes, with ``overlap_optimizer`` and without. A GPT-2 trains on the same batches under all of them in
-turns, and losses must be equal bit for bit. (On the CPU tier the cores that update are those that compute, so an update
-is done when the step returns, with either setting.)
+``--shares`` measures the CPU tier instead: step time against plain torch where some shares of the model data may live
+on the device, and where all chunks are at home on the host, and copies of these shares of them may stay there. A GPT-2
+trains on the same batches under all of them in turns, and losses must be equal bit for bit.
 """
 
 import argparse
@@ -479,13 +478,14 @@ def make_steps_of_shares(options):
     steps, engine, _ = bench_overhead.make_steps(torch.device("cpu"), options)
     steps["resident"] = steps.pop("patrickstar")
     engines = {"resident": engine}
-    for share, overlaps in itertools.product(options.shares, (True, False)):
+    for share, kind in itertools.product(options.shares, ("at home", "copies")):
         model = common.make_gpt2(options.layers, options.hidden, positions=options.length)
-        nbytes = sum(p.numel() for p in model.parameters()) * common.DTYPES[options.dtype].itemsize
-        config = {"dtype": options.dtype, "autocast": False, "cpu_embedding": False, "placement": "host"}
-        config |= {"chunk_budget": f"{int(share * nbytes)}B", "overlap_optimizer": overlaps}
+        of_copies = sum(p.numel() for p in model.parameters()) * common.DTYPES[options.dtype].itemsize
+        nbytes = of_copies if kind == "copies" else engine.stats()["model_data_nbytes"]
+        config = {"dtype": options.dtype, "autocast": False, "cpu_embedding": False}
+        config |= {"placement": "host" if kind == "copies" else "auto", "chunk_budget": f"{int(share * nbytes)}B"}
         made = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-        name = f"{share:.0%}, {'overlapped' if overlaps else 'at once'}"
+        name = f"{share:.0%} {kind}"
         engines[name] = PatrickStarEngine(model, config, made, device=torch.device("cpu"))
         steps[name] = bench_overhead.make_our_step(model, engines[name])
     return steps, engines
@@ -493,7 +493,7 @@ def make_steps_of_shares(options):
 
 def compare_shares(options):
     """Prints ratios to plain torch; fails if losses differ."""
-    seconds, loads = {}, {}
+    seconds, loads, homes = {}, {}, {}
     for _ in range(options.repeats):
         steps, engines = make_steps_of_shares(options)
         found, losses = bench_overhead.measure(steps, torch.device("cpu"), options)
@@ -504,16 +504,20 @@ def compare_shares(options):
             seconds.setdefault(name, []).extend(row)
         for name, engine in engines.items():
             loads[name] = engine.stats()["chunk_loads"]
+            chunks = engine.survey().chunks
+            there = sum(chunk.numel for chunk in chunks if chunk.home == Tier.DEVICE.value)
+            homes[name] = there / sum(chunk.numel for chunk in chunks)
             engine.detach()
     rows = {}
     for name, row in seconds.items():
         ratios = [ours / plain for ours, plain in zip(row, seconds["plain"], strict=True)]
         rows[name] = {"seconds": statistics.median(row), "ratio": statistics.median(ratios)}
         rows[name] |= {"quartiles": statistics.quantiles(ratios, n=4), "chunk_loads": loads.get(name)}
+        rows[name]["at_home"] = homes.get(name)
         low, _, high = rows[name]["quartiles"]
         print(
             f"{name:>17}: {rows[name]['seconds']:.4f} s, {rows[name]['ratio']:.3f} of plain ({low:.3f} to {high:.3f}), "
-            f"{loads.get(name, 0)} chunk loads"
+            f"{loads.get(name, 0)} chunk loads, {homes.get(name, 1.0):.0%} at home on the device"
         )
     print("losses: equal, bit for bit")
     common.finish(f"bench_offload_shares_{options.dtype}", options, {"rows": rows, "losses_equal": True})
