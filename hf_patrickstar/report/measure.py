@@ -28,6 +28,7 @@ from hf_patrickstar.common.cores import own_cores
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.machine import Machine, name_of_products
 from hf_patrickstar.memory.compute_device import can_pin_memory, device_name, find_device, is_accelerator, memory_info
+from hf_patrickstar.memory.driver import Pending
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.pinning import make_pinning
 from hf_patrickstar.memory.pool import PayloadPool
@@ -53,6 +54,7 @@ _HEAD_NUMEL = 128
 _BLOCKS = 16
 _ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "maximize": False}
 _Work = Callable[[torch.Tensor, torch.Tensor], object]
+_Start = Callable[[], Copy | None]
 _Progress = Callable[[list[str]], Iterable[str]]
 
 
@@ -225,6 +227,7 @@ class _Measurement:
             "duplex_share": self._duplex_share,
             "copy_latency_s": self._copy_latency,
             "host_bandwidth": self._adam,
+            "memory_bandwidth": self._all_of_memory,
             "operator_s": self._operator,
             "kernel_s": self._kernel,
         }
@@ -255,29 +258,57 @@ class _Measurement:
         self.streams.release_in_flight()
         return times * 4 * self._numel / seconds
 
+    def _ways(self, numel: int) -> tuple[_Start, _Start]:
+        """Starts a copy of so many elements to the device, and one to the host."""
+        tiers = Tier.HOST, Tier.DEVICE
+        there, back = ([self._buffer(tier, numel) for tier in order] for order in (tiers, tiers[::-1]))
+        return functools.partial(self.streams.fetch, *there), functools.partial(self.streams.to_host, *back)
+
     def _duplex_share(self) -> float:
         """What copies in both directions at once reach of the rate of the slower direction."""
-        tiers, streams = (Tier.HOST, Tier.DEVICE), self.streams
-        there, back = ([self._buffer(tier, self._numel // 2) for tier in order] for order in (tiers, tiers[::-1]))
-
-        def seconds(*starts: Callable[[], Copy | None]) -> float:
-            def cross() -> None:
-                for ticket in [start() for start in starts]:
-                    _join(ticket)
-
-            return self._median(self._device, cross)
-
-        ways = functools.partial(streams.fetch, *there), functools.partial(streams.to_host, *back)
-        share = max(seconds(way) for way in ways) / seconds(*ways)
-        streams.release_in_flight()
-        return min(share, 1.0)
+        ways = self._ways(self._numel // 2)
+        alone, both = (
+            max(self._median(self._device, functools.partial(_cross, starts)) for starts in at_once)
+            for at_once in ([ways[:1], ways[1:]], [ways])
+        )
+        self.streams.release_in_flight()
+        return min(alone / both, 1.0)
 
     def _adam(self) -> float:
         """Bytes per second of Adam on all cores; where it is called from Python, those of an addition."""
-        script = adam_script()
+        with self._adam_updates() as (update, numel):
+            if update is None:
+                return self._rate(3, (Tier.HOST, Tier.HOST), lambda one, other: one.add_(other), pinned=False)
+            return ADAM_NBYTES * numel / self._median(_CPU, lambda: update().wait())
+
+    def _all_of_memory(self) -> float:
+        """Bytes per second of Adam on all cores and of copies in both directions beside it; 0 where it is no script."""
+        served, crossing = list[int](), max(self._numel // 16, 1)
+        with self._adam_updates() as (update, numel):
+            if update is None:
+                return 0.0
+            ways = self._ways(crossing)
+
+            def work() -> None:
+                ticket, num = update(), 0
+                while not ticket.future.done():
+                    _cross(ways)
+                    num += 1
+                ticket.wait()
+                served.append(ADAM_NBYTES * numel + 8 * crossing * num)
+
+            seconds = self._median(self._device, work)
+            self.streams.release_in_flight()
+            return statistics.median(served) / seconds
+
+    @contextlib.contextmanager
+    def _adam_updates(self) -> Iterator[tuple[Callable[[], Pending] | None, int]]:
+        """Starts Adam on all cores, and how many elements it updates; nothing starts where it is no script."""
+        numel, script = max(self._numel // 4, 1), adam_script()
         if script is None:
-            return self._rate(3, (Tier.HOST, Tier.HOST), lambda one, other: one.add_(other), pinned=False)
-        numel, workers, rule = max(self._numel // 4, 1), HostWorkers(), rule_of(_ADAMW, 0, decoupled=True)
+            yield None, numel
+            return
+        workers, rule = HostWorkers(), rule_of(_ADAMW, 0, decoupled=True)
         assert rule is not None
         master, first, second = (self._buffer(Tier.HOST, numel, pinned=False) for _ in range(3))
         value, share = master.bfloat16(), align(-(-numel // workers.num))
@@ -287,8 +318,7 @@ class _Measurement:
             script([part], fused=True, factor=None)
 
         with contextlib.closing(workers):
-            starts = range(0, numel, share)
-            return ADAM_NBYTES * numel / self._median(_CPU, lambda: workers.submit(update, starts).wait())
+            yield lambda: workers.submit(update, range(0, numel, share)), numel
 
     def _copy_latency(self) -> float:
         host, device = (self._buffer(tier, KIB) for tier in (Tier.HOST, Tier.DEVICE))
@@ -377,6 +407,12 @@ def _product(device: torch.device, rows: int, dtype: str, kind: str = "") -> tup
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> object:
     made = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
     return torch.autograd.grad(made, (query, key, value), value)
+
+
+def _cross(starts: Iterable[_Start]) -> None:
+    """Makes copies at once."""
+    for ticket in [start() for start in starts]:
+        _join(ticket)
 
 
 def _join(ticket: Copy | None) -> None:

@@ -58,6 +58,9 @@ def test_figures_are_work_by_time(timed, monkeypatch):
     assert machine.device_bandwidth == 2 * 4_000 / 0.25, "read and written"
     assert machine.to_device_bandwidth == machine.to_host_bandwidth == machine.pageable_bandwidth == 4_000 / 0.25
     assert machine.host_bandwidth == 28 * 250 / 0.25, "Adam over 16-bit values"
+    copied = machine.memory_bandwidth * 0.25 - 28 * 250
+    assert copied >= 0, "all that Adam reads and writes"
+    assert copied % (4 * 62) == 0, "and copies of a sixteenth in both directions, or half a pair between two medians"
     assert machine.copy_latency_s == 0.25
     num_operators = 0.5 / machine.operator_s
     assert num_operators == round(num_operators) >= 6 * measure._BLOCKS, "three modules in a block, both directions"
