@@ -116,7 +116,8 @@ class DeferredTensor(torch.Tensor):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         if name == "__deepcopy__":
-            return _deepcopy(args[0])  # ``copy.deepcopy`` keeps the memo
+            tensor, memo = args
+            return memo[id(tensor)] if id(tensor) in memo else memo.setdefault(id(tensor), _deepcopy(tensor))
         if name in _OF_THE_META_TENSOR:
             if func == _DATA:
                 return _alias(args[0])

@@ -222,7 +222,7 @@ class Logits(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in WITHOUT_VALUE:
+        if func in WITHOUT_VALUE and func.__name__ != "detach_":  # which cuts the loss off, too
             with RAW():
                 return func(*args, **kwargs)
         is_known = func in _IN_CHUNKS and isinstance(args[0], Logits) and args[0]._found is None

@@ -199,10 +199,11 @@ class LiveMixin:
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         """As in torch, where copies of parameters have no attributes, and those of packed weights have them all."""
-        made = memo[id(self)] = _maker(type(self))(_live_of(self).copied_value(), requires_grad(self))
-        if is_packed(self):
-            made.__dict__.update(copy.deepcopy(_attributes(self), memo))
-        return made
+        if id(self) not in memo:  # a module's own ``__deepcopy__`` may call this one, of a shared parameter twice
+            made = memo[id(self)] = _maker(type(self))(_live_of(self).copied_value(), requires_grad(self))
+            if is_packed(self):
+                made.__dict__.update(copy.deepcopy(_attributes(self), memo))
+        return memo[id(self)]
 
     def __copy__(self: Any) -> Any:
         """As in torch: the same memory, and the same attributes."""

@@ -526,7 +526,8 @@ class ChunkManager:
                     if ticket is None:
                         after = [other for chunk in update.chunks for other in chunk.under_way]
                         ticket = self._streams.on_host(update.run, after, update.give_up)
-                        self._last_updates += [] if ticket is None else [ticket]
+                        if ticket is not None:
+                            self._last_updates.append(ticket)
                     for chunk in update.chunks:
                         chunk.update = ticket
                     del left[number]

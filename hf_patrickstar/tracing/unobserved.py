@@ -228,7 +228,7 @@ def _same_environment(stack: contextlib.ExitStack) -> None:
     def restore() -> None:
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
-        os.environ.update(before.items() - os.environ.items())
+        os.environ.update(before)
 
     stack.callback(restore)
 

@@ -404,6 +404,13 @@ def test_logits_change_as_tensors_do(change):
     assert torch.equal(*(change(model(**tokens()).logits).detach() + 0 for model in (plain, ours)))
 
 
+@pytest.mark.parametrize("detach", [torch.detach_, torch.Tensor.detach_])
+def test_logits_that_are_detached_in_place_lead_to_no_gradient(detach):
+    for model in (make_llama(), chunked(make_llama())):
+        logits = detach(model(**tokens()).logits).view(-1, VOCAB)
+        assert not torch.nn.functional.cross_entropy(logits, tokens()["labels"].view(-1)).requires_grad
+
+
 # What is around it
 
 

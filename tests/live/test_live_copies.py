@@ -255,6 +255,29 @@ def test_a_state_dict_sent_to_another_process(model, optimizer, note):
         resource_sharer.stop()
 
 
+class OwnCopy(nn.Module):
+    """Copies its parts itself, as some modules do."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = self.same = weight
+
+    def __deepcopy__(self, memo):
+        made = OwnCopy(self.weight.__deepcopy__(memo))
+        made.same = self.same.__deepcopy__(memo)
+        return made
+
+
+@live
+def test_a_module_that_copies_its_parameters_itself(model, optimizer, note):
+    model.own = OwnCopy(model.norm.weight)
+    train(model, optimizer)
+    copied = copy.deepcopy(model)
+    note("same", copied.own.weight is copied.own.same is copied.norm.weight)
+    note("copied", copied.state_dict())
+    note("losses", train(model, optimizer, 1, first=2))
+
+
 # Traced and exported
 
 

@@ -158,6 +158,8 @@ def test_parameters_and_copies_of_modules():
     module.requires_grad_(False)
     copied = copy.deepcopy(module)
     assert copied.weight is copied.tied is not module.weight
+    memo = {}
+    assert module.weight.__deepcopy__(memo) is module.tied.__deepcopy__(memo) is not module.weight
     assert isinstance(copied.weight, torch.nn.Parameter)
     assert not isinstance(copied.c, torch.nn.Parameter)
     assert not any(weight.requires_grad for weight in (module.weight, copied.weight, module.weight.data))
