@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_
 
 from hf_patrickstar.memory.compute_device import allocated_nbytes, reserved_nbytes, used_nbytes
 from hf_patrickstar.memory.operators import EngineMode, take_off_dispatch_modes, tensors_among, unpacked
-from hf_patrickstar.units import MIB
+from hf_patrickstar.units import MIB, align
 
 _INTERVAL_S = 1.0
 
@@ -84,8 +84,12 @@ class AllocatorMeter(Meter):
         return max(allocated_nbytes(self._device, "peak") - booked, 0) + self._growth
 
     def floor(self, booked: int) -> int:
-        """Bytes that are there before a step and stay, such as libraries' workspaces made after the recording."""
-        return -(-self.live(booked) // MIB) * MIB
+        """Bytes that are there before a step and stay, such as libraries' workspaces made after the recording.
+
+        They are rounded up, to an eighth of them or 1 MiB: with other numbers the next step is planned anew.
+        """
+        live = self.live(booked)
+        return align(live, min(MIB, 1 << max(live.bit_length() - 4, 0)))
 
     def restart(self) -> None:
         """Resets the allocator's peak."""

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from hf_patrickstar.memory import meters
 from hf_patrickstar.memory.compute_device import used_nbytes
 from hf_patrickstar.memory.meters import AllocatorMeter, StorageMeter
+from hf_patrickstar.units import MIB
 
 pytestmark = pytest.mark.own_streams  # which modes of operators there are
 
@@ -188,9 +189,15 @@ def test_what_the_allocator_has_beyond_the_book(gpu):
     meter = AllocatorMeter(CUDA)
     found = [(meter.live(booked), meter.peak(booked)) for booked in (150, 210, 500)]
     assert found == [(50, 70), (0, 10), (0, 0)]
-    assert (meter.floor(150), meter.floor(200)) == (1024 * 1024, 0), "whole MiB are there before a step"
+    assert (meter.floor(150), meter.floor(200)) == (52, 0), "rounded up, but to no more than an eighth more"
     meter.restart()
     assert meter.peak(150) == meter.live(150) == 50
+
+
+def test_whole_mib_are_there_before_a_step_on_a_large_device(gpu, monkeypatch):
+    meter = AllocatorMeter(CUDA)
+    monkeypatch.setattr(meter, "live", lambda booked: 100 * MIB + 1 - booked)
+    assert [meter.floor(booked) for booked in (0, 1, 2)] == [101 * MIB, 100 * MIB, 100 * MIB]
 
 
 def test_what_other_programs_took_counts_from_the_next_start_and_is_asked_once_a_second(gpu):
