@@ -85,8 +85,8 @@ class PatrickStarConfig:
         updates: Where chunks at home on the host are updated. ``"host"``: there. ``"device"``: their gradients, masters
             and states cross the bus, a few million elements at a time, and are updated on the device; the copy that the
             next forward needs is there then. ``"auto"``: each where it is done first, if a step is faster for it, which
-            takes some 0.2 GiB of the device. As kernels of devices and hosts round differently, bits depend on it. For
-            Adam, AdamW and 8-bit optimizers.
+            takes some 0.2 GiB of the device, or 0.05 GiB where no more is left. As kernels of devices and hosts round
+            differently, bits depend on it. For Adam, AdamW and 8-bit optimizers.
         chunked_loss: Whether the loss of a language model of transformers is computed in chunks of tokens, so that its
             logits are never whole. This saves some 10 bytes per token and word of the vocabulary, and computes the
             product with the output embedding once more. Losses are the same to 1e-6 in fp32, not to the last bit, so

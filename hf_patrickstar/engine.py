@@ -455,7 +455,9 @@ class PatrickStarEngine:
 
     def survey(self) -> Survey:
         """Which parameter lives where, and what was on the device at each moment of the last steps, sizes in bytes."""
-        return take_survey(self.manager.chunks, self.ledger, self.manager.steps.followed, self.reasons)
+        manager = self.manager
+        followed = [(manager.rest.as_taken(trace), plan, room) for trace, plan, room in manager.steps.followed]
+        return take_survey(manager.chunks, self.ledger, followed, self.reasons)
 
     @property
     def chunks(self) -> Sequence[Chunk]:

@@ -155,28 +155,26 @@ class ElementwiseKernel(Kernel):
         self._workers = means.workers
         self._steps: dict[int, int | torch.Tensor] = {}  # tensors once somebody has seen them, and may write to them
         self._steps_lock = threading.Lock()
-        self._made_slots: Slots | None = None
 
     def workspace_numel(self, tier: Tier, capacity_numel: int, *, widens: bool = True) -> int:
         """See ``Kernel``. A device widens a tile at a time; the host does so in its caches."""
         num = (int(widens) + self.num_narrow_states) if tier is Tier.DEVICE and self._has_lanes else 0
         return min(_DEVICE_TILE_NUMEL, num * align(capacity_numel, self.cut_numel))
 
-    @property
+    @functools.cached_property
     def _slots(self) -> Slots:
         """Made late: kernels say which lists they have when they are made."""
-        self._made_slots = self._made_slots or Slots(self._pool, self.list_names)
-        return self._made_slots
+        return Slots(self._pool, self.list_names)
 
-    def slots_nbytes(self, specs: Iterable[ChunkSpec]) -> int:
+    def slots_nbytes(self, specs: Iterable[ChunkSpec], tile_part: int) -> int:
         """See ``Kernel``."""
-        return self._slots.nbytes(specs)
+        return self._slots.nbytes(specs, tile_part)
 
     def reserve(self, chunks: Sequence[Chunk], *also: Tier, widens: bool = True) -> None:
         """See ``Kernel``. Chunks that are updated over the bus need slots."""
         super().reserve(chunks, *also, widens=widens)
         if any(chunk.is_streamed for chunk in chunks):
-            self._slots.reserve([chunk.spec for chunk in chunks], WORKSPACE)
+            self._slots.reserve([chunk.spec for chunk in chunks], chunks[0].tile_part, WORKSPACE)
         else:
             self._slots.release(WORKSPACE)
 
@@ -232,8 +230,9 @@ class ElementwiseKernel(Kernel):
                 take_back = functools.partial(self._count, part.indices, -1)
                 restore, later = functools.partial(_round, part.segments), None
                 if lane is None and part.segments:
-                    shares = collections.deque(_cut(part.segments, itertools.repeat(SLOT_NUMEL), self.cut_numel))
                     (chunk,) = part.chunks
+                    rooms = itertools.repeat(SLOT_NUMEL // chunk.tile_part)
+                    shares = collections.deque(_cut(part.segments, rooms, self.cut_numel))
                     fills = part.numel == sum([tensor.own_numel for tensor in chunk.owned])
                     lock, work = chunk.device.streams.slots_lock, functools.partial(self._stream, job, chunk, shares)
                     later = Later(work, lock, fills=fills)

@@ -104,11 +104,12 @@ class Kernel(abc.ABC):
             widens: Whether its gradients are widened to fp32. Those of an accumulation list are wide.
         """
 
-    def slots_nbytes(self, specs: Iterable[ChunkSpec]) -> int:
+    def slots_nbytes(self, specs: Iterable[ChunkSpec], tile_part: int) -> int:
         """Returns the bytes of the device that updates over the bus need; 0 if the kernel has none.
 
         Args:
             specs: The chunks that it updates.
+            tile_part: See ``Homes``.
         """
         return 0
 

@@ -30,21 +30,25 @@ class Slots:
         self._pool, self._names = pool, (*list_names, GRADIENT, "param")
         self._buffer: torch.Tensor | None = None
 
-    def nbytes(self, specs: Iterable[ChunkSpec]) -> int:
+    def nbytes(self, specs: Iterable[ChunkSpec], tile_part: int) -> int:
         """Bytes of all slots.
 
         Args:
             specs: The chunks that are updated.
+            tile_part: See ``Homes``.
         """
         specs = list(specs)
-        numel = min(TILE_NUMEL, max([align(spec.chunk_numel, _ALIGNMENT) for spec in specs], default=0))
+        numel = min(TILE_NUMEL // tile_part, max([align(spec.chunk_numel, _ALIGNMENT) for spec in specs], default=0))
         sizes = [sum(nbytes for *_, nbytes in self._places(spec.types, numel)) for spec in specs]
         return NUM_SLOTS * max(sizes, default=0)
 
-    def reserve(self, specs: Iterable[ChunkSpec], owner: str) -> None:
+    def reserve(self, specs: Iterable[ChunkSpec], tile_part: int, owner: str) -> None:
         """Allocates them, unless they are there; raises ``BudgetError`` if there is no room."""
+        nbytes = self.nbytes(specs, tile_part)
+        if self._buffer is not None and self._buffer.numel() != nbytes:
+            self.release(owner)
         if self._buffer is None:
-            self._buffer = self._pool.allocate(Tier.DEVICE, self.nbytes(specs), torch.uint8, owner)
+            self._buffer = self._pool.allocate(Tier.DEVICE, nbytes, torch.uint8, owner)
 
     def release(self, owner: str) -> None:
         """Gives them back."""

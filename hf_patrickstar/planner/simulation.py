@@ -103,7 +103,7 @@ class Simulation:
 
     Attributes:
         script: What the step does beside what its plans move.
-        traces: What each micro-batch visits.
+        traces: What each micro-batch visits, with the gradients that stay on the device at rest.
         plans: The plan of each.
         loads: What it takes to load each chunk.
         timeline: How it goes on the machine.
@@ -373,7 +373,8 @@ class _Simulator:
         homed, streamed = homes.device, homes.streamed
         (traces,) = steps_of(known.traces.values(), trained.num_micro_batches)
         offloaded = max(trace.offloaded_nbytes for trace in traces)
-        fixed, static = self._fixed(homed, Tier.DEVICE, streamed), homed if trained.world_size == 1 else frozenset()
+        slots_nbytes = self.decisions.slots_nbytes[homes.tile_part] * bool(streamed)
+        fixed, static = self._fixed(homed, Tier.DEVICE, slots_nbytes), homed if trained.world_size == 1 else frozenset()
         free, most = estimate.device_nbytes - sum(fixed.values()), self._resources.ledger.chunk_budget
         most = None if most is None else most - sum(fixed.values())
         plans = repeated_plans(
@@ -386,13 +387,19 @@ class _Simulator:
             reshard_after_forward=self._config.reshard_after_forward and trained.world_size > 1,
         )
         script = whole_step(ops, self._places, self._rules(homed, streamed), [made.kind for made in traces])
-        loads = tuple(estimate.loads(homed, streamed))
+        loads = tuple(estimate.loads(homed, streamed, homes.tile_part))
         on_host = [spec for spec in layout.chunks if spec.is_updated and spec.index not in homed | streamed]
         num_on_host = sum(self._own_numel(spec.index) for spec in on_host)
         updated = sum(self._update_work(spec, False).nbytes for spec in on_host)
         may_offload = self._config.activation_offload is not False
         fewest = [made.offloading(len(made.activations)) if may_offload else made for made in traces]
         timeline = replay(script, plans, loads, self._machine)
+        if len(static) == len(layout.chunks) and not (offloaded or self._config.debug_evict_all):
+            gradients = [self._own_numel(s.index) * s.types.itemsize * s.trainable for s in layout.chunks]
+            resting = [made.at_rest(gradients) for made in traces]
+            if max(made.peak_nbytes for made in resting) <= free:
+                traces = resting
+                reasons = [*reasons, "nothing has to move: gradients stay in place, and modules have no hooks"]
         first, step_s = self.decisions.homes.device, timeline.duration_ns / 1e9
         sizes, lists = self.decisions.chunk_nbytes, self.decisions.lists
         masters = [s.types.list_nbytes(MASTER, s.chunk_numel * (MASTER in lists_of(s, lists))) for s in layout.chunks]
@@ -420,7 +427,7 @@ class _Simulator:
 
     # Bytes
 
-    def _fixed(self, homed: frozenset[int], tier: Tier, streamed: frozenset[int] = frozenset()) -> dict[str, int]:
+    def _fixed(self, homed: frozenset[int], tier: Tier, slots_nbytes: int = 0) -> dict[str, int]:
         """Bytes on a tier that do not change in a step, by owner."""
         decisions = self.decisions
         nbytes: dict[str, int] = {}
@@ -433,8 +440,7 @@ class _Simulator:
                 nbytes[name] = nbytes.get(name, 0) + spec.types.list_nbytes(name, spec.chunk_numel)
         updates = any(spec.is_updated for spec in at_home)
         workspace = decisions.workspace_nbytes if tier is Tier.HOST else decisions.device_workspace_nbytes
-        workspace = workspace * updates + decisions.slots_nbytes * bool(streamed and tier is Tier.DEVICE)
-        if workspace:
+        if workspace := workspace * updates + slots_nbytes:
             nbytes[WORKSPACE] = workspace
         own = self._cost.state_nbytes * sum(self._own_numel(spec.index) for spec in at_home if spec.is_updated)
         if own:

@@ -76,7 +76,7 @@ class Tide:
         stride: Moments of an entry.
         forward_ends: For each outermost forward, the number of moments before its end.
         copies: Bytes of copies of chunks.
-        gradients: Bytes of gradients that wait for their group.
+        gradients: Bytes of gradients that wait, for their group or for the update.
         others: Bytes of non-model data, as recorded.
         offloaded: Bytes of each activation that leaves the device between forward and backward, and the parameter that
             forward comes to next.
@@ -126,7 +126,7 @@ class Tide:
         return {
             "chunks at home on the device, with optimizer states": (self.fixed_nbytes,) * len(self.copies),
             "copies of chunks of the host": self.copies,
-            "gradients on their way to the host": self.gradients,
+            "gradients": self.gradients,
             "activations and temporaries": self.others,
         }
 

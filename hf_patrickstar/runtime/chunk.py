@@ -132,6 +132,7 @@ class Chunk:
     tickets: dict[Lane, Copy] = dataclasses.field(default_factory=dict)  # out of and into them, the last of a lane
     update: Copy | None = None  # of the optimizer, which may still write to them
     is_streamed: bool = False  # whether it is updated on the device though it is at home on the host
+    tile_part: int = 1  # how many times smaller its tiles are then; see ``Homes``
     reader: threading.Event | None = None  # of a checkpoint that is being written from the fp32 lists
     # The payload that modules compute with.
     compute: torch.Tensor | None = None

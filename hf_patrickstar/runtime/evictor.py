@@ -150,7 +150,7 @@ class Evictor:
         """Where chunks live now."""
         device = frozenset(chunk.spec.index for chunk in self._chunks if chunk.home is Tier.DEVICE)
         streamed = frozenset(chunk.spec.index for chunk in self._chunks if chunk.is_streamed) - device
-        return Homes(device, tuple(self.in_margin), streamed=streamed)
+        return Homes(device, tuple(self.in_margin), streamed=streamed, tile_part=self._chunks[0].tile_part)
 
     @property
     def may_leave_device(self) -> bool:

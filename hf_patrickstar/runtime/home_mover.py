@@ -214,21 +214,21 @@ class HomeMover(Evictor):
             self.move_out(now.device - wanted.device)
             self._move_in([index for index in wanted.margin if index not in self.in_margin])
             now = self.homes
-        self._stream(wanted.streamed - now.device)
+        self._stream(wanted.streamed - now.device, wanted.tile_part)
 
-    def _stream(self, indices: frozenset[int]) -> None:
+    def _stream(self, indices: frozenset[int], tile_part: int) -> None:
         """Updates these chunks on the device from now on; see [Note: updates over the bus]."""
         before = {chunk for chunk in self._chunks if chunk.is_streamed}
         now = {chunk for chunk in self._chunks if chunk.spec.index in indices}
-        if now == before:
+        if now == before and tile_part == self._chunks[0].tile_part:
             return
+        for chunk in before:
+            chunk.wait_for_update()  # slots may go, or change
         for chunk in self._chunks:
-            chunk.is_streamed = chunk in now
-        for chunk in before - now:
-            chunk.wait_for_update()  # slots may go
+            chunk.is_streamed, chunk.tile_part = chunk in now, tile_part
         try:
             if now:
-                self.make_room(self._first.slots_nbytes, keep_margin=True)
+                self.make_room(self._first.slots_nbytes[tile_part], keep_margin=True)
             self._reserve(self._chunks, Tier.HOST)
         except BudgetError as error:
             self.reasons["updates"] = f"updates: none over the bus, for which the device has no room: {error}"

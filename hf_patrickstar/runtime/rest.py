@@ -1,7 +1,8 @@
 """What the engine does where nothing has to move: nothing, between the begin and the end of a forward or backward.
 
 [Note: rest]
-If every chunk of a step is at home on the device, and gradients have room beside them, the engine is at rest: each
+If every chunk of a step is at home on the device, and gradients have room beside them (``Trace.at_rest``; the simulator
+knows it, too), the engine is at rest: each
 parameter is a view of its place in its chunk for good, only the outermost modules have hooks, and autograd keeps
 operands and gradients itself. A forward and a backward begin by giving all parameters the class that torch treats as
 ``nn.Parameter``, and end by giving them the one that answers. When a backward has ended its gradients are taken as they
@@ -18,6 +19,7 @@ right thing slowly, and the engine does not rest any more.
 """
 
 import logging
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,6 +34,7 @@ from hf_patrickstar.runtime.gradients import Gradients
 from hf_patrickstar.runtime.mirrors import GradientMirrors, Writes
 from hf_patrickstar.runtime.parameter import GradientPlace, ManagedParameter, ValuePlace
 from hf_patrickstar.runtime.steps import Step, Steps
+from hf_patrickstar.schedule.trace import Trace
 
 if TYPE_CHECKING:
     from hf_patrickstar.runtime.parameters import Parameters
@@ -82,6 +85,7 @@ class Rest:
         self._all: list[torch.Tensor] = []  # the parameters, with the versions that they had when they got their values
         self._versions: list[int] = []
         self._depth = 0  # forwards and backwards that run: one may call the other
+        self._peaks: dict[str, tuple[Trace, int]] = {}  # what steps take beside chunks, with all gradients
 
     # Deciding
 
@@ -104,6 +108,30 @@ class Rest:
             self._wake()
             if not (was_resting or device.keeps_values):
                 self._begin(*self._chunks_to_rest(step))
+        if is_new and device.is_resting and step is not None and step.cursor is not None:
+            device.ledger.note_total(self._peak_nbytes(step.cursor.trace))
+
+    def as_taken(self, trace: Trace) -> Trace:
+        """A trace with the gradients that stay on the device while the engine rests."""
+        return trace.at_rest(self._gradient_nbytes()) if self._device.is_resting else trace
+
+    def _peak_nbytes(self, trace: Trace) -> int:
+        known = self._peaks.get(trace.key)
+        if known is None or known[0] is not trace:
+            known = self._peaks[trace.key] = trace, trace.at_rest(self._gradient_nbytes()).peak_nbytes
+        return known[1]
+
+    def _has_room(self, peaks: Iterable[int]) -> bool:
+        """Whether the device has room for what steps take beside chunks."""
+        ledger = self._device.ledger
+        return ledger.used(Tier.DEVICE) + max(peaks) <= ledger.limit(Tier.DEVICE, cautious=False)
+
+    def _gradient_nbytes(self) -> list[int]:
+        """Bytes of the gradients of each chunk."""
+        return [
+            sum([tensor.own_numel for tensor in chunk.owned]) * chunk.dtype.itemsize * chunk.spec.trainable
+            for chunk in self._device.chunks
+        ]
 
     def _may_go_on(self, step: Step | None, *, is_training: bool) -> bool:
         device = self._device
@@ -115,8 +143,11 @@ class Rest:
             return True
         if device.is_resting and not is_training:
             return step.cursor is not None
-        is_known = step.plan is not None and not (is_training and step.is_metered)
-        return is_known and (device.is_resting or device.resting <= step.plan.quiet)  # type: ignore[union-attr]
+        if step.plan is None or step.cursor is None or (is_training and step.is_metered):
+            return False
+        if device.is_resting:
+            return self._has_room([self._peak_nbytes(step.cursor.trace)])
+        return device.resting <= step.plan.quiet
 
     def _has_hooks_of_users(self, num_own: int) -> bool:
         """Whether users see gradients when they have been added: then they are to see the sum of several backwards."""
@@ -138,9 +169,8 @@ class Rest:
         if not tensors or not all(tensor.is_bound and tensor.place is _HOME for tensor in tensors):
             return none
         if not (device.moves or self._has_hooks_of_users(1)):
-            need = sum([t.own_numel * t.chunk.dtype.itemsize for t in tensors if t.spec.trainable])
-            need += 0 if step.cursor is None else step.cursor.trace.non_model_peak_nbytes
-            if device.ledger.used(Tier.DEVICE) + need <= device.ledger.limit(Tier.DEVICE, cautious=False):
+            known = [trace for trace, *_ in self._steps.followed] + ([] if step.cursor is None else [step.cursor.trace])
+            if self._has_room([self._peak_nbytes(trace) for trace in known] or [sum(self._gradient_nbytes())]):
                 return frozenset(chunk.spec.index for chunk in device.chunks if not chunk.is_retired), True
         if step.plan is None or not step.plan.quiet:
             return none

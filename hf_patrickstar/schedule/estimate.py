@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.machine import Machine
@@ -15,7 +15,7 @@ from hf_patrickstar.schedule.move_plan import chunkable_nbytes, repeated_plans
 from hf_patrickstar.schedule.offload import Asked, choose_offload, least_that_fit, most_that_fit
 from hf_patrickstar.schedule.placement import FIRST_HOMES, ChunkBytes, Homes, Tiers, spill, too_small
 from hf_patrickstar.schedule.replay import replay
-from hf_patrickstar.schedule.script import TILE_NUMEL, Load, Send
+from hf_patrickstar.schedule.script import TILE_NUMEL, TILE_PARTS, Load, Send
 from hf_patrickstar.schedule.step_estimate import ChunkWork, estimate_script, num_rows, steps_of
 from hf_patrickstar.schedule.trace import Trace
 
@@ -49,7 +49,7 @@ class Estimate:
         moves_homes: Whether chunks find other homes once a step is known.
         updates: Where chunks on the host are updated: the setting, or ``"faster"``: each where it is done first.
         streaming: The indices of the optimizers that can update chunks over the bus.
-        slots_nbytes: Bytes of scratch space that the device needs if it updates any of them.
+        slots_nbytes: Bytes of scratch space that the device needs if it updates any of them, by the part of a tile.
     """
 
     traces: Sequence[Trace]
@@ -72,7 +72,7 @@ class Estimate:
     moves_homes: bool = True
     updates: str = "host"
     streaming: frozenset[int] = frozenset({0})
-    slots_nbytes: int = 0
+    slots_nbytes: Mapping[int, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(TILE_PARTS, 0))
 
     @property
     def has_training(self) -> bool:
@@ -276,15 +276,17 @@ class Estimate:
         found = self._settled(homes, may_leave=may_leave)
         if self.updates != "auto" or not self.overlaps_update:
             return found
-        workspace = self.workspace_nbytes + self.slots_nbytes
-        faster, better = dataclasses.replace(self, updates="faster", workspace_nbytes=workspace), None
-        if faster.streamed(found.device):
+        why, faster = "nothing is faster over the bus", dataclasses.replace(self, updates="faster")
+        before = self.cost(found) if faster.streamed(found.device) else None
+        for part in TILE_PARTS if before else ():
+            workspace, better, after = self.workspace_nbytes + self.slots_nbytes[part], found, None
             with contextlib.suppress(BudgetError):
-                better = faster._settled(homes, may_leave=may_leave)
-        before, after = (self.cost(found), faster.cost(better)) if better else (None, None)
-        why = "nothing is faster over the bus"
-        if before and after and better and after.duration_ns * AS_FAST < before.duration_ns:
-            found, why = better, f"a step takes {after.seconds / before.seconds:.2f} of the time without the bus"
+                faster = dataclasses.replace(faster, workspace_nbytes=workspace)
+                better = dataclasses.replace(faster._settled(homes, may_leave=may_leave), tile_part=part)
+                after = faster.cost(better)
+            if before and after and after.duration_ns * AS_FAST < before.duration_ns:
+                found, why = better, f"a step takes {after.seconds / before.seconds:.2f} of the time without the bus"
+                break
         return dataclasses.replace(found, reasons={**found.reasons, **self._describe_updates(found, why)})
 
     def _describe_updates(self, homes: Homes, why: str) -> dict[str, str]:
@@ -444,7 +446,8 @@ class Estimate:
         fixed = self._fixed_nbytes(at_home)
         free = self.device_nbytes - fixed
         most = None if self.chunk_nbytes is None else self.chunk_nbytes - fixed
-        loads, static = self.loads(at_home, streamed), frozenset[int]() if self.has_groups else at_home
+        loads = self.loads(at_home, streamed, homes.tile_part)
+        static = frozenset[int]() if self.has_groups else at_home
         steps = steps_of([trace for trace in self.traces if trace.kind.is_training], self.num_micro_batches)
         duration_ns = moved = copying_ns = updating_ns = 0
         for traces in steps:
@@ -473,21 +476,22 @@ class Estimate:
             moved += 2 * sum(trace.offloaded_nbytes for trace in traces)
         return StepCost(duration_ns, moved, copying_ns, updating_ns, max(len(steps), 1))
 
-    def loads(self, at_home: frozenset[int], streamed: frozenset[int]) -> list[Load]:
+    def loads(self, at_home: frozenset[int], streamed: frozenset[int], tile_part: int = 1) -> list[Load]:
         """What it takes to load each chunk.
 
         Args:
             at_home: Chunks that are at home on the device.
             streamed: Chunks that are updated when they are loaded.
+            tile_part: See ``Homes``.
         """
-        found = []
+        found, tile_numel = [], TILE_NUMEL // tile_part
         for index, (work, nbytes) in enumerate(zip(self.works, self.nbytes, strict=True)):
             states, num_tiles = tuple[int, ...](), 0
             if index in streamed:  # what is in no parameter does not cross
                 summed = work.summed_nbytes if self.num_micro_batches > 1 else 0
                 lists, own = nbytes.state_nbytes - summed, work.own_numel / work.chunk_numel
                 ways = lists + (summed or work.gradient_nbytes), lists + work.gradient_nbytes
-                states, num_tiles = tuple(round(way * own) for way in ways), -(-work.own_numel // TILE_NUMEL)
+                states, num_tiles = tuple(round(way * own) for way in ways), -(-work.own_numel // tile_numel)
             found.append(Load(work.gradient_nbytes, work.sent_nbytes, index in at_home, states, num_tiles))
         return found
 

@@ -59,12 +59,14 @@ class Homes:
             those that the host has no room for.
         reasons: What was decided, a sentence each, by what it is about.
         streamed: The chunks on the host that are updated on the device.
+        tile_part: How many times smaller than ``TILE_NUMEL`` the tiles are in which they cross.
     """
 
     device: frozenset[int]
     margin: tuple[int, ...] = ()
     reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
     streamed: frozenset[int] = frozenset()
+    tile_part: int = 1
 
     @property
     def kept(self) -> frozenset[int]:

@@ -12,6 +12,8 @@ from hf_patrickstar.machine import Machine
 TILE_NUMEL = 2**22
 """Elements that cross together for an update over the bus: about a millisecond of copies, so that nothing else that
 crosses waits for long."""
+TILE_PARTS = (1, 4)
+"""Tiles are as many times smaller where the device has no room for slots otherwise; the host launches more of them."""
 
 
 class Part(enum.StrEnum):

@@ -55,7 +55,8 @@ class Visit:
         chunk_index: The chunk.
         pinned: Other chunks that were in use at that moment and could not have left.
         non_model_nbytes: The most non-model bytes on the device between this moment and the next.
-        gradient_nbytes: The most bytes of gradients that waited on the device for their group in that time.
+        gradient_nbytes: The most bytes of gradients that waited on the device in that time: for their group, or for the
+            update.
         reduced: Groups whose gradients were reduced in that time, in this order.
     """
 
@@ -124,6 +125,27 @@ class Trace:
     def non_model_peak_nbytes(self) -> int:
         """The most non-model bytes of any moment."""
         return max(map(operator.attrgetter("non_model_nbytes"), self.visits), default=0)
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The most bytes of non-model data and of gradients that wait, together, of any moment."""
+        return max((visit.non_model_nbytes + visit.gradient_nbytes for visit in self.visits), default=0)
+
+    def at_rest(self, gradient_nbytes: Sequence[int]) -> "Trace":
+        """This trace, if gradients stay where autograd leaves them; see [Note: rest] in ``runtime/rest.py``.
+
+        Args:
+            gradient_nbytes: Bytes of the gradients of each chunk. They count from its first visit in backward on, or
+                from the begin of backward if it has none.
+        """
+        begin = self.forward_ends[0] if self.forward_ends else 0
+        left = dict(enumerate(gradient_nbytes))
+        there = sum(left.values()) - sum(left.get(index, 0) for index in {*self.visited[begin:]})
+        visits = list(self.visits[:begin])
+        for visit in self.visits[begin:]:
+            there += left.pop(visit.chunk_index, 0)
+            visits.append(dataclasses.replace(visit, gradient_nbytes=there))
+        return dataclasses.replace(self, visits=tuple(visits))
 
     @property
     def visited(self) -> list[int]:

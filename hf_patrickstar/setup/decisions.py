@@ -134,7 +134,7 @@ class Decisions(Arrangement):
             chunk_nbytes=resources.ledger.chunk_budget,
             workspace_nbytes=self.device_workspace_nbytes
             + self.staging_nbytes(resources.collectives)
-            + self.slots_nbytes * (config.updates == "device"),
+            + self.slots_nbytes[1] * (config.updates == "device"),
             host_workspace_nbytes=self.workspace_nbytes,
             prefetch_depth=self.prefetch_depth,
             policy=config.eviction,

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from hf_patrickstar.optim.kernel import Kernel
 from hf_patrickstar.runtime.chunk import torch_dtype
 from hf_patrickstar.schedule.pace import exposed_ns
 from hf_patrickstar.schedule.placement import ChunkBytes, Homes, Tiers, plan_homes
+from hf_patrickstar.schedule.script import TILE_PARTS
 from hf_patrickstar.setup.precision import Precision
 from hf_patrickstar.setup.resources import Resources
 from hf_patrickstar.units import align
@@ -122,7 +124,7 @@ class Arrangement:
         homes: The tier where each chunk has its home.
         workspace_nbytes: Bytes of scratch space that the optimizer needs on the host, where it updates chunks there.
         device_workspace_nbytes: Bytes of it that it needs on the device: none for gradients that are wide.
-        slots_nbytes: Bytes of the device that it needs for updates over the bus.
+        slots_nbytes: Bytes of the device that it needs for updates over the bus, by the part of a tile.
     """
 
     choice: ChunkSizeChoice
@@ -131,7 +133,7 @@ class Arrangement:
     homes: Homes
     workspace_nbytes: int
     device_workspace_nbytes: int
-    slots_nbytes: int
+    slots_nbytes: Mapping[int, int]
 
     def at_home_nbytes(self, tier: Tier) -> int:
         """Bytes of the chunks that have their home on a tier."""
@@ -233,11 +235,11 @@ class Arranger:
         nbytes = chunk_bytes(choice.layout.chunks, self.lists, resources.pool, embeddings)
         workspace = _workspace_nbytes(self.situation, choice, Tier.HOST)
         device_workspace = _workspace_nbytes(self.situation, choice, Tier.DEVICE)
-        slots = 0
-        for number, kernel in enumerate(self.situation.kernels):
+        slots = dict.fromkeys(TILE_PARTS, 0)
+        for part, (number, kernel) in itertools.product(slots, enumerate(self.situation.kernels)):
             own = (spec for spec in choice.layout.chunks if spec.is_updated and spec.optimizer_index == number)
-            slots += kernel.slots_nbytes(own)
-        on_device = device_workspace + slots * (config.updates == "device")
+            slots[part] += kernel.slots_nbytes(own, part)
+        on_device = device_workspace + slots[1] * (config.updates == "device")
         host, for_homes = ledger.limit(Tier.HOST), room.for_homes
         if not resources.is_metered:
             for_homes = min(for_homes, max(room.whole - host, 0))  # both tiers are the same memory

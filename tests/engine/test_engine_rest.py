@@ -10,7 +10,8 @@ from support.small import LAYER_NUMEL, WIDTH, Stack, Tied, batch, loss_of, make,
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_patrickstar import DeviceMemoryError, EngineError
+from hf_patrickstar import DeviceMemoryError, EngineError, PatrickStarEngine
+from hf_patrickstar.memory.meters import StorageMeter
 from hf_patrickstar.memory.tiers import Tier
 
 
@@ -277,6 +278,22 @@ def test_memory_without_room_for_gradients_is_no_place_to_rest():
     assert not manager.device.moves
 
 
+def test_larger_steps_that_are_known_end_it_without_room_for_gradients():
+    def loss_of_more(model, seed):
+        return loss_of(model, seed, 6)
+
+    pair = resting()
+    manager = pair.engine.manager
+    pair.train(4, first=3, loss=loss_of_more)
+    taken = sorted(manager.rest.as_taken(trace).peak_nbytes for trace in pair.engine.traces.values())
+    manager.ledger.lower_limit(Tier.DEVICE, manager.ledger.used(Tier.DEVICE) + taken[-1] - 1)
+    pair.train(1, first=7)
+    assert manager.device.is_resting
+    pair.train(2, first=8, loss=loss_of_more)
+    assert not manager.device.is_resting
+    assert pair.engine.stats()["retries"] == 0
+
+
 def test_a_loop_of_steps_sees_plain_gradients():
     class One(nn.Module):
         def __init__(self):
@@ -414,3 +431,30 @@ def test_operands_of_what_is_recomputed():
 
     for room in (50_000, 60_000):
         Pair(lambda: Twice(12), "resident", settings={"device_budget": room}).train(6)
+
+
+@pytest.mark.parametrize("factory", [Stack, Tied])
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_a_step_is_counted_with_the_gradients_that_it_leaves(factory, num_micro_batches):
+    model = make(factory)
+    config, optimizer = {"device_budget": "64MiB", "chunk_numel": LAYER_NUMEL}, torch.optim.AdamW(model.parameters())
+    engine = PatrickStarEngine(model, config, optimizer, gradient_accumulation_steps=num_micro_batches)
+    meter = StorageMeter(engine.manager.device.pool.owns, lambda: None)
+    for step in range(6):
+        taken = 0
+        meter.start([])
+        for micro_batch in range(num_micro_batches):
+            meter.restart()
+            loss_of(model, step + micro_batch).backward()
+            taken = max(taken, engine.ledger.used(Tier.DEVICE) + meter.peak(0))
+        meter.stop()
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    assert hooked(model) == [model]
+    counted, tides = engine.stats()["device_total_step_peak_nbytes"], engine.survey().tides
+    assert max(max(tide.totals) for tide in tides) == counted
+    assert tides[-1].gradients[0] == 0
+    assert tides[-1].gradients[-1] == sum(parameter.nbytes for parameter in model.parameters())
+    # Counted twice are those that are new at a moment; those of layers without a use are counted, too.
+    unused = sum(parameter.nbytes for name, parameter in model.named_parameters() if "unused" in name)
+    assert 0 <= counted - taken <= unused + 2 * 4 * LAYER_NUMEL

@@ -138,6 +138,9 @@ def test_gradients_that_stay_on_the_device_are_counted_as_if_they_left_it():
     told, done = both(factor=40)
     check(told, done)
     assert len(done.static) == len(told.loads)
+    gradients = [visit.gradient_nbytes for visit in told.traces[0].visits]
+    assert gradients[0] == 0
+    assert 2 * told.num_parameters < gradients[-1] < 4 * told.num_parameters, "embeddings have 32 bits"
     assert min(gaps(told, done)[0]) == 0
     assert max(visit.non_model_nbytes for visit in told.traces[0].visits) == max(
         visit.non_model_nbytes for visit in done.traces[0].visits

@@ -302,7 +302,9 @@ def test_memory_of_an_update_that_failed_is_not_used_before_its_streams_are_done
         assert_same(list(expected.model.state_dict().values()), list(run.model.state_dict().values()))
 
 
-def test_slots_are_there_while_anything_is_updated_in_them():
+def test_slots_are_there_while_anything_is_updated_in_them(tiles, monkeypatch):
+    monkeypatch.setattr("hf_patrickstar.optim.elementwise.SLOT_NUMEL", 512)
+    monkeypatch.setattr("hf_patrickstar.optim.slots.TILE_NUMEL", 512)
     with streams_of("simulated"):
         run = Run(**OVER_BUS)
         run.step(0)
@@ -310,15 +312,22 @@ def test_slots_are_there_while_anything_is_updated_in_them():
         ledger, mover = run.engine.ledger, run.engine.manager.evictor
         assert ledger.owners(Tier.DEVICE)["workspace"] == SLOTS
         chosen = streamed(run)
-        mover._stream(frozenset())
+        mover._stream(frozenset(), 1)
         assert not ledger.owners(Tier.DEVICE).get("workspace")
         assert not streamed(run)
         run.step(2)
-        mover._stream(chosen)
+        mover._stream(chosen, 1)
         assert ledger.owners(Tier.DEVICE)["workspace"] == SLOTS
         run.step(3)
+        assert max(tiles) > 128
+        mover._stream(chosen, 4)
+        assert ledger.owners(Tier.DEVICE)["workspace"] == SLOTS // 4
+        tiles.clear()
+        run.step(4)
+        run.step(5)
+        assert 0 < max(tiles) <= 128
         expected = Run(updates="host", overlap_optimizer=False)
-        for seed in range(4):
+        for seed in range(6):
             expected.step(seed)
         assert_same(list(expected.model.state_dict().values()), list(run.model.state_dict().values()))
 

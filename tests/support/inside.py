@@ -109,6 +109,13 @@ def traces(engine):
     return engine.traces
 
 
+def at_rest(engine, trace):
+    """A trace with the gradients that stay where nothing moves, though tensors without bytes never rest."""
+    manager = engine.manager
+    is_moving = manager.device.moves or trace.num_offloaded or not manager.sharing.is_alone
+    return trace if is_moving else trace.at_rest(manager.rest._gradient_nbytes())
+
+
 def step(engine):
     """The micro-batch that runs, or ``None``: its ``visits``, its ``cursor`` in a trace, its ``plan``."""
     return engine.manager.steps.step

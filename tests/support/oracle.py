@@ -248,7 +248,7 @@ def _note(
     on_host = [chunk for chunk in chunks if chunk.home is Tier.HOST]
     gained = {name: stats[name] - before[name] for name in before if name.endswith("_nbytes")}
     return Recording(
-        traces=[step.cursor.trace for step in steps],
+        traces=[inside.at_rest(engine, step.cursor.trace) for step in steps],
         plans=[step.plan for step in steps],
         timeline=timeline,
         at_home=frozenset(chunk.spec.index for chunk in chunks if chunk.home is Tier.DEVICE),

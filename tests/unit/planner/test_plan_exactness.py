@@ -63,9 +63,26 @@ CASES = [("gpt2", 0.5), ("gpt2", 0.8), ("mamba", 0.6), ("deberta", 0.8)]  # half
 
 @pytest.mark.parametrize(("name", "share"), CASES)
 def test_a_plan_has_the_bytes_of_a_run(name, share):
-    _, _, everything, _ = plan_within(name, 64 * MIB)
-    budget = int(share * everything.tier(Tier.DEVICE).need_nbytes)
+    everything = plan_within(name, 64 * MIB)[2].tier(Tier.DEVICE)
+    budget = int(share * (everything.need_nbytes - everything.owners["gradients"]))
     assert_exact(*plan_within(name, budget))
+
+
+@pytest.mark.own_rest
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+def test_a_plan_has_the_gradients_of_a_run_that_rests(name, num_micro_batches):
+    subject, given, plan, recording = plan_within(name, 64 * MIB, num_micro_batches=num_micro_batches)
+    engine, stats, _ = run_within(subject, given)
+    assert plan.tier(Tier.DEVICE).owners["gradients"] > 0
+    assert any("nothing has to move" in reason for reason in plan.chunks.reasons)
+    assert plan.tier(Tier.DEVICE).need_nbytes == stats["device_total_step_peak_nbytes"]
+    assert recording.survey.tides == engine.survey().tides
+    # Without room for gradients a run does not rest, and needs less.
+    fewer = plan_within(name, plan.tier(Tier.DEVICE).need_nbytes - 1, num_micro_batches=num_micro_batches)
+    _, stats, _ = run_within(*fewer[:2])
+    assert fewer[2].tier(Tier.DEVICE).owners["gradients"] == 0
+    assert fewer[2].tier(Tier.DEVICE).need_nbytes == stats["device_total_step_peak_nbytes"]
 
 
 def test_a_plan_has_the_bytes_of_a_run_of_several_micro_batches():

@@ -86,12 +86,8 @@ def test_what_fits_neither_tier_is_an_error():
         estimate_of(WHOLE, host_nbytes=2 * WHOLE).settled(Homes(indices()))
 
 
-@pytest.mark.parametrize(
-    ("host_ns", "bus_ns", "expected"),
-    [(4, 4, {1, 3}), (2, 7, set()), (9, 3, {0, 1, 3}), (100, 1, {0, 1, 2, 3})],
-)
-def test_chunks_are_updated_where_that_is_done_first(host_ns, bus_ns, expected):
-    """In the order of the next forward; states of 600 bytes and a value of 100 cross for 50 parameters."""
+def streaming(estimate, host_ns, bus_ns, **changes):
+    """An estimate on a machine on which the update of a chunk takes so long, in microseconds."""
     crossing = PARAM + STATE
     machine = dataclasses.replace(
         MACHINES["h100"],
@@ -102,13 +98,31 @@ def test_chunks_are_updated_where_that_is_done_first(host_ns, bus_ns, expected):
         to_host_bandwidth=crossing / (bus_ns * 1e-6),
         copy_latency_s=1e-12,
     )
-    estimate = dataclasses.replace(estimate_of(10**6), machine=machine, updates="faster")
     works = [dataclasses.replace(work, chunk_numel=50) for work in estimate.works]
-    estimate = dataclasses.replace(estimate, works=works)
+    return dataclasses.replace(estimate, machine=machine, works=works, **changes)
+
+
+@pytest.mark.parametrize(
+    ("host_ns", "bus_ns", "expected"),
+    [(4, 4, {1, 3}), (2, 7, set()), (9, 3, {0, 1, 3}), (100, 1, {0, 1, 2, 3})],
+)
+def test_chunks_are_updated_where_that_is_done_first(host_ns, bus_ns, expected):
+    """In the order of the next forward; states of 600 bytes and a value of 100 cross for 50 parameters."""
+    estimate = streaming(estimate_of(10**6), host_ns, bus_ns, updates="faster")
     assert estimate.streamed(indices()) == expected
     assert estimate.streamed(indices(0, 1, 2, 3)) == indices()
     assert dataclasses.replace(estimate, updates="device").streamed(indices(0)) == indices(1, 2, 3)
     assert dataclasses.replace(estimate, updates="auto").streamed(indices()) == indices()
+
+
+@pytest.mark.parametrize(("room", "expected"), [(WHOLE, 1), (WHOLE - 1, 4), (100, 4), (99, None)])
+def test_tiles_are_smaller_where_the_device_has_no_room_for_slots(room, expected):
+    slots = {"slots_nbytes": {1: WHOLE, 4: 100}, "updates": "auto"}
+    # Chunks have no homes there: what one of them needs at a moment is all that there is room for.
+    estimate = streaming(estimate_of(OTHERS + PARAM + room, host_nbytes=10**6), 100_000, 1, **slots)
+    homes = dataclasses.replace(estimate, moves_homes=False).settled(Homes(indices()))
+    assert (homes.tile_part if homes.streamed else None) == expected
+    assert ("over the bus: a step takes" in homes.reasons["updates"]) == (expected is not None)
 
 
 def test_memory_that_the_host_needs_for_its_own_updates_is_no_room_for_the_bus():
