@@ -487,6 +487,7 @@ def make_steps_of_shares(options):
         made = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         name = f"{share:.0%} {kind}"
         engines[name] = PatrickStarEngine(model, config, made, device=torch.device("cpu"))
+        engines[name].optimizer.zero_grad()  # nobody wants gradients after a step, not even after the first one
         steps[name] = bench_overhead.make_our_step(model, engines[name])
     return steps, engines
 

@@ -86,7 +86,8 @@ class AllocatorMeter(Meter):
     def floor(self, booked: int) -> int:
         """Bytes that are there before a step and stay, such as libraries' workspaces made after the recording.
 
-        They are rounded up, to an eighth of them or 1 MiB: with other numbers the next step is planned anew.
+        They are rounded up, by less than an eighth of them and less than 1 MiB: with another number the next step is
+        planned anew.
         """
         live = self.live(booked)
         return align(live, min(MIB, 1 << max(live.bit_length() - 4, 0)))

@@ -174,7 +174,8 @@ class ElementwiseKernel(Kernel):
         """See ``Kernel``. Chunks that are updated over the bus need slots."""
         super().reserve(chunks, *also, widens=widens)
         if any(chunk.is_streamed for chunk in chunks):
-            self._slots.reserve([chunk.spec for chunk in chunks], chunks[0].tile_part, WORKSPACE)
+            tile_part = min(chunk.tile_part for chunk in chunks)
+            self._slots.reserve([chunk.spec for chunk in chunks], tile_part, WORKSPACE)
         else:
             self._slots.release(WORKSPACE)
 

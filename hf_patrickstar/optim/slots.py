@@ -45,9 +45,8 @@ class Slots:
     def reserve(self, specs: Iterable[ChunkSpec], tile_part: int, owner: str) -> None:
         """Allocates them, unless they are there; raises ``BudgetError`` if there is no room."""
         nbytes = self.nbytes(specs, tile_part)
-        if self._buffer is not None and self._buffer.numel() != nbytes:
+        if self._buffer is None or self._buffer.numel() != nbytes:
             self.release(owner)
-        if self._buffer is None:
             self._buffer = self._pool.allocate(Tier.DEVICE, nbytes, torch.uint8, owner)
 
     def release(self, owner: str) -> None:

@@ -267,12 +267,9 @@ class _Measurement:
     def _duplex_share(self) -> float:
         """What copies in both directions at once reach of the rate of the slower direction."""
         ways = self._ways(self._numel // 2)
-        alone, both = (
-            max(self._median(self._device, functools.partial(_cross, starts)) for starts in at_once)
-            for at_once in ([ways[:1], ways[1:]], [ways])
-        )
+        seconds = [self._median(self._device, functools.partial(_cross, s)) for s in (ways[:1], ways[1:], ways)]
         self.streams.release_in_flight()
-        return min(alone / both, 1.0)
+        return min(max(seconds[:2]) / seconds[2], 1.0)
 
     def _adam(self) -> float:
         """Bytes per second of Adam on all cores; where it is called from Python, those of an addition."""
@@ -410,9 +407,9 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> obje
 
 
 def _cross(starts: Iterable[_Start]) -> None:
-    """Makes copies at once."""
-    for ticket in [start() for start in starts]:
-        _join(ticket)
+    """Makes copies at once, and waits for them."""
+    for ticket in filter(None, [start() for start in starts]):
+        ticket.wait()
 
 
 def _join(ticket: Copy | None) -> None:

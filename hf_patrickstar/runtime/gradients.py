@@ -227,11 +227,11 @@ class Gradients:
         self._has_all_lists |= all(other.has_list(GRADIENT) for other in self._chunks if other.spec.trainable)
         return self._has_all_lists and self._ring.open()
 
-    def _list(self, chunk: Chunk, *, keep_margin: bool = False) -> torch.Tensor:
+    def _list(self, chunk: Chunk) -> torch.Tensor:
         if not chunk.has_list(GRADIENT):
             numel = chunk.spec.chunk_numel
             if chunk.home is Tier.DEVICE:  # no plan knows of it: copies make room, or chunks leave the margin
-                self._evictor.make_room(numel * chunk.state_dtype.itemsize, keep_margin=keep_margin)
+                self._evictor.make_room(numel * chunk.state_dtype.itemsize)
             others = (other for other in self._chunks if other is not chunk and chunk.home in (other.home, Tier.HOST))
             ahead = _lists_nbytes(other for other in others if not other.has_list(GRADIENT))
             chunk.lists[GRADIENT] = self._pool.allocate(
@@ -379,19 +379,14 @@ class Gradients:
         if tensor.is_consumed and self._keeps is not False:
             raise EngineError(consumed(tensor, "it is used again: torch would still have it"))
 
-    def move_to_list(self, tensor: ManagedParameter, *, keep_margin: bool = False) -> None:
-        """Brings the value back to its place, keeping the gradient in the accumulation list; [Note: gradient reuse].
-
-        Args:
-            tensor: The parameter.
-            keep_margin: No chunk leaves the device to make room for a list.
-        """
+    def move_to_list(self, tensor: ManagedParameter) -> None:
+        """Brings the value back to its place, keeping the gradient in the accumulation list; [Note: gradient reuse]."""
         with self.lock:
             if tensor.gradient is not _PARAM:
                 return
             chunk = tensor.chunk
             chunk.wait()
-            place, gradient = tensor.view(self._list(chunk, keep_margin=keep_margin)), tensor.view(chunk.param)
+            place, gradient = tensor.view(self._list(chunk)), tensor.view(chunk.param)
             with held_back():  # else a gradient may be added twice, or computed with as the value
                 place.copy_(gradient)
                 tensor.gradient = _LIST
@@ -449,12 +444,11 @@ class Gradients:
         Raises:
             BudgetError: If there is none and they were asked for.
         """
-        keep_margin = not (self._keeps is True or self.is_watched or self.was_read_late)  # nobody has asked yet
         try:
             for chunk in chunks:
                 for tensor in chunk.owned:
                     self.make_ready(tensor)
-                    self.move_to_list(tensor, keep_margin=keep_margin)
+                    self.move_to_list(tensor)
         except BudgetError:
             if self._keeps is True:
                 raise

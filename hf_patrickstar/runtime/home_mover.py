@@ -235,6 +235,7 @@ class HomeMover(Evictor):
             logger.info("patrickstar: %s", self.reasons["updates"])
             for chunk in now:
                 chunk.is_streamed = False
+            self._reserve(self._chunks, Tier.HOST)  # gives slots back that another optimizer has got
         for chunk in now - before:
             if chunk.is_streamed:
                 chunk.pin()

@@ -2,12 +2,11 @@
 
 [Note: rest]
 If every chunk of a step is at home on the device, and gradients have room beside them (``Trace.at_rest``; the simulator
-knows it, too), the engine is at rest: each
-parameter is a view of its place in its chunk for good, only the outermost modules have hooks, and autograd keeps
-operands and gradients itself. A forward and a backward begin by giving all parameters the class that torch treats as
-``nn.Parameter``, and end by giving them the one that answers. When a backward has ended its gradients are taken as they
-are (``GradientPlace.LEFT``), and the optimizer's step reads them there; they never go over values, which graphs may
-need. If several micro-batches make a step, they are added to the list.
+knows it, too), the engine is at rest: each parameter is a view of its place in its chunk for good, only the outermost
+modules have hooks, and autograd keeps operands and gradients itself. A forward and a backward begin by giving all
+parameters the class that torch treats as ``nn.Parameter``, and end by giving them the one that answers. When a backward
+has ended its gradients are taken as they are (``GradientPlace.LEFT``), and the optimizer's step reads them there; they
+never go over values, which graphs may need. If several micro-batches make a step, they are added to the list.
 
 Rest begins and ends between steps. While one runs no chunk moves home, since its graph has values that nothing tells
 of. What needs a hook ends rest: inputs larger than any before, a chunk that has left the device, a change of the model.
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
-_NONE, _PARAM, _LIST = GradientPlace.NONE, GradientPlace.PARAM, GradientPlace.LIST
+_NONE, _PARAM, _LIST, _LEFT = GradientPlace.NONE, GradientPlace.PARAM, GradientPlace.LIST, GradientPlace.LEFT
 _HOME = ValuePlace.HOME
 _version_of = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
 
@@ -119,7 +118,8 @@ class Rest:
         known = self._peaks.get(trace.key)
         if known is None or known[0] is not trace:
             known = self._peaks[trace.key] = trace, trace.at_rest(self._gradient_nbytes()).peak_nbytes
-        return known[1]
+        # Gradients of backwards before may be there, which users add up themselves.
+        return known[1] + sum([t.kept.nbytes for t in self._tensors if t.gradient is _LEFT and t.kept is not None])
 
     def _has_room(self, peaks: Iterable[int]) -> bool:
         """Whether the device has room for what steps take beside chunks."""
@@ -129,7 +129,7 @@ class Rest:
     def _gradient_nbytes(self) -> list[int]:
         """Bytes of the gradients of each chunk."""
         return [
-            sum([tensor.own_numel for tensor in chunk.owned]) * chunk.dtype.itemsize * chunk.spec.trainable
+            sum([tensor.own_numel for tensor in chunk.owned if tensor.spec.trainable]) * chunk.dtype.itemsize
             for chunk in self._device.chunks
         ]
 
@@ -187,7 +187,7 @@ class Rest:
                 device.chunks[index].rest()
             self._tensors = [t for t in self._parameters.tensors if t.chunk.spec.index in chunks]
             self._all = [tensor.parameter for tensor in self._tensors]
-            self._depth = 0
+            self._depth, self._peaks = 0, {}
             device.resting, device.has_woken = chunks, False
             device.is_resting = device.keeps_values = is_whole
         if not self.misses_calls:

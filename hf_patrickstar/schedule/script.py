@@ -13,7 +13,8 @@ TILE_NUMEL = 2**22
 """Elements that cross together for an update over the bus: about a millisecond of copies, so that nothing else that
 crosses waits for long."""
 TILE_PARTS = (1, 4)
-"""Tiles are as many times smaller where the device has no room for slots otherwise; the host launches more of them."""
+"""By how much tiles are divided, in the order in which it is tried: where the device has no room for slots of whole
+tiles, smaller ones may have room. Each tile costs the host time for launches."""
 
 
 class Part(enum.StrEnum):

@@ -135,10 +135,10 @@ class Trace:
         """This trace, if gradients stay where autograd leaves them; see [Note: rest] in ``runtime/rest.py``.
 
         Args:
-            gradient_nbytes: Bytes of the gradients of each chunk. They count from its first visit in backward on, or
-                from the begin of backward if it has none.
+            gradient_nbytes: Bytes of the gradients of each chunk. They count from its first visit after the first
+                forward on, or from the end of that forward if it has none.
         """
-        begin = self.forward_ends[0] if self.forward_ends else 0
+        begin = min(self.forward_ends[0] if self.forward_ends else 0, len(self.visits) - 1)
         left = dict(enumerate(gradient_nbytes))
         there = sum(left.values()) - sum(left.get(index, 0) for index in {*self.visited[begin:]})
         visits = list(self.visits[:begin])

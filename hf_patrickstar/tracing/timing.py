@@ -50,8 +50,8 @@ class OperatorTimes:
         self._num_threads = num_threads
         num = 0 if is_accelerator(self._device) else num_competing
         self._competing = CompetingProcesses(num, num_threads or torch.get_num_threads())
-        share = available_host_nbytes() // (_PART_OF_MEMORY * (num + 1))
-        self._most_nbytes = share if most_nbytes is None else most_nbytes
+        part = _PART_OF_MEMORY * (num + 1)
+        self._most_nbytes = available_host_nbytes() // part if most_nbytes is None else most_nbytes
         self._known: dict[str, int | None] = {}
         with _disable_current_modes():
             others = torch.zeros(SWEPT_NBYTES // torch.float32.itemsize, device=self._device)

@@ -481,20 +481,3 @@ def test_an_embedding_with_hooks_of_users_is_looked_up_at_home():
     pair = Pair(Lookup, "moving", settings=LOOKUP)
     pair.both(lambda model, _: model.embedding.weight.register_hook(lambda gradient: gradient * 2) and None)
     pair.train(3, loss=lookup_loss)
-
-
-def test_gradients_that_nobody_has_asked_for_push_no_chunk_off_the_device():
-    """Before the first step of a loop is over that zeroes gradients by the model, they may be wanted, or not."""
-    budget = 5 * 4 * 4 * CHUNK_NUMEL
-    plain, ours = make(Stack), make(Stack)
-    config = {"chunk_numel": CHUNK_NUMEL, "chunk_budget": f"{budget}B", "device_budget": "64MiB"}
-    engine = PatrickStarEngine(ours, config, adamw(ours.parameters()))
-    assert engine.stats()["model_data_nbytes"] > 0.8 * budget, "there is no room for gradients of all chunks"
-    for model, optimizer in ((plain, adamw(plain.parameters())), (ours, engine.optimizer)):
-        for step in range(3):
-            loss_of(model, step).backward()
-            optimizer.step()
-            model.zero_grad()
-    assert_same_values(plain, ours)
-    assert all(chunk.home == "device" for chunk in engine.survey().chunks)
-    assert engine.stats()["chunk_loads"] == 0
