@@ -1,7 +1,7 @@
 """Kills training runs at random moments, also in the middle of saving, and fills the disk; nothing may be lost.
 
 A tiny GPT-2 is trained by ``PatrickStarTrainer`` with one and with two processes, in fp32, in bf16 and as a model in
-bf16, with training states saved at once and in the background. SIGKILL comes:
+bf16, with training states saved at once and in the background, and updates on the host and over the bus. SIGKILL comes:
 
 - at a random moment after a save has begun,
 - at a file operation in a save: before a file is opened, or a directory made, renamed or removed,
@@ -49,7 +49,9 @@ SAVE_STEPS, SAVE_LIMIT = 3, 2
 PLACES = ("save", "operation", "anywhere", "operation", "loading")
 """Where kills come, in turn; as many of each as it is there."""
 PRECISIONS = ("fp32", "bf16", "bf16 model")
-VARIANTS = [Variant(1 + n % 2, PRECISIONS[n % 3], background=n // 2 % 2 == 1) for n in range(12)]
+VARIANTS = [
+    Variant(1 + n % 2, PRECISIONS[n % 3], background=n // 2 % 2 == 1, over_bus=(n + n // 6) % 2 == 0) for n in range(12)
+]
 """All there are, and a few of everything first."""
 SHARES = (0.05, 0.3, 0.6, 0.85, 0.97)
 """Room on the full disk: one checkpoint and this part of another."""
@@ -311,10 +313,10 @@ class CrashTest:
         return Orders(variant, directory, self._options.steps, SAVE_STEPS, SAVE_LIMIT)
 
     def _reference(self, variant: Variant) -> Reference:
-        """The same training undisturbed, and saved at once: when states are written must not matter."""
+        """The same training undisturbed, saved at once and updated on the host: neither must matter."""
         key = (variant.world_size, variant.precision)
         if key not in self._references:
-            orders = self._orders(dataclasses.replace(variant, background=False))
+            orders = self._orders(dataclasses.replace(variant, background=False, over_bus=False))
             with self._watched(orders) as log, Attempt(orders, log) as attempt:
                 attempt.wait()
                 self._references[key] = Reference.of(attempt)

@@ -37,6 +37,8 @@ from hf_patrickstar import PatrickStarTrainer, PatrickStarTrainingArguments
 VOCAB, LENGTH, ROWS = 96, 16, 16
 CHUNK_BUDGET = "64000B"
 """Bytes: less than the parameters have in any precision, so that chunks come and go."""
+OVER_BUS = {"updates": "device", "placement": "host", "chunk_numel": 4096, "chunk_budget": "400000B"}
+"""Settings with which chunks are updated over the bus; most of the budget is for the slots."""
 SILENCE_S = 120.0
 """A run that tells nothing for so long hangs, however busy the machine is."""
 PORTS = range(10_000, 30_000)
@@ -51,15 +53,18 @@ class Variant:
         world_size: How many processes.
         precision: "fp32", "bf16" (of a model in fp32) or "bf16 model".
         background: Whether training goes on while its state is saved.
+        over_bus: Whether chunks are updated over the bus.
     """
 
     world_size: int
     precision: str
     background: bool
+    over_bus: bool = False
 
     def __str__(self) -> str:
         where = "in the background" if self.background else "at once"
-        return f"{self.world_size} process{'es' * (self.world_size > 1)}, {self.precision}, saved {where}"
+        how = f"saved {where}{', updated over the bus' * self.over_bus}"
+        return f"{self.world_size} process{'es' * (self.world_size > 1)}, {self.precision}, {how}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,6 +180,7 @@ def train(orders: Orders, rank: int, reporter: _Reporter) -> None:
         patrickstar_config={
             "chunk_budget": CHUNK_BUDGET,
             "background_save": variant.background,
+            **(OVER_BUS if variant.over_bus else {}),
         },
         bf16=variant.precision == "bf16",
         use_cpu=True,
