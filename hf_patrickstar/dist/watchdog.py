@@ -53,7 +53,7 @@ class Process(NamedTuple):
         system: Names the system in which the process number is unique; each container of a host has its own numbers.
         host: The name of its host.
         pid: Its process number.
-        started: When it started, in seconds of its host's clock.
+        started: When it started, in seconds since its host did; the clock of a host may be set meanwhile.
         cores: The cores on which it may run.
     """
 
@@ -66,7 +66,7 @@ class Process(NamedTuple):
     @classmethod
     def own(cls) -> "Process":
         """This process."""
-        started = psutil.Process().create_time()
+        started = psutil.Process().create_time() - psutil.boot_time()
         return cls(_find_system(), socket.gethostname(), os.getpid(), started, sorted(usable_cores()))
 
     @property
@@ -76,7 +76,8 @@ class Process(NamedTuple):
             return None
         try:
             process = psutil.Process(self.pid)
-            is_same = abs(process.create_time() - self.started) < _CLOCK_SLACK_S  # numbers are used again
+            started = process.create_time() - psutil.boot_time()
+            is_same = abs(started - self.started) < _CLOCK_SLACK_S  # numbers are used again
             return is_same and process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False

@@ -5,6 +5,7 @@ import os
 import re
 import time
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -214,6 +215,23 @@ def connect_again(rank):
             collectives.exchange([rank], "sizes")
 
 
+def connect_at_once(rank):
+    """A rank that has connected may close at once: that must not break connections that the other one is making."""
+    made, new_group = [], dist.new_group
+
+    def make(*args, **settings):
+        group = new_group(*args, **settings)
+        time.sleep(0.2 * rank)
+        made.append(time.monotonic())
+        return group
+
+    with mock.patch.object(dist, "new_group", make):
+        collectives = Collectives.connect(None, CPU)
+    has_connected = time.monotonic()
+    assert has_connected > max(collectives.exchange(made[-1], "times"))
+    collectives.close()
+
+
 def connect_outside(rank):
     group = dist.new_group([1])
     if rank == 1:
@@ -249,7 +267,9 @@ def test_two_talk(pair):
     assert pair.run(talk) == [((rank, 2, 2), (3, 0, 0)) for rank in range(2)]
 
 
-@pytest.mark.parametrize("connect", [connect_again, connect_outside, connect_wrong_device, reduce_short])
+@pytest.mark.parametrize(
+    "connect", [connect_again, connect_at_once, connect_outside, connect_wrong_device, reduce_short]
+)
 def test_groups_are_left_and_joined_again_and_what_is_wrong_is_refused(pair, connect):
     pair.run(connect)
 

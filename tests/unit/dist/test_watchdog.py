@@ -127,7 +127,14 @@ def test_data_and_ranks_that_have_said_that_they_come_are_waited_for(store, monk
 def sleeper():
     process = subprocess.Popen(SLEEPER)
     seen = psutil.Process(process.pid)
-    return process, Process.own()._replace(pid=process.pid, started=seen.create_time())
+    return process, Process.own()._replace(pid=process.pid, started=seen.create_time() - psutil.boot_time())
+
+
+def test_a_process_runs_on_when_the_clock_is_set(monkeypatch):
+    own, find = Process.own(), psutil._psplatform.boot_time
+    monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: find() + 3600)
+    assert abs(psutil.Process().create_time() - time.time()) > 1800, "the clock is another one"
+    assert own.is_running
 
 
 def test_a_process_that_has_ended_is_named_at_once(store):
