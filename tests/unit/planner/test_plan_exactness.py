@@ -61,6 +61,7 @@ def train(model, inputs, num):
 CASES = [("gpt2", 0.5), ("gpt2", 0.8), ("mamba", 0.6), ("deberta", 0.8)]  # half has no room for their activations
 
 
+@pytest.mark.own_rest
 @pytest.mark.parametrize(("name", "share"), CASES)
 def test_a_plan_has_the_bytes_of_a_run(name, share):
     everything = plan_within(name, 64 * MIB)[2].tier(Tier.DEVICE)
