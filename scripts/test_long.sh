@@ -24,12 +24,13 @@ run() {
         devices) pytest -m long tests/fake ;;
         processes) .venv/bin/python -m pytest -m long tests/distributed ;;
         # A part of what `--streams simulated` can run: copies at random legal moments, and races are errors. Then engines
-        # that rest from their first step on.
+        # that rest from their first step on, in full and in part.
         streams)
             pytest --streams simulated:1 -k "integration or poisoned" \
                 tests/integration/test_recovery.py \
                 tests/live/test_live_{changes,gradients,writing}.py &&
-                pytest --rest always tests/engine tests/live tests/parity
+                pytest --rest always tests/engine tests/live tests/oracle tests/parity &&
+                pytest --rest partly tests/engine tests/live tests/oracle tests/parity
             ;;
         # The check of a GPU, with tiny sizes on the CPU tier.
         rehearsal) .venv/bin/python scripts/gpu_check.py --rehearse ;;

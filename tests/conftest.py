@@ -45,8 +45,9 @@ def pytest_addoption(parser):
     parser.addoption(
         "--rest",
         default="auto",
-        choices=("auto", "always", "never"),
-        help="when engines rest: as they decide (the default), from their first step on where nothing moves, or never",
+        choices=("auto", "always", "partly", "never"),
+        help="when engines rest: as they decide (the default), from their first step on where nothing moves, never, or "
+        "'partly': as if gradients had no room beside the chunks, so that only modules lose their hooks",
     )
 
 
@@ -54,11 +55,13 @@ def pytest_addoption(parser):
 def _rest(request, monkeypatch):
     """Lets engines rest when the option says so; only a step that has been measured begins it otherwise.
 
-    Tests of what is different where an engine rests from the first step on are marked ``own_rest``.
+    Tests of what is different with one of the others are marked ``own_rest``.
     """
     choice = "auto" if "own_rest" in request.keywords else request.config.getoption("--rest")
-    if choice == "always":
+    if choice in ("always", "partly"):
         monkeypatch.setattr(Rest, "waits_for_plans", False)
+    if choice == "partly":
+        monkeypatch.setattr(Rest, "_has_room", lambda self, peaks: False)
     elif choice == "never":
         monkeypatch.setattr(Rest, "_chunks_to_rest", lambda self, step: (frozenset(), False))
 

@@ -462,7 +462,9 @@ class Writes:
         parameter, storage = tensor.parameter, tensor.chunk.storage
         assert storage is not None
         is_other = storage_key(parameter) != storage._cdata
-        if is_other or parameter._version != tensor.version or parameter.shape != tensor.spec.shape:
+        if not tensor.is_ours:
+            self.give_up_swapped(tensor)
+        elif is_other or parameter._version != tensor.version or parameter.shape != tensor.spec.shape:
             self._take_over_value(tensor, is_other=is_other)
         else:
             tensor.take_value()

@@ -332,7 +332,7 @@ class Parameters:
             storage = None if tensor is None or tensor.place is _GIVEN_UP else tensor.chunk.storage
             is_there = storage is not None and storage_key(view) == storage._cdata
             # ``ctx.save_for_backward(parameter)`` keeps a released one.
-            if tensor is None or tensor.place is _GIVEN_UP or (tensor.place is _PARAMETER and not is_there):
+            if tensor is None or not (is_there or (tensor.place is _HOME and tensor.released is tensor.placeholder)):
                 with RAW():
                     return self.pack(view.detach())
             saved = SavedView()

@@ -232,9 +232,8 @@ class Rest:
             in_backward: Whether it is a backward: values under gradients are needed no more, or asked for one by one.
         """
         with self._device.lock:
-            for tensor in self._tensors:
-                if tensor.place is not _HOME:
-                    self._parameters.check_usable(tensor)
+            for tensor in [tensor for tensor in self._tensors if tensor.place is not _HOME]:
+                self._parameters.check_usable(tensor)
             self._depth += 1
             if self._depth > 1:
                 return
@@ -265,7 +264,7 @@ class Rest:
                 return
             written = self._find_written()
             for tensor in self._tensors:
-                if tensor.place is _HOME:
+                if tensor.place is _HOME and isinstance(tensor.parameter, LiveMixin):  # else it was exchanged
                     tensor.parameter.__class__ = released_type(tensor.original_type)
             for tensor in written:
                 self._writes.take_back(tensor)

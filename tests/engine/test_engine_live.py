@@ -18,6 +18,7 @@ from support.small import WIDTH, Stack, Tied, batch, loss_of, sgd, step_of
 from torch import nn
 
 from hf_patrickstar import EngineError
+from hf_patrickstar.runtime.rest import Rest
 
 SITUATIONS = ("resident", "evicting")
 
@@ -253,6 +254,27 @@ def test_a_parameter_that_was_given_up_keeps_its_value(change, when, budget):
         return losses
 
     pair.check(run)
+
+
+def assign(model):
+    model.scale.weight.data = torch.full((WIDTH,), 2.0)
+
+
+@pytest.mark.own_rest
+@pytest.mark.parametrize("change", [exchange, give_another_shape, assign])
+def test_a_parameter_that_a_forward_changes_where_modules_have_no_hooks(monkeypatch, change):
+    monkeypatch.setattr(Rest, "_has_room", lambda self, peaks: False)
+    pair = Pair(Changing, "resident", functools.partial(torch.optim.SGD, lr=0.1))
+    pair.train(3)
+    device = pair.engine.manager.device
+    assert device.resting
+    assert not device.is_resting, "gradients have hooks"
+    for model, _ in pair:
+        model.before = change
+    pair.train(1)
+    for model, _ in pair:
+        model.before = lambda _: None
+    pair.train(2)
 
 
 def test_an_embedding_that_is_looked_up_at_home_and_exchanged_inside_of_a_forward_is_refused():

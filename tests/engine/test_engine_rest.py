@@ -14,6 +14,8 @@ from hf_patrickstar import DeviceMemoryError, EngineError, PatrickStarEngine
 from hf_patrickstar.memory.meters import StorageMeter
 from hf_patrickstar.memory.tiers import Tier
 
+pytestmark = pytest.mark.own_rest
+
 
 def resting(factory=Stack, steps=3, **kwargs):
     """A pair whose engine rests."""
@@ -278,7 +280,6 @@ def test_memory_without_room_for_gradients_is_no_place_to_rest():
     assert not manager.device.moves
 
 
-@pytest.mark.own_rest
 def test_larger_steps_that_are_known_end_it_without_room_for_gradients():
     def loss_of_more(model, seed):
         return loss_of(model, seed, 6)

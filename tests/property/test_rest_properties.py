@@ -3,6 +3,7 @@
 import contextlib
 import os
 
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -126,6 +127,7 @@ ACTIONS = {
 }
 
 
+@pytest.mark.own_rest
 @settings(
     max_examples=int(os.environ.get("REST_EXAMPLES", "25")),
     deadline=None,
