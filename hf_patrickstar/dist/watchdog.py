@@ -66,7 +66,7 @@ class Process(NamedTuple):
     @classmethod
     def own(cls) -> "Process":
         """This process."""
-        started = psutil.Process().create_time() - psutil.boot_time()
+        started = -psutil.boot_time() + psutil.Process().create_time()  # in this order; see ``is_running``
         return cls(_find_system(), socket.gethostname(), os.getpid(), started, sorted(usable_cores()))
 
     @property
@@ -75,8 +75,9 @@ class Process(NamedTuple):
         if self.system != _find_system():
             return None
         try:
+            booted = psutil.boot_time()  # first: versions of psutil before 7.1 add what this has returned last
             process = psutil.Process(self.pid)
-            started = process.create_time() - psutil.boot_time()
+            started = process.create_time() - booted
             is_same = abs(started - self.started) < _CLOCK_SLACK_S  # numbers are used again
             return is_same and process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:

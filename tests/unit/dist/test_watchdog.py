@@ -2,6 +2,7 @@
 
 import json
 import logging
+import pathlib
 import re
 import subprocess
 import sys
@@ -126,15 +127,17 @@ def test_data_and_ranks_that_have_said_that_they_come_are_waited_for(store, monk
 
 def sleeper():
     process = subprocess.Popen(SLEEPER)
-    seen = psutil.Process(process.pid)
-    return process, Process.own()._replace(pid=process.pid, started=seen.create_time() - psutil.boot_time())
+    started = -psutil.boot_time() + psutil.Process(process.pid).create_time()
+    return process, Process.own()._replace(pid=process.pid, started=started)
 
 
-def test_a_process_runs_on_when_the_clock_is_set(monkeypatch):
-    own, find = Process.own(), psutil._psplatform.boot_time
-    monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: find() + 3600)
-    assert abs(psutil.Process().create_time() - time.time()) > 1800, "the clock is another one"
+def test_a_process_runs_on_when_the_clock_is_set(tmp_path, monkeypatch):
+    own, stat = Process.own(), pathlib.Path("/proc/stat").read_text()
+    (tmp_path / str(own.pid)).symlink_to(f"/proc/{own.pid}")
+    (tmp_path / "stat").write_text(re.sub(r"btime (\d+)", lambda found: f"btime {int(found[1]) + 3600}", stat))
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
     assert own.is_running
+    assert abs(psutil.Process().create_time() - time.time()) > 1800, "the clock is another one"
 
 
 def test_a_process_that_has_ended_is_named_at_once(store):
