@@ -46,8 +46,8 @@ def pytest_addoption(parser):
         "--rest",
         default="auto",
         choices=("auto", "always", "partly", "never"),
-        help="when engines rest: as they decide (the default), from their first step on where nothing moves, never, or "
-        "'partly': as if gradients had no room beside the chunks, so that only modules lose their hooks",
+        help="when engines rest: as they decide (the default), from their first step on where nothing moves, 'partly' "
+        "(as if gradients had no room beside the chunks, so that only modules lose their hooks), or never",
     )
 
 
@@ -55,7 +55,7 @@ def pytest_addoption(parser):
 def _rest(request, monkeypatch):
     """Lets engines rest when the option says so; only a step that has been measured begins it otherwise.
 
-    Tests of what is different with one of the others are marked ``own_rest``.
+    Tests whose result depends on when an engine rests are marked ``own_rest``.
     """
     choice = "auto" if "own_rest" in request.keywords else request.config.getoption("--rest")
     if choice in ("always", "partly"):

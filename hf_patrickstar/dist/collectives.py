@@ -170,7 +170,8 @@ class Collectives:
                 # The user's collectives may come before ours on one rank, and after them on another.
                 self._group = self._reductions = new_group(dist.get_backend(group))
                 # A rank that closes its connections now would break those that another one is still making.
-                self._gather_rows(b"\0", "connects", False)
+                with self._guarded("connects"):
+                    self._gather_rows(b"\0", "connects", False)
             if not self._is_gloo:
                 # A communicator runs one collective after the other: gathers that were started ahead do not stand in
                 # the way of reductions that have one of their own.

@@ -53,7 +53,7 @@ class Process(NamedTuple):
         system: Names the system in which the process number is unique; each container of a host has its own numbers.
         host: The name of its host.
         pid: Its process number.
-        started: When it started, in seconds since its host did; the clock of a host may be set meanwhile.
+        started: When it started, in seconds since its host started; setting the clock does not change it.
         cores: The cores on which it may run.
     """
 
@@ -66,8 +66,7 @@ class Process(NamedTuple):
     @classmethod
     def own(cls) -> "Process":
         """This process."""
-        started = -psutil.boot_time() + psutil.Process().create_time()  # in this order; see ``is_running``
-        return cls(_find_system(), socket.gethostname(), os.getpid(), started, sorted(usable_cores()))
+        return cls(_find_system(), socket.gethostname(), os.getpid(), started_s(os.getpid()), sorted(usable_cores()))
 
     @property
     def is_running(self) -> bool | None:
@@ -75,15 +74,18 @@ class Process(NamedTuple):
         if self.system != _find_system():
             return None
         try:
-            booted = psutil.boot_time()  # first: versions of psutil before 7.1 add what this has returned last
-            process = psutil.Process(self.pid)
-            started = process.create_time() - booted
-            is_same = abs(started - self.started) < _CLOCK_SLACK_S  # numbers are used again
-            return is_same and process.status() != psutil.STATUS_ZOMBIE
+            is_same = abs(started_s(self.pid) - self.started) < _CLOCK_SLACK_S  # numbers are used again
+            return is_same and psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False
         except psutil.Error:
             return None
+
+
+def started_s(pid: int) -> float:
+    """When a process of this host started, in seconds since the host did."""
+    booted = psutil.boot_time()  # first: versions of psutil before 7.1 add what this has returned last
+    return psutil.Process(pid).create_time() - booted
 
 
 class _Wait(NamedTuple):

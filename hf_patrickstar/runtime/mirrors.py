@@ -556,17 +556,14 @@ class Writes:
             has_value = tensor.place is ValuePlace.PARAMETER
             is_left = is_ours and (has_value or storage_key(parameter) == tensor.released_key)
             if not (is_left or tensor.place in (ValuePlace.OPEN, ValuePlace.GIVEN_UP)):
-                self._take_over_data(tensor)
+                if not is_ours:
+                    self.give_up_swapped(tensor)
+                else:
+                    value = raw_data(parameter)
+                    tensor.take_value()
+                    self.assign(tensor, value)
             if mirrored and tensor.spec.index in mirrored:
                 self.mirrors.sync_one(tensor, keeps_unused=keeps_unused)
-
-    def _take_over_data(self, tensor: ManagedParameter) -> None:
-        if not tensor.is_ours:
-            self.give_up_swapped(tensor)
-            return
-        value = raw_data(tensor.parameter)
-        tensor.take_value()
-        self.assign(tensor, value)
 
     # Parameters that leave
 

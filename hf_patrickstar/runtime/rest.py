@@ -135,9 +135,9 @@ class Rest:
 
     def _may_go_on(self, step: Step | None, *, is_training: bool) -> bool:
         device = self._device
-        if device.has_woken or self._activations.is_on or step is None or (device.is_resting and device.moves):
+        if device.has_woken or self._activations.is_on or step is None:
             return False
-        if device.is_resting and self._has_hooks_of_users(0):
+        if device.is_resting and (device.moves or self._has_hooks_of_users(0)):
             return False
         if not self.waits_for_plans and device.is_resting:
             return True
@@ -172,9 +172,7 @@ class Rest:
             known = [trace for trace, *_ in self._steps.followed] + ([] if step.cursor is None else [step.cursor.trace])
             if self._has_room([self._peak_nbytes(trace) for trace in known] or [sum(self._gradient_nbytes())]):
                 return frozenset(chunk.spec.index for chunk in device.chunks if not chunk.is_retired), True
-        if step.plan is None or not step.plan.quiet:
-            return none
-        if self._parameters.needs_frames:
+        if step.plan is None or not step.plan.quiet or self._parameters.needs_frames:
             return none
         return step.plan.quiet.intersection(*(plan.quiet for _, plan, _ in self._steps.followed)), False
 

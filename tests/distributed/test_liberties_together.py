@@ -45,11 +45,23 @@ def test_nobody_holds_a_buffer_that_has_arrived(pair):
     assert pair.run(wait_for_gathers) == [0, 0]
 
 
-def exchange_inside(rank, is_evaluation):
-    """A parameter of the second layer is exchanged when the model's forward has begun."""
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+class Swapping(torch.nn.Linear):
+    new = None
+
+    def forward(self, x):
+        if self.new is not None:
+            torch.utils.swap_tensors(self.bias, self.new)
+        return super().forward(x)
+
+
+def exchange_inside(rank, is_evaluation, in_its_module):
+    """A parameter of the second layer is exchanged when the forward of the model has begun, or its own."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), Swapping(8, 8))
     new = torch.nn.Parameter(torch.full((8,), 2.0))
-    model[0].register_forward_hook(lambda *_: torch.utils.swap_tensors(model[1].bias, new))
+    if in_its_module:
+        object.__setattr__(model[1], "new", new)  # it is none of the model's parameters
+    else:
+        model[0].register_forward_hook(lambda *_: torch.utils.swap_tensors(model[1].bias, new))
     engine = PatrickStarEngine(model, {}, torch.optim.SGD(model.parameters(), lr=0.1), device="cpu")
     try:
         with torch.set_grad_enabled(not is_evaluation):
@@ -60,10 +72,13 @@ def exchange_inside(rank, is_evaluation):
         engine.detach()
 
 
-def test_a_parameter_that_is_exchanged_inside_of_a_forward_is_refused_where_its_gradient_would_stay_alone(pair):
-    for said in pair.run(exchange_inside, False):
+@pytest.mark.parametrize("in_its_module", [False, True])
+def test_a_parameter_that_is_exchanged_inside_of_a_forward_is_refused_where_its_gradient_would_stay_alone(
+    pair, in_its_module
+):
+    for said in pair.run(exchange_inside, False, in_its_module):
         assert said.startswith("parameter '1.bias' was exchanged, or given another shape, inside of a forward")
-    assert pair.run(exchange_inside, True) == pytest.approx([2.0, 2.0])
+    assert pair.run(exchange_inside, True, in_its_module) == pytest.approx([2.0, 2.0])
 
 
 BUFFERS = {

@@ -185,15 +185,26 @@ def test_full_parameters_are_ordinary_tensors_inside_of_the_block(budget):
     pair.train(1, first=2)
 
 
+class Scale(nn.LayerNorm):
+    """Calls ``before`` when it begins."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.before = lambda: None
+
+    def forward(self, x):
+        self.before()
+        return super().forward(x)
+
+
 class Changing(nn.Module):
     """A model that may change itself in a forward: before a module comes to its weight, or while it has it."""
 
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.scale = nn.LayerNorm(WIDTH)
-        self.before = self.after = lambda _: None
-        self.scale.register_forward_hook(lambda *_: self.after(self))
+        self.scale = Scale(WIDTH)
+        self.before = lambda _: None
 
     def forward(self, x):
         for layer in self.layers[:2]:
@@ -226,6 +237,7 @@ def give_another_shape(model):
             for when in ("before full_parameters", "forward")
         ),
         (exchange, "in full_parameters"),
+        (exchange, "in its module"),
     ],
 )
 def test_a_parameter_that_was_given_up_keeps_its_value(change, when, budget):
@@ -235,6 +247,8 @@ def test_a_parameter_that_was_given_up_keeps_its_value(change, when, budget):
     def run(model, optimizer):
         if when == "forward":
             model.before = change
+        elif when == "in its module":
+            model.scale.before = functools.partial(change, model)
         elif when == "in full_parameters":
             with opened(model):
                 change(model)
@@ -251,17 +265,21 @@ def test_a_parameter_that_was_given_up_keeps_its_value(change, when, budget):
             optimizer.zero_grad()
             losses.append(loss.detach())
             model.before = lambda _: None
+            model.scale.before = lambda: None
         return losses
 
     pair.check(run)
 
 
-def assign(model):
-    model.scale.weight.data = torch.full((WIDTH,), 2.0)
+def keep_one(model):
+    """Another shape in the memory of before."""
+    weight = model.scale.weight.data
+    give_another_shape(model)
+    model.scale.weight.data = weight[:1]
 
 
 @pytest.mark.own_rest
-@pytest.mark.parametrize("change", [exchange, give_another_shape, assign])
+@pytest.mark.parametrize("change", [exchange, give_another_shape, keep_one])
 def test_a_parameter_that_a_forward_changes_where_modules_have_no_hooks(monkeypatch, change):
     monkeypatch.setattr(Rest, "_has_room", lambda self, peaks: False)
     pair = Pair(Changing, "resident", functools.partial(torch.optim.SGD, lr=0.1))

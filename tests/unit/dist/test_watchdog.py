@@ -16,7 +16,7 @@ import torch.distributed as dist
 from support.threads import in_threads
 
 from hf_patrickstar.dist import watchdog as module
-from hf_patrickstar.dist.watchdog import Process, Watchdog
+from hf_patrickstar.dist.watchdog import Process, Watchdog, started_s
 from hf_patrickstar.errors import CollectiveError
 
 WAIT_S = 0.6
@@ -127,17 +127,16 @@ def test_data_and_ranks_that_have_said_that_they_come_are_waited_for(store, monk
 
 def sleeper():
     process = subprocess.Popen(SLEEPER)
-    started = -psutil.boot_time() + psutil.Process(process.pid).create_time()
-    return process, Process.own()._replace(pid=process.pid, started=started)
+    return process, Process.own()._replace(pid=process.pid, started=started_s(process.pid))
 
 
 def test_a_process_runs_on_when_the_clock_is_set(tmp_path, monkeypatch):
-    own, stat = Process.own(), pathlib.Path("/proc/stat").read_text()
+    own, before, stat = Process.own(), psutil.Process().create_time(), pathlib.Path("/proc/stat").read_text()
     (tmp_path / str(own.pid)).symlink_to(f"/proc/{own.pid}")
     (tmp_path / "stat").write_text(re.sub(r"btime (\d+)", lambda found: f"btime {int(found[1]) + 3600}", stat))
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
     assert own.is_running
-    assert abs(psutil.Process().create_time() - time.time()) > 1800, "the clock is another one"
+    assert psutil.Process().create_time() - before == pytest.approx(3600, abs=2), "the clock is another one"
 
 
 def test_a_process_that_has_ended_is_named_at_once(store):
