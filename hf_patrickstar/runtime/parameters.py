@@ -334,8 +334,7 @@ class Parameters:
             storage = None if tensor is None or tensor.place is _GIVEN_UP else tensor.chunk.storage
             is_there = storage is not None and storage_key(view) == storage._cdata
             # ``ctx.save_for_backward(parameter)`` keeps a released one.
-            is_released = tensor is not None and tensor.place is _HOME and tensor.released is tensor.placeholder
-            if tensor is None or not (is_there or is_released) or view.shape != tensor.spec.shape:
+            if tensor is None or not (is_there or tensor.place is _HOME) or view.shape != tensor.spec.shape:
                 with RAW():
                     return self.pack(view.detach())
             saved = SavedView()
