@@ -11,7 +11,7 @@ from hf_patrickstar.machine import Machine, find_machine
 from hf_patrickstar.units import ALIGNMENT_NUMEL, format_budget, parse_budget
 
 _SWITCH = bool | Literal["auto"]
-_BUDGETS = ("device_budget", "host_budget", "chunk_budget")
+_BUDGETS = ("device_budget", "host_budget", "chunk_budget", "disk_budget")
 _NUMBERS = {
     "chunk_numel": (1, "a positive number of elements"),
     "prefetch_depth": (0, "a number of chunks, 0 or more"),
@@ -37,6 +37,12 @@ class PatrickStarConfig:
         host_budget: Memory on the host for model data. ``"auto"``: 90 % of what this process may use. Too little raises
             ``BudgetError`` before training.
         chunk_budget: The part of ``device_budget`` that chunks may use. ``"auto"``: what non-model data leaves.
+        disk_path: A directory on a fast local drive (NVMe) for masters and optimizer states that neither the device nor
+            the host has room for, or a list of directories on several drives. They are read and written in every step,
+            which takes long and wears drives out: ``hf-patrickstar plan --disk-memory`` says how much. ``None``: none
+            go to a drive, and too little memory is an error.
+        disk_budget: What they may take there, in each process. ``"auto"``: the part of a process of 90 % of what is
+            free.
         chunk_numel: Elements of a chunk. ``"auto"``: the size that wastes least. Large chunks use the bus better; small
             chunks need less memory on the device.
         eviction: Which chunk leaves a full device. ``"belady"``: the one that is needed again last, by the plan
@@ -115,6 +121,8 @@ class PatrickStarConfig:
     device_budget: int | str = "auto"
     host_budget: int | str = "auto"
     chunk_budget: int | str = "auto"
+    disk_path: str | tuple[str, ...] | None = None
+    disk_budget: int | str = "auto"
     chunk_numel: int | str = "auto"
     eviction: Literal["belady", "lru", "list_order"] = "belady"
     cpu_embedding: bool | Literal["auto"] = "auto"
@@ -147,6 +155,12 @@ class PatrickStarConfig:
             value = getattr(self, name)
             if value != "auto":
                 object.__setattr__(self, name, parse_budget(value, name))
+        paths = (self.disk_path,) if isinstance(self.disk_path, str | os.PathLike) else self.disk_path or ()
+        if not isinstance(paths, list | tuple) or not all(isinstance(path, str | os.PathLike) for path in paths):
+            raise ConfigError(f"disk_path: expected a directory or a list of them, got {self.disk_path!r}")
+        object.__setattr__(self, "disk_path", tuple(map(os.fspath, paths)) or None)
+        if self.disk_path is None and self.disk_budget != "auto":
+            raise ConfigError("disk_budget: give disk_path, too: the directory for what it allows")
         asked = {name: getattr(self, name) for name in _NUMBERS}
         text = str(self.chunk_numel).strip() if isinstance(self.chunk_numel, str) else ""
         if text.isascii() and text.isdigit():

@@ -28,6 +28,9 @@ class Counts:
         moved_home_to_device_nbytes: Bytes, of all lists, of chunks that moved their home to the device.
         moved_home_to_host_nbytes: The same for moves to the host.
         offloaded_nbytes: Bytes of activations that left the device.
+        disk_read_nbytes: Bytes of masters and optimizer states that updates read from the disk.
+        disk_written_nbytes: Those that they wrote there.
+        disk_seconds: Seconds in which they did so.
         all_gathers: All-gathers of parameters.
         reduce_scatters: Reduce-scatters of gradients.
         sent_nbytes: Bytes that this process sent in both: one slice to every other process, as many as in a ring.
@@ -61,6 +64,9 @@ class Counts:
     moved_home_to_device_nbytes: int = 0
     moved_home_to_host_nbytes: int = 0
     offloaded_nbytes: int = 0
+    disk_read_nbytes: int = 0
+    disk_written_nbytes: int = 0
+    disk_seconds: float = 0
     all_gathers: int = 0
     reduce_scatters: int = 0
     sent_nbytes: int = 0

@@ -413,6 +413,8 @@ class PatrickStarEngine:
             ``model_data_nbytes``: bytes of all chunk lists, padding left out.
             ``host_to_device_nbytes``, ``device_to_host_nbytes``: bytes moved. ``offloaded_nbytes``: those of
             activations that left the device between forward and backward.
+            ``disk_read_nbytes``, ``disk_written_nbytes``, ``disk_seconds``: masters and states that updates have read
+            from the disk and written there, and for how long.
             ``chunk_loads``, ``chunk_evictions``, ``chunk_invalidations``: how often a chunk came to the device, left
             it for want of room, or was dropped because the optimizer had changed its home.
             ``chunk_visits``: how often a chunk was needed on the device, in a model whose chunks move; ``chunk_hits``:

@@ -51,6 +51,8 @@ class Machine:
         operator_s: Seconds of the host for one operator: Python, dispatch and launch.
         kernel_s: Seconds that the shortest kernel takes.
         visit_s: Seconds of the host for the engine's own work where a module uses a chunk.
+        disk_nbytes: What optimizer states may take on a drive; 0 for none.
+        disk_bandwidth: Bytes per second of a drive that reads and writes at once, both counted, past the page cache.
         num_devices: Devices like this one that train together.
         link_bandwidth: Bytes per second that one device sends to others; 0 if there is only one.
         link_latency_s: Seconds that a collective takes beside its bytes.
@@ -77,6 +79,8 @@ class Machine:
     operator_s: float = 6e-6
     kernel_s: float = 2e-6
     visit_s: float = 25e-6
+    disk_nbytes: int = 0
+    disk_bandwidth: float = 6e9
     num_devices: int = 1
     link_bandwidth: float = 0.0
     link_latency_s: float = 20e-6
@@ -104,8 +108,9 @@ class Machine:
                 numbers[field.name] = getattr(self, field.name)
         if self.num_devices == 1 and self.link_bandwidth == 0:
             del numbers["link_bandwidth"]
-        if self.memory_bandwidth == 0:
-            del numbers["memory_bandwidth"]
+        for name in ("memory_bandwidth", "disk_nbytes"):
+            if numbers[name] == 0:
+                del numbers[name]
         for place, number in numbers.items():
             is_number = isinstance(number, int | float) and not isinstance(number, bool)
             if not (is_number and math.isfinite(number) and number > 0):
@@ -146,6 +151,10 @@ class Machine:
         """
         rate = self.to_device_bandwidth if to_device else self.to_host_bandwidth
         return round((nbytes / (rate if is_pinned else self.pageable_bandwidth) + self.copy_latency_s) * _NS)
+
+    def disk_ns(self, nbytes: int) -> int:
+        """Nanoseconds of a drive that reads half of so many bytes and writes the other half, at once."""
+        return round(nbytes / self.disk_bandwidth * _NS)
 
     def collective_ns(self, nbytes: int) -> int:
         """Nanoseconds of an all-gather or reduce-scatter.
@@ -190,6 +199,8 @@ class Machine:
             host_bandwidth=self.host_bandwidth / num_processes,
             memory_bandwidth=self.memory_bandwidth / num_processes,
             host_flops=self.host_flops / num_processes,
+            disk_nbytes=self.disk_nbytes // num_processes,
+            disk_bandwidth=self.disk_bandwidth / num_processes,
             num_cores=max(self.num_cores // num_processes, 1),
             link_bandwidth=self.link_bandwidth or self.to_host_bandwidth,  # nothing better is known than the bus
         )
@@ -349,6 +360,7 @@ def peak(name: str, card: Card, num: int = 1) -> Machine:
         memory_bandwidth=0.75 * host.memory / num,
         host_flops=cores * 30e9,
         num_cores=cores,
+        disk_bandwidth=6e9 / num,
         num_devices=num,
         link_bandwidth=0.8 * card.link if num > 1 else 0.0,
     )

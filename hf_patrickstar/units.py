@@ -105,6 +105,29 @@ def format_nbytes(nbytes: int) -> str:
     raise AssertionError("unreachable")
 
 
+def describe_disk(nbytes: int, bandwidth: float, seconds: float) -> str:
+    """What states on a drive would cost, in words.
+
+    Args:
+        nbytes: Bytes of masters and optimizer states there.
+        bandwidth: Bytes per second that it reads and writes.
+        seconds: What a step would take.
+    """
+    where = f"{format_nbytes(nbytes)} of masters and states on a drive at {bandwidth / 1e9:.3g} GB/s"
+    return f"it fits with {where}: {format_seconds(seconds)} a step"
+
+
+def describe_wear(nbytes: int, seconds: float) -> str:
+    """What a drive has to bear, in words.
+
+    Args:
+        nbytes: Bytes of masters and optimizer states that a step writes there.
+        seconds: What a step takes.
+    """
+    per_day = format_nbytes(round(nbytes / max(seconds, 1e-9) * 86400))
+    return f"{format_nbytes(nbytes)} of masters and states read from the disk and written per step, {per_day} per day"
+
+
 def format_count(number: int) -> str:
     """Prints how many parameters or elements there are with a decimal unit, for example ``1.56 B`` or ``0.3 M``."""
     if number < 1000:

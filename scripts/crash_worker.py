@@ -39,6 +39,8 @@ CHUNK_BUDGET = "64000B"
 """Bytes: less than the parameters have in any precision, so that chunks come and go."""
 OVER_BUS = {"updates": "device", "placement": "host", "chunk_numel": 4096, "chunk_budget": "400000B"}
 """Settings with which chunks are updated over the bus; most of the budget is for the slots."""
+HOST_NBYTES = {"fp32": 600_000, "bf16": 540_000, "bf16 model": 300_000}
+"""Memory of the host for all processes, so that a good part of the states has to be on the disk."""
 SILENCE_S = 120.0
 """A run that tells nothing for so long hangs, however busy the machine is."""
 PORTS = range(10_000, 30_000)
@@ -54,16 +56,18 @@ class Variant:
         precision: "fp32", "bf16" (of a model in fp32) or "bf16 model".
         background: Whether training goes on while its state is saved.
         over_bus: Whether chunks are updated over the bus.
+        on_disk: Whether masters and optimizer states are on the disk.
     """
 
     world_size: int
     precision: str
     background: bool
     over_bus: bool = False
+    on_disk: bool = False
 
     def __str__(self) -> str:
         where = "in the background" if self.background else "at once"
-        how = f"saved {where}{', updated over the bus' * self.over_bus}"
+        how = f"saved {where}{', updated over the bus' * self.over_bus}{', states on the disk' * self.on_disk}"
         return f"{self.world_size} process{'es' * (self.world_size > 1)}, {self.precision}, {how}"
 
 
@@ -173,6 +177,8 @@ def train(orders: Orders, rank: int, reporter: _Reporter) -> None:
     """Trains to the end, from the newest checkpoint if there is one."""
     variant, directory = orders.variant, orders.directory
     newest = get_last_checkpoint(str(directory)) if directory.is_dir() else None
+    host_nbytes = HOST_NBYTES[variant.precision] // variant.world_size
+    on_disk = {"disk_path": tempfile.gettempdir(), "host_budget": f"{host_nbytes}B"}
     args = PatrickStarTrainingArguments(
         output_dir=str(directory),
         patrickstar=True,
@@ -180,7 +186,7 @@ def train(orders: Orders, rank: int, reporter: _Reporter) -> None:
         patrickstar_config={
             "chunk_budget": CHUNK_BUDGET,
             "background_save": variant.background,
-            **(OVER_BUS if variant.over_bus else {}),
+            **(OVER_BUS if variant.over_bus else on_disk if variant.on_disk else {}),
         },
         bf16=variant.precision == "bf16",
         use_cpu=True,
@@ -205,6 +211,8 @@ def train(orders: Orders, rank: int, reporter: _Reporter) -> None:
     trainer = _ReportingTrainer(model=model, args=args, train_dataset=make_rows(), callbacks=callbacks)
     trainer.reporter, trainer.orders = reporter, orders
     trainer.train(resume_from_checkpoint=newest)
+    if (trainer.patrickstar_engine.counts.disk_written_nbytes > 0) is not variant.on_disk:
+        raise RuntimeError(f"states are{' not' * variant.on_disk} on the disk")
     reporter.tell("done", trainer.patrickstar_stats()["chunk_evictions"])
 
 

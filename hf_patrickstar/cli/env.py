@@ -118,6 +118,7 @@ def rates(machine: Machine) -> dict[str, str]:
         "device -> host": machine.to_host_bandwidth,
         "not pinned": machine.pageable_bandwidth,
         "host memory": machine.host_bandwidth,
+        "disk, both ways": machine.disk_bandwidth,
         "beside copies": max(machine.memory_bandwidth, machine.host_bandwidth),
     }
     times = {

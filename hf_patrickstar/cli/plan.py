@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--machine", default="rtx4090", help=text)
     add("--device-memory", metavar="SIZE", help="what training may take (default: 95%% of the device's memory)")
     add("--host-memory", metavar="SIZE", help="for each process (default: 90%% of its share of the host)")
+    add("--disk-memory", metavar="SIZE", help="for optimizer states of each process, on NVMe (default: none)")
     add("--host-cores", type=int, metavar="N", help="cores of the host for each process (default: its share of all)")
     add("--task", help="causal-lm, masked-lm, ... (default: what the model was saved for)")
     add_number("--batch-size", 1, "sequences of a micro-batch on each process")

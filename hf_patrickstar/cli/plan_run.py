@@ -153,7 +153,7 @@ def _arrange(options: argparse.Namespace) -> tuple[Subject, TrainingSetup]:
 
 def _machine_of(options: argparse.Namespace) -> dict[str, Any]:
     """What a model and a script are planned with alike."""
-    given = {name: getattr(options, name) for name in ("device_memory", "host_memory", "host_cores")}
+    given = {name: getattr(options, name) for name in ("device_memory", "host_memory", "host_cores", "disk_memory")}
     return given | {"world_size": options.processes, "settings": settings_of(options.set)}
 
 

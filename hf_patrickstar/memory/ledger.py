@@ -28,6 +28,7 @@ class Ledger:
 
     Attributes:
         chunk_budget: Bytes that may be booked on ``DEVICE`` at most, beside what the budget says, or ``None``.
+        tiers: The tiers that there are: a disk has to be asked for.
         is_cautious: Whether ``available`` keeps to the fraction, because the need of non-model data is not known yet.
         reserved_nbytes: Non-model bytes that are known to be needed on ``DEVICE`` before the next moment.
         spilled_nbytes: Bytes that are at home on ``DEVICE`` only because ``HOST`` is too small.
@@ -43,9 +44,10 @@ class Ledger:
     ) -> None:
         self.is_cautious = True
         self.reserved_nbytes = self.spilled_nbytes = 0
-        self._budgets = dict(budgets)
+        self._budgets = {Tier.DISK: 0, **budgets}
+        self.tiers = [tier for tier in Tier if tier is not Tier.DISK or self._budgets[tier]]
         self._fraction = device_fraction
-        self._limits = dict(budgets)
+        self._limits = dict(self._budgets)
         self.chunk_budget = chunk_budget
         self._of_machine = frozenset(of_machine)
         self._measure = non_model_nbytes
@@ -80,7 +82,7 @@ class Ledger:
             tier: The tier.
         """
         budget = Limit(f"{tier.value}_budget", self._limits[tier], tier in self._of_machine)
-        if tier is Tier.HOST or self.chunk_budget is None:
+        if tier is not Tier.DEVICE or self.chunk_budget is None:
             return (budget,)
         return (budget, Limit("chunk_budget", self.chunk_budget))
 
@@ -185,7 +187,7 @@ class Ledger:
             measures: Whether non-model data is measured; else there is only as much as is known to be needed.
         """
         used, limit = self._used[tier], self._limits[tier]
-        if tier is Tier.HOST:
+        if tier is not Tier.DEVICE:
             return limit - used
         # Every visit asks, so nothing is called here that need not be.
         if self.is_cautious if cautious is None else cautious:
@@ -226,7 +228,7 @@ class Ledger:
             raise BudgetError(
                 f"{short.subject}: {format_need(nbytes)} more needed for '{owner}'{ahead}, "
                 f"{format_need(max(available, 0))} left of {format_need(short.needs[0][0].nbytes)}. "
-                f"{short.advise(_NEED_LESS) if tier is Tier.HOST else ''}\n{self.table()}"
+                f"{short.advise(_NEED_LESS) if tier is not Tier.DEVICE else ''}\n{self.table()}"
             )
         self._used[tier] += nbytes
         self._owners[tier][owner] = now = self._owners[tier].get(owner, 0) + nbytes
@@ -237,7 +239,7 @@ class Ledger:
 
     def _room_for(self, tier: Tier, nbytes: int, *, is_allocated: bool) -> tuple[int, int]:
         """Bytes that can be booked, and non-model bytes beside them, from one measurement; see ``book``."""
-        if tier is Tier.HOST:
+        if tier is not Tier.DEVICE:
             return self.available(tier), 0
         if is_allocated:
             self.read_again()
@@ -280,7 +282,7 @@ class Ledger:
     def table(self) -> str:
         """The book as text, for errors and reports."""
         rows = [f"{'tier':8}{'owner':24}{'now':>14}{'peak':>14}"]
-        for tier in Tier:
+        for tier in self.tiers:
             for owner in sorted(self._owners[tier]):
                 now, peak = self._owners[tier][owner], self.peak((tier, owner))
                 rows.append(f"{tier.value:8}{owner:24}{format_nbytes(now):>14}{format_nbytes(peak):>14}")

@@ -12,6 +12,7 @@ import torch
 
 from hf_patrickstar.errors import BudgetError, DeviceMemoryError
 from hf_patrickstar.memory.compute_device import empty_cache, is_accelerator, is_device_full, is_full, is_not_pinned
+from hf_patrickstar.memory.disk import Disk
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.pages import new_on_host
 from hf_patrickstar.memory.pinning import Pinning
@@ -27,7 +28,7 @@ CACHE_OWNER = "pool"
 
 
 class PayloadPool:
-    """Hands out one-dimensional buffers on either tier.
+    """Hands out one-dimensional buffers on all tiers.
 
     A buffer that comes back on the device is kept for the next chunk of the same size: allocating and touching fresh
     pages costs more than the copy into them. Kept buffers count against the budget, and are freed when it is tight. The
@@ -38,12 +39,17 @@ class PayloadPool:
         device: The compute device.
         pinning: Where buffers asked for as ``pinned`` come from; ``None`` if they are not page-locked.
         segment: Where buffers lie on an accelerator; see ``choose_segments``.
+
+    Attributes:
+        ledger: See above.
+        disk: Has files for buffers on the disk, if there are any.
     """
 
     def __init__(
         self, ledger: Ledger, device: torch.device, pinning: Pinning | None, segment: Segment = contextlib.nullcontext
     ) -> None:
         self.ledger = ledger
+        self.disk: Disk | None = None
         self._segment = segment
         self._device = device
         self._pinning = pinning
@@ -114,7 +120,7 @@ class PayloadPool:
                 self.ledger.hand_over(tier, CACHE_OWNER, owner, nbytes)
                 return buffer.zero_() if zero else buffer
             self._give_up(nbytes - self.ledger.available(tier))
-        elif self._pinning is not None:
+        elif tier is Tier.HOST and self._pinning is not None:
             if self._may_be_cached:
                 self._pinning.empty_cache()  # what is not booked any more must not be there beside what is booked now
                 self._may_be_cached = False
@@ -147,6 +153,10 @@ class PayloadPool:
         else:
             self.ledger.unbook(tier, owner, nbytes)
             self._forget(buffer)
+
+    def tier_of(self, buffer: torch.Tensor, home: Tier) -> Tier:
+        """Where a buffer of a chunk is that is at home on a tier: some are on the disk."""
+        return Tier.DISK if self.disk is not None and self.disk.find(buffer) else home
 
     def room(self, tier: Tier, *, cautious: bool | None = None) -> int:
         """Bytes that ``allocate`` could still get on a tier, buffers kept for reuse counted in.
@@ -236,6 +246,9 @@ class PayloadPool:
         device = self._device if tier is Tier.DEVICE else torch.device("cpu")
 
         def new() -> torch.Tensor:
+            if tier is Tier.DISK:
+                assert self.disk is not None
+                return self.disk.allocate(numel, dtype).tensor
             if device.type == "cpu":
                 return new_on_host(numel, dtype=dtype, device=device, zero=zero)
             with self._segment(numel * dtype.itemsize):
@@ -252,7 +265,7 @@ class PayloadPool:
                 self.trim()
                 empty_cache()
                 buffer = make()
-        except RuntimeError as error:
+        except (RuntimeError, BudgetError, OSError) as error:
             self.ledger.unbook(tier, owner, numel * dtype.itemsize)
             if not is_full(error):
                 raise
@@ -269,6 +282,8 @@ class PayloadPool:
     def _forget(self, buffer: torch.Tensor) -> None:
         key = buffer.untyped_storage()._cdata
         del self._taken[key]
+        if self.disk is not None:
+            self.disk.release(buffer)
         self._may_be_cached = self._may_be_cached or key in self._pinned
         self._pinned.discard(key)
         self._unlocked.pop(key, None)

@@ -23,11 +23,13 @@ class Tier(enum.Enum):
     """A memory space with a byte budget.
 
     ``DEVICE`` is the compute tier: an accelerator's memory, or, on a machine without one, a budgeted part of CPU
-    memory that chunks are really copied into and out of.
+    memory that chunks are really copied into and out of. ``DISK`` is for masters and optimizer states alone, of chunks
+    that are at home on the host.
     """
 
     DEVICE = "device"
     HOST = "host"
+    DISK = "disk"
 
     __hash__ = object.__hash__  # members are compared by identity; Enum's own is a Python function
 

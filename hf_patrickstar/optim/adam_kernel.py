@@ -102,15 +102,15 @@ class AdamKernel(ElementwiseKernel):
         ranges = []
         for segment in share:
             payloads = segment.payloads
-            gradient, first = payloads[GRADIENT] if segment.place is GradientPlace.LIST else payloads["param"], 0
+            gradient = payloads[GRADIENT] if segment.place is GradientPlace.LIST else payloads["param"]
+            begin = place = segment.start - segment.offset
             if segment.left is not None:
-                gradient, first = segment.left, segment.first
+                gradient, place = segment.left, segment.start - segment.first
             lists = payloads[MASTER], payloads[EXP_AVG], payloads[EXP_AVG_SQ], gradient, payloads["param"]
             # The value is written where its gradient is. A list would be written to memory for nothing.
             stays = job.keeps or segment.place is GradientPlace.PARAM
             rule = rules[segment.rule, segment.step]
-            start, stop = segment.start, segment.stop
-            ranges.append(Range(*lists, start, start - first, stop - start, rule, stays))
+            ranges.append(Range(*lists, begin, place, segment.stop - segment.start, rule, stays))
         script(ranges, fused=fused, factor=job.factor)
 
     def _update_alike(self, job: Job, segments: Sequence[Segment]) -> None:

@@ -15,14 +15,16 @@ import functools
 import itertools
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from hf_patrickstar.errors import EngineError
 from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import GRADIENT, MASTER
-from hf_patrickstar.memory.driver import Pending
+from hf_patrickstar.memory.disk import PAGE_NBYTES, Lists, Ring, Tile
+from hf_patrickstar.memory.driver import Pending, Work
 from hf_patrickstar.memory.streams import NUM_SLOTS, Copy, Later
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import SAVED_MASTER, WORKSPACE, Factors, Kernel, Means, settings_of
@@ -63,6 +65,7 @@ class Segment:
         fresh: The lists that are used for the first time; see [Note: lists of zeros].
         left: The gradient of its parameter, flat, if that is in no list; see [Note: rest].
         first: The first element of the parameter.
+        offset: The element of the chunk with which payloads begin.
     """
 
     chunk: Chunk
@@ -75,6 +78,7 @@ class Segment:
     fresh: Sequence[str] = ()
     left: torch.Tensor | None = None
     first: int = 0
+    offset: int = 0
 
     @property
     def numel(self) -> int:
@@ -84,8 +88,8 @@ class Segment:
     def part(self, name: str) -> torch.Tensor:
         """The range of a list, by the list's name."""
         block_numel = self.chunk.spec.types.of_list(name)[1] if name != "param" else 1
-        start = self.start // block_numel
-        return self.payloads[name].narrow(0, start, -(-self.stop // block_numel) - start)
+        start = (self.start - self.offset) // block_numel
+        return self.payloads[name].narrow(0, start, -(-(self.stop - self.offset) // block_numel) - start)
 
     @property
     def gradient_name(self) -> str:
@@ -170,9 +174,23 @@ class ElementwiseKernel(Kernel):
         """See ``Kernel``."""
         return self._slots.nbytes(specs, tile_part)
 
+    def ring_nbytes(self, specs: Iterable[ChunkSpec]) -> int:
+        """See ``Kernel``."""
+        sizes = [0]
+        for spec in specs:
+            numel, names = min(spec.chunk_numel, SLOT_NUMEL), filter(spec.types.has_list, self.list_names)
+            sizes.append(sum(align(spec.types.list_nbytes(name, numel), PAGE_NBYTES) for name in names))
+        return Ring.nbytes_of(max(sizes))
+
     def reserve(self, chunks: Sequence[Chunk], *also: Tier, widens: bool = True) -> None:
-        """See ``Kernel``. Chunks that are updated over the bus need slots."""
+        """See ``Kernel``. Chunks that are updated over the bus need slots, and those on the disk the ring."""
         super().reserve(chunks, *also, widens=widens)
+        if (disk := self._pool.disk) is not None and Tier.HOST in {*also, *(chunk.home for chunk in chunks)}:
+            need = self.ring_nbytes(chunk.spec for chunk in chunks)  # any of them may go there
+            if need > disk.ring.nbytes:
+                memory = self._pool.allocate(Tier.HOST, need, torch.uint8, WORKSPACE, pinned=True)
+                self._release_ring()
+                disk.ring.lend(memory)
         if any(chunk.is_streamed for chunk in chunks):
             tile_part = min(chunk.tile_part for chunk in chunks)
             self._slots.reserve([chunk.spec for chunk in chunks], tile_part, WORKSPACE)
@@ -182,22 +200,34 @@ class ElementwiseKernel(Kernel):
     def release(self) -> set[Tier]:
         """See ``Kernel``."""
         self._slots.release(WORKSPACE)
+        self._release_ring()
         return super().release()
+
+    def _release_ring(self) -> None:
+        if self._pool.disk is not None and (buffer := self._pool.disk.ring.close()) is not None:
+            self._pool.release(Tier.HOST, buffer, WORKSPACE)
 
     def prepare(
         self, chunks: Sequence[Chunk], groups: Mapping[int, int], factors: Factors, *, keeps: bool
     ) -> list[Update]:
         """See ``Kernel``. Updates on the host, which computes beside the device, come first."""
         rules, settings = self._rules(chunks, groups)
-        places: dict[Tier | None, list[_Part]] = {None: [], Tier.HOST: [], Tier.DEVICE: []}  # ``None``: over the bus
+        # By where states are, and whether they cross the bus. The disk begins first, since it takes longest.
+        host, disk, device = Tier.HOST, Tier.DISK, Tier.DEVICE
+        lanes = (host, True), (disk, True), (disk, False), (host, False), (device, False)
+        places = {lane: list[_Part]() for lane in lanes}
         # Whoever needs a chunk waits for its part alone; on a device large calls are the fastest.
-        most = {None: 0, Tier.HOST: SHARE_NUMEL, Tier.DEVICE: sys.maxsize if self._has_lanes else SHARE_NUMEL}
+        most = dict.fromkeys(lanes, 0)
+        most[host, False], most[device, False] = SHARE_NUMEL, sys.maxsize if self._has_lanes else SHARE_NUMEL
         steps = self._steps
         for chunk in chunks:
-            lane = None if chunk.is_streamed else chunk.home
+            lane = disk if chunk.home_lists.regions else chunk.home, chunk.is_streamed
             fresh, parts, last = tuple(chunk.home_lists.fresh), places[lane], None
-            # ``payloads`` takes lists out of those that are fresh.
-            payloads = chunk.payloads if fresh else {"param": chunk.home_param, **chunk.home_lists}
+            if lane[0] is disk:
+                chunk.home_lists.put_away(self.list_names)
+                payloads = chunk.held
+            else:  # ``payloads`` takes lists out of those that are fresh
+                payloads = chunk.payloads if fresh else {"param": chunk.home_param, **chunk.home_lists}
             if not parts or parts[-1].numel >= most[lane]:
                 parts.append(_Part())
             part = parts[-1]
@@ -223,14 +253,19 @@ class ElementwiseKernel(Kernel):
             if not parts:
                 continue
             segments, first = [segment for part in parts for segment in part.segments], parts[0].chunks[0]
-            factor = factors.get(first.device.torch_device if lane is None else first.home_device)
+            factor = factors.get(first.device.torch_device if first.is_streamed else first.home_device)
             job = Job(settings, None if factor is None else factor.clone(), keeps, self._numbers(segments, settings))
             done, left = 0, sum([part.numel for part in parts])
-            for part in parts:
-                run = functools.partial(self._run, job, part.segments, done, left)
+            tiled = [[*self._tiles(job, part.segments)] if lane[0] is disk else [] for part in parts]
+            ahead = itertools.chain.from_iterable(tiled)
+            for part, tiles in zip(parts, tiled, strict=True):
+                run: Work = functools.partial(self._run, job, part.segments, done, left)
+                if lane[0] is disk and self._pool.disk is not None:
+                    is_last = part is parts[-1]
+                    run = functools.partial(self._pool.disk.ring.submit, tiles, ahead if is_last else ())
                 take_back = functools.partial(self._count, part.indices, -1)
                 restore, later = functools.partial(_round, part.segments), None
-                if lane is None and part.segments:
+                if lane == (host, True) and part.segments:
                     (chunk,) = part.chunks
                     rooms = itertools.repeat(SLOT_NUMEL // chunk.tile_part)
                     shares = collections.deque(_cut(part.segments, rooms, self.cut_numel))
@@ -289,6 +324,43 @@ class ElementwiseKernel(Kernel):
             update(share)
         return None
 
+    def _tiles(self, job: Job, segments: Sequence[Segment]) -> Iterator[tuple[Tile, Callable[[Lists], None]]]:
+        """Ranges of a chunk whose lists are on the disk, tile by tile, and what updates them in the ring."""
+        by_tile = collections.defaultdict[int, list[Segment]](list)
+        for segment in segments:
+            for offset in range(segment.start // SLOT_NUMEL * SLOT_NUMEL, segment.stop, SLOT_NUMEL):
+                start, stop = max(segment.start, offset), min(segment.stop, offset + SLOT_NUMEL)
+                by_tile[offset].append(dataclasses.replace(segment, start=start, stop=stop, fresh=(), offset=offset))
+        for offset, share in by_tile.items():
+            chunk, fresh = segments[0].chunk, tuple(segments[0].fresh)
+            types, regions = chunk.spec.types, chunk.home_lists.regions
+            lists = {name: (region, types.of_list(name)[1]) for name, region in regions.items()}
+            tile = Tile(lists, offset, min(offset + SLOT_NUMEL, chunk.spec.chunk_numel), fresh)
+            yield tile, functools.partial(self._update_tile, job, share)
+
+    def _update_tile(self, job: Job, share: Sequence[Segment], lists: Lists) -> None:
+        """Has workers, or the device, update ranges whose lists are in a buffer of the ring."""
+        payloads = dict(share[0].payloads)
+        for name in [name for name in ("param", GRADIENT) if name in payloads]:
+            payloads[name] = payloads[name][share[0].offset :]
+        here = [dataclasses.replace(segment, payloads={**payloads, **lists}) for segment in share]
+        chunk = share[0].chunk
+        if chunk.is_streamed:
+            rooms = itertools.repeat(SLOT_NUMEL // chunk.tile_part)
+            with chunk.device.streams.slots_lock:
+                ticket = self._stream(job, chunk, collections.deque(_cut(here, rooms, self.cut_numel)), None)
+            if ticket is not None:
+                ticket.wait()
+            return
+        rooms = itertools.repeat(max(TILE_NUMEL if job.numbers is None else SHARE_NUMEL, self.cut_numel))
+        update = functools.partial(self._update_share, job)
+        shares = _cut(here, rooms, self.cut_numel)
+        if self._workers.suits(payloads["param"], sum(segment.numel for segment in here)):
+            self._workers.submit(update, shares, first=True).wait()
+            return
+        for each in shares:
+            update(each)
+
     def _is_on_device(self, chunk: Chunk) -> bool:
         return (chunk.home is Tier.DEVICE or chunk.is_streamed) and self._has_lanes
 
@@ -308,8 +380,10 @@ class ElementwiseKernel(Kernel):
             The ticket of what has begun.
         """
         streams, counts, types = chunk.device.streams, chunk.device.counts, chunk.spec.types
+        unit = types.alignment_numel  # as in the chunk, so that a share takes no more than its chunk has
         names, to_device, to_host = [*filter(types.has_list, self.list_names)], 0, 0
-        for before in list(chunk.tickets.values()):  # gradients on their way home
+        # Gradients on their way home. Updates in the ring begin when they are there; later copies wait for the update.
+        for before in () if chunk.is_on_disk else list(chunk.tickets.values()):
             before.join()
         try:
             for number in itertools.cycle(range(NUM_SLOTS)):
@@ -317,16 +391,18 @@ class ElementwiseKernel(Kernel):
                     break
                 share, here, start = shares[0], list[Segment](), 0
                 with streams.in_slot(number) as cross:
-                    lists = self._slots.lists(number, types, sum(align(item.numel, self.cut_numel) for item in share))
+                    lists = self._slots.lists(number, types, sum(align(item.numel, unit) for item in share))
                     for segment in share:
                         stop = start + segment.numel
-                        here.append(dataclasses.replace(segment, payloads=lists, start=start, stop=stop, place=_LIST))
+                        there = dataclasses.replace(segment, payloads=lists, start=start, stop=stop, place=_LIST)
+                        there.offset = 0
+                        here.append(there)
                         for name in [name for name in (*names, segment.gradient_name) if name not in segment.fresh]:
                             cross(segment.part(name), here[-1].part(name))
                             to_device += segment.part(name).nbytes
                         if segment.place is not _LIST:  # it becomes wide
                             here[-1].part(GRADIENT).copy_(here[-1].part("param"))
-                        start = align(stop, self.cut_numel)
+                        start = align(stop, unit)
                     self._update_share(job, share, here)
                     shares.popleft()  # from now on what is at home changes: it must not be done again
                     for segment, there in zip(share, here, strict=True):
@@ -336,12 +412,15 @@ class ElementwiseKernel(Kernel):
                         if copy is not None:
                             copy.narrow(0, segment.start, segment.numel).copy_(there.part("param"))
         finally:
-            counts.host_to_device_nbytes += to_device
-            counts.device_to_host_nbytes += to_host
+            if not chunk.is_on_disk:
+                counts.host_to_device_nbytes += to_device
+                counts.device_to_host_nbytes += to_host
             ticket = streams.join_slots(to_device, to_host)
             if ticket is not None:
                 self._slots.keep(ticket, job)
-                if shares:  # it has failed: whoever has the copy may use its memory for something else
+                if shares and chunk.is_on_disk:  # it has failed: the buffer in the ring is used for something else
+                    ticket.wait()
+                elif shares:  # whoever has the copy may use its memory for something else
                     ticket.join()
         return ticket
 
@@ -393,15 +472,21 @@ class ElementwiseKernel(Kernel):
             self._steps[tensor.spec.index] = int(state["step"])
             return
         self._steps.pop(tensor.spec.index, None)
-        if not tensor.chunk.home_lists.keys().isdisjoint(self.list_names[1:]):  # else they are zeros already
+        lists = tensor.chunk.home_lists
+        if any(name in lists.held and name not in lists.fresh for name in self.list_names[1:]):  # else they are zeros
             for place in self.state_places(tensor).values():
                 place.zero_()
 
 
 def _round(segments: Iterable[Segment]) -> None:
-    """Writes values from their masters."""
+    """Writes values from their masters; those that the drive does not give are NaN, so that nobody trains on."""
     for segment in segments:
-        round_masters([segment.part(MASTER)], [segment.part("param")])
+        try:
+            if MASTER in segment.chunk.home_lists.regions:
+                segment.chunk.home_lists[MASTER]  # which reads it
+            round_masters([segment.part(MASTER)], [segment.part("param")])
+        except EngineError:
+            segment.part("param").fill_(float("nan"))
 
 
 def _rooms(done: int, left: int, num: int, least: int, most: int) -> Iterator[int]:

@@ -113,6 +113,10 @@ class Kernel(abc.ABC):
         """
         return 0
 
+    def ring_nbytes(self, specs: Iterable[ChunkSpec]) -> int:
+        """Returns the bytes of the host that updates of chunks need whose states are on the disk."""
+        return 0
+
     def reserve(self, chunks: Sequence[Chunk], *also: Tier, widens: bool = True) -> None:
         """Allocates the scratch space for chunks with 16-bit parameters, on every tier that needs it and has none.
 

@@ -63,13 +63,14 @@ class HostWorkers:
         is_plain = type(payload) is torch.Tensor and payload.device.type == "cpu"
         return is_plain and torch._C._len_torch_dispatch_stack() == 0 and is_faster
 
-    def submit(self, work: Callable[[_Item], None], items: Iterable[_Item]) -> Pending:
+    def submit(self, work: Callable[[_Item], None], items: Iterable[_Item], *, first: bool = False) -> Pending:
         """Starts work, without recording it for autograd.
 
         Args:
             work: Is called for each item, by whichever worker is free; a worker has one item at a time. After an error
                 no further item is begun.
             items: The items, in the order in which they are begun, after those that were submitted before.
+            first: Whether they come before those: a drive has nothing to do meanwhile.
 
         Returns:
             A ticket to wait for.
@@ -89,7 +90,9 @@ class HostWorkers:
                 is_ending = True  # the program exits, which begins nothing in threads any more
                 self._num_at_work += 1
             # Last: if the user interrupts before, nothing is begun of what nobody has a ticket for.
-            self._queue.extend([(ticket, functools.partial(work, item)) for item in items])
+            works = [(ticket, functools.partial(work, item)) for item in items]
+            self._queue.extendleft(reversed(works)) if first else self._queue.extend(works)
+            del works
             del items  # what a worker has done is referred to no more
         if is_ending:
             self._work()

@@ -19,7 +19,8 @@ from hf_patrickstar.planner.search import Goal, Progress, search_below
 from hf_patrickstar.planner.subject import Subject
 from hf_patrickstar.planner.training_plan import Plan, TriedChange
 from hf_patrickstar.schedule.bounds import ADAM
-from hf_patrickstar.units import GIB, MIB, format_nbytes
+from hf_patrickstar.setup.needs import PLENTY_NBYTES
+from hf_patrickstar.units import GIB, MIB, describe_disk, format_nbytes
 
 MOST = 3
 _MOST_PARTS = 16
@@ -87,7 +88,7 @@ def advise(subject: Subject, training: TrainingSetup, plan: Plan, progress: Prog
     if not tried(single) and not plan.fits:
         tried([one + other for one, other in itertools.combinations(single, 2)])
     if not plan.fits:
-        tried(list(_more_memory(plan)))
+        tried([*_on_disk(setup, plan), *_more_memory(plan)])
     best = sorted(found, key=lambda change: -change.tokens_per_s)[:MOST]
     return dataclasses.replace(plan, changes=tuple(best), failed=() if plan.fits else tuple(failed))
 
@@ -215,6 +216,24 @@ def _more_memory(plan: Plan) -> Iterator[Change]:
             short.append(_with_memory(field, words, size * unit, f"more memory on the {tier}"))
     if short and plan.shortage is None:
         yield functools.reduce(operator.add, short)
+
+
+def _on_disk(setup: Setup, plan: Plan) -> Iterator[Change]:
+    """Masters and states on a drive, as many as the host has no room for."""
+    subject, training = setup
+    if not plan.tier(Tier.HOST).missing_nbytes or training.machine.disk_nbytes:
+        return
+
+    one = dataclasses.replace(training, machine=dataclasses.replace(training.machine, disk_nbytes=PLENTY_NBYTES))
+    more = dataclasses.replace(one, num_micro_batches=_MOST_PARTS * one.num_micro_batches)
+    found, longer = plan_if_fits(subject, one), plan_if_fits(subject, more)
+    if found is not None and found.speed is not None:
+        nbytes = found.tier(Tier.DISK).need_nbytes
+        size, text = -(-nbytes // GIB), describe_disk(nbytes, one.machine.disk_bandwidth, found.speed.seconds)
+        if longer is not None and longer.speed is not None:
+            share = 100 * longer.speed.busy["disk"]
+            text += f"; accumulate {more.num_micro_batches} micro-batches and it is busy {share:.0f} % of the time"
+        yield _with_memory("disk_nbytes", f"--disk-memory {size}GiB", size * GIB, text)
 
 
 def _divided(batch: int) -> tuple[int, int]:

@@ -16,11 +16,13 @@ from transformers import PretrainedConfig, Trainer, TrainingArguments
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import Machine
+from hf_patrickstar.memory.disk import free_nbytes
+from hf_patrickstar.memory.tiers import HOST_SHARE
 from hf_patrickstar.planner.advice import advise, largest_that_fit
 from hf_patrickstar.planner.planning import arrange, plan_for_runs
 from hf_patrickstar.planner.training_plan import Plan
 
-OF_THE_MACHINE = ("device_budget", "host_budget", "pin_memory", "machine")
+OF_THE_MACHINE = ("device_budget", "host_budget", "disk_budget", "disk_path", "pin_memory", "machine")
 """Settings that say what there is, which the planned machine does."""
 _MAPPINGS = ("settings", "adapters")
 _WHOLE_NUMBERS = ("batch_size", "length", "num_micro_batches", "world_size", "host_cores", "bits")
@@ -41,6 +43,7 @@ class Asked(TypedDict, total=False):
     device_memory: int | str | None
     host_memory: int | str | None
     host_cores: int | None
+    disk_memory: int | str | None
     settings: Mapping[str, Any] | None
     adapters: Mapping[str, Any] | None
     bits: int | None
@@ -76,6 +79,8 @@ def plan(
             (``"adamw_8bit"``); by default ``"adamw"``.
             ``max_norm``: gradients are clipped to this norm, by default 1; ``None`` for no clipping.
             ``device_memory``: bytes of the device that training may take; by default 95 % of what the machine has.
+            ``disk_memory``: bytes of a drive that masters and optimizer states of each process may take, where neither
+            the device nor the host has room; by default none.
             ``host_memory``: bytes of the host that each process may take; by default 90 % of what the machine has for
             it.
             ``host_cores``: cores of the host for each process; by default all that the machine has for it.
@@ -176,6 +181,19 @@ def settings_of(args: Any) -> dict[str, Any]:
     return settings
 
 
+def disk_memory_of(settings: Mapping[str, Any], world_size: int) -> int | str | None:
+    """What ``plan`` is to be asked for, of the disk, with these settings of the engine; ``None`` for no disk.
+
+    Raises:
+        ConfigError: If the directories of the settings are not here, which have to say how much is free.
+    """
+    given = settings.get("disk_budget", "auto")
+    paths = PatrickStarConfig.from_any({"disk_path": settings.get("disk_path")}).disk_path
+    if paths and given == "auto":
+        given = int(free_nbytes(paths) * HOST_SHARE / world_size)
+    return given if paths else None
+
+
 def asks_for_checkpointing(args: Any) -> bool:
     """Whether activations are computed again in backward; transformers has two names for it.
 
@@ -214,6 +232,7 @@ def asked_by(arguments: Any, *, has_optimizer: bool = False) -> dict[str, Any]:
         "max_norm": given.max_grad_norm or float("inf"),  # the Trainer computes the norm all the same
         "device_memory": settings.get("device_budget"),
         "host_memory": settings.get("host_budget"),
+        "disk_memory": disk_memory_of(settings, given.world_size),
     }
     if not has_optimizer:
         found["optimizer"] = _optimizer_of(given)

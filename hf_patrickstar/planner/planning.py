@@ -129,6 +129,7 @@ def arrange(
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
     host_cores: int | None = None,
+    disk_memory: int | str | None = None,
     settings: Mapping[str, Any] | None = None,
     **of_model: Any,
 ) -> tuple[Subject, TrainingSetup]:
@@ -144,12 +145,13 @@ def arrange(
             f"norm of gradients {max_norm}: it must be a positive number; use --max-grad-norm 0 (None in Python) for "
             "no clipping"
         )
-    found = arrange_machine(machine, world_size, device_memory, host_memory, host_cores)
+    found = arrange_machine(machine, world_size, device_memory, host_memory, host_cores, disk_memory)
     settings = {"dtype": dtype, **(settings or {})}
-    for tier in ("device", "host"):
-        if f"{tier}_budget" in settings:
+    for name in ("device_budget", "host_budget", "disk_budget", "disk_path"):
+        if name in settings:
+            tier = name.partition("_")[0]
             raise ConfigError(
-                f"setting {tier}_budget: a plan takes the memory of the machine, so it cannot be given here; use "
+                f"setting {name}: a plan takes the memory of the machine, so it cannot be given here; use "
                 f"--{tier}-memory ({tier}_memory in Python) to say how much of it training may take"
             )
     PatrickStarConfig.from_any(settings)  # checks keys and values before anything takes time
@@ -166,6 +168,7 @@ def arrange_machine(
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
     host_cores: int | None = None,
+    disk_memory: int | str | None = None,
 ) -> Machine:
     """Finds a machine, and makes its memory what training may take; see ``plan``.
 
@@ -183,7 +186,8 @@ def arrange_machine(
         found = found.with_cores(host_cores)
     device_nbytes = _share(device_memory, found.device_nbytes, DEVICE_SHARE, "device memory")
     host_nbytes = _share(host_memory, found.host_nbytes, HOST_SHARE, "host memory")
-    return dataclasses.replace(found, device_nbytes=device_nbytes, host_nbytes=host_nbytes)
+    disk_nbytes = found.disk_nbytes if disk_memory is None else parse_budget(disk_memory, "disk memory")
+    return dataclasses.replace(found, device_nbytes=device_nbytes, host_nbytes=host_nbytes, disk_nbytes=disk_nbytes)
 
 
 def time_operators(world_size: int) -> OperatorTimes:
@@ -228,6 +232,8 @@ def _plan_of(subject: Subject, given: TrainingSetup, simulation: Simulation) -> 
         owners[BESIDE] = given.beside_nbytes
     on_device = TierUse(machine.device_nbytes, sum(owners.values()), owners, simulation.fullest_moment)
     on_host = TierUse(machine.host_nbytes, simulation.host_nbytes, simulation.host_owners)
+    disk = simulation.disk_owners
+    on_disk = {Tier.DISK.value: TierUse(machine.disk_nbytes, sum(disk.values()), disk)} if machine.disk_nbytes else {}
     is_short = on_device.missing_nbytes > 0 or on_host.missing_nbytes > 0
     return Plan(
         model=subject.name,
@@ -242,7 +248,7 @@ def _plan_of(subject: Subject, given: TrainingSetup, simulation: Simulation) -> 
         world_size=given.world_size,
         settings=dict(given.settings),
         checkpointing=subject.checkpointing,
-        tiers={Tier.DEVICE.value: on_device, Tier.HOST.value: on_host},
+        tiers={Tier.DEVICE.value: on_device, Tier.HOST.value: on_host, **on_disk},
         chunks=None if is_short else _chunks(simulation),
         speed=None if is_short else _speed(subject, given, simulation),
         remarks=() if given.computes_in_type(given.machine) else (_NOT_COMPUTED.format(given.machine.name),),
@@ -276,6 +282,7 @@ def _speed(subject: Subject, given: TrainingSetup, simulation: Simulation) -> Sp
         simulation.sent_nbytes,
         simulation.least_activation_nbytes,
         simulation.start,
+        simulation.disk_written_nbytes,
     )
 
 
@@ -285,6 +292,7 @@ _WORDS = {
     Lane.TO_HOST: "copies to the host",
     Lane.HOST: "host",
     Lane.HOST_WORK: "optimizer on the host",
+    Lane.DISK: "disk",
 }
 _WORDS_OF_SEVERAL = {Lane.GATHERS: "gathers", Lane.REDUCTIONS: "reductions"}
 """What is called as in ``Bounds.binding``, and works where there are several processes alone."""
@@ -320,6 +328,7 @@ def _refusal(subject: Subject, given: TrainingSetup) -> Plan:
         )
     least, plan = found
     needs = {name: nbytes for name, nbytes in least.items() if nbytes > there[name]}
+    there[Tier.DISK.value] = machine.disk_nbytes
     tiers = {
         name: dataclasses.replace(use, budget_nbytes=there[name], need_nbytes=needs.get(name, use.need_nbytes))
         for name, use in plan.tiers.items()

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 
 from hf_patrickstar.layout.specs import GRADIENT
 from hf_patrickstar.machine import Machine, whole_host_nbytes
-from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import WORKSPACE
 from hf_patrickstar.optim.torch_kernel import OWN_STATE
 from hf_patrickstar.planner.search import Found, Goal
@@ -15,7 +14,7 @@ from hf_patrickstar.planner.training_plan import Chunks, Plan, Speed, TierUse
 from hf_patrickstar.runtime import gradient_ring
 from hf_patrickstar.runtime.chunk import GRADIENTS, STAGING
 from hf_patrickstar.schedule.pace import describe_start
-from hf_patrickstar.units import format_count, format_nbytes
+from hf_patrickstar.units import describe_wear, format_count, format_nbytes
 
 _WIDTH = 10
 _MOST_COLUMNS = 80
@@ -63,7 +62,9 @@ def describe_memory(num_parameters: int, nbytes: int, machine: Machine, length: 
     host = f"{format_nbytes(machine.host_nbytes)} of the host"
     if whole is not None and num * machine.host_nbytes <= whole:
         host += f" ({format_nbytes(whole)} in all{f', for {num} devices' if num > 1 else ''})"
-    fits = "" if nbytes <= machine.device_nbytes + machine.host_nbytes else ": too little"
+    if machine.disk_nbytes:
+        host += f", and {format_nbytes(machine.disk_nbytes)} of a drive"
+    fits = "" if nbytes <= machine.device_nbytes + machine.host_nbytes + machine.disk_nbytes else ": too little"
     taken = "" if length is None else f" Sequences have {length} tokens (--seq-len)."
     return (
         f"Model data of {format_count(num_parameters)} parameters takes {format_nbytes(nbytes)}"
@@ -80,8 +81,8 @@ def describe(plan: Plan, *, is_verbose: bool = False) -> str:
         is_verbose: Whether every kind of memory, what each lane does, and each decision are said, too.
     """
     lines = [headline(plan)]
-    for tier in (Tier.DEVICE, Tier.HOST):
-        lines += _rows(tier.value, [_memory(plan.tier(tier), fits=plan.fits, is_verbose=is_verbose)])
+    for tier, use in plan.tiers.items():
+        lines += _rows(tier, [_memory(use, fits=plan.fits, is_verbose=is_verbose)])
     if plan.chunks is not None:
         lines += _rows("chunks", [_chunks(plan.chunks)])
         lines += _rows("decided", plan.chunks.reasons if is_verbose else ())
@@ -233,6 +234,7 @@ def _speed(speed: Speed, plan: Plan, *, is_verbose: bool) -> list[str]:
         *_rows("limit", [limit]),
         *_rows("busy", ["; ".join(f"{name} {share:.0%}" for name, share in busy if share >= 0.005)] * is_verbose),
         *_rows("copies", [f"{to_device} to the device and {to_host} to the host per step{sent}"]),
+        *_rows("wear", [describe_wear(speed.disk_written_nbytes, speed.seconds)] * (speed.disk_written_nbytes > 0)),
         *_rows("start", [describe_start(speed.start, plan.machine)] * is_verbose),
     ]
 

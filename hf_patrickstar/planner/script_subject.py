@@ -34,7 +34,7 @@ from hf_patrickstar.integrations.training_script import StopScript, run_script, 
 from hf_patrickstar.machine import Machine
 from hf_patrickstar.model.admission import is_checkpointing
 from hf_patrickstar.model.chunked_loss import chunk_losses, find_heads
-from hf_patrickstar.planner.from_python import OF_THE_MACHINE, asks_for_checkpointing, settings_of
+from hf_patrickstar.planner.from_python import OF_THE_MACHINE, asks_for_checkpointing, disk_memory_of, settings_of
 from hf_patrickstar.planner.planning import THIS, TrainingSetup, arrange_machine, time_operators
 from hf_patrickstar.planner.subject import MakeOptimizer, Subject
 from hf_patrickstar.tracing.fake import as_fake, copying
@@ -139,6 +139,7 @@ def arrange_script(
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
     host_cores: int | None = None,
+    disk_memory: int | str | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> tuple[ScriptSubject, TrainingSetup]:
     """Runs a script up to its training, and finds what it trains and how; see [Note: planning a script].
@@ -153,6 +154,7 @@ def arrange_script(
         host_memory: Bytes of the host that each process may take; by default ``host_budget`` of the script, or 90 % of
             what the machine has for it.
         host_cores: Cores of the host for each process, where they are fewer than the machine has.
+        disk_memory: Bytes of a drive that each process may take; by default what the settings of the script allow.
         settings: Settings of the engine that take the place of the script's.
 
     Raises:
@@ -169,7 +171,8 @@ def arrange_script(
         device_memory = given.get("device_budget")
     if host_memory is None and given.get("host_budget") != "auto":
         host_memory = given.get("host_budget")
-    found = arrange_machine(machine, world_size, device_memory, host_memory, host_cores)
+    disk_memory = disk_memory_of(given, world_size) if disk_memory is None else disk_memory
+    found = arrange_machine(machine, world_size, device_memory, host_memory, host_cores, disk_memory)
     args, optimizer = subject.trainer.args, type(subject.optimizer).__name__
     max_norm = args.max_grad_norm or float("inf")  # the Trainer computes the norm all the same
     others = {key: value for key, value in given.items() if key not in OF_THE_MACHINE}

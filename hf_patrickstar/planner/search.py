@@ -262,4 +262,5 @@ def _on(machine: Machine, given: TrainingSetup) -> TrainingSetup:
     num, settings = machine.num_devices, given.settings
     if not given.computes_in_type(machine):
         settings = {**settings, "dtype": "fp16"}
-    return dataclasses.replace(given, machine=arrange_machine(machine, num), world_size=num, settings=settings)
+    found = arrange_machine(machine, num, disk_memory=given.machine.disk_nbytes or None)
+    return dataclasses.replace(given, machine=found, world_size=num, settings=settings)

@@ -24,6 +24,7 @@ def settings_for(machine: Machine) -> dict[str, Any]:
     return {
         "device_budget": format_budget(machine.device_nbytes),
         "host_budget": format_budget(machine.host_nbytes),
+        **({"disk_path": "a drive", "disk_budget": format_budget(machine.disk_nbytes)} if machine.disk_nbytes else {}),
         "pin_memory": False,  # what page-locking rounds up is not known of another machine
         # Without an accelerator it is as on the CPU tier, whose updates end before ``step()`` returns.
         "machine": machine if machine.has_accelerator else CPU_TIER,

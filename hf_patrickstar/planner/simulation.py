@@ -37,7 +37,7 @@ from hf_patrickstar.schedule.op_trace import OpTrace
 from hf_patrickstar.schedule.pace import seconds_to_first_step
 from hf_patrickstar.schedule.placement import Homes, Lookups, plan_lookups
 from hf_patrickstar.schedule.replay import replay
-from hf_patrickstar.schedule.script import Entry, HostWork, Load, Reduce, Send
+from hf_patrickstar.schedule.script import TILE_NUMEL, Entry, HostWork, Load, Reduce, Send, ThreadWork
 from hf_patrickstar.schedule.step import Places, StepRules, traces_of, whole_step
 from hf_patrickstar.schedule.step_estimate import steps_of
 from hf_patrickstar.schedule.trace import KnownTraces, StepKind, Trace, Visit, trace_key
@@ -48,6 +48,7 @@ from hf_patrickstar.tracing.costs import UpdateCost, cost_of_update
 from hf_patrickstar.tracing.fake import FakeTensors
 from hf_patrickstar.tracing.garbage_collection import garbage_collection_off
 from hf_patrickstar.tracing.kept_traces import computation_of, key_of
+from hf_patrickstar.units import align
 
 OpsOf = Callable[[frozenset[str]], OpTrace]
 """Finds what a micro-batch does in which these embeddings are looked up at home, by the name of the weight."""
@@ -89,12 +90,14 @@ class Ran:
         lookups: See ``KnownTraces``.
         num_offloaded: How many activations of a micro-batch leave the device.
         streamed: Chunks on the host that are updated on the device.
+        disk: Those whose masters and optimizer states are on the disk.
     """
 
     homed: frozenset[int]
     lookups: Mapping[int, str]
     num_offloaded: int
     streamed: frozenset[int] = frozenset()
+    disk: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,6 +118,7 @@ class Simulation:
         layout: Where parameters are.
         survey: Which parameter lives where, what is on the device at each moment, and what was decided.
         host_owners: Bytes of each kind on the host.
+        disk_owners: Bytes of each kind on the disk.
         known: The traces, of updates too, for a run of the same training.
         precision: The type of most parameters on the device, without ``torch.``.
         fixed: Bytes of the device that are no copies of chunks, by kind.
@@ -136,6 +140,7 @@ class Simulation:
     layout: Layout
     survey: Survey
     host_owners: Mapping[str, int]
+    disk_owners: Mapping[str, int]
     known: KnownTraces
     precision: str
     fixed: Mapping[str, int]
@@ -192,6 +197,12 @@ class Simulation:
                 to_device += load.states_nbytes[0] - load.nbytes * (not load.sent_nbytes)
                 to_host += load.states_nbytes[1]
         return to_device + self.offloaded_nbytes, to_host + self.offloaded_nbytes
+
+    @property
+    def disk_written_nbytes(self) -> int:
+        """Bytes of masters and optimizer states that a step writes to the disk, and reads."""
+        works = (entry.operators if isinstance(entry, ThreadWork) else (entry,) for entry in self.script)
+        return sum(each.disk_nbytes for work in works for each in work if isinstance(each, HostWork)) // 2
 
     @property
     def offloaded_nbytes(self) -> int:
@@ -283,7 +294,7 @@ class _Simulator:
             known = self._known_traces(traces, ran.lookups).offloading(ran.num_offloaded)
             estimate = self.decisions.estimate(known)
             with garbage_collection_off():  # a plan is some hundred thousand small objects, none of which is garbage
-                return self._planned(ops, known, estimate, Homes(ran.homed, streamed=ran.streamed), [])
+                return self._planned(ops, known, estimate, Homes(ran.homed, streamed=ran.streamed, disk=ran.disk), [])
         ops, traces, lookups, reasons = self._looked_up(ops_of, self.decisions.homes.device)
         with garbage_collection_off():  # a plan is some hundred thousand small objects, none of which is garbage
             known = self._known_traces(traces, lookups)
@@ -325,30 +336,41 @@ class _Simulator:
         """What micro-batches do and visit with these lookups, and which embeddings are looked up on the host."""
         asked = self.decisions.looked_up(lookups, homed)
         ops = ops_of(frozenset(self.decisions.tensors[index].name for index in asked))
-        return ops, traces_of(ops, self._places, self._rules(frozenset())), asked
+        return ops, traces_of(ops, self._places, self._rules(Homes(frozenset()))), asked
 
-    def _rules(self, homed: frozenset[int], streamed: frozenset[int] = frozenset()) -> StepRules:
+    def _rules(self, homes: Homes) -> StepRules:
         resources, chunks = self._resources, self._layout.chunks
-        updated = [spec for spec in chunks if spec.is_updated and spec.index not in streamed]
+        updated = [spec for spec in chunks if spec.is_updated and spec.index not in homes.streamed - homes.disk]
         return StepRules(
             num_micro_batches=self._trained.num_micro_batches,
             in_flight_nbytes=resources.streams.most_in_flight_nbytes,
             overlaps_reduction=resources.collectives.is_asynchronous,
             widens_sums=self._config.reduce_dtype == "fp32" and self._machine.has_accelerator,
             has_norms=self._trained.max_norm is not None,
-            device_homed=homed,
-            updates={spec.index: self._update_work(spec, spec.index in homed) for spec in updated},
+            device_homed=homes.device,
+            updates={spec.index: self._update_work(spec, homes) for spec in updated},
             overlaps_update=self._config.overlap_optimizer and resources.has_lanes and self._kernel.runs_beside,
         )
 
-    def _update_work(self, spec: ChunkSpec, on_device: bool) -> HostWork:
-        calls, each = 1, self._cost.nbytes
+    def _update_work(self, spec: ChunkSpec, homes: Homes) -> HostWork:
+        calls, each, disk_nbytes = 1, self._cost.nbytes, 0
         if isinstance(self._kernel, ElementwiseKernel):
-            each = ADAM_NBYTES if on_device else update_nbytes(spec.types, self._kernel.num_states)
+            if spec.index in homes.disk:  # whole tiles, up to the last parameter
+                last = spec.tensor_indices[-1]
+                end = self._layout.placements[last].offset_numel + self.decisions.tensors[last].numel
+                numel = min(align(end, TILE_NUMEL), spec.chunk_numel)
+                disk_nbytes = 2 * sum(spec.types.list_nbytes(name, numel) for name in self._lists_on_disk(spec))
+            if spec.index in homes.streamed:
+                return HostWork("update", 0, 0, calls, disk_nbytes)
+            each = ADAM_NBYTES if spec.index in homes.device else update_nbytes(spec.types, self._kernel.num_states)
         else:  # each gradient is widened and clipped by itself, too
             calls = self._cost.num_calls + (self._trained.max_norm is not None) + (spec.types.param != spec.types.state)
             calls *= sum(1 for index in spec.tensor_indices if self._places.own_numel[index])
-        return HostWork("update", 0, round(each * self._own_numel(spec.index)), calls)
+        return HostWork("update", 0, round(each * self._own_numel(spec.index)), calls, disk_nbytes)
+
+    def _lists_on_disk(self, spec: ChunkSpec) -> list[str]:
+        """The lists of a chunk that may be on the disk."""
+        return [name for name in lists_of(spec, self.decisions.lists) if name != GRADIENT]
 
     def _own_numel(self, chunk_index: int) -> int:
         """Elements of the parameters of a chunk that this process has at home."""
@@ -386,11 +408,11 @@ class _Simulator:
             prefetch_depth=0 if self._config.debug_evict_all else self.decisions.prefetch_depth,
             reshard_after_forward=self._config.reshard_after_forward and trained.world_size > 1,
         )
-        script = whole_step(ops, self._places, self._rules(homed, streamed), [made.kind for made in traces])
+        script = whole_step(ops, self._places, self._rules(homes), [made.kind for made in traces])
         loads = tuple(estimate.loads(homed, streamed, homes.tile_part))
         on_host = [spec for spec in layout.chunks if spec.is_updated and spec.index not in homed | streamed]
         num_on_host = sum(self._own_numel(spec.index) for spec in on_host)
-        updated = sum(self._update_work(spec, False).nbytes for spec in on_host)
+        updated = sum(self._update_work(spec, homes).nbytes for spec in on_host)
         may_offload = self._config.activation_offload is not False
         fewest = [made.offloading(len(made.activations)) if may_offload else made for made in traces]
         timeline = replay(script, plans, loads, self._machine)
@@ -416,7 +438,9 @@ class _Simulator:
             updated_nbytes=updated if isinstance(self._kernel, ElementwiseKernel) else OTHERS_NBYTES * num_on_host,
             layout=layout,
             survey=self._survey(traces, plans, homed, free, reasons),
-            host_owners=self._fixed(homed, Tier.HOST) | ({ACTIVATIONS: offloaded} if offloaded else {}),
+            host_owners=self._fixed(homed, Tier.HOST, disk=homes.disk)
+            | ({ACTIVATIONS: offloaded} if offloaded else {}),
+            disk_owners=self._on_disk(homes.disk),
             known=known,
             precision=str(self.decisions.precision.dtype).removeprefix("torch."),
             fixed=fixed,
@@ -427,8 +451,18 @@ class _Simulator:
 
     # Bytes
 
-    def _fixed(self, homed: frozenset[int], tier: Tier, slots_nbytes: int = 0) -> dict[str, int]:
-        """Bytes on a tier that do not change in a step, by owner."""
+    def _on_disk(self, disk: frozenset[int]) -> dict[str, int]:
+        """Bytes on the disk, by owner."""
+        lists = [
+            (spec, name) for spec in self._layout.chunks if spec.index in disk for name in self._lists_on_disk(spec)
+        ]
+        kinds = {name: [s.types.list_nbytes(name, s.chunk_numel) for s, n in lists if n == name] for _, name in lists}
+        return {name: sum(sizes) for name, sizes in kinds.items()}
+
+    def _fixed(
+        self, homed: frozenset[int], tier: Tier, slots_nbytes: int = 0, disk: frozenset[int] = frozenset()
+    ) -> dict[str, int]:
+        """Bytes on the device or the host that do not change in a step, by owner."""
         decisions = self.decisions
         nbytes: dict[str, int] = {}
         at_home = [spec for spec in self._layout.chunks if (spec.index in homed) is (tier is Tier.DEVICE)]
@@ -436,7 +470,8 @@ class _Simulator:
             size = decisions.chunk_nbytes[spec.index]
             param = size.param_nbytes if tier is Tier.DEVICE else size.host_param_nbytes
             nbytes["param"] = nbytes.get("param", 0) + param
-            for name in lists_of(spec, decisions.lists):
+            gone = self._lists_on_disk(spec) if spec.index in disk else ()
+            for name in [name for name in lists_of(spec, decisions.lists) if name not in gone]:
                 nbytes[name] = nbytes.get(name, 0) + spec.types.list_nbytes(name, spec.chunk_numel)
         updates = any(spec.is_updated for spec in at_home)
         workspace = decisions.workspace_nbytes if tier is Tier.HOST else decisions.device_workspace_nbytes

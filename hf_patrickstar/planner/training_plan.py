@@ -73,6 +73,8 @@ class Speed:
         least_activation_nbytes: What activations take on the device at least: if all leave it between forward and
             backward that may.
         start: Seconds from the engine to the end of the first step, by what they are for.
+        disk_written_nbytes: Bytes of masters and optimizer states that one process writes to the disk; it reads as
+            many.
     """
 
     seconds: float
@@ -87,6 +89,7 @@ class Speed:
     sent_nbytes: int
     least_activation_nbytes: int
     start: Mapping[str, float]
+    disk_written_nbytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,10 +12,12 @@ import contextlib
 import dataclasses
 import functools
 import math
+import os
 import pathlib
 import platform
 import re
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -25,9 +27,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_patrickstar.common.cores import own_cores
+from hf_patrickstar.counts import Counts
 from hf_patrickstar.dist.collectives import Collectives
 from hf_patrickstar.machine import Machine, name_of_products
 from hf_patrickstar.memory.compute_device import can_pin_memory, device_name, find_device, is_accelerator, memory_info
+from hf_patrickstar.memory.disk import NUM_BUFFERS, Disk, Tile
 from hf_patrickstar.memory.driver import Pending
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.pinning import make_pinning
@@ -37,6 +41,7 @@ from hf_patrickstar.memory.tiers import Tier, available_host_nbytes, total_host_
 from hf_patrickstar.optim.adam_script import Range, adam_script, rule_of
 from hf_patrickstar.optim.workers import HostWorkers
 from hf_patrickstar.schedule.bounds import ADAM_NBYTES
+from hf_patrickstar.schedule.script import TILE_NUMEL
 from hf_patrickstar.units import ALIGNMENT_NUMEL, KIB, MIB, align
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -226,6 +231,7 @@ class _Measurement:
             "pageable_bandwidth": lambda: rate(1, (host, device), lambda one, other: other.copy_(one), pinned=False),
             "duplex_share": self._duplex_share,
             "copy_latency_s": self._copy_latency,
+            "disk_bandwidth": self._disk,
             "host_bandwidth": self._adam,
             "memory_bandwidth": self._all_of_memory,
             "operator_s": self._operator,
@@ -270,6 +276,18 @@ class _Measurement:
         seconds = [self._median(self._device, functools.partial(_cross, s)) for s in (ways[:1], ways[1:], ways)]
         self.streams.release_in_flight()
         return min(max(seconds[:2]) / seconds[2], 1.0)
+
+    def _disk(self) -> float:
+        """Bytes per second of the ring in this directory, which reads and writes tiles and changes nothing in them."""
+        place = "." if os.access(".", os.W_OK) else tempfile.gettempdir()
+        disk, numel = Disk([place], Counts()), align(min(self._numel // 4, NUM_BUFFERS * TILE_NUMEL), KIB)
+        regions = {name: (disk.allocate(numel, torch.float32), 1) for name in ("master", "exp_avg", "exp_avg_sq")}
+        tiles = [Tile(regions, begin, min(begin + TILE_NUMEL, numel)) for begin in range(0, numel, TILE_NUMEL)]
+        disk.ring.lend(self._buffer(Tier.HOST, disk.ring.nbytes_of(12 * tiles[0].stop) // 4).view(torch.uint8))
+        with contextlib.closing(disk.ring):
+            works = [(tile, lambda lists: None) for tile in tiles]
+            disk.ring.submit(works).wait()  # to read what was never written takes no time
+            return 24 * numel / self._median(_CPU, lambda: disk.ring.submit(works).wait())
 
     def _adam(self) -> float:
         """Bytes per second of Adam on all cores; where it is called from Python, those of an addition."""

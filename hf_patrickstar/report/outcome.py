@@ -21,6 +21,7 @@ PER_STEP = (
     *("host_to_device_nbytes", "device_to_host_nbytes", "chunk_loads", "chunk_evictions", "chunk_hits", "prefetches"),
     *("late_prefetches", "waiting_seconds", "chunk_moves", "moved_home_to_device_nbytes", "moved_home_to_host_nbytes"),
     *("offloaded_nbytes", "all_gathers", "reduce_scatters", "sent_nbytes", "messages"),
+    *("disk_read_nbytes", "disk_written_nbytes", "disk_seconds"),
 )
 """Statistics that are logged as the mean over the optimizer steps since the last log."""
 STANDING = (

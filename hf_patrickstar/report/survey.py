@@ -172,7 +172,7 @@ class Survey:
         limit, chunks = ledger.limit(Tier.DEVICE, cautious=False), tuple(chunks)
         names = {chunk.index: [name for name, _ in chunk.parameters] for chunk in chunks}
         tides = tuple(Tide.of(trace, plan, room, limit, names) for trace, plan, room in followed)
-        return cls({tier.value: ledger.budget(tier) for tier in Tier}, chunks, tides, tuple(reasons))
+        return cls({tier.value: ledger.budget(tier) for tier in ledger.tiers}, chunks, tides, tuple(reasons))
 
     def to_dict(self) -> dict[str, Any]:
         """The survey as plain data that ``from_dict`` takes back."""

@@ -26,6 +26,9 @@ Optimizer states are zeros until somebody writes them. Until somebody asks for i
 others (``Lists.fresh``). So nobody can have written to it, and a chunk that moves its home before its first update
 needs no copy of it. The system gives memory when it is touched for the first time: memory of states is taken when they
 are needed, where they are needed.
+
+A list on the disk is apart, too, while it is put away: nobody has asked for it since the last update (``Lists.regions``
+and [Note: states on the disk]).
 """
 
 import bisect
@@ -33,7 +36,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -44,6 +47,8 @@ from hf_patrickstar.counts import Counts
 from hf_patrickstar.dist.sharing import Sharing
 from hf_patrickstar.errors import BudgetError, DeviceMemoryError
 from hf_patrickstar.layout.packing import ChunkSpec
+from hf_patrickstar.layout.specs import GRADIENT
+from hf_patrickstar.memory.disk import Disk, Region
 from hf_patrickstar.memory.lanes import Ticket
 from hf_patrickstar.memory.meters import Meter
 from hf_patrickstar.memory.operators import as_it_is
@@ -72,30 +77,53 @@ class Lists(dict[str, torch.Tensor]):
     Attributes:
         fresh: Those that nobody has asked for, which are zeros. ``lists[name]`` finds them, too, and takes them out of
             here.
+        regions: Those that are on the disk. ``lists[name]`` opens one that is put away.
         lock: Held while that happens, and while all get other memory.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.fresh: dict[str, torch.Tensor] = {}
+        self.regions: dict[str, Region] = {}
         self.lock = threading.Lock()
 
     def __missing__(self, name: str) -> torch.Tensor:
         with self.lock:
             if name not in self:
-                self[name] = self.fresh[name]
-                del self.fresh[name]
+                self[name] = self.fresh[name] if name in self.fresh else self.regions[name].open()
+                self.fresh.pop(name, None)
             return self[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The list, or the default if there is none."""
+        return self[name] if name in self or name in self.fresh or name in self.regions else default
 
     @property
     def held(self) -> dict[str, torch.Tensor]:
         """All of them, for their sizes and places: nobody may read values here, or write them."""
-        return {**self.fresh, **self}  # in this order: another thread may take one out meanwhile
+        # In this order: another thread may take one out meanwhile.
+        return {**{name: region.tensor for name, region in self.regions.items()}, **self.fresh, **self}
+
+    def put_away(self, names: Iterable[str]) -> None:
+        """Puts those away that are on the disk, but for those that somebody looks into."""
+        with self.lock:
+            for name in [name for name in names if name in self.regions]:
+                if name in self.fresh or (name in self and not is_looked_into(self[name])):
+                    self.fresh.pop(name, None)
+                    self.pop(name, None)
+                    self.regions[name].put_away()
 
     def clear(self) -> None:
         """Forgets all of them."""
         super().clear()
         self.fresh.clear()
+        self.regions.clear()
+
+
+def is_looked_into(payload: torch.Tensor) -> bool:
+    """Whether any tensor beside a list itself has its memory."""
+    # The list itself is one user of its storage, and the object that is made here to ask for it another.
+    return type(payload) is torch.Tensor and _use_count(payload.untyped_storage()._cdata) > 2
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -231,7 +259,13 @@ class Chunk:
 
     def has_list(self, name: str) -> bool:
         """Whether the chunk has a list of a name."""
-        return name in self.home_lists.fresh or name in self.home_lists
+        lists = self.home_lists
+        return name in lists or name in lists.fresh or name in lists.regions
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether its masters and states are on the disk."""
+        return bool(self.home_lists.regions)
 
     def is_lent(self, names: Iterable[str]) -> bool:
         """Whether somebody looks into one of these lists at home, and so sees what is there at any moment.
@@ -243,9 +277,8 @@ class Chunk:
         if update is not None and not update.is_done:
             return False  # to get at them is to wait for it; but its own views of them count as users
         for name in names:
-            payload = self.home_param if name == "param" else self.home_lists.get(name)
-            # The list itself is one user of its storage, and the object that is made here to ask for it another.
-            if type(payload) is torch.Tensor and _use_count(payload.untyped_storage()._cdata) > 2:
+            payload = self.home_param if name == "param" else dict.get(self.home_lists, name)
+            if payload is not None and is_looked_into(payload):
                 return True
         return False
 
@@ -523,13 +556,15 @@ class Chunk:
 
     # Its home
 
-    def move_home(self, home: Tier) -> None:
+    def move_home(self, home: Tier, states: Tier | None = None, *, anew: bool = False) -> None:
         """Moves it, with all its lists, to another tier. None of its tensors may be in use.
 
-        Lists of zeros are not copied; see [Note: lists of zeros].
+        Lists of zeros are not copied; see [Note: lists of zeros]. Lists that are there already stay as they are.
 
         Args:
             home: Where it shall live.
+            states: Where its masters and states shall be, by default there: ``DISK`` if it is at home on the host.
+            anew: Whether lists get other memory that are there already, but for those on the disk.
 
         Raises:
             BudgetError: If there is no room; the chunk stays where it is.
@@ -541,16 +576,18 @@ class Chunk:
         lists, pool, name = self.home_lists, self.device.pool, f"move home to the {home.value} of"
         # Ctrl-C waits: the old ``param`` list may have been overwritten before the new one takes its place.
         with held_back(), lists.lock, named(name, self.spec.index), as_it_is(self.home_param):
-            new = self._copy_lists(home)
+            old, new = self.held, self._copy_lists(home, states or home, anew=anew)
             if self.is_static:
                 self.drop_copy()
-            self.give_back(pool)
+            self.give_back(pool, {name for name in new if new[name] is old[name]})
             self.param = new["param"]
             lists.update({name: new[name] for name in lists})
             lists.fresh.update({name: new[name] for name in lists.fresh})
+            self.note_regions(pool.disk)
             self.live_on(home)
         self.device.note_chunks()
-        counts, nbytes = self.device.counts, sum(payload.nbytes for payload in new.values())
+        counts = self.device.counts
+        nbytes = sum(payload.nbytes for name, payload in new.items() if payload is not old[name])
         counts.chunk_moves += 1
         if home is Tier.DEVICE:
             counts.moved_home_to_device_nbytes += nbytes
@@ -561,17 +598,27 @@ class Chunk:
 
     def pin(self) -> None:
         """Moves a chunk that is at home on the host into pinned memory, if that is wanted and there is room for it."""
-        needs = self.held.values() if self.is_streamed else [self.home_param]
+        needs = self.held.values() if self.is_streamed and not self.is_on_disk else [self.home_param]
         if self.device.pool.pins_memory and not all(payload.is_pinned() for payload in needs):
             with contextlib.suppress(BudgetError):  # copies are slower then, and right
-                self.move_home(Tier.HOST)
+                self.move_home(Tier.HOST, Tier.DISK if self.is_on_disk else None, anew=True)
 
-    def _copy_lists(self, home: Tier) -> dict[str, torch.Tensor]:
+    def note_regions(self, disk: Disk | None) -> None:
+        """Takes note of which lists are on the disk."""
+        lists = self.home_lists
+        found = {} if disk is None else {name: disk.find(payload) for name, payload in lists.held.items()}
+        lists.regions = {name: region for name, region in found.items() if region is not None}
+        for name, region in lists.regions.items():
+            region.what = f"'{name}' of chunk {self.spec.index}"
+
+    def _copy_lists(self, home: Tier, states: Tier, *, anew: bool) -> dict[str, torch.Tensor]:
         """The lists on another tier, without the values of those that have none; all or none.
 
         The host's ``param`` list may be page-locked: the others go through it, before its own values come there or
         after they have left it.
         """
+        for name in () if states is Tier.DISK else self.home_lists.regions.keys() - self.home_lists.fresh.keys():
+            self.home_lists[name] = self.home_lists.regions[name].open()
         old, new, fresh = self.held, dict[str, torch.Tensor](), self.home_lists.fresh
         to_host, is_lent, is_overwritten = home is Tier.HOST, self.is_lent(("param",)), False
         pool, streams = self.device.pool, self.device.streams
@@ -579,8 +626,12 @@ class Chunk:
             for name, payload in old.items():
                 pinned = to_host and (name == "param" or self.is_streamed)
                 kind, is_zero = payload.dtype, name in fresh
-                new[name] = pool.allocate(home, payload.numel(), kind, name, pinned=pinned, zero=is_zero)
-            names = [name for name in old if name not in fresh]
+                tier = home if name in ("param", GRADIENT) else states
+                if pool.tier_of(payload, self.home) is tier and (tier is Tier.DISK or not anew):
+                    new[name] = payload
+                    continue
+                new[name] = pool.allocate(tier, payload.numel(), kind, name, pinned=pinned, zero=is_zero)
+            names = [name for name in old if name not in fresh and new[name] is not old[name]]
             for name in sorted(names, key=lambda name: (name == "param") is to_host):
                 if name == "param" or (is_lent and not to_host):
                     new[name].copy_(old[name])
@@ -591,14 +642,15 @@ class Chunk:
             if is_overwritten:
                 old["param"].copy_(new["param"])
             for name, payload in new.items():
-                pool.release(home, payload, name, keep=False)
+                if payload is not old[name]:
+                    pool.release(pool.tier_of(payload, home), payload, name, keep=False)
             raise
         return new
 
-    def give_back(self, pool: PayloadPool) -> None:
-        """Gives the payloads at home back to where they come from."""
-        for name, payload in self.held.items():
-            pool.release(self.home, payload, name, keep=False)
+    def give_back(self, pool: PayloadPool, but: Container[str] = ()) -> None:
+        """Gives the payloads at home back to where they come from, but for some."""
+        for name, payload in [(name, payload) for name, payload in self.held.items() if name not in but]:
+            pool.release(pool.tier_of(payload, self.home), payload, name, keep=False)
 
     def retire(self, pool: PayloadPool) -> None:
         """Frees a chunk that has become empty; its index stays, and is not used again."""

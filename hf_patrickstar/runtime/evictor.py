@@ -150,7 +150,8 @@ class Evictor:
         """Where chunks live now."""
         device = frozenset(chunk.spec.index for chunk in self._chunks if chunk.home is Tier.DEVICE)
         streamed = frozenset(chunk.spec.index for chunk in self._chunks if chunk.is_streamed) - device
-        return Homes(device, tuple(self.in_margin), streamed=streamed, tile_part=self._chunks[0].tile_part)
+        disk = frozenset(chunk.spec.index for chunk in self._chunks if chunk.is_on_disk)
+        return Homes(device, tuple(self.in_margin), {}, streamed, self._chunks[0].tile_part, disk)
 
     @property
     def may_leave_device(self) -> bool:
@@ -176,19 +177,18 @@ class Evictor:
         return num_moved > 0
 
     def move_out(self, indices: Iterable[int]) -> int:
-        """Moves chunks to the host, as far as that has room; how many have moved."""
+        """Moves chunks to the host, and their states to the disk if need be, as far as these have room; how many."""
         num_moved = 0
         for index in sorted(indices):
-            chunk = self._chunks[index]
-            if (
-                chunk.is_retired
-                or not chunk.can_rehome
-                or self._ledger.available(Tier.HOST) < self.nbytes[index].host_nbytes
-            ):
+            chunk, nbytes = self._chunks[index], self.nbytes[index]
+            room, states = self._ledger.available(Tier.HOST), Tier.HOST
+            if room < nbytes.host_nbytes and 0 < nbytes.list_nbytes <= self._ledger.available(Tier.DISK):
+                room, states = room + nbytes.list_nbytes, Tier.DISK
+            if chunk.is_retired or not chunk.can_rehome or room < nbytes.host_nbytes:
                 continue
             try:
                 self._reserve(self._chunks, Tier.HOST)
-                chunk.move_home(Tier.HOST)
+                chunk.move_home(Tier.HOST, states)
             except BudgetError as error:
                 logger.info("patrickstar: the host has no room for a chunk that is to leave the device: %s", error)
                 break

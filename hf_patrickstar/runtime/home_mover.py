@@ -77,6 +77,7 @@ class HomeMover(Evictor):
             BudgetError: If that step has no room, however chunks are placed.
         """
         steps = self._steps
+        self._look_at_disk()
         if steps.version == self._seen_version and not self.has_left_margin:
             return
         self._seen_version, self.has_left_margin = steps.version, False
@@ -95,6 +96,17 @@ class HomeMover(Evictor):
             if self._first.has_lanes:  # else nothing waits for a copy beside computation
                 self.estimated = self._estimate().cost(self.homes)
                 self._advise_on_loss()
+
+    def _look_at_disk(self) -> None:
+        """Says once if the drive is much slower than decisions assume."""
+        counts, machine = self._device.counts, self._first.machine
+        rate = (counts.disk_read_nbytes + counts.disk_written_nbytes) / max(counts.disk_seconds, 1e-9)
+        if counts.disk_seconds > 10 and 2 * rate < machine.disk_bandwidth and "drive" not in self.reasons:
+            self.reasons["drive"] = (
+                f"the disk reads and writes {rate / 1e9:.3g} GB/s, and not {machine.disk_bandwidth / 1e9:.3g} as rates "
+                f"of '{machine.name}' say: use a faster drive, or several, for disk_path, or larger batches"
+            )
+            logger.warning("patrickstar: %s", self.reasons["drive"])
 
     def _advise_on_loss(self) -> None:
         """Says once if a step would be faster without whole logits."""
@@ -202,19 +214,29 @@ class HomeMover(Evictor):
     def _settle(self, *, may_leave: bool) -> None:
         """Moves chunks to where they are to live from now on."""
         now = self.homes
-        wanted = self._estimate().settled(now, may_leave=may_leave)
+        wanted = self._estimate().with_disk(now, are_made=True).settled(now, may_leave=may_leave)
         for name, reason in wanted.reasons.items():
             if name not in self.reasons or wanted.device != now.device:
                 logger.info("patrickstar: %s", reason)
         self.reasons.update(wanted.reasons)
         self.in_margin = {*wanted.margin, *(self.in_margin - wanted.device)} & now.device
+        self._move_states(wanted.disk - now.disk - now.device, Tier.DISK)
         before = None
         while before != now.device:  # where either tier is full, chunks change places as room comes free
             before = now.device
             self.move_out(now.device - wanted.device)
             self._move_in([index for index in wanted.margin if index not in self.in_margin])
             now = self.homes
+        self._move_states(now.disk - wanted.disk, Tier.HOST)
         self._stream(wanted.streamed - now.device, wanted.tile_part)
+
+    def _move_states(self, indices: frozenset[int], tier: Tier) -> None:
+        """Moves masters and states of chunks on the host to the disk or back, as far as there is room."""
+        try:
+            for index in sorted(indices):
+                self._chunks[index].move_home(Tier.HOST, tier)
+        except BudgetError as error:
+            logger.info("patrickstar: masters and states stay where they are: %s", error)
 
     def _stream(self, indices: frozenset[int], tile_part: int) -> None:
         """Updates these chunks on the device from now on; see [Note: updates over the bus]."""
@@ -222,8 +244,8 @@ class HomeMover(Evictor):
         now = {chunk for chunk in self._chunks if chunk.spec.index in indices}
         if now == before and tile_part == self._chunks[0].tile_part:
             return
-        for chunk in before:
-            chunk.wait_for_update()  # slots may go, or change
+        for chunk in before | {chunk for chunk in now if chunk.is_on_disk}:
+            chunk.wait_for_update()  # slots may go, or change; the ring asks which chunks these are
         for chunk in self._chunks:
             chunk.is_streamed, chunk.tile_part = chunk in now, tile_part
         try:
@@ -243,7 +265,7 @@ class HomeMover(Evictor):
     def _estimate(self) -> Estimate:
         """What is known of a step as chunks are now."""
         self.nbytes = [  # an accumulation list may have come since
-            dataclasses.replace(nbytes, state_nbytes=chunk.state_nbytes)
+            dataclasses.replace(nbytes, state_nbytes=chunk.state_nbytes, is_on_disk=chunk.is_on_disk)
             for nbytes, chunk in zip(self.nbytes, self._chunks, strict=True)
         ]
         on_host = [chunk for chunk in self._chunks if chunk.home is Tier.HOST and not chunk.is_retired]

@@ -763,6 +763,8 @@ class ChunkManager:
                 chunk.give_back(self._pool)
                 chunk.lists.clear()
                 chunk.compute, chunk.is_updated = None, False
+            if self._pool.disk is not None:
+                self._pool.disk.close()
             self.parameters.index([])  # optimizers go on with parameters like any others
             self._pool.trim()
             self._streams.close()

@@ -85,9 +85,10 @@ class Bounds:
 
         The optimizer cannot begin before the last gradient is there. Then it can overlap with the first forward of the
         next step alone: ``(N - 1) * (forward + backward) + backward + max(forward, host)`` for N micro-batches, where
-        ``host`` is the optimizer there; so it is with updates over the bus.
+        ``host`` is the optimizer there; so it is with updates over the bus, and with states on the disk.
         """
-        after = max(self.first_forward_ns, self.lanes_ns[self.update], self.streaming_ns)
+        disk_ns = self.lanes_ns.get(Lane.DISK.value, 0)
+        after = max(self.first_forward_ns, self.lanes_ns[self.update], self.streaming_ns, disk_ns)
         return max(self.lower_ns, self.until_gradients_ns + after)
 
 

@@ -26,6 +26,7 @@ class Lane(enum.StrEnum):
     TO_HOST = "device -> host"
     GATHERS = "gathers"
     REDUCTIONS = "reductions"
+    DISK = "disk"
 
 
 class Span(NamedTuple):

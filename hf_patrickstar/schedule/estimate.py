@@ -13,7 +13,7 @@ from hf_patrickstar.schedule.clock import Lane
 from hf_patrickstar.schedule.margin import AS_FAST, StepCost, fill_margin, in_order, needed_nbytes, plan_margin
 from hf_patrickstar.schedule.move_plan import chunkable_nbytes, repeated_plans
 from hf_patrickstar.schedule.offload import Asked, choose_offload, least_that_fit, most_that_fit
-from hf_patrickstar.schedule.placement import FIRST_HOMES, ChunkBytes, Homes, Tiers, spill, too_small
+from hf_patrickstar.schedule.placement import FIRST_HOMES, ChunkBytes, Homes, Tiers, least_on_disk, spill, too_small
 from hf_patrickstar.schedule.replay import replay
 from hf_patrickstar.schedule.script import TILE_NUMEL, TILE_PARTS, Load, Send
 from hf_patrickstar.schedule.step_estimate import ChunkWork, estimate_script, num_rows, steps_of
@@ -50,6 +50,7 @@ class Estimate:
         updates: Where chunks on the host are updated: the setting, or ``"faster"``: each where it is done first.
         streaming: The indices of the optimizers that can update chunks over the bus.
         slots_nbytes: Bytes of scratch space that the device needs if it updates any of them, by the part of a tile.
+        disk_nbytes: Bytes of the disk for masters and optimizer states.
     """
 
     traces: Sequence[Trace]
@@ -73,6 +74,7 @@ class Estimate:
     updates: str = "host"
     streaming: frozenset[int] = frozenset({0})
     slots_nbytes: Mapping[int, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(TILE_PARTS, 0))
+    disk_nbytes: int = 0
 
     @property
     def has_training(self) -> bool:
@@ -95,6 +97,28 @@ class Estimate:
     def host_nbytes_for_chunks(self) -> int:
         """Bytes of the host that activations leave to chunks."""
         return self.host_nbytes - max((trace.offloaded_nbytes for trace in self.traces), default=0)
+
+    @property
+    def on_disk(self) -> frozenset[int]:
+        """Chunks whose masters and states are on the disk, unless they are at home on the device."""
+        return frozenset(chunk.chunk_index for chunk in self.nbytes if chunk.is_on_disk)
+
+    def with_disk(self, homes: Homes, *, are_made: bool) -> "Estimate":
+        """The same with as few states on the disk as leave a step room, of the chunks that forward needs last.
+
+        Args:
+            homes: See ``choose_offload``.
+            are_made: Likewise.
+        """
+
+        def find(nbytes: Sequence[ChunkBytes]) -> Homes | None:
+            return dataclasses.replace(self, nbytes=nbytes).homes_with_room(homes, are_made=are_made)
+
+        if not (self.disk_nbytes and self.has_training):
+            return self
+        order = in_order(range(len(self.nbytes)), self.traces)[::-1]
+        found = least_on_disk(self.nbytes, order, self.disk_nbytes, find)
+        return self if found is None else dataclasses.replace(self, nbytes=found[0])
 
     def offloading(self, num: int) -> "Estimate":
         """The same if so many activations leave the device."""
@@ -136,7 +160,8 @@ class Estimate:
         if self.has_groups:
             needs = [(nbytes, frozenset()) for nbytes, _ in needs]
         device -= sum(self.nbytes[index].device_nbytes for index in kept)
-        tiers = Tiers(self.host_nbytes_for_chunks, device, needs, self.host_workspace_nbytes, self.workspace_nbytes)
+        workspace = self.host_workspace_nbytes, self.workspace_nbytes
+        tiers = Tiers(self.host_nbytes_for_chunks, device, needs, *workspace, self.disk_nbytes)
         if tiers.on_host(chunks) <= tiers.host_nbytes:
             return frozenset()
         found = spill(chunks, tiers, in_order(range(len(self.nbytes)), self.traces))
@@ -260,7 +285,7 @@ class Estimate:
             BudgetError: As for ``spilled``.
         """
         leaves = any(trace.num_offloaded for trace in self.traces)
-        if not self.has_training or not (homes.margin or leaves):
+        if not self.has_training or not (homes.margin or leaves or homes.disk or self.on_disk):
             return homes
         kept, reasons = homes.kept, homes.reasons
         found = self.spilled(kept)
@@ -269,7 +294,10 @@ class Estimate:
             reasons, kept = {FIRST_HOMES: _left_device(len(kept))}, frozenset()
             found = self.spilled(kept)
         device = kept | found
-        return homes if device == homes.device else Homes(device, tuple(sorted(found)), reasons)
+        disk = self.on_disk - device
+        if (device, disk) == (homes.device, homes.disk):
+            return homes
+        return Homes(device, tuple(sorted(found)), reasons, disk=disk)
 
     def settled(self, homes: Homes, *, may_leave: bool = True) -> Homes:
         """Decides where chunks live, and are updated, from now on; see ``_settled``."""
@@ -291,11 +319,12 @@ class Estimate:
 
     def _describe_updates(self, homes: Homes, why: str) -> dict[str, str]:
         total = sum(work.own_numel for work in self.works)
-        there, over_bus = (
+        there, over_bus, disk = (
             sum(self.works[index].own_numel for index in indices) / max(total, 1)
-            for indices in (homes.device, homes.streamed)
+            for indices in (homes.device, homes.streamed - homes.disk, homes.disk)
         )
-        shares = {"resident": there, "on the host": 1 - there - over_bus, "over the bus": over_bus}
+        shares = {"resident": there, "on the host": 1 - there - over_bus - disk, "over the bus": over_bus}
+        shares["from the disk, on the device" if homes.streamed & homes.disk else "from the disk, on the host"] = disk
         said = ", ".join(f"{share:.0%} {place}".replace("%", " %") for place, share in shares.items() if share > 0)
         return {"updates": f"updates: {said}: {why} by the rates of '{self.machine.name}'"} if there < 1 else {}
 
@@ -317,8 +346,12 @@ class Estimate:
         loads = self.loads(at_home, moving)
         visited = {index for trace in self.traces if trace.kind.is_training for index in trace.visited}
         on_host = on_bus = 0
-        for index in in_order(moving, self.traces):
-            host = on_host + self.machine.host_ns(0, works[index].update_nbytes * works[index].own_numel)
+        disk, updating = moving & self.on_disk, [work.update_nbytes * work.own_numel for work in works]
+        host_ns = self.machine.host_ns(0, sum(updating[index] for index in disk))
+        if host_ns > self.machine.disk_ns(2 * sum(self.nbytes[index].disk_nbytes for index in disk)):
+            found |= disk  # all of them, whose tiles are in one ring
+        for index in in_order(moving - disk, self.traces):
+            host = on_host + self.machine.host_ns(0, updating[index])
             bus = on_bus + streaming_ns(loads[index], self.machine, works[index].update_nbytes)
             if index in visited and bus < host:
                 on_bus = bus
@@ -351,7 +384,7 @@ class Estimate:
         if found is not None:
             margin, reasons["margin"] = found
         device = kept.union(margin)
-        return Homes(device, margin, reasons, self.streamed(device))
+        return Homes(device, margin, reasons, self.streamed(device), disk=self.on_disk - device)
 
     def choose_offload(self, homes: Homes, *, are_made: bool) -> tuple[int, int, str]:
         """Decides how many activations leave the device between forward and backward.
@@ -379,7 +412,7 @@ class Estimate:
 
     def _begun(self, homes: Homes, num: int, *, are_made: bool) -> "tuple[Estimate, Homes] | None":
         """What a step begins with if so many activations leave; ``None`` if it has no room then."""
-        leaving = self.offloading(num)
+        leaving = self.offloading(num).with_disk(homes, are_made=are_made)
         found = leaving.homes_with_room(homes, are_made=are_made)
         return None if found is None else (leaving, found)
 
@@ -463,12 +496,13 @@ class Estimate:
                 )
             except BudgetError:
                 return None
-            script = estimate_script(traces, self.works, at_home, streamed, overlaps_update=self.overlaps_update)
+            disk = {index: 2 * self.nbytes[index].disk_nbytes for index in self.on_disk}
+            script = estimate_script(traces, self.works, at_home, streamed, disk, overlaps_update=self.overlaps_update)
             timeline = replay(script, plans, loads, self.machine)
             duration_ns += timeline.duration_ns if self.has_lanes else sum(timeline.busy_ns().values())
             critical = timeline.critical_ns()
             copying_ns += sum(critical[lane] for lane in _COPYING)
-            updating_ns += critical[Lane.HOST_WORK]
+            updating_ns += critical[Lane.HOST_WORK] + critical[Lane.DISK]
             loaded = (loads[index] for plan in plans for actions in plan.moments for index in actions.load)
             moved += sum(load.sent_nbytes + load.nbytes * (not load.is_here) for load in loaded)
             moved += sum(entry.nbytes for entry in script if isinstance(entry, Send))
@@ -487,7 +521,7 @@ class Estimate:
         found, tile_numel = [], TILE_NUMEL // tile_part
         for index, (work, nbytes) in enumerate(zip(self.works, self.nbytes, strict=True)):
             states, num_tiles = tuple[int, ...](), 0
-            if index in streamed:  # what is in no parameter does not cross
+            if index in streamed - self.on_disk:  # what is in no parameter does not cross
                 summed = work.summed_nbytes if self.num_micro_batches > 1 else 0
                 lists, own = nbytes.state_nbytes - summed, work.own_numel / work.chunk_numel
                 ways = lists + (summed or work.gradient_nbytes), lists + work.gradient_nbytes

@@ -1,8 +1,11 @@
 """Where each chunk is at home, decided from byte counts alone (PatrickStar section 8.2)."""
 
+import bisect
 import dataclasses
+import itertools
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from hf_patrickstar.errors import BudgetError
 from hf_patrickstar.machine import Machine
@@ -16,6 +19,7 @@ NEW_MEMORY = 3
 maps each page then. An embedding's gradient of 1 GB took 0.35 s in one thread and 0.21 s in two, of which zeros in
 memory that was there already took 0.12 s and 0.07 s (Xeon, torch 2.13)."""
 _MOST_SUMS = 1000
+_T = TypeVar("_T")
 FIRST_HOMES = "first homes"
 """What a reason is about that was found before a step was known."""
 
@@ -30,6 +34,8 @@ class ChunkBytes:
         host_param_nbytes: Bytes that this payload takes on the host, where pinning rounds up.
         state_nbytes: Bytes of masters, optimizer states and accumulated gradients.
         on_host: Whether its home must be the host, because an embedding is looked up there.
+        list_nbytes: Bytes of masters and optimizer states, if these may be on the disk.
+        is_on_disk: Whether they are there, if it is at home on the host.
     """
 
     chunk_index: int
@@ -37,6 +43,8 @@ class ChunkBytes:
     host_param_nbytes: int
     state_nbytes: int
     on_host: bool = False
+    list_nbytes: int = 0
+    is_on_disk: bool = False
 
     @property
     def device_nbytes(self) -> int:
@@ -46,7 +54,12 @@ class ChunkBytes:
     @property
     def host_nbytes(self) -> int:
         """Bytes on the host if it is at home there."""
-        return self.host_param_nbytes + self.state_nbytes
+        return self.host_param_nbytes + self.state_nbytes - self.disk_nbytes
+
+    @property
+    def disk_nbytes(self) -> int:
+        """Bytes on the disk if it is at home on the host."""
+        return self.list_nbytes if self.is_on_disk else 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,6 +73,7 @@ class Homes:
         reasons: What was decided, a sentence each, by what it is about.
         streamed: The chunks on the host that are updated on the device.
         tile_part: How many times smaller than ``TILE_NUMEL`` the tiles are in which they cross.
+        disk: The chunks on the host whose masters and optimizer states are on the disk.
     """
 
     device: frozenset[int]
@@ -67,6 +81,7 @@ class Homes:
     reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
     streamed: frozenset[int] = frozenset()
     tile_part: int = 1
+    disk: frozenset[int] = frozenset()
 
     @property
     def kept(self) -> frozenset[int]:
@@ -85,6 +100,7 @@ class Tiers:
             copies are among it.
         host_workspace_nbytes: Bytes of scratch space that the optimizer needs on the host if it updates chunks there.
         device_workspace_nbytes: Bytes of it that it needs on the device.
+        disk_nbytes: Bytes for masters and optimizer states on the disk.
     """
 
     host_nbytes: int
@@ -92,6 +108,7 @@ class Tiers:
     needs: Needs
     host_workspace_nbytes: int = 0
     device_workspace_nbytes: int = 0
+    disk_nbytes: int = 0
 
     def on_host(self, chunks: Iterable[ChunkBytes]) -> int:
         """Bytes that the host needs if these chunks are at home there."""
@@ -145,15 +162,52 @@ def plan_homes(
     if on_device <= share and on_host <= tiers.host_nbytes and not keeps_off:
         reason = f"all model data ({format_nbytes(total)}) is at home on the device: it fits the device budget"
         return Homes(movable, (), {FIRST_HOMES: reason})
+
     # That the device has room for the copies of a module was made sure of when the layout was chosen.
-    homed = frozenset() if tiers.on_host(chunks) <= tiers.host_nbytes else spill(chunks, tiers)
+    def find(chunks: Sequence[ChunkBytes]) -> frozenset[int] | None:
+        return frozenset() if tiers.on_host(chunks) <= tiers.host_nbytes else spill(chunks, tiers)
+
+    homed = find(chunks)
     if homed is None:
-        raise BudgetError(too_small(chunks, tiers))
+        order = [chunk.chunk_index for chunk in reversed(chunks)]
+        found = least_on_disk(chunks, order, tiers.disk_nbytes, find)
+        if found is None:
+            raise BudgetError(too_small(chunks, tiers))
+        chunks, homed = found
+    disk = frozenset(chunk.chunk_index for chunk in chunks if chunk.is_on_disk) - homed
     need = tiers.on_host(chunk for chunk in chunks if chunk.chunk_index not in homed)
     reason = f"model data ({format_nbytes(need)}) is at home on the host, chunks move to the device"
     if homed:
         reason = f"{len(homed)} of {len(movable)} chunks are at home on the device: the host is full"
-    return Homes(homed, tuple(sorted(homed)), {FIRST_HOMES: reason})
+    return Homes(homed, tuple(sorted(homed)), {FIRST_HOMES: reason}, disk=disk)
+
+
+def least_on_disk(
+    chunks: Sequence[ChunkBytes], order: Sequence[int], most_nbytes: int, find: Callable[[list[ChunkBytes]], _T | None]
+) -> tuple[list[ChunkBytes], _T] | None:
+    """Chunks of which as few as will do have their masters and states on the disk.
+
+    Args:
+        chunks: The bytes of every chunk.
+        order: The chunks, those first that are to go to the disk first: that the next forward needs last.
+        most_nbytes: What the disk has room for.
+        find: Finds a home for each of these chunks, or returns ``None`` if there is no room.
+
+    Returns:
+        The chunks, and what was found; ``None`` if nothing was.
+    """
+    may_go = [index for index in order if chunks[index].list_nbytes]
+    sizes = itertools.accumulate(chunks[index].list_nbytes for index in may_go)
+    may_go = may_go[: sum(size <= most_nbytes for size in sizes)]
+
+    def marked(num: int) -> list[ChunkBytes]:
+        gone = frozenset(may_go[:num])
+        return [dataclasses.replace(chunk, is_on_disk=chunk.chunk_index in gone) for chunk in chunks]
+
+    numbers = range(len(may_go) + 1)
+    fewest = marked(bisect.bisect_left(numbers, True, key=lambda num: find(marked(num)) is not None))
+    found = find(fewest)
+    return None if found is None else (fewest, found)
 
 
 def spill(chunks: Sequence[ChunkBytes], tiers: Tiers, order: Sequence[int] | None = None) -> frozenset[int] | None:
@@ -175,6 +229,7 @@ def spill(chunks: Sequence[ChunkBytes], tiers: Tiers, order: Sequence[int] | Non
     by_index = {chunk.chunk_index: chunk for chunk in chunks if not chunk.on_host}
     places = order if order is not None else [*reversed(by_index)]
     movable = [by_index[index] for index in places if index in by_index]
+    movable.sort(key=lambda chunk: chunk.is_on_disk)  # these free less of the host
     if _are_too_many(chunks, movable, tiers):
         return None
     updated = frozenset(chunk.chunk_index for chunk in movable if chunk.state_nbytes)
@@ -209,7 +264,9 @@ def _spill(
     while True:
         rest = [chunk for chunk in movable if chunk.chunk_index not in forced]
         need = tiers.on_host(chunk for chunk in chunks if chunk.chunk_index not in forced)
-        found = _least(rest, need - tiers.host_nbytes)
+        # Where the disk takes what is left, the best choice would save less than a chunk there, and takes long.
+        choose = _first if any(chunk.is_on_disk for chunk in chunks) else _least
+        found = choose(rest, need - tiers.host_nbytes)
         if found is None:
             return None
         homed = frozenset(forced | found)
@@ -228,6 +285,17 @@ def _highest_of_each(needs: Needs) -> Needs:
     for nbytes, indices in needs:
         highest[indices] = max(nbytes, highest.get(indices, 0))
     return [(nbytes, indices) for indices, nbytes in highest.items()]
+
+
+def _first(chunks: Sequence[ChunkBytes], excess: int) -> set[int] | None:
+    """As ``_least``, the first ones."""
+    found = set[int]()
+    for chunk in chunks:
+        if excess <= 0:
+            break
+        found.add(chunk.chunk_index)
+        excess -= chunk.host_nbytes
+    return found if excess <= 0 else None
 
 
 def _least(chunks: Sequence[ChunkBytes], excess: int) -> set[int] | None:
@@ -285,7 +353,7 @@ def too_small(chunks: Sequence[ChunkBytes], tiers: Tiers, left_nbytes: int = 0) 
     kinds = {
         "activations": left_nbytes,
         "parameters": sum(chunk.host_param_nbytes for chunk in chunks),
-        "masters and states": sum(chunk.state_nbytes for chunk in chunks),
+        "masters and states": sum(chunk.state_nbytes - chunk.disk_nbytes for chunk in chunks),
     }
     kinds["workspace"] = on_host - sum(kinds.values())
     parts = ", ".join(f"{kind} {format_nbytes(nbytes)}" for kind, nbytes in kinds.items() if nbytes)
@@ -293,6 +361,7 @@ def too_small(chunks: Sequence[ChunkBytes], tiers: Tiers, left_nbytes: int = 0) 
         f"host_budget and device_budget are together too small for the model data: {format_nbytes(on_host)} ({parts}), "
         f"for which the host has {format_nbytes(tiers.host_nbytes + left_nbytes)}; the device, where a step needs "
         f"{format_nbytes(on_device)}, has {format_nbytes(tiers.device_nbytes)}, too little for the rest"
+        + (f", and the disk {format_nbytes(tiers.disk_nbytes)}" if tiers.disk_nbytes else "")
     )
 
 

@@ -58,8 +58,13 @@ class Player:
 
     def host_work(self, work: script.HostWork) -> None:
         """The host runs an operator on its own memory."""
-        machine = self.machine
+        machine, disk = self.machine, self._disk(work.disk_nbytes)
         self.clock.host(work.num_calls * machine.operator_ns + machine.host_ns(work.flops, work.nbytes), work.name)
+        self.clock.wait(disk, "the disk")
+
+    def _disk(self, nbytes: int) -> Mark:
+        """Reads and writes on the disk; returns its end."""
+        return self.clock.put(Lane.DISK, self.machine.disk_ns(nbytes), "update states") if nbytes else Mark()
 
     def thread_work(self, work: script.ThreadWork, after: Iterable[Mark]) -> Mark:
         """The host gives work to its thread, which has workers: one launches its operator while others compute.
@@ -75,9 +80,9 @@ class Player:
         clock.host(machine.operator_ns, "give work to the thread")
         for mark in after:
             clock.follow(Lane.HOST_WORK, mark)
-        cost = self._work_ns(work.operators)
+        cost, disk = self._work_ns(work.operators), self._disk(sum(each.disk_nbytes for each in work.operators))
         chunks = ", ".join(map(str, sorted(work.chunk_indices)))
-        return clock.put(Lane.HOST_WORK, cost, f"update chunks {chunks}" if chunks else "add gradients")
+        return max(disk, clock.put(Lane.HOST_WORK, cost, f"update chunks {chunks}" if chunks else "add gradients"))
 
     def _work_ns(self, operators: tuple[script.HostWork, ...]) -> int:
         """How long the thread works; updates that are alike share their operators, thousands for a large chunk."""

@@ -67,12 +67,14 @@ class HostWork:
         flops: Floating-point operations of matrix products.
         nbytes: Bytes read and written.
         num_calls: How many operators it stands for; each is called by itself.
+        disk_nbytes: Bytes that are read from the disk before it and written there after it, tile by tile.
     """
 
     name: str
     flops: int
     nbytes: int
     num_calls: int = 1
+    disk_nbytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from hf_patrickstar.layout.packing import ChunkSpec
 from hf_patrickstar.layout.specs import GRADIENT, TensorSpec
@@ -111,6 +112,7 @@ def estimate_script(
     works: Sequence[ChunkWork],
     at_home: frozenset[int],
     streamed: frozenset[int] = frozenset(),
+    disk: Mapping[int, int] = MappingProxyType({}),
     *,
     overlaps_update: bool,
 ) -> list[script.Entry]:
@@ -121,6 +123,8 @@ def estimate_script(
         works: What is done with each chunk, by chunk index.
         at_home: Chunks that are at home on the device, where they are updated.
         streamed: Chunks that are updated when they are loaded.
+        disk: Bytes that are read from the disk and written there for the update of chunks, by their index. Those of
+            them that are ``streamed`` are updated on the device when they have been read.
         overlaps_update: Whether the host updates chunks beside what follows.
     """
     entries: list[script.Entry] = [script.Begin(script.Part.UPDATE)]
@@ -129,9 +133,10 @@ def estimate_script(
     looked_up = [index for index in elsewhere if not (works[index].may_move or index in at_home)]
     for index in (*looked_up, *(index for index in visited if works[index].own_numel)):
         work = works[index]
-        if index in streamed:
+        if index in streamed and index not in disk:
             continue
-        operator = script.HostWork("update", 0, work.update_nbytes * work.own_numel)
+        nbytes = 0 if index in streamed else work.update_nbytes * work.own_numel
+        operator = script.HostWork("update", 0, nbytes, disk_nbytes=disk.get(index, 0))
         if index in at_home:
             entries.append(script.DeviceOp("update", 0, ADAM_NBYTES * work.own_numel, "float32"))
         else:

@@ -31,7 +31,7 @@ from hf_patrickstar.schedule.step_estimate import ChunkWork
 from hf_patrickstar.schedule.trace import KnownTraces
 from hf_patrickstar.setup.homes import FROZEN, Arrangement, Arranger, ModelNumbers, Situation, staging_nbytes
 from hf_patrickstar.setup.precision import Precision, choose_precision
-from hf_patrickstar.units import format_count, format_nbytes, format_seconds
+from hf_patrickstar.units import describe_wear, format_count, format_nbytes, format_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -102,13 +102,14 @@ class Decisions(Arrangement):
         reason = describe_offload(estimate.traces, num, estimate.offload, why) if why else ""
         homes = self.homes
         try:
-            homes = estimate.offloading(num).first(homes)
+            homes = estimate.offloading(num).with_disk(homes, are_made=False).first(homes)
         except BudgetError as error:  # no refusal: nobody knows whether inputs will be as large
             logger.info("patrickstar: a step with inputs as large as those that were planned has no room: %s", error)
-        if homes is not self.homes:
+        if homes.margin != self.homes.margin:
             nbytes = sum(self.chunk_nbytes[index].host_nbytes for index in homes.margin)
             self.situation.resources.ledger.spilled_nbytes = nbytes
-        return dataclasses.replace(self, homes=homes, offload_reason=reason), known
+        chunks = [dataclasses.replace(chunk, is_on_disk=chunk.chunk_index in homes.disk) for chunk in self.chunk_nbytes]
+        return dataclasses.replace(self, homes=homes, chunk_nbytes=chunks, offload_reason=reason), known
 
     def estimate(self, known: KnownTraces) -> Estimate:
         """What is known of a step before chunks are allocated.
@@ -146,6 +147,7 @@ class Decisions(Arrangement):
             updates=config.updates,
             streaming=frozenset(number for number, kernel in enumerate(kernels) if kernel.can_stream),
             slots_nbytes=self.slots_nbytes,
+            disk_nbytes=resources.ledger.limit(Tier.DISK),
         )
 
     def looked_up(self, lookups: Mapping[int, str], homed: Container[int]) -> list[int]:
@@ -171,7 +173,7 @@ class Decisions(Arrangement):
         num_trained = sum(spec.num_parameters for spec in self.tensors if spec.trainable)
         on_host, on_device = map(self.at_home_nbytes, (Tier.HOST, Tier.DEVICE))
         limits = [limit.nbytes for limit in ledger.limits(Tier.DEVICE)]
-        words, room, parts, time, short = "beside activations", min(limits), "", "", ""
+        words, room, parts, time, short, disk = "beside activations", min(limits), "", "", "", ""
         homed = self.homes.device
         if estimate.has_training:
             if estimate.room_beside(homed) < 0 and estimate.moves_homes:
@@ -185,13 +187,16 @@ class Decisions(Arrangement):
         elif on_host:
             on_device += self.choice.working_set_nbytes
         on_host += self.workspace_nbytes if on_host else 0
+        if on_disk := sum(chunk.disk_nbytes for chunk in self.chunk_nbytes):
+            wear = "" if estimated is None else f" ({describe_wear(on_disk, estimated.seconds)})"
+            disk = f"{format_nbytes(on_disk)} of {format_nbytes(ledger.limit(Tier.DISK))} on the disk{wear}, "
         if estimated is not None:
             name = self.situation.resources.machine.name
             time = f", and about {format_seconds(estimated.seconds)} per step by the rates of '{name}'"
         return (
             f"{format_count(num)} parameters ({format_count(num_trained)} trained): model data takes "
-            f"{format_nbytes(on_host)} of {format_nbytes(ledger.limit(Tier.HOST))} on the host, and on the device, "
-            f"{words}, {format_nbytes(on_device)} of {format_nbytes(room)}{parts}{short}{time}"
+            f"{format_nbytes(on_host)} of {format_nbytes(ledger.limit(Tier.HOST))} on the host, {disk}and on the "
+            f"device, {words}, {format_nbytes(on_device)} of {format_nbytes(room)}{parts}{short}{time}"
         )
 
     def explain(self) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -16,9 +15,8 @@ from hf_patrickstar.errors import BudgetError, ConfigError
 from hf_patrickstar.layout.chunk_size import ChunkSizeChoice, ChunkSizeSearch
 from hf_patrickstar.layout.embedding import EmbeddingChoice, choose_embeddings
 from hf_patrickstar.layout.packing import ChunkSpec, Packer
-from hf_patrickstar.layout.specs import ModuleSpec, TensorSpec
+from hf_patrickstar.layout.specs import GRADIENT, ModuleSpec, TensorSpec
 from hf_patrickstar.memory.compute_device import is_accelerator
-from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.optim.kernel import Kernel
 from hf_patrickstar.runtime.chunk import torch_dtype
@@ -232,20 +230,25 @@ class Arranger:
         """Gives each chunk of a layout a home."""
         config, resources, room = self.situation.config, self.situation.resources, self._room
         ledger, is_alone = resources.ledger, resources.collectives.world_size == 1
-        nbytes = chunk_bytes(choice.layout.chunks, self.lists, resources.pool, embeddings)
+        nbytes = chunk_bytes(choice.layout.chunks, self.lists, self.situation, embeddings)
         workspace = _workspace_nbytes(self.situation, choice, Tier.HOST)
         device_workspace = _workspace_nbytes(self.situation, choice, Tier.DEVICE)
         slots = dict.fromkeys(TILE_PARTS, 0)
-        for part, (number, kernel) in itertools.product(slots, enumerate(self.situation.kernels)):
-            own = (spec for spec in choice.layout.chunks if spec.is_updated and spec.optimizer_index == number)
-            slots[part] += kernel.slots_nbytes(own, part)
+        ring, disk = 0, ledger.limit(Tier.DISK)
+        for number, kernel in enumerate(self.situation.kernels):
+            own = [spec for spec in choice.layout.chunks if spec.is_updated and spec.optimizer_index == number]
+            ring = max(ring, kernel.ring_nbytes(own) if disk else 0)
+            for part in slots:
+                slots[part] += kernel.slots_nbytes(own, part)
         on_device = device_workspace + slots[1] * (config.updates == "device")
         host, for_homes = ledger.limit(Tier.HOST), room.for_homes
         if not resources.is_metered:
             for_homes = min(for_homes, max(room.whole - host, 0))  # both tiers are the same memory
         needs, gathered = _needs(choice, self.numbers.modules, nbytes, is_alone), choice.working_set_nbytes
-        tiers, keeps_off = Tiers(host, for_homes, needs, workspace, on_device), config.debug_evict_all
+        workspace, keeps_off = workspace + resources.pool.host_nbytes(ring, pinned=True), config.debug_evict_all
+        tiers = Tiers(host, for_homes, needs, workspace, on_device, disk)
         homes = plan_homes(nbytes, tiers, room.share, 0 if is_alone else gathered, keeps_off=keeps_off)
+        nbytes = [dataclasses.replace(found, is_on_disk=found.chunk_index in homes.disk) for found in nbytes]
         return Arrangement(choice, embeddings, nbytes, homes, workspace, device_workspace, slots)
 
     def _choose_embeddings(self, setting: bool | Literal["auto"], *, everything_fits: bool) -> EmbeddingChoice:
@@ -348,20 +351,23 @@ def staging_nbytes(collectives: Collectives, chunk_numel: int, name: str) -> int
 
 
 def chunk_bytes(
-    specs: Iterable[ChunkSpec], lists: Mapping[int, tuple[str, ...]], pool: PayloadPool, embeddings: EmbeddingChoice
+    specs: Iterable[ChunkSpec], lists: Mapping[int, tuple[str, ...]], situation: Situation, embeddings: EmbeddingChoice
 ) -> list[ChunkBytes]:
     """The bytes of chunks over all their lists.
 
     Args:
         specs: The chunks.
         lists: The lists beside ``param`` of trainable ones, by the index of the optimizer.
-        pool: Knows how many bytes a host chunk that moves takes, which may be page-locked.
+        situation: Knows how many bytes a host chunk that moves takes, which may be page-locked, and the kernels.
         embeddings: Which embeddings are looked up on the CPU.
     """
     chunks = []
     for spec in specs:
         nbytes = spec.chunk_numel * spec.types.itemsize
-        host = pool.host_nbytes(nbytes, pinned=not spec.on_host)
+        host = situation.resources.pool.host_nbytes(nbytes, pinned=not spec.on_host)
         stays = bool(embeddings.tensor_indices & set(spec.tensor_indices))
-        chunks.append(ChunkBytes(spec.index, nbytes, host, states_nbytes(spec, lists, spec.chunk_numel), stays))
+        states = states_nbytes(spec, lists, spec.chunk_numel)
+        may_leave = spec.is_updated and situation.kernels[spec.optimizer_index].can_stream
+        summed = spec.types.list_nbytes(GRADIENT, spec.chunk_numel) * (GRADIENT in lists_of(spec, lists))
+        chunks.append(ChunkBytes(spec.index, nbytes, host, states, stays, (states - summed) * may_leave))
     return chunks

@@ -15,10 +15,12 @@ from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.model.admission import is_checkpointing
 from hf_patrickstar.model.chunked_loss import find_heads, has_chunked_loss
+from hf_patrickstar.schedule.estimate import Estimate
+from hf_patrickstar.schedule.placement import Homes
 from hf_patrickstar.schedule.trace import KnownTraces, Trace
 from hf_patrickstar.setup.decisions import Decisions, decide_for, inspect
 from hf_patrickstar.setup.homes import ModelNumbers, Situation
-from hf_patrickstar.units import format_nbytes, name_budget
+from hf_patrickstar.units import describe_disk, format_nbytes, name_budget
 
 PLENTY_NBYTES = 2**50
 TracesOn = Callable[[Layout, int], Iterable[Trace]]
@@ -144,20 +146,28 @@ def describe_least(numbers: ModelNumbers, situation: Situation, traces_on: Trace
     }
     asked = {name: nbytes for name, nbytes in there.items() if traces_on is not None or name == "host_budget"}
 
-    def taken(budgets: Mapping[str, int]) -> tuple[int, int] | None:
-        """What a step takes on the device, if need be with activations that leave it; see ``Estimate.fullest``."""
+    def begun(budgets: Mapping[str, int], disk: int) -> tuple[Estimate, Homes] | None:
+        """What a step begins with, if need be with activations that leave the device."""
         device, chunks, host = {**there, **budgets}.values()
-        ledger = Ledger({Tier.DEVICE: device, Tier.HOST: host}, chunk_budget=chunks)
-        other = dataclasses.replace(situation, resources=dataclasses.replace(situation.resources, ledger=ledger))
+        tiers = {Tier.DEVICE: device, Tier.HOST: host, Tier.DISK: disk}
+        resources = dataclasses.replace(situation.resources, ledger=Ledger(tiers, chunk_budget=chunks))
+        other = dataclasses.replace(situation, resources=resources)
         try:
             decided = decide_for(numbers, other, agree=lambda limits: limits)
         except BudgetError:
             return None
+        traces = [] if traces_on is None else traces_on(decided.choice.layout, device)
+        estimate = decided.estimate(KnownTraces("", {made.key: made for made in traces}))
+        return (estimate, decided.homes) if traces_on is None else estimate.with_least_offload(decided.homes)
+
+    def taken(budgets: Mapping[str, int]) -> tuple[int, int] | None:
+        """What a step takes on the device; see ``Estimate.fullest``."""
+        if (made := begun(budgets, ledger.budget(Tier.DISK))) is None:
+            return None
+        estimate, homes = made
         if traces_on is None:
-            return None if decided.homes.margin else (0, 0)
-        traces = {made.key: made for made in traces_on(decided.choice.layout, device)}
-        found = decided.estimate(KnownTraces("", traces)).with_least_offload(decided.homes)
-        return None if found is None else found[0].fullest(frozenset(found[1].margin))
+            return None if homes.margin else (0, 0)
+        return estimate.fullest(frozenset(homes.margin))
 
     found = least_budgets(asked, taken)
     short = {} if found is None else {name: nbytes for name, nbytes in found[0].items() if nbytes > there[name]}
@@ -168,7 +178,16 @@ def describe_least(numbers: ModelNumbers, situation: Situation, traces_on: Trace
         + ", which the machine does not have" * (getattr(situation.config, name) == "auto")
         for name, nbytes in short.items()
     ]
+    disk = begun({}, PLENTY_NBYTES) if not ledger.budget(Tier.DISK) and "host_budget" in short else None
+    instead = "" if disk is None else f" With disk_path, a directory on a local drive, {_describe_disk(*disk)}."
     if traces_on is None:
-        return f"With {needs[0]}, the host has room for all chunks."
+        return f"With {needs[0]}, the host has room for all chunks.{instead}"
     kinds = "{} of activations and temporaries, and {} of chunks".format(*map(format_nbytes, found[1]))
-    return f"The whole step needs {' and '.join(needs)} ({kinds} on the device)."
+    return f"The whole step needs {' and '.join(needs)} ({kinds} on the device).{instead}"
+
+
+def _describe_disk(estimate: Estimate, homes: Homes) -> str:
+    """What it would cost that states are on a drive; see ``describe_disk``."""
+    nbytes, machine = sum(chunk.disk_nbytes for chunk in estimate.nbytes), estimate.machine
+    cost = estimate.cost_when_settled(homes)
+    return describe_disk(nbytes, machine.disk_bandwidth, cost.seconds if cost else machine.disk_ns(2 * nbytes) / 1e9)

@@ -1,13 +1,12 @@
 """Allocates chunks and makes managed parameters according to the decisions, and computes the bytes of chunks."""
 
-import functools
 from collections.abc import Iterable, Sequence
 
 import torch
 
 from hf_patrickstar.errors import PatrickStarError
 from hf_patrickstar.layout.packing import ChunkSpec
-from hf_patrickstar.layout.specs import MASTER, TensorSpec
+from hf_patrickstar.layout.specs import GRADIENT, MASTER, TensorSpec
 from hf_patrickstar.memory.operators import unseen
 from hf_patrickstar.memory.tiers import Tier
 from hf_patrickstar.runtime.chunk import Chunk, torch_dtype
@@ -41,6 +40,10 @@ class Payloads:
         """
         decisions = self._decisions
         chunks: list[Chunk] = []
+        on_disk = [spec for spec in decisions.choice.layout.chunks if spec.index in decisions.homes.disk]
+        if self._pool.disk is not None and on_disk:
+            names = ((spec, name) for spec in on_disk for name in lists_of(spec, decisions.lists) if name != GRADIENT)
+            self._pool.disk.reserve(spec.types.list_nbytes(name, spec.chunk_numel) for spec, name in names)
         try:
             for spec in decisions.choice.layout.chunks:
                 home = Tier.DEVICE if spec.index in decisions.homes.device else Tier.HOST
@@ -72,18 +75,21 @@ class Payloads:
         Raises:
             BudgetError: If there is no room.
         """
-        chunk, allocate = Chunk(spec, home, self._rank), functools.partial(self._pool.allocate, home)
+        chunk, allocate = Chunk(spec, home, self._rank), self._pool.allocate
         numel, moves = spec.chunk_numel, home is Tier.HOST and not spec.on_host
         kind, setting = torch_dtype(spec.types.param), self._decisions.situation.config.updates
+        states = Tier.DISK if home is Tier.HOST and spec.index in self._decisions.homes.disk else home
         chunk.is_streamed = setting == "device" and moves and spec.is_updated
         chunk.is_streamed = chunk.is_streamed and self._kernels[spec.optimizer_index].can_stream
-        chunk.param = allocate(numel, kind, "param", pinned=moves, zero=True, locks_later=locks_later)
+        chunk.param = allocate(home, numel, kind, "param", pinned=moves, zero=True, locks_later=locks_later)
         try:
             for name in lists_of(spec, self._decisions.lists):
                 dtype, block_numel = spec.types.of_list(name)
                 lists = chunk.lists if name == MASTER else chunk.lists.fresh
                 shape = -(-numel // block_numel), torch_dtype(dtype)
-                lists[name] = allocate(*shape, name, pinned=chunk.is_streamed, zero=True, locks_later=locks_later)
+                tier = home if name == GRADIENT else states
+                lists[name] = allocate(tier, *shape, name, pinned=chunk.is_streamed, zero=True, locks_later=locks_later)
+            chunk.note_regions(self._pool.disk)
         except PatrickStarError:
             chunk.give_back(self._pool)
             raise
@@ -104,7 +110,8 @@ class Payloads:
 
     def nbytes_of(self, specs: Iterable[ChunkSpec]) -> list[ChunkBytes]:
         """The bytes of chunks over all lists."""
-        return chunk_bytes(specs, self._decisions.lists, self._pool, self._decisions.embeddings)
+        decisions = self._decisions
+        return chunk_bytes(specs, decisions.lists, decisions.situation, decisions.embeddings)
 
     def reserve(self, chunks: Sequence[Chunk], *also: Tier) -> None:
         """Lets the kernels allocate their workspace, if chunks have 16-bit parameters.

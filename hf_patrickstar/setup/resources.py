@@ -20,12 +20,13 @@ from hf_patrickstar.memory.compute_device import (
     find_device,
     is_accelerator,
 )
+from hf_patrickstar.memory.disk import Disk, free_nbytes
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.meters import AllocatorMeter, Meter, StorageMeter
 from hf_patrickstar.memory.pinning import make_pinning
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import DeviceStreams, Streams, make_streams
-from hf_patrickstar.memory.tiers import Tier, resolve_budgets
+from hf_patrickstar.memory.tiers import HOST_SHARE, Tier, resolve_budgets
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +108,11 @@ class Resources:
         else:
             collectives = Collectives.connect(process_group, found, config.process_wait_s, counts, config.reduce_dtype)
         budgets = resolve_budgets(found, config.device_budget, config.host_budget, collectives.local_world_size)
+        if (paths := config.disk_path) is not None:
+            budget: int | str = config.disk_budget
+            if budget == "auto":
+                budget = int(free_nbytes(paths) * HOST_SHARE / collectives.local_world_size)
+            budgets[Tier.DISK] = int(budget)
         streams.hold_at_most(budgets[Tier.DEVICE] // SHARE_IN_FLIGHT)
         meter: Meter
         if is_accelerator(found):
@@ -117,7 +123,7 @@ class Resources:
             meter = StorageMeter(lambda key: pool.owns(key), make_room)
         fraction = WARMUP_FRACTION if meter.measures else 1.0
         chunk_budget = None if config.chunk_budget == "auto" else int(config.chunk_budget)
-        asked = {Tier.DEVICE: config.device_budget, Tier.HOST: config.host_budget}
+        asked = {Tier.DEVICE: config.device_budget, Tier.HOST: config.host_budget, Tier.DISK: config.disk_budget}
         of_machine = [tier for tier, setting in asked.items() if setting == "auto"]
         ledger = Ledger(budgets, meter.live, fraction, chunk_budget, of_machine)
         ledger.is_cautious = False  # no step runs, and nothing is refused for caution
@@ -127,6 +133,7 @@ class Resources:
             pinning, how = make_pinning(found)
             logger.info("patrickstar: pin_memory=%s: page-locked memory is %s", config.pin_memory, how)
         pool = PayloadPool(ledger, found, pinning, segment)
+        pool.disk = None if paths is None else Disk(paths, counts)
         return cls(found, collectives, meter, ledger, pool, streams, _choose_machine(config, found, collectives))
 
 

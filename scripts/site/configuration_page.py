@@ -18,8 +18,8 @@ ARGUMENTS = (ROOT / "hf_patrickstar" / "integrations" / "training_args.py", "Pat
 
 GROUPS = {
     "Memory": (
-        *("device_budget", "chunk_budget", "host_budget", "activation_offload", "chunked_loss", "chunk_numel"),
-        "pin_memory",
+        *("device_budget", "chunk_budget", "host_budget", "disk_path", "disk_budget", "activation_offload"),
+        *("chunked_loss", "chunk_numel", "pin_memory"),
     ),
     "Placement and movement": (
         "placement",
@@ -43,6 +43,7 @@ VALUES = {
     "int | str": ('"auto"', "a number of {unit}"),
     "str | Machine": ('"auto"', "text"),
     "tuple[str, ...] | str": ('"auto"', "a list of patterns"),
+    "str | tuple[str, ...] | None": ("null", "a directory", "a list of directories"),
     "float | None": ("a number of {unit}", "null"),
     "dict[str, Any] | str | None": ("null", "JSON text", "the path of a JSON file"),
     "Logging": ('"brief"', '"all"', '"off"'),
@@ -52,6 +53,7 @@ UNITS = {
     "device_budget": 'bytes, such as `"8GiB"`',
     "chunk_budget": "bytes",
     "host_budget": "bytes",
+    "disk_budget": 'bytes, such as `"200GiB"`',
     "chunk_numel": "elements",
     "prefetch_depth": "chunks",
     "host_threads": "threads",

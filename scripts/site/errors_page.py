@@ -21,7 +21,7 @@ _SEARCH = f"""<input id="error-text" type="search" placeholder="Words of the mes
 """
 
 _VERBS = (
-    "add assign begin call change choose compile convert copy derive detach drop end export freeze give hold "
+    "add assign begin call change choose compile convert copy derive detach drop end export free freeze give hold "
     "import initialise install keep leave let load look lower make move open pass pip plan prepare put raise "
     "read remove replace restart resume run save search set share start tie trace train try unfreeze use wait "
     "write"

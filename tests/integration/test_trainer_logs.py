@@ -31,6 +31,7 @@ MOVED = {
     "moved_home_to_device_nbytes",
     "moved_home_to_host_nbytes",
     *("all_gathers", "reduce_scatters", "sent_nbytes", "messages"),
+    *("disk_read_nbytes", "disk_written_nbytes", "disk_seconds"),
 }
 STANDING = {
     *("device_step_peak_nbytes", "device_total_step_peak_nbytes", "host_step_peak_nbytes"),
@@ -63,6 +64,7 @@ def test_statistics_are_logged_per_step(tmp_path, factor, has_margin):
         assert entry["recorded_steps"] == entry["diverged_steps"] == entry["skipped_steps"] == entry["retries"] == 0
         assert entry["moved_home_to_host_nbytes"] == 0
         assert entry["all_gathers"] == entry["reduce_scatters"] == entry["sent_nbytes"] == entry["messages"] == 0
+        assert entry["disk_read_nbytes"] == entry["disk_written_nbytes"] == entry["disk_seconds"] == 0
     first, second = entries
     for key in MOVED:
         assert 2 * (first[key] + second[key]) <= stats[key] * (1 + 1e-9), key

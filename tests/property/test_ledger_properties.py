@@ -19,17 +19,17 @@ class LedgerMachine(RuleBasedStateMachine):
     @initialize(
         device=st.integers(0, 1000),
         host=st.integers(0, 1000),
+        disk=st.none() | st.integers(0, 1000),
         fraction=st.sampled_from([1.0, 0.8, 0.5]),
         chunk_budget=st.none() | st.integers(0, 1000),
     )
-    def start(self, device, host, fraction, chunk_budget):
+    def start(self, device, host, disk, fraction, chunk_budget):
         self.others = self.reserved = 0
         self.cautious = True
-        self.ledger = Ledger(
-            {Tier.DEVICE: device, Tier.HOST: host}, lambda booked: self.others, fraction, chunk_budget=chunk_budget
-        )
-        self.budgets = {Tier.DEVICE: device, Tier.HOST: host}
-        self.fractions = {Tier.DEVICE: fraction, Tier.HOST: 1.0}
+        given = {Tier.DEVICE: device, Tier.HOST: host, **({} if disk is None else {Tier.DISK: disk})}
+        self.ledger = Ledger(given, lambda booked: self.others, fraction, chunk_budget=chunk_budget)
+        self.budgets = {Tier.DISK: 0, **given}
+        self.fractions = {Tier.DEVICE: fraction, Tier.HOST: 1.0, Tier.DISK: 1.0}
         self.chunk_budget = chunk_budget
         self.booked = {(tier, owner): 0 for tier in Tier for owner in OWNERS}
         self.peaks = dict.fromkeys(self.booked, 0)
@@ -45,14 +45,14 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def available(self, tier, cautious):
         free = self.limit(tier, cautious) - self.used(tier)
-        if tier is Tier.HOST:
+        if tier is not Tier.DEVICE:
             return free
         free -= max(self.others, self.reserved)
         return free if self.chunk_budget is None else min(free, self.chunk_budget - self.used(tier))
 
     def scarce(self, tier):
         """The setting that leaves the least room."""
-        if tier is Tier.HOST or self.chunk_budget is None:
+        if tier is not Tier.DEVICE or self.chunk_budget is None:
             return f"{tier.value}_budget"
         of_device = self.budgets[tier] - max(self.others, self.reserved)
         return "chunk_budget" if self.chunk_budget <= of_device else "device_budget"
@@ -117,6 +117,10 @@ class LedgerMachine(RuleBasedStateMachine):
                 assert self.ledger.available(tier, cautious=asked) == self.available(tier, cautious)
             now = {owner: self.booked[tier, owner] for owner in OWNERS if self.booked[tier, owner]}
             assert self.ledger.owners(tier) == now
+
+    @invariant()
+    def a_disk_is_there_if_it_has_a_budget(self):
+        assert self.ledger.tiers == [Tier.DEVICE, Tier.HOST, *([Tier.DISK] if self.budgets[Tier.DISK] else [])]
 
     @invariant()
     def peaks_are_the_running_maximum(self):

@@ -407,7 +407,8 @@ class SimulatedDriver:
         self._at_work = (self._thread, number)
         try:
             with _unseen(), _Operators(self):
-                series.run(*work)
+                if (pending := series.run(*work)) is not None:
+                    pending.wait()
         except RaceError:
             raise
         except BaseException:

@@ -11,7 +11,7 @@ import torch
 from support.buffers import told_of_buffers
 from support.race_detector import SimulatedDriver
 
-from hf_patrickstar.memory import streams
+from hf_patrickstar.memory import disk, streams
 from hf_patrickstar.memory.driver import HostThread
 from hf_patrickstar.memory.streams import DeviceStreams, Streams
 from hf_patrickstar.memory.tiers import Tier
@@ -54,8 +54,22 @@ def streams_of(text):
 def simulated_streams(seed=None):
     """Inside, engines of the CPU tier copy over simulated streams, and races are errors; gives the driver of all."""
     driver = SimulatedDriver(seed)
-    with _engines_over(lambda: driver), driver.watching():
+    at_once = mock.patch.object(disk, "ThreadPoolExecutor", AtOnceExecutor)  # operators of other threads are not seen
+    with _engines_over(lambda: driver), driver.watching(), at_once:
         yield driver
+
+
+class AtOnceExecutor:
+    """A pool of threads that does all in that of the caller."""
+
+    def __init__(self, *args):
+        pass
+
+    def submit(self, work):
+        work()
+
+    def shutdown(self):
+        pass
 
 
 @contextlib.contextmanager

@@ -1,21 +1,25 @@
 """Buffers that are reused, pinned, or refused; tests/property compares the book of a pool with what is out."""
 
 import contextlib
+import errno
 import itertools
 import logging
+import os
 import weakref
 
 import pytest
 import torch
 
+from hf_patrickstar.counts import Counts
 from hf_patrickstar.errors import BudgetError, DeviceMemoryError
 from hf_patrickstar.memory import pool as pool_module
+from hf_patrickstar.memory.disk import Disk
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.pinning import TorchPinning
 from hf_patrickstar.memory.pool import CACHE_OWNER, PayloadPool
 from hf_patrickstar.memory.tiers import Tier
 
-DEVICE, HOST = Tier.DEVICE, Tier.HOST
+DEVICE, HOST, DISK = Tier
 CPU = torch.device("cpu")
 FP32 = torch.float32
 
@@ -102,7 +106,7 @@ def raising(error):
     return fail
 
 
-@pytest.mark.parametrize("tier", Tier)
+@pytest.mark.parametrize("tier", [DEVICE, HOST])
 def test_what_the_budget_or_the_system_refuses_leaves_the_book_as_it_was(tier, monkeypatch):
     pool, stranger = make_pool(), torch.zeros(1)
     pool.allocate(tier, 200, FP32, "param")
@@ -115,6 +119,31 @@ def test_what_the_budget_or_the_system_refuses_leaves_the_book_as_it_was(tier, m
     assert isinstance(caught.value, DeviceMemoryError) == (tier is DEVICE), "only there evicting may help"
     assert pool.ledger.owners(tier) == {"param": 800}
     assert not pool.owns(stranger.untyped_storage()._cdata)
+
+
+def test_what_the_budget_or_the_filesystem_refuses_leaves_the_book_of_the_disk_as_it_was(tmp_path, monkeypatch):
+    disk, stranger = Disk([str(tmp_path)], Counts()), torch.zeros(1)
+    pool = PayloadPool(Ledger({DEVICE: 1000, HOST: 1000, DISK: 12000}), CPU, None)
+    pool.disk = disk
+    first = pool.allocate(DISK, 2000, FP32, "master").fill_(1)
+    with pytest.raises(BudgetError, match=r"disk_budget is too small: .* for 'exp_avg'"):
+        pool.allocate(DISK, 1001, FP32, "exp_avg")
+    full, message = OSError(errno.ENOSPC, "No space left"), rf"disk_path '{tmp_path}' has no .* \(No space left\)"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", raising(full))
+        with pytest.raises(BudgetError, match=message) as caught:
+            pool.allocate(DISK, 1000, FP32, "exp_avg")
+    assert caught.value.__cause__ is full
+    assert not isinstance(caught.value, DeviceMemoryError), "evicting does not help"
+    assert {tier: pool.ledger.owners(tier) for tier in Tier} == {DEVICE: {}, HOST: {}, DISK: {"master": 8000}}
+    assert not pool.owns(stranger.untyped_storage()._cdata)
+    second = pool.allocate(DISK, 1000, FP32, "exp_avg").fill_(2)
+    assert pool.ledger.owners(DISK) == {"master": 8000, "exp_avg": 4000}, "there is as much room as before"
+    assert [pool.tier_of(buffer, HOST) for buffer in (first, second, stranger)] == [DISK, DISK, HOST]
+    assert (first == 1).all()
+    for buffer, owner in ((first, "master"), (second, "exp_avg")):
+        pool.release(DISK, buffer, owner)
+    assert pool.ledger.used(DISK) == 0
 
 
 @pytest.fixture

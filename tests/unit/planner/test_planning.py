@@ -126,6 +126,7 @@ def test_this_machine_is_measured(monkeypatch):
 def test_what_does_not_fit_says_where_and_what_would(budgets, short):
     refused = plan(MODEL, "rtx4090", batch_size=2, **budgets)
     assert not refused.fits
+    assert list(refused.tiers) == ["device", "host"], "nobody gave a disk"
     assert {name for name, use in refused.tiers.items() if use.missing_nbytes} == short
     screen = describe(refused, is_verbose=True).splitlines()
     assert "too little on the" in screen[1]
@@ -136,11 +137,11 @@ def test_what_does_not_fit_says_where_and_what_would(budgets, short):
         assert row.split(maxsplit=1)[1].startswith(f"needs {need} of {budget}")
         assert all(f"{kind} {format_nbytes(nbytes)}" in row for kind, nbytes in use.owners.items() if nbytes)
     states = ("param", "master", "exp_avg", "exp_avg_sq")
-    nbytes_at_home = sum(refused.tier(tier).owners.get(name, 0) for tier in Tier for name in states)
+    nbytes_at_home = sum(use.owners.get(name, 0) for use in refused.tiers.values() for name in states)
     assert nbytes_at_home >= 14 * NUM_PARAMETERS
     assert refused.tier(Tier.DEVICE).owners["non-model data"] > 0
     # What it says is enough is enough, and 2 % less of either is not.
-    need = {f"{tier.value}_memory": refused.tier(tier).need_nbytes for tier in Tier}
+    need = {f"{name}_memory": use.need_nbytes for name, use in refused.tiers.items()}
     need = {name: max(nbytes, budgets[name]) for name, nbytes in need.items()}
     assert plan_if_fits(*arrange(MODEL, "rtx4090", batch_size=2, **need)) is not None
     for name in short:

@@ -81,3 +81,16 @@ def test_all_at_home_on_the_device_if_it_fits():
 def test_of_equal_chunks_those_first_in_order_leave():
     assert spill(make_chunks(4), Tiers(2 * 728, 9999, [])) == {2, 3}
     assert spill(make_chunks(4), Tiers(2 * 728, 9999, []), [1, 3, 0, 2]) == {1, 3}
+
+
+@pytest.mark.parametrize("host_nbytes", range(8, 24, 2))
+def test_more_of_the_disk_never_makes_a_model_too_large(host_nbytes):
+    """Chunks whose states may be on the disk may live on the device all the same."""
+    chunks = [ChunkBytes(index, 2, 2, 6, list_nbytes=6) for index in range(10)]
+    needs = [(2, frozenset({index})) for index in range(10)]
+    found = [plan_homes(chunks, Tiers(host_nbytes, 50, needs, disk_nbytes=disk)) for disk in (30, 60, 1000)]
+    for homes in found:
+        assert homes.device.isdisjoint(homes.disk)
+        left = set(range(10)) - homes.device
+        assert sum(8 - 6 * (index in homes.disk) for index in left) <= host_nbytes
+    assert {len(homes.disk) for homes in found} == {len(found[0].disk)}

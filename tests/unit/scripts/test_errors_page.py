@@ -29,6 +29,9 @@ WITHOUT_REMEDY = {
     "host_budget and device_budget are together too small for the model data: <on host> (<kind> <bytes>), for which "
     "the host has <host bytes>; the device, where a step needs <on device>, has <device bytes>, too little for "
     "the rest",
+    "host_budget and device_budget are together too small for the model data: <on host> (<kind> <bytes>), for which "
+    "the host has <host bytes>; the device, where a step needs <on device>, has <device bytes>, too little for "
+    "the rest, and the disk <disk bytes>",
     "<device>: out of memory. The micro-batch failed. Parameters and gradients are as before it. The device itself has "
     "no more, which no setting changes: <failure>",
     "<device>: out of memory. The micro-batch failed. Parameters are as before it. Parts of it had been added to "

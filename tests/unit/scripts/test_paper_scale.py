@@ -51,6 +51,19 @@ def test_adapters_are_counted_as_peft_makes_them(bench):
     assert bench.numbers_of(3, 768, True).adapters == trained
 
 
+def test_devices_share_a_drive_that_takes_states_but_no_parameters(bench):
+    machine, _ = bench.TODAY[-1]
+    there = bench.with_drive(machine)
+    assert machine.num_devices * there.disk_nbytes == bench.DRIVE_NBYTES
+    assert machine.num_devices * there.disk_bandwidth == pytest.approx(MACHINES["h100"].disk_bandwidth)
+    options = types.SimpleNamespace(today=True, train="adamw")
+    small = dataclasses.replace(ROUND, device_nbytes=2**30, host_nbytes=2**30)
+    models = {"0.1B": (10, 768), "0.8B": (14, 2048), "1.5B": (28, 2048)}
+    for disk_nbytes, last in ((0, 0), (2**30, 0), (2**40, 1)):  # 1.5B has no room for 2 bytes per parameter
+        found = dataclasses.replace(small, disk_nbytes=disk_nbytes)
+        assert bench.last_by_bytes(found, models, options) == last
+
+
 # What is committed
 
 

@@ -43,7 +43,7 @@ def test_memory_is_free_after_a_payload_that_does_not_fit(monkeypatch):
     monkeypatch.setattr(PayloadPool, "allocate", allocate)
     with pytest.raises(BudgetError, match="one more"):
         make_engine()
-    assert [pools[0].ledger.used(tier) for tier in Tier] == [0, 0]
+    assert {tier: pools[0].ledger.used(tier) for tier in Tier} == dict.fromkeys(Tier, 0)
     gc.collect()
     assert not any(storage() for storage in given)
 
@@ -81,7 +81,7 @@ def test_pages_are_locked_beside_the_first_values(monkeypatch, caplog, refusal):
         assert set(locked) < places if refusal else set(locked) == places
         assert pool.pins_memory == (refusal is None)
         engine.detach()
-        assert [pool.ledger.used(tier) for tier in Tier] == [0, 0]
+        assert {tier: pool.ledger.used(tier) for tier in Tier} == dict.fromkeys(Tier, 0)
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
     del engine, model
     gc.collect()
