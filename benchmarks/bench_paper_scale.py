@@ -58,7 +58,9 @@ the same model. What the papers' step takes longer is split (``terms_of``) into 
 the papers' model that moves nothing; the optimizer and copies, as if nothing hid them; and a rest: the terms add up.
 
 With ``--today`` it takes Llama-like models and machines that are bought or rented now, trained by AdamW or as
-``--train`` says; with ``--batches 4 8 16`` it finds the largest of the papers' models for each batch on one V100.
+``--train`` says. In full fine-tuning a host may also have a drive (``DRIVE_NBYTES``) for optimizer states: the largest
+model with it, its tokens per second and what a step writes are beside the rest, which has none. With
+``--batches 4 8 16`` it finds the largest of the papers' models for each batch on one V100.
 Nothing here was measured.
 """
 
@@ -160,6 +162,7 @@ class Training(NamedTuple):
         larger: Models that are tried beside ``LLAMAS``.
         operations: Operations per parameter and token: 2 in forward, 2 to compute activations again, 2 for their
             gradients, and 2 for those of parameters that are trained.
+        drive_nbytes: Bytes per parameter that a drive may take of ``nbytes``: masters and optimizer states.
     """
 
     nbytes: float
@@ -167,11 +170,12 @@ class Training(NamedTuple):
     arguments: dict
     larger: dict
     operations: int = 8
+    drive_nbytes: float = 0
 
 
 TRAININGS = {
-    "adamw": Training(14, ("static", "zero3", "zero3 x 1.5", "fsdp2"), {"optimizer": "adamw"}, {}),
-    "8bit": Training(8, ("paged", "zero3 bf16"), {"optimizer": "adamw_8bit"}, {}),
+    "adamw": Training(14, ("static", "zero3", "zero3 x 1.5", "fsdp2"), {"optimizer": "adamw"}, {}, drive_nbytes=12),
+    "8bit": Training(8, ("paged", "zero3 bf16"), {"optimizer": "adamw_8bit"}, {}, drive_nbytes=6),
     "qlora": Training(
         0.5 + 4 / 64,
         ("plain", "fsdp"),
@@ -213,6 +217,8 @@ COPIES = {
     "fsdp": Copies(0.5, 0.5, 0, 0, adam=0),
 }
 """What crosses the bus in a step, and beside what; the docstring of the module names the sources."""
+DRIVE_NBYTES = 1024 * GIB
+"""What optimizer states may take on a drive of each host."""
 KEPT_NBYTES = 4
 """Bytes of an element that a block keeps for backward, its input: residual sums are fp32 under autocast."""
 
@@ -343,10 +349,37 @@ def num_parameters(layers, hidden, is_today):
 
 
 def last_by_bytes(machine, models, options):
-    """The place of the last model of which the bytes of all parameters fit into device and host together."""
+    """The place of the last model of which the bytes of all parameters fit into device, host and drive together."""
     there = machine.num_devices * (DEVICE_SHARE * machine.device_nbytes + HOST_SHARE * machine.host_nbytes)
-    each = TRAININGS[options.train].nbytes
-    return sum(each * num_parameters(*sizes, options.today) <= there for sizes in models.values()) - 1
+    in_all, training = there + machine.num_devices * machine.disk_nbytes, TRAININGS[options.train]
+    in_memory = training.nbytes - training.drive_nbytes
+    numbers = [num_parameters(*sizes, options.today) for sizes in models.values()]
+    return sum(training.nbytes * each <= in_all and in_memory * each <= there for each in numbers) - 1
+
+
+def with_drive(machine):
+    """The machine with a drive, of which each device has a part of the bytes and of the bandwidth."""
+    of_one = MACHINES["h100"].disk_bandwidth  # it is the same for all machines
+    share = {"disk_nbytes": DRIVE_NBYTES // machine.num_devices, "disk_bandwidth": of_one / machine.num_devices}
+    return dataclasses.replace(machine, **share)
+
+
+def on_drive(machine, models, options):
+    """The largest model if the host has a drive, as data; bytes are those of all processes."""
+    name, plan, refused = largest(with_drive(machine), models, options)
+    if plan is None:
+        return {"largest": None, "refused": refused}
+    return {
+        "nbytes": DRIVE_NBYTES,
+        "largest": name,
+        "refused": refused,
+        "parameters": plan.num_parameters,
+        "seconds": plan.speed.seconds,
+        "tokens_per_s": plan.speed.tokens_per_s,
+        "binding": plan.speed.binding,
+        "disk_nbytes": machine.num_devices * plan.tier(Tier.DISK).need_nbytes,
+        "written_nbytes": machine.num_devices * plan.speed.disk_written_nbytes,
+    }
 
 
 def largest(machine, models, options):
@@ -462,7 +495,10 @@ def row_of(machine, papers, models, options):
         "host_nbytes": plan.tier(Tier.HOST).need_nbytes,
         "others": by_arithmetic(machine, models, activations, options),
     }
-    return row | {"others_tokens_per_s_at_most": tokens_at_most(machine, models, row, options.today, operations)}
+    row |= {"others_tokens_per_s_at_most": tokens_at_most(machine, models, row, options.today, operations)}
+    if options.today and TRAININGS[options.train].drive_nbytes:
+        row["with_drive"] = on_drive(machine, models, options)
+    return row
 
 
 def show(row):
@@ -474,6 +510,10 @@ def show(row):
     others = "".join(
         f"{'-' if name is None else f'{name} {most[system]:,.0f}':>14}" for system, name in row["others"].items()
     )
+    if (drive := row.get("with_drive")) is not None:
+        written = f"{drive['written_nbytes'] / GIB:,.0f} GiB" if drive["largest"] else ""
+        speed = f"{drive['largest']} {drive['tokens_per_s']:,.1f} {written}" if drive["largest"] else "-"
+        others += f"{speed:>22}"
     papers = row["papers"] or "-"
     if row["papers_tflops"] is not None:
         papers += f" with {row['papers_tflops']:.1f} TFLOP/s"
@@ -633,6 +673,7 @@ def main():
     machines, models = (TODAY, LLAMAS | training.larger) if options.today else (PAPER_MACHINES, TABLE_2)
     print("simulated; the largest model of a list, activations computed again; of other systems tokens/s at most")
     others = "".join(f"{name:>14}" for name in training.others)
+    others += f"{'with a drive, written':>22}" if options.today and training.drive_nbytes else ""
     print(f"{'machine':>18}{'model':>8}{'tokens/s':>10}{'TFLOP/s':>9}{others}")
     name = "bench_paper_scale_today" if options.today else "bench_paper_scale"
     name += "" if options.train == "adamw" else f"_{options.train}"
