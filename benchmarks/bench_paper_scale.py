@@ -359,9 +359,7 @@ def last_by_bytes(machine, models, options):
 
 def with_drive(machine):
     """The machine with a drive, of which each device has a part of the bytes and of the bandwidth."""
-    of_one = MACHINES["h100"].disk_bandwidth  # it is the same for all machines
-    share = {"disk_nbytes": DRIVE_NBYTES // machine.num_devices, "disk_bandwidth": of_one / machine.num_devices}
-    return dataclasses.replace(machine, **share)
+    return dataclasses.replace(machine, disk_nbytes=DRIVE_NBYTES // machine.num_devices)
 
 
 def on_drive(machine, models, options):
