@@ -276,8 +276,7 @@ class Disk:
     def close(self) -> None:
         """Lets go of the files, whose space is free when nobody looks into a list any more."""
         self.ring.close()
-        self._regions.clear()
-        self._free.clear()
+        self._regions, self._free = {}, {}
         self.__dict__.pop("_drives", None)
 
     def find(self, tensor: torch.Tensor) -> Region | None:

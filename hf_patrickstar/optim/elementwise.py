@@ -353,8 +353,7 @@ class ElementwiseKernel(Kernel):
                 ticket.wait()
             return
         rooms = itertools.repeat(max(TILE_NUMEL if job.numbers is None else SHARE_NUMEL, self.cut_numel))
-        update = functools.partial(self._update_share, job)
-        shares = _cut(here, rooms, self.cut_numel)
+        update, shares = functools.partial(self._update_share, job), _cut(here, rooms, self.cut_numel)
         if self._workers.suits(payloads["param"], sum(segment.numel for segment in here)):
             self._workers.submit(update, shares, first=True).wait()
             return
@@ -418,10 +417,10 @@ class ElementwiseKernel(Kernel):
             ticket = streams.join_slots(to_device, to_host)
             if ticket is not None:
                 self._slots.keep(ticket, job)
-                if shares and chunk.is_on_disk:  # it has failed: the buffer in the ring is used for something else
-                    ticket.wait()
-                elif shares:  # whoever has the copy may use its memory for something else
-                    ticket.join()
+                if (
+                    shares
+                ):  # it has failed: the copy's memory, or the buffer in the ring, may be used for something else
+                    ticket.wait() if chunk.is_on_disk else ticket.join()
         return ticket
 
     def _update_share(self, job: Job, share: Sequence[Segment], here: Sequence[Segment] | None = None) -> None:

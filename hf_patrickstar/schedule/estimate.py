@@ -110,9 +110,12 @@ class Estimate:
             homes: See ``choose_offload``.
             are_made: Likewise.
         """
+        # What updates over the bus need at least stays free: the device may be full else.
+        spare = self.slots_nbytes[TILE_PARTS[-1]] if self.updates == "auto" and self.overlaps_update else 0
 
         def find(nbytes: Sequence[ChunkBytes]) -> Homes | None:
-            return dataclasses.replace(self, nbytes=nbytes).homes_with_room(homes, are_made=are_made)
+            made = dataclasses.replace(self, nbytes=nbytes, workspace_nbytes=self.workspace_nbytes + spare)
+            return made.homes_with_room(homes, are_made=are_made)
 
         if not (self.disk_nbytes and self.has_training):
             return self
