@@ -85,6 +85,9 @@ def test_states_are_on_the_disk_as_planned(how, tmp_path, monkeypatch):
     on_disk = {chunk.spec.index for chunk in inside.chunks(engine) if chunk.is_on_disk}
     works = [entry for entry in told.script if isinstance(entry, HostWork) and entry.disk_nbytes]
     assert 0 < len(on_disk) == len(works)
+    at_home = {index for index, load in enumerate(told.loads) if load.is_here}
+    visited = [index for index in dict.fromkeys(told.traces[0].visited) if index not in at_home]
+    assert set(visited[-len(on_disk) :]) == on_disk, "those that forward needs last"
     assert told.disk_owners == engine.ledger.owners(Tier.DISK)
     assert told.disk_written_nbytes == counts[-1][1] - counts[-2][1]
     assert told.host_owners == pytest.approx(engine.ledger.owners(Tier.HOST), rel=1e-3)
