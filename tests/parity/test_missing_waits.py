@@ -667,6 +667,8 @@ ELSEWHERE = {
 _STREAMED = "noticed by tests/parity/test_streamed_updates.py alone"
 _GROUP = "only a group of several processes comes here"
 _HELD = "the thread holds the tensors that it writes, so its file is right; the memory would be free in the books alone"
+_RING = "in threads of the ring, which simulated streams do not know; test_states_on_disk.py runs real ones"
+_TILE = "optim/elementwise.py ElementwiseKernel._update_tile:"
 
 UNNOTICED = {
     "memory/streams.py DeviceStreams.beside: lane.wait_stream(...)": _GROUP,
@@ -681,6 +683,9 @@ UNNOTICED = {
     "optim/slots.py Slots.release: ticket.join()": _STREAMED,
     "optim/elementwise.py ElementwiseKernel._stream: ticket.join()": _STREAMED,
     "runtime/chunk.py Chunk.load: update.join()": _STREAMED,
+    "optim/elementwise.py ElementwiseKernel._stream: ticket.wait()": _RING,
+    f"{_TILE} ticket.wait()": _RING,
+    f"{_TILE} self._workers.submit(update, shares, first=True).wait()": _RING,
     "runtime/manager.py ChunkManager.update: chunk.wait_for_update()": "what comes next comes after it, too",
     "runtime/gradients.py Gradients._add_to_list: chunk.wait()": "all gradients of a parameter leave the same way",
     "runtime/gradients.py Gradients._write_over_value: chunk.under_way": _GROUP,
