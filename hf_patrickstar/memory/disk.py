@@ -36,6 +36,7 @@ from hf_patrickstar.common.interrupts import held_back
 from hf_patrickstar.counts import Counts
 from hf_patrickstar.errors import BudgetError, ConfigError, EngineError
 from hf_patrickstar.memory.driver import Pending
+from hf_patrickstar.memory.tiers import HOST_SHARE
 from hf_patrickstar.units import MIB, align, format_nbytes
 
 NUM_BUFFERS = 4
@@ -301,6 +302,15 @@ def free_nbytes(directories: Iterable[str]) -> int:
     return each * sum(map(len, by_drive.values()))
 
 
+def resolve_disk_budget(directories: Sequence[str], disk_budget: int | str, local_world_size: int) -> int:
+    """Turns ``"auto"`` into bytes; see ``resolve_budgets``.
+
+    Raises:
+        ConfigError: As for ``free_nbytes``.
+    """
+    return int(free_nbytes(directories) * HOST_SHARE / local_world_size if disk_budget == "auto" else disk_budget)
+
+
 Lists = Mapping[str, torch.Tensor]
 _Update = Callable[[Lists], None]
 _Key = tuple[Region, int]
@@ -419,9 +429,7 @@ class Ring:
         """
         items = list(tiles)
         if items and (not self.nbytes or os.getpid() != self._process_id):
-            raise EngineError(
-                "states on the disk cannot be updated in a process that was forked; train in the first one"
-            )
+            raise EngineError("states on the disk cannot be updated in a forked process; train in the first one")
         ticket = Pending(len(items))
         with held_back(), self._lock:
             threads = self._threads = self._threads or ThreadPoolExecutor(NUM_BUFFERS, "hf_patrickstar-disk")

@@ -394,8 +394,7 @@ class ElementwiseKernel(Kernel):
                     for segment in share:
                         stop = start + segment.numel
                         there = dataclasses.replace(segment, payloads=lists, start=start, stop=stop, place=_LIST)
-                        there.offset = 0
-                        here.append(there)
+                        here.append(dataclasses.replace(there, offset=0))
                         for name in [name for name in (*names, segment.gradient_name) if name not in segment.fresh]:
                             cross(segment.part(name), here[-1].part(name))
                             to_device += segment.part(name).nbytes
@@ -417,9 +416,7 @@ class ElementwiseKernel(Kernel):
             ticket = streams.join_slots(to_device, to_host)
             if ticket is not None:
                 self._slots.keep(ticket, job)
-                if (
-                    shares
-                ):  # it has failed: the copy's memory, or the buffer in the ring, may be used for something else
+                if shares:  # it has failed: the memory of the copy, or of the ring, may be used for something else
                     ticket.wait() if chunk.is_on_disk else ticket.join()
         return ticket
 

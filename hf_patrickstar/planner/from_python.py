@@ -16,8 +16,7 @@ from transformers import PretrainedConfig, Trainer, TrainingArguments
 from hf_patrickstar.config import PatrickStarConfig
 from hf_patrickstar.errors import ConfigError
 from hf_patrickstar.machine import Machine
-from hf_patrickstar.memory.disk import free_nbytes
-from hf_patrickstar.memory.tiers import HOST_SHARE
+from hf_patrickstar.memory.disk import resolve_disk_budget
 from hf_patrickstar.planner.advice import advise, largest_that_fit
 from hf_patrickstar.planner.planning import arrange, plan_for_runs
 from hf_patrickstar.planner.training_plan import Plan
@@ -181,17 +180,14 @@ def settings_of(args: Any) -> dict[str, Any]:
     return settings
 
 
-def disk_memory_of(settings: Mapping[str, Any], world_size: int) -> int | str | None:
+def disk_memory_of(settings: Mapping[str, Any], world_size: int) -> int | None:
     """What ``plan`` is to be asked for, of the disk, with these settings of the engine; ``None`` for no disk.
 
     Raises:
         ConfigError: If the directories of the settings are not here, which have to say how much is free.
     """
-    given = settings.get("disk_budget", "auto")
-    paths = PatrickStarConfig.from_any({"disk_path": settings.get("disk_path")}).disk_path
-    if paths and given == "auto":
-        given = int(free_nbytes(paths) * HOST_SHARE / world_size)
-    return given if paths else None
+    given = PatrickStarConfig.from_any({name: settings[name] for name in settings if name.startswith("disk_")})
+    return None if given.disk_path is None else resolve_disk_budget(given.disk_path, given.disk_budget, world_size)
 
 
 def asks_for_checkpointing(args: Any) -> bool:

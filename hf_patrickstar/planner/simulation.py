@@ -7,6 +7,7 @@ moves when (``schedule/move_plan.py``), and how long it takes by the rates of th
 engine runs. That an engine does the same, in bytes, loads and order, is a test.
 """
 
+import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -396,7 +397,7 @@ class _Simulator:
         (traces,) = steps_of(known.traces.values(), trained.num_micro_batches)
         offloaded = max(trace.offloaded_nbytes for trace in traces)
         slots_nbytes = self.decisions.slots_nbytes[homes.tile_part] * bool(streamed)
-        fixed, static = self._fixed(homed, Tier.DEVICE, slots_nbytes), homed if trained.world_size == 1 else frozenset()
+        fixed, static = self._fixed(homes, Tier.DEVICE, slots_nbytes), homed if trained.world_size == 1 else frozenset()
         free, most = estimate.device_nbytes - sum(fixed.values()), self._resources.ledger.chunk_budget
         most = None if most is None else most - sum(fixed.values())
         plans = repeated_plans(
@@ -437,9 +438,8 @@ class _Simulator:
             num_on_host=num_on_host,
             updated_nbytes=updated if isinstance(self._kernel, ElementwiseKernel) else OTHERS_NBYTES * num_on_host,
             layout=layout,
-            survey=self._survey(traces, plans, homed, free, reasons),
-            host_owners=self._fixed(homed, Tier.HOST, disk=homes.disk)
-            | ({ACTIVATIONS: offloaded} if offloaded else {}),
+            survey=self._survey(traces, plans, homes, free, reasons),
+            host_owners=self._fixed(homes, Tier.HOST) | ({ACTIVATIONS: offloaded} if offloaded else {}),
             disk_owners=self._on_disk(homes.disk),
             known=known,
             precision=str(self.decisions.precision.dtype).removeprefix("torch."),
@@ -453,24 +453,21 @@ class _Simulator:
 
     def _on_disk(self, disk: frozenset[int]) -> dict[str, int]:
         """Bytes on the disk, by owner."""
-        lists = [
-            (spec, name) for spec in self._layout.chunks if spec.index in disk for name in self._lists_on_disk(spec)
-        ]
-        kinds = {name: [s.types.list_nbytes(name, s.chunk_numel) for s, n in lists if n == name] for _, name in lists}
-        return {name: sum(sizes) for name, sizes in kinds.items()}
+        nbytes = collections.Counter[str]()
+        for spec in (spec for spec in self._layout.chunks if spec.index in disk):
+            nbytes.update({name: spec.types.list_nbytes(name, spec.chunk_numel) for name in self._lists_on_disk(spec)})
+        return dict(nbytes)
 
-    def _fixed(
-        self, homed: frozenset[int], tier: Tier, slots_nbytes: int = 0, disk: frozenset[int] = frozenset()
-    ) -> dict[str, int]:
+    def _fixed(self, homes: Homes, tier: Tier, slots_nbytes: int = 0) -> dict[str, int]:
         """Bytes on the device or the host that do not change in a step, by owner."""
         decisions = self.decisions
         nbytes: dict[str, int] = {}
-        at_home = [spec for spec in self._layout.chunks if (spec.index in homed) is (tier is Tier.DEVICE)]
+        at_home = [spec for spec in self._layout.chunks if (spec.index in homes.device) is (tier is Tier.DEVICE)]
         for spec in at_home:
             size = decisions.chunk_nbytes[spec.index]
             param = size.param_nbytes if tier is Tier.DEVICE else size.host_param_nbytes
             nbytes["param"] = nbytes.get("param", 0) + param
-            gone = self._lists_on_disk(spec) if spec.index in disk else ()
+            gone = self._lists_on_disk(spec) if spec.index in homes.disk else ()
             for name in [name for name in lists_of(spec, decisions.lists) if name not in gone]:
                 nbytes[name] = nbytes.get(name, 0) + spec.types.list_nbytes(name, spec.chunk_numel)
         updates = any(spec.is_updated for spec in at_home)
@@ -492,13 +489,14 @@ class _Simulator:
         return nbytes
 
     def _survey(
-        self, traces: list[Trace], plans: list[MovePlan], homed: frozenset[int], free: int, reasons: list[str]
+        self, traces: list[Trace], plans: list[MovePlan], homes: Homes, free: int, reasons: list[str]
     ) -> Survey:
         ledger, decisions = self._resources.ledger, self.decisions
         by_kind = {made.kind: (made, plan, Room(free, None, 0, ())) for made, plan in zip(traces, plans, strict=True)}
         chunks = []
         for spec in self._layout.chunks:
-            home, nbytes = Tier.DEVICE if spec.index in homed else Tier.HOST, decisions.chunk_nbytes[spec.index]
+            home, size = Tier.DEVICE if spec.index in homes.device else Tier.HOST, decisions.chunk_nbytes[spec.index]
             tensors = [decisions.tensors[index] for index in spec.tensor_indices]
-            chunks.append(SurveyedChunk.of(spec, home, nbytes.param_nbytes, nbytes.state_nbytes, tensors))
+            nbytes = size.param_nbytes, size.state_nbytes, size.list_nbytes * (spec.index in homes.disk)
+            chunks.append(SurveyedChunk.of(spec, home, nbytes, tensors))
         return Survey.of(chunks, ledger, by_kind.values(), reasons)

@@ -7,7 +7,7 @@ from hf_patrickstar.report import sections
 from hf_patrickstar.report.page import Block, Cell, Fact, Page, of_bytes, of_number
 from hf_patrickstar.report.survey import NON_MODEL, Survey
 from hf_patrickstar.schedule.clock import Timeline
-from hf_patrickstar.units import format_nbytes, format_seconds
+from hf_patrickstar.units import describe_wear, format_nbytes, format_seconds
 
 _CAVEAT = "Times are simulated. Memory of Python, of libraries and of the data is not counted."
 _GIVEN = ("model", "task", "machine", "batch_size", "length", "num_micro_batches", "world_size", "checkpointing")
@@ -74,6 +74,8 @@ def _facts(plan: Mapping[str, Any]) -> Iterator[Fact]:
         yield "bottleneck", Cell(speed["binding"]), f"needs {format_seconds(speed['least_seconds'])}"
         yield "host to device", of_bytes(speed["to_device_nbytes"]), "copied per step"
         yield "device to host", of_bytes(speed["to_host_nbytes"]), "copied per step"
+        if wear := speed["disk_written_nbytes"]:
+            yield "written to the disk", of_bytes(wear), describe_wear(wear, speed["seconds"])
         if plan["world_size"] > 1:
             yield "between processes", of_bytes(speed["sent_nbytes"]), "sent per step by each"
     for name, use in plan["tiers"].items():

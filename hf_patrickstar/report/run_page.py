@@ -9,7 +9,7 @@ from hf_patrickstar.report import sections
 from hf_patrickstar.report.page import Block, Cell, Fact, Page, Table, lines, of_bytes, of_number
 from hf_patrickstar.report.run_record import Run
 from hf_patrickstar.report.survey import Survey
-from hf_patrickstar.units import format_nbytes
+from hf_patrickstar.units import describe_wear, format_nbytes
 
 _MOST_STEPS = 300
 """Of a longer run so many logs are shown, evenly chosen; the last one is among them."""
@@ -85,8 +85,10 @@ def _facts(run: Run) -> Iterator[Fact]:
         yield "last evaluation", of_number(last["eval_loss"], digits=5), f"step {last['step']}"
     yield "seconds per step", of_number(typical(run, "seconds"), "s"), "median, without the first log"
     yield "samples per second", of_number(typical(run, "samples_per_s")), "all processes"
-    for tier, budget in run.survey.budgets.items():
-        yield f"{tier} memory", of_bytes(_peak(run, tier) or 0), f"peak, of {format_nbytes(budget)}"
+    for tier in _PEAKS:
+        yield f"{tier} memory", of_bytes(_peak(run, tier) or 0), f"peak, of {format_nbytes(run.survey.budgets[tier])}"
+    if wear := round(typical(run, "disk_written_nbytes") or 0):
+        yield "written to the disk", of_bytes(wear), describe_wear(wear, typical(run, "seconds") or 0)
     yield "chunks", of_number(len(run.survey.chunks)), f"{_on_device(run.survey)} at home on the device"
 
 
@@ -130,10 +132,12 @@ def _memory(run: Run) -> Iterator[Block]:
     chunks = [chunk for chunk in survey.chunks if chunk.home == Tier.HOST.value]
     host = {
         "parameters": sum(chunk.param_nbytes for chunk in chunks),
-        "masters, optimizer states and gradients": sum(chunk.state_nbytes for chunk in chunks),
+        "masters, optimizer states and gradients": sum(chunk.state_nbytes - chunk.disk_nbytes for chunk in chunks),
     }
     host["buffers and all else"] = max((_last(run, _PEAKS["host"]) or 0) - sum(host.values()), 0)
     yield sections.peak("host", host, survey.budgets["host"], "last step")
+    if disk := sum(chunk.disk_nbytes for chunk in chunks):
+        yield sections.peak("disk", {"masters and optimizer states": disk}, survey.budgets["disk"], "last step")
     yield from sections.tides(survey)
 
 
@@ -149,6 +153,7 @@ def _compared(run: Run, plan: Mapping[str, Any]) -> Iterator[Block]:
         "seconds per step": ("s", speed.get("seconds"), typical(run, "seconds")),
         "host to device per step": ("B", speed.get("to_device_nbytes"), typical(run, "host_to_device_nbytes")),
         "device to host per step": ("B", speed.get("to_host_nbytes"), typical(run, "device_to_host_nbytes")),
+        "to the disk per step": ("B", speed.get("disk_written_nbytes"), typical(run, "disk_written_nbytes")),
         "to other processes per step": ("B", speed.get("sent_nbytes"), typical(run, "sent_nbytes")),
         **{f"peak on the {tier}": ("B", plan["tiers"][tier]["need_nbytes"], _peak(run, tier)) for tier in _PEAKS},
         "chunks": ("", chunks.get("num"), len(survey.chunks)),

@@ -91,7 +91,8 @@ def chunks(survey: Survey) -> Iterator[Block]:
     """Which parameter is where: the chunks of each tier as one box that opens."""
     groups: dict[str, list[SurveyedChunk]] = {}
     for chunk in survey.chunks:
-        groups.setdefault(f"on the {chunk.home}{'' if chunk.trainable else ', frozen'}", []).append(chunk)
+        disk, frozen = ", states on the disk" * (chunk.disk_nbytes > 0), ", frozen" * (not chunk.trainable)
+        groups.setdefault(f"on the {chunk.home}{disk}{frozen}", []).append(chunk)
     for where, group in sorted(groups.items()):
         sizes = [chunk.param_nbytes + chunk.state_nbytes for chunk in group]
         least, most = format_nbytes(min(sizes)), format_nbytes(max(sizes))

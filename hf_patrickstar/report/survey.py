@@ -34,6 +34,7 @@ class SurveyedChunk:
         state_nbytes: Bytes of this process's other lists at home: masters, optimizer states, accumulated gradients.
         trainable: Whether its parameters receive gradients.
         parameters: Name and number of elements of each parameter, in the order of their places.
+        disk_nbytes: Those of ``state_nbytes`` that are on the disk.
     """
 
     index: int
@@ -44,23 +45,23 @@ class SurveyedChunk:
     state_nbytes: int
     trainable: bool
     parameters: tuple[tuple[str, int], ...]
+    disk_nbytes: int = 0
 
     @classmethod
     def of(
-        cls, spec: ChunkSpec, home: Tier, param_nbytes: int, state_nbytes: int, tensors: Sequence[TensorSpec]
+        cls, spec: ChunkSpec, home: Tier, nbytes: tuple[int, int, int], tensors: Sequence[TensorSpec]
     ) -> "SurveyedChunk":
         """The chunk as it is now.
 
         Args:
             spec: The chunk.
             home: Where its lists live.
-            param_nbytes: See ``SurveyedChunk``.
-            state_nbytes: See ``SurveyedChunk``.
+            nbytes: Those of values, of other lists, and of these on the disk.
             tensors: Its parameters.
         """
         parameters = tuple((tensor.name, tensor.numel) for tensor in tensors)
-        numbers = spec.capacity_numel, param_nbytes, state_nbytes
-        return cls(spec.index, home.value, spec.types.param, *numbers, spec.trainable, parameters)
+        numbers = spec.capacity_numel, *nbytes[:2]
+        return cls(spec.index, home.value, spec.types.param, *numbers, spec.trainable, parameters, nbytes[2])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -212,5 +213,7 @@ def take_survey(chunks: Iterable[Chunk], ledger: Ledger, followed: Followed, rea
     for chunk in chunks:
         if not chunk.is_retired:
             specs = [tensor.spec for tensor in chunk.tensors]
-            surveyed.append(SurveyedChunk.of(chunk.spec, chunk.home, chunk.param_nbytes, chunk.state_nbytes, specs))
+            regions = chunk.home_lists.regions.values()
+            nbytes = chunk.param_nbytes, chunk.state_nbytes, sum(region.tensor.nbytes for region in regions)
+            surveyed.append(SurveyedChunk.of(chunk.spec, chunk.home, nbytes, specs))
     return Survey.of(surveyed, ledger, followed, reasons)

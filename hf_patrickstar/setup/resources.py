@@ -20,13 +20,13 @@ from hf_patrickstar.memory.compute_device import (
     find_device,
     is_accelerator,
 )
-from hf_patrickstar.memory.disk import Disk, free_nbytes
+from hf_patrickstar.memory.disk import Disk, resolve_disk_budget
 from hf_patrickstar.memory.ledger import Ledger
 from hf_patrickstar.memory.meters import AllocatorMeter, Meter, StorageMeter
 from hf_patrickstar.memory.pinning import make_pinning
 from hf_patrickstar.memory.pool import PayloadPool
 from hf_patrickstar.memory.streams import DeviceStreams, Streams, make_streams
-from hf_patrickstar.memory.tiers import HOST_SHARE, Tier, resolve_budgets
+from hf_patrickstar.memory.tiers import Tier, resolve_budgets
 
 logger = logging.getLogger(__name__)
 
@@ -109,10 +109,7 @@ class Resources:
             collectives = Collectives.connect(process_group, found, config.process_wait_s, counts, config.reduce_dtype)
         budgets = resolve_budgets(found, config.device_budget, config.host_budget, collectives.local_world_size)
         if (paths := config.disk_path) is not None:
-            budget: int | str = config.disk_budget
-            if budget == "auto":
-                budget = int(free_nbytes(paths) * HOST_SHARE / collectives.local_world_size)
-            budgets[Tier.DISK] = int(budget)
+            budgets[Tier.DISK] = resolve_disk_budget(paths, config.disk_budget, collectives.local_world_size)
         streams.hold_at_most(budgets[Tier.DEVICE] // SHARE_IN_FLIGHT)
         meter: Meter
         if is_accelerator(found):

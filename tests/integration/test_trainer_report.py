@@ -5,14 +5,18 @@ import pathlib
 
 import pytest
 from support import inside
+from support.disk import share_on_disk
 from support.pages import PageReader, check_alone, check_charts
 from support.streams import simulated_streams
 from support.trainers import tight, train
 
 from hf_patrickstar.cli.main import main
+from hf_patrickstar.memory.tiers import Tier
+from hf_patrickstar.report.run_page import typical
 from hf_patrickstar.report.run_record import read_run, record_folder
 from hf_patrickstar.report.timeline import to_trace
 from hf_patrickstar.schedule.clock import Lane
+from hf_patrickstar.units import describe_wear, format_nbytes
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "report.md"
 RECORDED = {"patrickstar_report": True}
@@ -69,6 +73,25 @@ def test_the_page_says_it(trained, capsys):
     for tier, name in (("Device", "device_total_step_peak_nbytes"), ("Host", "host_step_peak_nbytes")):
         *kinds, total = reader.table(f"{tier}, at its fullest moment").column("bytes")
         assert sum(kinds) == total == found.steps[-1][name], "the kinds are those of one moment"
+
+
+def test_a_run_with_states_on_a_drive_says_what_it_wears(tmp_path):
+    """The engine's own count of bytes is on the page, and no state is counted on the host and on the drive."""
+    settings = {**tight(factor=2.0), "disk_path": str(tmp_path), "disk_budget": 2**28}
+    with share_on_disk(0.5):
+        trainer, _ = train("gpt2", tmp_path, settings, logging_steps=2, max_steps=6, **RECORDED)
+    found, owners = read_run(tmp_path), trainer.patrickstar_engine.ledger.owners
+    on_disk = sum(owners(Tier.DISK).values())
+    assert sum(chunk.disk_nbytes for chunk in found.survey.chunks) == on_disk > 0
+    assert main(["report", str(tmp_path)]) == 0
+    text = (tmp_path / "_patrickstar_report.html").read_text(encoding="utf-8")
+    reader = PageReader(text)
+    assert reader.table("Disk, at its fullest moment").column("bytes")[-1] == on_disk
+    (host,) = [row[1] for row in reader.table("Host, at its fullest").rows if row[0].startswith("masters")]
+    held = sum(nbytes for name, nbytes in owners(Tier.HOST).items() if name in ("master", "exp_avg", "exp_avg_sq"))
+    assert host == format_nbytes(held)
+    (written,) = {row["disk_written_nbytes"] for row in found.steps[1:]}
+    assert describe_wear(round(written), typical(found, "seconds")) in text
 
 
 def test_the_lanes_of_one_step_are_recorded(trained):

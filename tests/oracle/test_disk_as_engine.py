@@ -89,6 +89,9 @@ def test_states_are_on_the_disk_as_planned(how, tmp_path, monkeypatch):
     visited = [index for index in dict.fromkeys(told.traces[0].visited) if index not in at_home]
     assert set(visited[-len(on_disk) :]) == on_disk, "those that forward needs last"
     assert told.disk_owners == engine.ledger.owners(Tier.DISK)
+    planned, found = ([chunk.disk_nbytes for chunk in survey.chunks] for survey in (told.survey, engine.survey()))
+    assert planned == found
+    assert sum(found) == sum(told.disk_owners.values())
     assert told.disk_written_nbytes == counts[-1][1] - counts[-2][1]
     assert told.host_owners == pytest.approx(engine.ledger.owners(Tier.HOST), rel=1e-3)
     assert order[-1] == order[-2]

@@ -29,7 +29,7 @@ from support.processes import ENVIRONMENT
 from hf_patrickstar.counts import Counts
 from hf_patrickstar.errors import BudgetError, ConfigError, EngineError
 from hf_patrickstar.memory import disk as disk_module
-from hf_patrickstar.memory.disk import NUM_BUFFERS, PAGE_NBYTES, Disk, Ring, Tile, free_nbytes
+from hf_patrickstar.memory.disk import NUM_BUFFERS, PAGE_NBYTES, Disk, Ring, Tile, free_nbytes, resolve_disk_budget
 from hf_patrickstar.runtime.chunk import Lists
 from hf_patrickstar.units import format_nbytes
 
@@ -45,6 +45,7 @@ TILE_NUMEL, TILE_NUMEL_WITH_SCALES = 4 * PAGE_NBYTES, 64 * PAGE_NBYTES
 STRIPE_NBYTES = 6 * PAGE_NBYTES
 """Tiles end in the middle of stripes."""
 TIMEOUT_S = 30
+EIO = OSError(errno.EIO, "Input/output error")
 SHM = "/dev/shm"
 
 
@@ -484,8 +485,8 @@ def test_a_list_never_gets_what_was_read_ahead_of_one_that_is_gone(disk_in, tmp_
     OnDisk(disk, TILE_NUMEL, kinds).write().put_away().step().check()
 
 
-@pytest.mark.parametrize("fails_again", [False, True])
-def test_a_read_ahead_that_fails_is_tried_again_when_it_is_needed(disk_in, tmp_path, monkeypatch, fails_again):
+@pytest.mark.parametrize(("error", "fails_again"), [(EIO, False), (EIO, True), (MemoryError(), False)])
+def test_a_read_ahead_that_fails_is_tried_again_when_it_is_needed(disk_in, tmp_path, monkeypatch, error, fails_again):
     disk = disk_in(tmp_path)
     lists, others = (OnDisk(disk).write().put_away().step() for _ in range(2))
     has_failed = threading.Event()
@@ -493,7 +494,7 @@ def test_a_read_ahead_that_fails_is_tried_again_when_it_is_needed(disk_in, tmp_p
     def fault(drive, place, call):
         if any(begin <= place < begin + nbytes for _, begin, nbytes in lists.regions["exp_avg"].pieces):
             has_failed.set()
-            raise OSError(errno.EIO, "Input/output error")
+            raise error
         return call()
 
     with monkeypatch.context() as patch:
@@ -797,6 +798,14 @@ def test_real_directories_of_one_drive_have_no_more_free_than_one(three, tmp_pat
         free_nbytes([tmp_path, missing])
 
 
+def test_each_process_may_take_its_part_of_nine_tenths_of_what_is_free(monkeypatch, three):
+    found = types.SimpleNamespace(f_bavail=1000, f_frsize=4096)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "statvfs", lambda path: found)
+        assert resolve_disk_budget(three[:1], "auto", 2) == 450 * 4096
+        assert resolve_disk_budget(three[:1], 5 * 4096, 2) == 5 * 4096, "what was asked for is of each process"
+
+
 # Nothing is left
 
 
@@ -973,25 +982,6 @@ def test_a_list_that_somebody_still_looks_into_keeps_its_room(disk_in, tmp_path)
     assert torch.equal(view, gone.expected["master"][5:9])
     view.fill_(-1)
     new.check()
-
-
-def test_the_ring_goes_on_after_any_error_of_a_read_ahead(disk_in, tmp_path, monkeypatch):
-    disk = disk_in(tmp_path)
-    lists, others = (OnDisk(disk).write().put_away().step() for _ in range(2))
-    has_failed = threading.Event()
-
-    def fault(fd, place, call):
-        if any(begin <= place < begin + nbytes for _, begin, nbytes in lists.regions["exp_avg"].pieces):
-            has_failed.set()
-            raise MemoryError
-        return call()
-
-    with monkeypatch.context() as patch:
-        let(patch, "preadv", fault)
-        others.step(ahead=lists.tiles())
-        assert has_failed.wait(TIMEOUT_S)
-    wait(lists.begin())
-    lists.check()
 
 
 def test_room_that_was_reserved_on_several_drives_is_there(disk_in, three, monkeypatch):

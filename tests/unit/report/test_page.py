@@ -13,7 +13,7 @@ from hf_patrickstar.report.run_page import run_page, typical
 from hf_patrickstar.report.run_record import Run, RunRecorder
 from hf_patrickstar.report.survey import Survey, SurveyedChunk, Tide
 from hf_patrickstar.schedule.clock import Lane, Span, Timeline, Wait
-from hf_patrickstar.units import MIB
+from hf_patrickstar.units import MIB, describe_wear
 
 EVIL = "<script>alert('x')</script>\"><img src=http://example.org/x.png>&amp;"
 CHUNKS = (
@@ -33,7 +33,7 @@ DEVICE = {"budget_nbytes": 9 * MIB, "need_nbytes": 6 * MIB, "owners": {EVIL: 5 *
 HOST = {"budget_nbytes": 50 * MIB, "need_nbytes": 40 * MIB, "owners": {"param": 40 * MIB}, "moment": ""}
 SPEED = {
     **{"seconds": 0.5, "tokens_per_s": 32.0, "binding": "host Adam", "least_seconds": 0.25, "clipped_seconds": 0.3},
-    **{"to_device_nbytes": MIB, "to_host_nbytes": 2 * MIB, "sent_nbytes": 0},
+    **{"to_device_nbytes": MIB, "to_host_nbytes": 2 * MIB, "sent_nbytes": 0, "disk_written_nbytes": 0},
 }
 PLAN = SHARED | {
     **{"task": EVIL, "machine": EVIL, "tiers": {"device": DEVICE, "host": HOST}, "speed": SPEED, "fits": True},
@@ -132,6 +132,33 @@ def test_planned_is_beside_measured():
     assert table.rows[1] == ["host to device per step", "1.00 MiB", "14.65 KiB", "0.0143"]
     refused = read(run_page(RUN, {**PLAN, "speed": None, "chunks": None, "fits": False}))
     assert refused.table("Planned for").rows[0] == ["seconds per step", "not known", "0.4 s", "not known"]
+
+
+def test_states_on_a_drive_are_shown_with_its_wear():
+    """They are no bytes of the host, and what a step writes is said even if it never changes."""
+    chunks = (dataclasses.replace(CHUNKS[0], disk_nbytes=10 * MIB), *CHUNKS[1:])
+    survey = Survey({**SURVEY.budgets, "disk": 80 * MIB}, chunks, (TIDE,), ())
+    steps = tuple({**step, "disk_written_nbytes": 10.0 * MIB} for step in STEPS)
+    speed, disk = SPEED | {"disk_written_nbytes": 10 * MIB}, {**HOST, "budget_nbytes": 80 * MIB}
+    plan = {**PLAN, "speed": speed, "tiers": PLAN["tiers"] | {"disk": disk}}
+    run = run_page(dataclasses.replace(RUN, survey=survey, steps=steps), plan)
+    per_day = {}
+    for page in (run, plan_of(plan, survey)):
+        per_day[page.is_good] = [note for what, _, note in page.facts if what == "written to the disk"]
+        assert [cell.value for what, cell, _ in page.facts if what == "written to the disk"] == [10 * MIB]
+        captions = {table.caption for blocks in page.sections.values() for table in blocks if isinstance(table, Table)}
+        assert any(text.startswith("1 chunk on the host, states on the disk: 14.00 MiB") for text in captions)
+        assert any(text.startswith("1 chunk on the host: 7.00 MiB") for text in captions)
+    assert per_day[None] == [describe_wear(10 * MIB, 0.4)]
+    assert per_day[True] == [describe_wear(10 * MIB, 0.5)]
+    reader = read(run)
+    host = reader.table("Host, at its fullest moment")
+    assert host.column("bytes") == [11 * MIB, 8 * MIB, 3 * MIB, 22 * MIB], "the peak of the host is 22 MiB"
+    disk = reader.table("Disk, at its fullest moment")
+    assert disk.column("bytes") == [10 * MIB, 10 * MIB]
+    assert disk.column("share of the budget")[-1] == 1 / 8
+    assert ["to the disk per step", "10.00 MiB", "10.00 MiB", "1"] in reader.table("Planned for").rows
+    assert not [fact for page in BOTH for fact in page.facts if "disk" in fact[0]], "these have none"
 
 
 def test_the_command(tmp_path, capsys):
